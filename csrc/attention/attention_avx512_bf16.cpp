@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "vector_kernel.h"
+
+#include "kernels.h"
+
+// Machines with bf16 products have AVX-512 too, whose kernel serves the other types.
+void relay::attention_avx512_bf16(const Problem& problem, const Plan& plan) {
+  Driver<BFloat16, VectorKernel<BFloat16>>(problem, plan).run();
+}

@@ -1,0 +1,6 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "vector_entry.h"
+
+void relay::attention_portable(const Problem& problem, const Plan& plan) {
+  run_vector_kernel(problem, plan);
+}

@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: Apache-2.0
+// Carries out a plan with a kernel: loads queries, folds spans in token order, restarts at segment
+// boundaries, repairs rows that overflowed, merges and normalises.
+#pragma once
+
+#include "../common/aligned_buffer.h"
+#include "problem.h"
+#include "row_state.h"
+#include "weights.h"
+
+namespace relay {
+namespace {
+
+// One block table row, seen by one kv head.
+struct KvRow {
+  const char* head;  // kv_cache + kv_head * kv_head_stride
+  int64_t block_stride_bytes;
+  const int32_t* blocks;
+  int block_size, head_size;
+
+  RELAY_INLINE const char* block(int token) const {
+    return head + blocks[token / block_size] * block_stride_bytes;
+  }
+  RELAY_INLINE int block_end(int token) const {
+    return (token / block_size + 1) * block_size;
+  }
+  // Asks for part `part` of `parts` of the keys and values of tokens [begin, end).
+  RELAY_INLINE void prefetch(int begin, int end, int part, int parts, int element_bytes) const {
+    constexpr int kCacheLineBytes = 64;
+    const int64_t token_bytes = int64_t{head_size} * element_bytes;
+    for (int token = begin; token < end;) {
+      const int run_end = block_end(token) < end ? block_end(token) : end;
+      const int64_t run_lines = (run_end - token) * token_bytes / kCacheLineBytes;
+      const char* keys = static_cast<const char*>(key_group(token, element_bytes));
+      // Values of a run are not contiguous unless it is a whole block; ask as if it were.
+      const char* values = keys + int64_t{block_size} * token_bytes;
+      for (int64_t i = run_lines * part / parts; i < run_lines * (part + 1) / parts; ++i) {
+        __builtin_prefetch(keys + i * kCacheLineBytes, 0, 2);
+        __builtin_prefetch(values + i * kCacheLineBytes, 0, 2);
+      }
+      token = run_end;
+    }
+  }
+  // The packed keys of 16 tokens; `token` is a multiple of 16.
+  RELAY_INLINE const void* key_group(int token, int element_bytes) const {
+    return block(token) + int64_t{token % block_size} * head_size * element_bytes;
+  }
+  // The line of 16 dims of values that starts at `token`, a multiple of the elements packed.
+  RELAY_INLINE const void* value_line(int token, int dim_group, int element_bytes) const {
+    const int64_t elements = int64_t{block_size} * (head_size + dim_group * kLanes) +
+                             int64_t{token % block_size} * kLanes;
+    return block(token) + elements * element_bytes;
+  }
+};
+
+template <class T, class Kernel>
+class Driver {
+ public:
+  Driver(const Problem& problem, const Plan& plan)
+      : problem_(problem),
+        plan_(plan),
+        group_size_(problem.num_heads / problem.num_kv_heads),
+        dim_groups_(problem.head_size / kLanes),
+        scale_{problem.scale * kLog2E, problem.scale, problem.logits_soft_cap} {}
+
+  void run() {
+    static AlignedBuffer partial_buffer;  // calls of one process follow each other
+    const int64_t partial_rows =
+        int64_t{plan_.num_partial_entries} * group_size_ * problem_.num_kv_heads;
+    float* partial = static_cast<float*>(
+        partial_buffer.reserve(partial_rows * (problem_.head_size + kLanes + 1) * sizeof(float)));
+    partial_ = {partial, problem_.head_size, kLanes, partial + partial_rows * problem_.head_size,
+                partial + partial_rows * (problem_.head_size + kLanes)};
+    int64_t next_item = 0, next_merge = 0;
+    const int64_t items = int64_t{plan_.num_items} * problem_.num_kv_heads;
+    const int64_t merges = int64_t{plan_.num_merges} * problem_.num_kv_heads;
+#pragma omp parallel num_threads(plan_.num_threads) if (plan_.num_threads > 1)
+    {
+      Kernel::enter_thread();
+      Scratch scratch = allocate_scratch();
+      const auto take = [](int64_t* next) { return __atomic_fetch_add(next, 1, __ATOMIC_RELAXED); };
+      // Head after head: requests that read the same blocks apart find one head's in the cache.
+      for (int64_t i; (i = take(&next_item)) < items;)
+        run_item(plan_.items[i % plan_.num_items], int(i / plan_.num_items), scratch);
+      if (merges > 0) {
+#pragma omp barrier
+        for (int64_t i; (i = take(&next_merge)) < merges;)
+          run_merge(plan_.merges[i % plan_.num_merges], int(i / plan_.num_merges));
+      }
+      Kernel::leave_thread();
+    }
+  }
+
+ private:
+  struct Scratch {  // one thread's memory
+    void* operands;
+    RowRange* ranges;
+    RowStates total, part;
+    int max_rows;
+  };
+
+  Scratch allocate_scratch() const {
+    static thread_local AlignedBuffer buffer;
+    const int rows = Kernel::padded_rows(plan_.max_block_entries * group_size_);
+    const int64_t operand_bytes = Kernel::operand_bytes(rows, problem_.head_size);
+    const int64_t output_floats = int64_t{rows} * problem_.head_size;
+    const int64_t state_floats = output_floats + int64_t{rows} * (kLanes + 1);
+    const int64_t range_bytes = (int64_t{rows} * int64_t{sizeof(RowRange)} + 63) / 64 * 64;
+    const int64_t state_bytes = (state_floats * int64_t{sizeof(float)} + 63) / 64 * 64;
+    char* memory =
+        static_cast<char*>(buffer.reserve(operand_bytes + range_bytes + 2 * state_bytes));
+    Scratch scratch;
+    scratch.max_rows = rows;
+    scratch.operands = memory;
+    scratch.ranges = reinterpret_cast<RowRange*>(memory + operand_bytes);
+    const auto states = [&](char* at) {
+      float* outputs = reinterpret_cast<float*>(at);
+      float* sums = outputs + output_floats;
+      return Kernel::layout(outputs, sums, sums + int64_t{rows} * kLanes, rows, problem_.head_size);
+    };
+    scratch.total = states(memory + operand_bytes + range_bytes);
+    scratch.part = states(memory + operand_bytes + range_bytes + state_bytes);
+    return scratch;
+  }
+
+  int num_rows(const RowBlock& block) const {
+    return (block.last_entry - block.first_entry) * group_size_;
+  }
+
+  void run_item(const WorkItem& item, int kv_head, const Scratch& scratch) {
+    const RowBlock& block = plan_.row_blocks[item.row_block];
+    Kernel kernel(problem_, scratch.operands, scratch.max_rows);
+    load_rows(block, kv_head, kernel, scratch);
+    const int rows = num_rows(block);
+    for (int segment = item.first_segment; segment < item.last_segment; ++segment) {
+      const bool first = segment == item.first_segment;
+      const RowStates& states = first ? scratch.total : scratch.part;
+      for (int row = 0; row < rows; ++row) clear_row(states, row, dim_groups_);
+      fold_segment(block, kv_head, segment, kernel, scratch, states);
+      if (!first)
+        for (int row = 0; row < rows; ++row)
+          merge_row(scratch.total, row, scratch.part, row, dim_groups_);
+    }
+    if (item.partial_row < 0) {
+      for (int row = 0; row < rows; ++row) finish_row(block, kv_head, row, scratch.total, row);
+      return;
+    }
+    const int64_t first_row = partial_row(item, kv_head);
+    for (int row = 0; row < rows; ++row)
+      copy_row(scratch.total, row, partial_, int(first_row) + row, dim_groups_);
+  }
+
+  void run_merge(const Merge& merge, int kv_head) {
+    const RowBlock& block = plan_.row_blocks[merge.row_block];
+    const int64_t total = partial_row(plan_.items[merge.first_item], kv_head);
+    for (int row = 0; row < num_rows(block); ++row) {
+      for (int item = merge.first_item + 1; item < merge.last_item; ++item)
+        merge_row(partial_, int(total) + row, partial_,
+                  int(partial_row(plan_.items[item], kv_head)) + row, dim_groups_);
+      finish_row(block, kv_head, row, partial_, int(total) + row);
+    }
+  }
+
+  int64_t partial_row(const WorkItem& item, int kv_head) const {
+    return (int64_t{kv_head} * plan_.num_partial_entries + item.partial_row) * group_size_;
+  }
+
+  void load_rows(const RowBlock& block, int kv_head, Kernel& kernel, const Scratch& scratch) const {
+    const T* query = static_cast<const T*>(problem_.query);
+    int row = 0;
+    for (int e = block.first_entry; e < block.last_entry; ++e) {
+      const Entry& entry = plan_.entries[e];
+      const int window = problem_.sliding_window;
+      const int begin = window > 0 && entry.visible > window ? entry.visible - window : 0;
+      for (int g = 0; g < group_size_; ++g, ++row) {
+        const int head = kv_head * group_size_ + g;
+        kernel.load_query(row, query + entry.token * problem_.query_token_stride +
+                                   head * problem_.query_head_stride);
+        const float slope = problem_.alibi_slopes ? problem_.alibi_slopes[head] * kLog2E : 0.f;
+        scratch.ranges[row] = {begin, entry.visible, slope};
+      }
+    }
+  }
+
+  void fold_segment(const RowBlock& block, int kv_head, int segment, Kernel& kernel,
+                    const Scratch& scratch, const RowStates& states) const {
+    for_each_span(block, kv_head, segment, [&](int first, int last, const KvRow& kv, int b, int e) {
+      if (has_features())
+        kernel.template fold<true>(states, scratch.ranges, first, last, kv, b, e, scale_);
+      else
+        kernel.template fold<false>(states, scratch.ranges, first, last, kv, b, e, scale_);
+    });
+    for (int row = 0; row < num_rows(block); ++row)
+      if (overflowed(states, row, dim_groups_))
+        fold_again(block, kv_head, segment, kernel, scratch, states, row);
+  }
+
+  // Repeats one row of a segment with the reference that fits all of the segment.
+  void fold_again(const RowBlock& block, int kv_head, int segment, Kernel& kernel,
+                  const Scratch& scratch, const RowStates& states, int row) const {
+    clear_row(states, row, dim_groups_);
+    for_each_span(block, kv_head, segment, [&](int first, int last, const KvRow& kv, int b, int e) {
+      if (row < first || row >= last) return;
+      if (has_features())
+        kernel.template raise_reference<true>(states, scratch.ranges, row, kv, b, e, scale_);
+      else
+        kernel.template raise_reference<false>(states, scratch.ranges, row, kv, b, e, scale_);
+    });
+    states.references[row] = finite_reference(states.references[row]);
+    for_each_span(block, kv_head, segment, [&](int first, int last, const KvRow& kv, int b, int e) {
+      if (row < first || row >= last) return;
+      if (has_features())
+        kernel.template fold<true>(states, scratch.ranges, row, row + 1, kv, b, e, scale_);
+      else
+        kernel.template fold<false>(states, scratch.ranges, row, row + 1, kv, b, e, scale_);
+    });
+  }
+
+  // Calls f(first row, last row, kv, begin token, end token) in token order for every row.
+  template <class F>
+  void for_each_span(const RowBlock& block, int kv_head, int segment, F f) const {
+    const int segment_begin = segment * kSegmentTokens;
+    const int segment_end = segment_begin + kSegmentTokens;
+    const int64_t element_bytes = sizeof(T);
+    const char* head = static_cast<const char*>(problem_.kv_cache) +
+                       kv_head * problem_.kv_head_stride * element_bytes;
+    for (int s = block.first_span; s < block.last_span; ++s) {
+      const Span& span = plan_.spans[s];
+      const int begin = span.begin_token > segment_begin ? span.begin_token : segment_begin;
+      const int end = span.end_token < segment_end ? span.end_token : segment_end;
+      if (begin >= end) continue;
+      const KvRow kv{head, problem_.kv_block_stride * element_bytes,
+                     problem_.block_table + span.request * problem_.block_table_stride,
+                     problem_.block_size, problem_.head_size};
+      f((span.first_entry - block.first_entry) * group_size_,
+        (span.last_entry - block.first_entry) * group_size_, kv, begin, end);
+    }
+  }
+
+  void finish_row(const RowBlock& block, int kv_head, int row, const RowStates& states,
+                  int state_row) const {
+    const int head = kv_head * group_size_ + row % group_size_;
+    const int64_t token = plan_.entries[block.first_entry + row / group_size_].token;
+    const float* sink = problem_.sinks ? problem_.sinks + head : nullptr;
+    const Normaliser n = normaliser(states, state_row, sink);
+    T* output = static_cast<T*>(problem_.output) + token * problem_.output_token_stride +
+                head * problem_.output_head_stride;
+    for (int g = 0; g < dim_groups_; ++g)
+      store_elements16(output + g * kLanes, load16(states.output(state_row, g)) * set16(n.scale));
+    if (problem_.lse) problem_.lse[token * problem_.num_heads + head] = n.lse;
+  }
+
+  bool has_features() const {
+    return problem_.logits_soft_cap != 0.f || problem_.alibi_slopes != nullptr;
+  }
+
+  const Problem& problem_;
+  const Plan& plan_;
+  const int group_size_, dim_groups_;
+  const ScoreScale scale_;
+  RowStates partial_{};
+};
+
+}  // namespace
+}  // namespace relay

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// The attention kernels, one per instruction set, and which of them this build and this machine
+// have.
+#pragma once
+
+#include <string_view>
+
+#include "problem.h"
+
+#ifndef RELAY_HAVE_AVX512
+#define RELAY_HAVE_AVX512 0
+#endif
+#ifndef RELAY_HAVE_AVX512_BF16
+#define RELAY_HAVE_AVX512_BF16 0
+#endif
+#ifndef RELAY_HAVE_AMX_BF16
+#define RELAY_HAVE_AMX_BF16 0
+#endif
+
+namespace relay {
+
+using AttentionFunction = void (*)(const Problem&, const Plan&);
+
+struct KernelInfo {
+  std::string_view name;
+  AttentionFunction run;     // null: left out of this build
+  bool (*runs_here)();       // does this machine have the instructions?
+  bool (*takes)(DType type);
+};
+
+// Fastest first; the last is for tests.
+extern const KernelInfo kKernels[];
+extern const int kNumKernels;
+
+void attention_portable(const Problem&, const Plan&);
+void attention_avx512(const Problem&, const Plan&);
+void attention_avx512_bf16(const Problem&, const Plan&);
+void attention_amx_bf16(const Problem&, const Plan&);
+void attention_amx_bf16_emulated(const Problem&, const Plan&);
+
+struct KvWrite {
+  DType dtype;
+  int32_t num_tokens, num_kv_heads, head_size, block_size, num_threads;
+  const void* key;  // [tokens, kv_heads, head_size], strides in elements
+  int64_t key_token_stride, key_head_stride;
+  const void* value;
+  int64_t value_token_stride, value_head_stride;
+  void* kv_cache;
+  int64_t kv_block_stride, kv_head_stride;
+  const int64_t* slots;  // [tokens], negative: skip
+};
+
+// Packs keys and values of new tokens into their slots.
+void write_kv_cache(const KvWrite&);
+
+}  // namespace relay

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+// The one product both halves of attention are made of. A packed line holds 16 outputs times kPack
+// neighbouring elements of the summed dimension:
+//   scores:  line = 16 tokens x kPack dims, summed over the head dims, against a query row;
+//   outputs: line = 16 dims x kPack tokens, summed over tokens, against a row of weights.
+// Every row is its own chain of additions in the order of the summed dimension, so a row's result
+// does not depend on the rows and columns beside it.
+#pragma once
+
+#include "vec16.h"
+
+namespace relay {
+namespace {
+
+#if defined(__AVX512BF16__)
+constexpr bool kBFloat16Products = true;
+#else
+constexpr bool kBFloat16Products = false;
+#endif
+
+// What query rows and weights are stored as: bf16 where the machine multiplies bf16, else float.
+template <class T>
+struct OperandOf {
+  using type = float;
+  static constexpr int kWeightParts = 1;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct OperandOf<BFloat16> {
+  using type = BFloat16;
+  // A weight is the sum of two bf16 values, 16 bits of mantissa: rounding weights to one bf16 would
+  // cost as much error as rounding the output does.
+  static constexpr int kWeightParts = 2;
+};
+#endif
+template <class T>
+using Operand = typename OperandOf<T>::type;
+
+enum class Pair { kBoth, kFirstOnly, kSecondOnly };  // which tokens of a line are real
+
+#if defined(__AVX512BF16__)
+RELAY_INLINE __m512bh broadcast_pair(const BFloat16* p) {
+  int pair;
+  std::memcpy(&pair, p, sizeof pair);
+  return (__m512bh)_mm512_set1_epi32(pair);
+}
+#endif
+
+// acc[r][c] += sum over steps of line(c, step) . operand(r, step), `Parts` operands apart by
+// `part_stride`. Operands are kPack<T> elements a step.
+template <class T, int Rows, int Columns, int Parts>
+RELAY_INLINE void multiply(const T* const (&lines)[Columns], int steps, const Operand<T>* operand,
+                           int64_t row_stride, [[maybe_unused]] int64_t part_stride,
+                           Vec16 (&acc)[Rows][Columns],
+                           [[maybe_unused]] Pair pair = Pair::kBoth) {
+  constexpr int kStep = kPack<T>;
+  constexpr int kLine = kLanes * kStep;
+#pragma GCC unroll 1
+  for (int s = 0; s < steps; ++s) {
+    if constexpr (kStep == 1) {
+      Vec16 line[Columns];
+#pragma GCC unroll 8
+      for (int c = 0; c < Columns; ++c) line[c] = load_elements16(lines[c] + s * kLine);
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; ++r) {
+        const Vec16 x = set16(operand[r * row_stride + s]);
+#pragma GCC unroll 8
+        for (int c = 0; c < Columns; ++c) acc[r][c] = fma16(line[c], x, acc[r][c]);
+      }
+    } else if constexpr (kBFloat16Products) {
+#if defined(__AVX512BF16__)
+      const __m512i keep = _mm512_set1_epi32(pair == Pair::kBoth        ? -1
+                                             : pair == Pair::kFirstOnly ? 0xffff
+                                                                        : int(0xffff0000u));
+      __m512bh line[Columns];
+#pragma GCC unroll 8
+      for (int c = 0; c < Columns; ++c) {
+        __m512i bits = _mm512_loadu_si512(lines[c] + s * kLine);
+        if (pair != Pair::kBoth) bits = _mm512_and_si512(bits, keep);
+        line[c] = (__m512bh)bits;
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 2
+        for (int part = 0; part < Parts; ++part) {
+          const __m512bh x =
+              broadcast_pair(operand + r * row_stride + part * part_stride + s * kStep);
+#pragma GCC unroll 8
+          for (int c = 0; c < Columns; ++c) acc[r][c] = _mm512_dpbf16_ps(acc[r][c], line[c], x);
+        }
+      }
+#endif
+    } else {
+      Vec16 even[Columns], odd[Columns];
+#pragma GCC unroll 8
+      for (int c = 0; c < Columns; ++c) load_pairs16(lines[c] + s * kLine, &even[c], &odd[c]);
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; ++r) {
+        if (pair != Pair::kSecondOnly) {
+          const Vec16 x = set16(operand[r * row_stride + s * kStep]);
+#pragma GCC unroll 8
+          for (int c = 0; c < Columns; ++c) acc[r][c] = fma16(even[c], x, acc[r][c]);
+        }
+        if (pair != Pair::kFirstOnly) {
+          const Vec16 x = set16(operand[r * row_stride + s * kStep + 1]);
+#pragma GCC unroll 8
+          for (int c = 0; c < Columns; ++c) acc[r][c] = fma16(odd[c], x, acc[r][c]);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace relay

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// What one call of an attention kernel is given. Plain data: every instruction set's translation
+// unit sees the same bytes.
+#pragma once
+
+#include <cstdint>
+
+namespace relay {
+
+enum class DType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+
+// A fold restarts at multiples of this many tokens from the start of every sequence, and the parts
+// are merged in order. The boundaries depend on nothing but the token index, so a request's result
+// does not depend on who shares its prefix, nor on the thread that computed which part.
+constexpr int kSegmentTokens = 2048;
+
+// Masks, references and shared ranges are cut at multiples of this many tokens.
+constexpr int kTileTokens = 32;
+
+struct Entry {      // one query token, at its place in the execution order
+  int32_t token;    // row of `query`
+  int32_t visible;  // it sees KV tokens [0, visible), less what a sliding window hides
+};
+
+struct Span {  // KV tokens that a run of entries reads together
+  int32_t first_entry, last_entry;
+  int32_t begin_token, end_token;  // begin is a multiple of kTileTokens
+  int32_t request;                 // the block table row that names the blocks
+};
+
+struct RowBlock {  // entries whose state one thread keeps in its cache
+  int32_t first_entry, last_entry;
+  int32_t first_span, last_span;
+};
+
+struct WorkItem {  // a row block over some segments, for every kv head
+  int32_t row_block;
+  int32_t first_segment, last_segment;
+  int32_t partial_row;  // where its state goes in the partial states, or -1: the item is whole
+};
+
+struct Merge {  // items of one split row block, in segment order
+  int32_t row_block;
+  int32_t first_item, last_item;
+};
+
+struct Plan {
+  const Entry* entries;
+  const Span* spans;
+  const RowBlock* row_blocks;
+  const WorkItem* items;
+  const Merge* merges;
+  int32_t num_items, num_merges;
+  int32_t max_block_entries;    // the most entries in a row block
+  int32_t num_partial_entries;  // entries in the partial states of one kv head
+  int32_t num_threads;
+};
+
+struct Problem {
+  DType dtype;
+  int32_t num_heads, num_kv_heads, head_size, block_size;
+  const void* query;  // [tokens, heads, head_size], strides in elements
+  int64_t query_token_stride, query_head_stride;
+  const void* kv_cache;  // [blocks, kv_heads, packed K then packed V], strides in elements
+  int64_t kv_block_stride, kv_head_stride;
+  const int32_t* block_table;
+  int64_t block_table_stride;
+  void* output;  // [tokens, heads, head_size], strides in elements
+  int64_t output_token_stride, output_head_stride;
+  float* lse;  // [tokens, heads] or null
+  float scale;
+  float logits_soft_cap;      // 0: none
+  int32_t sliding_window;     // tokens a query sees, itself included; 0: all
+  const float* alibi_slopes;  // [heads] or null
+  const float* sinks;         // [heads] or null
+};
+
+}  // namespace relay

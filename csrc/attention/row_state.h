@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// The running state of attention rows. A row's output is sum(w * v) / sum(w), w = 2^(score - R),
+// with scores in units of log2 and an integer reference R, chosen once from the row's first visible
+// tile. Changing R multiplies everything by a power of two, which floating point does exactly, so
+// states merge without exponentials and without rounding the weights again.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "vec16.h"
+
+namespace relay {
+namespace {
+
+constexpr float kUnset = -std::numeric_limits<float>::infinity();  // reference of an empty state
+constexpr float kLargestSum = 0x1p60f;  // a lane's sum beyond this asks for a larger reference
+
+struct RowStates {
+  float* outputs;        // unnormalised, group_stride floats from one 16-dim group to the next
+  int64_t row_stride;    // floats
+  int64_t group_stride;  // floats
+  float* sums;           // 16 partial sums of weights a row
+  float* references;     // one a row, kUnset while nothing was visible
+
+  RELAY_INLINE float* output(int64_t row, int group) const {
+    return outputs + row * row_stride + group * group_stride;
+  }
+};
+
+[[maybe_unused]] void clear_row(const RowStates& states, int row, int groups) {
+  states.references[row] = kUnset;
+  store16(states.sums + row * kLanes, zero16());
+  for (int g = 0; g < groups; ++g) store16(states.output(row, g), zero16());
+}
+
+[[maybe_unused]] void copy_row(const RowStates& from, int from_row, const RowStates& to, int to_row,
+                               int groups) {
+  to.references[to_row] = from.references[from_row];
+  store16(to.sums + to_row * kLanes, load16(from.sums + from_row * kLanes));
+  for (int g = 0; g < groups; ++g)
+    store16(to.output(to_row, g), load16(from.output(from_row, g)));
+}
+
+// total <- total + part, for one row. The empty state is neutral.
+[[maybe_unused]] void merge_row(const RowStates& total, int total_row, const RowStates& part,
+                                int part_row, int groups) {
+  const float part_reference = part.references[part_row];
+  if (part_reference == kUnset) return;
+  const float total_reference = total.references[total_row];
+  if (total_reference == kUnset) {
+    copy_row(part, part_row, total, total_row, groups);
+    return;
+  }
+  const float reference = total_reference > part_reference ? total_reference : part_reference;
+  const Vec16 total_factor = set16(std::exp2(total_reference - reference));
+  const Vec16 part_factor = set16(std::exp2(part_reference - reference));
+  const auto merge = [&](float* into, const float* from) {
+    store16(into, fma16(load16(from), part_factor, load16(into) * total_factor));
+  };
+  total.references[total_row] = reference;
+  merge(total.sums + total_row * kLanes, part.sums + part_row * kLanes);
+  for (int g = 0; g < groups; ++g)
+    merge(total.output(total_row, g), part.output(part_row, g));
+}
+
+// True if a weight or a sum grew out of float's range: the reference was too small for this row.
+[[maybe_unused]] bool overflowed(const RowStates& states, int row, int groups) {
+  if (states.references[row] == kUnset) return false;
+  if (!all_at_most16(load16(states.sums + row * kLanes), kLargestSum)) return true;
+  Vec16 largest = zero16();
+  bool finite = true;
+  for (int g = 0; g < groups; ++g) {
+    largest = abs16(load16(states.output(row, g)));
+    finite &= all_at_most16(largest, std::numeric_limits<float>::max());
+  }
+  return !finite;
+}
+
+// What normalising a row needs: output = outputs * scale; lse in natural log units.
+struct Normaliser {
+  float scale, lse;
+};
+
+[[maybe_unused]] Normaliser normaliser(const RowStates& states, int row, const float* sink) {
+  const float reference = states.references[row];
+  if (reference == kUnset)
+    return {0.f, sink ? *sink : -std::numeric_limits<float>::infinity()};
+  double sum = sum_of16(load16(states.sums + row * kLanes));
+  if (sink) sum += std::exp2(double{*sink} * 1.4426950408889634 - double{reference});
+  const double lse = std::log(sum) + double{reference} * 0.6931471805599453;
+  return {static_cast<float>(1.0 / sum), static_cast<float>(lse)};
+}
+
+}  // namespace
+}  // namespace relay

@@ -1,0 +1,253 @@
+// SPDX-License-Identifier: Apache-2.0
+// Folds KV tokens into row states with vector registers: tiles of up to kMaxRows rows by 64 tokens.
+#pragma once
+
+#include "driver.h"
+#include "multiply.h"
+#include "weights.h"
+
+namespace relay {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kMaxRows = 6, kColumns = 4;  // 24 accumulators, 4 lines, operands
+#else
+constexpr int kMaxRows = 2, kColumns = 2;
+#endif
+constexpr int kChunkTokens = 256;  // scores and weights of a row tile stay in the L1 cache
+constexpr int kChunkGroups = kChunkTokens / kLanes;
+
+template <class T>
+class VectorKernel {
+ public:
+  using W = Operand<T>;
+  static constexpr int kParts = OperandOf<T>::kWeightParts;
+
+  // Bytes of thread-private memory for the queries of `rows` rows.
+  static int64_t operand_bytes(int rows, int head_size) {
+    return (int64_t{rows} * head_size * int64_t{sizeof(W)} + 63) / 64 * 64;
+  }
+  static RowStates layout(float* outputs, float* sums, float* references, int /*rows*/,
+                          int head_size) {
+    return {outputs, head_size, kLanes, sums, references};
+  }
+
+  static int padded_rows(int rows) { return rows; }
+  static void enter_thread() {}
+  static void leave_thread() {}
+
+  VectorKernel(const Problem& problem, void* operands, int /*rows*/)
+      : problem_(problem), queries_(static_cast<W*>(operands)) {}
+
+  void load_query(int row, const void* query) {
+    const T* from = static_cast<const T*>(query);
+    W* to = queries_ + int64_t{row} * problem_.head_size;
+    for (int d = 0; d < problem_.head_size; ++d) from_float(to_float(from[d]), to + d);
+  }
+
+  // Folds tokens [begin, end) of one block table row into rows [first_row, last_row).
+  template <bool Features>
+  void fold(const RowStates& states, const RowRange* ranges, int first_row, int last_row,
+            const KvRow& kv, int begin, int end, const ScoreScale& scale) {
+    visit<Features, false>(states, ranges, first_row, last_row, kv, begin, end, scale);
+  }
+
+  // Raises references[row] to the largest visible score of tokens [begin, end), rounded up.
+  template <bool Features>
+  void raise_reference(const RowStates& states, const RowRange* ranges, int row, const KvRow& kv,
+                       int begin, int end, const ScoreScale& scale) {
+    visit<Features, true>(states, ranges, row, row + 1, kv, begin, end, scale);
+  }
+
+ private:
+  template <bool Features, bool ReferenceOnly>
+  void visit(const RowStates& states, const RowRange* ranges, int first_row, int last_row,
+             const KvRow& kv, int begin, int end, const ScoreScale& scale) {
+    const int rows = last_row - first_row;
+    const int tiles = (rows + kMaxRows - 1) / kMaxRows;
+    for (int chunk = begin; chunk < end; chunk += kChunkTokens) {
+      const int chunk_end = chunk + kChunkTokens < end ? chunk + kChunkTokens : end;
+      const int next_end = chunk_end + kChunkTokens < end ? chunk_end + kChunkTokens : end;
+      int row = first_row;
+      for (int tile = 0; tile < tiles; ++tile) {
+        kv.prefetch(chunk_end, next_end, tile, tiles, sizeof(T));
+        const int size = rows / tiles + (tile < rows % tiles);  // tiles differ by one row at most
+        dispatch_rows<Features, ReferenceOnly>(size, states, ranges, row, kv, chunk, chunk_end,
+                                               scale);
+        row += size;
+      }
+    }
+  }
+
+  template <bool Features, bool ReferenceOnly, int Rows = kMaxRows>
+  void dispatch_rows(int rows, const RowStates& states, const RowRange* ranges, int row,
+                     const KvRow& kv, int begin, int end, const ScoreScale& scale) {
+    if (rows == Rows)
+      fold_tile<Features, ReferenceOnly, Rows>(states, ranges, row, kv, begin, end, scale);
+    else if constexpr (Rows > 1)
+      dispatch_rows<Features, ReferenceOnly, Rows - 1>(rows, states, ranges, row, kv, begin, end,
+                                                       scale);
+  }
+
+  template <bool Features, bool ReferenceOnly, int Rows>
+  __attribute__((noinline)) void fold_tile(const RowStates& states, const RowRange* ranges,
+                                           int first_row, const KvRow& kv, int chunk, int chunk_end,
+                                           const ScoreScale& scale) {
+    // The union of what the rows see, and whether they all see all of it.
+    int begin = chunk_end, end = chunk, all_begin = chunk, all_end = chunk_end;
+    for (int r = 0; r < Rows; ++r) {
+      const RowRange& range = ranges[first_row + r];
+      begin = range.begin_token < begin ? range.begin_token : begin;
+      end = range.end_token > end ? range.end_token : end;
+      all_begin = range.begin_token > all_begin ? range.begin_token : all_begin;
+      all_end = range.end_token < all_end ? range.end_token : all_end;
+    }
+    begin = begin > chunk ? begin : chunk;
+    end = end < chunk_end ? end : chunk_end;
+    if (begin >= end) return;
+    const int first_token = begin / kLanes * kLanes;
+    const int groups = (end - first_token + kLanes - 1) / kLanes;
+    const bool masked =
+        all_begin > first_token || all_end < first_token + groups * kLanes;
+
+    alignas(64) float scores[Rows * kChunkTokens];
+    multiply_keys<Rows>(first_row, kv, first_token, groups, scores);
+
+    if constexpr (ReferenceOnly) {
+      for (int r = 0; r < Rows; ++r) {
+        float& reference = states.references[first_row + r];
+        const float largest = ceil_of_largest<Features>(
+            scores + r * kChunkTokens, first_token, groups, scale, ranges[first_row + r]);
+        reference = largest > reference ? largest : reference;
+      }
+      return;
+    }
+
+    alignas(64) W weights[Rows * kParts * kChunkTokens];
+    constexpr int64_t kPartStride = kChunkTokens, kRowStride = kParts * kChunkTokens;
+    for (int r = 0; r < Rows; ++r) {
+      const int row = first_row + r;
+      const RowRange& range = ranges[row];
+      const float* row_scores = scores + r * kChunkTokens;
+      float& reference = states.references[row];
+      if (reference == kUnset)
+        reference = first_reference<Features>(row_scores, first_token, groups, scale, range);
+      const float finite = reference == kUnset ? 0.f : reference;
+      W* to = weights + r * kRowStride;
+      float* sums = states.sums + row * kLanes;
+      if (masked)
+        compute_weights<Features, true>(row_scores, first_token, groups, scale, range, finite, to,
+                                        kPartStride, sums);
+      else
+        compute_weights<Features, false>(row_scores, first_token, groups, scale, range, finite, to,
+                                         kPartStride, sums);
+    }
+    multiply_values<Rows>(states, first_row, kv, first_token, begin, end, weights);
+  }
+
+  // The reference of a row that has none yet: from the first tile in which it sees a token.
+  template <bool Features>
+  static float first_reference(const float* scores, int first_token, int groups,
+                               const ScoreScale& scale, const RowRange& range) {
+    const int end_token = first_token + groups * kLanes;
+    const int seen = range.begin_token > first_token ? range.begin_token : first_token;
+    if (seen >= end_token || seen >= range.end_token) return kUnset;
+    const int tile = seen / kTileTokens * kTileTokens;
+    const int from = tile > first_token ? tile : first_token;
+    const int to = tile + kTileTokens < end_token ? tile + kTileTokens : end_token;
+    return finite_reference(ceil_of_largest<Features>(scores + (from - first_token), from,
+                                                      (to - from) / kLanes, scale, range));
+  }
+
+  template <int Rows>
+  void multiply_keys(int first_row, const KvRow& kv, int first_token, int groups,
+                     float* scores) const {
+    for (int g = 0; g < groups; g += kColumns)
+      multiply_keys_columns<Rows, kColumns>(groups - g, first_row, kv, first_token + g * kLanes,
+                                            scores + g * kLanes);
+  }
+
+  template <int Rows, int Columns>
+  RELAY_INLINE void multiply_keys_columns(int columns, int first_row, const KvRow& kv,
+                                          int first_token, float* scores) const {
+    if constexpr (Columns > 1) {
+      if (columns < Columns) {
+        multiply_keys_columns<Rows, Columns - 1>(columns, first_row, kv, first_token, scores);
+        return;
+      }
+    }
+    const int head_size = problem_.head_size;
+    const T* lines[Columns];
+    for (int c = 0; c < Columns; ++c)
+      lines[c] = static_cast<const T*>(kv.key_group(first_token + c * kLanes, sizeof(T)));
+    Vec16 acc[Rows][Columns] = {};
+    multiply<T, Rows, Columns, 1>(lines, head_size / kPack<T>,
+                                  queries_ + int64_t{first_row} * head_size, head_size, 0, acc);
+    for (int r = 0; r < Rows; ++r)
+      for (int c = 0; c < Columns; ++c) store16(scores + r * kChunkTokens + c * kLanes, acc[r][c]);
+  }
+
+  template <int Rows>
+  void multiply_values(const RowStates& states, int first_row, const KvRow& kv, int first_token,
+                       int begin, int end, const W* weights) const {
+    const int groups = problem_.head_size / kLanes;
+    for (int g = 0; g < groups; g += kColumns)
+      multiply_values_columns<Rows, kColumns>(groups - g, states, first_row, kv, first_token, begin,
+                                              end, g, weights);
+  }
+
+  template <int Rows, int Columns>
+  RELAY_INLINE void multiply_values_columns(int columns, const RowStates& states, int first_row,
+                                            const KvRow& kv, int first_token, int begin, int end,
+                                            int group, const W* weights) const {
+    if constexpr (Columns > 1) {
+      if (columns < Columns) {
+        multiply_values_columns<Rows, Columns - 1>(columns, states, first_row, kv, first_token,
+                                                   begin, end, group, weights);
+        return;
+      }
+    }
+    constexpr int kStep = kPack<T>;
+    constexpr int64_t kRowStride = kParts * kChunkTokens;
+    Vec16 acc[Rows][Columns];
+    for (int r = 0; r < Rows; ++r)
+      for (int c = 0; c < Columns; ++c) acc[r][c] = load16(states.output(first_row + r, group + c));
+    for (int token = begin; token < end;) {
+      const int block_end = kv.block_end(token);
+      const int run_end = block_end < end ? block_end : end;
+      const T* lines[Columns];
+      const auto point_at = [&](int at) {
+        for (int c = 0; c < Columns; ++c)
+          lines[c] = static_cast<const T*>(kv.value_line(at, group + c, sizeof(T)));
+        return weights + (at - first_token);
+      };
+      if (token % kStep != 0) {
+        const W* at = point_at(token - 1);
+        multiply<T, Rows, Columns, kParts>(lines, 1, at, kRowStride, kChunkTokens, acc,
+                                           Pair::kSecondOnly);
+        ++token;
+      }
+      const int steps = (run_end - token) / kStep;
+      if (steps > 0) {
+        const W* at = point_at(token);
+        multiply<T, Rows, Columns, kParts>(lines, steps, at, kRowStride, kChunkTokens, acc);
+        token += steps * kStep;
+      }
+      if (token < run_end) {
+        const W* at = point_at(token);
+        multiply<T, Rows, Columns, kParts>(lines, 1, at, kRowStride, kChunkTokens, acc,
+                                           Pair::kFirstOnly);
+        ++token;
+      }
+    }
+    for (int r = 0; r < Rows; ++r)
+      for (int c = 0; c < Columns; ++c)
+        store16(states.output(first_row + r, group + c), acc[r][c]);
+  }
+
+  const Problem& problem_;
+  W* queries_;
+};
+
+}  // namespace
+}  // namespace relay

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+// From raw scores q.k of one row to weights 2^(score - R), in one pass and without a running
+// maximum.
+#pragma once
+
+#include "multiply.h"
+#include "row_state.h"
+
+namespace relay {
+namespace {
+
+// What turns a raw score into units of log2; shared by all rows but for ALiBi's slope.
+struct ScoreScale {
+  float to_log2;   // scale * log2(e)
+  float scale;     // used with a soft cap only
+  float soft_cap;  // 0: none
+};
+
+struct RowRange {
+  int begin_token, end_token;  // visible KV tokens
+  float slope_log2;            // ALiBi slope * log2(e)
+};
+
+template <bool Features>
+RELAY_INLINE Vec16 log2_scores(Vec16 raw, int token, const ScoreScale& scale,
+                               const RowRange& range) {
+  if constexpr (!Features) {
+    return raw * set16(scale.to_log2);
+  } else {
+    Vec16 x = raw * set16(scale.to_log2);
+    if (scale.soft_cap != 0.f) {
+      const float cap = scale.soft_cap;
+      x = tanh16(raw * set16(scale.scale / cap)) * set16(cap * kLog2E);
+    }
+    const float distance = static_cast<float>(token - (range.end_token - 1));
+    return fma16(set16(range.slope_log2), lane_index16() + set16(distance), x);
+  }
+}
+
+// The largest visible score of tokens [first_token, first_token + 16 * groups), rounded up.
+template <bool Features>
+float ceil_of_largest(const float* scores, int first_token, int groups, const ScoreScale& scale,
+                      const RowRange& range) {
+  Vec16 largest = set16(kUnset);
+  for (int g = 0; g < groups; ++g) {
+    const int token = first_token + g * kLanes;
+    const Vec16 x = log2_scores<Features>(load16(scores + g * kLanes), token, scale, range);
+    const Mask16 visible = lanes16(range.begin_token - token, range.end_token - token);
+    largest = max16(largest, select16(visible, x, set16(kUnset)));
+  }
+  return std::ceil(max_of16(largest));
+}
+
+// A reference must be finite: infinite or undefined scores end as NaN outputs, not as an endless
+// search for a better reference.
+[[maybe_unused]] float finite_reference(float reference) {
+  return std::fabs(reference) <= 0x1p100f ? reference : 0.f;
+}
+
+RELAY_INLINE void store_weights(float* weights, int64_t, Vec16 w) { store16(weights, w); }
+#if defined(__AVX512BF16__)
+RELAY_INLINE void store_weights(BFloat16* weights, int64_t part_stride, Vec16 w) {
+  const __m256bh high = _mm512_cvtneps_pbh(w);
+  const __m512 rounded =
+      _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)high), 16));
+  const __m256bh low = _mm512_cvtneps_pbh(_mm512_sub_ps(w, rounded));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights), (__m256i)high);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + part_stride), (__m256i)low);
+}
+#endif
+
+// Writes the weights of 16 * groups tokens and adds them to the row's 16 partial sums.
+template <bool Features, bool Masked, class W>
+RELAY_INLINE void compute_weights(const float* scores, int first_token, int groups,
+                                  const ScoreScale& scale, const RowRange& range, float reference,
+                                  W* weights, int64_t part_stride, float* sums) {
+  Vec16 sum = load16(sums);
+  for (int g = 0; g < groups; ++g) {
+    const int token = first_token + g * kLanes;
+    const Vec16 raw = load16(scores + g * kLanes);
+    Vec16 w;
+    if constexpr (Features)
+      w = exp2_16(log2_scores<true>(raw, token, scale, range) - set16(reference));
+    else
+      w = exp2_16(fma16(raw, set16(scale.to_log2), set16(-reference)));
+    if constexpr (Masked)
+      w = select16(lanes16(range.begin_token - token, range.end_token - token), w, zero16());
+    sum = sum + w;
+    store_weights(weights + g * kLanes, part_stride, w);
+  }
+  store16(sums, sum);
+}
+
+}  // namespace
+}  // namespace relay

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+// The only file that knows Python. Tensors arrive as addresses and sizes that the Python faces have
+// checked; plan arrays arrive as contiguous int32 arrays.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "attention/kernels.h"
+#include "common/cpu_features.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+using Int32Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// Views a plan array as structs of `Columns` int32 each.
+template <class Row>
+const Row* rows_of(const Int32Table& table, const char* name) {
+  constexpr size_t columns = sizeof(Row) / sizeof(int32_t);
+  if (table.shape(1) != columns)
+    throw std::invalid_argument(std::string(name) + ": expected " + std::to_string(columns) +
+                                " columns, got " + std::to_string(table.shape(1)));
+  return reinterpret_cast<const Row*>(table.data());
+}
+
+std::vector<std::string> kernel_names(bool only_usable) {
+  std::vector<std::string> names;
+  for (int i = 0; i < relay::kNumKernels; ++i) {
+    const relay::KernelInfo& kernel = relay::kKernels[i];
+    if (kernel.run && (!only_usable || kernel.runs_here())) names.emplace_back(kernel.name);
+  }
+  return names;
+}
+
+const relay::KernelInfo& find_kernel(const std::string& name) {
+  for (int i = 0; i < relay::kNumKernels; ++i)
+    if (relay::kKernels[i].name == name && relay::kKernels[i].run) return relay::kKernels[i];
+  throw std::invalid_argument("kernel '" + name + "' is not in this build of vllm-relay");
+}
+
+template <class T>
+const T* address(uintptr_t value) {
+  return reinterpret_cast<const T*>(value);
+}
+
+// The shapes and addresses that do not change from layer to layer are given by name once.
+struct PlanHolder {
+  relay::Plan plan{};
+  Int32Table entries, spans, row_blocks, items, merges;
+
+  PlanHolder(Int32Table entries, Int32Table spans, Int32Table row_blocks, Int32Table items,
+             Int32Table merges, int max_block_entries, int num_partial_entries, int num_threads)
+      : entries(entries), spans(spans), row_blocks(row_blocks), items(items), merges(merges) {
+    plan.entries = rows_of<relay::Entry>(entries, "entries");
+    plan.spans = rows_of<relay::Span>(spans, "spans");
+    plan.row_blocks = rows_of<relay::RowBlock>(row_blocks, "row_blocks");
+    plan.items = rows_of<relay::WorkItem>(items, "items");
+    plan.merges = rows_of<relay::Merge>(merges, "merges");
+    plan.num_items = static_cast<int32_t>(items.shape(0));
+    plan.num_merges = static_cast<int32_t>(merges.shape(0));
+    plan.max_block_entries = max_block_entries;
+    plan.num_partial_entries = num_partial_entries;
+    plan.num_threads = num_threads;
+  }
+};
+
+void run_attention(const std::string& kernel, const PlanHolder& holder, int dtype, int num_heads,
+                   int num_kv_heads, int head_size, int block_size, uintptr_t query,
+                   int64_t query_token_stride, int64_t query_head_stride, uintptr_t kv_cache,
+                   int64_t kv_block_stride, int64_t kv_head_stride, uintptr_t block_table,
+                   int64_t block_table_stride, uintptr_t output, int64_t output_token_stride,
+                   int64_t output_head_stride, uintptr_t lse, float scale, float logits_soft_cap,
+                   int sliding_window, uintptr_t alibi_slopes, uintptr_t sinks) {
+  const relay::KernelInfo& info = find_kernel(kernel);
+  relay::Problem problem{};
+  problem.dtype = static_cast<relay::DType>(dtype);
+  if (!info.runs_here()) throw std::invalid_argument("kernel '" + kernel + "' cannot run here");
+  if (!info.takes(problem.dtype))
+    throw std::invalid_argument("kernel '" + kernel + "' does not take this dtype");
+  problem.num_heads = num_heads;
+  problem.num_kv_heads = num_kv_heads;
+  problem.head_size = head_size;
+  problem.block_size = block_size;
+  problem.query = address<void>(query);
+  problem.query_token_stride = query_token_stride;
+  problem.query_head_stride = query_head_stride;
+  problem.kv_cache = address<void>(kv_cache);
+  problem.kv_block_stride = kv_block_stride;
+  problem.kv_head_stride = kv_head_stride;
+  problem.block_table = address<int32_t>(block_table);
+  problem.block_table_stride = block_table_stride;
+  problem.output = reinterpret_cast<void*>(output);
+  problem.output_token_stride = output_token_stride;
+  problem.output_head_stride = output_head_stride;
+  problem.lse = reinterpret_cast<float*>(lse);
+  problem.scale = scale;
+  problem.logits_soft_cap = logits_soft_cap;
+  problem.sliding_window = sliding_window;
+  problem.alibi_slopes = address<float>(alibi_slopes);
+  problem.sinks = address<float>(sinks);
+  nb::gil_scoped_release release;
+  info.run(problem, holder.plan);
+}
+
+void run_write(int dtype, int num_tokens, int num_kv_heads, int head_size, int block_size,
+               int num_threads, uintptr_t key, int64_t key_token_stride, int64_t key_head_stride,
+               uintptr_t value, int64_t value_token_stride, int64_t value_head_stride,
+               uintptr_t kv_cache, int64_t kv_block_stride, int64_t kv_head_stride,
+               uintptr_t slots) {
+  const relay::KvWrite write{static_cast<relay::DType>(dtype),
+                             num_tokens,
+                             num_kv_heads,
+                             head_size,
+                             block_size,
+                             num_threads,
+                             address<void>(key),
+                             key_token_stride,
+                             key_head_stride,
+                             address<void>(value),
+                             value_token_stride,
+                             value_head_stride,
+                             reinterpret_cast<void*>(kv_cache),
+                             kv_block_stride,
+                             kv_head_stride,
+                             address<int64_t>(slots)};
+  nb::gil_scoped_release release;
+  relay::write_kv_cache(write);
+}
+
+nb::dict cpu_features() {
+  const relay::CpuFeatures& features = relay::cpu_features();
+  nb::dict result;
+  result["avx512"] = features.avx512;
+  result["avx512_bf16"] = features.avx512_bf16;
+  result["amx_bf16"] = features.amx_bf16;
+  return result;
+}
+
+}  // namespace
+
+NB_MODULE(_C, module) {
+  module.attr("SEGMENT_TOKENS") = relay::kSegmentTokens;
+  module.attr("TILE_TOKENS") = relay::kTileTokens;
+  module.def("compiled_kernels", [] { return kernel_names(false); });
+  module.def("supported_kernels", [] { return kernel_names(true); });
+  module.def("cpu_features", &cpu_features);
+  nb::class_<PlanHolder>(module, "Plan")
+      .def(nb::init<Int32Table, Int32Table, Int32Table, Int32Table, Int32Table, int, int, int>());
+  module.def("attention", &run_attention);
+  module.def("write_kv_cache", &run_write);
+}

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpu_features.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
+namespace relay {
+namespace {
+
+#if defined(__x86_64__)
+bool operating_system_saves(unsigned state_mask) {
+  unsigned a, b, c, d;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return false;
+  unsigned low, high;
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (low & state_mask) == state_mask;
+}
+
+bool tile_registers_permitted() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
+CpuFeatures detect() {
+  CpuFeatures features;
+#if defined(__x86_64__)
+  constexpr unsigned kAvx512State = 0xe6, kTileState = 0x60000;
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return features;
+  const unsigned ebx7 = b, edx7 = d;
+  const unsigned avx512 = (1u << 16) | (1u << 17) | (1u << 30) | (1u << 31);  // F, DQ, BW, VL
+  features.avx512 = (ebx7 & avx512) == avx512 && operating_system_saves(kAvx512State);
+  if (__get_cpuid_count(7, 1, &a, &b, &c, &d))
+    features.avx512_bf16 = features.avx512 && (a & (1u << 5));
+  const unsigned amx = (1u << 22) | (1u << 24);  // AMX-BF16, AMX-TILE
+  features.amx_bf16 = features.avx512_bf16 && (edx7 & amx) == amx &&
+                      operating_system_saves(kTileState) && tile_registers_permitted();
+#endif
+  return features;
+}
+
+}  // namespace
+
+const CpuFeatures& cpu_features() {
+  static const CpuFeatures features = detect();
+  return features;
+}
+
+}  // namespace relay

@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+namespace relay {
+
+struct CpuFeatures {
+  bool avx512 = false;       // F, BW, VL, DQ, and the operating system saves the registers
+  bool avx512_bf16 = false;  // vdpbf16ps
+  bool amx_bf16 = false;     // tile registers, bf16 products, and permission to use them
+};
+
+// Asked once; asking for AMX also requests the process's permission to use tile registers.
+const CpuFeatures& cpu_features();
+
+}  // namespace relay

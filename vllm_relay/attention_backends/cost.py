@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What reading a range of KV tokens costs, for the decisions of a step's plan.
+
+A kernel works on tiles of rows: every tile passes over the keys and values once, from the cache of
+the core that another tile has filled, or, for the first, from memory.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class KernelCost:
+    """Costs per KV token of one kv head and 128 dims, in nanoseconds of one core.
+
+    Only their ratios matter: they were read off `benchmarks/bench_op.py`.
+    """
+
+    tile_rows: int
+    stream_ns: float
+    """Bringing one token's keys and values to the core."""
+    tile_ns: float
+    """Per tile, whatever its rows."""
+    row_ns: float
+    """Per row."""
+    span_tokens: float
+    """Starting a range costs as much as this many tokens of one tile."""
+
+    def range_ns(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Cost of ranges of `tokens` tokens read together by `rows` rows; elementwise."""
+        tiles = -(-rows // self.tile_rows)
+        compute_ns = tiles * self.tile_ns + rows * self.row_ns
+        return np.maximum(compute_ns, self.stream_ns) * tokens + (
+            tiles * self.tile_ns + self.stream_ns
+        ) * self.span_tokens
+
+
+KERNEL_COSTS = {
+    "amx_bf16": KernelCost(32, stream_ns=30.0, tile_ns=13.0, row_ns=0.05, span_tokens=16),
+    "avx512_bf16": KernelCost(6, stream_ns=16.0, tile_ns=1.0, row_ns=1.6, span_tokens=8),
+    "avx512": KernelCost(6, stream_ns=16.0, tile_ns=1.5, row_ns=2.2, span_tokens=8),
+    "amx_bf16_emulated": KernelCost(32, stream_ns=30.0, tile_ns=13.0, row_ns=0.05, span_tokens=16),
+    "portable": KernelCost(2, stream_ns=16.0, tile_ns=8.0, row_ns=10.0, span_tokens=4),
+}

@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The work list of one step: which rows read which KV tokens, in which order, on which thread.
+
+Pure: numpy in, numpy out. The plan never changes what is computed, only who computes it when.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_relay.attention_backends.cost import KERNEL_COSTS, KernelCost
+from vllm_relay.attention_backends.forest import (
+    BEGIN_TOKENS,
+    END_TOKENS,
+    FIRST,
+    LAST,
+    REQUEST,
+    Forest,
+    build_forest,
+)
+
+NULL_BLOCK = 0
+
+SEGMENT_TOKENS = 2048
+"""A fold restarts at multiples of this; the C++ side has the same number."""
+
+MAX_BLOCK_ROWS = 256
+"""Rows of one kv head whose state a core keeps in its L2 cache."""
+
+ITEMS_PER_THREAD = 4
+"""Work is cut until no item is larger than a thread's share divided by this."""
+
+
+@dataclass(frozen=True)
+class PlanStats:
+    """What one step shares."""
+
+    requests: int = 0
+    requests_shared: int = 0
+    kv_tokens_logical: int = 0
+    """KV tokens attended to, summed over requests."""
+    kv_tokens_read: int = 0
+    """The same with a range that several requests share counted once."""
+    forest_depth: int = 0
+    groups: int = 0
+    planning_time_s: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """Arrays of int32 as `csrc/attention/problem.h` lays them out; positions refer to the order of
+    execution, in which every group of requests is a contiguous run."""
+
+    kernel: str
+    entries: np.ndarray
+    """[query tokens, 2]: row of the query, KV tokens it sees."""
+    spans: np.ndarray
+    """[spans, 5]: first and last entry, begin and end token, block table row."""
+    row_blocks: np.ndarray
+    """[row blocks, 4]: first and last entry, first and last span."""
+    items: np.ndarray
+    """[items, 4]: row block, first and last segment, entry of the partial states or -1."""
+    merges: np.ndarray
+    """[merges, 3]: row block, first and last item."""
+    max_block_entries: int
+    num_partial_entries: int
+    num_threads: int
+    num_requests: int
+    stats: PlanStats
+    forest: Forest
+    native: object = field(default=None, compare=False)
+    """The C++ view of these arrays, made by whoever runs the plan."""
+
+
+def plan_step(
+    block_table: np.ndarray,
+    query_start_loc: np.ndarray,
+    seq_lens: np.ndarray,
+    *,
+    block_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    num_threads: int,
+    kernel: str,
+    forest: Forest | str | None = "auto",
+    min_shared_tokens: int = 0,
+) -> StepPlan:
+    """Plans one step.
+
+    Args:
+        block_table: int32 [requests, blocks]; physical block ids, 0 is the null block.
+        query_start_loc: int32 [requests + 1]; the query tokens of request r are rows
+            query_start_loc[r] .. query_start_loc[r + 1].
+        seq_lens: int32 [requests]; KV tokens of each request, its query tokens included.
+        forest: "auto" finds what is shared and keeps what pays; None shares nothing; a Forest is
+            used as it is.
+        min_shared_tokens: "auto" leaves shared ranges below this alone.
+
+    Raises:
+        ValueError: for a Forest which does not describe these requests.
+    """
+    started_s = time.perf_counter()
+    cost = KERNEL_COSTS[kernel]
+    num_requests = len(seq_lens)
+    query_lens = np.diff(query_start_loc)
+    group_size = num_heads // num_kv_heads
+    if forest is None:
+        kept = Forest.none(num_requests)
+    elif isinstance(forest, Forest):
+        kept = forest
+        _check_given_forest(kept, block_table, query_lens, seq_lens, block_size)
+    else:
+        # the first query token of a request sees this many tokens, and the others see more
+        shareable_tokens = np.where(query_lens > 0, seq_lens - query_lens + 1, 0)
+        kept = build_forest(block_table, shareable_tokens, block_size)
+        kept = kept.without(_does_not_pay(kept, query_lens * group_size, cost, min_shared_tokens))
+
+    lens = query_lens[kept.order]
+    first_entry = np.concatenate(([0], np.cumsum(lens)))
+    entries = _entries(kept.order, lens, first_entry, query_start_loc, seq_lens)
+    cuts = _row_block_cuts(kept, first_entry, max(1, MAX_BLOCK_ROWS // group_size))
+    spans, row_blocks = _spans(kept, first_entry, entries, seq_lens, cuts)
+    items, merges, num_partial_entries = _items(
+        spans, row_blocks, entries, group_size, num_kv_heads, num_threads, cost
+    )
+    block_entries = row_blocks[:, 1] - row_blocks[:, 0]
+    return StepPlan(
+        kernel=kernel,
+        entries=entries,
+        spans=spans,
+        row_blocks=row_blocks,
+        items=items,
+        merges=merges,
+        max_block_entries=int(block_entries.max(initial=0)),
+        num_partial_entries=num_partial_entries,
+        num_threads=num_threads,
+        num_requests=num_requests,
+        stats=_stats(kept, query_lens, seq_lens, time.perf_counter() - started_s),
+        forest=kept,
+    )
+
+
+def _check_given_forest(
+    forest: Forest,
+    block_table: np.ndarray,
+    query_lens: np.ndarray,
+    seq_lens: np.ndarray,
+    block_size: int,
+) -> None:
+    if len(forest.order) != len(seq_lens):
+        raise ValueError(
+            f"forest: it orders {len(forest.order)} requests, the batch has {len(seq_lens)}"
+        )
+    forest.validate()
+    for index, (first, last, begin, end, request) in enumerate(forest.nodes.tolist()):
+        if end % block_size:
+            raise ValueError(
+                f"forest: node {index} ends at token {end}, expected a multiple of the block size "
+                f"{block_size}"
+            )
+        members = forest.order[first:last]
+        visible = int((seq_lens - query_lens + 1)[members].min())
+        if (query_lens[members] > 0).any() and end > visible:
+            raise ValueError(
+                f"forest: node {index} ends at token {end}, but a member's first query token sees "
+                f"only {visible} tokens"
+            )
+        blocks = slice(begin // block_size, end // block_size)
+        theirs, shared = block_table[members, blocks], block_table[request, blocks]
+        # a sliding window leaves null blocks where nobody looks
+        differing = ((theirs != shared) & (theirs != NULL_BLOCK)).any(axis=1)
+        if differing.any():
+            raise ValueError(
+                f"forest: requests {members[differing].tolist()} of node {index} do not have the "
+                f"blocks of request {request} for tokens {begin}..{end}"
+            )
+
+
+def _does_not_pay(
+    forest: Forest, rows_per_request: np.ndarray, cost: KernelCost, min_shared_tokens: int
+) -> np.ndarray:
+    """bool [nodes]: reading the range once costs more than reading it per child and member."""
+    nodes = forest.nodes
+    if not len(nodes):
+        return np.zeros(0, bool)
+    rows = rows_per_request[forest.order]
+    rows_before = np.concatenate(([0], np.cumsum(rows)))
+    tokens = nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]
+    node_rows = rows_before[nodes[:, LAST]] - rows_before[nodes[:, FIRST]]
+    together_ns = cost.range_ns(node_rows, tokens)
+    # apart: each child reads it for its members, and members in no child read it alone
+    alone_ns_per_token = cost.range_ns(rows, np.ones_like(rows))
+    alone_before = np.concatenate(([0.0], np.cumsum(alone_ns_per_token)))
+    alone = alone_before[nodes[:, LAST]] - alone_before[nodes[:, FIRST]]
+    parents = _parents(nodes)
+    has_parent = parents >= 0
+    apart = alone.copy()
+    children = np.flatnonzero(has_parent)
+    child_ns_per_token = cost.range_ns(node_rows[children], np.ones(len(children)))
+    np.add.at(apart, parents[children], child_ns_per_token - alone[children])
+    return (together_ns >= apart * tokens) | (nodes[:, END_TOKENS] < min_shared_tokens)
+
+
+def _parents(nodes: np.ndarray) -> np.ndarray:
+    """int [nodes]: the index of each node's parent, or -1."""
+    parents = np.empty(len(nodes), np.int64)
+    stack: list[tuple[int, int]] = []
+    for index, (first, last) in enumerate(nodes[:, : LAST + 1].tolist()):
+        while stack and stack[-1][1] <= first:
+            stack.pop()
+        parents[index] = stack[-1][0] if stack else -1
+        stack.append((index, last))
+    return parents
+
+
+def _entries(
+    order: np.ndarray,
+    lens: np.ndarray,
+    first_entry: np.ndarray,
+    query_start_loc: np.ndarray,
+    seq_lens: np.ndarray,
+) -> np.ndarray:
+    """One row per query token, requests in the order of execution."""
+    total = int(first_entry[-1])
+    within = np.arange(total) - np.repeat(first_entry[:-1], lens)
+    entries = np.empty((total, 2), np.int32)
+    entries[:, 0] = within + np.repeat(query_start_loc[order], lens)
+    entries[:, 1] = within + np.repeat(seq_lens[order] - lens + 1, lens)
+    return entries
+
+
+def _row_block_cuts(forest: Forest, first_entry: np.ndarray, max_entries: int) -> np.ndarray:
+    """Entry offsets at which row blocks begin, and the end of the last.
+
+    Every tree and every request in no tree begins a row block of its own; large ones are cut into
+    equal parts.
+    """
+    num_requests = len(forest.order)
+    depth = np.zeros(num_requests + 1, np.int64)
+    np.add.at(depth, forest.nodes[:, FIRST], 1)
+    np.add.at(depth, forest.nodes[:, LAST], -1)
+    depth = np.cumsum(depth)[:num_requests]
+    begins = depth == 0
+    begins[forest.nodes[forest.nodes[:, BEGIN_TOKENS] == 0, FIRST]] = True
+    unit_first = first_entry[:-1][begins]
+    unit_entries = np.diff(np.append(unit_first, first_entry[-1]))
+    unit_first, unit_entries = unit_first[unit_entries > 0], unit_entries[unit_entries > 0]
+    parts = -(-unit_entries // max_entries)
+    part = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+    offsets = part * np.repeat(unit_entries, parts) // np.repeat(parts, parts)
+    return np.append(np.repeat(unit_first, parts) + offsets, first_entry[-1])
+
+
+def _spans(
+    forest: Forest,
+    first_entry: np.ndarray,
+    entries: np.ndarray,
+    seq_lens: np.ndarray,
+    cuts: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Nodes and private ranges, cut at the row blocks and sorted by row block; within one, parents
+    come before children and private ranges last, so every entry meets its tokens in order."""
+    order, nodes = forest.order, forest.nodes
+    private = np.empty((len(order), 5), np.int64)
+    private[:, FIRST], private[:, LAST] = first_entry[:-1], first_entry[1:]
+    private[:, BEGIN_TOKENS] = forest.shared_tokens_per_request()[order]
+    private[:, END_TOKENS] = seq_lens[order]
+    private[:, REQUEST] = order
+    shared = nodes.astype(np.int64)
+    shared[:, FIRST], shared[:, LAST] = first_entry[nodes[:, FIRST]], first_entry[nodes[:, LAST]]
+    ranges = np.concatenate((shared, private))
+    is_private = np.arange(len(ranges)) >= len(shared)
+    nonempty = ranges[:, FIRST] < ranges[:, LAST]
+    ranges, is_private = ranges[nonempty], is_private[nonempty]
+
+    first_block = np.searchsorted(cuts, ranges[:, FIRST], side="right") - 1
+    last_block = np.searchsorted(cuts, ranges[:, LAST], side="left")
+    pieces = last_block - first_block
+    total = int(pieces.sum())
+    piece = np.arange(total) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    row_block = np.repeat(first_block, pieces) + piece
+    spans = np.repeat(ranges, pieces, axis=0)
+    spans[:, FIRST] = np.maximum(spans[:, FIRST], cuts[row_block])
+    spans[:, LAST] = np.minimum(spans[:, LAST], cuts[row_block + 1])
+    # earlier query tokens of a request see less than its last one
+    last_visible = entries[spans[:, LAST] - 1, 1]
+    spans[:, END_TOKENS] = np.where(
+        np.repeat(is_private, pieces), last_visible, spans[:, END_TOKENS]
+    )
+    keep = spans[:, BEGIN_TOKENS] < spans[:, END_TOKENS]
+    spans, row_block = spans[keep], row_block[keep]
+    by_block = np.argsort(row_block, kind="stable")
+    spans, row_block = spans[by_block], row_block[by_block]
+    num_blocks = len(cuts) - 1
+    bounds = np.searchsorted(row_block, np.arange(num_blocks + 1))
+    row_blocks = np.stack((cuts[:-1], cuts[1:], bounds[:-1], bounds[1:]), axis=1)
+    return spans.astype(np.int32), row_blocks.astype(np.int32)
+
+
+def _items(
+    spans: np.ndarray,
+    row_blocks: np.ndarray,
+    entries: np.ndarray,
+    group_size: int,
+    num_kv_heads: int,
+    num_threads: int,
+    cost: KernelCost,
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Row blocks as work items, largest first, the largest cut at segment boundaries."""
+    num_blocks = len(row_blocks)
+    rows = (spans[:, LAST] - spans[:, FIRST]) * group_size
+    span_ns = cost.range_ns(rows, spans[:, END_TOKENS] - spans[:, BEGIN_TOKENS])
+    ns_before = np.concatenate(([0.0], np.cumsum(span_ns)))
+    block_ns = ns_before[row_blocks[:, 3]] - ns_before[row_blocks[:, 2]]
+    largest_ns = block_ns.sum() * num_kv_heads / (num_threads * ITEMS_PER_THREAD)
+    last_entry = row_blocks[:, 1] - 1
+    segments = -(-np.maximum.reduceat(entries[:, 1], row_blocks[:, 0]) // SEGMENT_TOKENS) if (
+        num_blocks
+    ) else last_entry
+    segments = np.maximum(segments, 1)
+    parts = np.ones(num_blocks, np.int64)
+    if num_threads > 1 and num_blocks:
+        wanted = np.ceil(block_ns / max(largest_ns, 1.0)).astype(np.int64)
+        parts = np.clip(wanted, 1, segments)
+    by_cost = np.argsort(-block_ns / parts, kind="stable")
+    parts_in_order = parts[by_cost]
+    total = int(parts_in_order.sum())
+    first_item = np.cumsum(parts_in_order) - parts_in_order
+    part = np.arange(total) - np.repeat(first_item, parts_in_order)
+    block = np.repeat(by_cost, parts_in_order)
+    items = np.empty((total, 4), np.int32)
+    items[:, 0] = block
+    items[:, 1] = part * segments[block] // parts[block]
+    items[:, 2] = (part + 1) * segments[block] // parts[block]
+    split = parts[block] > 1
+    block_entries = (row_blocks[:, 1] - row_blocks[:, 0]).astype(np.int64)
+    partial_entries = np.where(split, block_entries[block], 0)
+    items[:, 3] = np.where(split, np.cumsum(partial_entries) - partial_entries, -1)
+    is_split = parts_in_order > 1
+    merges = np.stack(
+        (by_cost[is_split], first_item[is_split], (first_item + parts_in_order)[is_split]), axis=1
+    ).astype(np.int32)
+    return items, merges, int(partial_entries.sum())
+
+
+def _stats(
+    forest: Forest, query_lens: np.ndarray, seq_lens: np.ndarray, planning_time_s: float
+) -> PlanStats:
+    active = query_lens > 0
+    nodes = forest.nodes
+    members = nodes[:, LAST] - nodes[:, FIRST]
+    tokens = (nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]).astype(np.int64)
+    logical = int(seq_lens[active].sum(dtype=np.int64))
+    return PlanStats(
+        requests=int(active.sum()),
+        requests_shared=int((forest.shared_tokens_per_request()[active] > 0).sum()),
+        kv_tokens_logical=logical,
+        kv_tokens_read=logical - int(((members - 1) * tokens).sum()),
+        forest_depth=forest.depth,
+        groups=len(nodes),
+        planning_time_s=planning_time_s,
+    )
