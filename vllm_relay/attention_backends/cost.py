@@ -31,9 +31,10 @@ class KernelCost:
         """Cost of ranges of `tokens` tokens read together by `rows` rows; elementwise."""
         tiles = -(-rows // self.tile_rows)
         compute_ns = tiles * self.tile_ns + rows * self.row_ns
-        return np.maximum(compute_ns, self.stream_ns) * tokens + (
-            tiles * self.tile_ns + self.stream_ns
-        ) * self.span_tokens
+        return (
+            np.maximum(compute_ns, self.stream_ns) * tokens
+            + (tiles * self.tile_ns + self.stream_ns) * self.span_tokens
+        )
 
 
 KERNEL_COSTS = {

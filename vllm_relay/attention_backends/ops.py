@@ -117,7 +117,9 @@ def relay_attention(
         raise ValueError(
             f"query: {num_heads} heads cannot be shared evenly by num_kv_heads={num_kv_heads}"
         )
-    tables = _check_batch(block_table, query_start_loc, seq_lens, num_tokens, num_blocks, block_size)
+    tables = _check_batch(
+        block_table, query_start_loc, seq_lens, num_tokens, num_blocks, block_size
+    )
     if forest is not None and forest != "auto" and not isinstance(forest, Forest):
         raise ValueError(f'forest: expected "auto", None or a Forest, got {forest!r}')
     if sliding_window is not None and sliding_window < 0:

@@ -316,9 +316,11 @@ def _items(
     block_ns = ns_before[row_blocks[:, 3]] - ns_before[row_blocks[:, 2]]
     largest_ns = block_ns.sum() * num_kv_heads / (num_threads * ITEMS_PER_THREAD)
     last_entry = row_blocks[:, 1] - 1
-    segments = -(-np.maximum.reduceat(entries[:, 1], row_blocks[:, 0]) // SEGMENT_TOKENS) if (
-        num_blocks
-    ) else last_entry
+    segments = (
+        -(-np.maximum.reduceat(entries[:, 1], row_blocks[:, 0]) // SEGMENT_TOKENS)
+        if (num_blocks)
+        else last_entry
+    )
     segments = np.maximum(segments, 1)
     parts = np.ones(num_blocks, np.int64)
     if num_threads > 1 and num_blocks:

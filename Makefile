@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target sets up what it needs in $(VENV) first; on repeat that takes about a second.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BOOTSTRAP = $(PYTHON) scripts/bootstrap.py --venv $(VENV)
+BIN = $(VENV)/bin
+CPP_FILES = $$(find csrc -name '*.cpp' -o -name '*.h')
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test bench bench-smoke lint format clean
+
+help:  ## list the targets
+	@echo "usage: make TARGET [ARGS='...'] [VENV=.venv] [PYTHON=python3]"
+	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup:  ## a virtual environment with vLLM for the CPU, and the compiled extension
+	@$(BOOTSTRAP)
+
+demo: setup  ## stock vLLM against vLLM with relay; ARGS go to `vllm-relay demo`
+	$(BIN)/vllm-relay demo $(ARGS)
+
+test: setup  ## the tests; ARGS go to pytest
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: setup  ## every script in benchmarks/; ARGS go to each
+	@set -e; for script in $$(find benchmarks -maxdepth 1 -name '[!_]*.py' | sort); do \
+	  echo "$(BIN)/python $$script $(ARGS)"; $(BIN)/python $$script $(ARGS); done
+
+bench-smoke: ARGS = --smoke --json
+bench-smoke: bench  ## every benchmark once, small, to see that it runs
+
+lint:  ## ruff, mypy and clang-format; changes nothing
+	@$(BOOTSTRAP) --extra dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
+
+format:  ## rewrite the sources in the house format
+	@$(BOOTSTRAP) --extra dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP_FILES)
+
+clean:  ## remove what was built; $(VENV) stays
+	rm -rf build dist *.egg-info vllm_relay/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the scenarios of test_vllm.py on one engine, in a process of its own.
+
+Usage: python -m tests.integration.engine_process OUTPUT.json ENGINE_ARGS.json SCENARIO...
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS, VOCAB_SIZE
+
+ENGINE_ARGS = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "enforce_eager": True,
+    "block_size": 32,
+    "max_model_len": MAX_MODEL_LEN_TOKENS,
+    "max_num_batched_tokens": 96,  # prompts are longer: they are prefilled in chunks
+    "max_num_seqs": 12,
+    "num_gpu_blocks_override": 200,
+    "enable_prefix_caching": True,
+    "disable_log_stats": False,
+    "seed": 0,
+}
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    return [3 + (seed * 7919 + i * i * 31 + i * 17) % (VOCAB_SIZE - 3) for i in range(count)]
+
+
+def shared_prompts() -> list[dict[str, list[int]]]:
+    """Two families with prefixes of 130 tokens; half of each share 70 more; one loner."""
+    prompts = [tokens(99, 50)]
+    for family in range(2):
+        for member in range(5):
+            nested = tokens(10 + family, 70) if member % 2 else []
+            prompts.append(tokens(family, 130) + nested + tokens(20 + member, 3 + 9 * member))
+    return [{"prompt_token_ids": prompt} for prompt in prompts]
+
+
+def greedy(max_tokens: int, **kwargs: Any) -> SamplingParams:
+    return SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **kwargs
+    )
+
+
+def completion(output: Any) -> dict[str, Any]:
+    """Token ids, and at each position how far the best token was ahead of the second."""
+    leads = []
+    for logprobs in output.logprobs or []:
+        best, second = sorted((entry.logprob for entry in logprobs.values()), reverse=True)[:2]
+        leads.append(best - second)
+    return {"token_ids": list(output.token_ids), "leads": leads}
+
+
+def run_shared(llm: LLM) -> Any:
+    """Greedy decoding; the second round finds its prefixes in the cache."""
+    rounds = [llm.generate(shared_prompts(), greedy(20, logprobs=2), use_tqdm=False) for _ in "12"]
+    return [completion(request.outputs[0]) for outputs in rounds for request in outputs]
+
+
+def run_parallel_sampling(llm: LLM) -> Any:
+    params = SamplingParams(n=3, temperature=0.8, max_tokens=12, ignore_eos=True, detokenize=False)
+    outputs = llm.generate(shared_prompts()[:4], params, use_tqdm=False)
+    return [list(output.token_ids) for request in outputs for output in request.outputs]
+
+
+def run_prompt_logprobs(llm: LLM) -> Any:
+    outputs = llm.generate(shared_prompts()[:3], greedy(1, prompt_logprobs=0), use_tqdm=False)
+    return [
+        [next(iter(position.values())).logprob for position in request.prompt_logprobs[1:]]
+        for request in outputs
+    ]
+
+
+def run_abort(llm: LLM) -> Any:
+    """Every second request is aborted in the middle; the others must not notice."""
+    engine = llm.llm_engine
+    for index, prompt in enumerate(shared_prompts()):
+        engine.add_request(f"abort-{index}", prompt, greedy(20, logprobs=2))
+    finished, steps = {}, 0
+    while engine.has_unfinished_requests():
+        for request in engine.step():
+            if request.finished:
+                finished[request.request_id] = completion(request.outputs[0])
+        steps += 1
+        if steps == 12:
+            engine.abort_request([f"abort-{index}" for index in range(1, 11, 2)])
+    return {name: finished[name] for name in sorted(finished) if int(name.split("-")[1]) % 2 == 0}
+
+
+SCENARIOS = {
+    "shared": run_shared,
+    "parallel_sampling": run_parallel_sampling,
+    "prompt_logprobs": run_prompt_logprobs,
+    "abort": run_abort,
+}
+
+
+def main() -> None:
+    output_path, args_path, *names = sys.argv[1:]
+    llm = LLM(**{**ENGINE_ARGS, **json.loads(Path(args_path).read_text())})
+    results = {name: SCENARIOS[name](llm) for name in names}
+    results["metrics"] = {
+        metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")
+    }
+    Path(output_path).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+from importlib.metadata import entry_points, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_relay import doctor
+from vllm_relay.cli import app
+from vllm_relay.doctor import Backend, Check, Report
+
+runner = CliRunner()
+
+
+def test_version() -> None:
+    result = runner.invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output.strip() == version("vllm-relay")
+
+
+def test_help_names_every_command() -> None:
+    result = runner.invoke(app, ["--help"])
+    assert result.exit_code == 0
+    assert "demo" in result.output
+    assert "doctor" in result.output
+
+
+def test_console_script_is_this_app() -> None:
+    (script,) = entry_points(group="console_scripts", name="vllm-relay")
+    assert script.load() is app
+
+
+@pytest.mark.parametrize("can_run", [True, False])
+def test_doctor_exit_status_says_whether_relay_can_run(
+    can_run: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = Report([Check("Python", "ok", "3.11")], [Backend("RELAY", can_run)])
+    monkeypatch.setattr(doctor, "collect_facts", lambda: None)
+    monkeypatch.setattr(doctor, "diagnose", lambda facts: report)
+    result = runner.invoke(app, ["doctor", "--json"])
+    assert result.exit_code == (0 if can_run else 1)
+    assert json.loads(result.output)["can_run"] is can_run
+    assert runner.invoke(app, ["doctor"]).exit_code == result.exit_code
+
+
+def test_demo_hands_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: dict[str, Any] = {}
+
+    def run_demo(model: str | None, **options: Any) -> int:
+        given.update(options, model=model)
+        return 3
+
+    monkeypatch.setattr("vllm_relay.demo.run.run_demo", run_demo)
+    results = tmp_path / "results.json"
+    result = runner.invoke(
+        app,
+        ["demo", "a-model", "--system-prompts", "2", "--questions", "5", "--json", str(results)],
+    )
+    assert result.exit_code == 3
+    assert given["model"] == "a-model"
+    assert given["num_system_prompts"] == 2
+    assert given["questions_per_prompt"] == 5
+    assert given["json_path"] == results
+
+
+def test_demo_has_an_option_for_each_of_run_demo() -> None:
+    import inspect
+
+    import typer.main
+
+    from vllm_relay.demo.run import run_demo
+
+    options = {parameter.name for parameter in typer.main.get_command(app).commands["demo"].params}
+    assert options == set(inspect.signature(run_demo).parameters) - {"console"}
+
+
+def test_demo_refuses_a_count_below_one() -> None:
+    result = runner.invoke(app, ["demo", "--questions", "0"])
+    assert result.exit_code == 2
+    assert "questions" in result.output

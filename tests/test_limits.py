@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_relay.limits import RelayUnsupportedError, check_config, check_layer, relay_is_selected
+
+RELAY = SimpleNamespace(name="RELAY")
+CPU_ATTN = SimpleNamespace(name="CPU_ATTN")
+
+
+def config(
+    backend: Any = RELAY,
+    cache: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """What limits.py reads of a VllmConfig."""
+    cache_config = {"cache_dtype": "auto", "user_specified_block_size": False, "block_size": 128}
+    model_config = {"use_mla": False, "is_attention_free": False, "head_size": 64} | (model or {})
+    defaults = {
+        "attention_config": SimpleNamespace(backend=backend, backend_per_kind={}),
+        "cache_config": SimpleNamespace(**(cache_config | (cache or {}))),
+        "model_config": SimpleNamespace(
+            **model_config, get_head_size=lambda: model_config["head_size"]
+        ),
+        "parallel_config": SimpleNamespace(decode_context_parallel_size=1),
+        "kv_transfer_config": None,
+        "speculative_config": None,
+    }
+    return SimpleNamespace(**(defaults | kwargs))
+
+
+def layer(**kwargs: Any) -> Any:
+    """What limits.py reads of an AttentionSelectorConfig."""
+    defaults = {"head_size": 64, "dtype": "torch.bfloat16", "kv_cache_dtype": "auto"}
+    return SimpleNamespace(**(defaults | {"block_size": None, "attn_type": "decoder"} | kwargs))
+
+
+@pytest.mark.parametrize(
+    ("vllm_config", "selected"),
+    [
+        (config(), True),
+        (config(CPU_ATTN), False),
+        (config(None), False),
+        (
+            config(
+                attention_config=SimpleNamespace(
+                    backend=None, backend_per_kind={"full_attention": RELAY}
+                )
+            ),
+            True,
+        ),
+        (config(None, speculative_config=SimpleNamespace(attention_backend=RELAY)), True),
+        (config(None, speculative_config=SimpleNamespace()), False),
+    ],
+    ids=["relay", "other", "auto", "per_kind", "draft_model", "draft_model_auto"],
+)
+def test_relay_is_selected(vllm_config: Any, selected: bool) -> None:
+    assert relay_is_selected(vllm_config) is selected
+
+
+def test_configurations_that_are_served() -> None:
+    for vllm_config in (
+        config(),
+        config(model_config=None),
+        config(cache={"user_specified_block_size": True, "block_size": 32}),
+        config(model={"is_attention_free": True, "head_size": 0}),
+    ):
+        check_config(vllm_config, "cpu", is_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("vllm_config", "message"),
+    [
+        (
+            config(cache={"cache_dtype": "fp8"}),
+            "relay cannot serve fp8 KV caches exactly yet: kv_cache_dtype=fp8 was given; "
+            "use kv_cache_dtype=auto or --attention-backend CPU_ATTN",
+        ),
+        (config(cache={"cache_dtype": "nvfp4"}), "KV caches exactly yet: kv_cache_dtype=nvfp4"),
+        (
+            config(cache={"user_specified_block_size": True, "block_size": 48}),
+            "KV blocks of 48 tokens: use a --block-size that is a multiple of 32",
+        ),
+        (config(model={"head_size": 512}), "relay cannot serve heads of size 512, only 32 to 256"),
+        (config(model={"use_mla": True}), "relay cannot serve multi-head latent attention (MLA)"),
+        (config(kv_transfer_config=object()), "remove --kv-transfer-config"),
+        (
+            config(parallel_config=SimpleNamespace(decode_context_parallel_size=2)),
+            "set --decode-context-parallel-size 1",
+        ),
+    ],
+    ids=["fp8", "nvfp4", "block_size", "head_size", "mla", "kv_connector", "dcp"],
+)
+def test_configurations_that_are_refused(vllm_config: Any, message: str) -> None:
+    with pytest.raises(RelayUnsupportedError, match=re.escape(message)):
+        check_config(vllm_config, "cpu", is_cpu=True)
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(RelayUnsupportedError, match="cannot serve cuda devices yet"):
+        check_config(config(), "cuda", is_cpu=False)
+
+
+def test_every_reason_is_given() -> None:
+    vllm_config = config(cache={"cache_dtype": "fp8"}, model={"head_size": 512})
+    with pytest.raises(RelayUnsupportedError, match=r"fp8 KV caches .*; relay cannot serve heads"):
+        check_config(vllm_config, "cpu", is_cpu=True)
+
+
+@pytest.mark.parametrize("head_size", [32, 80, 112, 256])
+def test_layers_that_are_served(head_size: int) -> None:
+    check_layer(layer(head_size=head_size, has_sink=True, has_sliding_window=True, new_in_033=True))
+
+
+@pytest.mark.parametrize(
+    ("selector_config", "message"),
+    [
+        (layer(use_mla=True, head_size=576), "multi-head latent attention (MLA)"),
+        (layer(head_size=24), "heads of size 24"),
+        (layer(kv_cache_dtype="fp8_e5m2"), "kv_cache_dtype=fp8_e5m2 was given"),
+        (layer(block_size=16), "KV blocks of 16 tokens"),
+        (layer(dtype="torch.float64"), "dtype float64: use --dtype with one of float32"),
+        (layer(attn_type="encoder_only"), "encoder_only attention, only causal decoder layers"),
+        (layer(use_sparse=True), "sparse attention"),
+        (layer(use_mm_prefix=True), "bidirectional attention over multimodal prefixes"),
+        (layer(use_non_causal=True), "non-causal attention"),
+        (layer(use_rswa=True), "reference sliding window attention"),
+    ],
+    ids=lambda value: value.split()[0] if isinstance(value, str) else "",
+)
+def test_layers_that_are_refused(selector_config: Any, message: str) -> None:
+    with pytest.raises(RelayUnsupportedError, match=re.escape(message)):
+        check_layer(selector_config)

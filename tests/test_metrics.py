@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from prometheus_client import REGISTRY, generate_latest
+
+from vllm_relay.metrics import RelayStatLogger, snapshot
+from vllm_relay.stats import RelayStats
+
+
+def config(backend: str = "RELAY") -> Any:
+    return SimpleNamespace(
+        attention_config=SimpleNamespace(
+            backend=SimpleNamespace(name=backend), backend_per_kind={}
+        ),
+        speculative_config=None,
+        model_config=SimpleNamespace(served_model_name="tiny"),
+    )
+
+
+def step(**kwargs: Any) -> Any:
+    return SimpleNamespace(relay=RelayStats(steps=1, **kwargs).to_dict())
+
+
+def values(engine: str = "0") -> dict[str, float]:
+    return {m.name: m.value for m in snapshot() if m.labels["engine"] == engine}
+
+
+def test_steps_add_up_per_engine() -> None:
+    logger = RelayStatLogger(config(), [0, 1])
+    logger.record(step(requests=4, planning_seconds=0.25, groups=2), None, engine_idx=0)
+    logger.record(step(requests=3, planning_seconds=0.5, groups=1), None, engine_idx=0)
+    logger.record(step(requests=7), None, engine_idx=1, argument_of_a_later_vllm=1)
+    logger.record(SimpleNamespace(relay=None), None)
+    logger.record(None, None)
+    first = values("0")
+    assert first["relay:steps"] == 2
+    assert first["relay:requests"] == 7
+    assert first["relay:planning_seconds"] == 0.75
+    assert first["relay:groups"] == 1
+    assert values("1")["relay:requests"] == 7
+
+
+def test_names_and_labels_on_the_metrics_page() -> None:
+    RelayStatLogger(config(), [0]).record(step(kv_tokens_read=5), None)
+    page = generate_latest(REGISTRY).decode()
+    assert 'relay:kv_tokens_read_total{engine="0",model_name="tiny"} 5.0' in page
+    assert 'relay:forest_depth{engine="0",model_name="tiny"} 0.0' in page
+
+
+def test_next_engine_of_the_process_starts_from_zero() -> None:
+    RelayStatLogger(config(), [0]).record(step(requests=4), None)
+    RelayStatLogger(config(), [0])
+    assert values()["relay:requests"] == 0
+
+
+def test_other_backends_get_no_metrics() -> None:
+    RelayStatLogger(config(), [0])  # an earlier engine of the process
+    logger = RelayStatLogger(config("CPU_ATTN"), [0])
+    logger.record(step(requests=4), None)
+    assert values().get("relay:requests", 0) == 0

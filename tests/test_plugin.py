@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from vllm.config import AttentionConfig, CacheConfig, DeviceConfig, VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from vllm_relay import plugin
+from vllm_relay.attention_backends.relay import RelayBackend
+from vllm_relay.config import RelayConfig
+from vllm_relay.limits import RelayUnsupportedError
+
+pytestmark = pytest.mark.skipif(
+    not current_platform.is_cpu(), reason="relay's kernels are for CPUs"
+)
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    plugin.register()
+
+
+@pytest.fixture
+def log_lines() -> Iterator[list[str]]:
+    """Messages of the logger vllm.relay, whose parent does not propagate them to caplog."""
+    lines: list[str] = []
+    logger, handler = logging.getLogger("vllm.relay"), logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+
+
+def relay_config(**kwargs: Any) -> VllmConfig:
+    return VllmConfig(
+        device_config=DeviceConfig(device="cpu"),
+        attention_config=AttentionConfig(backend="relay"),
+        **kwargs,
+    )
+
+
+def selector_config(**kwargs: Any) -> AttentionSelectorConfig:
+    defaults = {"dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 128}
+    return AttentionSelectorConfig(**({"head_size": 64} | defaults | kwargs))
+
+
+def test_registering_again_changes_nothing() -> None:
+    def state() -> list[Any]:
+        platform_cls = type(current_platform)
+        return [
+            AttentionBackendEnum["RELAY"],
+            platform_cls.get_attn_backend_cls.__func__,
+            platform_cls.check_and_update_config.__func__,
+            SchedulerStats.__dataclass_fields__["relay"],
+        ]
+
+    before = state()
+    plugin.register()
+    assert all(old is new for old, new in zip(before, state(), strict=True))
+
+
+def test_backend_is_found_by_name() -> None:
+    assert AttentionConfig(backend="relay").backend.get_class() is RelayBackend
+
+
+def test_spawned_process_unpickles_the_backend_before_it_loads_plugins(tmp_path: Path) -> None:
+    path = tmp_path / "backend.pickle"
+    path.write_bytes(pickle.dumps(AttentionBackendEnum["RELAY"]))
+    code = f"""
+import pickle
+backend = pickle.load(open({str(path)!r}, "rb"))
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+assert backend is AttentionBackendEnum["RELAY"]
+assert pickle.loads(pickle.dumps(backend)) is backend
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "VLLM_PLUGINS": ""},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [
+        ("0.31.9", False),
+        ("0.32.0", True),
+        ("0.32.0+cpu", True),
+        ("0.33.1rc2.dev7+g123", True),
+        ("0.34.0", False),
+        ("0.34.0rc1", False),
+        ("dev", False),
+    ],
+)
+def test_supported_versions(version: str, supported: bool) -> None:
+    assert plugin.is_supported(version) is supported
+
+
+def test_other_vllm_versions_are_named_and_left_alone(
+    monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.31.0")
+    monkeypatch.setattr(plugin, "_register_backend", lambda: pytest.fail("it was registered"))
+    plugin.register()
+    assert len(log_lines) == 1
+    assert "vLLM 0.31.0 was found, vLLM <0.34,>=0.32 is supported" in log_lines[0]
+
+
+def test_register_never_raises(monkeypatch: pytest.MonkeyPatch, log_lines: list[str]) -> None:
+    def fail() -> None:
+        raise AttributeError("vLLM has changed")
+
+    monkeypatch.setattr(plugin, "_register_stats", fail)
+    plugin.register()
+    monkeypatch.setattr(plugin, "_register_backend", fail)
+    plugin.register()
+    assert "metrics relay:* are not available" in log_lines[0]
+    assert "RELAY attention backend could not be registered" in log_lines[1]
+
+
+def test_cpu_platform_selects_relay_for_the_layers_it_serves() -> None:
+    def select(backend: str, **kwargs: Any) -> str:
+        member = AttentionBackendEnum[backend]
+        return current_platform.get_attn_backend_cls(member, selector_config(**kwargs), None)
+
+    assert select("RELAY") == plugin.BACKEND_PATH
+    assert select("CPU_ATTN") == AttentionBackendEnum.CPU_ATTN.get_path()
+    assert "mla" in select("CPU_MLA", use_mla=True)
+    with pytest.raises(RelayUnsupportedError, match="multi-head latent attention"):
+        select("RELAY", use_mla=True)
+    with pytest.raises(RelayUnsupportedError, match="sparse attention"):
+        select("RELAY", use_sparse=True)
+
+
+def test_good_configuration_is_accepted() -> None:
+    relay_config(additional_config={"relay": {"min_shared_tokens": 64}})
+
+
+def test_bad_option_is_refused_when_the_configuration_is_built() -> None:
+    message = r"additional_config\.relay\.depht: unknown option; known options: sharing"
+    with pytest.raises(ValueError, match=message):
+        relay_config(additional_config={"relay": {"depht": 3}})
+
+
+def test_unservable_configuration_is_refused_when_it_is_built() -> None:
+    with pytest.raises(ValueError, match="use kv_cache_dtype=auto or --attention-backend CPU_ATTN"):
+        relay_config(cache_config=CacheConfig(cache_dtype="fp8"))
+
+
+def test_options_without_the_backend_are_noticed(log_lines: list[str]) -> None:
+    VllmConfig(
+        device_config=DeviceConfig(device="cpu"), additional_config={"relay": {"sharing": False}}
+    )
+    assert "has no effect without --attention-backend relay" in log_lines[0]
+
+
+def test_kernel_that_cannot_run_is_refused() -> None:
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
+    message = r"additional_config\.relay\.kernel: .*avx512_bf16"
+    with pytest.raises(ValueError, match=message):
+        plugin._check_kernel(config, RelayConfig(kernel="avx512_bf16"))
+    plugin._check_kernel(config, RelayConfig(kernel="portable"))
+
+
+@pytest.mark.parametrize("relay", [None, {"steps": 2, "planning_seconds": 0.5}])
+def test_statistics_survive_the_way_to_the_front_end(relay: dict[str, Any] | None) -> None:
+    stats = SchedulerStats(num_running_reqs=3)
+    if relay is not None:
+        stats.relay = relay
+    sent = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
+    received = MsgpackDecoder(EngineCoreOutputs).decode(sent)
+    assert received.scheduler_stats.num_running_reqs == 3
+    assert received.scheduler_stats.relay == relay

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+
+from vllm_relay.attention_backends.plan import PlanStats
+from vllm_relay.stats import COUNTERS, GAUGES, RelayStats, StepRecorder
+
+
+def plan(requests: int, shared: int, logical: int, read: int, depth: int, groups: int) -> PlanStats:
+    return PlanStats(
+        requests=requests,
+        requests_shared=shared,
+        kv_tokens_logical=logical,
+        kv_tokens_read=read,
+        forest_depth=depth,
+        groups=groups,
+        planning_time_s=0.5,
+    )
+
+
+def test_every_field_is_a_counter_or_a_gauge() -> None:
+    assert [*COUNTERS, *GAUGES] == list(RelayStats().to_dict())
+
+
+def test_plans_of_one_step_are_one_step() -> None:
+    recorder = StepRecorder()
+    recorder.begin_step()
+    recorder.add_plan(plan(4, 3, 100, 60, 2, 2))
+    recorder.add_plan(plan(4, 2, 50, 40, 1, 1))
+    assert recorder.take_step() == RelayStats(
+        steps=1,
+        requests=4,
+        requests_shared=3,
+        kv_tokens_logical=150,
+        kv_tokens_read=100,
+        planning_seconds=1.0,
+        forest_depth=2,
+        groups=3,
+    )
+    assert recorder.take_step() is None
+
+
+def test_step_that_nobody_took_is_forgotten() -> None:
+    recorder = StepRecorder()
+    recorder.add_plan(plan(4, 3, 100, 60, 2, 2))
+    recorder.begin_step()
+    assert recorder.take_step() is None
+
+
+def test_merge_sums_counters_and_keeps_the_last_gauges() -> None:
+    stats = RelayStats(1, 4, 3, 100, 60, 0.5, forest_depth=2, groups=2)
+    stats.merge(RelayStats(2, 1, 0, 10, 10, 0.25, forest_depth=0, groups=0))
+    assert stats == RelayStats(3, 5, 3, 110, 70, 0.75, forest_depth=0, groups=0)
+
+
+def test_log_line_covers_the_steps_since_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    recorder = StepRecorder()
+    lines: list[str] = []
+    for clock[0] in (101.0, 106.0, 107.0):
+        recorder.add_plan(plan(4, 3, 100, 60, 2, 2))
+        recorder.take_step()
+        recorder.log_if_due(5.0, lines.append)
+    assert len(lines) == 1
+    assert (
+        "2 steps, 8 requests (6 shared), 200 KV tokens attended, 120 read (40.0% saved)"
+        in (lines[0])
+    )
+
+
+def test_no_log_line_unless_asked_for() -> None:
+    recorder = StepRecorder()
+    recorder.add_plan(plan(4, 3, 100, 60, 2, 2))
+    recorder.take_step()
+    recorder.log_if_due(0.0, lambda line: pytest.fail(line))

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The RELAY attention backend: vLLM's hooks. The plan of a step and the kernels live beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+
+from vllm_relay import compat
+from vllm_relay.attention_backends import cpu
+from vllm_relay.attention_backends.plan import StepPlan, plan_step
+from vllm_relay.config import RelayConfig
+from vllm_relay.limits import (
+    BACKEND_NAME,
+    BLOCK_SIZE_MULTIPLE_TOKENS,
+    DTYPES,
+    HEAD_SIZES,
+    RelayUnsupportedError,
+    attn_type_reason,
+)
+from vllm_relay.stats import recorder
+
+logger = init_logger("vllm.relay")
+
+
+class RelayBackend(AttentionBackend):
+    """Exact attention that reads KV blocks shared by several requests once for all of them."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [getattr(torch, name) for name in DTYPES]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
+
+    @staticmethod
+    def get_name() -> str:
+        return BACKEND_NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[RelayImpl]:
+        return RelayImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[RelayMetadataBuilder]:
+        return RelayMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(*args: Any, **kwargs: Any) -> list[int | MultipleOf]:
+        return [MultipleOf(BLOCK_SIZE_MULTIPLE_TOKENS)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return list(HEAD_SIZES)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+
+@dataclass
+class RelayMetadata(AttentionMetadata):
+    """One step of one KV cache group."""
+
+    num_tokens: int
+    """Query tokens of the step, padding excluded."""
+    block_table: torch.Tensor
+    """int32 [num_requests, max_blocks]."""
+    plan: StepPlan
+
+
+class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
+    """Plans each step once for all layers of a KV cache group."""
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, *args, **kwargs)
+        self.options = RelayConfig.from_vllm_config(vllm_config)
+        # the model-wide head count is wrong for models that vary it from layer to layer
+        self.num_heads = get_num_attention_heads_from_layers(
+            vllm_config, layer_names
+        ) or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+        self.num_kv_heads = kv_cache_spec.num_kv_heads
+        self.head_size = kv_cache_spec.head_size
+        self.block_size = kv_cache_spec.block_size
+        self.kernel = cpu.kernel_for(kv_cache_spec.dtype, self.options.kernel)
+        try:
+            compat.attach_stats_to_worker_output()
+        except Exception:
+            logger.warning("vllm-relay: the metrics relay:* are not available", exc_info=True)
+        logger.info_once(
+            "vllm-relay: kernel %s, threads: %d, %d query heads on %d KV heads of size %d in %s, "
+            "KV blocks of %d tokens, options: %s",
+            self.kernel,
+            torch.get_num_threads(),
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_size,
+            str(kv_cache_spec.dtype).removeprefix("torch."),
+            self.block_size,
+            self.options,
+        )
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+        **kwargs: Any,
+    ) -> RelayMetadata:
+        if common_attn_metadata.causal is not True:
+            raise RelayUnsupportedError(
+                ["non-causal attention: use --attention-backend CPU_ATTN for this model"]
+            )
+        query_start_loc = common_attn_metadata.query_start_loc_cpu.numpy()
+        num_tokens = int(query_start_loc[common_attn_metadata.num_reqs])
+        # rows that pad the batch come last and have no query tokens
+        num_requests = int(np.searchsorted(query_start_loc, num_tokens))
+        block_table = common_attn_metadata.block_table_tensor[:num_requests]
+        plan = plan_step(
+            block_table.numpy(),
+            query_start_loc[: num_requests + 1],
+            common_attn_metadata.seq_lens[:num_requests].numpy(),
+            block_size=self.block_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            num_threads=torch.get_num_threads(),
+            kernel=self.kernel,
+            forest="auto" if self.options.sharing else None,
+            min_shared_tokens=self.options.min_shared_tokens,
+        )
+        recorder.add_plan(plan.stats)
+        recorder.log_if_due(self.options.log_every_s, logger.info)
+        return RelayMetadata(num_tokens=num_tokens, block_table=block_table, plan=plan)
+
+
+class RelayImpl(AttentionImpl[RelayMetadata]):
+    """Attention of one layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        if reason := attn_type_reason(attn_type):
+            raise RelayUnsupportedError([reason])
+        if sinks is not None and sinks.shape != (num_heads,):
+            raise ValueError(f"sinks have shape {tuple(sinks.shape)}, expected [{num_heads}]")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.alibi_slopes = (
+            None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        )
+        self.sliding_window = sliding_window
+        self.kv_cache_dtype = kv_cache_dtype
+        self.logits_soft_cap = logits_soft_cap or None
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks
+
+    def do_kv_cache_update(
+        self,
+        layer: AttentionLayer,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Store the step's keys and values, before ``forward`` reads any of them.
+
+        Args:
+            layer: not used.
+            key, value: [tokens, num_kv_heads, head_size], may be padded.
+            kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size].
+            slot_mapping: int64 [tokens], -1 for padding.
+        """
+        num_tokens = slot_mapping.shape[0]
+        cpu.write_kv_cache(key[:num_tokens], value[:num_tokens], kv_cache, slot_mapping)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: RelayMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write the attention of ``query`` over ``kv_cache`` into ``output``.
+
+        Args:
+            layer: not used.
+            query: [tokens, num_heads, head_size], may be padded.
+            key, value: not used; ``do_kv_cache_update`` has stored them.
+            kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size].
+            attn_metadata: None in profiling runs, which leave ``output`` as it is.
+            output: [tokens, num_heads, head_size]; rows of padding stay as they are.
+            output_scale, output_block_scale: must be None, output is never quantized.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("relay cannot quantize its output: disable output fusion")
+        if attn_metadata is None:
+            return output
+        num_tokens = attn_metadata.num_tokens
+        cpu.relay_attention(
+            query[:num_tokens],
+            kv_cache,
+            attn_metadata.block_table,
+            attn_metadata.plan,
+            output[:num_tokens],
+            scale=self.scale,
+            num_kv_heads=self.num_kv_heads,
+            sliding_window=self.sliding_window,
+            alibi_slopes=self.alibi_slopes,
+            logits_soft_cap=self.logits_soft_cap,
+            # cast each time: weights may be loaded again
+            sinks=None if self.sinks is None else self.sinks.float(),
+        )
+        return output

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of vllm-relay, read from vLLM's ``additional_config["relay"]``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+SECTION = "additional_config.relay"
+
+
+class RelayConfig(BaseModel):
+    """Options of the RELAY attention backend.
+
+    Given as ``--additional-config.relay.min_shared_tokens 256`` or
+    ``LLM(additional_config={"relay": {"min_shared_tokens": 256}})``.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sharing: bool = Field(
+        default=True,
+        description="Read the KV blocks that several requests share once for all of them. "
+        "False computes every request on its own.",
+    )
+    min_shared_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="Shortest shared prefix, in tokens, that may be read once for its requests. "
+        "0 leaves the choice to the cost model.",
+    )
+    kernel: Literal["auto", "amx_bf16", "avx512_bf16", "avx512", "portable"] = Field(
+        default="auto",
+        description="CPU kernel. auto takes the fastest one that this CPU and the model's dtype "
+        "allow.",
+    )
+    log_every_s: float = Field(
+        default=0.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Seconds between two log lines with the sharing statistics. 0 logs none.",
+    )
+
+    @classmethod
+    def from_vllm_config(cls, vllm_config: VllmConfig) -> RelayConfig:
+        """Read and check the options of a vLLM configuration.
+
+        Raises:
+            ValueError: an option is unknown or has a bad value; the message names the option.
+        """
+        return cls.from_options(options_of(vllm_config))
+
+    @classmethod
+    def from_options(cls, options: Any) -> RelayConfig:
+        """Check ``options``, a mapping of option name to value or None for all defaults."""
+        if options is None:
+            return cls()
+        if not isinstance(options, dict):
+            raise ValueError(
+                f"{SECTION}: given {options!r}, expected a mapping of option to value; "
+                f"{_known_options()}"
+            )
+        try:
+            return cls.model_validate(options)
+        except ValidationError as error:
+            raise ValueError("; ".join(map(_describe, error.errors()))) from None
+
+
+def options_of(vllm_config: VllmConfig) -> Any:
+    """The raw value of ``additional_config["relay"]``, or None where there is none."""
+    additional_config = vllm_config.additional_config
+    if not isinstance(additional_config, dict):
+        return None
+    return additional_config.get("relay")
+
+
+def _known_options() -> str:
+    return f"known options: {', '.join(RelayConfig.model_fields)}"
+
+
+def _describe(error: Any) -> str:
+    option = ".".join([SECTION, *map(str, error["loc"])])
+    if error["type"] == "extra_forbidden":
+        return f"{option}: unknown option; {_known_options()}"
+    return f"{option}: given {error['input']!r}; {error['msg'].lower()}"

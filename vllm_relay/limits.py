@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the RELAY backend cannot serve, why, and the way out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+BACKEND_NAME = "RELAY"
+HEAD_SIZES = tuple(range(32, 257, 16))
+BLOCK_SIZE_MULTIPLE_TOKENS = 32
+DTYPES = ("float32", "float16", "bfloat16")
+
+_OTHER_BACKEND = "use --attention-backend CPU_ATTN"
+
+
+class RelayUnsupportedError(ValueError):
+    """RELAY was selected for something it cannot compute exactly."""
+
+    def __init__(self, reasons: list[str]) -> None:
+        super().__init__("; ".join(f"relay cannot serve {reason}" for reason in reasons))
+
+
+def relay_is_selected(vllm_config: VllmConfig) -> bool:
+    """Whether any layer of this configuration is asked to run on RELAY."""
+    attention_config = vllm_config.attention_config
+    selected = [attention_config.backend, *attention_config.backend_per_kind.values()]
+    speculative_config = vllm_config.speculative_config
+    selected.append(getattr(speculative_config, "attention_backend", None))
+    return any(getattr(backend, "name", None) == BACKEND_NAME for backend in selected)
+
+
+def check_config(vllm_config: VllmConfig, platform_name: str, is_cpu: bool) -> None:
+    """Refuse a configuration that RELAY cannot serve, before any process is started.
+
+    Layers are checked again, one by one, when the model is built: see :func:`check_layer`.
+
+    Raises:
+        RelayUnsupportedError: with every reason found and the way out of each.
+    """
+    if not is_cpu:
+        raise RelayUnsupportedError(
+            [
+                f"{platform_name} devices yet: its kernels are for CPUs; use another "
+                "--attention-backend or vLLM's CPU build"
+            ]
+        )
+    reasons = []
+    cache_config = vllm_config.cache_config
+    if reason := _kv_cache_dtype_reason(cache_config.cache_dtype):
+        reasons.append(reason)
+    if cache_config.user_specified_block_size and (
+        reason := _block_size_reason(cache_config.block_size)
+    ):
+        reasons.append(reason)
+    if vllm_config.kv_transfer_config is not None:
+        reasons.append(
+            "KV connectors: relay keeps K and V in its own packing; "
+            f"remove --kv-transfer-config or {_OTHER_BACKEND}"
+        )
+    parallel_config = vllm_config.parallel_config
+    if parallel_config.decode_context_parallel_size > 1:
+        reasons.append(
+            f"decode context parallelism: set --decode-context-parallel-size 1 or {_OTHER_BACKEND}"
+        )
+    model_config = vllm_config.model_config
+    if model_config is not None and vllm_config.attention_config.backend is not None:
+        if model_config.use_mla:
+            reasons.append(_mla_reason())
+        elif (
+            vllm_config.attention_config.backend.name == BACKEND_NAME
+            and not model_config.is_attention_free
+            and (reason := _head_size_reason(model_config.get_head_size()))
+        ):
+            reasons.append(reason)
+    if reasons:
+        raise RelayUnsupportedError(reasons)
+
+
+def check_layer(selector_config: Any) -> None:
+    """Refuse a layer that RELAY cannot serve.
+
+    Args:
+        selector_config: vLLM's AttentionSelectorConfig of the layer.
+
+    Raises:
+        RelayUnsupportedError: with every reason found and the way out of each.
+    """
+
+    def asks_for(feature: str) -> bool:
+        return bool(getattr(selector_config, feature, False))
+
+    reasons = []
+    if asks_for("use_mla"):
+        reasons.append(_mla_reason())
+    elif reason := _head_size_reason(selector_config.head_size):
+        reasons.append(reason)
+    if reason := _kv_cache_dtype_reason(selector_config.kv_cache_dtype):
+        reasons.append(reason)
+    if reason := _block_size_reason(selector_config.block_size):
+        reasons.append(reason)
+    dtype = str(selector_config.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        reasons.append(f"dtype {dtype}: use --dtype with one of {', '.join(DTYPES)}")
+    if reason := attn_type_reason(getattr(selector_config, "attn_type", "decoder")):
+        reasons.append(reason)
+    features = {
+        "use_sparse": "sparse attention",
+        "use_mm_prefix": "bidirectional attention over multimodal prefixes",
+        "use_per_head_quant_scales": "quantization scales per head",
+        "use_non_causal": "non-causal attention",
+        "use_rswa": "reference sliding window attention",
+        "use_dcp": "decode context parallelism",
+        "use_pcp": "prefill context parallelism",
+        "use_kv_connector": "KV connectors",
+    }
+    reasons += [f"{text}: {_OTHER_BACKEND}" for name, text in features.items() if asks_for(name)]
+    if reasons:
+        raise RelayUnsupportedError(reasons)
+
+
+def attn_type_reason(attn_type: str) -> str | None:
+    """Why a layer of this vLLM AttentionType is refused, or None."""
+    if attn_type == "decoder":
+        return None
+    name = getattr(attn_type, "value", attn_type)  # a str enum formats as its member's name
+    return f"{name} attention, only causal decoder layers: {_OTHER_BACKEND}"
+
+
+def _kv_cache_dtype_reason(kv_cache_dtype: str | None) -> str | None:
+    if kv_cache_dtype in (None, "auto"):
+        return None
+    kind = "fp8 " if str(kv_cache_dtype).startswith("fp8") else ""
+    return (
+        f"{kind}KV caches exactly yet: kv_cache_dtype={kv_cache_dtype} was given; "
+        f"use kv_cache_dtype=auto or --attention-backend CPU_ATTN"
+    )
+
+
+def _block_size_reason(block_size_tokens: int | None) -> str | None:
+    if block_size_tokens is None or block_size_tokens % BLOCK_SIZE_MULTIPLE_TOKENS == 0:
+        return None
+    return (
+        f"KV blocks of {block_size_tokens} tokens: use a --block-size that is a multiple of "
+        f"{BLOCK_SIZE_MULTIPLE_TOKENS}"
+    )
+
+
+def _head_size_reason(head_size: int) -> str | None:
+    if head_size in HEAD_SIZES:
+        return None
+    return (
+        f"heads of size {head_size}, only {HEAD_SIZES[0]} to {HEAD_SIZES[-1]} in steps of 16: "
+        f"{_OTHER_BACKEND}"
+    )
+
+
+def _mla_reason() -> str:
+    return "multi-head latent attention (MLA): leave --attention-backend at auto for this model"

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM is told at start-up. ``register`` runs in every process of vLLM."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from vllm_relay.limits import BACKEND_NAME, check_config, check_layer, relay_is_selected
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_relay.config import RelayConfig
+
+SUPPORTED_VLLM = SpecifierSet(">=0.32,<0.34", prereleases=True)
+BACKEND_PATH = "vllm_relay.attention_backends.relay.RelayBackend"
+
+
+def register() -> None:
+    """Register the RELAY attention backend with vLLM (entry point ``vllm.general_plugins``).
+
+    Safe to call any number of times. Never raises: a vLLM that uses another backend must start
+    whatever is wrong here, and one that asks for RELAY then says that it is unknown.
+    """
+    from vllm import __version__ as vllm_version
+    from vllm.logger import init_logger
+
+    logger = init_logger("vllm.relay")
+    if not is_supported(vllm_version):
+        logger.error(
+            "vllm-relay: vLLM %s was found, vLLM %s is supported; the RELAY attention backend is "
+            "not registered. Install a supported vLLM or the vllm-relay release made for this one.",
+            vllm_version,
+            SUPPORTED_VLLM,
+        )
+        return
+    try:
+        _register_backend()
+    except Exception:
+        logger.exception("vllm-relay: the RELAY attention backend could not be registered")
+        return
+    try:
+        _register_stats()
+    except Exception:
+        logger.warning("vllm-relay: the metrics relay:* are not available", exc_info=True)
+
+
+def restore_backend() -> Any:
+    """The RELAY member of vLLM's AttentionBackendEnum, registered first where it is not yet.
+
+    Pickled configurations name this function: a spawned process calls it before it loads plugins.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    register()
+    return AttentionBackendEnum[BACKEND_NAME]
+
+
+def is_supported(vllm_version: str) -> bool:
+    """Whether this package works with the given vLLM version."""
+    try:
+        return Version(vllm_version).base_version in SUPPORTED_VLLM
+    except InvalidVersion:
+        return False
+
+
+def _register_backend() -> None:
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from vllm_relay import compat
+
+    platform_cls = type(current_platform)
+    compat.run_on_new_config(platform_cls, check_new_config)
+    if current_platform.is_cpu():
+        compat.let_cpu_platform_select(platform_cls, BACKEND_NAME, check_layer)
+    if BACKEND_NAME not in AttentionBackendEnum.__members__:
+        register_backend(BACKEND_NAME, BACKEND_PATH)
+    compat.pickle_backend_by_restoring(AttentionBackendEnum[BACKEND_NAME], restore_backend)
+
+
+def _register_stats() -> None:
+    from vllm_relay import compat
+
+    compat.add_relay_field_to_scheduler_stats()
+    compat.carry_stats_through_scheduler()
+
+
+def check_new_config(vllm_config: VllmConfig) -> None:
+    """Check a configuration the front end has just built, and set the front end up for it.
+
+    Raises:
+        ValueError: an option under ``additional_config["relay"]`` is unknown or bad, or RELAY is
+            selected for something it cannot serve.
+    """
+    from vllm.logger import init_logger
+    from vllm.platforms import current_platform
+
+    from vllm_relay import compat
+    from vllm_relay.config import RelayConfig, options_of
+
+    logger = init_logger("vllm.relay")
+    options = RelayConfig.from_vllm_config(vllm_config)
+    if not relay_is_selected(vllm_config):
+        if options_of(vllm_config) is not None:
+            logger.warning_once(
+                "vllm-relay: additional_config.relay is given but has no effect without "
+                "--attention-backend relay"
+            )
+        return
+    check_config(vllm_config, current_platform.device_type, current_platform.is_cpu())
+    _check_kernel(vllm_config, options)
+    try:
+        compat.add_stat_logger_to_every_front_end()
+        compat.report_relay_metrics()
+    except Exception:
+        logger.warning("vllm-relay: the metrics relay:* are not available", exc_info=True)
+
+
+def _check_kernel(vllm_config: VllmConfig, options: RelayConfig) -> None:
+    try:
+        from vllm_relay.attention_backends import cpu
+    except ImportError as error:
+        raise ValueError(
+            f"vllm-relay: its compiled kernels cannot be loaded: {error}; "
+            "`vllm-relay doctor` says what to do"
+        ) from error
+    if vllm_config.model_config is None:
+        return
+    try:
+        cpu.kernel_for(vllm_config.model_config.dtype, options.kernel)
+    except ValueError as error:
+        raise ValueError(f"additional_config.relay.kernel: {error}") from None

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters of one engine step, their merging, and their Prometheus names."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_relay.attention_backends.plan import PlanStats
+
+COUNTERS = {
+    "steps": "Engine steps whose attention relay computed.",
+    "requests": "Requests in these steps.",
+    "requests_shared": "Requests in these steps that read a prefix together with others.",
+    "kv_tokens_logical": "KV tokens the requests attend to.",
+    "kv_tokens_read": "KV tokens read from the cache to compute this.",
+    "planning_seconds": "Seconds spent planning steps.",
+}
+GAUGES = {
+    "forest_depth": "Levels of nested shared prefixes in the last step.",
+    "groups": "Groups of requests that shared a prefix in the last step.",
+}
+
+
+def prometheus_name(field: str) -> str:
+    """The metric's name; Prometheus appends ``_total`` to counters."""
+    return f"relay:{field}"
+
+
+@dataclass
+class RelayStats:
+    """Counters summed over ``steps`` steps; ``forest_depth`` and ``groups`` of the last one.
+
+    Tokens, groups and planning time are summed over the model's KV cache groups.
+    """
+
+    steps: int = 0
+    requests: int = 0
+    requests_shared: int = 0
+    kv_tokens_logical: int = 0
+    kv_tokens_read: int = 0
+    planning_seconds: float = 0.0
+    forest_depth: int = 0
+    groups: int = 0
+
+    def add_plan(self, plan: PlanStats) -> None:
+        """Add one KV cache group's plan to the statistics of the step it belongs to."""
+        self.steps = 1
+        self.requests = max(self.requests, plan.requests)
+        self.requests_shared = max(self.requests_shared, plan.requests_shared)
+        self.kv_tokens_logical += plan.kv_tokens_logical
+        self.kv_tokens_read += plan.kv_tokens_read
+        self.planning_seconds += plan.planning_time_s
+        self.forest_depth = max(self.forest_depth, plan.forest_depth)
+        self.groups += plan.groups
+
+    def merge(self, later: RelayStats) -> None:
+        """Add the statistics of later steps."""
+        for name in COUNTERS:
+            setattr(self, name, getattr(self, name) + getattr(later, name))
+        for name in GAUGES:
+            setattr(self, name, getattr(later, name))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        saved = 1 - self.kv_tokens_read / self.kv_tokens_logical if self.kv_tokens_logical else 0
+        return (
+            f"{self.steps} steps, {self.requests} requests ({self.requests_shared} shared), "
+            f"{self.kv_tokens_logical} KV tokens attended, {self.kv_tokens_read} read "
+            f"({saved:.1%} saved), planning {self.planning_seconds * 1e3:.1f} ms; "
+            f"last step: {self.groups} groups, depth {self.forest_depth}"
+        )
+
+
+class StepRecorder:
+    """Collects the plans of the running step in a worker process."""
+
+    def __init__(self) -> None:
+        self._step = RelayStats()
+        self._since_log = RelayStats()
+        self._last_log_s = time.monotonic()
+
+    def begin_step(self) -> None:
+        self._step = RelayStats()
+
+    def add_plan(self, plan: PlanStats) -> None:
+        self._step.add_plan(plan)
+
+    def take_step(self) -> RelayStats | None:
+        """Statistics of the step since :meth:`begin_step`; None if nothing was planned in it."""
+        step, self._step = self._step, RelayStats()
+        if step.steps == 0:
+            return None
+        self._since_log.merge(step)
+        return step
+
+    def log_if_due(self, every_s: float, log: Callable[[str], None]) -> None:
+        """Log the steps taken since the last line if ``every_s`` seconds have passed."""
+        now_s = time.monotonic()
+        if every_s > 0 and self._since_log.steps and now_s - self._last_log_s >= every_s:
+            log(f"vllm-relay: {self._since_log}")
+            self._since_log = RelayStats()
+            self._last_log_s = now_s
+
+
+recorder = StepRecorder()
