@@ -33,7 +33,9 @@ class RelayConfig(BaseModel):
         description="Shortest shared prefix, in tokens, that may be read once for its requests. "
         "0 leaves the choice to the cost model.",
     )
-    kernel: Literal["auto", "amx_bf16", "avx512_bf16", "avx512", "portable"] = Field(
+    kernel: Literal[
+        "auto", "amx_bf16", "avx512_bf16", "avx512_bf16_rounded", "avx512", "portable"
+    ] = Field(
         default="auto",
         description="CPU kernel. auto takes the fastest one that this CPU and the model's dtype "
         "allow.",

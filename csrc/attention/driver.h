@@ -132,37 +132,40 @@ class Driver {
     Kernel kernel(problem_, scratch.operands, scratch.max_rows);
     load_rows(block, kv_head, kernel, scratch);
     const int rows = num_rows(block);
+    const bool whole = item.partial_entry < 0;
     for (int segment = item.first_segment; segment < item.last_segment; ++segment) {
       const bool first = segment == item.first_segment;
       const RowStates& states = first ? scratch.total : scratch.part;
       for (int row = 0; row < rows; ++row) clear_row(states, row, dim_groups_);
       fold_segment(block, kv_head, segment, kernel, scratch, states);
-      if (!first)
-        for (int row = 0; row < rows; ++row)
+      const int64_t partial =
+          partial_row(block, item.partial_entry, segment - item.first_segment, kv_head);
+      for (int row = 0; row < rows; ++row) {
+        if (!whole)
+          copy_row(states, row, partial_, partial + row, dim_groups_);
+        else if (!first)
           merge_row(scratch.total, row, scratch.part, row, dim_groups_);
+      }
     }
-    if (item.partial_row < 0) {
+    if (whole)
       for (int row = 0; row < rows; ++row) finish_row(block, kv_head, row, scratch.total, row);
-      return;
-    }
-    const int64_t first_row = partial_row(item, kv_head);
-    for (int row = 0; row < rows; ++row)
-      copy_row(scratch.total, row, partial_, int(first_row) + row, dim_groups_);
   }
 
+  // Merges in segment order, as an item with all segments does.
   void run_merge(const Merge& merge, int kv_head) {
     const RowBlock& block = plan_.row_blocks[merge.row_block];
-    const int64_t total = partial_row(plan_.items[merge.first_item], kv_head);
+    const int64_t total = partial_row(block, merge.partial_entry, 0, kv_head);
     for (int row = 0; row < num_rows(block); ++row) {
-      for (int item = merge.first_item + 1; item < merge.last_item; ++item)
-        merge_row(partial_, int(total) + row, partial_,
-                  int(partial_row(plan_.items[item], kv_head)) + row, dim_groups_);
-      finish_row(block, kv_head, row, partial_, int(total) + row);
+      for (int segment = 1; segment < merge.num_segments; ++segment)
+        merge_row(partial_, total + row, partial_,
+                  partial_row(block, merge.partial_entry, segment, kv_head) + row, dim_groups_);
+      finish_row(block, kv_head, row, partial_, total + row);
     }
   }
 
-  int64_t partial_row(const WorkItem& item, int kv_head) const {
-    return (int64_t{kv_head} * plan_.num_partial_entries + item.partial_row) * group_size_;
+  int64_t partial_row(const RowBlock& block, int entry, int segment, int kv_head) const {
+    return (int64_t{kv_head} * plan_.num_partial_entries + entry) * group_size_ +
+           int64_t{segment} * num_rows(block);
   }
 
   void load_rows(const RowBlock& block, int kv_head, Kernel& kernel, const Scratch& scratch) const {
@@ -238,7 +241,7 @@ class Driver {
   }
 
   void finish_row(const RowBlock& block, int kv_head, int row, const RowStates& states,
-                  int state_row) const {
+                  int64_t state_row) const {
     const int head = kv_head * group_size_ + row % group_size_;
     const int64_t token = plan_.entries[block.first_entry + row / group_size_].token;
     const float* sink = problem_.sinks ? problem_.sinks + head : nullptr;

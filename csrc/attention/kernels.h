@@ -28,13 +28,14 @@ struct KernelInfo {
   bool (*takes)(DType type);
 };
 
-// Fastest first; the last is for tests.
+// The order of preference; those after the portable one run only when asked for by name.
 extern const KernelInfo kKernels[];
 extern const int kNumKernels;
 
 void attention_portable(const Problem&, const Plan&);
 void attention_avx512(const Problem&, const Plan&);
 void attention_avx512_bf16(const Problem&, const Plan&);
+void attention_avx512_bf16_rounded(const Problem&, const Plan&);
 void attention_amx_bf16(const Problem&, const Plan&);
 void attention_amx_bf16_emulated(const Problem&, const Plan&);
 

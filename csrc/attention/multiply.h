@@ -28,9 +28,13 @@ struct OperandOf {
 template <>
 struct OperandOf<BFloat16> {
   using type = BFloat16;
-  // A weight is the sum of two bf16 values, 16 bits of mantissa: rounding weights to one bf16 would
-  // cost as much error as rounding the output does.
+#if defined(RELAY_ROUND_WEIGHTS)
+  static constexpr int kWeightParts = 1;
+#else
+  // A weight is the sum of two bf16 values, 16 bits of mantissa: rounding weights to one bf16 costs
+  // as much error as rounding the output does.
   static constexpr int kWeightParts = 2;
+#endif
 };
 #endif
 template <class T>

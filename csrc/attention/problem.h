@@ -36,12 +36,14 @@ struct RowBlock {  // entries whose state one thread keeps in its cache
 struct WorkItem {  // a row block over some segments, for every kv head
   int32_t row_block;
   int32_t first_segment, last_segment;
-  int32_t partial_row;  // where its state goes in the partial states, or -1: the item is whole
+  int32_t partial_entry;  // where the states of its segments go, one after the other, to be merged
+                          // in a second pass; -1: the item has all segments and finishes its rows
 };
 
-struct Merge {  // items of one split row block, in segment order
+struct Merge {  // the segments of a row block whose items were split
   int32_t row_block;
-  int32_t first_item, last_item;
+  int32_t partial_entry;
+  int32_t num_segments;
 };
 
 struct Plan {

@@ -34,8 +34,8 @@ struct RowStates {
   for (int g = 0; g < groups; ++g) store16(states.output(row, g), zero16());
 }
 
-[[maybe_unused]] void copy_row(const RowStates& from, int from_row, const RowStates& to, int to_row,
-                               int groups) {
+[[maybe_unused]] void copy_row(const RowStates& from, int64_t from_row, const RowStates& to,
+                               int64_t to_row, int groups) {
   to.references[to_row] = from.references[from_row];
   store16(to.sums + to_row * kLanes, load16(from.sums + from_row * kLanes));
   for (int g = 0; g < groups; ++g)
@@ -43,8 +43,8 @@ struct RowStates {
 }
 
 // total <- total + part, for one row. The empty state is neutral.
-[[maybe_unused]] void merge_row(const RowStates& total, int total_row, const RowStates& part,
-                                int part_row, int groups) {
+[[maybe_unused]] void merge_row(const RowStates& total, int64_t total_row, const RowStates& part,
+                                int64_t part_row, int groups) {
   const float part_reference = part.references[part_row];
   if (part_reference == kUnset) return;
   const float total_reference = total.references[total_row];
@@ -82,7 +82,7 @@ struct Normaliser {
   float scale, lse;
 };
 
-[[maybe_unused]] Normaliser normaliser(const RowStates& states, int row, const float* sink) {
+[[maybe_unused]] Normaliser normaliser(const RowStates& states, int64_t row, const float* sink) {
   const float reference = states.references[row];
   if (reference == kUnset)
     return {0.f, sink ? *sink : -std::numeric_limits<float>::infinity()};

@@ -57,15 +57,21 @@ float ceil_of_largest(const float* scores, int first_token, int groups, const Sc
   return std::fabs(reference) <= 0x1p100f ? reference : 0.f;
 }
 
-RELAY_INLINE void store_weights(float* weights, int64_t, Vec16 w) { store16(weights, w); }
+// Stores 16 weights as the products will read them; returns what they are then worth.
+RELAY_INLINE Vec16 store_weights(float* weights, int64_t /*part_stride*/, Vec16 w) {
+  store16(weights, w);
+  return w;
+}
 #if defined(__AVX512BF16__)
-RELAY_INLINE void store_weights(BFloat16* weights, int64_t part_stride, Vec16 w) {
+RELAY_INLINE Vec16 store_weights(BFloat16* weights, [[maybe_unused]] int64_t part_stride, Vec16 w) {
   const __m256bh high = _mm512_cvtneps_pbh(w);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights), (__m256i)high);
   const __m512 rounded =
       _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)high), 16));
+  if constexpr (OperandOf<BFloat16>::kWeightParts == 1) return rounded;
   const __m256bh low = _mm512_cvtneps_pbh(_mm512_sub_ps(w, rounded));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights), (__m256i)high);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + part_stride), (__m256i)low);
+  return w;
 }
 #endif
 
@@ -85,8 +91,7 @@ RELAY_INLINE void compute_weights(const float* scores, int first_token, int grou
       w = exp2_16(fma16(raw, set16(scale.to_log2), set16(-reference)));
     if constexpr (Masked)
       w = select16(lanes16(range.begin_token - token, range.end_token - token), w, zero16());
-    sum = sum + w;
-    store_weights(weights + g * kLanes, part_stride, w);
+    sum = sum + store_weights(weights + g * kLanes, part_stride, w);
   }
   store16(sums, sum);
 }

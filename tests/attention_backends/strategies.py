@@ -12,6 +12,8 @@ from vllm_relay.attention_backends.forest import Forest, build_forest
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DATA_KINDS = ("random", "peaky", "very peaky", "growing", "constant", "zeros", "large values")
+ROUNDING_KERNELS = ("amx_bf16", "amx_bf16_emulated", "avx512_bf16_rounded")
+"""Kernels whose denominator sums weights that were rounded to bf16."""
 MAX_DEPTH = 6
 MAX_GROUPS = 8
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.attention_backends.strategies import (
     DATA_KINDS,
     DTYPES,
+    ROUNDING_KERNELS,
     AttentionProblem,
     error_bounds,
     random_problem,
@@ -42,7 +43,7 @@ def problem_of(seed: int, **keywords) -> AttentionProblem:
 
 def bounds_of(problem, kernel):
     kernel = cpu.kernel_for(problem.query.dtype, kernel)
-    return error_bounds(problem, sums_rounded_weights=kernel.startswith("amx"))
+    return error_bounds(problem, sums_rounded_weights=kernel in ROUNDING_KERNELS)
 
 
 def assert_exact_enough(problem, output, lse, kernel="auto"):
@@ -168,6 +169,44 @@ def test_long_shared_prefix(dtype):
 
 
 @every_kernel
+@pytest.mark.usefixtures("restore_threads")
+@pytest.mark.parametrize("window", [None, 3000])
+def test_long_sequences_split_over_threads(kernel, dtype, window):
+    """Several segments per request, one kv head: threads share a request and merge its parts."""
+    rng = np.random.default_rng(1)
+    block_size, head_size, num_heads = 64, 48, 3
+    seq_lens, query_lens = np.array([5000, 6300, 4200, 90]), np.array([1, 1, 5, 3])
+    table = np.arange(1, 1 + 4 * 100).reshape(4, 100).astype(np.int32)
+    table[1, :60] = table[0, :60]
+    shape = (table.max() + 1, 1, block_size, head_size)
+    key = rng.standard_normal(shape, np.float32)
+    key[table[1, 70:]] *= 30  # a segment that outgrows its first reference
+    query = rng.standard_normal((query_lens.sum(), num_heads, head_size), np.float32)
+    problem = AttentionProblem(
+        query=torch.from_numpy(query).to(dtype),
+        kv_cache=reference.pack_kv_cache(
+            torch.from_numpy(key).to(dtype),
+            torch.from_numpy(rng.standard_normal(shape, np.float32)).to(dtype),
+        ),
+        block_table=torch.from_numpy(table),
+        query_start_loc=torch.from_numpy(np.append(0, np.cumsum(query_lens)).astype(np.int32)),
+        seq_lens=torch.from_numpy(seq_lens.astype(np.int32)),
+        scale=head_size**-0.5,
+        num_kv_heads=1,
+        features={"sliding_window": window} if window else {},
+        description="long sequences",
+    )
+    torch.set_num_threads(1)
+    expected = problem.solve(ops.relay_attention, kernel=kernel)
+    assert_exact_enough(problem, *expected, kernel)
+    for num_threads in (2, 5):
+        torch.set_num_threads(num_threads)
+        for forest in ("auto", None):
+            result = problem.solve(ops.relay_attention, kernel=kernel, forest=forest)
+            assert_same_bits(result, expected, f"{num_threads} threads, forest {forest}")
+
+
+@every_kernel
 @settings(max_examples=30, deadline=None)
 @given(seed=SEEDS)
 def test_states_of_two_halves_merge_to_the_whole(kernel, dtype, seed):
@@ -263,7 +302,7 @@ def test_empty_batch_and_one_token(kernel, dtype):
         **keywords,
     )
     torch.testing.assert_close(output[0], value.expand(3, 32), rtol=2.0**-23, atol=0.0)
-    lse_tolerance = 2.0**-8 if kernel.startswith("amx") else 2.0**-18  # amx: sums bf16 weights
+    lse_tolerance = 2.0**-8 if kernel in ROUNDING_KERNELS else 2.0**-18
     torch.testing.assert_close(lse[0], torch.full((3,), 32.0), rtol=0.0, atol=lse_tolerance)
 
 

@@ -42,6 +42,7 @@ def test_relay_answers_like_stock_vllm_and_reads_less(tmp_path: Path) -> None:
 def test_settings_out_of_range_are_explained(tmp_path: Path) -> None:
     for settings, message in [
         ({"rounds": 0}, "rounds is 0"),
+        ({"questions_per_prompt": 0}, "questions_per_prompt is 0"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"system_prompt_tokens": 100}, "expected at least 49"),
         ({"model": str(tmp_path / "missing")}, "missing"),

@@ -62,7 +62,7 @@ class StepPlan:
     items: np.ndarray
     """[items, 4]: row block, first and last segment, entry of the partial states or -1."""
     merges: np.ndarray
-    """[merges, 3]: row block, first and last item."""
+    """[merges, 3]: row block, entry of its first partial state, number of segments."""
     max_block_entries: int
     num_partial_entries: int
     num_threads: int
@@ -338,11 +338,12 @@ def _items(
     items[:, 2] = (part + 1) * segments[block] // parts[block]
     split = parts[block] > 1
     block_entries = (row_blocks[:, 1] - row_blocks[:, 0]).astype(np.int64)
-    partial_entries = np.where(split, block_entries[block], 0)
+    partial_entries = np.where(split, block_entries[block] * (items[:, 2] - items[:, 1]), 0)
     items[:, 3] = np.where(split, np.cumsum(partial_entries) - partial_entries, -1)
     is_split = parts_in_order > 1
+    split_blocks = by_cost[is_split]
     merges = np.stack(
-        (by_cost[is_split], first_item[is_split], (first_item + parts_in_order)[is_split]), axis=1
+        (split_blocks, items[first_item[is_split], 3], segments[split_blocks]), axis=1
     ).astype(np.int32)
     return items, merges, int(partial_entries.sum())
 

@@ -103,13 +103,14 @@ def _render(tokenizer: PreTrainedTokenizerBase, system_prompt: str, question: st
             )
             return tokenizer.encode(text, add_special_tokens=False)
         except TemplateError:
-            # some chat templates refuse a system prompt
-            pass
+            pass  # some chat templates refuse a system prompt
     return tokenizer.encode(f"{system_prompt}\n\n{question}\n")
 
 
 def _cut(
     tokenizer: PreTrainedTokenizerBase, conversations: Conversations, max_tokens: int
 ) -> Conversations:
-    token_ids = tokenizer.encode(conversations.system_prompt, add_special_tokens=False)
+    token_ids = tokenizer.encode(
+        conversations.system_prompt, add_special_tokens=False, verbose=False
+    )
     return Conversations(str(tokenizer.decode(token_ids[:max_tokens])), conversations.questions)

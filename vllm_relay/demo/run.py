@@ -68,8 +68,9 @@ def run_demo(
     with ExitStack() as stack:
         directory = keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         try:
-            if rounds < 1:
-                raise ValueError(f"rounds is {rounds}, expected at least 1")
+            for name, count in [("rounds", rounds), ("questions_per_prompt", questions_per_prompt)]:
+                if count < 1:
+                    raise ValueError(f"{name} is {count}, expected at least 1")
             if model is None:
                 path = str(build_recall_model(directory / "recall-model", dtype=dtype, seed=seed))
                 requests = recall_requests(path, sizes, seed)
@@ -79,10 +80,11 @@ def run_demo(
                 requests = general_requests(path, sizes, seed)
             warm_up, timed = requests[:num_system_prompts], requests[num_system_prompts:]
             round_size = len(timed) // rounds
+            prompt_tokens = sum(len(r.prompt_token_ids) for r in timed) // len(timed)
             console.print(
                 f"{model or 'The recall model'} in {dtype}: {len(timed)} questions under "
-                f"{num_system_prompts} system prompts of about {system_prompt_tokens:,} tokens, "
-                f"{round_size} at a time, {output_tokens} output tokens each."
+                f"{num_system_prompts} system prompts, {round_size} at a time, "
+                f"about {prompt_tokens:,} prompt tokens and {output_tokens} output tokens each."
             )
             comparison = _compare_engines(
                 warm_up,

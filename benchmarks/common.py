@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all benchmarks share: options, timing, goals, and the result as text and JSON."""
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+from benchmarks import machine  # noqa: E402
+
+Row = dict[str, Any]
+
+
+def argument_parser(description: str, *, rounds: int, threads: int = 1) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the result here")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes, to see that it runs")
+    parser.add_argument("--threads", type=int, default=threads, help="cores (%(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=rounds, help="measurements of each, interleaved (%(default)s)"
+    )
+    return parser
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call of one contender in every round."""
+
+    samples_s: list[float]
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.samples_s)
+
+    @property
+    def median_ms(self) -> float:
+        return self.median_s * 1e3
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the quartiles, as a fraction of the median."""
+        if len(self.samples_s) < 3:
+            return 0.0
+        low, _, high = statistics.quantiles(self.samples_s, n=4, method="inclusive")
+        return (high - low) / 2 / self.median_s
+
+
+def ratio(slower: Timing, faster: Timing) -> float:
+    """How many times faster: the median of the ratios of neighbouring measurements."""
+    return statistics.median(a / b for a, b in zip(slower.samples_s, faster.samples_s, strict=True))
+
+
+def interleaved(
+    contenders: dict[str, Callable[[], Any]], rounds: int, min_sample_s: float = 2e-3
+) -> dict[str, Timing]:
+    """Times contenders in turn, round after round, so that all meet the same disturbances.
+
+    A sample repeats a short call until it takes about `min_sample_s`. Every second round goes
+    backwards.
+    """
+    repeats = {}
+    for name, call in contenders.items():
+        call()
+        began_s = time.perf_counter()
+        call()
+        once_s = time.perf_counter() - began_s
+        repeats[name] = max(1, min(1000, round(min_sample_s / max(once_s, 1e-7))))
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    for index in range(rounds):
+        for name in list(contenders)[:: -1 if index % 2 else 1]:
+            call = contenders[name]
+            began_s = time.perf_counter()
+            for _ in range(repeats[name]):
+                call()
+            samples[name].append((time.perf_counter() - began_s) / repeats[name])
+    return {name: Timing(values) for name, values in samples.items()}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A number and what it was meant to be."""
+
+    what: str
+    value: float | None
+    bar: float | None
+    aim: float | None = None
+    lower_is_better: bool = False
+    unit: str = "x"
+
+    @property
+    def met(self) -> bool | None:
+        if self.value is None or self.bar is None:
+            return None
+        return self.value <= self.bar if self.lower_is_better else self.value >= self.bar
+
+
+@dataclass
+class Result:
+    """What one benchmark found."""
+
+    name: str
+    description: str
+    settings: dict[str, Any]
+    machine: dict[str, Any]
+    peak: dict[str, Any]
+    tables: list[dict[str, Any]] = field(default_factory=list)
+    goals: list[dict[str, Any]] = field(default_factory=list)
+    command: str = ""
+
+    @classmethod
+    def begin(cls, file: str, description: str, options: argparse.Namespace) -> "Result":
+        """Describes and calibrates the machine."""
+        name = Path(file).stem
+        settings = {key: value for key, value in vars(options).items() if key != "json"}
+        shown = _without_json(sys.argv[1:])
+        result = cls(
+            name=name,
+            description=description.strip(),
+            settings=settings,
+            machine=machine.describe(),
+            peak=machine.measure_peak(options.threads),
+            command=shlex.join(["python", "-m", f"benchmarks.{name}", *shown]),
+        )
+        print(f"# {name}: {description.splitlines()[0]}")
+        print(f"# {result.machine['cpu']}, kernel {result.machine['relay_kernels'][0]}, "
+              f"vLLM {result.machine['vllm']}, load {result.machine['load_before']}")  # fmt: skip
+        print(f"# peak {result.peak}", flush=True)
+        return result
+
+    def add_table(self, title: str, rows: Sequence[Row], note: str = "") -> None:
+        self.tables.append({"title": title, "note": note, "rows": list(rows)})
+        print(f"\n{title}")
+        print(format_rows(rows), flush=True)
+
+    def add_goal(self, goal: Goal) -> None:
+        self.goals.append({**asdict(goal), "met": goal.met})
+
+    def end(self, options: argparse.Namespace) -> None:
+        """Prints the goals and writes the JSON file if one is wanted. Tiny shapes have no goals."""
+        if options.smoke:
+            self.goals = []
+        for goal in self.goals:
+            verdict = {True: "met", False: "MISSED", None: "-"}[goal["met"]]
+            sign = "<=" if goal["lower_is_better"] else ">="
+            print(f"{verdict:6} {goal['what']}: {show(goal['value'])} "
+                  f"(bar {sign} {show(goal['bar'])}, aim {show(goal['aim'])})")  # fmt: skip
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(asdict(self), indent=1, default=str) + "\n")
+
+
+def show(value: Any) -> str:
+    """A table cell."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        if value != value:
+            return "nan"
+        if value == 0 or 1e-3 <= abs(value) < 1e5:
+            digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 20 else 2
+            return f"{value:.{digits if abs(value) >= 0.1 else 4}f}"
+        return f"{value:.2e}"
+    return str(value)
+
+
+def format_rows(rows: Sequence[Row]) -> str:
+    """Aligned text, one line per row."""
+    if not rows:
+        return "(none)"
+    columns = list(rows[0])
+    cells = [columns] + [[show(row.get(column)) for column in columns] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in cells
+    )
+
+
+def fraction(value: float, of: float | None) -> float | None:
+    return None if not of else value / of
+
+
+def _without_json(arguments: list[str]) -> list[str]:
+    kept, skip = [], False
+    for argument in arguments:
+        if skip or argument.startswith("--json="):
+            skip = False
+            continue
+        if argument == "--json":
+            skip = True
+            continue
+        kept.append(argument)
+    return kept
