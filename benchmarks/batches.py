@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches of requests as block tables, without any keys and values."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -79,64 +79,58 @@ def random_batch(
 ) -> Batch:
     """A batch with 0 to 100 % of its tokens shared by 0 to 64 groups in trees up to 6 levels deep.
 
-    Mostly decoding requests; in one batch of ten some requests check a few speculated tokens, in
-    one of ten there is a chunk of a prompt too.
+    Mostly decoding requests; in one batch of ten requests check a few speculated tokens, in one of
+    ten there is a chunk of a prompt too.
 
     Args:
         num_blocks: block ids are below it, and not in order.
-        max_kv_tokens: most tokens attended to, summed over requests.
+        max_kv_tokens: most tokens attended to, summed over requests, give or take some.
     """
-    requests = int(np.exp(rng.uniform(0, np.log(129))))
-    groups = int(rng.integers(0, 65)) if rng.random() < 0.5 else int(rng.integers(0, 5))
+    requests = _log_uniform(rng, 1, 129)
+    groups = 0 if rng.random() < 0.1 else _log_uniform(rng, 1, rng.choice([65, 2 + requests // 2]))
     depth = int(rng.integers(0, 7))
-    shared_part = float(rng.choice([0.0, rng.random(), rng.random(), rng.random(), 1.0]))
-    mean_tokens = np.exp(rng.uniform(np.log(32), np.log(8192)))
-    mean_tokens = max(16.0, min(mean_tokens, max_kv_tokens / requests))
-    lengths = np.maximum(1, (mean_tokens * rng.uniform(0.5, 1.5, requests)).astype(np.int64))
-    ids = list(rng.permutation(num_blocks - 1) + 1)
+    shared_part = float(rng.choice([0.0, rng.random(), rng.random(), 1 - rng.random() / 8, 1.0]))
+    mean_tokens = min(_log_uniform(rng, 32, 8192), max(32, max_kv_tokens // requests))
+    ids = (rng.permutation(num_blocks - 1) + 1).tolist()
     rows: list[list[int]] = [[] for _ in range(requests)]
 
-    def take(count: int) -> list[int]:
-        taken = ids[:count]
-        del ids[:count]
-        return taken
-
-    def grow(members: np.ndarray, levels: int) -> None:
-        """One node of a tree, and below it the trees of its children."""
-        room = int(lengths[members].min() * shared_part) // block_size - len(rows[members[0]])
-        count = (
-            room if levels == 1 else int(rng.integers(0, room // levels * 2 + 1)) if room > 0 else 0
-        )
-        for block in take(max(0, min(count, room))):
+    def grow(members: np.ndarray, levels: int, blocks: int) -> None:
+        """One node of a tree and, below it, the trees of its children."""
+        most = min(blocks, len(ids) - requests)
+        here = most if levels == 1 else int(rng.integers(0, 2 * most // levels + 1))
+        for _ in range(min(here, most)):
+            block = ids.pop()
             for member in members:
                 rows[member].append(block)
-        if levels > 1 and len(members) > 1:
-            child = rng.integers(0, min(len(members), int(rng.integers(1, 5))), len(members))
-            for index in np.unique(child):
-                grow(members[child == index], levels - 1)
+        if levels > 1 and len(members) > 1 and blocks > here:
+            children = int(rng.integers(1, 5))
+            child_of = rng.integers(0, children, len(members))
+            for child in np.unique(child_of):
+                grow(members[child_of == child], levels - 1, blocks - here)
 
     if groups and depth:
-        group = rng.integers(0, groups, requests)
-        for index in np.unique(group):
-            grow(np.flatnonzero(group == index), depth)
+        group_of = rng.integers(0, groups, requests)
+        for group in np.unique(group_of):
+            shared_tokens = mean_tokens * shared_part * rng.uniform(0.5, 1.5)
+            grow(np.flatnonzero(group_of == group), depth, round(shared_tokens / block_size))
 
     query_lens = np.ones(requests, np.int64)
-    kind = rng.random()
-    if kind < 0.1:
+    kind = rng.choice(["decode", "speculation", "prompt chunk"], p=[0.8, 0.1, 0.1])
+    if kind == "speculation":
         query_lens = rng.integers(1, 7, requests)
-    elif kind < 0.2:
-        query_lens[rng.integers(requests)] = int(np.exp(rng.uniform(np.log(16), np.log(512))))
+    elif kind == "prompt chunk":
+        query_lens[rng.integers(requests)] = _log_uniform(rng, 16, 512)
+    own_tokens = mean_tokens * (1 - shared_part) * rng.uniform(0.5, 1.5, requests)
+    own_tokens = own_tokens.astype(np.int64) + query_lens
     seq_lens = np.empty(requests, np.int64)
     for request, row in enumerate(rows):
-        seq_lens[request] = max(lengths[request], len(row) * block_size) + query_lens[request] - 1
-        own = -(-int(seq_lens[request]) // block_size) - len(row)
-        if own > len(ids):  # the cache is full: the request ends where its blocks do
-            own = len(ids)
-            if not row and not own:
-                row.append(1)
-            seq_lens[request] = (len(row) + own) * block_size
-            query_lens[request] = 1
-        row.extend(take(own))
+        # a cache that is nearly full leaves every request one block
+        most_blocks = max(1, len(ids) - (requests - request - 1))
+        own_blocks = min(-(-int(own_tokens[request]) // block_size), most_blocks)
+        own = min(int(own_tokens[request]), own_blocks * block_size)
+        seq_lens[request] = len(row) * block_size + own
+        query_lens[request] = min(query_lens[request], own)
+        row.extend(ids.pop() for _ in range(own_blocks))
     order = rng.permutation(requests)
     table = np.zeros((requests, max(len(row) for row in rows)), np.int32)
     for position, request in enumerate(order):
@@ -148,10 +142,14 @@ def random_batch(
         block_size=block_size,
         description="",
     )
-    kinds = "decode" if kind >= 0.2 else "speculation" if kind < 0.1 else "prompt chunk"
     description = (
-        f"{requests} requests, {kinds}, {groups} groups, depth {depth}, tokens "
+        f"{kind}, {requests} requests, {groups} groups, depth {depth}, tokens "
         f"{seq_lens.min()}..{seq_lens.max()}, {batch.num_query_tokens} query tokens, "
         f"{batch.kv_tokens_unique} of {batch.kv_tokens} KV tokens unique"
     )
-    return Batch(**{**batch.__dict__, "description": description})
+    return replace(batch, description=description)
+
+
+def _log_uniform(rng: np.random.Generator, low: int, high: int) -> int:
+    """An integer from low to high, exclusive, about as likely below as above sqrt(low * high)."""
+    return int(np.exp(rng.uniform(np.log(low), np.log(high))))

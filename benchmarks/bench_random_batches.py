@@ -23,7 +23,7 @@ from benchmarks.contenders import (
 
 HEADS = (Heads(32, 8), Heads(32, 32), Heads(28, 4))
 NUM_BLOCKS = 640
-MAX_KV_TOKENS = 65536
+MAX_KV_TOKENS = 131072
 LAYERS = 32
 WORST = 10
 FEW_BYTES = 1 / 3
@@ -81,7 +81,7 @@ def main() -> None:
     result = Result.begin(__file__, __doc__, options)
     count, num_blocks, max_kv_tokens = options.batches, NUM_BLOCKS, MAX_KV_TOKENS
     if options.smoke:
-        count, num_blocks, max_kv_tokens = 6, 24, 2048
+        count, num_blocks, max_kv_tokens = 6, 160, 4096
     batches = list(draw(options.seed, count, num_blocks, max_kv_tokens))
     indices = range(count) if options.only is None else [options.only]
     rounds = options.rounds if options.only is None else 3 * options.rounds

@@ -58,7 +58,17 @@ def test_demo_hands_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     results = tmp_path / "results.json"
     result = runner.invoke(
         app,
-        ["demo", "a-model", "--system-prompts", "2", "--questions", "5", "--json", str(results)],
+        [
+            "demo",
+            "--model",
+            "a-model",
+            "--system-prompts",
+            "2",
+            "--questions",
+            "5",
+            "--json",
+            str(results),
+        ],
     )
     assert result.exit_code == 3
     assert given["model"] == "a-model"

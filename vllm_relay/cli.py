@@ -34,18 +34,18 @@ def main(
 def demo(
     model: Annotated[
         str | None,
-        typer.Argument(help="A model folder or name; without one, a small model is made here."),
+        typer.Option(help="A model folder or hub id; without one, a small model is made here."),
     ] = None,
     num_system_prompts: Annotated[
         int, typer.Option("--system-prompts", min=1, help="Different system prompts.")
-    ] = 4,
+    ] = 8,
     system_prompt_tokens: Annotated[
         int, typer.Option(min=1, help="Length of each system prompt, in tokens.")
     ] = 4096,
     questions_per_prompt: Annotated[
         int, typer.Option("--questions", min=1, help="Questions asked under each system prompt.")
-    ] = 32,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 48,
+    ] = 24,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each backend.")] = 2,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     seed: Annotated[int, typer.Option(help="Seed of the workload.")] = 0,

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_relay.limits import KernelChoice
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,12 +35,10 @@ class RelayConfig(BaseModel):
         description="Shortest shared prefix, in tokens, that may be read once for its requests. "
         "0 leaves the choice to the cost model.",
     )
-    kernel: Literal[
-        "auto", "amx_bf16", "avx512_bf16", "avx512_bf16_rounded", "avx512", "portable"
-    ] = Field(
+    kernel: KernelChoice = Field(
         default="auto",
-        description="CPU kernel. auto takes the fastest one that this CPU and the model's dtype "
-        "allow.",
+        description="CPU kernel. auto takes the fastest exact one that this CPU and the model's "
+        "dtype allow. avx512_bf16_rounded trades accuracy for speed: see docs/kernels.md.",
     )
     log_every_s: float = Field(
         default=0.0,

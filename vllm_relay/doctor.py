@@ -23,10 +23,9 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from vllm_relay.limits import BACKEND_NAME
+from vllm_relay.limits import BACKEND_NAME, KERNELS
 from vllm_relay.plugin import SUPPORTED_VLLM, is_supported
 
-KERNELS = ("amx_bf16", "avx512_bf16", "avx512", "portable")
 IMPORT_TIMEOUT_S = 180.0
 
 EXTENSION_CODE = """

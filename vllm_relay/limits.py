@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -12,6 +12,11 @@ BACKEND_NAME = "RELAY"
 HEAD_SIZES = tuple(range(32, 257, 16))
 BLOCK_SIZE_MULTIPLE_TOKENS = 32
 DTYPES = ("float32", "float16", "bfloat16")
+KernelChoice = Literal[
+    "auto", "amx_bf16", "avx512_bf16", "avx512", "portable", "avx512_bf16_rounded"
+]
+KERNELS: tuple[str, ...] = get_args(KernelChoice)[1:]
+"""In the order in which "auto" prefers them; it never takes those after the portable one."""
 
 _OTHER_BACKEND = "use --attention-backend CPU_ATTN"
 

@@ -249,7 +249,8 @@ class Driver {
     T* output = static_cast<T*>(problem_.output) + token * problem_.output_token_stride +
                 head * problem_.output_head_stride;
     for (int g = 0; g < dim_groups_; ++g)
-      store_elements16(output + g * kLanes, load16(states.output(state_row, g)) * set16(n.scale));
+      store_elements16(output + g * kLanes,
+                       load16(states.output(state_row, g)) * set16(n.power) * set16(n.scale));
     if (problem_.lse) problem_.lse[token * problem_.num_heads + head] = n.lse;
   }
 

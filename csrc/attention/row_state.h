@@ -77,19 +77,28 @@ struct RowStates {
   return !finite;
 }
 
-// What normalising a row needs: output = outputs * scale; lse in natural log units.
+// What normalising a row needs: output = outputs * power * scale; lse in natural log units. Two
+// factors, because next to a large sink the product is a normal float but their product is not.
 struct Normaliser {
-  float scale, lse;
+  float power, scale, lse;
 };
 
 [[maybe_unused]] Normaliser normaliser(const RowStates& states, int64_t row, const float* sink) {
-  const float reference = states.references[row];
-  if (reference == kUnset)
-    return {0.f, sink ? *sink : -std::numeric_limits<float>::infinity()};
-  double sum = sum_of16(load16(states.sums + row * kLanes));
-  if (sink) sum += std::exp2(double{*sink} * 1.4426950408889634 - double{reference});
-  const double lse = std::log(sum) + double{reference} * 0.6931471805599453;
-  return {static_cast<float>(1.0 / sum), static_cast<float>(lse)};
+  constexpr double kLog2EDouble = 1.4426950408889634, kLn2Double = 0.6931471805599453;
+  const double reference = states.references[row];
+  if (states.references[row] == kUnset)
+    return {0.f, 0.f, sink ? *sink : -std::numeric_limits<float>::infinity()};
+  const double sum = sum_of16(load16(states.sums + row * kLanes));
+  if (!sink)
+    return {1.f, static_cast<float>(1.0 / sum),
+            static_cast<float>(std::log(sum) + reference * kLn2Double)};
+  const double sink_log2 = double{*sink} * kLog2EDouble;
+  const double top = reference > sink_log2 ? reference : std::ceil(sink_log2);
+  const double total = sum * std::exp2(reference - top) + std::exp2(sink_log2 - top);
+  const double power = reference - top > -60.0 ? reference - top : -60.0;
+  return {static_cast<float>(std::exp2(power)),
+          static_cast<float>(std::exp2(reference - top - power) / total),
+          static_cast<float>(std::log(total) + top * kLn2Double)};
 }
 
 }  // namespace

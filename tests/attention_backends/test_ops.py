@@ -15,8 +15,9 @@ from tests.attention_backends.strategies import (
     error_bounds,
     random_problem,
 )
-from vllm_relay import _C
+from vllm_relay import _C, limits
 from vllm_relay.attention_backends import cpu, ops, reference
+from vllm_relay.attention_backends.cost import KERNEL_COSTS
 
 INF = float("inf")
 SEEDS = st.integers(0, 2**32 - 1)
@@ -439,6 +440,12 @@ def test_write_equals_reference_bit_for_bit(seed):
     ops.write_kv_cache(key, value, written, slots)
     reference.write_kv_cache(key, value, expected, slots)
     assert torch.equal(written.view(bits), expected.view(bits))
+
+
+def test_kernels_and_what_is_known_of_them_agree():
+    compiled = [name for name in _C.compiled_kernels() if "emulated" not in name]
+    assert compiled == [name for name in limits.KERNELS if name in compiled]
+    assert set(limits.KERNELS) <= set(KERNEL_COSTS)
 
 
 def test_kernels_serve_their_dtypes():

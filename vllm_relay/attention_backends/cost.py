@@ -40,9 +40,7 @@ class KernelCost:
 KERNEL_COSTS = {
     "amx_bf16": KernelCost(32, stream_ns=30.0, tile_ns=13.0, row_ns=0.05, span_tokens=16),
     "avx512_bf16": KernelCost(6, stream_ns=16.0, tile_ns=1.0, row_ns=1.6, span_tokens=8),
-    "avx512_bf16_rounded": KernelCost(
-        6, stream_ns=16.0, tile_ns=1.0, row_ns=1.1, span_tokens=8
-    ),
+    "avx512_bf16_rounded": KernelCost(6, stream_ns=16.0, tile_ns=1.0, row_ns=1.1, span_tokens=8),
     "avx512": KernelCost(6, stream_ns=16.0, tile_ns=1.5, row_ns=2.2, span_tokens=8),
     "amx_bf16_emulated": KernelCost(32, stream_ns=30.0, tile_ns=13.0, row_ns=0.05, span_tokens=16),
     "portable": KernelCost(2, stream_ns=16.0, tile_ns=8.0, row_ns=10.0, span_tokens=4),

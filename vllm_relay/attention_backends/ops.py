@@ -14,9 +14,7 @@ import torch
 from vllm_relay.attention_backends import cpu
 from vllm_relay.attention_backends.forest import Forest
 from vllm_relay.attention_backends.plan import plan_step
-
-HEAD_SIZES = tuple(range(32, 257, 16))
-BLOCK_SIZE_STEP = 32
+from vllm_relay.limits import BLOCK_SIZE_MULTIPLE_TOKENS, HEAD_SIZES
 
 
 def write_kv_cache(
@@ -249,10 +247,10 @@ def _check_kv_cache(
             f"kv_cache: expected 2 * head_size with head_size in {HEAD_SIZES} as its last "
             f"dimension, got {content}"
         )
-    if block_size % BLOCK_SIZE_STEP or block_size == 0:
+    if block_size % BLOCK_SIZE_MULTIPLE_TOKENS or block_size == 0:
         raise ValueError(
-            f"kv_cache: expected a block size that is a multiple of {BLOCK_SIZE_STEP}, got "
-            f"{block_size}"
+            f"kv_cache: expected a block size that is a multiple of {BLOCK_SIZE_MULTIPLE_TOKENS}, "
+            f"got {block_size}"
         )
     if num_blocks and (kv_cache.stride(3) != 1 or kv_cache.stride(2) != content):
         raise ValueError(
