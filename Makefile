@@ -25,12 +25,12 @@ demo: setup  ## stock vLLM against vLLM with relay; ARGS go to `vllm-relay demo`
 test: setup  ## the tests; ARGS go to pytest
 	$(BIN)/python -m pytest $(ARGS)
 
-bench: setup  ## every script in benchmarks/; ARGS go to each
-	@set -e; for script in $$(find benchmarks -maxdepth 1 -name '[!_]*.py' | sort); do \
-	  echo "$(BIN)/python $$script $(ARGS)"; $(BIN)/python $$script $(ARGS); done
+bench: setup  ## every benchmark; writes docs/benchmarks.md
+	@$(BOOTSTRAP) --extra dev
+	$(BIN)/python -m benchmarks.run_all $(ARGS)
 
-bench-smoke: ARGS = --smoke --json
-bench-smoke: bench  ## every benchmark once, small, to see that it runs
+bench-smoke: setup  ## every benchmark once, small, to see that it runs
+	$(BIN)/python -m benchmarks.run_all --smoke $(ARGS)
 
 lint:  ## ruff, mypy and clang-format; changes nothing
 	@$(BOOTSTRAP) --extra dev

@@ -9,7 +9,7 @@ context 128, prefix 64 to 16384) and of the models of its Table 4, and a sweep o
 
 from dataclasses import dataclass
 
-from benchmarks.batches import shared_prefix
+from benchmarks.batches import Batch, shared_prefix
 from benchmarks.common import Goal, Result, Row, argument_parser, fraction, interleaved, ratio
 from benchmarks.contenders import (
     Heads,
@@ -20,7 +20,8 @@ from benchmarks.contenders import (
     random_query,
     refuse_wrong_results,
 )
-from benchmarks.machine import bf16_peak_gflops
+from benchmarks.machine import attention_ceiling_gflops, bf16_peak_gflops
+from vllm_relay.attention_backends import cpu
 
 LLAMA_2_7B, LLAMA_3_8B, QWEN_2_7B = Heads(32, 32), Heads(32, 8), Heads(28, 4)
 CONTEXT_TOKENS = 128
@@ -80,7 +81,18 @@ def theoretical_speedup(case: Case) -> float:
     return (s + c + 2) / (s / b + c + 7)
 
 
-def measure(case: Case, *, threads: int, rounds: int, peak_gflops: float | None) -> Row:
+def least_s(heads: Heads, batch: Batch, peak: dict) -> float | None:
+    """What the cores that were calibrated need if they only multiply or only read memory."""
+    ceiling = attention_ceiling_gflops(peak, cpu.kernel_for(heads.dtype))
+    if ceiling is None:
+        return None
+    read_bytes = kv_bytes(heads, batch, shared_once=True)
+    return max(
+        heads.flops(batch) / (ceiling * 1e9), read_bytes / (peak["read_256_mib_gb_per_s"] * 1e9)
+    )
+
+
+def measure(case: Case, *, threads: int, rounds: int, peak: dict) -> Row:
     heads = case.heads
     batch = shared_prefix(case.requests, case.prefix_tokens, case.context_tokens)
     caches = KvCaches(heads, batch.num_blocks)
@@ -91,6 +103,7 @@ def measure(case: Case, *, threads: int, rounds: int, peak_gflops: float | None)
     times = interleaved({"stock": stock.run, "relay": relay.run, "apart": apart.run}, rounds)
     gflop = heads.flops(batch) / 1e9
     relay_gflops = gflop / times["relay"].median_s
+    least = least_s(heads, batch, peak)
     return {
         **({"model": case.model} if case.model else {}),
         "heads": str(heads),
@@ -102,12 +115,13 @@ def measure(case: Case, *, threads: int, rounds: int, peak_gflops: float | None)
         "spread": max(times["stock"].spread, times["relay"].spread),
         "speed-up": ratio(times["stock"], times["relay"]),
         "theory": theoretical_speedup(case),
+        "machine allows": least and times["stock"].median_s / least,
         "without sharing": ratio(times["stock"], times["apart"]),
         "KV bytes": kv_bytes(heads, batch, shared_once=False)
         / kv_bytes(heads, batch, shared_once=True),
         "CPU_ATTN GFLOP/s": gflop / times["stock"].median_s,
         "relay GFLOP/s": relay_gflops,
-        "of peak": fraction(relay_gflops, peak_gflops and peak_gflops * threads),
+        "of peak": fraction(relay_gflops, bf16_peak_gflops(peak)),
     }
 
 
@@ -119,13 +133,11 @@ def main() -> None:
     options = parser.parse_args()
     refuse_wrong_results()
     result = Result.begin(__file__, __doc__, options)
-    peak = bf16_peak_gflops(result.peak)
-    peak = peak and peak / options.threads
     chosen = SECTIONS.values() if options.section == "all" else [SECTIONS[options.section]]
     for title, cases in [("Smoke", SMOKE)] if options.smoke else chosen:
         rows = []
         for case in cases:
-            row = measure(case, threads=options.threads, rounds=options.rounds, peak_gflops=peak)
+            row = measure(case, threads=options.threads, rounds=options.rounds, peak=result.peak)
             rows.append(row)
             if case.bar:
                 result.add_goal(

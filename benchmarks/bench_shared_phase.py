@@ -16,13 +16,12 @@ from benchmarks.contenders import (
     random_query,
     refuse_wrong_results,
 )
-from benchmarks.machine import bf16_peak_gflops
+from benchmarks.machine import attention_ceiling_gflops, bf16_peak_gflops
 from vllm_relay.attention_backends import cpu
 
 HEADS = Heads(32, 8)
 PREFIX_TOKENS = 8192
 GOALS = {32: (550, 650), 64: (800, 950), 128: (1000, 1200), 256: (1100, 1400)}
-USEFUL_PART = {"avx512_bf16": 2 / 3}
 
 
 def main() -> None:
@@ -33,7 +32,7 @@ def main() -> None:
     result = Result.begin(__file__, __doc__, options)
     peak = bf16_peak_gflops(result.peak)
     kernel = cpu.kernel_for(HEADS.dtype)
-    ceiling = peak and peak * USEFUL_PART.get(kernel, 1.0)
+    ceiling = attention_ceiling_gflops(result.peak, kernel)
     prefix_tokens = 512 if options.smoke else options.prefix
     caches = KvCaches(HEADS, prefix_tokens // 128 + 2)
     rows = []

@@ -63,6 +63,13 @@ def bf16_peak_gflops(peak: dict) -> float | None:
     return max(rates, default=None)
 
 
+def attention_ceiling_gflops(peak: dict, kernel: str) -> float | None:
+    """What is left of the peak for the multiplications attention needs: `avx512_bf16` keeps weights
+    as two bfloat16 numbers each, so that of three multiplications two count."""
+    best = bf16_peak_gflops(peak)
+    return best and best * (2 / 3 if kernel == "avx512_bf16" else 1.0)
+
+
 @functools.cache
 def _compile_peak() -> str | None:
     folder = tempfile.TemporaryDirectory(prefix="relay-peak-")

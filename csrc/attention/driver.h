@@ -64,7 +64,7 @@ class Driver {
         scale_{problem.scale * kLog2E, problem.scale, problem.logits_soft_cap} {}
 
   void run() {
-    static AlignedBuffer partial_buffer;  // calls of one process follow each other
+    static thread_local AlignedBuffer partial_buffer;  // of the caller, read by its team
     const int64_t partial_rows =
         int64_t{plan_.num_partial_entries} * group_size_ * problem_.num_kv_heads;
     float* partial = static_cast<float*>(

@@ -176,12 +176,12 @@ def test_long_sequences_split_over_threads(kernel, dtype, window):
     """Several segments per request, one kv head: threads share a request and merge its parts."""
     rng = np.random.default_rng(1)
     block_size, head_size, num_heads = 64, 48, 3
-    seq_lens, query_lens = np.array([5000, 6300, 4200, 90]), np.array([1, 1, 5, 3])
-    table = np.arange(1, 1 + 4 * 100).reshape(4, 100).astype(np.int32)
+    seq_lens, query_lens = np.array([5000, 17000, 4200, 90]), np.array([1, 1, 5, 3])
+    table = np.arange(1, 1 + 4 * 270).reshape(4, 270).astype(np.int32)
     table[1, :60] = table[0, :60]
     shape = (table.max() + 1, 1, block_size, head_size)
     key = rng.standard_normal(shape, np.float32)
-    key[table[1, 70:]] *= 30  # a segment that outgrows its first reference
+    key[table[1, 70:140]] *= 30  # a segment that outgrows its first reference
     query = rng.standard_normal((query_lens.sum(), num_heads, head_size), np.float32)
     problem = AttentionProblem(
         query=torch.from_numpy(query).to(dtype),

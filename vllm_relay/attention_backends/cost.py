@@ -14,7 +14,8 @@ import numpy as np
 class KernelCost:
     """Costs per KV token of one kv head and 128 dims, in nanoseconds of one core.
 
-    Only their ratios matter: they were read off `benchmarks/bench_op.py`.
+    Only their ratios matter. They follow from what was measured of each part: the rate at which a
+    core reads memory that its own cache does not hold, and the rate of its products.
     """
 
     tile_rows: int
@@ -24,24 +25,29 @@ class KernelCost:
     """Per tile, whatever its rows."""
     row_ns: float
     """Per row."""
-    span_tokens: float
-    """Starting a range costs as much as this many tokens of one tile."""
+    start_tokens: float
+    """Starting a range costs as much as this many tokens of it would, compute and memory both."""
+
+    def token_ns(self, rows: np.ndarray) -> np.ndarray:
+        """Cost per token of a range that `rows` rows read together; elementwise."""
+        tiles = -(-rows // self.tile_rows)
+        return np.maximum(tiles * self.tile_ns + rows * self.row_ns, self.stream_ns)
+
+    def start_ns(self, rows: np.ndarray) -> np.ndarray:
+        """Cost of a range whatever its tokens; elementwise."""
+        tiles = -(-rows // self.tile_rows)
+        return (tiles * self.tile_ns + self.stream_ns) * self.start_tokens
 
     def range_ns(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Cost of ranges of `tokens` tokens read together by `rows` rows; elementwise."""
-        tiles = -(-rows // self.tile_rows)
-        compute_ns = tiles * self.tile_ns + rows * self.row_ns
-        return (
-            np.maximum(compute_ns, self.stream_ns) * tokens
-            + (tiles * self.tile_ns + self.stream_ns) * self.span_tokens
-        )
+        return self.token_ns(rows) * tokens + self.start_ns(rows)
 
 
 KERNEL_COSTS = {
-    "amx_bf16": KernelCost(32, stream_ns=30.0, tile_ns=13.0, row_ns=0.05, span_tokens=16),
-    "avx512_bf16": KernelCost(6, stream_ns=16.0, tile_ns=1.0, row_ns=1.6, span_tokens=8),
-    "avx512_bf16_rounded": KernelCost(6, stream_ns=16.0, tile_ns=1.0, row_ns=1.1, span_tokens=8),
-    "avx512": KernelCost(6, stream_ns=16.0, tile_ns=1.5, row_ns=2.2, span_tokens=8),
-    "amx_bf16_emulated": KernelCost(32, stream_ns=30.0, tile_ns=13.0, row_ns=0.05, span_tokens=16),
-    "portable": KernelCost(2, stream_ns=16.0, tile_ns=8.0, row_ns=10.0, span_tokens=4),
+    "amx_bf16": KernelCost(32, stream_ns=30.0, tile_ns=13.0, row_ns=0.05, start_tokens=16),
+    "avx512_bf16": KernelCost(6, stream_ns=16.0, tile_ns=1.0, row_ns=1.6, start_tokens=8),
+    "avx512_bf16_rounded": KernelCost(6, stream_ns=16.0, tile_ns=1.0, row_ns=1.1, start_tokens=8),
+    "avx512": KernelCost(6, stream_ns=16.0, tile_ns=1.5, row_ns=2.2, start_tokens=8),
+    "amx_bf16_emulated": KernelCost(32, stream_ns=30.0, tile_ns=13.0, row_ns=0.05, start_tokens=16),
+    "portable": KernelCost(2, stream_ns=16.0, tile_ns=8.0, row_ns=10.0, start_tokens=4),
 }

@@ -5,6 +5,7 @@ Pure: numpy in, numpy out. The plan never changes what is computed, only who com
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -122,8 +123,17 @@ def plan_step(
     entries = _entries(kept.order, lens, first_entry, query_start_loc, seq_lens)
     cuts = _row_block_cuts(kept, first_entry, max(1, MAX_BLOCK_ROWS // group_size))
     spans, row_blocks = _spans(kept, first_entry, entries, seq_lens, cuts)
+    block_ns = _block_ns(spans, row_blocks, group_size, cost)
+    largest_ns = block_ns.sum() * num_kv_heads / (num_threads * ITEMS_PER_THREAD)
+    segments = _block_segments(row_blocks, entries)
+    min_entries = max(1, cost.tile_rows // group_size)
+    finer_cuts = _finer_cuts(row_blocks, block_ns / segments, largest_ns, min_entries)
+    if num_threads > 1 and len(finer_cuts) > len(cuts):
+        spans, row_blocks = _spans(kept, first_entry, entries, seq_lens, finer_cuts)
+        block_ns = _block_ns(spans, row_blocks, group_size, cost)
+        segments = _block_segments(row_blocks, entries)
     items, merges, num_partial_entries = _items(
-        spans, row_blocks, entries, group_size, num_kv_heads, num_threads, cost
+        row_blocks, block_ns, segments, largest_ns if num_threads > 1 else np.inf
     )
     block_entries = row_blocks[:, 1] - row_blocks[:, 0]
     return StepPlan(
@@ -189,18 +199,20 @@ def _does_not_pay(
     rows_before = np.concatenate(([0], np.cumsum(rows)))
     tokens = nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]
     node_rows = rows_before[nodes[:, LAST]] - rows_before[nodes[:, FIRST]]
-    together_ns = cost.range_ns(node_rows, tokens)
-    # apart: each child reads it for its members, and members in no child read it alone
-    alone_ns_per_token = cost.range_ns(rows, np.ones_like(rows))
-    alone_before = np.concatenate(([0.0], np.cumsum(alone_ns_per_token)))
-    alone = alone_before[nodes[:, LAST]] - alone_before[nodes[:, FIRST]]
     parents = _parents(nodes)
-    has_parent = parents >= 0
-    apart = alone.copy()
-    children = np.flatnonzero(has_parent)
-    child_ns_per_token = cost.range_ns(node_rows[children], np.ones(len(children)))
-    np.add.at(apart, parents[children], child_ns_per_token - alone[children])
-    return (together_ns >= apart * tokens) | (nodes[:, END_TOKENS] < min_shared_tokens)
+    children = np.flatnonzero(parents >= 0)
+
+    def apart(cost_of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """Each child reads the range for its members, and members in no child read it alone."""
+        alone_before = np.concatenate(([0.0], np.cumsum(cost_of(rows))))
+        alone = alone_before[nodes[:, LAST]] - alone_before[nodes[:, FIRST]]
+        total = alone.copy()
+        np.add.at(total, parents[children], cost_of(node_rows[children]) - alone[children])
+        return total
+
+    apart_ns = apart(cost.token_ns) * tokens + apart(cost.start_ns)
+    does_not_pay = cost.range_ns(node_rows, tokens) >= apart_ns
+    return does_not_pay | (nodes[:, END_TOKENS] < min_shared_tokens)
 
 
 def _parents(nodes: np.ndarray) -> np.ndarray:
@@ -299,33 +311,46 @@ def _spans(
     return spans.astype(np.int32), row_blocks.astype(np.int32)
 
 
-def _items(
-    spans: np.ndarray,
-    row_blocks: np.ndarray,
-    entries: np.ndarray,
-    group_size: int,
-    num_kv_heads: int,
-    num_threads: int,
-    cost: KernelCost,
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """Row blocks as work items, largest first, the largest cut at segment boundaries."""
-    num_blocks = len(row_blocks)
+def _block_ns(
+    spans: np.ndarray, row_blocks: np.ndarray, group_size: int, cost: KernelCost
+) -> np.ndarray:
+    """float [row blocks]: cost of a row block for one kv head."""
     rows = (spans[:, LAST] - spans[:, FIRST]) * group_size
     span_ns = cost.range_ns(rows, spans[:, END_TOKENS] - spans[:, BEGIN_TOKENS])
     ns_before = np.concatenate(([0.0], np.cumsum(span_ns)))
-    block_ns = ns_before[row_blocks[:, 3]] - ns_before[row_blocks[:, 2]]
-    largest_ns = block_ns.sum() * num_kv_heads / (num_threads * ITEMS_PER_THREAD)
-    last_entry = row_blocks[:, 1] - 1
-    segments = (
-        -(-np.maximum.reduceat(entries[:, 1], row_blocks[:, 0]) // SEGMENT_TOKENS)
-        if (num_blocks)
-        else last_entry
-    )
-    segments = np.maximum(segments, 1)
-    parts = np.ones(num_blocks, np.int64)
-    if num_threads > 1 and num_blocks:
-        wanted = np.ceil(block_ns / max(largest_ns, 1.0)).astype(np.int64)
-        parts = np.clip(wanted, 1, segments)
+    return ns_before[row_blocks[:, 3]] - ns_before[row_blocks[:, 2]]
+
+
+def _block_segments(row_blocks: np.ndarray, entries: np.ndarray) -> np.ndarray:
+    """int [row blocks]: segments up to the last token that any row sees."""
+    if not len(row_blocks):
+        return np.empty(0, np.int64)
+    visible = np.maximum.reduceat(entries[:, 1], row_blocks[:, 0])
+    return np.maximum(-(-visible // SEGMENT_TOKENS), 1)
+
+
+def _finer_cuts(
+    row_blocks: np.ndarray, smallest_ns: np.ndarray, largest_ns: float, min_entries: int
+) -> np.ndarray:
+    """Cuts that also divide, by rows, what is too large for one thread even segment by segment.
+
+    The parts read shared ranges once each, so a part keeps at least the rows of a tile.
+    """
+    first, last = row_blocks[:, 0].astype(np.int64), row_blocks[:, 1].astype(np.int64)
+    entries = last - first
+    wanted = np.ceil(smallest_ns / max(largest_ns, 1.0)).astype(np.int64)
+    parts = np.clip(wanted, 1, np.maximum(entries // min_entries, 1))
+    part = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+    offsets = part * np.repeat(entries, parts) // np.repeat(parts, parts)
+    return np.append(np.repeat(first, parts) + offsets, last[-1:])
+
+
+def _items(
+    row_blocks: np.ndarray, block_ns: np.ndarray, segments: np.ndarray, largest_ns: float
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Row blocks as work items, largest first, those above `largest_ns` cut between segments."""
+    wanted = np.ceil(block_ns / max(largest_ns, 1.0)).astype(np.int64)
+    parts = np.clip(wanted, 1, segments)
     by_cost = np.argsort(-block_ns / parts, kind="stable")
     parts_in_order = parts[by_cost]
     total = int(parts_in_order.sum())

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page and the plot that show the results of all benchmarks."""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import show
+
+Json = dict[str, Any]
+
+INTRODUCTION = """\
+# Benchmarks
+
+Written by `python -m benchmarks.run_all` (`make bench`) from the JSON files in `docs/benchmarks/`,
+never by hand. The rival is vLLM's own `CPU_ATTN` on the same queries, keys and values, with the
+instruction set that vLLM chooses here and its own packing of the cache. What is compared was
+measured in turn, round after round, in one process. Tables show medians, ratios are medians of the
+ratios of neighbouring measurements, and "spread" is half the distance of the quartiles over the
+median. One core, bfloat16 and KV blocks of 128 tokens unless a table says otherwise. No script
+reports times unless relay's results agree with a float64 reference first.
+
+"of peak" is the fraction of what this core can multiply at best, measured by
+`benchmarks/native/peak.cpp` just before, counting the multiplications attention needs. The
+`avx512_bf16` kernel keeps the softmax weights as two bfloat16 numbers each, so that their rounding
+does not show in the result: of three multiplications two count, and 0.67 of the peak is the most
+it could reach. "machine allows" is the speed-up that would be left if relay ran at that ceiling, or
+read every byte it needs once from memory at this core's best rate, whichever takes longer.
+"""
+
+
+def load_results(folder: Path, names: Iterable[str]) -> list[Json]:
+    """The results that there are, in this order."""
+    paths = (folder / f"{name}.json" for name in names)
+    return [json.loads(path.read_text()) for path in paths if path.exists()]
+
+
+def write_page(results: list[Json], page: Path, plot_folder: Path) -> None:
+    """Writes the page and, with matplotlib, the plot it shows.
+
+    Raises:
+        SystemExit: there are no results.
+    """
+    if not results:
+        raise SystemExit("there are no results: run python -m benchmarks.run_all first")
+    parts = [INTRODUCTION, _machine(results[0]), _goals(results)]
+    plot = plot_folder / "speedup.svg"
+    if _plot(results, plot):
+        parts.append(
+            "![Speed-up over CPU_ATTN by batch size, beside the paper's theory]"
+            f"({os.path.relpath(plot, page.parent)})\n"
+        )
+    parts += [_benchmark(result) for result in results]
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text("\n".join(parts).rstrip() + "\n")
+
+
+def _machine(result: Json) -> str:
+    machine, peak = result["machine"], result["peak"]
+    caches = ", ".join(f"{level} {size}" for level, size in machine["caches"].items())
+    lines = [
+        "## Machine\n",
+        f"- {machine['cpu']} (family / model {machine['cpu_family_model']}), {machine['cpus']} "
+        f"CPUs, {machine['memory_gib']} GiB; {', '.join(machine['cpu_flags'])}",
+        f"- caches: {caches}",
+        f"- vLLM {machine['vllm']}, torch {machine['torch']}, Python {machine['python']}; "
+        f"vllm-relay {machine['vllm_relay']}, kernel `{machine['relay_kernels'][0]}`",
+    ]
+    if peak:
+        rates = [f"{rate:.0f} GFLOP/s {_flops_name(n)}" for n, rate in peak.items() if "flops" in n]
+        reads = [f"{rate:.0f} GB/s from {_size_name(n)}" for n, rate in peak.items() if "read" in n]
+        lines.append(f"- one core at best: {', '.join(rates)}; reads {', '.join(reads)}")
+    return "\n".join(lines) + "\n"
+
+
+def _flops_name(name: str) -> str:
+    return name.removesuffix("_gflops").replace("_", " ")
+
+
+def _size_name(name: str) -> str:
+    return name.removeprefix("read_").removesuffix("_gb_per_s").replace("_", " ") + "s"
+
+
+def _goals(results: list[Json]) -> str:
+    goals = [goal for result in results for goal in result["goals"]]
+    if not goals:
+        return ""
+    rows = [
+        {
+            "what": goal["what"],
+            "measured": goal["value"],
+            "bar": f"{'<=' if goal['lower_is_better'] else '>='} {show(goal['bar'])}",
+            "aim": goal["aim"],
+            "met": {True: "yes", False: "**no**", None: "-"}[goal["met"]],
+        }
+        for goal in goals
+    ]
+    return (
+        "## Goals\n\n"
+        "Set for machines with AMX, which multiplies several times faster than this one may.\n\n"
+        + _markdown_table(rows)
+    )
+
+
+def _benchmark(result: Json) -> str:
+    headline, _, rest = result["description"].partition("\n")
+    peak = _peak_line(result)
+    parts = [f"## {headline.rstrip('.')}\n", f"`{result['command']}`{peak}\n", rest.strip() + "\n"]
+    for table in result["tables"]:
+        parts.append(f"**{table['title']}**\n")
+        parts.append(_markdown_table(table["rows"]))
+        if table["note"]:
+            parts.append(table["note"] + "\n")
+    return "\n".join(parts)
+
+
+def _peak_line(result: Json) -> str:
+    peak = result["peak"]
+    rates = {name: rate for name, rate in peak.items() if name.endswith("gflops")}
+    if not rates:
+        return ""
+    best = max(rates, key=rates.__getitem__)
+    return (
+        f" (just before: {rates[best]:.0f} GFLOP/s {_flops_name(best)}, "
+        f"{peak['read_256_mib_gb_per_s']:.0f} GB/s from memory on {peak['threads']} "
+        f"core{'s' if peak['threads'] > 1 else ''}; load {result['machine']['load_before']})"
+    )
+
+
+def _markdown_table(rows: list[Json]) -> str:
+    if not rows:
+        return "None.\n"
+    columns = list(rows[0])
+    numeric = {c: all(isinstance(row[c], int | float | None) for row in rows) for c in columns}
+    rule = ["---:" if numeric[column] else "---" for column in columns]
+    lines = [columns, rule, *([_cell(row.get(column)) for column in columns] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _cell(value: Any) -> str:
+    return show(value).replace("|", "\\|")
+
+
+def _plot(results: list[Json], path: Path) -> bool:
+    """Draws the speed-up by batch size; False if there is nothing to draw it with or from."""
+    tables = [
+        table
+        for result in results
+        for table in result["tables"]
+        if table["title"].startswith("Batch size")
+    ]
+    if not tables:
+        return path.exists()
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: matplotlib is missing (pip install 'vllm-relay[dev]')")
+        return path.exists()
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "relay"
+    from matplotlib import pyplot
+
+    rows = tables[0]["rows"]
+    figure, axes = pyplot.subplots(figsize=(7, 4.2))
+    for color, prefix in zip(("C0", "C3"), sorted({row["prefix"] for row in rows}), strict=False):
+        line = [row for row in rows if row["prefix"] == prefix]
+        batch = [row["batch"] for row in line]
+        axes.plot(batch, [row["speed-up"] for row in line], "o-", color=color,
+                  label=f"measured, prefix {prefix}")  # fmt: skip
+        axes.plot(batch, [row["theory"] for row in line], "--", color=color, alpha=0.6,
+                  label=f"memory traffic alone (paper), prefix {prefix}")  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="requests that share the prefix",
+             ylabel="speed-up of the attention op over CPU_ATTN",
+             title=f"{rows[0]['heads']} heads, context {rows[0]['context']}, one core")  # fmt: skip
+    ticks = sorted({row["batch"] for row in rows})
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    levels = [level for level in (1, 2, 5, 10, 20, 50) if level <= axes.get_ylim()[1]]
+    axes.set_yticks(levels, [str(level) for level in levels])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+    return True

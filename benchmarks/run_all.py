@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs every benchmark, one after the other, and writes docs/benchmarks.md and its plot.
+
+`--smoke` only sees that they run, and `--render-only` writes the page anew from the JSON files of
+an earlier run.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.report import load_results, write_page
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "benchmarks.md"
+JSON_FOLDER = ROOT / "docs" / "benchmarks"
+BENCHMARKS = (
+    "bench_op",
+    "bench_shared_phase",
+    "bench_threads",
+    "bench_random_batches",
+    "bench_planning",
+    "bench_error",
+    "bench_end_to_end",
+)
+
+
+def run(name: str, json_path: Path, arguments: list[str]) -> bool:
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(json_path), *arguments]
+    print(f"\n=== {name} {' '.join(arguments)}", flush=True)
+    return subprocess.run(command, cwd=ROOT).returncode == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes; writes no page")
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=BENCHMARKS, metavar="NAME")
+    parser.add_argument("--render-only", action="store_true", help="run nothing")
+    parser.add_argument("--json-folder", type=Path, default=JSON_FOLDER, help="(%(default)s)")
+    parser.add_argument("--page", type=Path, default=PAGE, help="(%(default)s)")
+    options = parser.parse_args()
+    if options.smoke:
+        with tempfile.TemporaryDirectory() as folder:
+            failed = [n for n in options.only if not run(n, Path(folder, f"{n}.json"), ["--smoke"])]
+            for path in sorted(Path(folder).iterdir()):
+                json.loads(path.read_text())
+    else:
+        names = () if options.render_only else options.only
+        failed = [n for n in names if not run(n, options.json_folder / f"{n}.json", [])]
+        write_page(load_results(options.json_folder, BENCHMARKS), options.page, options.json_folder)
+        print(f"\nwrote {options.page}")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
