@@ -173,8 +173,9 @@ def error_bounds(
     and sums over the keys a few fp32 units of the same.
 
     Args:
-        sums_rounded_weights: the kernel's denominator sums the weights after their rounding, so
-            that lse is off by one unit roundoff of the dtype too.
+        sums_rounded_weights: the kernel's denominator sums the weights after their rounding. Then
+            lse is off by one unit roundoff of the dtype too, and the rounding of a weight moves
+            the output by (value - output), which is up to two units of sum(weight * |value|).
 
     Returns:
         output_bound: float64 [tokens, heads, head_size].
@@ -201,7 +202,7 @@ def error_bounds(
         largest_term = largest_term + problem.features["logits_soft_cap"]
     score_error = fp32_unit * (4 * head_size**0.5 * largest_score + 8 * largest_term)
 
-    rounding = 2 * unit[problem.query.dtype] + 64 * fp32_unit
+    rounding = (3 if sums_rounded_weights else 2) * unit[problem.query.dtype] + 64 * fp32_unit
     relative = rounding + torch.expm1(2 * score_error)
     smallest = torch.finfo(problem.query.dtype).tiny  # below it rounding is absolute, or to zero
     output_bound = relative[..., None] * weighted + smallest
