@@ -86,11 +86,13 @@ def random_batch(
         num_blocks: block ids are below it, and not in order.
         max_kv_tokens: most tokens attended to, summed over requests, give or take some.
     """
-    requests = _log_uniform(rng, 1, 129)
+    requests = _log_uniform(rng, rng.choice([1, 8]), 129)
     groups = 0 if rng.random() < 0.1 else _log_uniform(rng, 1, rng.choice([65, 2 + requests // 2]))
     depth = int(rng.integers(0, 7))
     shared_part = float(rng.choice([0.0, rng.random(), rng.random(), 1 - rng.random() / 8, 1.0]))
-    mean_tokens = min(_log_uniform(rng, 32, 8192), max(32, max_kv_tokens // requests))
+    mean_tokens = min(
+        _log_uniform(rng, rng.choice([32, 512]), 8192), max(32, max_kv_tokens // requests)
+    )
     ids = (rng.permutation(num_blocks - 1) + 1).tolist()
     rows: list[list[int]] = [[] for _ in range(requests)]
 
@@ -150,6 +152,6 @@ def random_batch(
     return replace(batch, description=description)
 
 
-def _log_uniform(rng: np.random.Generator, low: int, high: int) -> int:
+def _log_uniform(rng: np.random.Generator, low: float, high: float) -> int:
     """An integer from low to high, exclusive, about as likely below as above sqrt(low * high)."""
     return int(np.exp(rng.uniform(np.log(low), np.log(high))))

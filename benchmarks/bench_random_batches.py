@@ -23,7 +23,7 @@ from benchmarks.contenders import (
 
 HEADS = (Heads(32, 8), Heads(32, 32), Heads(28, 4))
 NUM_BLOCKS = 640
-MAX_KV_TOKENS = 131072
+MAX_KV_TOKENS = 98304
 LAYERS = 32
 WORST = 10
 FEW_BYTES = 1 / 3

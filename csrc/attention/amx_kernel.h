@@ -14,10 +14,10 @@
 namespace relay {
 namespace {
 
-constexpr int kRows = 32;           // of a row tile: two tile registers
-constexpr int kScoreTokens = 128;   // of one part of the keys: four 32 x 32 score tiles
-constexpr int kUnitTokens = 512;    // between loads and stores of the running outputs
-constexpr int kStepDims = 32;       // summed by one tile product of queries and keys
+constexpr int kRows = 32;          // of a row tile: two tile registers
+constexpr int kScoreTokens = 128;  // of one part of the keys: four 32 x 32 score tiles
+constexpr int kUnitTokens = 512;   // between loads and stores of the running outputs
+constexpr int kStepDims = 32;      // summed by one tile product of queries and keys
 constexpr int kScoreTiles = kScoreTokens / kTileTokens;
 constexpr int kUnitTiles = kUnitTokens / kTileTokens;
 constexpr int kScoreFloats = kRows * kTileTokens;
@@ -81,15 +81,14 @@ class AmxKernel {
       for (int t = 0; t < tiles; ++t) {
         const int row = first_row + t * kRows;
         const bool last = t + 1 == tiles;
-        const RowTile tile = last && staged
-                                 ? staged_tile(ranges + row, last_live)
-                                 : RowTile{queries_ + int64_t{row} * query_stride_,
-                                           states.output(row, 0),
-                                           states.group_stride,
-                                           states.sums + row * kLanes,
-                                           states.references + row,
-                                           ranges + row,
-                                           kRows};
+        const RowTile tile = last && staged ? staged_tile(ranges + row, last_live)
+                                            : RowTile{queries_ + int64_t{row} * query_stride_,
+                                                      states.output(row, 0),
+                                                      states.group_stride,
+                                                      states.sums + row * kLanes,
+                                                      states.references + row,
+                                                      ranges + row,
+                                                      kRows};
         const Prefetch prefetch{&kv, chunk_end, next_end, t, tiles};
         if (!Features && tile.live > kTileRows && is_plain(tile, chunk, chunk_end)) {
           push(pipeline, tile, kv, chunk, chunk_end, prefetch);
@@ -110,9 +109,8 @@ class AmxKernel {
     stage(states, row, 1);
     const RowTile tile = staged_tile(ranges + row, 1);
     for (int token = begin; token < end; token += kScoreTokens) {
-      const Visible visible = union_of(tile, token, token + kScoreTokens < end
-                                                        ? token + kScoreTokens
-                                                        : end);
+      const Visible visible =
+          union_of(tile, token, token + kScoreTokens < end ? token + kScoreTokens : end);
       if (visible.begin >= visible.end) continue;
       const int groups = multiply_keys(tile, kv, visible, work_.scores[0]);
       float& reference = states.references[row];
@@ -127,7 +125,7 @@ class AmxKernel {
 
  private:
   struct Workspace {
-    alignas(64) float scores[2][kScoreTiles * kScoreFloats];      // [tile][row][token]
+    alignas(64) float scores[2][kScoreTiles * kScoreFloats];        // [tile][row][token]
     alignas(64) BFloat16 weights[2][kUnitTiles * 2 * kWeightTile];  // [tile][row half][row][token]
     alignas(64) BFloat16 staged_queries[kRows * 256];
     alignas(64) float staged_outputs[kRows * 256];
@@ -200,8 +198,12 @@ class AmxKernel {
   }
 
   RowTile staged_tile(const RowRange* ranges, int live) const {
-    return {work_.staged_queries, work_.staged_outputs,    int64_t{kRows} * kLanes,
-            work_.staged_sums,    work_.staged_references, ranges,
+    return {work_.staged_queries,
+            work_.staged_outputs,
+            int64_t{kRows} * kLanes,
+            work_.staged_sums,
+            work_.staged_references,
+            ranges,
             live};
   }
 
@@ -238,8 +240,9 @@ class AmxKernel {
       for (int t = 0; t < tiles; ++t) {
         const int at = token + t * kTileTokens;
         for (int r = 0; r < tile.live; ++r)
-          masked_weights<Features>(tile, r, at, scale, work_.scores[0] + t * kScoreFloats,
-                                   work_.weights[0] + weight_at((at - first_tile) / kTileTokens, r));
+          masked_weights<Features>(
+              tile, r, at, scale, work_.scores[0] + t * kScoreFloats,
+              work_.weights[0] + weight_at((at - first_tile) / kTileTokens, r));
         for (int r = tile.live; r < kRows; ++r)
           std::memset(work_.weights[0] + weight_at((at - first_tile) / kTileTokens, r), 0,
                       kTileTokens * sizeof(BFloat16));
@@ -251,7 +254,8 @@ class AmxKernel {
       tile_load<0>(tile.outputs + low_at, kTileRowBytes);
       if (high) tile_load<1>(tile.outputs + high_at, kTileRowBytes);
       for (int token = first_tile; token < all.end; token += kTileTokens) {
-        const BFloat16* weights = work_.weights[0] + weight_at((token - first_tile) / kTileTokens, 0);
+        const BFloat16* weights =
+            work_.weights[0] + weight_at((token - first_tile) / kTileTokens, 0);
         tile_load<6>(clean_values(kv, token, g, all), kTileRowBytes);
         tile_load<4>(weights, kTileRowBytes);
         tile_multiply<0, 4, 6>();
@@ -274,8 +278,7 @@ class AmxKernel {
     if (token >= visible.begin && token + kTileTokens <= visible.end) return values;
     for (int i = 0; i < kTileTokens * kLanes; ++i) {
       const int slot = token + i / 32 * 2 + i % 2;
-      work_.clean_tile[i] =
-          slot >= visible.begin && slot < visible.end ? values[i] : BFloat16{0};
+      work_.clean_tile[i] = slot >= visible.begin && slot < visible.end ? values[i] : BFloat16{0};
     }
     return work_.clean_tile;
   }
@@ -330,7 +333,8 @@ class AmxKernel {
     }
   }
 
-  // The last 16 dims of a head size that is not a multiple of 32; what follows them is other tokens'.
+  // The last 16 dims of a head size that is not a multiple of 32; what follows them is other
+  // tokens'.
   const BFloat16* clean_keys(const BFloat16* keys) {
     constexpr int kHalf = kTileRows * 32 / 2;
     std::memcpy(work_.clean_tile, keys, kHalf * sizeof(BFloat16));
@@ -364,8 +368,7 @@ class AmxKernel {
         w[half] = exp2_16(log2_scores<true>(raw, at, scale, range) - set16(finite));
       else
         w[half] = exp2_16(fma16(raw, set16(scale.to_log2), set16(-finite)));
-      w[half] =
-          select16(lanes16(range.begin_token - at, range.end_token - at), w[half], zero16());
+      w[half] = select16(lanes16(range.begin_token - at, range.end_token - at), w[half], zero16());
     }
     finish_weights(w[0], w[1], tile.sums + r * kLanes, weights);
   }
@@ -431,8 +434,8 @@ class AmxKernel {
       remaining_ = kScoreTiles * kRows;
       scale_ = set16(pipeline.to_log2);
       scores_ = work.scores[pipeline.score_buffer];
-      weights_ = work.weights[pipeline.scores.buffer] +
-                 weight_at(pipeline.score_part * kScoreTiles, 0);
+      weights_ =
+          work.weights[pipeline.scores.buffer] + weight_at(pipeline.score_part * kScoreTiles, 0);
       sums_ = tile.sums;
       references_ = tile.references;
       for (int r = 0; r < kRows; ++r)

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "vector_kernel.h"
-
 #include "kernels.h"
+#include "vector_kernel.h"
 
 // Machines with bf16 products have AVX-512 too, whose kernel serves the other types.
 void relay::attention_avx512_bf16(const Problem& problem, const Plan& plan) {

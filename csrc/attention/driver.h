@@ -21,9 +21,7 @@ struct KvRow {
   RELAY_INLINE const char* block(int token) const {
     return head + blocks[token / block_size] * block_stride_bytes;
   }
-  RELAY_INLINE int block_end(int token) const {
-    return (token / block_size + 1) * block_size;
-  }
+  RELAY_INLINE int block_end(int token) const { return (token / block_size + 1) * block_size; }
   // Asks for part `part` of `parts` of the keys and values of tokens [begin, end).
   RELAY_INLINE void prefetch(int begin, int end, int part, int parts, int element_bytes) const {
     constexpr int kCacheLineBytes = 64;

@@ -33,8 +33,7 @@ const KernelInfo kKernels[] = {
 #endif
     {"portable", attention_portable, any_machine, takes_any},
 #if RELAY_HAVE_AVX512_BF16
-    {"avx512_bf16_rounded", attention_avx512_bf16_rounded, machine_has_avx512_bf16,
-     takes_bfloat16},
+    {"avx512_bf16_rounded", attention_avx512_bf16_rounded, machine_has_avx512_bf16, takes_bfloat16},
     {"amx_bf16_emulated", attention_amx_bf16_emulated, machine_has_avx512_bf16, takes_bfloat16},
 #endif
 };

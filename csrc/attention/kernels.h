@@ -23,8 +23,8 @@ using AttentionFunction = void (*)(const Problem&, const Plan&);
 
 struct KernelInfo {
   std::string_view name;
-  AttentionFunction run;     // null: left out of this build
-  bool (*runs_here)();       // does this machine have the instructions?
+  AttentionFunction run;  // null: left out of this build
+  bool (*runs_here)();    // does this machine have the instructions?
   bool (*takes)(DType type);
 };
 

@@ -55,8 +55,7 @@ RELAY_INLINE __m512bh broadcast_pair(const BFloat16* p) {
 template <class T, int Rows, int Columns, int Parts>
 RELAY_INLINE void multiply(const T* const (&lines)[Columns], int steps, const Operand<T>* operand,
                            int64_t row_stride, [[maybe_unused]] int64_t part_stride,
-                           Vec16 (&acc)[Rows][Columns],
-                           [[maybe_unused]] Pair pair = Pair::kBoth) {
+                           Vec16 (&acc)[Rows][Columns], [[maybe_unused]] Pair pair = Pair::kBoth) {
   constexpr int kStep = kPack<T>;
   constexpr int kLine = kLanes * kStep;
 #pragma GCC unroll 1

@@ -38,8 +38,7 @@ struct RowStates {
                                int64_t to_row, int groups) {
   to.references[to_row] = from.references[from_row];
   store16(to.sums + to_row * kLanes, load16(from.sums + from_row * kLanes));
-  for (int g = 0; g < groups; ++g)
-    store16(to.output(to_row, g), load16(from.output(from_row, g)));
+  for (int g = 0; g < groups; ++g) store16(to.output(to_row, g), load16(from.output(from_row, g)));
 }
 
 // total <- total + part, for one row. The empty state is neutral.
@@ -60,8 +59,7 @@ struct RowStates {
   };
   total.references[total_row] = reference;
   merge(total.sums + total_row * kLanes, part.sums + part_row * kLanes);
-  for (int g = 0; g < groups; ++g)
-    merge(total.output(total_row, g), part.output(part_row, g));
+  for (int g = 0; g < groups; ++g) merge(total.output(total_row, g), part.output(part_row, g));
 }
 
 // True if a weight or a sum grew out of float's range: the reference was too small for this row.

@@ -107,8 +107,7 @@ class VectorKernel {
     if (begin >= end) return;
     const int first_token = begin / kLanes * kLanes;
     const int groups = (end - first_token + kLanes - 1) / kLanes;
-    const bool masked =
-        all_begin > first_token || all_end < first_token + groups * kLanes;
+    const bool masked = all_begin > first_token || all_end < first_token + groups * kLanes;
 
     alignas(64) float scores[Rows * kChunkTokens];
     multiply_keys<Rows>(first_row, kv, first_token, groups, scores);
@@ -116,8 +115,8 @@ class VectorKernel {
     if constexpr (ReferenceOnly) {
       for (int r = 0; r < Rows; ++r) {
         float& reference = states.references[first_row + r];
-        const float largest = ceil_of_largest<Features>(
-            scores + r * kChunkTokens, first_token, groups, scale, ranges[first_row + r]);
+        const float largest = ceil_of_largest<Features>(scores + r * kChunkTokens, first_token,
+                                                        groups, scale, ranges[first_row + r]);
         reference = largest > reference ? largest : reference;
       }
       return;
@@ -241,8 +240,7 @@ class VectorKernel {
       }
     }
     for (int r = 0; r < Rows; ++r)
-      for (int c = 0; c < Columns; ++c)
-        store16(states.output(first_row + r, group + c), acc[r][c]);
+      for (int c = 0; c < Columns; ++c) store16(states.output(first_row + r, group + c), acc[r][c]);
   }
 
   const Problem& problem_;
