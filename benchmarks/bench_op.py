@@ -10,7 +10,16 @@ context 128, prefix 64 to 16384) and of the models of its Table 4, and a sweep o
 from dataclasses import dataclass
 
 from benchmarks.batches import Batch, shared_prefix
-from benchmarks.common import Goal, Result, Row, argument_parser, fraction, interleaved, ratio
+from benchmarks.common import (
+    Goal,
+    Result,
+    Row,
+    argument_parser,
+    fraction,
+    interleaved,
+    ratio,
+    run_as_vllm_worker,
+)
 from benchmarks.contenders import (
     Heads,
     KvCaches,
@@ -131,6 +140,7 @@ def main() -> None:
         "--section", choices=[*SECTIONS, "all"], default="all", help="(%(default)s)"
     )
     options = parser.parse_args()
+    run_as_vllm_worker(options.threads)
     refuse_wrong_results()
     result = Result.begin(__file__, __doc__, options)
     chosen = SECTIONS.values() if options.section == "all" else [SECTIONS[options.section]]

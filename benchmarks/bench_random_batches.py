@@ -11,7 +11,15 @@ from collections.abc import Iterable
 import numpy as np
 
 from benchmarks.batches import BLOCK_SIZE_TOKENS, Batch, random_batch
-from benchmarks.common import Goal, Result, Row, argument_parser, interleaved, ratio
+from benchmarks.common import (
+    Goal,
+    Result,
+    Row,
+    argument_parser,
+    interleaved,
+    ratio,
+    run_as_vllm_worker,
+)
 from benchmarks.contenders import (
     Heads,
     KvCaches,
@@ -77,6 +85,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     parser.add_argument("--only", type=int, metavar="INDEX", help="one batch, measured 15 times")
     options = parser.parse_args()
+    run_as_vllm_worker(options.threads)
     refuse_wrong_results()
     result = Result.begin(__file__, __doc__, options)
     count, num_blocks, max_kv_tokens = options.batches, NUM_BLOCKS, MAX_KV_TOKENS

@@ -7,7 +7,14 @@ kernel cannot get beyond 2/3 of the peak ("of ceiling").
 """
 
 from benchmarks.batches import shared_prefix
-from benchmarks.common import Goal, Result, argument_parser, fraction, interleaved
+from benchmarks.common import (
+    Goal,
+    Result,
+    argument_parser,
+    fraction,
+    interleaved,
+    run_as_vllm_worker,
+)
 from benchmarks.contenders import (
     Heads,
     KvCaches,
@@ -28,6 +35,7 @@ def main() -> None:
     parser = argument_parser(__doc__, rounds=9)
     parser.add_argument("--prefix", type=int, default=PREFIX_TOKENS, help="tokens (%(default)s)")
     options = parser.parse_args()
+    run_as_vllm_worker(options.threads)
     refuse_wrong_results()
     result = Result.begin(__file__, __doc__, options)
     peak = bf16_peak_gflops(result.peak)

@@ -5,10 +5,16 @@
 shared between them: cores of a virtual machine may be hyperthreads of one another.
 """
 
-import os
-
 from benchmarks.batches import shared_prefix
-from benchmarks.common import Goal, Result, argument_parser, fraction, interleaved, ratio
+from benchmarks.common import (
+    Goal,
+    Result,
+    argument_parser,
+    fraction,
+    interleaved,
+    ratio,
+    run_as_vllm_worker,
+)
 from benchmarks.contenders import (
     Heads,
     KvCaches,
@@ -17,14 +23,15 @@ from benchmarks.contenders import (
     random_query,
     refuse_wrong_results,
 )
-from benchmarks.machine import bf16_peak_gflops, measure_peak
+from benchmarks.machine import available_cores, bf16_peak_gflops, measure_peak
 
 REQUESTS, PREFIX_TOKENS, CONTEXT_TOKENS = 32, 8192, 128
 
 
 def main() -> None:
-    parser = argument_parser(__doc__, rounds=9, threads=min(8, len(os.sched_getaffinity(0))))
+    parser = argument_parser(__doc__, rounds=9, threads=min(8, len(available_cores())))
     options = parser.parse_args()
+    run_as_vllm_worker(options.threads)
     refuse_wrong_results()
     result = Result.begin(__file__, __doc__, options)
     counts = [1]

@@ -31,6 +31,23 @@ def argument_parser(description: str, *, rounds: int, threads: int = 1) -> argpa
     return parser
 
 
+def run_as_vllm_worker(threads: int) -> None:
+    """Starts this program again as vLLM starts its workers: threads bound to cores of their own and
+    one OpenMP runtime for torch and relay, since idle threads of a second one would spin on them.
+    """
+    if threads == 1 or "GOMP_CPU_AFFINITY" in os.environ:
+        return
+    import torch
+
+    folder = Path(torch.__file__).parent
+    runtimes = [*folder.glob("lib/libgomp*.so*"), *folder.parent.glob("torch.libs/libgomp*.so*")]
+    preload = [*map(str, runtimes[:1]), *filter(None, [os.environ.get("LD_PRELOAD")])]
+    cores = machine.available_cores()[:threads]
+    os.environ["GOMP_CPU_AFFINITY"] = " ".join(map(str, cores))
+    os.environ["LD_PRELOAD"] = ":".join(preload)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 @dataclass(frozen=True)
 class Timing:
     """Seconds per call of one contender in every round."""

@@ -47,6 +47,13 @@ def describe() -> dict:
     }
 
 
+def available_cores() -> list[int]:
+    """Cores this process was given, also when its main thread is bound to one of them."""
+    if bound := os.environ.get("GOMP_CPU_AFFINITY"):
+        return [int(core) for core in bound.split()]
+    return sorted(os.sched_getaffinity(0))
+
+
 def measure_peak(threads: int = 1) -> dict:
     """Multiplication and memory read rates of `threads` cores at once; empty without a compiler."""
     program = _compile_peak()

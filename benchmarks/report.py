@@ -69,8 +69,16 @@ def _machine(result: Json) -> str:
         f"vllm-relay {machine['vllm_relay']}, kernel `{machine['relay_kernels'][0]}`",
     ]
     if peak:
-        rates = [f"{rate:.0f} GFLOP/s {_flops_name(n)}" for n, rate in peak.items() if "flops" in n]
-        reads = [f"{rate:.0f} GB/s from {_size_name(n)}" for n, rate in peak.items() if "read" in n]
+        rates = [
+            f"{rate:.0f} GFLOP/s {_flops_name(name)}"
+            for name, rate in peak.items()
+            if name.endswith("_gflops")
+        ]
+        reads = [
+            f"{rate:.0f} GB/s from {_size_name(name)}"
+            for name, rate in peak.items()
+            if name.startswith("read_")
+        ]
         lines.append(f"- one core at best: {', '.join(rates)}; reads {', '.join(reads)}")
     return "\n".join(lines) + "\n"
 
@@ -80,7 +88,8 @@ def _flops_name(name: str) -> str:
 
 
 def _size_name(name: str) -> str:
-    return name.removeprefix("read_").removesuffix("_gb_per_s").replace("_", " ") + "s"
+    size, unit = name.removeprefix("read_").removesuffix("_gb_per_s").split("_")
+    return f"{size} {unit.capitalize().replace('ib', 'iB')}"
 
 
 def _goals(results: list[Json]) -> str:

@@ -3,7 +3,10 @@
 // object. Usage: peak [threads]
 //
 // Rates are the best of several short runs, on `threads` threads at once.
+#include <sched.h>
+
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -39,14 +42,43 @@ double now_s() {
   return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
 }
 
+// Keeps threads apart: the scheduler may leave two on one core for as long as a run takes.
+void bind_to_own_core(int thread) {
+  static const cpu_set_t allowed = [] {
+    cpu_set_t set;
+    sched_getaffinity(0, sizeof(set), &set);
+    return set;
+  }();
+  for (int core = 0, seen = 0; core < CPU_SETSIZE; ++core) {
+    if (!CPU_ISSET(core, &allowed) || seen++ != thread) continue;
+    cpu_set_t own;
+    CPU_ZERO(&own);
+    CPU_SET(core, &own);
+    sched_setaffinity(0, sizeof(own), &own);
+    return;
+  }
+}
+
 // Calls work(thread) on every thread at once; returns the best wall time over kRuns.
 template <class Work>
 double best_s(int threads, const Work& work) {
   double best = 1e300;
   for (int run = 0; run < kRuns; ++run) {
-    const double begin = now_s();
+    std::atomic<int> bound{0};
+    std::atomic<bool> begun{false};
     std::vector<std::thread> others;
-    for (int t = 1; t < threads; ++t) others.emplace_back(work, t);
+    for (int t = 1; t < threads; ++t) {
+      others.emplace_back([&, t] {
+        bind_to_own_core(t);
+        ++bound;
+        while (!begun) std::this_thread::yield();
+        work(t);
+      });
+    }
+    if (threads > 1) bind_to_own_core(0);
+    while (bound < threads - 1) std::this_thread::yield();
+    const double begin = now_s();
+    begun = true;
     work(0);
     for (std::thread& other : others) other.join();
     best = std::min(best, now_s() - begin);
@@ -62,8 +94,7 @@ double fp32_flops(int threads) {
     asm volatile("" : "+m"(factor), "+m"(addend));
     for (int64_t step = 0; step < kSteps; ++step)
 #pragma GCC unroll 24
-      for (int chain = 0; chain < kChains; ++chain)
-        sums[chain] = sums[chain] * factor + addend;
+      for (int chain = 0; chain < kChains; ++chain) sums[chain] = sums[chain] * factor + addend;
     for (Vector& sum : sums) asm volatile("" : "+m"(sum));
   });
   return 2.0 * kLanes * kChains * kSteps * threads / seconds;

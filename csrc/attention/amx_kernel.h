@@ -77,7 +77,8 @@ class AmxKernel {
     Pipeline pipeline{scale.to_log2};
     for (int chunk = begin; chunk < end; chunk += kUnitTokens) {
       const int chunk_end = chunk + kUnitTokens < end ? chunk + kUnitTokens : end;
-      const int next_end = chunk_end + kUnitTokens < end ? chunk_end + kUnitTokens : end;
+      const int next_end =
+          chunk_end + kUnitTokens < kv.end_token ? chunk_end + kUnitTokens : kv.end_token;
       for (int t = 0; t < tiles; ++t) {
         const int row = first_row + t * kRows;
         const bool last = t + 1 == tiles;

@@ -17,6 +17,7 @@ struct KvRow {
   int64_t block_stride_bytes;
   const int32_t* blocks;
   int block_size, head_size;
+  int end_token;  // of the range that is read; blocks before it may be asked for early
 
   RELAY_INLINE const char* block(int token) const {
     return head + blocks[token / block_size] * block_stride_bytes;
@@ -230,9 +231,12 @@ class Driver {
       const int begin = span.begin_token > segment_begin ? span.begin_token : segment_begin;
       const int end = span.end_token < segment_end ? span.end_token : segment_end;
       if (begin >= end) continue;
-      const KvRow kv{head, problem_.kv_block_stride * element_bytes,
+      const KvRow kv{head,
+                     problem_.kv_block_stride * element_bytes,
                      problem_.block_table + span.request * problem_.block_table_stride,
-                     problem_.block_size, problem_.head_size};
+                     problem_.block_size,
+                     problem_.head_size,
+                     span.end_token};
       f((span.first_entry - block.first_entry) * group_size_,
         (span.last_entry - block.first_entry) * group_size_, kv, begin, end);
     }

@@ -2,6 +2,8 @@
 // Folds KV tokens into row states with vector registers: tiles of up to kMaxRows rows by 64 tokens.
 #pragma once
 
+#include <type_traits>
+
 #include "driver.h"
 #include "multiply.h"
 #include "weights.h"
@@ -42,7 +44,10 @@ class VectorKernel {
   void load_query(int row, const void* query) {
     const T* from = static_cast<const T*>(query);
     W* to = queries_ + int64_t{row} * problem_.head_size;
-    for (int d = 0; d < problem_.head_size; ++d) from_float(to_float(from[d]), to + d);
+    if constexpr (std::is_same_v<T, W>)
+      std::memcpy(to, from, problem_.head_size * sizeof(T));
+    else
+      for (int d = 0; d < problem_.head_size; ++d) to[d] = to_float(from[d]);
   }
 
   // Folds tokens [begin, end) of one block table row into rows [first_row, last_row).
@@ -67,7 +72,8 @@ class VectorKernel {
     const int tiles = (rows + kMaxRows - 1) / kMaxRows;
     for (int chunk = begin; chunk < end; chunk += kChunkTokens) {
       const int chunk_end = chunk + kChunkTokens < end ? chunk + kChunkTokens : end;
-      const int next_end = chunk_end + kChunkTokens < end ? chunk_end + kChunkTokens : end;
+      const int next_end =
+          chunk_end + kChunkTokens < kv.end_token ? chunk_end + kChunkTokens : kv.end_token;
       int row = first_row;
       for (int tile = 0; tile < tiles; ++tile) {
         kv.prefetch(chunk_end, next_end, tile, tiles, sizeof(T));
