@@ -7,7 +7,7 @@ ARGS ?=
 
 BOOTSTRAP = $(PYTHON) scripts/bootstrap.py --venv $(VENV)
 BIN = $(VENV)/bin
-CPP_FILES = $$(find csrc -name '*.cpp' -o -name '*.h')
+CPP_FILES = $$(find csrc benchmarks -name '*.cpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test bench bench-smoke lint format clean
@@ -25,7 +25,7 @@ demo: setup  ## stock vLLM against vLLM with relay; ARGS go to `vllm-relay demo`
 test: setup  ## the tests; ARGS go to pytest
 	$(BIN)/python -m pytest $(ARGS)
 
-bench: setup  ## every benchmark; writes docs/benchmarks.md
+bench:  ## every benchmark; writes docs/benchmarks.md
 	@$(BOOTSTRAP) --extra dev
 	$(BIN)/python -m benchmarks.run_all $(ARGS)
 

@@ -2,8 +2,8 @@
 """Build csrc/ into vllm_relay._C, and nothing else: all metadata is in pyproject.toml.
 
 A kernel is one translation unit per instruction set, and the end of its file's name names the set
-(`decode_avx512_bf16.cpp`). Objects are kept under build/ and compiled again only when the source,
-a header it includes, the command or the compiler has changed.
+(`attention_avx512_bf16.cpp`). Objects are kept under build/ and compiled again only when the
+source, a header it includes, the command or the compiler has changed.
 
 Environment: CXX, CXXFLAGS, LDFLAGS; MAX_JOBS (compilers at a time); RELAY_WERROR=1 (warnings in
 csrc/ are errors).

@@ -59,9 +59,17 @@ def measure_peak(threads: int = 1) -> dict:
     program = _compile_peak()
     if program is None:
         return {}
-    return json.loads(
-        subprocess.run([program, str(threads)], capture_output=True, check=True).stdout
-    )
+    cores, environment = available_cores(), dict(os.environ)
+    for name in ("LD_PRELOAD", "GOMP_CPU_AFFINITY"):
+        environment.pop(name, None)
+    output = subprocess.run(
+        [program, str(threads)],
+        capture_output=True,
+        check=True,
+        env=environment,
+        preexec_fn=lambda: os.sched_setaffinity(0, cores),
+    ).stdout
+    return json.loads(output)
 
 
 def bf16_peak_gflops(peak: dict) -> float | None:

@@ -49,7 +49,7 @@ const T* address(uintptr_t value) {
   return reinterpret_cast<const T*>(value);
 }
 
-// The shapes and addresses that do not change from layer to layer are given by name once.
+// A plan and the arrays it points into; made once a step for all layers.
 struct PlanHolder {
   relay::Plan plan{};
   Int32Table entries, spans, row_blocks, items, merges;
@@ -146,7 +146,6 @@ nb::dict cpu_features() {
 
 NB_MODULE(_C, module) {
   module.attr("SEGMENT_TOKENS") = relay::kSegmentTokens;
-  module.attr("TILE_TOKENS") = relay::kTileTokens;
   module.def("compiled_kernels", [] { return kernel_names(false); });
   module.def("supported_kernels", [] { return kernel_names(true); });
   module.def("cpu_features", &cpu_features);

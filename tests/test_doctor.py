@@ -134,6 +134,11 @@ def test_report_is_printed_and_is_json(facts: Facts) -> None:
     assert [check["name"] for check in parsed["checks"]] == [c.name for c in report.checks]
 
 
+def test_brackets_in_an_error_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor.print_report(diagnose(but(extension_import=Probe(error="no [a]"))))
+    assert "[a]" in capsys.readouterr().out
+
+
 def test_probe_returns_the_result_whatever_else_is_printed() -> None:
     assert probe("print('noise'); result = {'a': 1}") == Probe({"a": 1})
 

@@ -323,7 +323,7 @@ def report_json(report: Report) -> str:
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
-    console = console or Console()
+    console = console or Console(markup=False)
     styles = {"ok": "green", "note": "yellow", "failed": "bold red"}
     table = Table(box=None, show_header=False, pad_edge=False)
     for check in report.checks:

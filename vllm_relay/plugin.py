@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from vllm_relay.config import RelayConfig
 
-SUPPORTED_VLLM = SpecifierSet(">=0.32,<0.34", prereleases=True)
+SUPPORTED_VLLM = SpecifierSet(">=0.32,<0.34")
 BACKEND_PATH = "vllm_relay.attention_backends.relay.RelayBackend"
 
 

@@ -3,6 +3,8 @@
 // boundaries, repairs rows that overflowed, merges and normalises.
 #pragma once
 
+#include <new>
+
 #include "../common/aligned_buffer.h"
 #include "problem.h"
 #include "row_state.h"
@@ -17,7 +19,9 @@ struct KvRow {
   int64_t block_stride_bytes;
   const int32_t* blocks;
   int block_size, head_size;
-  int end_token;  // of the range that is read; blocks before it may be asked for early
+  int end_token;                // of the range that is read
+  const KvRow* then = nullptr;  // what is read after it, from then_begin on, if that is known
+  int then_begin = 0;
 
   RELAY_INLINE const char* block(int token) const {
     return head + blocks[token / block_size] * block_stride_bytes;
@@ -52,6 +56,49 @@ struct KvRow {
   }
 };
 
+// Asks for the blocks of a range a few lines at a time, so that memory and arithmetic work side by
+// side where a range has too few rows to keep the core busy.
+class BlockPrefetch {
+ public:
+  BlockPrefetch() = default;
+  // What is read after token `begin` of `kv`, up to `tokens` tokens.
+  BlockPrefetch(const KvRow& kv, int begin, int tokens, int element_bytes)
+      : kv_(&kv), token_(begin), token_bytes_(kv.head_size * element_bytes) {
+    if (begin >= kv.end_token && kv.then) {
+      kv_ = kv.then;
+      token_ = kv.then_begin;
+    }
+    end_ = token_ + tokens < kv_->end_token ? token_ + tokens : kv_->end_token;
+  }
+
+  RELAY_INLINE void next() {
+    if (at_ == run_end_ && !next_run()) return;
+    for (int i = 0; i < kLines; ++i) __builtin_prefetch(at_ + i * kLineBytes, 0, 2);
+    at_ += kLines * kLineBytes;
+  }
+
+ private:
+  static constexpr int kLines = 4, kLineBytes = 64;
+
+  // Keys and values of a whole block are contiguous; of the last, partial one only the keys are.
+  bool next_run() {
+    if (token_ >= end_) return false;
+    const int block_end = kv_->block_end(token_);
+    const bool whole = token_ % kv_->block_size == 0 && block_end <= end_;
+    const int run_end = block_end < end_ ? block_end : end_;
+    const int64_t bytes = int64_t{run_end - token_} * token_bytes_ * (whole ? 2 : 1);
+    at_ = static_cast<const char*>(kv_->key_group(token_, token_bytes_ / kv_->head_size));
+    run_end_ = at_ + bytes / (kLines * kLineBytes) * (kLines * kLineBytes);
+    token_ = run_end;
+    return at_ != run_end_;
+  }
+
+  const KvRow* kv_ = nullptr;
+  int token_ = 0, end_ = 0, token_bytes_ = 0;
+  const char* at_ = nullptr;
+  const char* run_end_ = nullptr;
+};
+
 template <class T, class Kernel>
 class Driver {
  public:
@@ -76,10 +123,16 @@ class Driver {
 #pragma omp parallel num_threads(plan_.num_threads) if (plan_.num_threads > 1)
     {
       Kernel::enter_thread();
-      Scratch scratch = allocate_scratch();
+      Scratch scratch{};
+      bool ready = true;
+      try {
+        scratch = allocate_scratch();
+      } catch (const std::bad_alloc&) {  // must not leave the region; other threads take the work
+        ready = false;
+      }
       const auto take = [](int64_t* next) { return __atomic_fetch_add(next, 1, __ATOMIC_RELAXED); };
       // Head after head: requests that read the same blocks apart find one head's in the cache.
-      for (int64_t i; (i = take(&next_item)) < items;)
+      for (int64_t i; ready && (i = take(&next_item)) < items;)
         run_item(plan_.items[i % plan_.num_items], int(i / plan_.num_items), scratch);
       if (merges > 0) {
 #pragma omp barrier
@@ -88,6 +141,7 @@ class Driver {
       }
       Kernel::leave_thread();
     }
+    if (next_item < items) throw std::bad_alloc();
   }
 
  private:
@@ -226,17 +280,25 @@ class Driver {
     const int64_t element_bytes = sizeof(T);
     const char* head = static_cast<const char*>(problem_.kv_cache) +
                        kv_head * problem_.kv_head_stride * element_bytes;
+    const auto row_of = [&](const Span& span) {
+      return KvRow{head,
+                   problem_.kv_block_stride * element_bytes,
+                   problem_.block_table + span.request * problem_.block_table_stride,
+                   problem_.block_size,
+                   problem_.head_size,
+                   span.end_token};
+    };
     for (int s = block.first_span; s < block.last_span; ++s) {
       const Span& span = plan_.spans[s];
       const int begin = span.begin_token > segment_begin ? span.begin_token : segment_begin;
       const int end = span.end_token < segment_end ? span.end_token : segment_end;
       if (begin >= end) continue;
-      const KvRow kv{head,
-                     problem_.kv_block_stride * element_bytes,
-                     problem_.block_table + span.request * problem_.block_table_stride,
-                     problem_.block_size,
-                     problem_.head_size,
-                     span.end_token};
+      KvRow kv = row_of(span), then;
+      if (s + 1 < block.last_span) {
+        then = row_of(plan_.spans[s + 1]);
+        kv.then = &then;
+        kv.then_begin = plan_.spans[s + 1].begin_token;
+      }
       f((span.first_entry - block.first_entry) * group_size_,
         (span.last_entry - block.first_entry) * group_size_, kv, begin, end);
     }

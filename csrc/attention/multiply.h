@@ -50,16 +50,22 @@ RELAY_INLINE __m512bh broadcast_pair(const BFloat16* p) {
 }
 #endif
 
+struct NoPrefetch {
+  RELAY_INLINE void next() {}
+};
+
 // acc[r][c] += sum over steps of line(c, step) . operand(r, step), `Parts` operands apart by
-// `part_stride`. Operands are kPack<T> elements a step.
-template <class T, int Rows, int Columns, int Parts>
+// `part_stride`. Operands are kPack<T> elements a step. Calls `prefetch.next()` at every step.
+template <class T, int Rows, int Columns, int Parts, class Prefetch>
 RELAY_INLINE void multiply(const T* const (&lines)[Columns], int steps, const Operand<T>* operand,
                            int64_t row_stride, [[maybe_unused]] int64_t part_stride,
-                           Vec16 (&acc)[Rows][Columns], [[maybe_unused]] Pair pair = Pair::kBoth) {
+                           Vec16 (&acc)[Rows][Columns], Prefetch& prefetch,
+                           [[maybe_unused]] Pair pair = Pair::kBoth) {
   constexpr int kStep = kPack<T>;
   constexpr int kLine = kLanes * kStep;
 #pragma GCC unroll 1
   for (int s = 0; s < steps; ++s) {
+    prefetch.next();
     if constexpr (kStep == 1) {
       Vec16 line[Columns];
 #pragma GCC unroll 8

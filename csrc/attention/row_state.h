@@ -66,11 +66,10 @@ struct RowStates {
 [[maybe_unused]] bool overflowed(const RowStates& states, int row, int groups) {
   if (states.references[row] == kUnset) return false;
   if (!all_at_most16(load16(states.sums + row * kLanes), kLargestSum)) return true;
-  Vec16 largest = zero16();
   bool finite = true;
   for (int g = 0; g < groups; ++g) {
-    largest = abs16(load16(states.output(row, g)));
-    finite &= all_at_most16(largest, std::numeric_limits<float>::max());
+    finite &=
+        all_at_most16(abs16(load16(states.output(row, g))), std::numeric_limits<float>::max());
   }
   return !finite;
 }

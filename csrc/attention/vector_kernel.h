@@ -16,6 +16,7 @@ constexpr int kMaxRows = 6, kColumns = 4;  // 24 accumulators, 4 lines, operands
 #else
 constexpr int kMaxRows = 2, kColumns = 2;
 #endif
+constexpr int kPacedRows = 4;      // with fewer rows reading takes longer than multiplying
 constexpr int kChunkTokens = 256;  // scores and weights of a row tile stay in the L1 cache
 constexpr int kChunkGroups = kChunkTokens / kLanes;
 
@@ -76,7 +77,10 @@ class VectorKernel {
           chunk_end + kChunkTokens < kv.end_token ? chunk_end + kChunkTokens : kv.end_token;
       int row = first_row;
       for (int tile = 0; tile < tiles; ++tile) {
-        kv.prefetch(chunk_end, next_end, tile, tiles, sizeof(T));
+        if (rows <= kPacedRows)
+          prefetch_ = BlockPrefetch(kv, chunk_end, kChunkTokens, sizeof(T));
+        else
+          kv.prefetch(chunk_end, next_end, tile, tiles, sizeof(T));
         const int size = rows / tiles + (tile < rows % tiles);  // tiles differ by one row at most
         dispatch_rows<Features, ReferenceOnly>(size, states, ranges, row, kv, chunk, chunk_end,
                                                scale);
@@ -165,8 +169,7 @@ class VectorKernel {
   }
 
   template <int Rows>
-  void multiply_keys(int first_row, const KvRow& kv, int first_token, int groups,
-                     float* scores) const {
+  void multiply_keys(int first_row, const KvRow& kv, int first_token, int groups, float* scores) {
     for (int g = 0; g < groups; g += kColumns)
       multiply_keys_columns<Rows, kColumns>(groups - g, first_row, kv, first_token + g * kLanes,
                                             scores + g * kLanes);
@@ -174,7 +177,7 @@ class VectorKernel {
 
   template <int Rows, int Columns>
   RELAY_INLINE void multiply_keys_columns(int columns, int first_row, const KvRow& kv,
-                                          int first_token, float* scores) const {
+                                          int first_token, float* scores) {
     if constexpr (Columns > 1) {
       if (columns < Columns) {
         multiply_keys_columns<Rows, Columns - 1>(columns, first_row, kv, first_token, scores);
@@ -187,14 +190,15 @@ class VectorKernel {
       lines[c] = static_cast<const T*>(kv.key_group(first_token + c * kLanes, sizeof(T)));
     Vec16 acc[Rows][Columns] = {};
     multiply<T, Rows, Columns, 1>(lines, head_size / kPack<T>,
-                                  queries_ + int64_t{first_row} * head_size, head_size, 0, acc);
+                                  queries_ + int64_t{first_row} * head_size, head_size, 0, acc,
+                                  prefetch_of<Rows>());
     for (int r = 0; r < Rows; ++r)
       for (int c = 0; c < Columns; ++c) store16(scores + r * kChunkTokens + c * kLanes, acc[r][c]);
   }
 
   template <int Rows>
   void multiply_values(const RowStates& states, int first_row, const KvRow& kv, int first_token,
-                       int begin, int end, const W* weights) const {
+                       int begin, int end, const W* weights) {
     const int groups = problem_.head_size / kLanes;
     for (int g = 0; g < groups; g += kColumns)
       multiply_values_columns<Rows, kColumns>(groups - g, states, first_row, kv, first_token, begin,
@@ -204,7 +208,7 @@ class VectorKernel {
   template <int Rows, int Columns>
   RELAY_INLINE void multiply_values_columns(int columns, const RowStates& states, int first_row,
                                             const KvRow& kv, int first_token, int begin, int end,
-                                            int group, const W* weights) const {
+                                            int group, const W* weights) {
     if constexpr (Columns > 1) {
       if (columns < Columns) {
         multiply_values_columns<Rows, Columns - 1>(columns, states, first_row, kv, first_token,
@@ -229,19 +233,20 @@ class VectorKernel {
       if (token % kStep != 0) {
         const W* at = point_at(token - 1);
         multiply<T, Rows, Columns, kParts>(lines, 1, at, kRowStride, kChunkTokens, acc,
-                                           Pair::kSecondOnly);
+                                           no_prefetch_, Pair::kSecondOnly);
         ++token;
       }
       const int steps = (run_end - token) / kStep;
       if (steps > 0) {
         const W* at = point_at(token);
-        multiply<T, Rows, Columns, kParts>(lines, steps, at, kRowStride, kChunkTokens, acc);
+        multiply<T, Rows, Columns, kParts>(lines, steps, at, kRowStride, kChunkTokens, acc,
+                                           prefetch_of<Rows>());
         token += steps * kStep;
       }
       if (token < run_end) {
         const W* at = point_at(token);
         multiply<T, Rows, Columns, kParts>(lines, 1, at, kRowStride, kChunkTokens, acc,
-                                           Pair::kFirstOnly);
+                                           no_prefetch_, Pair::kFirstOnly);
         ++token;
       }
     }
@@ -249,8 +254,18 @@ class VectorKernel {
       for (int c = 0; c < Columns; ++c) store16(states.output(first_row + r, group + c), acc[r][c]);
   }
 
+  template <int Rows>
+  RELAY_INLINE auto& prefetch_of() {
+    if constexpr (Rows <= kPacedRows)
+      return prefetch_;
+    else
+      return no_prefetch_;
+  }
+
   const Problem& problem_;
   W* queries_;
+  BlockPrefetch prefetch_;
+  [[no_unique_address]] NoPrefetch no_prefetch_;
 };
 
 }  // namespace

@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -157,13 +155,13 @@ def trees(draw):
     return table, np.maximum(shareable, 0)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(small_tables())
 def test_equals_naive_groups_of_small_tables(case):
     check(*case)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(trees())
 def test_equals_naive_groups_of_trees(case):
     check(*case)
@@ -287,7 +285,7 @@ def test_wrong_shapes():
         build_forest(np.zeros(2, np.int32), np.zeros(2, np.int64), BLOCK_SIZE)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(trees(), st.integers(0, 2**32 - 1))
 def test_without_hands_ranges_down(case, seed):
     forest = build_forest(*case, BLOCK_SIZE)
@@ -337,42 +335,3 @@ def test_validate_accepts_several_roots_and_equal_runs():
     forest = Forest(np.arange(6, dtype=np.int32), np.array(nodes, np.int32))
     forest.validate()
     assert forest.depth == 3
-
-
-def test_print_planning_time(capsys):
-    num_requests, width = 256, 1024
-    rng = np.random.default_rng(0)
-
-    def unique_blocks():
-        ids = rng.permutation(np.arange(1, num_requests * width + 1))
-        return ids.reshape(num_requests, width).astype(np.int32)
-
-    requests = np.arange(num_requests)
-    all_share, groups, binary, chain, windowed = (unique_blocks() for _ in range(5))
-    all_share[:, :1000] = all_share[0, :1000]
-    groups[:, :1000] = groups[requests // 16 * 16, :1000]
-    windowed[:, :1000] = windowed[requests // 16 * 16, :1000]
-    for level in range(8):
-        columns = slice(level * 128, (level + 1) * 128)
-        binary[:, columns] = binary[requests >> (8 - level) << (8 - level), columns]
-    for request in requests:
-        chain[request, : 4 * request] = chain[-1, : 4 * request]
-        windowed[request, : rng.integers(900)] = 0
-    tables = {
-        "none shared": unique_blocks(),
-        "all share": all_share,
-        "16 groups": groups,
-        "binary tree": binary,
-        "chain of 254": chain,
-        "windowed": windowed,
-    }
-    shareable = np.full(num_requests, width * BLOCK_SIZE)
-    for name, table in tables.items():
-        table = table[rng.permutation(num_requests)]
-        times_s = []
-        for _ in range(20):
-            start = time.perf_counter()
-            forest = build_forest(table, shareable, BLOCK_SIZE)
-            times_s.append(time.perf_counter() - start)
-        with capsys.disabled():
-            print(f"\n{name}: {len(forest.nodes)} nodes, {1e3 * np.median(times_s):.3f} ms", end="")

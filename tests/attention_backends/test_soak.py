@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many random problems against the float64 reference; `RELAY_SOAK_CASES` says how many."""
+"""Many random problems against the float64 reference: `RELAY_SOAK_CASES` of them, with the seeds
+from `RELAY_SOAK_FIRST_SEED` on."""
 
 import os
 import time
@@ -9,10 +10,7 @@ import pytest
 import torch
 
 from tests.attention_backends.strategies import ROUNDING_KERNELS, error_bounds, random_problem
-from vllm_relay import _C
-from vllm_relay.attention_backends import ops, reference
-
-KERNELS = _C.supported_kernels()
+from vllm_relay.attention_backends import cpu, ops, reference
 
 
 @pytest.mark.soak
@@ -24,11 +22,7 @@ def test_random_problems():
     for seed in range(first, first + cases):
         rng = np.random.default_rng(seed)
         problem = random_problem(rng)
-        usable = [
-            kernel
-            for kernel in KERNELS
-            if problem.query.dtype == torch.bfloat16 or "bf16" not in kernel
-        ]
+        usable = cpu.usable_kernels(problem.query.dtype)
         kernel = usable[rng.integers(len(usable))]
         expected, expected_lse = problem.solve(
             reference.relay_attention, output_dtype=torch.float64

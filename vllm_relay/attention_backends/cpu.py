@@ -31,7 +31,7 @@ def kernel_for(dtype: torch.dtype, wanted: str = "auto") -> str:
     """
     if dtype not in _DTYPE_CODES:
         raise ValueError(f"dtype {dtype} is not supported: use one of {SUPPORTED_DTYPES}")
-    usable = [name for name in _C.supported_kernels() if _takes(name, dtype)]
+    usable = usable_kernels(dtype)
     if wanted == "auto":
         return usable[0]
     if wanted not in usable:
@@ -42,8 +42,11 @@ def kernel_for(dtype: torch.dtype, wanted: str = "auto") -> str:
     return wanted
 
 
-def _takes(kernel: str, dtype: torch.dtype) -> bool:
-    return dtype == torch.bfloat16 or "bf16" not in kernel
+def usable_kernels(dtype: torch.dtype) -> list[str]:
+    """The kernels that serve `dtype` on this machine, in the order in which "auto" prefers them."""
+    return [
+        name for name in _C.supported_kernels() if dtype == torch.bfloat16 or "bf16" not in name
+    ]
 
 
 def relay_attention(
@@ -64,7 +67,7 @@ def relay_attention(
     """Runs `plan` for one layer; writes [tokens, heads, head_size] to `out` and, if given, float32
     [tokens, heads] to `lse`. `alibi_slopes` and `sinks` are float32 [heads] or None."""
     if plan.native is None:
-        object.__setattr__(plan, "native", _native_plan(plan))
+        plan.native = _native_plan(plan)
     _C.attention(
         plan.kernel,
         plan.native,

@@ -115,7 +115,7 @@ def relay_attention(
         raise ValueError(
             f"query: {num_heads} heads cannot be shared evenly by num_kv_heads={num_kv_heads}"
         )
-    tables = _check_batch(
+    block_table, starts, lens = _check_batch(
         block_table, query_start_loc, seq_lens, num_tokens, num_blocks, block_size
     )
     if forest is not None and forest != "auto" and not isinstance(forest, Forest):
@@ -131,7 +131,6 @@ def relay_attention(
     _check_packed_heads("out", out)
     lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float32)
 
-    block_table, starts, lens = tables
     plan = plan_step(
         block_table.numpy(),
         starts,
@@ -139,7 +138,6 @@ def relay_attention(
         block_size=block_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_size=head_size,
         num_threads=torch.get_num_threads(),
         kernel=cpu.kernel_for(query.dtype, kernel),
         forest=forest,

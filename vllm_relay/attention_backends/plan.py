@@ -5,8 +5,7 @@ Pure: numpy in, numpy out. The plan never changes what is computed, only who com
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,6 +28,9 @@ SEGMENT_TOKENS = 2048
 MAX_BLOCK_ROWS = 256
 """Rows of one kv head whose state a core keeps in its L2 cache."""
 
+MAX_PARTIAL_ROWS = 1 << 18
+"""Query heads of query tokens whose states, one a segment, wait in memory to be merged."""
+
 ITEMS_PER_THREAD = 4
 """Work is cut until no item is larger than a thread's share divided by this."""
 
@@ -48,7 +50,7 @@ class PlanStats:
     planning_time_s: float = 0.0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class StepPlan:
     """Arrays of int32 as `csrc/attention/problem.h` lays them out; positions refer to the order of
     execution, in which every group of requests is a contiguous run."""
@@ -67,10 +69,8 @@ class StepPlan:
     max_block_entries: int
     num_partial_entries: int
     num_threads: int
-    num_requests: int
     stats: PlanStats
-    forest: Forest
-    native: object = field(default=None, compare=False)
+    native: object = None
     """The C++ view of these arrays, made by whoever runs the plan."""
 
 
@@ -82,7 +82,6 @@ def plan_step(
     block_size: int,
     num_heads: int,
     num_kv_heads: int,
-    head_size: int,
     num_threads: int,
     kernel: str,
     forest: Forest | str | None = "auto",
@@ -133,7 +132,11 @@ def plan_step(
         block_ns = _block_ns(spans, row_blocks, group_size, cost)
         segments = _block_segments(row_blocks, entries)
     items, merges, num_partial_entries = _items(
-        row_blocks, block_ns, segments, largest_ns if num_threads > 1 else np.inf
+        row_blocks,
+        block_ns,
+        segments,
+        largest_ns if num_threads > 1 else np.inf,
+        MAX_PARTIAL_ROWS // num_heads,
     )
     block_entries = row_blocks[:, 1] - row_blocks[:, 0]
     return StepPlan(
@@ -146,9 +149,7 @@ def plan_step(
         max_block_entries=int(block_entries.max(initial=0)),
         num_partial_entries=num_partial_entries,
         num_threads=num_threads,
-        num_requests=num_requests,
         stats=_stats(kept, query_lens, seq_lens, time.perf_counter() - started_s),
-        forest=kept,
     )
 
 
@@ -202,16 +203,13 @@ def _does_not_pay(
     parents = _parents(nodes)
     children = np.flatnonzero(parents >= 0)
 
-    def apart(cost_of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Each child reads the range for its members, and members in no child read it alone."""
-        alone_before = np.concatenate(([0.0], np.cumsum(cost_of(rows))))
-        alone = alone_before[nodes[:, LAST]] - alone_before[nodes[:, FIRST]]
-        total = alone.copy()
-        np.add.at(total, parents[children], cost_of(node_rows[children]) - alone[children])
-        return total
-
-    apart_ns = apart(cost.token_ns) * tokens + apart(cost.start_ns)
-    does_not_pay = cost.range_ns(node_rows, tokens) >= apart_ns
+    # apart: each child reads the range for its members, and members in no child read it alone; all
+    # of them go on to ranges of their own, so that none is started for this one
+    alone_before = np.concatenate(([0.0], np.cumsum(cost.token_ns(rows))))
+    apart_token_ns = alone_before[nodes[:, LAST]] - alone_before[nodes[:, FIRST]]
+    saved_ns = apart_token_ns[children] - cost.token_ns(node_rows[children])
+    np.subtract.at(apart_token_ns, parents[children], saved_ns)
+    does_not_pay = cost.range_ns(node_rows, tokens) >= apart_token_ns * tokens
     return does_not_pay | (nodes[:, END_TOKENS] < min_shared_tokens)
 
 
@@ -346,11 +344,20 @@ def _finer_cuts(
 
 
 def _items(
-    row_blocks: np.ndarray, block_ns: np.ndarray, segments: np.ndarray, largest_ns: float
+    row_blocks: np.ndarray,
+    block_ns: np.ndarray,
+    segments: np.ndarray,
+    largest_ns: float,
+    max_partial_entries: int,
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Row blocks as work items, largest first, those above `largest_ns` cut between segments."""
+    """Row blocks as work items, largest first, those above `largest_ns` cut between segments, as
+    far as the partial states have room."""
+    block_entries = (row_blocks[:, 1] - row_blocks[:, 0]).astype(np.int64)
     wanted = np.ceil(block_ns / max(largest_ns, 1.0)).astype(np.int64)
     parts = np.clip(wanted, 1, segments)
+    largest_first = np.argsort(-block_ns, kind="stable")
+    partial = np.where(parts > 1, block_entries * segments, 0)[largest_first]
+    parts[largest_first[np.cumsum(partial) > max_partial_entries]] = 1
     by_cost = np.argsort(-block_ns / parts, kind="stable")
     parts_in_order = parts[by_cost]
     total = int(parts_in_order.sum())
@@ -362,7 +369,6 @@ def _items(
     items[:, 1] = part * segments[block] // parts[block]
     items[:, 2] = (part + 1) * segments[block] // parts[block]
     split = parts[block] > 1
-    block_entries = (row_blocks[:, 1] - row_blocks[:, 0]).astype(np.int64)
     partial_entries = np.where(split, block_entries[block] * (items[:, 2] - items[:, 1]), 0)
     items[:, 3] = np.where(split, np.cumsum(partial_entries) - partial_entries, -1)
     is_split = parts_in_order > 1
