@@ -82,7 +82,10 @@ def test_configurations_that_are_served() -> None:
             "relay cannot serve fp8 KV caches exactly yet: kv_cache_dtype=fp8 was given; "
             "use kv_cache_dtype=auto or --attention-backend CPU_ATTN",
         ),
-        (config(cache={"cache_dtype": "nvfp4"}), "KV caches exactly yet: kv_cache_dtype=nvfp4"),
+        (
+            config(cache={"cache_dtype": "nvfp4"}),
+            "KV caches of another dtype than the model's: kv_cache_dtype=nvfp4",
+        ),
         (
             config(cache={"user_specified_block_size": True, "block_size": 48}),
             "KV blocks of 48 tokens: use a --block-size that is a multiple of 32",

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -62,6 +64,8 @@ def demo(
     """Answer the same questions with stock vLLM and with relay, and compare."""
     from vllm_relay.demo.run import run_demo
 
+    # so that the engines are stopped and their files removed, as after Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     status = run_demo(
         model,
         num_system_prompts=num_system_prompts,

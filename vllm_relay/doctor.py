@@ -194,7 +194,8 @@ def check_extension(facts: Facts) -> Check:
             "Build it, in a checkout of vllm-relay: make setup, or pip install . (needs g++ >= 11 "
             "and Python's headers)",
         )
-    found = f"kernels compiled: {', '.join(result['compiled'])}"
+    compiled = [kernel for kernel in KERNELS if kernel in result["compiled"]]
+    found = f"kernels compiled: {', '.join(compiled)}"
     left_out = [
         kernel
         for kernel in KERNELS

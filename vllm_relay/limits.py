@@ -52,6 +52,10 @@ def check_config(vllm_config: VllmConfig, platform_name: str, is_cpu: bool) -> N
                 "--attention-backend or vLLM's CPU build"
             ]
         )
+    model_config = vllm_config.model_config
+    backend = vllm_config.attention_config.backend
+    if model_config is not None and backend is not None and model_config.use_mla:
+        raise RelayUnsupportedError([_mla_reason()])  # vLLM sets the rest to suit MLA
     reasons = []
     cache_config = vllm_config.cache_config
     if reason := _kv_cache_dtype_reason(cache_config.cache_dtype):
@@ -70,16 +74,13 @@ def check_config(vllm_config: VllmConfig, platform_name: str, is_cpu: bool) -> N
         reasons.append(
             f"decode context parallelism: set --decode-context-parallel-size 1 or {_OTHER_BACKEND}"
         )
-    model_config = vllm_config.model_config
-    if model_config is not None and vllm_config.attention_config.backend is not None:
-        if model_config.use_mla:
-            reasons.append(_mla_reason())
-        elif (
-            vllm_config.attention_config.backend.name == BACKEND_NAME
-            and not model_config.is_attention_free
-            and (reason := _head_size_reason(model_config.get_head_size()))
-        ):
-            reasons.append(reason)
+    if (
+        model_config is not None
+        and getattr(backend, "name", None) == BACKEND_NAME
+        and not model_config.is_attention_free
+        and (reason := _head_size_reason(model_config.get_head_size()))
+    ):
+        reasons.append(reason)
     if reasons:
         raise RelayUnsupportedError(reasons)
 
@@ -97,10 +98,10 @@ def check_layer(selector_config: Any) -> None:
     def asks_for(feature: str) -> bool:
         return bool(getattr(selector_config, feature, False))
 
-    reasons = []
     if asks_for("use_mla"):
-        reasons.append(_mla_reason())
-    elif reason := _head_size_reason(selector_config.head_size):
+        raise RelayUnsupportedError([_mla_reason()])  # vLLM sets the rest to suit MLA
+    reasons = []
+    if reason := _head_size_reason(selector_config.head_size):
         reasons.append(reason)
     if reason := _kv_cache_dtype_reason(selector_config.kv_cache_dtype):
         reasons.append(reason)
@@ -137,9 +138,10 @@ def attn_type_reason(attn_type: str) -> str | None:
 def _kv_cache_dtype_reason(kv_cache_dtype: str | None) -> str | None:
     if kv_cache_dtype in (None, "auto"):
         return None
-    kind = "fp8 " if str(kv_cache_dtype).startswith("fp8") else ""
+    fp8 = str(kv_cache_dtype).startswith("fp8")
+    what = "fp8 KV caches exactly yet" if fp8 else "KV caches of another dtype than the model's"
     return (
-        f"{kind}KV caches exactly yet: kv_cache_dtype={kv_cache_dtype} was given; "
+        f"{what}: kv_cache_dtype={kv_cache_dtype} was given; "
         f"use kv_cache_dtype=auto or --attention-backend CPU_ATTN"
     )
 

@@ -9,6 +9,7 @@ import torch
 
 from vllm_relay import _C
 from vllm_relay.attention_backends.plan import SEGMENT_TOKENS, StepPlan
+from vllm_relay.limits import KERNELS
 
 if SEGMENT_TOKENS != _C.SEGMENT_TOKENS:
     raise ImportError(
@@ -36,8 +37,9 @@ def kernel_for(dtype: torch.dtype, wanted: str = "auto") -> str:
         return usable[0]
     if wanted not in usable:
         raise ValueError(
-            f"kernel {wanted!r} cannot serve {dtype} here: usable are {', '.join(usable)} "
-            f"(compiled: {', '.join(_C.compiled_kernels())})"
+            f"kernel {wanted!r} cannot serve {dtype} here: usable are "
+            f"{', '.join(name for name in KERNELS if name in usable)} (compiled: "
+            f"{', '.join(name for name in KERNELS if name in _C.compiled_kernels())})"
         )
     return wanted
 

@@ -68,16 +68,21 @@ def run_demo(
     with ExitStack() as stack:
         directory = keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         try:
+            if json_path is not None:
+                _check_writable(json_path)
             for name, count in [("rounds", rounds), ("questions_per_prompt", questions_per_prompt)]:
                 if count < 1:
                     raise ValueError(f"{name} is {count}, expected at least 1")
-            if model is None:
-                path = str(build_recall_model(directory / "recall-model", dtype=dtype, seed=seed))
-                requests = recall_requests(path, sizes, seed)
-            else:
-                directory.mkdir(parents=True, exist_ok=True)
-                path = model
-                requests = general_requests(path, sizes, seed)
+            directory.mkdir(parents=True, exist_ok=True)
+            with console.status("making the questions"):
+                if model is None:
+                    made = build_recall_model(directory / "recall-model", dtype=dtype, seed=seed)
+                    path = str(made)
+                    requests = recall_requests(path, sizes, seed)
+                else:
+                    _check_model(model)
+                    path = model
+                    requests = general_requests(path, sizes, seed)
             warm_up, timed = requests[:num_system_prompts], requests[num_system_prompts:]
             round_size = len(timed) // rounds
             prompt_tokens = sum(len(r.prompt_token_ids) for r in timed) // len(timed)
@@ -112,6 +117,24 @@ def run_demo(
         }
         json_path.write_text(json.dumps(numbers, indent=2) + "\n")
     return _conclude(comparison, console)
+
+
+def _check_writable(json_path: Path) -> None:
+    try:
+        json_path.open("a").close()
+    except OSError as error:
+        raise ValueError(f"--json {json_path}: cannot write there ({error.strerror})") from error
+
+
+def _check_model(model: str) -> None:
+    """Refuses what looks like a folder and holds no model; anything else may be a hub id."""
+    path = Path(model)
+    looks_local = path.exists() or path.is_absolute() or model.startswith(".")
+    if looks_local and not (path / "config.json").is_file():
+        raise ValueError(
+            f"--model {model}: no config.json there; expected a Hugging Face model folder or a "
+            "hub id"
+        )
 
 
 def _engine_settings(
