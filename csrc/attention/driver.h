@@ -56,8 +56,8 @@ struct KvRow {
   }
 };
 
-// Asks for the blocks of a range a few lines at a time, so that memory and arithmetic work side by
-// side where a range has too few rows to keep the core busy.
+// Asks for the blocks that are read next a few lines at a time, so that memory and arithmetic work
+// side by side.
 class BlockPrefetch {
  public:
   BlockPrefetch() = default;
@@ -71,14 +71,16 @@ class BlockPrefetch {
     end_ = token_ + tokens < kv_->end_token ? token_ + tokens : kv_->end_token;
   }
 
+  template <int Lines>
   RELAY_INLINE void next() {
+    static_assert(kMaxLines % Lines == 0);
     if (at_ == run_end_ && !next_run()) return;
-    for (int i = 0; i < kLines; ++i) __builtin_prefetch(at_ + i * kLineBytes, 0, 2);
-    at_ += kLines * kLineBytes;
+    for (int i = 0; i < Lines; ++i) __builtin_prefetch(at_ + i * kLineBytes, 0, 2);
+    at_ += Lines * kLineBytes;
   }
 
  private:
-  static constexpr int kLines = 4, kLineBytes = 64;
+  static constexpr int kMaxLines = 4, kLineBytes = 64;
 
   // Keys and values of a whole block are contiguous; of the last, partial one only the keys are.
   bool next_run() {
@@ -88,7 +90,7 @@ class BlockPrefetch {
     const int run_end = block_end < end_ ? block_end : end_;
     const int64_t bytes = int64_t{run_end - token_} * token_bytes_ * (whole ? 2 : 1);
     at_ = static_cast<const char*>(kv_->key_group(token_, token_bytes_ / kv_->head_size));
-    run_end_ = at_ + bytes / (kLines * kLineBytes) * (kLines * kLineBytes);
+    run_end_ = at_ + bytes / (kMaxLines * kLineBytes) * (kMaxLines * kLineBytes);
     token_ = run_end;
     return at_ != run_end_;
   }

@@ -51,8 +51,13 @@ RELAY_INLINE __m512bh broadcast_pair(const BFloat16* p) {
 #endif
 
 struct NoPrefetch {
+  template <int Lines>
   RELAY_INLINE void next() {}
 };
+
+// Cache lines to ask for at every step: the fewer rows, the less arithmetic there is to hide them.
+template <int Rows>
+constexpr int kPrefetchLines = Rows <= 4 ? 4 : 1;
 
 // acc[r][c] += sum over steps of line(c, step) . operand(r, step), `Parts` operands apart by
 // `part_stride`. Operands are kPack<T> elements a step. Calls `prefetch.next()` at every step.
@@ -65,7 +70,7 @@ RELAY_INLINE void multiply(const T* const (&lines)[Columns], int steps, const Op
   constexpr int kLine = kLanes * kStep;
 #pragma GCC unroll 1
   for (int s = 0; s < steps; ++s) {
-    prefetch.next();
+    prefetch.template next<kPrefetchLines<Rows>>();
     if constexpr (kStep == 1) {
       Vec16 line[Columns];
 #pragma GCC unroll 8

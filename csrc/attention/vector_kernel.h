@@ -16,7 +16,6 @@ constexpr int kMaxRows = 6, kColumns = 4;  // 24 accumulators, 4 lines, operands
 #else
 constexpr int kMaxRows = 2, kColumns = 2;
 #endif
-constexpr int kPacedRows = 4;      // with fewer rows reading takes longer than multiplying
 constexpr int kChunkTokens = 256;  // scores and weights of a row tile stay in the L1 cache
 constexpr int kChunkGroups = kChunkTokens / kLanes;
 
@@ -73,14 +72,9 @@ class VectorKernel {
     const int tiles = (rows + kMaxRows - 1) / kMaxRows;
     for (int chunk = begin; chunk < end; chunk += kChunkTokens) {
       const int chunk_end = chunk + kChunkTokens < end ? chunk + kChunkTokens : end;
-      const int next_end =
-          chunk_end + kChunkTokens < kv.end_token ? chunk_end + kChunkTokens : kv.end_token;
+      prefetch_ = BlockPrefetch(kv, chunk_end, kChunkTokens, sizeof(T));
       int row = first_row;
       for (int tile = 0; tile < tiles; ++tile) {
-        if (rows <= kPacedRows)
-          prefetch_ = BlockPrefetch(kv, chunk_end, kChunkTokens, sizeof(T));
-        else
-          kv.prefetch(chunk_end, next_end, tile, tiles, sizeof(T));
         const int size = rows / tiles + (tile < rows % tiles);  // tiles differ by one row at most
         dispatch_rows<Features, ReferenceOnly>(size, states, ranges, row, kv, chunk, chunk_end,
                                                scale);
@@ -191,7 +185,7 @@ class VectorKernel {
     Vec16 acc[Rows][Columns] = {};
     multiply<T, Rows, Columns, 1>(lines, head_size / kPack<T>,
                                   queries_ + int64_t{first_row} * head_size, head_size, 0, acc,
-                                  prefetch_of<Rows>());
+                                  prefetch_);
     for (int r = 0; r < Rows; ++r)
       for (int c = 0; c < Columns; ++c) store16(scores + r * kChunkTokens + c * kLanes, acc[r][c]);
   }
@@ -240,7 +234,7 @@ class VectorKernel {
       if (steps > 0) {
         const W* at = point_at(token);
         multiply<T, Rows, Columns, kParts>(lines, steps, at, kRowStride, kChunkTokens, acc,
-                                           prefetch_of<Rows>());
+                                           prefetch_);
         token += steps * kStep;
       }
       if (token < run_end) {
@@ -252,14 +246,6 @@ class VectorKernel {
     }
     for (int r = 0; r < Rows; ++r)
       for (int c = 0; c < Columns; ++c) store16(states.output(first_row + r, group + c), acc[r][c]);
-  }
-
-  template <int Rows>
-  RELAY_INLINE auto& prefetch_of() {
-    if constexpr (Rows <= kPacedRows)
-      return prefetch_;
-    else
-      return no_prefetch_;
   }
 
   const Problem& problem_;
