@@ -27,23 +27,6 @@ struct KvRow {
     return head + blocks[token / block_size] * block_stride_bytes;
   }
   RELAY_INLINE int block_end(int token) const { return (token / block_size + 1) * block_size; }
-  // Asks for part `part` of `parts` of the keys and values of tokens [begin, end).
-  RELAY_INLINE void prefetch(int begin, int end, int part, int parts, int element_bytes) const {
-    constexpr int kCacheLineBytes = 64;
-    const int64_t token_bytes = int64_t{head_size} * element_bytes;
-    for (int token = begin; token < end;) {
-      const int run_end = block_end(token) < end ? block_end(token) : end;
-      const int64_t run_lines = (run_end - token) * token_bytes / kCacheLineBytes;
-      const char* keys = static_cast<const char*>(key_group(token, element_bytes));
-      // Values of a run are not contiguous unless it is a whole block; ask as if it were.
-      const char* values = keys + int64_t{block_size} * token_bytes;
-      for (int64_t i = run_lines * part / parts; i < run_lines * (part + 1) / parts; ++i) {
-        __builtin_prefetch(keys + i * kCacheLineBytes, 0, 2);
-        __builtin_prefetch(values + i * kCacheLineBytes, 0, 2);
-      }
-      token = run_end;
-    }
-  }
   // The packed keys of 16 tokens; `token` is a multiple of 16.
   RELAY_INLINE const void* key_group(int token, int element_bytes) const {
     return block(token) + int64_t{token % block_size} * head_size * element_bytes;

@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products of 32 rows with keys and values in tile registers. Every product ends with a call of
+// `between`: the vector units and the memory have time for other work while the tile unit is busy.
+#pragma once
+
+#include "driver.h"
+#include "tile_registers.h"
+
+namespace relay {
+namespace {
+
+constexpr int kRows = 32;          // of a row tile: two tile registers
+constexpr int kScoreTokens = 128;  // of one part of the keys: four 32 x 32 score tiles
+constexpr int kUnitTokens = 512;   // between loads and stores of the running outputs
+constexpr int kStepDims = 32;      // summed by one tile product of queries and keys
+constexpr int kScoreTiles = kScoreTokens / kTileTokens;
+constexpr int kUnitTiles = kUnitTokens / kTileTokens;
+constexpr int kScoreFloats = kRows * kTileTokens;
+constexpr int kWeightTile = kTileRows * kTileTokens;  // bf16 elements of a 16-row weight tile
+
+// 32 rows of states and queries, in place or staged.
+struct RowTile {
+  const BFloat16* queries;  // padded to whole steps of dims
+  float* outputs;           // 16 floats a row, group_stride from one dim group to the next
+  int64_t group_stride;
+  float* sums;
+  float* references;
+  const RowRange* ranges;
+  int live;  // rows that exist
+
+  bool high() const { return live > kTileRows; }  // the second tile register is needed
+};
+
+// Where the weights of `row` for 32 tokens are in [tile][row half][row][token].
+constexpr int weight_at(int tile, int row) { return tile * 2 * kWeightTile + row * kTileTokens; }
+
+// Asks for what is read after this chunk, at the rate at which the products of this one go.
+class ProductPrefetch {
+ public:
+  ProductPrefetch() = default;
+  // `halves`: how many sets of 16 rows are multiplied with the chunk
+  ProductPrefetch(const KvRow& kv, int chunk_end, int halves)
+      : blocks_(kv, chunk_end, kUnitTokens, sizeof(BFloat16)),
+        lines_(halves >= kLines ? 1 : kLines / halves) {}
+
+  RELAY_INLINE void next() {
+    for (int i = 0; i < lines_; i += 4) {
+      if (lines_ >= 4)
+        blocks_.next<4>();
+      else if (lines_ >= 2)
+        blocks_.next<2>();
+      else
+        blocks_.next<1>();
+    }
+  }
+
+ private:
+  // One product of 16 rows and 32 dims by 16 tokens, or 32 tokens by 16 dims, uses 1 KiB.
+  static constexpr int kLines = 16;
+
+  BlockPrefetch blocks_;
+  int lines_ = 1;
+};
+
+class TileProducts {
+ public:
+  static int padded_head_size(int head_size) {
+    return (head_size + kStepDims - 1) / kStepDims * kStepDims;
+  }
+  // `clean_tile` is scratch memory of kTileRows x 32 elements.
+  TileProducts(int head_size, BFloat16* clean_tile)
+      : head_size_(head_size),
+        query_stride_(padded_head_size(head_size)),
+        dim_groups_(head_size / kLanes),
+        clean_tile_(clean_tile) {}
+
+  int query_stride() const { return query_stride_; }
+  int dim_groups() const { return dim_groups_; }
+
+  // The scores of 32 rows, 16 unless tile.high(), with 32 tokens: [row][token].
+  template <class F>
+  RELAY_INLINE void multiply_keys(const RowTile& tile, const KvRow& kv, int token, bool high,
+                                  float* scores, F between) const {
+    const int64_t query_bytes = query_stride_ * int64_t{sizeof(BFloat16)};
+    const BFloat16* low_queries = tile.queries;
+    const BFloat16* high_queries = tile.queries + kTileRows * query_stride_;
+    const BFloat16* k0 = static_cast<const BFloat16*>(kv.key_group(token, sizeof(BFloat16)));
+    const BFloat16* k1 = k0 + kLanes * head_size_;
+    tile_zero<0>();
+    tile_zero<1>();
+    tile_zero<2>();
+    tile_zero<3>();
+    for (int d = 0; d < head_size_; d += kStepDims) {
+      const bool whole = d + kStepDims <= head_size_;
+      tile_load<4>(low_queries + d, query_bytes);
+      if (high) tile_load<5>(high_queries + d, query_bytes);
+      tile_load<6>(whole ? k0 + d * kLanes : clean_keys(k0 + d * kLanes), kTileRowBytes);
+      tile_multiply<0, 4, 6>();
+      between();
+      if (high) {
+        tile_multiply<2, 5, 6>();
+        between();
+      }
+      tile_load<7>(whole ? k1 + d * kLanes : clean_keys(k1 + d * kLanes), kTileRowBytes);
+      tile_multiply<1, 4, 7>();
+      between();
+      if (high) {
+        tile_multiply<3, 5, 7>();
+        between();
+      }
+    }
+    constexpr int64_t kScoreRowBytes = kTileTokens * int64_t{sizeof(float)};
+    tile_store<0>(scores, kScoreRowBytes);
+    tile_store<1>(scores + kLanes, kScoreRowBytes);
+    if (high) {
+      tile_store<2>(scores + kTileRows * kTileTokens, kScoreRowBytes);
+      tile_store<3>(scores + kTileRows * kTileTokens + kLanes, kScoreRowBytes);
+    }
+  }
+
+  // Adds weights x values of dim groups `group` and `group` + 1, of whole tiles of tokens that
+  // every row sees, to the outputs.
+  template <class F>
+  RELAY_INLINE void multiply_value_pair(const RowTile& tile, const BFloat16* weights,
+                                        const KvRow& kv, int begin, int end, int group,
+                                        F between) const {
+    const bool two = group + 1 < dim_groups_;
+    float* out0 = tile.outputs + group * tile.group_stride;
+    float* out1 = out0 + tile.group_stride;
+    const int high = kTileRows * kLanes;
+    tile_load<0>(out0, kTileRowBytes);
+    tile_load<2>(out0 + high, kTileRowBytes);
+    if (two) {
+      tile_load<1>(out1, kTileRowBytes);
+      tile_load<3>(out1 + high, kTileRowBytes);
+    }
+    const int64_t group_elements = int64_t{kv.block_size} * kLanes;
+    for (int token = begin; token < end; token += kTileTokens) {
+      const BFloat16* values =
+          static_cast<const BFloat16*>(kv.value_line(token, group, sizeof(BFloat16)));
+      tile_load<4>(weights, kTileRowBytes);
+      tile_load<6>(values, kTileRowBytes);
+      tile_multiply<0, 4, 6>();
+      between();
+      tile_load<5>(weights + kWeightTile, kTileRowBytes);
+      tile_multiply<2, 5, 6>();
+      between();
+      if (two) {
+        tile_load<7>(values + group_elements, kTileRowBytes);
+        tile_multiply<1, 4, 7>();
+        between();
+        tile_multiply<3, 5, 7>();
+        between();
+      }
+      weights += 2 * kWeightTile;
+    }
+    tile_store<0>(out0, kTileRowBytes);
+    tile_store<2>(out0 + high, kTileRowBytes);
+    if (two) {
+      tile_store<1>(out1, kTileRowBytes);
+      tile_store<3>(out1 + high, kTileRowBytes);
+    }
+  }
+
+  // The same for one dim group; values outside [visible_begin, visible_end) count as zeros, for
+  // 0 * NaN is NaN.
+  template <class F>
+  void multiply_visible_values(const RowTile& tile, const BFloat16* weights, const KvRow& kv,
+                               int visible_begin, int visible_end, int group, F between) const {
+    const bool high = tile.high();
+    float* low_outputs = tile.outputs + group * tile.group_stride;
+    float* high_outputs = low_outputs + kTileRows * kLanes;
+    tile_load<0>(low_outputs, kTileRowBytes);
+    if (high) tile_load<1>(high_outputs, kTileRowBytes);
+    for (int token = visible_begin / kTileTokens * kTileTokens; token < visible_end;
+         token += kTileTokens) {
+      tile_load<6>(visible_values(kv, token, group, visible_begin, visible_end), kTileRowBytes);
+      tile_load<4>(weights, kTileRowBytes);
+      tile_multiply<0, 4, 6>();
+      between();
+      if (high) {
+        tile_load<5>(weights + kWeightTile, kTileRowBytes);
+        tile_multiply<1, 5, 6>();
+        between();
+      }
+      weights += 2 * kWeightTile;
+    }
+    tile_store<0>(low_outputs, kTileRowBytes);
+    if (high) tile_store<1>(high_outputs, kTileRowBytes);
+  }
+
+ private:
+  // The last 16 dims of a head size that is not a multiple of 32; what follows them in memory
+  // belongs to other tokens.
+  const BFloat16* clean_keys(const BFloat16* keys) const {
+    constexpr int kHalf = kTileRows * 32 / 2;
+    std::memcpy(clean_tile_, keys, kHalf * sizeof(BFloat16));
+    std::memset(clean_tile_ + kHalf, 0, kHalf * sizeof(BFloat16));
+    return clean_tile_;
+  }
+
+  // 32 tokens x 16 dims, pairs of tokens side by side.
+  const BFloat16* visible_values(const KvRow& kv, int token, int group, int visible_begin,
+                                 int visible_end) const {
+    const BFloat16* values =
+        static_cast<const BFloat16*>(kv.value_line(token, group, sizeof(BFloat16)));
+    if (token >= visible_begin && token + kTileTokens <= visible_end) return values;
+    for (int i = 0; i < kTileTokens * kLanes; ++i) {
+      const int slot = token + i / 32 * 2 + i % 2;
+      clean_tile_[i] = slot >= visible_begin && slot < visible_end ? values[i] : BFloat16{0};
+    }
+    return clean_tile_;
+  }
+
+  const int head_size_, query_stride_, dim_groups_;
+  BFloat16* const clean_tile_;
+};
+
+}  // namespace
+}  // namespace relay
