@@ -1,2 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One workload per file; `python -m benchmarks.run_all` runs them all."""
+
+import os
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before anything imports vLLM

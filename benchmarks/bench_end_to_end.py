@@ -10,12 +10,14 @@ requests decode. KV blocks have 64 tokens, so that a prefix of 64 tokens is one 
 import os
 import statistics
 import tempfile
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common import Goal, Result, Row, Timing, argument_parser, ratio
 from benchmarks.contenders import refuse_wrong_results
 from benchmarks.step_engine import EngineSettings, Model, StepEngine
+from vllm_relay.demo.engine_process import wait_until_workers_sleep
 
 BACKENDS = ("CPU_ATTN", "RELAY")
 BLOCK_SIZE_TOKENS = 64
@@ -46,6 +48,7 @@ def measure_rounds(
     samples: dict[str, list[float]] = {name: [] for name in engines}
     for index in range(rounds):
         for name in list(engines)[:: -1 if index % 2 else 1]:
+            wait_until_workers_sleep()
             engines[name].start_decoding(prompts, steps)
             samples[name].append(statistics.median(engines[name].wait()))
     return {name: Timing(values) for name, values in samples.items()}
@@ -84,32 +87,32 @@ def main() -> None:
         block_size=BLOCK_SIZE_TOKENS,
         kv_cache_gib=2,
     )
-    engines: dict[str, StepEngine] = {}
-    with tempfile.TemporaryDirectory(prefix="relay-bench-") as folder:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="relay-bench-"))
         settings = replace(settings, model_folder=model.save(Path(folder)))
-        try:
-            for backend, half in zip(BACKENDS, halves, strict=True):
-                engines[backend] = StepEngine(
+        engines = {
+            backend: stack.enter_context(
+                StepEngine(
                     replace(settings, attention_backend=backend, cores=half or halves[0]),
                     Path(folder) / f"{backend}.log",
                 )
+            )
+            for backend, half in zip(BACKENDS, halves, strict=True)
+        }
+        for engine in engines.values():
+            engine.wait()
+        # both fill their prefix caches at the same time, each on its own cores
+        for order in (prompts[name] for name in reversed(prompts)):
+            for engine in engines.values():
+                engine.start_decoding(order, 1)
             for engine in engines.values():
                 engine.wait()
-            # both fill their prefix caches at the same time, each on its own cores
-            for order in (prompts[name] for name in reversed(prompts)):
-                for engine in engines.values():
-                    engine.start_decoding(order, 1)
-                for engine in engines.values():
-                    engine.wait()
-            for engine in engines.values():
-                engine.move_to(halves[0])
-            times = {
-                name: measure_rounds(engines, order, rounds, options.steps)
-                for name, order in prompts.items()
-            }
-        finally:
-            for engine in engines.values():
-                engine.stop()
+        for engine in engines.values():
+            engine.move_to(halves[0])
+        times = {
+            name: measure_rounds(engines, order, rounds, options.steps)
+            for name, order in prompts.items()
+        }
 
     base = times[f"prefix {BASE_PREFIX_TOKENS}"]
     rows: list[Row] = [

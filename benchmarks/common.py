@@ -13,9 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-
-from benchmarks import machine  # noqa: E402
+from benchmarks import machine
 
 Row = dict[str, Any]
 

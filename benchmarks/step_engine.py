@@ -1,20 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vLLM engine in a process of its own whose decode steps can be timed, one round at a time."""
 
-import contextlib
 import json
-import multiprocessing
 import os
-import signal
-import sys
-import time
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-_LOG_TAIL_LINES = 30
+from vllm_relay.demo.engine_process import EngineProcess
 
 
 @dataclass(frozen=True)
@@ -62,111 +56,21 @@ class EngineSettings:
     kv_cache_gib: int
 
 
-class StepEngine:
-    """A started engine."""
+class StepEngine(EngineProcess):
+    """A started engine; `wait` returns the seconds of each decode step."""
 
     def __init__(self, settings: EngineSettings, log_path: Path) -> None:
-        self.log_path = log_path
-        context = multiprocessing.get_context("spawn")
-        self._connection, child = context.Pipe()
-        self._process = context.Process(target=_serve, args=(child, settings, str(log_path)))
-        self._process.start()
-        child.close()
-
-    def wait(self) -> list[float]:
-        """What the last order led to: nothing, or the seconds of each decode step.
-
-        Raises:
-            SystemExit: the engine failed; the message ends with its log.
-        """
-        try:
-            failure, value = self._connection.recv()
-        except EOFError:
-            failure, value = "its process ended", []
-        if failure:
-            tail = self.log_path.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-            raise SystemExit("\n".join([f"an engine failed: {failure}", *tail]))
-        return value
+        super().__init__(
+            settings.attention_backend, "benchmarks.step_engine_main", settings, log_path
+        )
 
     def start_decoding(self, prompts: list[list[int]], steps: int) -> None:
         """Orders `steps` decode steps in which every prompt takes part."""
-        self._connection.send((prompts, steps))
+        self.order(prompts, steps)
 
     def move_to(self, cores: list[int]) -> None:
         """Lets all threads of the engine run on these cores only."""
-        process = psutil.Process(self._process.pid)
+        process = psutil.Process(self.pid)
         for each in [process, *process.children(recursive=True)]:
             for thread in each.threads():
                 os.sched_setaffinity(thread.id, cores)
-
-    def stop(self) -> None:
-        if self._process.is_alive():
-            with contextlib.suppress(OSError):
-                self._connection.send(None)
-            self._process.join(20)
-        if self._process.is_alive():
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.join()
-
-
-def _serve(connection, settings: EngineSettings, log_path: str) -> None:
-    os.setsid()
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(log, stream.fileno())
-    os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, settings.cores))
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    llm = None
-    try:
-        from vllm import LLM
-
-        llm = LLM(
-            settings.model_folder,
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            dtype="bfloat16",
-            attention_backend=settings.attention_backend,
-            max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
-            block_size=settings.block_size,
-            enable_prefix_caching=True,
-            enforce_eager=True,
-            seed=0,
-        )
-        connection.send(("", []))
-        rounds = 0
-        while (order := connection.recv()) is not None:
-            rounds += 1
-            connection.send(("", _decode_steps_s(llm.llm_engine, f"round-{rounds}", *order)))
-    except Exception as error:
-        traceback.print_exc()
-        connection.send((f"{type(error).__name__}: {error}", []))
-    finally:
-        if llm is not None:
-            llm.llm_engine.engine_core.shutdown()
-
-
-def _decode_steps_s(engine, name: str, prompts: list[list[int]], steps: int) -> list[float]:
-    """Seconds between the arrivals of the results of steps that decoded all prompts."""
-    from vllm import SamplingParams
-
-    # requests start one after the other: the first ones are further when the last one joins
-    sampling = SamplingParams(
-        temperature=0, max_tokens=steps + 8, ignore_eos=True, detokenize=False
-    )
-    names = [f"{name}-{index}" for index in range(len(prompts))]
-    for request, prompt in zip(names, prompts, strict=True):
-        engine.add_request(request, {"prompt_token_ids": prompt}, sampling)
-    arrivals_s: list[float] = []
-    while engine.has_unfinished_requests() and len(arrivals_s) <= steps:
-        outputs = engine.step()
-        if len(outputs) == len(prompts):
-            arrivals_s.append(time.perf_counter())
-        elif arrivals_s:
-            break
-    engine.abort_request(names)
-    while engine.has_unfinished_requests():
-        engine.step()
-    return [after - before for before, after in zip(arrivals_s, arrivals_s[1:], strict=False)]

@@ -1,93 +1,130 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process in which `engine.Engine` runs vLLM.
+"""A vLLM engine in a process of its own, driven over a pipe: both ends of it.
 
-It is given a file descriptor of a pipe, over which it gets `EngineSettings` and then, until None,
-(prompts, output tokens); it answers each with (failure in words or None, value).
+Two engines with different attention backends cannot share a process: vLLM keeps the chosen backend,
+its metrics and its threads in globals.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
+import signal
+import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
-from vllm import LLM, SamplingParams
+if TYPE_CHECKING:
+    from vllm import LLM
 
-from vllm_relay.demo.engine import EngineSettings, RoundResult
-
-COUNTERS = (
-    "vllm:prefix_cache_queries",
-    "vllm:prefix_cache_hits",
-    "relay:kv_tokens_logical",
-    "relay:kv_tokens_read",
-)
-_CPU_KV_CACHE_SPACE_GIB = "2"
+_LOG_TAIL_LINES = 25
+_STOP_TIMEOUT_S = 30.0
+_POLLING_S = 1.25
 
 
-def serve(connection: Connection) -> None:
-    """Start the engine and answer until told to stop or until the other end is gone."""
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_KV_CACHE_SPACE_GIB)
+class EngineError(RuntimeError):
+    """An engine did not start or failed while answering."""
+
+
+class EngineProcess:
+    """An engine that starts in the background; use as a context manager."""
+
+    def __init__(self, name: str, module: str, settings: Any, log_path: Path) -> None:
+        """Run `python -m module FD`, which calls `serve`; `settings` are its `start`'s argument."""
+        self.name = name
+        self.log_path = log_path
+        self._connection, other_end = multiprocessing.Pipe()
+        with other_end, log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, str(other_end.fileno())],
+                pass_fds=[other_end.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # vLLM's processes can then be ended all together
+            )
+        self._connection.send(settings)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop(timeout_s=0.0 if error is not None else _STOP_TIMEOUT_S)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def order(self, *request: Any) -> None:
+        """Have `answer(llm, *request)` called; do not wait for it."""
+        self._connection.send(request)
+
+    def wait(self) -> Any:
+        """What the oldest order returned; of the first call: None, when the engine has started.
+
+        Raises:
+            EngineError: the engine failed; the message ends with its log.
+        """
+        try:
+            failure, value = self._connection.recv()
+        except (EOFError, ConnectionError):
+            failure, value = f"its process ended with status {self._process.wait()}", None
+        if failure is not None:
+            log = self.log_path.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+            raise EngineError(
+                f"the {self.name} engine failed: {failure}\nThe end of its log:\n" + "\n".join(log)
+            )
+        return value
+
+    def ask_to_stop(self) -> None:
+        """Let the engine stop when it is idle; do not wait for it."""
+        with contextlib.suppress(OSError):
+            self._connection.send(None)
+
+    def stop(self, timeout_s: float = _STOP_TIMEOUT_S) -> None:
+        """Stop the engine; end its processes by force if that takes longer than `timeout_s`."""
+        self.ask_to_stop()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+        self._connection.close()
+
+
+def wait_until_workers_sleep() -> None:
+    """Wait until engines that have answered leave the cores to others.
+
+    vLLM's worker polls for its next step during one second (SpinCondition in shm_broadcast.py).
+    """
+    time.sleep(_POLLING_S)
+
+
+def serve(descriptor: int, start: Callable[[Any], LLM], answer: Callable[..., Any]) -> None:
+    """In the process of the engine: answer orders until told to stop or the other end is gone."""
+    connection = Connection(descriptor)
     llm = None
     with contextlib.suppress(EOFError, ConnectionError):
         try:
-            llm = start_llm(connection.recv())
+            llm = start(connection.recv())
             connection.send((None, None))
             while (request := connection.recv()) is not None:
-                connection.send((None, generate(llm, *request)))
+                connection.send((None, answer(llm, *request)))
         except Exception as error:
             traceback.print_exc()
             connection.send((f"{type(error).__name__}: {error}", None))
         finally:
             if llm is not None:
                 llm.llm_engine.engine_core.shutdown()
-
-
-def start_llm(settings: EngineSettings) -> LLM:
-    """The engine, with prefix caching and with the metrics that `read_counters` reads."""
-    return LLM(
-        settings.model,
-        attention_backend=settings.attention_backend,
-        dtype=settings.dtype,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        enable_prefix_caching=True,
-        enforce_eager=True,
-        gpu_memory_utilization=0.4,  # the other engine is alive at the same time
-        disable_log_stats=False,
-        seed=0,
-    )
-
-
-def generate(llm: LLM, prompts: list[list[int]], output_tokens: int) -> RoundResult:
-    """One round: all prompts at once, greedy, exactly `output_tokens` each."""
-    sampling = SamplingParams(
-        temperature=0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
-    )
-    before = read_counters(llm)
-    begin_s = time.perf_counter()
-    outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
-    )
-    generation_s = time.perf_counter() - begin_s
-    after = read_counters(llm)
-    return RoundResult(
-        token_ids=[list(output.outputs[0].token_ids) for output in outputs],
-        generation_s=generation_s,
-        counters={name: after[name] - before.get(name, 0) for name in after},
-    )
-
-
-def read_counters(llm: LLM) -> dict[str, int]:
-    """Those of `COUNTERS` that the engine has, summed over their labels."""
-    values: dict[str, int] = {}
-    for metric in llm.get_metrics():
-        if metric.name in COUNTERS:
-            values[metric.name] = values.get(metric.name, 0) + int(metric.value)
-    return values
-
-
-if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))

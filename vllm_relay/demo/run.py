@@ -17,7 +17,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.status import Status
 
-from vllm_relay.demo.engine import Engine, EngineError, EngineSettings, RoundResult
+from vllm_relay.demo.engine import Engine, EngineSettings, RoundResult
+from vllm_relay.demo.engine_process import EngineError, wait_until_workers_sleep
 from vllm_relay.demo.recall_model import build_recall_model
 from vllm_relay.demo.report import Comparison, compare, comparison_table
 from vllm_relay.demo.requests import Request, WorkloadSizes, general_requests, recall_requests
@@ -168,7 +169,7 @@ def _compare_engines(
             ]
         ]
         for engine in engines:
-            engine.wait_until_ready()
+            engine.wait()
         for engine in engines:
             status.update(f"{engine.name}: warming up")
             engine.generate([r.prompt_token_ids for r in warm_up], _WARM_UP_OUTPUT_TOKENS)
@@ -188,6 +189,7 @@ def _take_turns(
         prompts = [r.prompt_token_ids for r in requests]
         turns = list(zip(engines, results, strict=True))
         for engine, engine_results in turns if i % 2 == 0 else reversed(turns):
+            wait_until_workers_sleep()
             status.update(f"{engine.name}: round {i + 1} of {len(timed_rounds)}")
             engine_results.append(engine.generate(prompts, output_tokens))
     return results
