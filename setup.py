@@ -65,7 +65,7 @@ class Toolchain:
         if not self.accepts(["-std=c++20"]):
             raise SystemExit(
                 f"vllm-relay: {self.version} does not know -std=c++20. "
-                "Install g++ >= 11 or clang >= 14, or name another compiler in CXX."
+                "Install g++ >= 12 or clang >= 14, or name another compiler in CXX."
             )
         self.openmp_compile, self.openmp_link = self._openmp()
         self.known = {

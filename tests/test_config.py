@@ -72,6 +72,12 @@ def test_every_bad_option_is_reported() -> None:
         RelayConfig.from_options({"kernel": "fast", "typo": 1})
 
 
+@pytest.mark.parametrize("name", ["Relay", "RELAY", "re_lay", "vllm-relay", "vllm_relay"])
+def test_misspelled_section_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"additional_config.{name}: .* additional_config.relay"):
+        RelayConfig.from_vllm_config(config_with({name: {"sharing": False}}))
+
+
 def test_options_do_not_change() -> None:
     with pytest.raises(pydantic.ValidationError):
         RelayConfig().sharing = False

@@ -99,6 +99,13 @@ assert pickle.loads(pickle.dumps(backend)) is backend
     assert done.returncode == 0, done.stderr
 
 
+def test_prefix_caching_that_is_off_is_pointed_out(log_lines: list[str]) -> None:
+    relay_config(cache_config=CacheConfig(enable_prefix_caching=True))
+    assert log_lines == []
+    relay_config(cache_config=CacheConfig(enable_prefix_caching=False))
+    assert "prefix caching is off" in log_lines[0]
+
+
 @pytest.mark.parametrize(
     ("version", "supported"),
     [

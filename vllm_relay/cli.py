@@ -51,9 +51,6 @@ def demo(
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each backend.")] = 2,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     seed: Annotated[int, typer.Option(help="Seed of the workload.")] = 0,
-    attention_backend: Annotated[
-        str, typer.Option("--backend", help="Attention backend compared with vLLM's own.")
-    ] = "relay",
     keep: Annotated[
         Path | None, typer.Option(help="Folder to keep the made model in.", file_okay=False)
     ] = None,
@@ -75,7 +72,6 @@ def demo(
         rounds=rounds,
         dtype=dtype,
         seed=seed,
-        attention_backend=attention_backend,
         keep=keep,
         json_path=json_path,
     )

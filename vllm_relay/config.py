@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -74,10 +75,19 @@ class RelayConfig(BaseModel):
 
 
 def options_of(vllm_config: VllmConfig) -> Any:
-    """The raw value of ``additional_config["relay"]``, or None where there is none."""
+    """The raw value of ``additional_config["relay"]``, or None where there is none.
+
+    Raises:
+        ValueError: the section is there under a misspelled name.
+    """
     additional_config = vllm_config.additional_config
     if not isinstance(additional_config, dict):
         return None
+    for name in additional_config:
+        if name != "relay" and re.sub(r"\W|_", "", name).lower() in ("relay", "vllmrelay"):
+            raise ValueError(
+                f"additional_config.{name}: nobody reads this section; did you mean {SECTION}?"
+            )
     return additional_config.get("relay")
 
 

@@ -113,6 +113,11 @@ def check_new_config(vllm_config: VllmConfig) -> None:
         return
     check_config(vllm_config, current_platform.device_type, current_platform.is_cpu())
     _check_kernel(vllm_config, options)
+    if not vllm_config.cache_config.enable_prefix_caching:
+        logger.warning_once(
+            "vllm-relay: prefix caching is off, so requests share no KV blocks and relay has "
+            "nothing to read once for several of them"
+        )
     try:
         compat.add_stat_logger_to_every_front_end()
         compat.report_relay_metrics()

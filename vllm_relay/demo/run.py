@@ -37,7 +37,6 @@ def run_demo(
     rounds: int = 2,
     dtype: str = "bfloat16",
     seed: int = 0,
-    attention_backend: str = "relay",
     keep: Path | None = None,
     json_path: Path | None = None,
     console: Console | None = None,
@@ -53,7 +52,6 @@ def run_demo(
         rounds: timed rounds of each engine, each with questions of its own.
         dtype: of the weights, the activations and the KV cache.
         seed: the same seed gives the same model and workload.
-        attention_backend: what is compared with vLLM's own choice.
         keep: where the recall model and the logs are kept; a temporary directory if None.
         json_path: where all numbers are written as JSON.
         console: where to print; the standard output if None.
@@ -96,7 +94,6 @@ def run_demo(
                 warm_up,
                 [timed[i : i + round_size] for i in range(0, len(timed), round_size)],
                 _engine_settings(path, requests, round_size, output_tokens, dtype),
-                attention_backend,
                 output_tokens,
                 directory,
                 console,
@@ -154,7 +151,6 @@ def _compare_engines(
     warm_up: list[Request],
     timed_rounds: list[list[Request]],
     settings: EngineSettings,
-    attention_backend: str,
     output_tokens: int,
     directory: Path,
     console: Console,
@@ -165,7 +161,7 @@ def _compare_engines(
             stack.enter_context(Engine(name, engine_settings, directory / f"{name}.log"))
             for name, engine_settings in [
                 ("stock", settings),
-                ("relay", replace(settings, attention_backend=attention_backend)),
+                ("relay", replace(settings, attention_backend="relay")),
             ]
         ]
         for engine in engines:
