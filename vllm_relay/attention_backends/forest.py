@@ -178,29 +178,32 @@ def build_forest(
     runs = _intervals(common_blocks.tolist())
 
     nodes = np.empty((len(runs), 5), np.int32)
-    nodes[:, :REQUEST] = np.array(runs, np.int32).reshape(-1, REQUEST)
+    nodes[:, :REQUEST] = runs
     nodes = nodes[np.lexsort((nodes[:, END_TOKENS], nodes[:, FIRST]))]
     nodes[:, BEGIN_TOKENS : END_TOKENS + 1] *= block_size
     nodes[:, REQUEST] = order[_argmin_of_runs(null_heads[order], nodes[:, [FIRST, LAST]])]
     return Forest(order.astype(np.int32), nodes)
 
 
-def _intervals(common: list[int]) -> list[tuple[int, int, int, int]]:
-    """The maximal runs of neighbours with a common beginning, as (first, last, begin, end).
+def _intervals(common: list[int]) -> np.ndarray:
+    """int32 [runs, 4]: the maximal runs of neighbours with a common beginning, as rows of first,
+    last, begin and end.
 
     Args:
         common: length of the common beginning of rows i and i + 1.
     """
-    runs = []
-    open_runs = [(0, 0)]  # first, end; ends ascend
+    runs: list[int] = []
+    firsts, ends = [0], [0]  # of the open runs; ends ascend
     for position, length in enumerate([*common, 0]):
         first = position
-        while length < open_runs[-1][1]:
-            first, end = open_runs.pop()
-            runs.append((first, position + 1, max(open_runs[-1][1], length), end))
-        if length > open_runs[-1][1]:
-            open_runs.append((first, length))
-    return runs
+        while length < ends[-1]:
+            first, end = firsts.pop(), ends.pop()
+            begin = ends[-1]
+            runs += first, position + 1, begin if begin > length else length, end
+        if length > ends[-1]:
+            firsts.append(first)
+            ends.append(length)
+    return np.array(runs, np.int32).reshape(-1, REQUEST)
 
 
 def _null_heads(is_null: np.ndarray, limits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

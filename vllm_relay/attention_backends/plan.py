@@ -215,14 +215,16 @@ def _does_not_pay(
 
 def _parents(nodes: np.ndarray) -> np.ndarray:
     """int [nodes]: the index of each node's parent, or -1."""
-    parents = np.empty(len(nodes), np.int64)
-    stack: list[tuple[int, int]] = []
+    parents = []
+    indices, lasts = [-1], [int(nodes[:, LAST].max(initial=0))]  # of the enclosing nodes
     for index, (first, last) in enumerate(nodes[:, : LAST + 1].tolist()):
-        while stack and stack[-1][1] <= first:
-            stack.pop()
-        parents[index] = stack[-1][0] if stack else -1
-        stack.append((index, last))
-    return parents
+        while lasts[-1] <= first:
+            indices.pop()
+            lasts.pop()
+        parents.append(indices[-1])
+        indices.append(index)
+        lasts.append(last)
+    return np.array(parents, np.int64)
 
 
 def _entries(
