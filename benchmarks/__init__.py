@@ -4,3 +4,4 @@
 import os
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before anything imports vLLM
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

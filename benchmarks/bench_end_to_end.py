@@ -102,16 +102,16 @@ def main() -> None:
         for engine in engines.values():
             engine.wait()
         # both fill their prefix caches at the same time, each on its own cores
-        for order in (prompts[name] for name in reversed(prompts)):
+        for batch in reversed(prompts.values()):
             for engine in engines.values():
-                engine.start_decoding(order, 1)
+                engine.start_decoding(batch, 1)
             for engine in engines.values():
                 engine.wait()
         for engine in engines.values():
             engine.move_to(halves[0])
         times = {
-            name: measure_rounds(engines, order, rounds, options.steps)
-            for name, order in prompts.items()
+            name: measure_rounds(engines, batch, rounds, options.steps)
+            for name, batch in prompts.items()
         }
 
     base = times[f"prefix {BASE_PREFIX_TOKENS}"]

@@ -191,7 +191,7 @@ def check_extension(facts: Facts) -> Check:
             "compiled extension",
             "failed",
             f"vllm_relay._C cannot be imported: {facts.extension_import.error}",
-            "Build it, in a checkout of vllm-relay: make setup, or pip install . (needs g++ >= 11 "
+            "Build it, in a checkout of vllm-relay: make setup, or pip install . (needs g++ >= 12 "
             "and Python's headers)",
         )
     compiled = [kernel for kernel in KERNELS if kernel in result["compiled"]]

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "amx_pipeline.h"
+#include "problem.h"
 
 namespace relay {
 namespace {
@@ -24,15 +25,13 @@ class AmxKernel {
   static void enter_thread() { configure_tiles(); }
   static void leave_thread() { release_tiles(); }
 
-  AmxKernel(const Problem& problem, void* operands, int rows)
+  AmxKernel(const Problem& problem, void* operands, int /*rows*/)
       : head_size_(problem.head_size),
         dim_groups_(problem.head_size / kLanes),
         work_(*static_cast<Workspace*>(operands)),
         products_(problem.head_size, work_.clean_tile),
         query_stride_(products_.query_stride()),
-        queries_(reinterpret_cast<BFloat16*>(static_cast<char*>(operands) + sizeof(Workspace))) {
-    (void)rows;
-  }
+        queries_(reinterpret_cast<BFloat16*>(static_cast<char*>(operands) + sizeof(Workspace))) {}
 
   void load_query(int row, const void* query) {
     BFloat16* to = queries_ + int64_t{row} * query_stride_;
@@ -82,18 +81,14 @@ class AmxKernel {
                        int begin, int end, const ScoreScale& scale) {
     stage(states, row, 1);
     const RowTile tile = staged_tile(ranges + row, 1);
-    for (int token = begin; token < end; token += kScoreTokens) {
-      const Visible visible =
-          union_of(tile, token, token + kScoreTokens < end ? token + kScoreTokens : end);
-      if (visible.begin >= visible.end) continue;
-      float& reference = states.references[row];
-      for (int at = visible.first_tile(); at < visible.end; at += kTileTokens) {
-        float* scores = work_.pipeline.scores[0];
-        products_.multiply_keys(tile, kv, at, false, scores, [] {});
-        const float largest =
-            ceil_of_largest<Features>(scores, at, kTileTokens / kLanes, scale, ranges[row]);
-        reference = largest > reference ? largest : reference;
-      }
+    const Visible visible = union_of(tile, begin, end);
+    float& reference = states.references[row];
+    for (int at = visible.first_tile(); at < visible.end; at += kTileTokens) {
+      float* scores = work_.pipeline.scores[0];
+      products_.multiply_keys(tile, kv, at, false, scores, [] {});
+      const float largest =
+          ceil_of_largest<Features>(scores, at, kTileTokens / kLanes, scale, ranges[row]);
+      reference = largest > reference ? largest : reference;
     }
   }
 

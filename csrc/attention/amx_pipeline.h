@@ -5,7 +5,6 @@
 #pragma once
 
 #include "amx_products.h"
-#include "weights.h"
 
 namespace relay {
 namespace {
@@ -34,7 +33,7 @@ class WeightPipeline {
   void push(const RowTile& tile, const KvRow& kv, int begin, int end) {
     const Unit unit{tile, &kv, begin, end, next_buffer_};
     next_buffer_ ^= 1;
-    // The weights of values_ are complete once this unit's first part has run.
+    // The weights of value_unit_ are complete once this unit's first part has run.
     const int spread = unit.score_parts() - 1;
     for (int part = 0; part < unit.score_parts(); ++part) {
       const bool multiply_values = has_values_ && part > 0;
@@ -43,7 +42,7 @@ class WeightPipeline {
       run_part(&unit, part, first, last);
     }
     if (has_values_ && spread == 0) run_part(nullptr, 0, 0, value_pairs());
-    values_ = unit;
+    value_unit_ = unit;
     has_values_ = true;
   }
 
@@ -125,12 +124,13 @@ class WeightPipeline {
                                 buffers_.scores[to] + t * kScoreFloats, between);
     }
     for (int pair = first_pair; pair < last_pair; ++pair)
-      products_.multiply_value_pair(values_.tile, buffers_.weights[values_.buffer], *values_.kv,
-                                    values_.begin, values_.end, 2 * pair, between);
+      products_.multiply_value_pair(value_unit_.tile, buffers_.weights[value_unit_.buffer],
+                                    *value_unit_.kv, value_unit_.begin, value_unit_.end, 2 * pair,
+                                    between);
     rows.rest();
     has_scores_ = unit != nullptr;
     if (unit) {
-      scores_ = *unit;
+      score_unit_ = *unit;
       score_part_ = part;
       score_buffer_ = to;
     }
@@ -138,8 +138,9 @@ class WeightPipeline {
 
   WeightRows pending_weights() const {
     if (!has_scores_) return {};
-    return {scores_.tile, buffers_.scores[score_buffer_],
-            buffers_.weights[scores_.buffer] + weight_at(score_part_ * kScoreTiles, 0), to_log2_};
+    return {score_unit_.tile, buffers_.scores[score_buffer_],
+            buffers_.weights[score_unit_.buffer] + weight_at(score_part_ * kScoreTiles, 0),
+            to_log2_};
   }
 
   const TileProducts& products_;
@@ -147,8 +148,8 @@ class WeightPipeline {
   ProductPrefetch& prefetch_;
   const float to_log2_;
   bool has_values_ = false, has_scores_ = false;
-  Unit values_{};       // its weights are (being) computed, its values not yet multiplied
-  Unit scores_{};       // the unit of score_part_
+  Unit value_unit_{};   // its weights are (being) computed, its values not yet multiplied
+  Unit score_unit_{};   // the unit of score_part_
   int score_part_ = 0;  // whose weights are to be computed next
   int next_buffer_ = 0, score_buffer_ = 0;
 };

@@ -3,8 +3,13 @@
 // `between`: the vector units and the memory have time for other work while the tile unit is busy.
 #pragma once
 
-#include "driver.h"
+#include <bit>
+
+#include "kv_row.h"
+#include "problem.h"
+#include "row_state.h"
 #include "tile_registers.h"
+#include "weights.h"
 
 namespace relay {
 namespace {
@@ -41,7 +46,7 @@ class ProductPrefetch {
   // `halves`: how many sets of 16 rows are multiplied with the chunk
   ProductPrefetch(const KvRow& kv, int chunk_end, int halves)
       : blocks_(kv, chunk_end, kUnitTokens, sizeof(BFloat16)),
-        lines_(halves >= kLines ? 1 : kLines / halves) {}
+        lines_(std::bit_ceil(unsigned((kLines + halves - 1) / halves))) {}
 
   RELAY_INLINE void next() {
     for (int i = 0; i < lines_; i += 4) {
@@ -59,7 +64,7 @@ class ProductPrefetch {
   static constexpr int kLines = 16;
 
   BlockPrefetch blocks_;
-  int lines_ = 1;
+  int lines_ = 1;  // a power of two
 };
 
 class TileProducts {
@@ -77,7 +82,7 @@ class TileProducts {
   int query_stride() const { return query_stride_; }
   int dim_groups() const { return dim_groups_; }
 
-  // The scores of 32 rows, 16 unless tile.high(), with 32 tokens: [row][token].
+  // The scores of 32 rows, 16 unless `high`, with 32 tokens: [row][token].
   template <class F>
   RELAY_INLINE void multiply_keys(const RowTile& tile, const KvRow& kv, int token, bool high,
                                   float* scores, F between) const {

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "driver.h"
 #include "kernels.h"
 #include "vector_kernel.h"
 

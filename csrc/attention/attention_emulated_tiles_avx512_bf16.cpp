@@ -3,6 +3,7 @@
 #define RELAY_EMULATE_TILES
 
 #include "amx_kernel.h"
+#include "driver.h"
 #include "kernels.h"
 
 void relay::attention_amx_bf16_emulated(const Problem& problem, const Plan& plan) {

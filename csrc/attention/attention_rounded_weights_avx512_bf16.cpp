@@ -3,6 +3,7 @@
 // arithmetic is what limits, for about 1.4 times the rms error.
 #define RELAY_ROUND_WEIGHTS
 
+#include "driver.h"
 #include "kernels.h"
 #include "vector_kernel.h"
 

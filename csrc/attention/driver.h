@@ -6,83 +6,13 @@
 #include <new>
 
 #include "../common/aligned_buffer.h"
+#include "kv_row.h"
 #include "problem.h"
 #include "row_state.h"
 #include "weights.h"
 
 namespace relay {
 namespace {
-
-// One block table row, seen by one kv head.
-struct KvRow {
-  const char* head;  // kv_cache + kv_head * kv_head_stride
-  int64_t block_stride_bytes;
-  const int32_t* blocks;
-  int block_size, head_size;
-  int end_token;                // of the range that is read
-  const KvRow* then = nullptr;  // what is read after it, from then_begin on, if that is known
-  int then_begin = 0;
-
-  RELAY_INLINE const char* block(int token) const {
-    return head + blocks[token / block_size] * block_stride_bytes;
-  }
-  RELAY_INLINE int block_end(int token) const { return (token / block_size + 1) * block_size; }
-  // The packed keys of 16 tokens; `token` is a multiple of 16.
-  RELAY_INLINE const void* key_group(int token, int element_bytes) const {
-    return block(token) + int64_t{token % block_size} * head_size * element_bytes;
-  }
-  // The line of 16 dims of values that starts at `token`, a multiple of the elements packed.
-  RELAY_INLINE const void* value_line(int token, int dim_group, int element_bytes) const {
-    const int64_t elements = int64_t{block_size} * (head_size + dim_group * kLanes) +
-                             int64_t{token % block_size} * kLanes;
-    return block(token) + elements * element_bytes;
-  }
-};
-
-// Asks for the blocks that are read next a few lines at a time, so that memory and arithmetic work
-// side by side.
-class BlockPrefetch {
- public:
-  BlockPrefetch() = default;
-  // What is read after token `begin` of `kv`, up to `tokens` tokens.
-  BlockPrefetch(const KvRow& kv, int begin, int tokens, int element_bytes)
-      : kv_(&kv), token_(begin), token_bytes_(kv.head_size * element_bytes) {
-    if (begin >= kv.end_token && kv.then) {
-      kv_ = kv.then;
-      token_ = kv.then_begin;
-    }
-    end_ = token_ + tokens < kv_->end_token ? token_ + tokens : kv_->end_token;
-  }
-
-  template <int Lines>
-  RELAY_INLINE void next() {
-    static_assert(kMaxLines % Lines == 0);
-    if (at_ == run_end_ && !next_run()) return;
-    for (int i = 0; i < Lines; ++i) __builtin_prefetch(at_ + i * kLineBytes, 0, 2);
-    at_ += Lines * kLineBytes;
-  }
-
- private:
-  static constexpr int kMaxLines = 4, kLineBytes = 64;
-
-  // Keys and values of a whole block are contiguous; of the last, partial one only the keys are.
-  bool next_run() {
-    if (token_ >= end_) return false;
-    const int block_end = kv_->block_end(token_);
-    const bool whole = token_ % kv_->block_size == 0 && block_end <= end_;
-    const int run_end = block_end < end_ ? block_end : end_;
-    const int64_t bytes = int64_t{run_end - token_} * token_bytes_ * (whole ? 2 : 1);
-    at_ = static_cast<const char*>(kv_->key_group(token_, token_bytes_ / kv_->head_size));
-    run_end_ = at_ + bytes / (kMaxLines * kLineBytes) * (kMaxLines * kLineBytes);
-    token_ = run_end;
-    return at_ != run_end_;
-  }
-
-  const KvRow* kv_ = nullptr;
-  int token_ = 0, end_ = 0, token_bytes_ = 0;
-  const char* at_ = nullptr;
-  const char* run_end_ = nullptr;
-};
 
 template <class T, class Kernel>
 class Driver {
@@ -257,36 +187,59 @@ class Driver {
     });
   }
 
+  struct Part {  // what a segment has of a span
+    int first_row, last_row;
+    KvRow kv;
+    int begin;
+  };
+
   // Calls f(first row, last row, kv, begin token, end token) in token order for every row.
   template <class F>
   void for_each_span(const RowBlock& block, int kv_head, int segment, F f) const {
-    const int segment_begin = segment * kSegmentTokens;
-    const int segment_end = segment_begin + kSegmentTokens;
-    const int64_t element_bytes = sizeof(T);
-    const char* head = static_cast<const char*>(problem_.kv_cache) +
-                       kv_head * problem_.kv_head_stride * element_bytes;
-    const auto row_of = [&](const Span& span) {
-      return KvRow{head,
-                   problem_.kv_block_stride * element_bytes,
-                   problem_.block_table + span.request * problem_.block_table_stride,
-                   problem_.block_size,
-                   problem_.head_size,
-                   span.end_token};
+    Part parts[2];
+    int known = 0;  // whether parts[0] waits for what is read after it
+    const auto visit = [&] {
+      const Part& part = parts[0];
+      f(part.first_row, part.last_row, part.kv, part.begin, part.kv.end_token);
     };
     for (int s = block.first_span; s < block.last_span; ++s) {
-      const Span& span = plan_.spans[s];
-      const int begin = span.begin_token > segment_begin ? span.begin_token : segment_begin;
-      const int end = span.end_token < segment_end ? span.end_token : segment_end;
-      if (begin >= end) continue;
-      KvRow kv = row_of(span), then;
-      if (s + 1 < block.last_span) {
-        then = row_of(plan_.spans[s + 1]);
-        kv.then = &then;
-        kv.then_begin = plan_.spans[s + 1].begin_token;
+      if (!part_of(block, s, kv_head, segment, parts[known])) continue;
+      if (known) {
+        parts[0].kv.then = &parts[1].kv;
+        parts[0].kv.then_begin = parts[1].begin;
+        visit();
+        parts[0] = parts[1];
       }
-      f((span.first_entry - block.first_entry) * group_size_,
-        (span.last_entry - block.first_entry) * group_size_, kv, begin, end);
+      known = 1;
     }
+    if (!known) return;
+    for (int s = block.first_span; s < block.last_span && !parts[0].kv.then; ++s) {
+      if (!part_of(block, s, kv_head, segment + 1, parts[1])) continue;
+      parts[0].kv.then = &parts[1].kv;
+      parts[0].kv.then_begin = parts[1].begin;
+    }
+    visit();
+  }
+
+  bool part_of(const RowBlock& block, int s, int kv_head, int segment, Part& part) const {
+    const Span& span = plan_.spans[s];
+    const int segment_begin = segment * kSegmentTokens;
+    const int segment_end = segment_begin + kSegmentTokens;
+    const int begin = span.begin_token > segment_begin ? span.begin_token : segment_begin;
+    const int end = span.end_token < segment_end ? span.end_token : segment_end;
+    if (begin >= end) return false;
+    const int64_t element_bytes = sizeof(T);
+    part.first_row = (span.first_entry - block.first_entry) * group_size_;
+    part.last_row = (span.last_entry - block.first_entry) * group_size_;
+    part.kv = {static_cast<const char*>(problem_.kv_cache) +
+                   kv_head * problem_.kv_head_stride * element_bytes,
+               problem_.kv_block_stride * element_bytes,
+               problem_.block_table + span.request * problem_.block_table_stride,
+               problem_.block_size,
+               problem_.head_size,
+               end};
+    part.begin = begin;
+    return true;
   }
 
   void finish_row(const RowBlock& block, int kv_head, int row, const RowStates& states,

@@ -75,7 +75,7 @@ struct RowStates {
 }
 
 // What normalising a row needs: output = outputs * power * scale; lse in natural log units. Two
-// factors, because next to a large sink the product is a normal float but their product is not.
+// factors, because next to a large sink their product is no normal float while the output is one.
 struct Normaliser {
   float power, scale, lse;
 };

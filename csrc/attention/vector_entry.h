@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include "driver.h"
 #include "kernels.h"
 #include "vector_kernel.h"
 

@@ -4,8 +4,10 @@
 
 #include <type_traits>
 
-#include "driver.h"
+#include "kv_row.h"
 #include "multiply.h"
+#include "problem.h"
+#include "row_state.h"
 #include "weights.h"
 
 namespace relay {

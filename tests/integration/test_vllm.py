@@ -63,7 +63,7 @@ def start(
 ) -> subprocess.CompletedProcess[str]:
     args_path = directory / "engine_args.json"
     args_path.write_text(json.dumps(engine_args))
-    driver = [sys.executable, "-m", "tests.integration.engine_process"]
+    driver = [sys.executable, "-m", "tests.integration.engine_main"]
     return subprocess.run(
         [*driver, str(directory / "output.json"), str(args_path), *scenarios],
         cwd=ROOT,

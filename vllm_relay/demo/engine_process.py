@@ -48,6 +48,7 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO"},
                 start_new_session=True,  # vLLM's processes can then be ended all together
             )
         self._connection.send(settings)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the scenarios of test_vllm.py on one engine, in a process of its own.
 
-Usage: python -m tests.integration.engine_process OUTPUT.json ENGINE_ARGS.json SCENARIO...
+Usage: python -m tests.integration.engine_main OUTPUT.json ENGINE_ARGS.json SCENARIO...
 """
 
 from __future__ import annotations
