@@ -7,11 +7,14 @@ from typing import Any
 from prometheus_client import REGISTRY, generate_latest
 
 from vllm_relay.metrics import RelayStatLogger, snapshot
+from vllm_relay.prefix_cache.stats import PREFIX_CACHE, PrefixCacheStats
 from vllm_relay.stats import RelayStats
 
 
-def config(backend: str = "RELAY") -> Any:
+def config(backend: str = "RELAY", scheduler: bool = False) -> Any:
     return SimpleNamespace(
+        additional_config={"relay": {"scheduler": scheduler}},
+        scheduler_config=SimpleNamespace(scheduler_cls=None),
         attention_config=SimpleNamespace(
             backend=SimpleNamespace(name=backend), backend_per_kind={}
         ),
@@ -61,3 +64,55 @@ def test_other_backends_get_no_metrics() -> None:
     logger = RelayStatLogger(config("CPU_ATTN"), [0])
     logger.record(step(requests=4), None)
     assert values().get("relay:requests", 0) == 0
+
+
+def prefix_cache_step(**kwargs: Any) -> Any:
+    return SimpleNamespace(relay={PREFIX_CACHE: PrefixCacheStats(**kwargs).to_dict()})
+
+
+def test_prefix_cache_of_the_relay_scheduler() -> None:
+    logger = RelayStatLogger(config("CPU_ATTN", scheduler=True), [0])
+    logger.record(
+        prefix_cache_step(
+            prefix_query_tokens=100,
+            prefix_hit_tokens=60,
+            tokens_saved=70,
+            overtakes=2,
+            evicted_blocks={"unused": 3, "needed": 1},
+            pinned_blocks=4,
+            pinned_bytes=512,
+            held_requests=5,
+        ),
+        None,
+    )
+    logger.record(prefix_cache_step(evicted_blocks={"unused": 2}, pinned_blocks=3), None)
+    page = generate_latest(REGISTRY).decode()
+    labels = 'engine="0",model_name="tiny"'
+    assert f"relay:prefix_query_tokens_total{{{labels}}} 100.0" in page
+    assert f"relay:prefix_hit_tokens_total{{{labels}}} 60.0" in page
+    assert f"relay:tokens_saved_total{{{labels}}} 70.0" in page
+    assert f"relay:overtakes_total{{{labels}}} 2.0" in page
+    assert f'relay:evicted_blocks_total{{{labels},reason="unused"}} 5.0' in page
+    assert f'relay:evicted_blocks_total{{{labels},reason="needed"}} 1.0' in page
+    assert f"relay:pinned_blocks{{{labels}}} 3.0" in page
+    assert f"relay:held_requests{{{labels}}} 0.0" in page
+    assert "relay:steps" not in page
+    evicted = {m.labels["reason"]: m.value for m in snapshot() if "evicted" in m.name}
+    assert evicted == {"unused": 5.0, "needed": 1.0}
+
+
+def test_gauges_stay_when_a_step_has_nothing_about_them() -> None:
+    logger = RelayStatLogger(config(scheduler=True), [0])
+    logger.record(step(groups=3), None)
+    logger.record(prefix_cache_step(pinned_blocks=2), None)
+    logger.record(step(groups=4), None)
+    assert values()["relay:groups"] == 4
+    assert values()["relay:pinned_blocks"] == 2
+    logger.record(prefix_cache_step(pinned_blocks=1), None)
+    assert values()["relay:groups"] == 4
+
+
+def test_prefix_cache_has_no_metrics_without_the_relay_scheduler() -> None:
+    logger = RelayStatLogger(config(), [0])
+    logger.record(prefix_cache_step(prefix_hit_tokens=1), None)
+    assert "relay:prefix_hit_tokens" not in values()

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
+
+N = TypeVar("N", int, float)
 
 app = typer.Typer(
     help="Shared-prefix attention for vLLM.", no_args_is_help=True, add_completion=False
@@ -94,3 +97,93 @@ def doctor(
     else:
         print_report(report)
     raise typer.Exit(0 if report.can_run else 1)
+
+
+@app.command()
+def predict(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE.jsonl",
+            help="Requests: prompts, messages, token ids or a block-hash trace; docs/predictor.md.",
+            dir_okay=False,
+        ),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(help="A model folder or hub id; not needed for token ids and traces."),
+    ] = None,
+    kv_cache_space: Annotated[float | None, typer.Option(help="KV cache in GiB.")] = None,
+    sweep: Annotated[
+        str | None, typer.Option(help="More sizes of the KV cache in GiB: 0.5,1,2,4.")
+    ] = None,
+    blocks: Annotated[
+        str | None, typer.Option(help="More sizes of the KV cache in KV blocks: 100,200.")
+    ] = None,
+    scheduler: Annotated[str, typer.Option(help="stock or relay.")] = "stock",
+    eviction: Annotated[
+        str | None,
+        typer.Option(help="With the relay scheduler: queue, lru, fifo or gdsf; queue if not said."),
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a KV block; vLLM's default if not said.")
+    ] = None,
+    kv_bytes_per_token: Annotated[
+        int | None,
+        typer.Option(min=1, help="KV cache bytes of a token, where there is no --model."),
+    ] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="As vLLM's option.")] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(min=1, help="As vLLM's option.")
+    ] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="As vLLM's option.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="As vLLM's option.")] = None,
+    output_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Length of each answer where its line does not say; 16."),
+    ] = None,
+    arrivals: Annotated[
+        str, typer.Option(help="offline: all requests are there at once, timestamps are ignored.")
+    ] = "offline",
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="File to write the results to.", dir_okay=False)
+    ] = None,
+    plot_path: Annotated[
+        Path | None, typer.Option("--plot", help="SVG file to draw them in.", dir_okay=False)
+    ] = None,
+) -> None:
+    """Predict the hit rate of the prefix cache without running the model.
+
+    Exit status: 0, or 1 if the input or an option is refused.
+    """
+    from vllm_relay.prefix_cache.predict_run import run_predict
+
+    status = run_predict(
+        path,
+        model,
+        kv_cache_space=kv_cache_space,
+        sweep=_numbers("--sweep", sweep, float),
+        blocks=_numbers("--blocks", blocks, int),
+        scheduler=scheduler,
+        eviction=eviction,
+        block_size=block_size,
+        kv_bytes_per_token=kv_bytes_per_token,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        dtype=dtype,
+        output_tokens=output_tokens,
+        arrivals=arrivals,
+        json_path=json_path,
+        plot_path=plot_path,
+    )
+    raise typer.Exit(status)
+
+
+def _numbers(option: str, given: str | None, kind: Callable[[str], N]) -> list[N]:
+    try:
+        return [kind(number) for number in given.split(",")] if given else []
+    except ValueError:
+        raise typer.BadParameter(
+            f"given {given!r}, expected numbers and commas: 1,2,4", param_hint=option
+        ) from None

@@ -6,9 +6,10 @@ All functions are idempotent, and the replaced functions pass on arguments they 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _MARK = "_replaced_by_vllm_relay"
@@ -105,11 +106,12 @@ def add_relay_field_to_scheduler_stats() -> None:
 
 
 def carry_stats_through_scheduler() -> None:
-    """Move the ``relay_stats`` of worker outputs into SchedulerStats.
+    """Move the ``relay_stats`` of worker outputs, and those of a RelayScheduler's prefix cache,
+    into SchedulerStats.
 
-    Reason: there is no other way from a worker to the front end that works with and without
-    multiprocessing. Scheduler is patched when EngineCore asks for it: other processes never
-    import it.
+    Reason: there is no other way from a worker or the engine core to the front end that works with
+    and without multiprocessing. Scheduler is patched when EngineCore asks for it: other processes
+    never import it.
     Remove when: ModelRunnerOutput and SchedulerStats carry statistics of plugins.
     """
     from vllm.config import SchedulerConfig
@@ -117,6 +119,7 @@ def carry_stats_through_scheduler() -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def get_scheduler_cls(self: Any, *args: Any, **kwargs: Any) -> Any:
             _patch_scheduler()
+            _add_relay_command()
             return original(self, *args, **kwargs)
 
         return get_scheduler_cls
@@ -125,9 +128,25 @@ def carry_stats_through_scheduler() -> None:
 
 
 def _patch_scheduler() -> None:
+    from vllm.logger import init_logger
     from vllm.v1.core.sched.scheduler import Scheduler
 
+    from vllm_relay.config import RelayConfig
+    from vllm_relay.limits import scheduler_is_selected
+    from vllm_relay.prefix_cache.stats import PREFIX_CACHE, PrefixCacheRecorder
     from vllm_relay.stats import RelayStats
+
+    logger = init_logger("vllm.relay")
+
+    def make_init(original: Callable[..., Any]) -> Callable[..., Any]:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            if scheduler_is_selected(self.vllm_config):
+                self.relay_recorder = PrefixCacheRecorder(self)
+                self.relay_log_every_s = RelayConfig.from_vllm_config(self.vllm_config).log_every_s
+                _report_admissions(self.kv_cache_manager, self.relay_recorder.on_admitted)
+
+        return __init__
 
     def make_update(original: Callable[..., Any]) -> Callable[..., Any]:
         def update_from_output(
@@ -145,16 +164,122 @@ def _patch_scheduler() -> None:
     def make_make_stats(original: Callable[..., Any]) -> Callable[..., Any]:
         def make_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
             scheduler_stats = original(self, *args, **kwargs)
+            relay: dict[str, Any] = {}
             relay_stats = getattr(self, "relay_stats", None)
-            if scheduler_stats is not None and relay_stats is not None:
-                scheduler_stats.relay = relay_stats.to_dict()
+            if relay_stats is not None and scheduler_stats is not None:
+                relay.update(relay_stats.to_dict())
                 self.relay_stats = None
+            recorder = getattr(self, "relay_recorder", None)
+            if recorder is not None:
+                prefix_cache_stats = recorder.take()
+                if prefix_cache_stats is not None:
+                    relay[PREFIX_CACHE] = prefix_cache_stats.to_dict()
+                recorder.log_if_due(self.relay_log_every_s, logger.info)
+            if scheduler_stats is not None and relay:
+                scheduler_stats.relay = relay
             return scheduler_stats
 
         return make_stats
 
+    _wrap(Scheduler, "__init__", make_init)
     _wrap(Scheduler, "update_from_output", make_update)
     _wrap(Scheduler, "make_stats", make_make_stats)
+
+
+def _report_admissions(kv_cache_manager: Any, on_admitted: Callable[[Any, int], None]) -> None:
+    """Call ``on_admitted(request, hit_tokens)`` when a request has been admitted.
+
+    Reason: KVCacheManager sums hits up over all requests of a step, so it does not say which
+    prefixes are hit, and counts nothing where statistics are disabled.
+    Remove when: vLLM's prefix cache statistics name prefixes.
+    """
+
+    original = kv_cache_manager.record_prefix_cache_stats
+
+    def record_prefix_cache_stats(request: Any, num_hits: int, *args: Any, **kwargs: Any) -> Any:
+        if kv_cache_manager.prefix_cache_lookup_enabled(request):
+            on_admitted(request, num_hits)
+        return original(request, num_hits, *args, **kwargs)
+
+    kv_cache_manager.record_prefix_cache_stats = record_prefix_cache_stats
+
+
+def _add_relay_command() -> None:
+    """Give EngineCore the method ``relay_command(name, arguments)``, for call_utility.
+
+    Reason: collective_rpc reaches workers only, and a plugin has no other call to the scheduler.
+    Called when EngineCore asks for its scheduler class: other processes never import it.
+    Remove when: EngineCore lets schedulers answer utility calls.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    from vllm_relay.prefix_cache import commands
+
+    def relay_command(self: Any, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        return commands.run(self.scheduler, name, arguments)
+
+    EngineCore.relay_command = relay_command
+
+
+def pin_system_prompts_of_llm_engines() -> None:
+    """Pin the configured system prompts when an LLMEngine of a RelayScheduler has started.
+
+    Reason: LLM has no hook between the start of its engine and the first request; plugins are
+    loaded inside LLM.__init__, when it is too late to wrap that. A server pins in `PinEndpoints`.
+    Remove when: vLLM calls plugins when an engine has started.
+    """
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from vllm_relay.limits import scheduler_is_selected
+    from vllm_relay.prefix_cache.pin_client import pin_system_prompts
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            if not scheduler_is_selected(self.vllm_config):
+                return
+            try:
+                pin_system_prompts(self)
+            except BaseException:
+                self.engine_core.shutdown()
+                raise
+
+        return __init__
+
+    _wrap(LLMEngine, "__init__", make)
+
+
+def serve_pin_endpoints() -> None:
+    """Add relay's endpoint plugin to every server, and its routes to those the API key guards.
+
+    Reason: vLLM loads endpoint plugins only if VLLM_PLUGINS names them, which would make a server
+    that asks for RelayScheduler start without its routes and its system prompts. Its API key
+    guards a fixed list of prefixes, and who may not generate may not fill the KV cache either.
+    Remove when: endpoint plugins can be selected by the configuration and ask for the API key.
+    """
+    from vllm import plugins
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def load_endpoint_plugins(supported_tasks: Any = None, *args: Any, **kwargs: Any) -> Any:
+            from vllm_relay.prefix_cache.http import PinEndpoints
+
+            loaded = original(supported_tasks, *args, **kwargs)
+            if set(PinEndpoints.required_tasks) & set(supported_tasks or ()):
+                _guard_by_api_key("/relay")
+                loaded = [*loaded, PinEndpoints()]
+            return loaded
+
+        return load_endpoint_plugins
+
+    _wrap(plugins, "load_endpoint_plugins", make)
+
+
+def _guard_by_api_key(prefix: str) -> None:
+    """See serve_pin_endpoints."""
+    from vllm.entrypoints.serve.middleware import authenticate
+
+    if prefix not in authenticate.GUARDED_PREFIX:
+        authenticate.GUARDED_PREFIX = (*authenticate.GUARDED_PREFIX, prefix)
 
 
 def attach_stats_to_worker_output() -> None:
@@ -236,3 +361,50 @@ def report_relay_metrics() -> None:
         return get_metrics
 
     _wrap(LLMEngine, "get_metrics", make)
+
+
+@contextlib.contextmanager
+def free_block_queue(make_queue: Callable[[list[Any]], Any]) -> Iterator[None]:
+    """Let the block pools built in this context keep their free blocks in ``make_queue(blocks)``.
+
+    Reason: BlockPool builds its FreeKVCacheBlockQueue itself, and which block is evicted is decided
+    there.
+    Remove when: vLLM has a registry of eviction policies for the prefix cache.
+    """
+    from vllm.v1.core import block_pool
+
+    original = block_pool.FreeKVCacheBlockQueue
+    block_pool.FreeKVCacheBlockQueue = make_queue
+    try:
+        yield
+    finally:
+        block_pool.FreeKVCacheBlockQueue = original
+
+
+def mark_offline_engines() -> None:
+    """Make ``is_offline`` true for the configurations of ``LLM``.
+
+    Reason: the order of requests is free only where all are there from the beginning, and neither
+    the configuration nor the engine core knows whether LLM or a server is in front of it.
+    Remove when: VllmConfig tells its usage context.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def create_engine_config(
+            self: Any, usage_context: Any = None, *args: Any, **kwargs: Any
+        ) -> Any:
+            vllm_config = original(self, usage_context, *args, **kwargs)
+            if usage_context == UsageContext.LLM_CLASS:
+                vllm_config.scheduler_config.relay_is_offline = True
+            return vllm_config
+
+        return create_engine_config
+
+    _wrap(EngineArgs, "create_engine_config", make)
+
+
+def is_offline(vllm_config: Any) -> bool:
+    """Whether the engine of this configuration belongs to an ``LLM``."""
+    return getattr(vllm_config.scheduler_config, "relay_is_offline", False)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -16,8 +16,11 @@ if TYPE_CHECKING:
 SECTION = "additional_config.relay"
 
 
+EvictionPolicyName = Literal["queue", "lru", "fifo", "gdsf"]
+
+
 class RelayConfig(BaseModel):
-    """Options of the RELAY attention backend.
+    """Options of the RELAY attention backend, of the scheduler and of the prefix cache.
 
     Given as ``--additional-config.relay.min_shared_tokens 256`` or
     ``LLM(additional_config={"relay": {"min_shared_tokens": 256}})``.
@@ -47,6 +50,41 @@ class RelayConfig(BaseModel):
         ge=0.0,
         allow_inf_nan=False,
         description="Seconds between two log lines with the sharing statistics. 0 logs none.",
+    )
+
+    scheduler: bool = Field(
+        default=False,
+        description="Schedule with RelayScheduler, as --scheduler-cls "
+        "vllm_relay.scheduler.RelayScheduler does.",
+    )
+    max_hold_s: float = Field(
+        default=2.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Longest time for which later requests may overtake a waiting one. "
+        "LLM.generate is not held to it: all its requests are there at once.",
+    )
+    max_overtakes: int = Field(
+        default=256,
+        ge=0,
+        description="How many later requests may overtake a waiting one. 0 keeps the order of "
+        "arrival. LLM.generate is not held to it.",
+    )
+    warm_up: bool = Field(
+        default=True,
+        description="Let one of several requests that share a prefix compute it, and hold the "
+        "others until the prefix is resident.",
+    )
+    eviction: EvictionPolicyName = Field(
+        default="queue",
+        description="Which KV block leaves first: queue keeps what waiting requests need, the "
+        "sooner the longer, and is LRU for the rest; lru is vLLM's own order; fifo evicts the "
+        "prefix that was cached first; gdsf the one that is used least often.",
+    )
+    system_prompts: tuple[str, ...] = Field(
+        default=(),
+        description="Prompts that are computed before the first request is served and never "
+        "evicted: text, or @ and the path of a file with the text.",
     )
 
     @classmethod

@@ -10,7 +10,8 @@ from vllm.config import VllmConfig
 from vllm.v1.metrics import reader
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
-from vllm_relay.limits import relay_is_selected
+from vllm_relay.limits import relay_is_selected, scheduler_is_selected
+from vllm_relay.prefix_cache import stats as prefix_cache
 from vllm_relay.stats import COUNTERS, GAUGES, prometheus_name
 
 _LABELS = ("model_name", "engine")
@@ -19,29 +20,31 @@ _LABELS = ("model_name", "engine")
 class RelayStatLogger(AggregateStatLoggerBase):
     """Publishes the statistics that arrive with each step's SchedulerStats.
 
-    Without the RELAY backend it registers no metric and records nothing.
+    Those of attention only for the RELAY backend, those of the prefix cache only for
+    RelayScheduler. With neither it registers no metric and records nothing.
     """
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
-        self._metrics: dict[int, dict[str, Any]] = {}
-        if not relay_is_selected(vllm_config):
+        backend, scheduler = relay_is_selected(vllm_config), scheduler_is_selected(vllm_config)
+        self._attention: dict[int, dict[str, Any]] = {}
+        self._prefix_cache: dict[int, dict[str, Any]] = {}
+        if not (backend or scheduler):
             return
         _unregister_stale_metrics()
-        families: dict[str, Counter | Gauge] = {}
-        for name, text in COUNTERS.items():
-            families[name] = Counter(prometheus_name(name), text, _LABELS)
-        for name, text in GAUGES.items():
-            families[name] = Gauge(
-                prometheus_name(name), text, _LABELS, multiprocess_mode="mostrecent"
-            )
         model_config = vllm_config.model_config
         model_name = getattr(model_config, "served_model_name", None) or "unknown"
         if isinstance(model_name, list):
             model_name = model_name[0]
-        for index in engine_indexes:
-            self._metrics[index] = {
-                name: family.labels(model_name, str(index)) for name, family in families.items()
-            }
+        self._engine_labels = {index: (model_name, str(index)) for index in engine_indexes}
+        if backend:
+            self._attention = self._register(COUNTERS, GAUGES)
+        if scheduler:
+            self._prefix_cache = self._register(prefix_cache.COUNTERS, prefix_cache.GAUGES)
+            self._evicted_blocks = Counter(
+                prometheus_name(prefix_cache.EVICTED_BLOCKS),
+                prefix_cache.EVICTED_BLOCKS_TEXT,
+                (*_LABELS, "reason"),
+            )
 
     def record(
         self,
@@ -52,16 +55,44 @@ class RelayStatLogger(AggregateStatLoggerBase):
         **_: Any,
     ) -> None:
         stats = getattr(scheduler_stats, "relay", None)
-        metrics = self._metrics.get(engine_idx)
-        if not stats or metrics is None:
+        if not stats:
             return
-        for name in COUNTERS:
-            metrics[name].inc(stats.get(name, 0))
-        for name in GAUGES:
-            metrics[name].set(stats.get(name, 0))
+        _record(self._attention.get(engine_idx), stats)
+        stats = stats.get(prefix_cache.PREFIX_CACHE)
+        if stats and engine_idx in self._prefix_cache:
+            _record(self._prefix_cache[engine_idx], stats)
+            for reason, blocks in stats.get(prefix_cache.EVICTED_BLOCKS, {}).items():
+                labels = (*self._engine_labels[engine_idx], reason)
+                self._evicted_blocks.labels(*labels).inc(blocks)
 
     def log_engine_initialized(self) -> None:
         pass
+
+    def _register(
+        self, counters: dict[str, str], gauges: dict[str, str]
+    ) -> dict[int, dict[str, Any]]:
+        """Metrics by engine and name."""
+        families: dict[str, Counter | Gauge] = {}
+        for name, text in counters.items():
+            families[name] = Counter(prometheus_name(name), text, _LABELS)
+        for name, text in gauges.items():
+            families[name] = Gauge(
+                prometheus_name(name), text, _LABELS, multiprocess_mode="mostrecent"
+            )
+        return {
+            index: {name: family.labels(*labels) for name, family in families.items()}
+            for index, labels in self._engine_labels.items()
+        }
+
+
+def _record(metrics: dict[str, Any] | None, stats: dict[str, Any]) -> None:
+    for name, metric in (metrics or {}).items():
+        if name not in stats:
+            continue
+        if isinstance(metric, Counter):
+            metric.inc(stats[name])
+        else:
+            metric.set(stats[name])
 
 
 def snapshot() -> list[reader.Metric]:

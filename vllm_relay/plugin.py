@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from vllm_relay.limits import BACKEND_NAME, check_config, check_layer, relay_is_selected
+from vllm_relay.limits import (
+    BACKEND_NAME,
+    check_config,
+    check_layer,
+    relay_is_selected,
+    scheduler_is_selected,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -17,6 +23,7 @@ if TYPE_CHECKING:
 
 SUPPORTED_VLLM = SpecifierSet(">=0.32,<0.34")
 BACKEND_PATH = "vllm_relay.attention_backends.relay.RelayBackend"
+SCHEDULER_PATH = "vllm_relay.scheduler.RelayScheduler"
 
 
 def register() -> None:
@@ -75,6 +82,7 @@ def _register_backend() -> None:
 
     platform_cls = type(current_platform)
     compat.run_on_new_config(platform_cls, check_new_config)
+    compat.mark_offline_engines()
     if current_platform.is_cpu():
         compat.let_cpu_platform_select(platform_cls, BACKEND_NAME, check_layer)
     if BACKEND_NAME not in AttentionBackendEnum.__members__:
@@ -101,28 +109,54 @@ def check_new_config(vllm_config: VllmConfig) -> None:
 
     from vllm_relay import compat
     from vllm_relay.config import RelayConfig, options_of
+    from vllm_relay.prefix_cache.prompts import check_system_prompts
 
     logger = init_logger("vllm.relay")
     options = RelayConfig.from_vllm_config(vllm_config)
-    if not relay_is_selected(vllm_config):
+    if options.scheduler:
+        select_scheduler(vllm_config)
+    backend, scheduler = relay_is_selected(vllm_config), scheduler_is_selected(vllm_config)
+    check_system_prompts(vllm_config, options)
+    if not (backend or scheduler):
         if options_of(vllm_config) is not None:
             logger.warning_once(
                 "vllm-relay: additional_config.relay is given but has no effect without "
-                "--attention-backend relay"
+                "--attention-backend relay or additional_config.relay.scheduler"
             )
         return
-    check_config(vllm_config, current_platform.device_type, current_platform.is_cpu())
-    _check_kernel(vllm_config, options)
+    if backend:
+        check_config(vllm_config, current_platform.device_type, current_platform.is_cpu())
+        _check_kernel(vllm_config, options)
     if not vllm_config.cache_config.enable_prefix_caching:
         logger.warning_once(
             "vllm-relay: prefix caching is off, so requests share no KV blocks and relay has "
             "nothing to read once for several of them"
         )
+    if scheduler:
+        compat.pin_system_prompts_of_llm_engines()
+        compat.serve_pin_endpoints()
     try:
         compat.add_stat_logger_to_every_front_end()
         compat.report_relay_metrics()
     except Exception:
         logger.warning("vllm-relay: the metrics relay:* are not available", exc_info=True)
+
+
+def select_scheduler(vllm_config: VllmConfig) -> None:
+    """Let RelayScheduler schedule, as ``additional_config.relay.scheduler`` asks.
+
+    Raises:
+        ValueError: another scheduler class is given too.
+    """
+    scheduler_cls = vllm_config.scheduler_config.scheduler_cls
+    if scheduler_cls is not None and not isinstance(scheduler_cls, str):
+        scheduler_cls = f"{scheduler_cls.__module__}.{scheduler_cls.__qualname__}"
+    if scheduler_cls not in (None, SCHEDULER_PATH):
+        raise ValueError(
+            f"additional_config.relay.scheduler is true and --scheduler-cls is {scheduler_cls}: "
+            "give one of the two"
+        )
+    vllm_config.scheduler_config.scheduler_cls = SCHEDULER_PATH
 
 
 def _check_kernel(vllm_config: VllmConfig, options: RelayConfig) -> None:

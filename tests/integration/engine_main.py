@@ -95,7 +95,33 @@ def run_abort(llm: LLM) -> Any:
     return {name: finished[name] for name in sorted(finished) if int(name.split("-")[1]) % 2 == 0}
 
 
+def run_priorities(llm: LLM) -> Any:
+    """With policy "priority"; every third request is less urgent."""
+    priorities = [int(index % 3 == 0) for index in range(len(shared_prompts()))]
+    outputs = llm.generate(
+        shared_prompts(), greedy(20, logprobs=2), priority=priorities, use_tqdm=False
+    )
+    return [completion(request.outputs[0]) for request in outputs]
+
+
+def run_salts(llm: LLM) -> Any:
+    """Requests of two tenants, who must not share; cached tokens are told too."""
+    prompts = [
+        {**prompt, "cache_salt": "ab"[index % 2]} for index, prompt in enumerate(shared_prompts())
+    ]
+    outputs = llm.generate(prompts, greedy(8, logprobs=2), use_tqdm=False)
+    return [completion(request.outputs[0]) for request in outputs]
+
+
+def run_reset(llm: LLM) -> Any:
+    """Whether every block has come back."""
+    return llm.reset_prefix_cache()
+
+
 SCENARIOS = {
+    "priorities": run_priorities,
+    "salts": run_salts,
+    "reset": run_reset,
     "shared": run_shared,
     "parallel_sampling": run_parallel_sampling,
     "prompt_logprobs": run_prompt_logprobs,

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of engine_main.py, and what must be equal between two of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+ROBUST_LEAD = 1e-3  # nats; below it rounding may decide which token is best
+
+Run = Callable[..., dict[str, Any]]
+
+
+def start(
+    directory: Path,
+    engine_args: dict[str, Any],
+    scenarios: tuple[str, ...] = (),
+    multiprocessing: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    args_path = directory / "engine_args.json"
+    args_path.write_text(json.dumps(engine_args))
+    driver = [sys.executable, "-m", "tests.integration.engine_main"]
+    return subprocess.run(
+        [*driver, str(directory / "output.json"), str(args_path), *scenarios],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing))},
+        timeout=300,
+    )
+
+
+def assert_same_completions(actual: Any, expected: Any) -> None:
+    """Equal tokens, up to the first position where the best two tokens are too close."""
+    if isinstance(expected, dict) and "token_ids" not in expected:
+        assert actual.keys() == expected.keys()
+        actual, expected = list(actual.values()), list(expected.values())
+    assert len(actual) == len(expected)
+    compared = 0
+    for ours, theirs in zip(actual, expected, strict=True):
+        close = [position for position, lead in enumerate(theirs["leads"]) if lead < ROBUST_LEAD]
+        end = close[0] if close else len(theirs["token_ids"])
+        assert ours["token_ids"][:end] == theirs["token_ids"][:end]
+        compared += end
+    total = sum(len(theirs["token_ids"]) for theirs in expected)
+    assert compared > 0.8 * total, f"only {compared} of {total} tokens were far enough apart"

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs lists of requests on real engines and tells how many tokens of each were cached.
+
+Usage: python -m tests.prefix_cache.predict_engine_process INPUT.json OUTPUT.json
+
+INPUT holds a list of engines, each the arguments of `vllm.LLM`, and a list of workloads, each a
+list of pairs of prompt token ids and output tokens. OUTPUT holds, for every engine and workload, a
+list of cached tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+
+def cached_tokens(llm: LLM, workload: list[tuple[list[int], int]]) -> list[int]:
+    assert llm.reset_prefix_cache()
+    params = [
+        SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+        for _, count in workload
+    ]
+    prompts: Any = [{"prompt_token_ids": prompt} for prompt, _ in workload]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [output.num_cached_tokens or 0 for output in outputs]
+
+
+def main() -> None:
+    input_path, output_path = map(Path, sys.argv[1:])
+    given = json.loads(input_path.read_text())
+    results = []
+    for engine_args in given["engines"]:
+        llm = LLM(**engine_args)
+        results.append([cached_tokens(llm, workload) for workload in given["workloads"]])
+        llm.llm_engine.engine_core.shutdown()
+    output_path.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pins in vLLM's own KVCacheManager."""
+
+from __future__ import annotations
+
+import contextlib
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+
+from tests.prefix_cache.pin_scheduler import (
+    BLOCK_BYTES,
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    Scheduler,
+    tokens,
+)
+from vllm_relay.prefix_cache import commands
+from vllm_relay.prefix_cache.pins import PinError
+
+
+def test_pinned_prompt_survives_a_flood() -> None:
+    scheduler = Scheduler()
+    entry = scheduler.pin("a", tokens(18))
+    assert entry == {
+        "id": "a",
+        "tokens": 16,
+        "blocks": 4,
+        "bytes": 4 * BLOCK_BYTES,
+        "resident": True,
+        "problem": None,
+    }
+    scheduler.run(tokens(12, first=100))
+    scheduler.flood()
+    assert scheduler.run(tokens(18)) == 16
+    assert scheduler.run(tokens(12, first=100)) == 0
+    assert scheduler.num_free == 30 - 4
+
+
+def test_unpinned_prompt_can_be_evicted() -> None:
+    scheduler = Scheduler()
+    scheduler.pin("a", tokens(16))
+    scheduler.pins.unpin("a")
+    assert scheduler.num_free == 30
+    assert scheduler.pins.num_blocks == 0
+    assert scheduler.run(tokens(18)) == 16
+    scheduler.flood()
+    assert scheduler.run(tokens(18)) == 0
+
+
+def test_pins_that_begin_alike_share_their_blocks() -> None:
+    scheduler = Scheduler()
+    scheduler.pin("a", tokens(8))
+    scheduler.pin("b", tokens(16))
+    assert scheduler.pins.num_blocks == 4
+    assert scheduler.pins.num_bytes == 4 * BLOCK_BYTES
+    assert [entry["blocks"] for entry in scheduler.pins.entries()] == [2, 4]
+    scheduler.pins.unpin("b")
+    assert scheduler.pins.num_blocks == 2
+    scheduler.flood()
+    assert scheduler.run(tokens(16)) == 8
+    scheduler.pins.unpin("a")
+    assert scheduler.num_free == 30
+
+
+def test_prompt_that_is_cached_already_is_pinned() -> None:
+    scheduler = Scheduler()
+    scheduler.run(tokens(16))
+    scheduler.pin("a", tokens(16))  # its last block is computed again: vLLM needs logits
+    scheduler.flood()
+    assert scheduler.run(tokens(17)) == 16
+
+
+@pytest.mark.parametrize("num_tokens", [4, 12, 15])
+def test_request_that_is_aborted_before_it_has_computed_all_pins_nothing(num_tokens: int) -> None:
+    scheduler = Scheduler()
+    scheduler.pins.declare("a", tokens(16))
+    request = scheduler.request(tokens(16), "a")
+    scheduler.prefill(request, num_tokens)
+    scheduler.free(request)
+    assert not scheduler.pins.get("a")["resident"]
+    assert scheduler.num_free == 30
+    assert scheduler.run(tokens(16), "a") == num_tokens // BLOCK_SIZE * BLOCK_SIZE
+    assert scheduler.pins.get("a")["resident"]
+
+
+def test_request_that_holds_no_blocks_pins_nothing() -> None:
+    scheduler = Scheduler()
+    scheduler.pins.declare("a", tokens(16))
+    scheduler.free(scheduler.request(tokens(16), "a"))
+    assert not scheduler.pins.get("a")["resident"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kwargs"),
+    [
+        (tokens(16, first=1), {}),
+        (tokens(8), {}),
+        (tokens(16), {"cache_salt": "salt"}),
+        (tokens(16), {"lora_request": LoRARequest("adapter", 1, "/adapter")}),
+    ],
+    ids=["other_tokens", "shorter", "salt", "lora"],
+)
+def test_requests_of_others_that_name_a_pin_do_not_make_it(prompt: Any, kwargs: Any) -> None:
+    scheduler = Scheduler()
+    scheduler.pins.declare("a", tokens(16))
+    scheduler.run(prompt, "a", **kwargs)
+    scheduler.run(prompt, "unknown", **kwargs)
+    assert not scheduler.pins.get("a")["resident"]
+    assert scheduler.num_free == 30
+
+
+def test_reset_makes_pins_cold_until_any_request_computes_them() -> None:
+    scheduler = Scheduler()
+    scheduler.pin("a", tokens(16))
+    assert scheduler.reset()
+    assert scheduler.num_free == 30
+    entry = scheduler.pins.get("a")
+    assert (entry["resident"], entry["blocks"], entry["tokens"]) == (False, 0, 16)
+    scheduler.run(tokens(16, first=50))
+    assert not scheduler.pins.get("a")["resident"]
+    assert scheduler.run(tokens(22)) == 0
+    assert scheduler.pins.get("a")["resident"]
+    scheduler.flood()
+    assert scheduler.run(tokens(22)) == 16
+
+
+def test_requests_that_run_during_a_reset_do_not_hold_what_it_forgets() -> None:
+    scheduler = Scheduler()
+    scheduler.pin("a", tokens(16))
+    running = scheduler.request(tokens(22))
+    scheduler.prefill(running)
+    scheduler.running = [running]
+    scheduler.pins.reset()
+    scheduler.free(running)  # vLLM preempts it
+    assert scheduler.kv_cache_manager.reset_prefix_cache()
+    assert scheduler.prefill(running) == 0
+    scheduler.free(running)
+    assert scheduler.pins.get("a")["resident"]
+
+
+def test_unpinning_a_cold_pin() -> None:
+    scheduler = Scheduler()
+    scheduler.pin("a", tokens(16))
+    scheduler.reset()
+    scheduler.pins.unpin("a")
+    scheduler.run(tokens(16))
+    assert scheduler.num_free == 30
+
+
+def test_declaring_again() -> None:
+    scheduler = Scheduler()
+    assert scheduler.pins.declare("a", tokens(16))["is_new"]
+    assert not scheduler.pins.declare("a", tokens(17))["is_new"]  # the same full blocks
+    scheduler.pin("a", tokens(16))
+    assert scheduler.pins.declare("a", tokens(16))["resident"]
+    with pytest.raises(PinError, match="another prompt") as caught:
+        scheduler.pins.declare("a", tokens(12))
+    assert caught.value.status == 409
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "message"),
+    [
+        (0, "a prompt of 0 tokens was given, .* expected at least 4 tokens"),
+        (3, "a prompt of 3 tokens was given, .* expected at least 4 tokens"),
+        (40, "a prompt of 40 tokens was given, expected fewer than max_model_len=40"),
+    ],
+)
+def test_prompts_that_cannot_be_pinned(num_tokens: int, message: str) -> None:
+    with pytest.raises(PinError, match=message) as caught:
+        Scheduler().pins.declare("a", tokens(num_tokens))
+    assert caught.value.status == 400
+
+
+def test_unknown_pin() -> None:
+    scheduler = Scheduler()
+    scheduler.pins.declare("a", tokens(16))
+    with pytest.raises(PinError, match="there is no pin 'b'; pins: a") as caught:
+        scheduler.pins.unpin("b")
+    assert caught.value.status == 404
+
+
+def test_the_longest_request_always_fits_beside_the_pins() -> None:
+    scheduler = Scheduler(num_blocks=21)  # 20 usable ones, 10 for the longest request
+    scheduler.pin("a", tokens(20))
+    scheduler.pin("b", tokens(20, first=50))
+    with pytest.raises(PinError) as caught:
+        scheduler.pins.declare("c", tokens(4, first=100))
+    assert caught.value.status == 507
+    assert str(caught.value).startswith(
+        "pin 'c' needs 1 KV blocks; of 20, 10 are pinned, so 9 would be left, and the longest "
+        "request (max_model_len=40) needs 10: unpin another prompt"
+    )
+    scheduler.pins.declare("d", tokens(8))  # the beginning of a
+    scheduler.pins.unpin("b")
+    scheduler.pins.declare("c", tokens(4, first=100))
+
+
+def test_cold_pins_keep_their_room() -> None:
+    scheduler = Scheduler(num_blocks=21)
+    scheduler.pins.declare("a", tokens(36))
+    with pytest.raises(PinError, match="9 are pinned"):
+        scheduler.pins.declare("b", tokens(8, first=50))
+
+
+def test_pin_that_finds_no_room_when_it_is_computed_stays_cold() -> None:
+    scheduler = Scheduler(num_blocks=21)
+    scheduler.pins.declare("a", tokens(36))
+    scheduler.max_model_len = 60
+    scheduler.run(tokens(36), "a")
+    entry = scheduler.pins.get("a")
+    assert not entry["resident"]
+    assert "the longest request (max_model_len=60) needs 15" in entry["problem"]
+    assert scheduler.num_free == 20
+
+
+def test_sliding_window_pins_only_what_a_hit_needs() -> None:
+    scheduler = Scheduler(num_blocks=61, sliding_window=8)
+    entry = scheduler.pin("a", tokens(24))
+    assert entry["resident"]
+    assert 6 + 2 <= entry["blocks"] <= 6 + 3
+    scheduler.flood()
+    assert scheduler.run(tokens(30)) == 24
+    scheduler.pins.unpin("a")
+    assert scheduler.num_free == 60
+
+
+def test_commands_carry_results_and_errors() -> None:
+    scheduler = Scheduler()
+    arguments = {"pin_id": "a", "token_ids": tokens(16)}
+    answer = commands.run(scheduler, "declare_pin", arguments)
+    assert commands.result_of(answer)["tokens"] == 16
+    assert commands.result_of(commands.run(scheduler, "pins", {}))[0]["id"] == "a"
+    with pytest.raises(PinError) as caught:
+        commands.result_of(commands.run(scheduler, "unpin", {"pin_id": "b"}))
+    assert caught.value.status == 404
+    with pytest.raises(PinError, match="relay.scheduler true") as caught:
+        commands.result_of(commands.run(SimpleNamespace(), "pins", {}))
+    assert caught.value.status == 501
+
+
+@pytest.mark.parametrize("sliding_window", [None, 8])
+@pytest.mark.parametrize("seed", range(5))
+def test_any_course_of_events_leaves_every_block_free_or_pinned(
+    seed: int, sliding_window: int | None
+) -> None:
+    random = Random(seed)
+    scheduler = Scheduler(num_blocks=45, sliding_window=sliding_window)
+    families = [[*tokens(8, first=100 * i), *tokens(24, first=1000 * i)] for i in range(1, 4)]
+
+    def prompt() -> list[int]:
+        return random.choice(families)[: random.randint(4, 32)] + tokens(random.randint(0, 7))
+
+    for _ in range(300):
+        pin_id = random.choice("abcdef")
+        event = random.choice(["pin", "pin", "unpin", "run", "run", "abort", "reset", "flood"])
+        if event in ("pin", "unpin"):
+            with contextlib.suppress(PinError):
+                if event == "pin":
+                    assert scheduler.pin(pin_id, prompt())["resident"]
+                else:
+                    scheduler.pins.unpin(pin_id)
+        elif event == "run":
+            scheduler.run(prompt())
+        elif event == "abort":
+            request = scheduler.request(prompt(), pin_id)
+            scheduler.prefill(request, request.num_tokens - random.randint(0, 3))
+            scheduler.free(request)
+        elif event == "reset":
+            assert scheduler.reset()
+        else:
+            scheduler.flood()
+        assert scheduler.num_free == 44 - scheduler.pins.num_blocks
+        longest = scheduler.request(tokens(MAX_MODEL_LEN - 1, first=9000))
+        scheduler.prefill(longest)
+        scheduler.free(longest)
+    for entry in scheduler.pins.entries():
+        scheduler.pins.unpin(entry["id"])
+    assert scheduler.num_free == 44

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes for pins, on an engine without a model."""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from tests.prefix_cache.pin_scheduler import Scheduler, tokens
+from vllm_relay import compat
+from vllm_relay.prefix_cache import commands
+from vllm_relay.prefix_cache.http import PinEndpoints
+from vllm_relay.prefix_cache.pin_client import pin_system_prompts_async
+
+
+class Renderer:
+    """A letter is a token."""
+
+    tokenizer = object()
+
+    async def render_cmpl_async(self, prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [
+            {"prompt_token_ids": prompt.get("prompt_token_ids") or list(map(ord, prompt["prompt"]))}
+            for prompt in prompts
+        ]
+
+
+class OnlineRenderer:
+    chat_template = "a template"
+    renderer = Renderer()
+
+    async def render_chat(self, request: Any) -> Any:
+        if request.messages[0]["role"] == "tool":
+            raise ValueError("no tools here")
+        text = "".join(f"<{each['role']}>{each['content']}" for each in request.messages)
+        return [], [{"prompt_token_ids": list(map(ord, text))}]
+
+
+class Engine:
+    """An AsyncLLM around the scheduler of the other tests."""
+
+    def __init__(self, *, scheduler: bool = True, engines: int = 1, **options: Any) -> None:
+        self.scheduler = Scheduler()
+        self.renderer = Renderer()
+        self.engine_core = self
+        self.vllm_config = SimpleNamespace(
+            additional_config={"relay": {"scheduler": scheduler, **options}},
+            scheduler_config=SimpleNamespace(scheduler_cls=None),
+            parallel_config=SimpleNamespace(data_parallel_size=engines),
+        )
+        self.fails: Exception | None = None
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        assert method == "relay_command"
+        return commands.run(self.scheduler, *args)
+
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[None]:
+        if self.fails is not None:
+            raise self.fails
+        self.scheduler.run(prompt["prompt_token_ids"], params.extra_args["relay_pin"])
+        yield None
+
+
+def client(engine: Engine) -> TestClient:
+    app = FastAPI()
+    endpoints = PinEndpoints()
+    endpoints.attach_router(app)
+    app.state.engine_client, app.state.online_renderer = engine, OnlineRenderer()
+    asyncio.run(endpoints.init_state(engine, app.state, Namespace()))
+    return TestClient(app)
+
+
+def test_pins_come_and_go() -> None:
+    http = client(Engine())
+    made = http.post("/relay/pins", json={"prompt_token_ids": tokens(18), "id": "a"})
+    assert made.status_code == 201
+    entry = made.json()
+    assert (entry["id"], entry["tokens"], entry["blocks"]) == ("a", 16, 4)
+    assert entry["bytes"] == 2048
+    again = http.post("/relay/pins", json={"prompt_token_ids": tokens(18), "id": "a"})
+    assert (again.status_code, again.json()) == (201, entry)
+    assert http.get("/relay/pins").json() == {"pins": [entry]}
+    assert http.delete("/relay/pins/a").status_code == 204
+    assert http.get("/relay/pins").json() == {"pins": []}
+    assert http.delete("/relay/pins/a").status_code == 404
+
+
+def test_the_same_prompt_has_the_same_id() -> None:
+    http = client(Engine())
+    first, second = (http.post("/relay/pins", json={"text": "x" * 17}).json() for _ in range(2))
+    assert first == second
+    assert first["tokens"] == 16
+
+
+def test_messages_are_pinned_as_the_chat_template_renders_them() -> None:
+    engine = Engine()
+    messages = [{"role": "system", "content": "be brief"}]
+    body = {"messages": messages, "id": "a"}
+    made = client(engine).post("/relay/pins", json=body).json()
+    assert made["tokens"] == len("<system>be brief<user>") // 4 * 4
+    engine.scheduler.flood()
+    prompt = list(map(ord, "<system>be brief<user>hello"))
+    assert engine.scheduler.run(prompt) == made["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ("nonsense", 400, "Invalid JSON"),
+        ({}, 400, "expected one of text, messages and prompt_token_ids"),
+        ({"text": "a", "messages": []}, 400, "expected one of text, messages"),
+        ({"text": "a", "ttl": 3}, 400, "ttl: Extra inputs"),
+        ({"text": "a", "id": "../a"}, 400, "id: String should match"),
+        ({"prompt_token_ids": [1, -1]}, 400, "prompt_token_ids.1: Input should be greater"),
+        ({"prompt_token_ids": [1.5]}, 400, "prompt_token_ids.0: Input should be a valid integer"),
+        ({"prompt_token_ids": []}, 400, "a prompt of 0 tokens was given"),
+        ({"text": "a"}, 400, "a prompt of 1 tokens was given"),
+        ({"text": "a" * 50}, 400, "expected fewer than max_model_len=40"),
+        ({"messages": []}, 400, "messages: an empty list was given"),
+        ({"messages": [{"role": "user"}]}, 400, "expected a text as content"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, 400, "no tools here"),
+        ({"prompt_token_ids": tokens(16, first=9), "id": "taken"}, 409, "has another prompt"),
+        ({"prompt_token_ids": tokens(32, first=9)}, 507, "the longest request"),
+    ],
+)
+def test_refusals(body: Any, status: int, message: str) -> None:
+    engine = Engine()
+    http = client(engine)
+    for name, first in (("taken", 100), ("other", 200)):
+        made = {"prompt_token_ids": tokens(32, first=first), "id": name}
+        assert http.post("/relay/pins", json=made).status_code == 201
+    sent = {"content": body} if isinstance(body, str) else {"json": body}
+    answer = http.post("/relay/pins", **sent)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (status, status)
+    assert message in error["message"]
+    assert len(http.get("/relay/pins").json()["pins"]) == 2
+
+
+def test_prompt_the_engine_refuses_leaves_no_pin() -> None:
+    engine = Engine()
+    engine.fails = ValueError("token id 9 is out of vocabulary")
+    http = client(engine)
+    answer = http.post("/relay/pins", json={"prompt_token_ids": tokens(16)})
+    assert answer.status_code == 400
+    assert "out of vocabulary" in answer.json()["error"]["message"]
+    assert http.get("/relay/pins").json() == {"pins": []}
+
+
+def test_a_pin_that_exists_stays_when_it_cannot_be_computed_again() -> None:
+    engine = Engine()
+    http = client(engine)
+    body = {"prompt_token_ids": tokens(16), "id": "a"}
+    http.post("/relay/pins", json=body)
+    engine.scheduler.reset()
+    engine.fails = ValueError("not now")
+    assert http.post("/relay/pins", json=body).status_code == 400
+    assert not http.get("/relay/pins").json()["pins"][0]["resident"]
+    engine.fails = None
+    assert http.post("/relay/pins", json=body).json()["resident"]
+
+
+def test_without_the_relay_scheduler() -> None:
+    http = client(Engine(scheduler=False))
+    answers = [
+        http.get("/relay/pins"),
+        http.post("/relay/pins", json={"prompt_token_ids": tokens(16)}),
+        http.delete("/relay/pins/a"),
+    ]
+    for answer in answers:
+        assert answer.status_code == 501
+        assert "--additional-config.relay.scheduler true" in answer.json()["error"]["message"]
+
+
+def test_several_engines_are_refused() -> None:
+    answer = client(Engine(engines=2)).get("/relay/pins")
+    assert answer.status_code == 501
+    assert "--data-parallel-size is 2" in answer.json()["error"]["message"]
+
+
+def test_system_prompts_are_pinned_before_the_server_listens() -> None:
+    engine = Engine(system_prompts=["be brief and kind"])
+    [entry] = client(engine).get("/relay/pins").json()["pins"]
+    assert entry["id"] == "system-0"
+    assert entry["tokens"] == len("<system>be brief and kind<user>") // 4 * 4
+
+
+def test_system_prompt_that_cannot_be_pinned_stops_the_start() -> None:
+    engine = Engine(system_prompts=["be brief", "x" * 50])
+    message = r"additional_config\.relay\.system_prompts\[1\]: a prompt of 64 tokens was given"
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(pin_system_prompts_async(engine, OnlineRenderer()))
+
+
+def test_server_gets_the_routes_and_guards_them() -> None:
+    from vllm import plugins
+    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+    compat.serve_pin_endpoints()
+    assert not plugins.load_endpoint_plugins(("render",))
+    [endpoints] = plugins.load_endpoint_plugins(("generate",))
+    app = FastAPI()
+    endpoints.attach_router(app)
+    app.state.engine_client = Engine()
+    app.add_middleware(AuthenticationMiddleware, tokens=["secret"])
+    http = TestClient(app)
+    assert http.get("/relay/pins").status_code == 401
+    assert http.delete("/relay/pins/a").status_code == 401
+    headers = {"Authorization": "Bearer secret"}
+    assert http.get("/relay/pins", headers=headers).json() == {"pins": []}

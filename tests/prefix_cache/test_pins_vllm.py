@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pins in a real LLM and a real server."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS, save_model
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).parents[2]
+SYSTEM_PROMPT = "river amber stone " * 40
+BLOCK_SIZE = 32
+PINNED_TOKENS = 120 // BLOCK_SIZE * BLOCK_SIZE
+API_KEY = "secret"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from vllm_relay.demo.tokenizer import build_tokenizer
+
+    directory = save_model("llama", tmp_path_factory.mktemp("model"))
+    build_tokenizer(MAX_MODEL_LEN_TOKENS).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("multiprocessing", [False, True], ids=["in_process", "spawned"])
+def test_llm(model: Path, tmp_path: Path, multiprocessing: bool) -> None:
+    output = tmp_path / "output.json"
+    driver = [sys.executable, "-m", "tests.prefix_cache.pin_engine_main"]
+    done = subprocess.run(
+        [*driver, str(model), SYSTEM_PROMPT, str(output)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing))},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    seen = json.loads(output.read_text())
+    [system] = seen["at_start"]
+    assert (system["id"], system["tokens"], system["resident"]) == ("system-0", 96, True)
+    assert seen["pin"]["id"] == "a"
+    assert seen["pin"]["tokens"] == PINNED_TOKENS
+    assert seen["pin"] == seen["same"]
+    assert seen["pin"]["blocks"] == 3
+    # 2 layers, K and V, 2 heads of 32 numbers of 4 bytes
+    assert seen["pin"]["bytes"] == PINNED_TOKENS * 2 * 2 * 2 * 32 * 4
+    assert seen["text"]["tokens"] == PINNED_TOKENS
+    assert [status for status, _ in seen["errors"]] == [400, 400, 400]
+    assert "expected at least 32 tokens" in seen["errors"][0][1]
+    assert "vLLM does not take this text: This model's maximum" in seen["errors"][1][1]
+    assert "vLLM does not take these tokens: " in seen["errors"][2][1]
+    assert seen["cached_after_flood"] == [PINNED_TOKENS, PINNED_TOKENS]
+    assert {(each["tokens"], each["hits"]) for each in seen["top"]} >= {(PINNED_TOKENS, 1)}
+    assert seen["reset"]
+    assert seen["resident_after_reset"] == [False, False]
+    assert seen["cached_after_reset"] == [0, 0]
+    assert seen["cached_after_second_flood"] == [PINNED_TOKENS, PINNED_TOKENS]
+    assert seen["cached_after_unpin"][0] == PINNED_TOKENS
+    assert seen["cached_after_unpin"][1] < PINNED_TOKENS
+    assert seen["left"] == ["system-0"]
+    metrics = seen["metrics"]
+    assert metrics["relay:pinned_blocks"] == 3
+    assert metrics["relay:pinned_bytes"] == seen["pin"]["bytes"]
+    assert metrics["relay:prefix_hit_tokens"] >= 5 * PINNED_TOKENS
+    assert metrics["relay:prefix_hit_tokens"] < metrics["relay:prefix_query_tokens"]
+    assert metrics["relay:evicted_blocks"] > 0
+    assert metrics["relay:steps"] > 0
+
+
+@pytest.fixture
+def server(model: Path, tmp_path: Path) -> Iterator[str]:
+    """The address of a server with a pinned system prompt."""
+    prompt = tmp_path / "system_prompt.txt"
+    prompt.write_text(SYSTEM_PROMPT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+    command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--api-key", API_KEY, "--dtype", "float32", "--enforce-eager"]
+    command += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", "48"]
+    relay = {"scheduler": True, "system_prompts": [f"@{prompt}"]}
+    command += ["--additional-config", json.dumps({"relay": relay})]
+    log = tmp_path / "server.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
+    try:
+        deadline_s = time.monotonic() + 240
+        address = f"http://127.0.0.1:{port}"
+        while True:
+            try:
+                with urllib.request.urlopen(f"{address}/health"):
+                    break
+            except OSError:
+                alive = process.poll() is None and time.monotonic() < deadline_s
+                assert alive, log.read_text()[-4000:]
+                time.sleep(0.5)
+        yield address
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+def ask(method: str, url: str, body: Any = None, key: str = API_KEY) -> tuple[int, str]:
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(url, data, headers, method=method)
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_server(server: str) -> None:
+    pins = f"{server}/relay/pins"
+    assert ask("GET", pins, key="wrong")[0] == 401
+    status, page = ask("GET", pins)
+    [system] = json.loads(page)["pins"]
+    assert status == 200
+    assert (system["id"], system["tokens"], system["resident"]) == ("system-0", PINNED_TOKENS, True)
+    messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": "stone"}]
+    chat = {"model": "tiny", "max_tokens": 1, "messages": messages}
+    assert ask("POST", f"{server}/v1/chat/completions", chat)[0] == 200
+    status, page = ask("POST", pins, {"messages": messages, "id": "chat"})
+    assert (status, json.loads(page)["tokens"]) == (201, PINNED_TOKENS)
+    status, page = ask("POST", pins, {"text": SYSTEM_PROMPT, "id": "text"})
+    assert (status, json.loads(page)["tokens"]) == (201, PINNED_TOKENS)
+    assert ask("POST", pins, {"prompt_token_ids": [9] * 64, "id": "text"})[0] == 409
+    status, page = ask("POST", pins, {"prompt_token_ids": [10**6] * 64})
+    assert (status, "vocabulary" in page) == (400, True)
+    assert ask("DELETE", f"{pins}/text")[0] == 204
+    assert ask("DELETE", f"{pins}/text")[0] == 404
+    assert len(json.loads(ask("GET", pins)[1])["pins"]) == 2
+    assert ask("POST", f"{server}/v1/chat/completions", chat)[0] == 200  # gauges need a step
+    metrics = ask("GET", f"{server}/metrics")[1]
+    labels = 'engine="0",model_name="tiny"'
+    assert f"relay:pinned_blocks{{{labels}}} 3.0" in metrics
+    # both chats, and the request for the pin "chat", whose last block is computed again
+    hit_tokens = 3 * PINNED_TOKENS - BLOCK_SIZE
+    assert f"relay:prefix_hit_tokens_total{{{labels}}} {hit_tokens}.0" in metrics

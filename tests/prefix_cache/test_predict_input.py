@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_relay.prefix_cache.predict_input import (
+    InputLine,
+    check_vocabulary,
+    read_lines,
+    to_requests,
+)
+
+
+def write(folder: Path, *values: Any) -> Path:
+    path = folder / "requests.jsonl"
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return path
+
+
+def trace(hash_ids: list[int], input_length: int, **more: Any) -> dict[str, Any]:
+    return {"timestamp": 7, "hash_ids": hash_ids, "input_length": input_length, **more}
+
+
+def test_every_format_is_read(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "hello"}]
+    path = write(
+        tmp_path,
+        "a text",
+        {"prompt": "another", "max_tokens": 3},
+        {"messages": chat, "output_tokens": 4, "model": "is ignored"},
+        {"prompt_token_ids": [5, 6]},
+        trace([9], 2, output_length=8),
+    )
+    path.write_text(path.read_text() + "\n  \n")
+    assert read_lines(path) == [
+        InputLine(1, text="a text"),
+        InputLine(2, text="another", output_tokens=3),
+        InputLine(3, messages=chat, output_tokens=4),
+        InputLine(4, token_ids=[5, 6]),
+        InputLine(5, token_ids=[9, 9], output_tokens=8, synthetic=True, timestamp=True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (7, "given 7; expected"),
+        ({"text": "x"}, r"given the fields \['text'\]; expected"),
+        ({"prompt": "x", "messages": []}, "given prompt and messages; expected"),
+        ({"prompt": ["x"]}, r"prompt: given \['x'\], expected a text"),
+        ({"messages": "x"}, "messages: given 'x', expected a list"),
+        ({"messages": []}, r"messages: given \[\], expected a list"),
+        ({"prompt_token_ids": []}, r"prompt_token_ids: given \[\], expected a list of ids"),
+        ({"prompt_token_ids": [1, -1]}, r"prompt_token_ids: given \[1, -1\], expected"),
+        ({"prompt_token_ids": [1.5]}, r"prompt_token_ids: given \[1.5\], expected"),
+        ({"prompt_token_ids": [True]}, r"prompt_token_ids: given \[True\], expected"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens: given 0, expected an integer from 1"),
+        ({"prompt": "x", "output_tokens": "4"}, "output_tokens: given '4', expected an integer"),
+        (
+            {"prompt": "x", "output_tokens": 4, "max_tokens": 4},
+            "given output_tokens and max_tokens, expected one",
+        ),
+        ({"hash_ids": [1]}, "input_length: given None, expected 1 to 512"),
+        (trace([1, 2], 512), "input_length: given 512, expected 513 to 1024"),
+        (trace([1, 2], 1025), "input_length: given 1025, expected 513 to 1024"),
+        ({"hash_ids": "1"}, "hash_ids: given '1', expected a list of ids"),
+    ],
+)
+def test_bad_lines_are_refused_by_number(value: Any, message: str, tmp_path: Path) -> None:
+    path = write(tmp_path, "fine", value)
+    with pytest.raises(ValueError, match=f"requests.jsonl, line 2: {message}"):
+        read_lines(path)
+
+
+def test_what_is_not_json_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_text("{'prompt': 1}\n")
+    with pytest.raises(ValueError, match="line 1: not JSON .*; expected"):
+        read_lines(path)
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no requests there"):
+        read_lines(write(tmp_path))
+
+
+def test_synthetic_tokens_agree_where_hash_ids_do(tmp_path: Path) -> None:
+    path = write(tmp_path, trace([1, 2, 3], 1500), trace([1, 2, 4], 1100), trace([5, 2], 1024))
+    a, b, c = (line.token_ids for line in read_lines(path))
+    assert a is not None and b is not None and c is not None
+    assert [len(a), len(b), len(c)] == [1500, 1100, 1024]
+    assert a[:1024] == b[:1024]
+    assert all(x != y for x, y in zip(a[1024:], b[1024:], strict=False))
+    assert all(x != y for x, y in zip(a[:512], c[:512], strict=False))
+
+
+def test_lengths_of_answers_come_from_the_line_then_the_option_then_vllm() -> None:
+    lines = [InputLine(1, token_ids=[1], output_tokens=9), InputLine(2, token_ids=[2])]
+    assert [r.output_tokens for r in to_requests(lines, 5)] == [9, 5]
+    assert [r.output_tokens for r in to_requests(lines, None)] == [9, 16]
+
+
+def test_prompts_are_encoded() -> None:
+    lines = [InputLine(1, text="abc"), InputLine(2, messages=[{"content": "de"}])]
+    requests = to_requests(
+        lines, None, lambda text: [len(text)], lambda messages: [len(messages[0]["content"])] * 2
+    )
+    assert [r.prompt_token_ids for r in requests] == [[3], [2, 2]]
+
+
+def test_prompts_that_cannot_be_encoded_are_refused_by_number() -> None:
+    def no_template(messages: Any) -> list[int]:
+        raise RuntimeError("no chat template")
+
+    lines = [InputLine(4, messages=[{}])]
+    with pytest.raises(ValueError, match="line 4: cannot be tokenized: no chat template"):
+        to_requests(lines, None, None, no_template)
+    with pytest.raises(ValueError, match="line 4: given text.*--model"):
+        to_requests(lines, None)
+    with pytest.raises(ValueError, match="line 4: the prompt has no tokens"):
+        to_requests(lines, None, None, lambda messages: [])
+
+
+def test_token_ids_beyond_the_vocabulary_are_refused() -> None:
+    check_vocabulary(
+        [InputLine(1, token_ids=[9]), InputLine(2, token_ids=[99], synthetic=True)], 10
+    )
+    with pytest.raises(ValueError, match="line 3: given token id 10, .* ends at 9"):
+        check_vocabulary([InputLine(3, token_ids=[1, 10])], 10)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's routes for pinned prompts, as an endpoint plug-in of vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from vllm_relay.prefix_cache.pin_client import (
+    Pin,
+    command_async,
+    conversation_tokens_async,
+    pin_system_prompts_async,
+    pin_tokens_async,
+    text_tokens_async,
+)
+from vllm_relay.prefix_cache.pins import PinError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from starlette.datastructures import State
+
+
+class PinRequest(BaseModel):
+    """The body of ``POST /relay/pins``: one of the three forms of a prompt, and its id."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: str | None = Field(default=None, pattern=r"^[\w.:-]{1,128}$")
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    prompt_token_ids: list[Annotated[int, Field(strict=True, ge=0, lt=2**31)]] | None = None
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> PinRequest:
+        given = (self.text, self.messages, self.prompt_token_ids)
+        if sum(each is not None for each in given) != 1:
+            raise ValueError("expected one of text, messages and prompt_token_ids")
+        return self
+
+
+class PinEndpoints:
+    """Implements vLLM's EndpointPlugin."""
+
+    name = "relay"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        app.include_router(_router())
+
+    async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
+        """Pin the configured system prompts; the server is not listening yet.
+
+        Raises:
+            ValueError: one cannot be pinned.
+        """
+        from vllm_relay.limits import scheduler_is_selected
+
+        if engine_client is not None and scheduler_is_selected(engine_client.vllm_config):
+            await pin_system_prompts_async(engine_client, state.online_renderer)
+
+
+def _router() -> APIRouter:
+    router = APIRouter(prefix="/relay", tags=["relay"])
+
+    @router.post("/pins", status_code=201)
+    async def pin(raw_request: Request) -> Response:
+        """Compute a prompt and keep its KV blocks."""
+        try:
+            request = PinRequest.model_validate_json(await raw_request.body())
+        except ValidationError as error:
+            return _error(400, "; ".join(map(_describe, error.errors())))
+        try:
+            return JSONResponse(asdict(await _pin(raw_request.app.state, request)), 201)
+        except PinError as error:
+            return _error(error.status, str(error))
+
+    @router.get("/pins")
+    async def pins(raw_request: Request) -> Response:
+        """The pinned prompts."""
+        try:
+            engine = raw_request.app.state.engine_client
+            return JSONResponse({"pins": await command_async(engine, "pins", {})})
+        except PinError as error:
+            return _error(error.status, str(error))
+
+    @router.delete("/pins/{pin_id}", status_code=204)
+    async def unpin(pin_id: str, raw_request: Request) -> Response:
+        """Let the KV blocks of a prompt be evicted again."""
+        try:
+            engine = raw_request.app.state.engine_client
+            await command_async(engine, "unpin", {"pin_id": pin_id})
+        except PinError as error:
+            return _error(error.status, str(error))
+        return Response(status_code=204)
+
+    return router
+
+
+async def _pin(state: State, request: PinRequest) -> Pin:
+    engine = state.engine_client
+    if request.text is not None:
+        token_ids = await text_tokens_async(engine.renderer, request.text)
+    elif request.messages is not None:
+        token_ids = await conversation_tokens_async(state.online_renderer, request.messages)
+    else:
+        token_ids = request.prompt_token_ids or []
+    return await pin_tokens_async(engine, token_ids, request.id)
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    kinds = {400: "BadRequestError", 404: "NotFoundError", 409: "ConflictError"}
+    kinds |= {501: "NotImplementedError", 507: "InsufficientStorageError"}
+    error = {"message": message, "type": kinds.get(status, "Error"), "code": status}
+    return JSONResponse({"error": error}, status)
+
+
+def _describe(error: Any) -> str:
+    where = ".".join(map(str, error["loc"]))
+    return f"{where}: {error['msg']}" if where else error["msg"]

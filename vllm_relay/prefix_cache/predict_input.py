@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading the requests of `vllm-relay predict`: prompts, chats, token ids or block-hash traces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TRACE_BLOCK_TOKENS = 512  # of a hash id in Mooncake's traces
+DEFAULT_OUTPUT_TOKENS = 16  # as SamplingParams.max_tokens
+
+_EXPECTED = (
+    'expected {"prompt": TEXT}, {"messages": [...]}, {"prompt_token_ids": [...]}, a JSON string or '
+    '{"input_length": N, "hash_ids": [...]}'
+)
+_CONTENTS = ("prompt", "messages", "prompt_token_ids", "hash_ids")
+_OUTPUT_FIELDS = ("output_tokens", "max_tokens", "output_length")
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class InputLine:
+    """One line of the file; exactly one of text, messages and token_ids is not None."""
+
+    number: int
+    """From 1, for messages."""
+    text: str | None = None
+    messages: list[Message] | None = None
+    token_ids: list[int] | None = None
+    output_tokens: int | None = None
+    """As the line says, None where it does not."""
+    synthetic: bool = False
+    """Whether token_ids stand for the hash ids of a trace, and are in no vocabulary."""
+    timestamp: bool = False
+
+
+@dataclass(frozen=True)
+class PredictedRequest:
+    """What vLLM is asked to do."""
+
+    line: int
+    prompt_token_ids: list[int]
+    output_tokens: int
+
+
+def read_lines(path: Path) -> list[InputLine]:
+    """Read and check a JSON Lines file; empty lines are skipped.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a line is not what is expected, or there is none; the message names the line.
+    """
+    lines = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                try:
+                    lines.append(_parse(number, line))
+                except ValueError as error:
+                    raise ValueError(f"{path}, line {number}: {error}") from None
+    if not lines:
+        raise ValueError(f"{path}: no requests there; one line each, {_EXPECTED}")
+    return lines
+
+
+def to_requests(
+    lines: Sequence[InputLine],
+    output_tokens: int | None,
+    encode_text: Callable[[str], list[int]] | None = None,
+    encode_chat: Callable[[list[Message]], list[int]] | None = None,
+) -> list[PredictedRequest]:
+    """Turn prompts into token ids and fill in the lengths of the answers.
+
+    Args:
+        output_tokens: of the lines that do not say; None for vLLM's default.
+        encode_text: tokenizes a prompt; may be None where all lines hold token ids.
+        encode_chat: applies the chat template and tokenizes; likewise.
+
+    Raises:
+        ValueError: a prompt is empty or cannot be encoded; the message names the line.
+    """
+    default = DEFAULT_OUTPUT_TOKENS if output_tokens is None else output_tokens
+    requests = []
+    for line in lines:
+        token_ids = line.token_ids
+        try:
+            if line.text is not None and encode_text is not None:
+                token_ids = encode_text(line.text)
+            elif line.messages is not None and encode_chat is not None:
+                token_ids = encode_chat(line.messages)
+        except Exception as error:  # whatever a chat template raises
+            raise ValueError(f"line {line.number}: cannot be tokenized: {error}") from error
+        if token_ids is None:
+            raise ValueError(
+                f"line {line.number}: given text, which only a model's tokenizer can encode; "
+                "give --model"
+            )
+        if not token_ids:
+            raise ValueError(f"line {line.number}: the prompt has no tokens; expected at least 1")
+        wanted = default if line.output_tokens is None else line.output_tokens
+        requests.append(PredictedRequest(line.number, token_ids, wanted))
+    return requests
+
+
+def check_vocabulary(lines: Sequence[InputLine], vocab_size: int) -> None:
+    """Refuse token ids that the model does not have, as vLLM does.
+
+    Raises:
+        ValueError: names the first such line.
+    """
+    for line in lines:
+        if line.token_ids is not None and not line.synthetic and max(line.token_ids) >= vocab_size:
+            raise ValueError(
+                f"line {line.number}: given token id {max(line.token_ids)}, but the model's "
+                f"vocabulary ends at {vocab_size - 1}; is this another model's file?"
+            )
+
+
+def _parse(number: int, line: str) -> InputLine:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error}); {_EXPECTED}") from None
+    if isinstance(value, str):
+        return InputLine(number, text=value)
+    if not isinstance(value, dict):
+        raise ValueError(f"given {_short(value)}; {_EXPECTED}")
+    given = [name for name in _CONTENTS if name in value]
+    if len(given) != 1:
+        what = f"given {' and '.join(given)}" if given else f"given the fields {list(value)}"
+        raise ValueError(f"{what}; {_EXPECTED}")
+    (kind,) = given
+    content = value[kind]
+    output_tokens = _output_tokens(value)
+    if kind == "prompt":
+        if not isinstance(content, str):
+            raise ValueError(f"prompt: given {_short(content)}, expected a text")
+        return InputLine(number, text=content, output_tokens=output_tokens)
+    if kind == "messages":
+        if not _is_list_of(content, dict) or not content:
+            raise ValueError(
+                f"messages: given {_short(content)}, expected a list of "
+                '{"role": ..., "content": ...}'
+            )
+        return InputLine(number, messages=content, output_tokens=output_tokens)
+    if not _is_list_of(content, int) or not content or min(content) < 0:
+        raise ValueError(f"{kind}: given {_short(content)}, expected a list of ids from 0")
+    if kind == "prompt_token_ids":
+        return InputLine(number, token_ids=content, output_tokens=output_tokens)
+    return InputLine(
+        number,
+        token_ids=_synthetic_tokens(content, value.get("input_length")),
+        output_tokens=output_tokens,
+        synthetic=True,
+        timestamp="timestamp" in value,
+    )
+
+
+def _synthetic_tokens(hash_ids: list[int], input_length: Any) -> list[int]:
+    """Token ids that agree up to the end of a block exactly where the hash ids do.
+
+    All tokens of a block are its hash id, so blocks of every size tell prefixes apart.
+    """
+    longest = len(hash_ids) * TRACE_BLOCK_TOKENS
+    shortest = longest - TRACE_BLOCK_TOKENS + 1
+    if not _is_int(input_length) or not shortest <= input_length <= longest:
+        raise ValueError(
+            f"input_length: given {_short(input_length)}, expected {shortest} to {longest}, since "
+            f"each of the {len(hash_ids)} hash_ids stands for {TRACE_BLOCK_TOKENS} tokens"
+        )
+    tokens: list[int] = []
+    for hash_id in hash_ids:
+        tokens.extend([hash_id] * TRACE_BLOCK_TOKENS)
+    del tokens[input_length:]
+    return tokens
+
+
+def _output_tokens(value: dict[str, Any]) -> int | None:
+    given = {name: value[name] for name in _OUTPUT_FIELDS if value.get(name) is not None}
+    if len(given) > 1:
+        raise ValueError(f"given {' and '.join(given)}, expected one of them")
+    for name, count in given.items():
+        if not _is_int(count) or count < 1:
+            raise ValueError(f"{name}: given {_short(count)}, expected an integer from 1")
+        return count
+    return None
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(item, kind) and not isinstance(item, bool) for item in value
+    )
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else shown[:57] + "..."

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the prefix cache saved: counters of a step, and the prefixes that were used most."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+PREFIX_CACHE = "prefix_cache"
+"""The key of these statistics in the dict ``relay`` of SchedulerStats."""
+
+COUNTERS = {
+    "prefix_query_tokens": "Tokens of admitted requests, looked up in the prefix cache.",
+    "prefix_hit_tokens": "Of these, tokens found there.",
+    "tokens_saved": "Tokens found there, those of resumed requests included.",
+    "overtakes": "Requests that ran while an older one waited.",
+}
+GAUGES = {
+    "pinned_blocks": "KV blocks that pinned prompts hold.",
+    "pinned_bytes": "Bytes of KV cache in these blocks.",
+    "held_requests": "Waiting requests held until another has computed their prefix.",
+}
+EVICTED_BLOCKS = "evicted_blocks"
+EVICTED_BLOCKS_TEXT = "Cached KV blocks that were evicted, by reason."
+
+TOP_PREFIXES = 10
+
+
+@dataclass
+class PrefixCacheStats:
+    """Counters since the last ones, and gauges as they are now."""
+
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    tokens_saved: int = 0
+    overtakes: int = 0
+    evicted_blocks: dict[str, int] = field(default_factory=dict)
+    pinned_blocks: int = 0
+    pinned_bytes: int = 0
+    held_requests: int = 0
+
+    def merge(self, later: PrefixCacheStats) -> None:
+        """Add later statistics."""
+        for name in COUNTERS:
+            setattr(self, name, getattr(self, name) + getattr(later, name))
+        for name in GAUGES:
+            setattr(self, name, getattr(later, name))
+        for reason, blocks in later.evicted_blocks.items():
+            self.evicted_blocks[reason] = self.evicted_blocks.get(reason, 0) + blocks
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rate = self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else 0
+        evicted = ", ".join(
+            f"{blocks} {reason}" for reason, blocks in sorted(self.evicted_blocks.items())
+        )
+        return (
+            f"prefix cache: {self.prefix_hit_tokens} of {self.prefix_query_tokens} tokens hit "
+            f"({rate:.1%}), blocks evicted: {evicted or 'none'}; {self.pinned_blocks} blocks "
+            f"({self.pinned_bytes / 2**20:.1f} MiB) pinned, {self.held_requests} requests held, "
+            f"{self.overtakes} overtakes"
+        )
+
+
+class TopPrefixes:
+    """The prefixes with most hit tokens.
+
+    Args:
+        capacity: prefixes to keep count of; those with fewest hit tokens are dropped first.
+    """
+
+    def __init__(self, capacity: int = 4096) -> None:
+        self._capacity = capacity
+        self._hits: dict[bytes, int] = {}
+        self._tokens: dict[bytes, int] = {}
+
+    def add_hit(self, block_hash: bytes, tokens: int) -> None:
+        """Count a request that found the ``tokens`` tokens up to this chained hash cached."""
+        self._hits[block_hash] = self._hits.get(block_hash, 0) + 1
+        self._tokens[block_hash] = tokens
+        if len(self._hits) > self._capacity:
+            kept = sorted(self._hits, key=self._hit_tokens, reverse=True)[: self._capacity // 2]
+            self._hits = {key: self._hits[key] for key in kept}
+            self._tokens = {key: self._tokens[key] for key in kept}
+
+    def top(self, count: int = TOP_PREFIXES) -> list[dict[str, Any]]:
+        """The first ``count`` prefixes: id (8 hex digits of the hash), tokens, hits."""
+        return [
+            {"id": key.hex()[:8], "tokens": self._tokens[key], "hits": self._hits[key]}
+            for key in sorted(self._hits, key=self._hit_tokens, reverse=True)[:count]
+        ]
+
+    def _hit_tokens(self, key: bytes) -> int:
+        return self._hits[key] * self._tokens[key]
+
+
+class PrefixCacheRecorder:
+    """Collects the statistics of a scheduler in the engine core.
+
+    Args:
+        scheduler: has ``kv_cache_manager`` as vLLM's; ``pins``, ``waiting.overtakes`` and
+            ``waiting.held_requests`` are read where they exist.
+    """
+
+    def __init__(self, scheduler: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        self._scheduler = scheduler
+        self._clock = clock
+        self._step = PrefixCacheStats()
+        self._last_gauges = self._gauges()
+        self._since_log = PrefixCacheStats()
+        self._last_log_s = clock()
+        self._overtakes = 0
+        self._evicted: dict[str, int] = {}
+        self.top_prefixes = TopPrefixes()
+
+    def on_admitted(self, request: Any, hit_tokens: int) -> None:
+        """Count a request whose first ``hit_tokens`` tokens were found in the prefix cache."""
+        self._step.tokens_saved += hit_tokens
+        if request.num_preemptions > 0:
+            return  # it finds what it computed itself
+        self._step.prefix_query_tokens += request.num_tokens
+        self._step.prefix_hit_tokens += hit_tokens
+        hash_block_size = self._scheduler.kv_cache_manager.block_pool.hash_block_size
+        if depth := hit_tokens // hash_block_size:
+            self.top_prefixes.add_hit(request.block_hashes[depth - 1], hit_tokens)
+
+    def take(self) -> PrefixCacheStats | None:
+        """The statistics since the last call; None if there is nothing new."""
+        step, self._step = self._step, PrefixCacheStats()
+        overtakes = getattr(self._scheduler.waiting, "overtakes", 0)
+        step.overtakes, self._overtakes = overtakes - self._overtakes, overtakes
+        queue = self._scheduler.kv_cache_manager.block_pool.free_block_queue
+        evicted: Mapping[str, int] = getattr(queue, "evicted_blocks", {})
+        for reason, blocks in evicted.items():
+            if new := blocks - self._evicted.get(reason, 0):
+                step.evicted_blocks[reason] = new
+        gauges = self._gauges()
+        if step == PrefixCacheStats() and gauges == self._last_gauges:
+            return None
+        self._evicted = dict(evicted)
+        self._last_gauges = gauges
+        for name, value in gauges.items():
+            setattr(step, name, value)
+        self._since_log.merge(step)
+        return step
+
+    def log_if_due(self, every_s: float, log: Callable[[str], None]) -> None:
+        """Log what is new since the last line if ``every_s`` seconds have passed."""
+        now_s = self._clock()
+        if every_s <= 0 or now_s - self._last_log_s < every_s:
+            return
+        self._last_log_s = now_s
+        if self._since_log == PrefixCacheStats():
+            return
+        most_used = ", ".join(
+            f"{prefix['id']} ({prefix['tokens']} tokens, {prefix['hits']} hits)"
+            for prefix in self.top_prefixes.top()
+        )
+        log(f"vllm-relay: {self._since_log}; most used prefixes: {most_used or 'none'}")
+        self._since_log = PrefixCacheStats()
+
+    def _gauges(self) -> dict[str, int]:
+        pins = getattr(self._scheduler, "pins", None)
+        return {
+            "pinned_blocks": pins.num_blocks if pins is not None else 0,
+            "pinned_bytes": pins.num_bytes if pins is not None else 0,
+            "held_requests": getattr(self._scheduler.waiting, "held_requests", 0),
+        }

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A scheduler for vLLM that orders requests by their prefixes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+
+def RelayScheduler(*args: Any, **kwargs: Any) -> Scheduler:  # noqa: N802
+    """What ``--scheduler-cls vllm_relay.scheduler.RelayScheduler`` names.
+
+    Takes the arguments of vLLM's Scheduler and returns a scheduler of the kind, synchronous or
+    asynchronous, that the configuration asks for.
+    """
+    from vllm_relay.scheduler.scheduler import AsyncRelayScheduler, SyncRelayScheduler
+
+    asynchronous = kwargs["vllm_config"].scheduler_config.async_scheduling
+    return (AsyncRelayScheduler if asynchronous else SyncRelayScheduler)(*args, **kwargs)

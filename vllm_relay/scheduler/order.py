@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order in which waiting requests run: prefix by prefix, at every depth of the prefix tree.
+
+Requests are kept in a compressed trie over their chained block hashes. A chained hash names the
+whole prefix up to its block, so two chains that agree at one depth agree at all smaller ones: one
+comparison tells whether a request runs along an edge to its end.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+R = TypeVar("R", bound=Hashable)
+
+
+_Key = tuple[bool, int, int]  # what is smaller comes first
+_Entry = tuple[_Key, int, Any]  # of a heap of children: key, tie-break, node
+
+
+class _Node(Generic[R]):
+    """The blocks [parent.depth, depth) of the chains of all requests in this subtree."""
+
+    __slots__ = (
+        "chain",
+        "children",
+        "depth",
+        "hold_until_s",
+        "leader",
+        "oldest",
+        "parent",
+        "queue",
+        "queued_key",
+        "requests",
+        "resident",
+        "size",
+    )
+
+    def __init__(self, parent: _Node[R] | None, depth: int, chain: Sequence[bytes]) -> None:
+        self.parent = parent
+        self.depth = depth
+        self.chain = chain  # of any request of the subtree
+        self.children: dict[bytes, _Node[R]] = {}
+        self.requests: deque[R] = deque()  # those whose chain ends here
+        self.size = 0  # waiting requests of the subtree
+        self.oldest = 0  # position of the first request that came into the subtree
+        self.resident = False  # whether the first of these blocks was in the cache when last seen
+        self.queue: list[_Entry] = []  # heap of the children
+        self.queued_key: _Key | None = None  # the valid entry in parent.queue
+        self.leader: R | None = None  # who computes these blocks now
+        self.hold_until_s = 0.0
+
+    @property
+    def first_block(self) -> bytes:
+        assert self.parent is not None
+        return self.chain[self.parent.depth]
+
+    @property
+    def last_block(self) -> bytes:
+        return self.chain[self.depth - 1]
+
+
+@dataclass(frozen=True)
+class _Place(Generic[R]):
+    node: _Node[R]
+    position: int
+
+
+@dataclass
+class PrefixOrder(Generic[R]):
+    """Waiting requests, of which `first` is the one to run next.
+
+    Once a prefix has been begun, all of its requests run, at every depth. Then come prefixes that
+    are in the cache, then those that most requests share (every block of a prefix of n requests
+    saves n - 1 computations), then the oldest.
+
+    Of requests that share blocks which are not in the cache one goes first, if `max_hold_s` is not
+    zero: the others are held until it has computed them, until `release` is called for it, or for
+    `max_hold_s`.
+
+    Args:
+        is_resident: whether a block hash is in the cache now.
+        max_hold_s: seconds.
+    """
+
+    is_resident: Callable[[bytes], bool]
+    max_hold_s: float = 0.0
+    _root: _Node[R] = field(default_factory=lambda: _Node(None, 0, ()), init=False)
+    _places: dict[R, _Place[R]] = field(default_factory=dict, init=False)
+    _led: dict[R, list[_Node[R]]] = field(default_factory=dict, init=False)
+    _current: _Node[R] | None = field(default=None, init=False)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, request: R) -> bool:
+        return request in self._places
+
+    def __iter__(self) -> Iterator[R]:
+        """In order of position."""
+        return iter(sorted(self._places, key=lambda request: self._places[request].position))
+
+    def add(self, request: R, chain: Sequence[bytes], position: int) -> None:
+        """Let a request wait.
+
+        Args:
+            chain: its chained block hashes; must not change while the request waits.
+            position: its place in the order of arrival.
+        """
+        self.release(request)
+        node = self._node_of(chain, position)
+        node.requests.append(request)
+        self._places[request] = _Place(node, position)
+        while True:
+            node.size += 1
+            if node.parent is None:
+                return
+            self._queue_again(node)
+            node = node.parent
+
+    def remove(self, request: R) -> None:
+        """Take a request out, whoever's turn it is.
+
+        Raises:
+            KeyError: it does not wait.
+        """
+        node = self._places.pop(request).node
+        if node.requests[0] == request:
+            node.requests.popleft()
+        else:
+            node.requests.remove(request)
+        while node is not None:
+            node.size -= 1
+            parent = node.parent
+            if node.size == 0 and parent is not None:
+                del parent.children[node.first_block]
+                node.queued_key = None
+                if self._current is node:
+                    self._current = parent
+            node = parent  # type: ignore[assignment]
+
+    def take(self, request: R, now_s: float) -> None:
+        """Take a request out that runs now: the order goes on from its prefix."""
+        node: _Node[R] | None = self._places[request].node
+        path = []
+        while node is not None and node.parent is not None:
+            path.append(node)
+            node = node.parent
+        self._current = path[0] if path else None
+        self.remove(request)
+        led = []
+        for node in path:
+            if node.size == 0:
+                continue
+            node.resident = True
+            self._queue_again(node)
+            if self.max_hold_s > 0 and not self.is_resident(node.last_block):
+                node.leader, node.hold_until_s = request, now_s + self.max_hold_s
+                led.append(node)
+        if led:
+            self._led[request] = led
+
+    def release(self, request: R) -> None:
+        """No longer hold the requests that wait for the blocks this one was to compute."""
+        for node in self._led.pop(request, ()):
+            if node.leader == request:
+                node.leader = None
+
+    def first(self, now_s: float) -> R | None:
+        """The request to run next; None if none waits or all are held."""
+        path = []
+        node = self._current or self._root
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        begun = 0  # of the path, from here on up nothing is held
+        for index, node in enumerate(path):
+            if self._is_held(node, now_s):
+                begun = index + 1
+        for node in [*path[begun:], self._root]:
+            if node.size:
+                found = self._first_below(node, now_s)
+                if found is not None:
+                    return found
+        return None
+
+    def _first_below(self, top: _Node[R], now_s: float) -> R | None:
+        """The first request of a subtree whose root is not held."""
+        entered = [top]
+        passed_over: list[list[_Entry]] = [[]]
+        found = None
+        while entered:
+            node = entered[-1]
+            if node.requests:
+                found = node.requests[0]
+                break
+            child = self._next_child(node, passed_over[-1])
+            if child is None:
+                _put_back(entered.pop(), passed_over.pop())
+            elif not self._is_held(child, now_s):
+                entered.append(child)
+                passed_over.append([])
+        for node, entries in zip(entered, passed_over, strict=True):
+            _put_back(node, entries)
+        return found
+
+    def _next_child(self, node: _Node[R], passed_over: list[_Entry]) -> _Node[R] | None:
+        """The best child in the queue of `node`; its entry moves to `passed_over`."""
+        while node.queue:
+            entry = heapq.heappop(node.queue)
+            child = entry[2]
+            if child.queued_key != entry[0]:
+                continue  # it has left, or has a newer entry
+            if child.resident and not self.is_resident(child.first_block):
+                child.resident = False
+                self._queue_again(child)
+                continue
+            passed_over.append(entry)
+            return child
+        return None
+
+    def _is_held(self, node: _Node[R], now_s: float) -> bool:
+        if node.leader is None:
+            return False
+        if now_s >= node.hold_until_s or self.is_resident(node.last_block):
+            node.leader = None
+        return node.leader is not None
+
+    def _queue_again(self, child: _Node[R]) -> None:
+        """Give a child the place among its siblings that it has earned by now."""
+        assert child.parent is not None
+        # a prefix gets a new place when its requests have doubled, not with every one
+        key = (not child.resident, -child.size.bit_length(), child.oldest)
+        if key != child.queued_key:
+            child.queued_key = key
+            heapq.heappush(child.parent.queue, (key, id(child), child))
+
+    def _node_of(self, chain: Sequence[bytes], position: int) -> _Node[R]:
+        """The node at the end of a chain, made where there is none."""
+        node = self._root
+        while node.depth < len(chain):
+            child = node.children.get(chain[node.depth])
+            if child is None:
+                return self._attach(_Node(node, len(chain), chain), position)
+            if len(chain) < child.depth or chain[child.depth - 1] != child.last_block:
+                child = self._split(child, _common_depth(chain, child, node.depth + 1))
+            node = child
+        return node
+
+    def _attach(self, node: _Node[R], position: int) -> _Node[R]:
+        assert node.parent is not None
+        node.oldest = position
+        node.resident = self.is_resident(node.first_block)
+        node.parent.children[node.first_block] = node
+        return node
+
+    def _split(self, lower: _Node[R], depth: int) -> _Node[R]:
+        """Cut the edge to `lower` at a depth; returns the new node there."""
+        parent = lower.parent
+        assert parent is not None
+        upper: _Node[R] = _Node(parent, depth, lower.chain)
+        upper.size, upper.oldest, upper.resident = lower.size, lower.oldest, lower.resident
+        upper.leader, upper.hold_until_s = lower.leader, lower.hold_until_s
+        if upper.leader is not None:
+            self._led.setdefault(upper.leader, []).append(upper)
+        parent.children[upper.first_block] = upper
+        lower.parent, lower.queued_key = upper, None
+        lower.resident = self.is_resident(lower.first_block)
+        upper.children[lower.first_block] = lower
+        self._queue_again(upper)
+        self._queue_again(lower)
+        return upper
+
+
+def _put_back(node: _Node[R], entries: list[_Entry]) -> None:
+    for entry in entries:
+        heapq.heappush(node.queue, entry)
+
+
+def _common_depth(chain: Sequence[bytes], node: _Node[R], known: int) -> int:
+    """How many leading blocks a chain has in common with the chains of `node`, at least `known`."""
+    low, high = known, min(len(chain), node.depth)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if chain[middle - 1] == node.chain[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's schedulers with relay's queue, eviction policy and pins. Hooks only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from vllm_relay import compat
+from vllm_relay.config import RelayConfig
+from vllm_relay.prefix_cache.free_queue import make_free_queue
+from vllm_relay.prefix_cache.next_use import NextUse
+from vllm_relay.prefix_cache.pins import PinTable
+from vllm_relay.scheduler.fairness import OvertakeLimit
+from vllm_relay.scheduler.order import PrefixOrder
+from vllm_relay.scheduler.request_queue import PrefixRequestQueue, QueueObserver
+
+
+class _RelayScheduling(Scheduler):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        vllm_config = kwargs["vllm_config"]
+        self.relay_config = RelayConfig.from_vllm_config(vllm_config)
+        self.next_use = NextUse()
+        with compat.free_block_queue(make_free_queue(self.relay_config.eviction, self.next_use)):
+            super().__init__(*args, **kwargs)
+        self._is_offline = compat.is_offline(vllm_config)
+        self.waiting: PrefixRequestQueue = PrefixRequestQueue(
+            self.policy == SchedulingPolicy.PRIORITY,
+            self._chain_of,
+            self._make_order,
+            self._make_limit,
+            _NextUseFeeder(self),
+        )
+        self.pins = PinTable(self)
+
+    def block_keys(self, request: Request) -> list[bytes]:
+        """The names under which the prefix cache keeps a request's full blocks, in chain order;
+        with several KV cache groups, group after group."""
+        keys: list[bytes] = []
+        for group, manager in enumerate(self.kv_cache_manager.coordinator.single_type_managers):
+            hashes = resolve_block_hashes(
+                request.block_hashes, self.hash_block_size, manager.block_size
+            )
+            keys.extend(make_block_hash_with_group_id(each, group) for each in hashes)
+        return keys
+
+    def _chain_of(self, request: Request) -> Sequence[bytes]:
+        return () if request.skip_reading_prefix_cache else request.block_hashes
+
+    def _is_resident(self, block_hash: bytes) -> bool:
+        return self.kv_cache_manager.block_pool.get_cached_block(block_hash, [0]) is not None
+
+    def _make_order(self) -> PrefixOrder[Request]:
+        hold = self.relay_config.warm_up and self.cache_config.enable_prefix_caching
+        # a hold ends when the prefix is there; the bound is for what would never end it
+        max_hold_s = (1e9 if self._is_offline else self.relay_config.max_hold_s) if hold else 0.0
+        return PrefixOrder(self._is_resident, max_hold_s)
+
+    def _make_limit(self) -> OvertakeLimit | None:
+        if self._is_offline:
+            return None
+        return OvertakeLimit(self.relay_config.max_hold_s, self.relay_config.max_overtakes)
+
+    def _free_request_blocks(self, request: Request) -> None:
+        self.waiting.release(request)
+        if request.is_finished():
+            self.waiting.forget(request)
+        self.pins.before_free(request)
+        super()._free_request_blocks(request)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        self.pins.reset()
+        return super().reset_prefix_cache(*args, **kwargs)
+
+
+class SyncRelayScheduler(_RelayScheduling):
+    """vLLM's Scheduler with relay's order and prefix cache."""
+
+
+class AsyncRelayScheduler(_RelayScheduling, AsyncScheduler):
+    """vLLM's AsyncScheduler with relay's order and prefix cache."""
+
+
+class _NextUseFeeder(QueueObserver):
+    """Tells the eviction policy which blocks waiting requests need."""
+
+    def __init__(self, scheduler: _RelayScheduling) -> None:
+        self._scheduler = scheduler
+        self._keys: dict[str, list[bytes]] = {}  # of waiting requests
+        pool = scheduler.kv_cache_manager.block_pool
+        self._note_chain = getattr(pool.free_block_queue, "note_chain", None)
+
+    def waits(self, request: Request, position: int) -> None:
+        keys = self._scheduler.block_keys(request)
+        self._keys[request.request_id] = keys
+        self._scheduler.next_use.add(position, keys)
+
+    def waits_no_longer(self, request: Request, position: int) -> None:
+        keys = self._keys.pop(request.request_id)
+        self._scheduler.next_use.remove(position, keys)
+        if self._note_chain is not None:
+            self._note_chain(keys)
