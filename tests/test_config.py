@@ -8,7 +8,7 @@ from typing import Any
 import pydantic
 import pytest
 
-from vllm_relay.config import RelayConfig
+from vllm_relay.config import RelayConfig, misspelled_section
 
 
 def config_with(additional_config: Any) -> Any:
@@ -34,7 +34,7 @@ def test_defaults(additional_config: Any) -> None:
 def test_all_options_are_read() -> None:
     given = {"sharing": False, "min_shared_tokens": 256, "kernel": "portable", "log_every_s": 2}
     options = RelayConfig.from_vllm_config(config_with({"relay": given}))
-    assert options.model_dump() == given
+    assert options.model_dump().items() >= given.items()
 
 
 def test_strings_of_the_command_line_are_converted() -> None:
@@ -73,9 +73,9 @@ def test_every_bad_option_is_reported() -> None:
 
 
 @pytest.mark.parametrize("name", ["Relay", "RELAY", "re_lay", "vllm-relay", "vllm_relay"])
-def test_misspelled_section_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"additional_config.{name}: .* additional_config.relay"):
-        RelayConfig.from_vllm_config(config_with({name: {"sharing": False}}))
+def test_misspelled_section_is_found(name: str) -> None:
+    assert misspelled_section(config_with({name: {"sharing": False}})) == name
+    assert misspelled_section(config_with({"relay": {}, "relay_team": {}})) is None
 
 
 def test_options_do_not_change() -> None:

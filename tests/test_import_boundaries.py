@@ -21,6 +21,11 @@ LOADED = "import sys; print([name for name in ('torch', 'vllm') if name in sys.m
         "vllm_relay.attention_backends.forest",
         "vllm_relay.attention_backends.plan",
         "vllm_relay.attention_backends.cost",
+        "vllm_relay.prefix_cache.belady",
+        "vllm_relay.prefix_cache.next_use",
+        "vllm_relay.prefix_cache.policies",
+        "vllm_relay.scheduler.fairness",
+        "vllm_relay.scheduler.order",
     ],
 )
 def test_import_loads_neither_torch_nor_vllm(module: str) -> None:

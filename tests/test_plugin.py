@@ -99,6 +99,16 @@ assert pickle.loads(pickle.dumps(backend)) is backend
     assert done.returncode == 0, done.stderr
 
 
+def test_misspelled_section_is_refused_where_it_matters(log_lines: list[str]) -> None:
+    message = "additional_config.Relay: nobody reads this section; did you mean additional_config"
+    VllmConfig(
+        device_config=DeviceConfig(device="cpu"), additional_config={"Relay": {"scheduler": True}}
+    )
+    assert message in log_lines[0]
+    with pytest.raises(ValueError, match=message):
+        relay_config(additional_config={"Relay": {"sharing": False}})
+
+
 def test_prefix_caching_that_is_off_is_pointed_out(log_lines: list[str]) -> None:
     relay_config(cache_config=CacheConfig(enable_prefix_caching=True))
     assert log_lines == []

@@ -106,12 +106,11 @@ def add_relay_field_to_scheduler_stats() -> None:
 
 
 def carry_stats_through_scheduler() -> None:
-    """Move the ``relay_stats`` of worker outputs, and those of a RelayScheduler's prefix cache,
-    into SchedulerStats.
+    """Move the ``relay_stats`` of worker outputs into SchedulerStats.
 
-    Reason: there is no other way from a worker or the engine core to the front end that works with
-    and without multiprocessing. Scheduler is patched when EngineCore asks for it: other processes
-    never import it.
+    Reason: there is no other way from a worker to the front end that works with and without
+    multiprocessing. Scheduler is patched when EngineCore asks for it: other processes never
+    import it.
     Remove when: ModelRunnerOutput and SchedulerStats carry statistics of plugins.
     """
     from vllm.config import SchedulerConfig
@@ -128,25 +127,9 @@ def carry_stats_through_scheduler() -> None:
 
 
 def _patch_scheduler() -> None:
-    from vllm.logger import init_logger
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from vllm_relay.config import RelayConfig
-    from vllm_relay.limits import scheduler_is_selected
-    from vllm_relay.prefix_cache.stats import PREFIX_CACHE, PrefixCacheRecorder
     from vllm_relay.stats import RelayStats
-
-    logger = init_logger("vllm.relay")
-
-    def make_init(original: Callable[..., Any]) -> Callable[..., Any]:
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            if scheduler_is_selected(self.vllm_config):
-                self.relay_recorder = PrefixCacheRecorder(self)
-                self.relay_log_every_s = RelayConfig.from_vllm_config(self.vllm_config).log_every_s
-                _report_admissions(self.kv_cache_manager, self.relay_recorder.on_admitted)
-
-        return __init__
 
     def make_update(original: Callable[..., Any]) -> Callable[..., Any]:
         def update_from_output(
@@ -164,29 +147,19 @@ def _patch_scheduler() -> None:
     def make_make_stats(original: Callable[..., Any]) -> Callable[..., Any]:
         def make_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
             scheduler_stats = original(self, *args, **kwargs)
-            relay: dict[str, Any] = {}
             relay_stats = getattr(self, "relay_stats", None)
-            if relay_stats is not None and scheduler_stats is not None:
-                relay.update(relay_stats.to_dict())
+            if scheduler_stats is not None and relay_stats is not None:
+                scheduler_stats.relay = relay_stats.to_dict()
                 self.relay_stats = None
-            recorder = getattr(self, "relay_recorder", None)
-            if recorder is not None:
-                prefix_cache_stats = recorder.take()
-                if prefix_cache_stats is not None:
-                    relay[PREFIX_CACHE] = prefix_cache_stats.to_dict()
-                recorder.log_if_due(self.relay_log_every_s, logger.info)
-            if scheduler_stats is not None and relay:
-                scheduler_stats.relay = relay
             return scheduler_stats
 
         return make_stats
 
-    _wrap(Scheduler, "__init__", make_init)
     _wrap(Scheduler, "update_from_output", make_update)
     _wrap(Scheduler, "make_stats", make_make_stats)
 
 
-def _report_admissions(kv_cache_manager: Any, on_admitted: Callable[[Any, int], None]) -> None:
+def report_admissions(kv_cache_manager: Any, on_admitted: Callable[[Any, int], None]) -> None:
     """Call ``on_admitted(request, hit_tokens)`` when a request has been admitted.
 
     Reason: KVCacheManager sums hits up over all requests of a step, so it does not say which
@@ -230,7 +203,7 @@ def pin_system_prompts_of_llm_engines() -> None:
     """
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from vllm_relay.limits import scheduler_is_selected
+    from vllm_relay.config import scheduler_is_selected
     from vllm_relay.prefix_cache.pin_client import pin_system_prompts
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:

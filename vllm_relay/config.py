@@ -113,20 +113,36 @@ class RelayConfig(BaseModel):
 
 
 def options_of(vllm_config: VllmConfig) -> Any:
-    """The raw value of ``additional_config["relay"]``, or None where there is none.
-
-    Raises:
-        ValueError: the section is there under a misspelled name.
-    """
+    """The raw value of ``additional_config["relay"]``, or None where there is none."""
     additional_config = vllm_config.additional_config
     if not isinstance(additional_config, dict):
         return None
-    for name in additional_config:
-        if name != "relay" and re.sub(r"\W|_", "", name).lower() in ("relay", "vllmrelay"):
-            raise ValueError(
-                f"additional_config.{name}: nobody reads this section; did you mean {SECTION}?"
-            )
     return additional_config.get("relay")
+
+
+def misspelled_section(vllm_config: VllmConfig) -> str | None:
+    """A key of ``additional_config`` that was probably meant to be "relay"."""
+    additional_config = vllm_config.additional_config
+    for name in additional_config if isinstance(additional_config, dict) else ():
+        if name != "relay" and re.sub(r"\W|_", "", name).lower() in ("relay", "vllmrelay"):
+            return name
+    return None
+
+
+def scheduler_is_selected(vllm_config: VllmConfig) -> bool:
+    """Whether RelayScheduler schedules the requests of this configuration.
+
+    Raises:
+        ValueError: the options under ``additional_config["relay"]`` are bad.
+    """
+    scheduler_cls = vllm_config.scheduler_config.scheduler_cls
+    if isinstance(scheduler_cls, str):
+        path = scheduler_cls
+    else:
+        path = f"{getattr(scheduler_cls, '__module__', '')}."
+    if path.startswith("vllm_relay.scheduler."):
+        return True
+    return RelayConfig.from_vllm_config(vllm_config).scheduler
 
 
 def _known_options() -> str:

@@ -37,24 +37,6 @@ def relay_is_selected(vllm_config: VllmConfig) -> bool:
     return any(getattr(backend, "name", None) == BACKEND_NAME for backend in selected)
 
 
-def scheduler_is_selected(vllm_config: VllmConfig) -> bool:
-    """Whether RelayScheduler schedules the requests of this configuration.
-
-    Raises:
-        ValueError: the options under ``additional_config["relay"]`` are bad.
-    """
-    from vllm_relay.config import RelayConfig
-
-    scheduler_cls = vllm_config.scheduler_config.scheduler_cls
-    if isinstance(scheduler_cls, str):
-        path = scheduler_cls
-    else:
-        path = f"{getattr(scheduler_cls, '__module__', '')}."
-    if path.startswith("vllm_relay.scheduler."):
-        return True
-    return RelayConfig.from_vllm_config(vllm_config).scheduler
-
-
 def check_config(vllm_config: VllmConfig, platform_name: str, is_cpu: bool) -> None:
     """Refuse a configuration that RELAY cannot serve, before any process is started.
 

@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from vllm_relay.limits import (
-    BACKEND_NAME,
-    check_config,
-    check_layer,
-    relay_is_selected,
-    scheduler_is_selected,
-)
+from vllm_relay.limits import BACKEND_NAME, check_config, check_layer, relay_is_selected
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -101,14 +95,20 @@ def check_new_config(vllm_config: VllmConfig) -> None:
     """Check a configuration the front end has just built, and set the front end up for it.
 
     Raises:
-        ValueError: an option under ``additional_config["relay"]`` is unknown or bad, or RELAY is
-            selected for something it cannot serve.
+        ValueError: an option under ``additional_config["relay"]`` is unknown or bad, the section is
+            misspelled, or RELAY is selected for something it cannot serve.
     """
     from vllm.logger import init_logger
     from vllm.platforms import current_platform
 
     from vllm_relay import compat
-    from vllm_relay.config import RelayConfig, options_of
+    from vllm_relay.config import (
+        SECTION,
+        RelayConfig,
+        misspelled_section,
+        options_of,
+        scheduler_is_selected,
+    )
     from vllm_relay.prefix_cache.prompts import check_system_prompts
 
     logger = init_logger("vllm.relay")
@@ -117,6 +117,11 @@ def check_new_config(vllm_config: VllmConfig) -> None:
         select_scheduler(vllm_config)
     backend, scheduler = relay_is_selected(vllm_config), scheduler_is_selected(vllm_config)
     check_system_prompts(vllm_config, options)
+    if (name := misspelled_section(vllm_config)) is not None:
+        message = f"additional_config.{name}: nobody reads this section; did you mean {SECTION}?"
+        if backend or scheduler:
+            raise ValueError(message)
+        logger.warning_once("vllm-relay: %s", message)
     if not (backend or scheduler):
         if options_of(vllm_config) is not None:
             logger.warning_once(

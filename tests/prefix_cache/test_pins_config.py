@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_relay.limits import scheduler_is_selected
+from vllm_relay.config import scheduler_is_selected
 from vllm_relay.scheduler import RelayScheduler
 
 

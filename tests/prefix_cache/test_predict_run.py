@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -31,7 +32,7 @@ def write(folder: Path, *values: Any) -> Path:
 
 
 def run(path: Path, *args: Any, **options: Any) -> tuple[int, str]:
-    console = Console(width=200, record=True, quiet=False, file=None, stderr=True)
+    console = Console(width=200, record=True, file=StringIO())
     status = run_predict(path, *args, console=console, **options)
     return status, console.export_text()
 
@@ -202,7 +203,7 @@ def test_reports_do_without_a_bound() -> None:
     """Of models with several kinds of KV cache Belady's bound is not known."""
     prediction = Prediction(CacheSize(blocks=9), 9, 16, 100, [0, 48], 64, None, 1, 0, 5, 0.5)
     assert as_dict(prediction)["belady_tokens"] is None
-    console = Console(width=120, record=True, quiet=False)
+    console = Console(width=120, record=True, file=StringIO())
     console.print(sweep_table([prediction]))
     assert "48.0%" in console.export_text()
     drawing = sweep_plot([prediction], "a < b")

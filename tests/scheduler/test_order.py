@@ -85,11 +85,12 @@ def test_siblings_are_held_until_the_prefix_is_resident() -> None:
     assert order.first(0.1) == "other"
     order.take("other", 0.1)
     assert order.first(0.2) is None
-    assert len(order) == 1
+    assert (len(order), order.held) == (1, 1)
     resident.update(chain_of(1))  # the first chunk is not all that is shared
     assert order.first(0.3) is None
     resident.update(chain_of(1, 1))
     assert order.first(0.4) == "sibling"
+    assert order.held == 0
 
 
 def test_holding_ends() -> None:

@@ -59,7 +59,7 @@ class PinEndpoints:
         Raises:
             ValueError: one cannot be pinned.
         """
-        from vllm_relay.limits import scheduler_is_selected
+        from vllm_relay.config import scheduler_is_selected
 
         if engine_client is not None and scheduler_is_selected(engine_client.vllm_config):
             await pin_system_prompts_async(engine_client, state.online_renderer)

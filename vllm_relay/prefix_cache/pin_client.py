@@ -274,7 +274,7 @@ def _check_tokenizer(renderer: Any) -> None:
 
 
 def _check_config(vllm_config: VllmConfig) -> None:
-    from vllm_relay.limits import scheduler_is_selected
+    from vllm_relay.config import scheduler_is_selected
 
     if not scheduler_is_selected(vllm_config):
         raise PinError(501, "prompts are pinned by RelayScheduler only: " + HOW_TO_SELECT)

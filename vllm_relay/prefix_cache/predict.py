@@ -9,36 +9,27 @@ request whose prompt is computed gets a token.
 from __future__ import annotations
 
 import gc
+import hashlib
 import math
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from vllm import SamplingParams, envs
-from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vllm_config
-from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.model_loader.utils import initialize_model
-from vllm.platforms import current_platform
 from vllm.renderers import ChatParams, renderer_from_config
 from vllm.usage.usage_lib import UsageContext
-from vllm.utils.network_utils import get_file_store_init_method
-from vllm.utils.torch_utils import set_default_torch_dtype
-from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.executor import Executor
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_relay.prefix_cache.belady import belady_hits
+from vllm_relay.prefix_cache.predict_executor import StubExecutor
 from vllm_relay.prefix_cache.predict_input import Message, PredictedRequest
 
 GIB_BYTES = 1 << 30
@@ -133,10 +124,10 @@ class Predictor:
         self.settings = settings
         self._requests = requests
         self._prompt_hashes: dict[tuple[int, int], list[Any]] = {}  # of (hash block size, index)
-        prompts: dict[tuple[int, ...], int] = {}
+        prompts: dict[bytes, int] = {}
         self._generated_token = [
             # equal prompts have equal answers, all others differ
-            _FIRST_GENERATED_TOKEN + prompts.setdefault(tuple(r.prompt_token_ids), len(prompts))
+            _FIRST_GENERATED_TOKEN + prompts.setdefault(_digest(r.prompt_token_ids), len(prompts))
             for r in requests
         ]
 
@@ -270,75 +261,6 @@ class Predictor:
         return sample
 
 
-class StubExecutor(Executor):
-    """Has the layers of the model, without their weights, and computes nothing.
-
-    Args:
-        available_bytes: of KV cache.
-    """
-
-    def __init__(self, vllm_config: VllmConfig, *, available_bytes: int) -> None:
-        self.sampler: Callable[[str], list[int]] = lambda request_id: []
-        """Tokens that a scheduled request gets, by its id."""
-        self.begun: dict[str, None] = {}
-        """Ids of the requests in the order in which they first ran."""
-        self._replies: dict[str, Any] = {
-            "determine_available_memory": available_bytes,
-            "get_supported_tasks": ("generate",),
-        }
-        super().__init__(vllm_config)
-
-    def _init_executor(self) -> None:
-        config = self.vllm_config
-        with set_current_vllm_config(config):
-            init_distributed_environment(1, 0, get_file_store_init_method(), 0, "gloo")
-            ensure_model_parallel_initialized(1, 1)
-            with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
-                initialize_model(vllm_config=config)
-            current_platform.update_block_size_for_backend(config)
-            layers = get_layers_from_vllm_config(config, AttentionLayerBase)
-            backends = [layer.get_attn_backend() for layer in layers.values()]
-            self._replies["get_supported_kv_cache_layouts"] = [
-                layout.name for layout in get_supported_kv_cache_layouts(dict.fromkeys(backends))
-            ]
-
-    def get_kv_cache_specs(self) -> list[dict[str, Any]]:
-        from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
-
-        with set_current_vllm_config(self.vllm_config):
-            return [get_kv_cache_spec(self.vllm_config)]
-
-    def compile_or_warm_up_model(self) -> None:
-        pass
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-        non_block: bool = False,
-    ) -> Any:
-        return [self._replies.get(method) if isinstance(method, str) else None]
-
-    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
-        self.begun.update((new.req_id, None) for new in scheduler_output.scheduled_new_reqs)
-        request_ids = list(scheduler_output.num_scheduled_tokens)
-        output = ModelRunnerOutput(
-            req_ids=request_ids,
-            req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
-            sampled_token_ids=[self.sampler(request_id) for request_id in request_ids],
-        )
-        if not non_block:
-            return output
-        future: Future[ModelRunnerOutput] = Future()
-        future.set_result(output)
-        return future
-
-    def check_health(self) -> None:
-        pass
-
-
 class Encoder:
     """Turns prompts into token ids as `LLM.generate` and `LLM.chat` do."""
 
@@ -350,9 +272,7 @@ class Encoder:
         return encoded["prompt_token_ids"]
 
     def chat(self, messages: list[Message]) -> list[int]:
-        params = ChatParams(
-            chat_template_kwargs={"add_generation_prompt": True, "tokenize": False}
-        )
+        params = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "tokenize": False})
         tokenizing = self._renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)
         _, (encoded,) = self._renderer.render_chat([messages], params, tokenizing)
         return encoded["prompt_token_ids"]
@@ -415,6 +335,10 @@ def ceiling_tokens(
         ends.update(chain[usable:])
     hits = sum(count if block in ends else count - 1 for block, count in finders.items())
     return hits * block_tokens
+
+
+def _digest(token_ids: list[int]) -> bytes:
+    return hashlib.sha256(array("q", token_ids).tobytes()).digest()
 
 
 class _EvictionCounter:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm_relay.prefix_cache.predict import Prediction
 
 _WIDTH, _HEIGHT = 640, 400  # pixels of the plot
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 40, 56  # its margins
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 64, 56  # its margins
 
 
 def prediction_table(prediction: Prediction) -> Table:
@@ -79,8 +79,9 @@ def as_dict(prediction: Prediction) -> dict[str, Any]:
 
 def sweep_plot(predictions: Sequence[Prediction], title: str) -> str:
     """Hit rate over cache size as SVG, with the two bounds."""
-    blocks = [prediction.num_blocks for prediction in predictions]
-    low, high = math.log(min(blocks)), math.log(max(blocks))
+    predictions = sorted(predictions, key=lambda prediction: prediction.num_blocks)
+    low, high = (math.log(predictions[i].num_blocks) for i in (0, -1))
+    in_gib = all(prediction.size.gib is not None for prediction in predictions)
 
     def x(num_blocks: int) -> float:
         share = (math.log(num_blocks) - low) / (high - low) if high > low else 0.5
@@ -89,54 +90,53 @@ def sweep_plot(predictions: Sequence[Prediction], title: str) -> str:
     def y(rate: float) -> float:
         return _HEIGHT - _BOTTOM - rate * (_HEIGHT - _TOP - _BOTTOM)
 
-    def line(label: str, tokens: Sequence[int | None], color: str, dashes: str) -> list[str]:
-        points = [
-            (x(p.num_blocks), y(cached / p.prompt_tokens))
-            for p, cached in zip(predictions, tokens, strict=True)
-            if cached is not None
-        ]
-        if not points:
-            return []
-        path = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)
-        legend = len(shapes)
-        shapes.append(label)
-        ly = _HEIGHT - _BOTTOM - 12 - 18 * legend
-        return [
-            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2" '
-            f'stroke-dasharray="{dashes}"/>',
-            *(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{color}"/>' for px, py in points),
-            f'<line x1="{_WIDTH - 190}" x2="{_WIDTH - 162}" y1="{ly}" y2="{ly}" '
-            f'stroke="{color}" stroke-width="2" stroke-dasharray="{dashes}"/>',
-            f'<text x="{_WIDTH - 156}" y="{ly + 4}">{escape(label)}</text>',
-        ]
-
-    shapes: list[str] = []
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
         'font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{_WIDTH / 2}" y="22" text-anchor="middle" font-size="14">{escape(title)}</text>',
+        _text(_WIDTH / 2, 20, title, "middle"),
+        _text(_WIDTH / 2, _HEIGHT - 16, f"KV cache, {'GiB' if in_gib else 'blocks'}", "middle"),
     ]
     for percent in range(0, 101, 20):
         height = y(percent / 100)
-        parts += [
-            f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{height}" y2="{height}" '
-            'stroke="#ddd"/>',
-            f'<text x="{_LEFT - 8}" y="{height + 4}" text-anchor="end">{percent} %</text>',
-        ]
+        parts.append(_polyline([(_LEFT, height), (_WIDTH - _RIGHT, height)], "#ddd", "none"))
+        parts.append(_text(_LEFT - 8, height + 4, f"{percent} %", "end"))
     for prediction in predictions:
-        place, below = x(prediction.num_blocks), _HEIGHT - _BOTTOM + 18
-        size = prediction.size
-        label = f"{prediction.num_blocks:,}" if size.gib is None else f"{size.gib:g}"
-        parts.append(f'<text x="{place:.1f}" y="{below}" text-anchor="middle">{label}</text>')
-    unit = "blocks" if predictions[0].size.gib is None else "GiB"
-    parts.append(
-        f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 16}" text-anchor="middle">KV cache, {unit}</text>'
-    )
-    parts += line("unlimited cache", [p.ceiling_tokens for p in predictions], "#999", "2 3")
-    parts += line("best eviction", [p.belady_tokens for p in predictions], "#d95f02", "6 4")
-    parts += line("predicted", [p.cached_tokens for p in predictions], "#1b6ca8", "none")
+        size = f"{prediction.size.gib:g}" if in_gib else f"{prediction.num_blocks:,}"
+        parts.append(_text(x(prediction.num_blocks), _HEIGHT - _BOTTOM + 18, size, "middle"))
+    lines: list[tuple[str, str, str, list[int | None]]] = [
+        ("predicted", "#1b6ca8", "none", [p.cached_tokens for p in predictions]),
+        ("best eviction", "#d95f02", "6 4", [p.belady_tokens for p in predictions]),
+        ("unlimited cache", "#777", "2 3", [p.ceiling_tokens for p in predictions]),
+    ]
+    for index, (label, color, dashes, tokens) in enumerate(lines):
+        points = [
+            (x(prediction.num_blocks), y(cached / prediction.prompt_tokens))
+            for prediction, cached in zip(predictions, tokens, strict=True)
+            if cached is not None
+        ]
+        if not points:
+            continue
+        parts.append(_polyline(points, color, dashes))
+        parts += [
+            f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{color}"/>' for px, py in points
+        ]
+        left = _LEFT + 160 * index
+        parts.append(_polyline([(left, 42), (left + 28, 42)], color, dashes))
+        parts.append(_text(left + 34, 46, label, "start"))
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _polyline(points: Sequence[tuple[float, float]], color: str, dashes: str) -> str:
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return (
+        f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2" '
+        f'stroke-dasharray="{dashes}"/>'
+    )
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def _cells(prediction: Prediction) -> dict[str, str]:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_relay.limits import scheduler_is_selected
+from vllm_relay.config import scheduler_is_selected
 from vllm_relay.prefix_cache.pins import PinError
 
 if TYPE_CHECKING:

@@ -99,6 +99,16 @@ class PrefixOrder(Generic[R]):
     def __contains__(self, request: R) -> bool:
         return request in self._places
 
+    @property
+    def held(self) -> int:
+        """Requests that wait for another one to compute their prefix, as far as is known."""
+        return sum(
+            node.size
+            for leader, nodes in self._led.items()
+            for node in nodes
+            if node.leader == leader and not self._has_led_ancestor(node)
+        )
+
     def __iter__(self) -> Iterator[R]:
         """In order of position."""
         return iter(sorted(self._places, key=lambda request: self._places[request].position))
@@ -221,6 +231,13 @@ class PrefixOrder(Generic[R]):
             passed_over.append(entry)
             return child
         return None
+
+    @staticmethod
+    def _has_led_ancestor(node: _Node[R]) -> bool:
+        above = node.parent
+        while above is not None and above.leader is None:
+            above = above.parent
+        return above is not None
 
     def _is_held(self, node: _Node[R], now_s: float) -> bool:
         if node.leader is None:

@@ -66,6 +66,11 @@ class PrefixRequestQueue(RequestQueue):
         """Requests that ran while an older one of their priority waited."""
         return sum(each.limit.total for each in self._classes.values() if each.limit is not None)
 
+    @property
+    def held_requests(self) -> int:
+        """Requests held until another one has computed their prefix."""
+        return sum(each.order.held for each in self._classes.values())
+
     def release(self, request: Request) -> None:
         """No longer hold the requests that wait for blocks this one was to compute."""
         self._chosen = None
@@ -162,7 +167,7 @@ class PrefixRequestQueue(RequestQueue):
             del each.by_position[position]
         else:
             each.preempted.remove(request)
-        self._observer.waits_no_longer(request, position)
+        self._observer.waits_no_longer(request, position, runs)
 
     def _waits(self, request: Request) -> bool:
         each = self._classes.get(self._priority(request))
@@ -184,7 +189,7 @@ class QueueObserver:
 
     def waits(self, request: Request, position: int) -> None: ...
 
-    def waits_no_longer(self, request: Request, position: int) -> None: ...
+    def waits_no_longer(self, request: Request, position: int, runs: bool) -> None: ...
 
 
 def _first_of(each: _Class, now_s: float) -> Request | None:

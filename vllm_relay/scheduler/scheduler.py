@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
@@ -17,9 +19,12 @@ from vllm_relay.config import RelayConfig
 from vllm_relay.prefix_cache.free_queue import make_free_queue
 from vllm_relay.prefix_cache.next_use import NextUse
 from vllm_relay.prefix_cache.pins import PinTable
+from vllm_relay.prefix_cache.stats import PREFIX_CACHE, PrefixCacheRecorder
 from vllm_relay.scheduler.fairness import OvertakeLimit
 from vllm_relay.scheduler.order import PrefixOrder
 from vllm_relay.scheduler.request_queue import PrefixRequestQueue, QueueObserver
+
+logger = init_logger("vllm.relay")
 
 
 class _RelayScheduling(Scheduler):
@@ -38,17 +43,24 @@ class _RelayScheduling(Scheduler):
             _NextUseFeeder(self),
         )
         self.pins = PinTable(self)
+        self.relay_recorder = PrefixCacheRecorder(self)
+        compat.report_admissions(self.kv_cache_manager, self.relay_recorder.on_admitted)
 
-    def block_keys(self, request: Request) -> list[bytes]:
-        """The names under which the prefix cache keeps a request's full blocks, in chain order;
-        with several KV cache groups, group after group."""
-        keys: list[bytes] = []
+    def block_chains(self, request: Request) -> list[list[bytes]]:
+        """For each KV cache group, the names under which the prefix cache keeps the request's full
+        blocks, from the first on."""
+        chains = []
         for group, manager in enumerate(self.kv_cache_manager.coordinator.single_type_managers):
             hashes = resolve_block_hashes(
                 request.block_hashes, self.hash_block_size, manager.block_size
             )
-            keys.extend(make_block_hash_with_group_id(each, group) for each in hashes)
-        return keys
+            chains.append([make_block_hash_with_group_id(each, group) for each in hashes])
+        return chains
+
+    def note_chains(self, chains: list[list[bytes]], is_use: bool) -> None:
+        """Tell the eviction policy which block follows which."""
+        for keys in chains:
+            self.kv_cache_manager.block_pool.free_block_queue.note_chain(keys, is_use=is_use)
 
     def _chain_of(self, request: Request) -> Sequence[bytes]:
         return () if request.skip_reading_prefix_cache else request.block_hashes
@@ -72,7 +84,17 @@ class _RelayScheduling(Scheduler):
         if request.is_finished():
             self.waiting.forget(request)
         self.pins.before_free(request)
+        self.note_chains(self.block_chains(request), is_use=False)
         super()._free_request_blocks(request)
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        scheduler_stats = super().make_stats(*args, **kwargs)
+        step = self.relay_recorder.take()
+        if scheduler_stats is not None and step is not None:
+            relay = scheduler_stats.relay or {}
+            scheduler_stats.relay = {**relay, PREFIX_CACHE: step.to_dict()}
+        self.relay_recorder.log_if_due(self.relay_config.log_every_s, logger.info)
+        return scheduler_stats
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self.pins.reset()
@@ -92,17 +114,14 @@ class _NextUseFeeder(QueueObserver):
 
     def __init__(self, scheduler: _RelayScheduling) -> None:
         self._scheduler = scheduler
-        self._keys: dict[str, list[bytes]] = {}  # of waiting requests
-        pool = scheduler.kv_cache_manager.block_pool
-        self._note_chain = getattr(pool.free_block_queue, "note_chain", None)
+        self._chains: dict[str, list[list[bytes]]] = {}  # of waiting requests
 
     def waits(self, request: Request, position: int) -> None:
-        keys = self._scheduler.block_keys(request)
-        self._keys[request.request_id] = keys
-        self._scheduler.next_use.add(position, keys)
+        chains = self._chains[request.request_id] = self._scheduler.block_chains(request)
+        self._scheduler.next_use.add(position, list(chain.from_iterable(chains)))
 
-    def waits_no_longer(self, request: Request, position: int) -> None:
-        keys = self._keys.pop(request.request_id)
-        self._scheduler.next_use.remove(position, keys)
-        if self._note_chain is not None:
-            self._note_chain(keys)
+    def waits_no_longer(self, request: Request, position: int, runs: bool) -> None:
+        chains = self._chains.pop(request.request_id)
+        self._scheduler.next_use.remove(position, list(chain.from_iterable(chains)))
+        if runs:
+            self._scheduler.note_chains(chains, is_use=True)
