@@ -55,6 +55,12 @@ def test_nested_prefixes_are_used_up_before_the_next() -> None:
     assert order_of(chains) == ["a", "b", "e", "c", "d"]
 
 
+def test_a_split_prefix_loses_its_place_among_its_former_siblings() -> None:
+    chains = {"a": chain_of(1, 1, 1), "b": chain_of(1, 1, 2), "c": chain_of(1)}
+    for _ in range(20):
+        assert order_of(chains) == ["c", "a", "b"]
+
+
 def test_resident_prefixes_run_first() -> None:
     chains = {"a1": chain_of(1, 1), "a2": chain_of(1, 2), "a3": chain_of(1, 3), "b": chain_of(2)}
     assert order_of(chains, resident=chain_of(2)) == ["b", "a1", "a2", "a3"]

@@ -9,6 +9,7 @@ comparison tells whether a request runs along an edge to its end.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ R = TypeVar("R", bound=Hashable)
 
 
 _Key = tuple[bool, int, int]  # what is smaller comes first
-_Entry = tuple[_Key, int, Any]  # of a heap of children: key, tie-break, node
+_Entry = tuple[_Key, int, Any]  # of a heap of children: key, serial number, node
 
 
 class _Node(Generic[R]):
@@ -33,6 +34,7 @@ class _Node(Generic[R]):
         "oldest",
         "parent",
         "queue",
+        "queued",
         "queued_key",
         "requests",
         "resident",
@@ -49,7 +51,8 @@ class _Node(Generic[R]):
         self.oldest = 0  # position of the first request that came into the subtree
         self.resident = False  # whether the first of these blocks was in the cache when last seen
         self.queue: list[_Entry] = []  # heap of the children
-        self.queued_key: _Key | None = None  # the valid entry in parent.queue
+        self.queued_key: _Key | None = None  # of the valid entry in parent.queue
+        self.queued = 0  # its serial number; 0: none
         self.leader: R | None = None  # who computes these blocks now
         self.hold_until_s = 0.0
 
@@ -92,6 +95,7 @@ class PrefixOrder(Generic[R]):
     _places: dict[R, _Place[R]] = field(default_factory=dict, init=False)
     _led: dict[R, list[_Node[R]]] = field(default_factory=dict, init=False)
     _current: _Node[R] | None = field(default=None, init=False)
+    _serial: Iterator[int] = field(default_factory=lambda: itertools.count(1), init=False)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -147,7 +151,7 @@ class PrefixOrder(Generic[R]):
             parent = node.parent
             if node.size == 0 and parent is not None:
                 del parent.children[node.first_block]
-                node.queued_key = None
+                node.queued_key, node.queued = None, 0
                 if self._current is node:
                     self._current = parent
             node = parent  # type: ignore[assignment]
@@ -222,7 +226,7 @@ class PrefixOrder(Generic[R]):
         while node.queue:
             entry = heapq.heappop(node.queue)
             child = entry[2]
-            if child.queued_key != entry[0]:
+            if child.queued != entry[1]:
                 continue  # it has left, or has a newer entry
             if child.resident and not self.is_resident(child.first_block):
                 child.resident = False
@@ -252,8 +256,8 @@ class PrefixOrder(Generic[R]):
         # a prefix gets a new place when its requests have doubled, not with every one
         key = (not child.resident, -child.size.bit_length(), child.oldest)
         if key != child.queued_key:
-            child.queued_key = key
-            heapq.heappush(child.parent.queue, (key, id(child), child))
+            child.queued_key, child.queued = key, next(self._serial)
+            heapq.heappush(child.parent.queue, (key, child.queued, child))
 
     def _node_of(self, chain: Sequence[bytes], position: int) -> _Node[R]:
         """The node at the end of a chain, made where there is none."""
@@ -284,7 +288,7 @@ class PrefixOrder(Generic[R]):
         if upper.leader is not None:
             self._led.setdefault(upper.leader, []).append(upper)
         parent.children[upper.first_block] = upper
-        lower.parent, lower.queued_key = upper, None
+        lower.parent, lower.queued_key, lower.queued = upper, None, 0
         lower.resident = self.is_resident(lower.first_block)
         upper.children[lower.first_block] = lower
         self._queue_again(upper)
