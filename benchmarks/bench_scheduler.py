@@ -7,49 +7,50 @@ the same time and work in turn; every round begins with an empty prefix cache. "
 rate of a cache without limit: every prefix is computed once.
 """
 
-import random
 import statistics
 import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.common import Goal, Result, Row, Timing, argument_parser, ratio
 from benchmarks.scheduler_engine import EngineSettings, SchedulerEngine, Served
 from benchmarks.step_engine import Model
-from vllm_relay.demo.engine_process import wait_until_workers_sleep
 
 PREFIXES, PREFIX_TOKENS, OWN_TOKENS, OUTPUT_TOKENS = 64, 256, 256, 16
 REQUESTS = 1024
+LONG_PREFIX_TOKENS, SHORT_OWN_TOKENS, THRESHOLD_TOKENS = 2048, 32, 256
 BLOCK_SIZE_TOKENS = 32
 CACHED_REQUESTS = 8
 MODEL = Model(256, 768, 4, 4, 4, 4096)
 RELAY = {"scheduler": True}
 
 
-def make_prompts(prefixes: int, requests: int, seed: int) -> list[list[int]]:
+def make_prompts(
+    prefixes: int,
+    requests: int,
+    seed: int,
+    prefix_tokens: int = PREFIX_TOKENS,
+    own_tokens: int = OWN_TOKENS,
+) -> list[list[int]]:
     """Requests under equally many prefixes, shuffled; with no prefixes nothing is shared."""
-    rng = random.Random(seed)
+    rng = np.random.default_rng(seed)
 
     def tokens(count: int) -> list[int]:
-        return [rng.randrange(3, MODEL.vocab_size) for _ in range(count)]
+        return rng.integers(3, MODEL.vocab_size, count).tolist()
 
-    shared = [tokens(PREFIX_TOKENS) for _ in range(prefixes)]
+    shared = [tokens(prefix_tokens) for _ in range(prefixes)]
     prompts = [
-        (shared[index % prefixes] if prefixes else tokens(PREFIX_TOKENS)) + tokens(OWN_TOKENS)
+        (shared[index % prefixes] if prefixes else tokens(prefix_tokens)) + tokens(own_tokens)
         for index in range(requests)
     ]
-    rng.shuffle(prompts)
-    return prompts
+    return [prompts[index] for index in rng.permutation(requests)]
 
 
 def poisson_arrivals_s(count: int, per_s: float, seed: int) -> list[float]:
-    rng = random.Random(seed)
-    arrivals_s, now_s = [], 0.0
-    for _ in range(count):
-        now_s += rng.expovariate(per_s)
-        arrivals_s.append(now_s)
-    return arrivals_s
+    return np.random.default_rng(seed).exponential(1 / per_s, count).cumsum().tolist()
 
 
 def hit_rate(served: Served, prompts: list[list[int]]) -> float:
@@ -69,13 +70,12 @@ def compare(
     results: dict[str, list[Served]] = {name: [] for name in engines}
     for index in range(rounds):
         for name in list(engines)[:: -1 if index % 2 else 1]:
-            wait_until_workers_sleep()
             results[name].append(engines[name].serve(prompts, OUTPUT_TOKENS, arrivals_s))
     return results
 
 
 def start(
-    stack: ExitStack, folder: Path, base: EngineSettings, settings: dict[str, EngineSettings]
+    stack: ExitStack, folder: Path, settings: dict[str, EngineSettings]
 ) -> dict[str, SchedulerEngine]:
     engines = {
         name: stack.enter_context(SchedulerEngine(name, each, folder / f"{name}.log"))
@@ -176,6 +176,24 @@ def measure_without_sharing(
     result.add_goal(Goal(what, slower, 1.02, lower_is_better=True))
 
 
+def measure_warm_up(result: Result, engines: dict[str, SchedulerEngine], rounds: int) -> None:
+    prompts = make_prompts(8, 64, 5, LONG_PREFIX_TOKENS, SHORT_OWN_TOKENS)
+    served = compare(engines, prompts, rounds)
+    result.add_table(
+        f"Warm-up: 8 prefixes of {LONG_PREFIX_TOKENS} tokens, at most {THRESHOLD_TOKENS} tokens of "
+        "a prompt in a step",
+        [
+            {
+                "siblings": name,
+                "hit rate": hit_rate(runs[0], prompts),
+                "requests per s": len(prompts) / statistics.median(run.seconds for run in runs),
+                "first token p50 ms": 1e3 * percentile(runs[0].first_token_s, 50),
+            }
+            for name, runs in served.items()
+        ],
+    )
+
+
 def measure_reads(
     result: Result, engines: dict[str, SchedulerEngine], prefixes: int, requests: int
 ) -> None:
@@ -220,10 +238,21 @@ def main() -> None:
             max_model_len=PREFIX_TOKENS + OWN_TOKENS + OUTPUT_TOKENS,
         )
         pairs = {
-            "offline": ({"stock": base, "relay": replace(base, relay=RELAY)}),
+            "offline": {"stock": base, "relay": replace(base, relay=RELAY)},
             "online": {
                 "stock": replace(base, online=True),
                 "relay": replace(base, relay=RELAY, online=True),
+            },
+            "warm-up": {
+                name: replace(
+                    base,
+                    relay={**RELAY, "warm_up": warm_up},
+                    num_blocks=2048,
+                    max_num_seqs=64,
+                    max_model_len=LONG_PREFIX_TOKENS + SHORT_OWN_TOKENS + OUTPUT_TOKENS,
+                    long_prefill_token_threshold=THRESHOLD_TOKENS,
+                )
+                for name, warm_up in (("held", True), ("not held", False))
             },
             "attention": {
                 "stock": replace(base, attention_backend="relay"),
@@ -231,14 +260,16 @@ def main() -> None:
             },
         }
         with ExitStack() as engines_stack:
-            engines = start(engines_stack, folder, base, pairs["offline"])
+            engines = start(engines_stack, folder, pairs["offline"])
             per_s = measure_offline(result, engines, prefixes, requests, rounds)
-            measure_without_sharing(result, engines, requests // 4, rounds + 2)
+            measure_without_sharing(result, engines, requests // 8, 1 if options.smoke else 11)
         with ExitStack() as engines_stack:
-            engines = start(engines_stack, folder, base, pairs["online"])
+            engines = start(engines_stack, folder, pairs["online"])
             measure_online(result, engines, prefixes, requests, 0.8 * per_s, rounds)
         with ExitStack() as engines_stack:
-            engines = start(engines_stack, folder, base, pairs["attention"])
+            measure_warm_up(result, start(engines_stack, folder, pairs["warm-up"]), rounds)
+        with ExitStack() as engines_stack:
+            engines = start(engines_stack, folder, pairs["attention"])
             measure_reads(result, engines, prefixes, requests // 2)
     result.end(options)
 

@@ -25,6 +25,10 @@ BENCHMARKS = (
     "bench_planning",
     "bench_error",
     "bench_end_to_end",
+    "bench_scheduler",
+    "bench_scheduling",
+    "bench_eviction",
+    "bench_predictor",
 )
 
 
