@@ -82,6 +82,10 @@ class PrefixRequestQueue(RequestQueue):
         """Drop what is kept about a finished request."""
         self._positions.pop(request.request_id, None)
 
+    def is_empty_of_records(self) -> bool:
+        """Whether nothing is kept about any request: so it must be when all are done."""
+        return not self._positions and not any(each.by_position for each in self._classes.values())
+
     def add_request(self, request: Request) -> None:
         self._chosen = None
         each = self._class_of(request)
