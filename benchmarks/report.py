@@ -109,7 +109,7 @@ def _goals(results: list[Json]) -> str:
     ]
     return (
         "## Goals\n\n"
-        "Set for machines with AMX, which multiplies several times faster than this one may.\n\n"
+        "Those of attention were set for machines with AMX, which multiplies several times faster than this\none may.\n\n"
         + _markdown_table(rows)
     )
 

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-import time
 
 import numpy as np
 import pytest
@@ -171,7 +170,6 @@ def test_a_short_queue_is_better_than_none():
 @pytest.mark.parametrize("name", OURS)
 def test_a_million_blocks(name):
     next_use = NextUse()
-    began_s = time.process_time()
     pool = build_pool(name, next_use, 1_000_000)
     rng = np.random.default_rng(0)
     chain_blocks = 100
@@ -185,19 +183,3 @@ def test_a_million_blocks(name):
         pool.free_blocks(reversed(blocks))
     assert isinstance(pool, BlockPool) and isinstance(pool.free_block_queue, PolicyFreeQueue)
     assert pool.get_num_free_blocks() == 1_000_000
-    assert time.process_time() - began_s < 20  # 2 s on an idle machine
-
-
-def test_time_per_eviction_does_not_grow_with_the_blocks():
-    """Each block that leaves costs the logarithm of how many there are."""
-    seconds = {}
-    for capacity_blocks in (2_000, 32_000):
-        chains = [[b"%d.%d" % (n, i) for i in range(20)] for n in range(capacity_blocks // 20)]
-        next_use = NextUse()
-        pool = build_pool("queue", next_use, capacity_blocks)
-        for chain in chains:
-            pool.free_blocks(reversed(admit(pool, chain, [block + bytes(4) for block in chain])[0]))
-        began_s = time.process_time()
-        pool.get_new_blocks(capacity_blocks)
-        seconds[capacity_blocks] = (time.process_time() - began_s) / capacity_blocks
-    assert seconds[32_000] < 10 * seconds[2_000]

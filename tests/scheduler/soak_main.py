@@ -129,7 +129,7 @@ class Soak:
         for pin in self.scheduler.pins.entries():
             self.scheduler.pins.unpin(pin["id"])
         assert len(self.scheduler.waiting) == 0
-        assert self.scheduler.waiting.is_empty_of_records()
+        assert self.scheduler.waiting.num_records() == 0
         assert len(self.scheduler.next_use) == 0
         assert self.engine.reset_prefix_cache()
 

@@ -70,6 +70,7 @@ class PinTable:
         self._cold: dict[str, _Pin] = {}
         self._holders: Counter[int] = Counter()  # block id -> pins that hold it
         self._computed_before_reset: set[str] = set()  # requests
+        self._blocks_before_reset: dict[str, list[Any]] = {}  # by pin id
 
     @property
     def num_blocks(self) -> int:
@@ -173,11 +174,24 @@ class PinTable:
         Requests that are running now have computed with what the reset is to forget, so they do
         not make a pin resident.
         """
+        self._blocks_before_reset.clear()
         for pin in self._pins.values():
+            self._blocks_before_reset[pin.id] = pin.blocks
             self._release(pin)
             self._cold[pin.id] = pin
         running = getattr(self._scheduler, "running", ())
         self._computed_before_reset = {request.request_id for request in running}
+
+    def undo_reset(self) -> None:
+        """Hold the blocks again: the prefix cache was not emptied after all."""
+        self._computed_before_reset.clear()
+        for pin_id, blocks in self._blocks_before_reset.items():
+            if blocks:
+                pin = self._cold.pop(pin_id)
+                self._pool.touch(blocks)
+                self._holders.update(block.block_id for block in blocks)
+                pin.blocks = blocks
+        self._blocks_before_reset.clear()
 
     def _get(self, pin_id: str) -> _Pin:
         try:

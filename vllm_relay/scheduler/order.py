@@ -8,9 +8,9 @@ comparison tells whether a request runs along an edge to its end.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -46,9 +46,9 @@ class _Node(Generic[R]):
         self.depth = depth
         self.chain = chain  # of any request of the subtree
         self.children: dict[bytes, _Node[R]] = {}
-        self.requests: deque[R] = deque()  # those whose chain ends here
+        self.requests: list[tuple[int, R]] = []  # whose chain ends here, by position
         self.size = 0  # waiting requests of the subtree
-        self.oldest = 0  # position of the first request that came into the subtree
+        self.oldest = 0  # the smallest position that came into the subtree
         self.resident = False  # whether the first of these blocks was in the cache when last seen
         self.queue: list[_Entry] = []  # heap of the children
         self.queued_key: _Key | None = None  # of the valid entry in parent.queue
@@ -121,15 +121,16 @@ class PrefixOrder(Generic[R]):
         """Let a request wait.
 
         Args:
-            chain: its chained block hashes; must not change while the request waits.
+            chain: its chained block hashes; must not change.
             position: its place in the order of arrival.
         """
         self.release(request)
         node = self._node_of(chain, position)
-        node.requests.append(request)
+        bisect.insort(node.requests, (position, request))
         self._places[request] = _Place(node, position)
         while True:
             node.size += 1
+            node.oldest = min(node.oldest, position)
             if node.parent is None:
                 return
             self._queue_again(node)
@@ -141,11 +142,9 @@ class PrefixOrder(Generic[R]):
         Raises:
             KeyError: it does not wait.
         """
-        node = self._places.pop(request).node
-        if node.requests[0] == request:
-            node.requests.popleft()
-        else:
-            node.requests.remove(request)
+        place = self._places.pop(request)
+        node = place.node
+        del node.requests[bisect.bisect_left(node.requests, (place.position,))]
         while node is not None:
             node.size -= 1
             parent = node.parent
@@ -176,6 +175,10 @@ class PrefixOrder(Generic[R]):
                 led.append(node)
         if led:
             self._led[request] = led
+
+    def num_records(self) -> int:
+        """How much is kept about requests that do not wait any more."""
+        return len(self._led)
 
     def release(self, request: R) -> None:
         """No longer hold the requests that wait for the blocks this one was to compute."""
@@ -209,7 +212,7 @@ class PrefixOrder(Generic[R]):
         while entered:
             node = entered[-1]
             if node.requests:
-                found = node.requests[0]
+                found = node.requests[0][1]
                 break
             child = self._next_child(node, passed_over[-1])
             if child is None:
@@ -257,7 +260,11 @@ class PrefixOrder(Generic[R]):
         key = (not child.resident, -child.size.bit_length(), child.oldest)
         if key != child.queued_key:
             child.queued_key, child.queued = key, next(self._serial)
-            heapq.heappush(child.parent.queue, (key, child.queued, child))
+            queue = child.parent.queue
+            heapq.heappush(queue, (key, child.queued, child))
+            if len(queue) > 64 + 2 * len(child.parent.children):
+                queue[:] = [entry for entry in queue if entry[2].queued == entry[1]]
+                heapq.heapify(queue)
 
     def _node_of(self, chain: Sequence[bytes], position: int) -> _Node[R]:
         """The node at the end of a chain, made where there is none."""

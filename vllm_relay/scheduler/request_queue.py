@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from vllm.v1.core.sched.request_queue import RequestQueue
@@ -14,17 +14,31 @@ from vllm_relay.scheduler.fairness import OvertakeLimit
 from vllm_relay.scheduler.order import PrefixOrder
 
 
+class QueueObserver:
+    """Is told which requests wait; `position` is a request's place in the order of arrival."""
+
+    def waits(self, request: Request, position: int) -> None: ...
+
+    def waits_no_longer(self, request: Request, position: int, runs: bool) -> None: ...
+
+
 class _Class:
     """Requests of one priority."""
 
     def __init__(self, order: PrefixOrder[Request], limit: OvertakeLimit | None) -> None:
         self.order = order
         self.limit = limit
-        self.preempted: deque[Request] = deque()  # they go on first, as they stopped
+        self.preempted: OrderedDict[Request, None] = OrderedDict()  # they go on first
         self.by_position: dict[int, Request] = {}
 
     def __len__(self) -> int:
         return len(self.preempted) + len(self.order)
+
+    def first(self, now_s: float) -> Request | None:
+        if self.preempted:
+            return next(iter(self.preempted))
+        urgent = self.limit.urgent(now_s) if self.limit is not None else None
+        return self.order.first(now_s) if urgent is None else self.by_position[urgent]
 
 
 class PrefixRequestQueue(RequestQueue):
@@ -33,9 +47,12 @@ class PrefixRequestQueue(RequestQueue):
     It is false while it is not empty if all its requests are held: `len` counts, `bool` says
     whether there is a request to run now.
 
+    vLLM also pops requests that it cannot run yet, and gives them back at the end of the step. What
+    was popped is looked at when the queue is used next: by then vLLM has marked those that run.
+
     Args:
         by_priority: whether `Request.priority` counts, the smallest first.
-        chain_of: the chained block hashes under which a request is ordered.
+        chain_of: the chained block hashes under which a waiting request is ordered.
         make_order: an empty order for the requests of one priority.
         make_limit: its limit on overtaking, or None.
         observer: is told when a request begins and ceases to wait.
@@ -57,14 +74,18 @@ class PrefixRequestQueue(RequestQueue):
         self._observer = observer
         self._clock = clock
         self._classes: dict[int, _Class] = {}
-        self._positions: dict[str, int] = {}  # of every request that ever waited and is not done
+        self._positions: dict[Request, int] = {}  # of all that ever waited and are not done
         self._next_position = 0
+        self._set_aside: set[Request] = set()  # popped, and did not run
+        self._popped: Request | None = None
         self._chosen: Request | None = None
+        self._overtakes = 0  # in classes that are gone
 
     @property
     def overtakes(self) -> int:
         """Requests that ran while an older one of their priority waited."""
-        return sum(each.limit.total for each in self._classes.values() if each.limit is not None)
+        limits = (each.limit for each in self._classes.values())
+        return self._overtakes + sum(limit.total for limit in limits if limit is not None)
 
     @property
     def held_requests(self) -> int:
@@ -73,36 +94,44 @@ class PrefixRequestQueue(RequestQueue):
 
     def release(self, request: Request) -> None:
         """No longer hold the requests that wait for blocks this one was to compute."""
-        self._chosen = None
+        self._settle()
         each = self._classes.get(self._priority(request))
         if each is not None:
             each.order.release(request)
 
     def forget(self, request: Request) -> None:
-        """Drop what is kept about a finished request."""
-        self._positions.pop(request.request_id, None)
+        """Drop what is kept about a finished request, as soon as it does not wait any more."""
+        self._settle()
+        if not self._waits(request):
+            self._positions.pop(request, None)
 
-    def is_empty_of_records(self) -> bool:
-        """Whether nothing is kept about any request: so it must be when all are done."""
-        return not self._positions and not any(each.by_position for each in self._classes.values())
+    def num_records(self) -> int:
+        """How much is kept about requests: nothing when all are done."""
+        kept = len(self._positions) + len(self._set_aside) + (self._popped is not None)
+        return kept + sum(each.order.num_records() for each in self._classes.values())
 
     def add_request(self, request: Request) -> None:
-        self._chosen = None
+        self._settle()
         each = self._class_of(request)
-        position = self._positions.get(request.request_id)
+        position = self._positions.get(request)
         if position is None:
-            position = self._positions[request.request_id] = self._next_position
+            position = self._positions[request] = self._next_position
             self._next_position += 1
+        if request in self._set_aside:
+            self._set_aside.discard(request)
+        else:
+            self._observer.waits(request, position)
         if request.status == RequestStatus.PREEMPTED:
             each.order.release(request)
-            each.preempted.appendleft(request)
-        else:
-            chain = self._chain_of(request)
-            each.order.add(request, chain, position)
-            each.by_position[position] = request
-            if each.limit is not None:
-                each.limit.arrive(position)
-        self._observer.waits(request, position)
+            each.preempted[request] = None
+            each.preempted.move_to_end(request, last=False)
+            return
+        # without a full block it shares nothing
+        chain = self._chain_of(request) or (position.to_bytes(8, "big"),)
+        each.order.add(request, chain, position)
+        each.by_position[position] = request
+        if each.limit is not None:
+            each.limit.arrive(position)
 
     def peek_request(self) -> Request:
         request = self._choose()
@@ -111,9 +140,8 @@ class PrefixRequestQueue(RequestQueue):
         return request
 
     def pop_request(self) -> Request:
-        request = self.peek_request()
-        self._take_out(request, runs=True)
-        return request
+        self._popped = self.peek_request()
+        return self._popped
 
     def prepend_request(self, request: Request) -> None:
         self.add_request(request)
@@ -123,57 +151,85 @@ class PrefixRequestQueue(RequestQueue):
             self.add_request(request)
 
     def remove_request(self, request: Request) -> None:
+        self._settle()
         if not self._waits(request):
             raise ValueError(f"request {request.request_id} does not wait")
-        self._take_out(request, runs=False)
+        self.remove_requests([request])
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
+        self._settle()
         for request in requests:
-            if self._waits(request):
+            if not self._waits(request):
+                continue
+            if request in self._set_aside:
+                self._set_aside.discard(request)
+            else:
                 self._take_out(request, runs=False)
+            self._observer.waits_no_longer(request, self._positions[request], False)
+            if request.is_finished():
+                del self._positions[request]
 
     def __bool__(self) -> bool:
         return self._choose() is not None
 
     def __len__(self) -> int:
+        self._settle()
         return sum(map(len, self._classes.values()))
 
     def __iter__(self) -> Iterator[Request]:
         """By priority; preempted ones first, the others in the order of their arrival."""
+        self._settle()
         for priority in sorted(self._classes):
             yield from self._classes[priority].preempted
             yield from self._classes[priority].order
 
     def _choose(self) -> Request | None:
-        if self._chosen is None:
+        if self._popped is not None or self._chosen is None:
+            self._settle()
             now_s = self._clock()
             for priority in sorted(self._classes):
-                self._chosen = _first_of(self._classes[priority], now_s)
+                self._chosen = self._classes[priority].first(now_s)
                 if self._chosen is not None:
                     break
         return self._chosen
 
+    def _settle(self) -> None:
+        """Account for the request that was popped last, and choose anew."""
+        request, self._popped, self._chosen = self._popped, None, None
+        if request is None:
+            return
+        # one whose KV cache is being loaded computes its prefix, too
+        runs = request.status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS)
+        self._take_out(request, runs)
+        if runs:
+            self._observer.waits_no_longer(request, self._positions[request], True)
+        else:
+            self._set_aside.add(request)
+
     def _take_out(self, request: Request, runs: bool) -> None:
-        self._chosen = None
-        each = self._class_of(request)
-        position = self._positions[request.request_id]
-        if request in each.order:
-            # what is popped in a blocked state is set aside and comes back
-            if runs and request.status == RequestStatus.WAITING:
-                now_s = self._clock()
-                each.order.take(request, now_s)
-                if each.limit is not None:
-                    each.limit.run(position, now_s)
-            else:
-                each.order.remove(request)
-                if each.limit is not None:
-                    each.limit.leave(position)
+        priority = self._priority(request)
+        each = self._classes[priority]
+        position = self._positions[request]
+        if request in each.preempted:
+            del each.preempted[request]
+        elif runs:
+            now_s = self._clock()
+            each.order.take(request, now_s)
+            if each.limit is not None:
+                each.limit.run(position, now_s)
             del each.by_position[position]
         else:
-            each.preempted.remove(request)
-        self._observer.waits_no_longer(request, position, runs)
+            each.order.remove(request)
+            if each.limit is not None:
+                each.limit.leave(position)
+            del each.by_position[position]
+        if not each and not each.order.num_records():
+            self._overtakes += each.limit.total if each.limit is not None else 0
+            del self._classes[priority]
 
     def _waits(self, request: Request) -> bool:
+        if request in self._set_aside:
+            return True
         each = self._classes.get(self._priority(request))
         return each is not None and (request in each.order or request in each.preempted)
 
@@ -186,20 +242,3 @@ class PrefixRequestQueue(RequestQueue):
 
     def _priority(self, request: Request) -> int:
         return request.priority if self._by_priority else 0
-
-
-class QueueObserver:
-    """Is told which requests wait; `position` is a request's place in the order of arrival."""
-
-    def waits(self, request: Request, position: int) -> None: ...
-
-    def waits_no_longer(self, request: Request, position: int, runs: bool) -> None: ...
-
-
-def _first_of(each: _Class, now_s: float) -> Request | None:
-    if each.preempted:
-        return each.preempted[0]
-    urgent = each.limit.urgent(now_s) if each.limit is not None else None
-    if urgent is not None:
-        return each.by_position[urgent]
-    return each.order.first(now_s)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -12,6 +11,7 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_b
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.request import Request
 
 from vllm_relay import compat
@@ -35,12 +35,14 @@ class _RelayScheduling(Scheduler):
         with compat.free_block_queue(make_free_queue(self.relay_config.eviction, self.next_use)):
             super().__init__(*args, **kwargs)
         self._is_offline = compat.is_offline(vllm_config)
+        self._order_group = _full_attention_group(self.kv_cache_config)
+        feeder = _NextUseFeeder(self)
         self.waiting: PrefixRequestQueue = PrefixRequestQueue(
             self.policy == SchedulingPolicy.PRIORITY,
-            self._chain_of,
+            lambda request: feeder.chains[request][self._order_group or 0],
             self._make_order,
             self._make_limit,
-            _NextUseFeeder(self),
+            feeder,
         )
         self.pins = PinTable(self)
         self.relay_recorder = PrefixCacheRecorder(self)
@@ -49,7 +51,7 @@ class _RelayScheduling(Scheduler):
     def block_chains(self, request: Request) -> list[list[bytes]]:
         """For each KV cache group, the names under which the prefix cache keeps the request's full
         blocks, from the first on."""
-        chains = []
+        chains: list[list[bytes]] = []
         for group, manager in enumerate(self.kv_cache_manager.coordinator.single_type_managers):
             hashes = resolve_block_hashes(
                 request.block_hashes, self.hash_block_size, manager.block_size
@@ -62,17 +64,16 @@ class _RelayScheduling(Scheduler):
         for keys in chains:
             self.kv_cache_manager.block_pool.free_block_queue.note_chain(keys, is_use=is_use)
 
-    def _chain_of(self, request: Request) -> Sequence[bytes]:
-        return () if request.skip_reading_prefix_cache else request.block_hashes
-
-    def _is_resident(self, block_hash: bytes) -> bool:
-        return self.kv_cache_manager.block_pool.get_cached_block(block_hash, [0]) is not None
+    def _is_resident(self, key: bytes) -> bool:
+        pool = self.kv_cache_manager.block_pool
+        return pool.cached_block_hash_to_block.get_one_block(key) is not None
 
     def _make_order(self) -> PrefixOrder[Request]:
-        hold = self.relay_config.warm_up and self.cache_config.enable_prefix_caching
+        # other kinds of KV cache do not keep all blocks of a prefix: nobody could tell its end
+        hold = self.relay_config.warm_up and self._order_group is not None
         # a hold ends when the prefix is there; the bound is for what would never end it
-        max_hold_s = (1e9 if self._is_offline else self.relay_config.max_hold_s) if hold else 0.0
-        return PrefixOrder(self._is_resident, max_hold_s)
+        max_hold_s = 1e9 if self._is_offline else self.relay_config.max_hold_s
+        return PrefixOrder(self._is_resident, max_hold_s if hold else 0.0)
 
     def _make_limit(self) -> OvertakeLimit | None:
         if self._is_offline:
@@ -89,6 +90,8 @@ class _RelayScheduling(Scheduler):
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         scheduler_stats = super().make_stats(*args, **kwargs)
+        if scheduler_stats is None and not self.relay_config.log_every_s:
+            return None
         step = self.relay_recorder.take()
         if scheduler_stats is not None and step is not None:
             relay = scheduler_stats.relay or {}
@@ -98,7 +101,13 @@ class _RelayScheduling(Scheduler):
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self.pins.reset()
-        return super().reset_prefix_cache(*args, **kwargs)
+        is_reset = False
+        try:
+            is_reset = super().reset_prefix_cache(*args, **kwargs)
+        finally:
+            if not is_reset:
+                self.pins.undo_reset()
+        return is_reset
 
 
 class SyncRelayScheduler(_RelayScheduling):
@@ -114,14 +123,25 @@ class _NextUseFeeder(QueueObserver):
 
     def __init__(self, scheduler: _RelayScheduling) -> None:
         self._scheduler = scheduler
-        self._chains: dict[str, list[list[bytes]]] = {}  # of waiting requests
+        self.chains: dict[Request, list[list[bytes]]] = {}
+        """Of waiting requests: see `block_chains`."""
 
     def waits(self, request: Request, position: int) -> None:
-        chains = self._chains[request.request_id] = self._scheduler.block_chains(request)
-        self._scheduler.next_use.add(position, list(chain.from_iterable(chains)))
+        chains = self.chains[request] = self._scheduler.block_chains(request)
+        if not request.skip_reading_prefix_cache:
+            self._scheduler.next_use.add(position, list(chain.from_iterable(chains)))
 
     def waits_no_longer(self, request: Request, position: int, runs: bool) -> None:
-        chains = self._chains.pop(request.request_id)
-        self._scheduler.next_use.remove(position, list(chain.from_iterable(chains)))
+        chains = self.chains.pop(request)
+        if not request.skip_reading_prefix_cache:
+            self._scheduler.next_use.remove(position, list(chain.from_iterable(chains)))
         if runs:
             self._scheduler.note_chains(chains, is_use=True)
+
+
+def _full_attention_group(kv_cache_config: KVCacheConfig) -> int | None:
+    """A KV cache group that keeps every block of a prefix."""
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        if isinstance(group.kv_cache_spec, FullAttentionSpec):
+            return index
+    return None
