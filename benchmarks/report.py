@@ -109,8 +109,8 @@ def _goals(results: list[Json]) -> str:
     ]
     return (
         "## Goals\n\n"
-        "Those of attention were set for machines with AMX, which multiplies several times faster than this\none may.\n\n"
-        + _markdown_table(rows)
+        "Those of attention were set for machines with AMX, which multiplies several times faster\n"
+        "than this one may.\n\n" + _markdown_table(rows)
     )
 
 

@@ -109,6 +109,12 @@ def test_misspelled_section_is_refused_where_it_matters(log_lines: list[str]) ->
         relay_config(additional_config={"Relay": {"sharing": False}})
 
 
+def test_options_of_the_scheduler_need_the_scheduler() -> None:
+    with pytest.raises(ValueError, match=r"relay\.eviction is given but only RelayScheduler"):
+        relay_config(additional_config={"relay": {"eviction": "lru"}})
+    relay_config(additional_config={"relay": {"eviction": "lru", "scheduler": True}})
+
+
 def test_prefix_caching_that_is_off_is_pointed_out(log_lines: list[str]) -> None:
     relay_config(cache_config=CacheConfig(enable_prefix_caching=True))
     assert log_lines == []

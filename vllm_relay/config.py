@@ -19,6 +19,9 @@ SECTION = "additional_config.relay"
 EvictionPolicyName = Literal["queue", "lru", "fifo", "gdsf"]
 
 
+SCHEDULER_OPTIONS = frozenset({"max_hold_s", "max_overtakes", "warm_up", "eviction"})
+
+
 class RelayConfig(BaseModel):
     """Options of the RELAY attention backend, of the scheduler and of the prefix cache.
 

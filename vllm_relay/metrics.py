@@ -46,6 +46,9 @@ class RelayStatLogger(AggregateStatLoggerBase):
                 prefix_cache.EVICTED_BLOCKS_TEXT,
                 (*_LABELS, "reason"),
             )
+            for labels in self._engine_labels.values():
+                for reason in prefix_cache.EVICTION_REASONS:
+                    self._evicted_blocks.labels(*labels, reason)
 
     def record(
         self,

@@ -103,6 +103,7 @@ def check_new_config(vllm_config: VllmConfig) -> None:
 
     from vllm_relay import compat
     from vllm_relay.config import (
+        SCHEDULER_OPTIONS,
         SECTION,
         RelayConfig,
         misspelled_section,
@@ -117,6 +118,11 @@ def check_new_config(vllm_config: VllmConfig) -> None:
         select_scheduler(vllm_config)
     backend, scheduler = relay_is_selected(vllm_config), scheduler_is_selected(vllm_config)
     check_system_prompts(vllm_config, options)
+    if backend and not scheduler and (unused := options.model_fields_set & SCHEDULER_OPTIONS):
+        raise ValueError(
+            f"{SECTION}.{min(unused)} is given but only RelayScheduler reads it: add "
+            f"{SECTION}.scheduler=true, or leave it away"
+        )
     if (name := misspelled_section(vllm_config)) is not None:
         message = f"additional_config.{name}: nobody reads this section; did you mean {SECTION}?"
         if backend or scheduler:

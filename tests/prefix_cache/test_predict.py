@@ -113,7 +113,9 @@ def test_prompts_too_long_are_refused_by_line(model: str) -> None:
 
 
 def test_a_cache_too_small_is_refused(model: str) -> None:
-    with pytest.raises(ValueError, match="KV cache of 9 blocks with --max-model-len 512: "):
+    with pytest.raises(
+        ValueError, match="KV cache of 9 blocks does not hold one request of 512 tokens"
+    ):
         predict(model, [[5]], blocks=9)
 
 

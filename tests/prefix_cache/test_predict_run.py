@@ -74,7 +74,11 @@ def ids(tmp_path: Path) -> Path:
         ({"blocks": [9], "json_path": Path("/nowhere/x")}, "--json /nowhere/x: cannot write"),
         ({"blocks": [9], "plot_path": Path("/nowhere/x")}, "--plot /nowhere/x: cannot write"),
         ({"blocks": [9], "model": "/nowhere"}, "--model /nowhere: no config.json there"),
-        ({"blocks": [3], "block_size": 32}, "a KV cache of 3 blocks with --max-model-len 84: vLLM"),
+        ({"sweep": [1.0, 1e6], "block_size": 32, "kv_bytes_per_token": 8}, "1e+06 GiB of KV cache"),
+        (
+            {"blocks": [3], "block_size": 32},
+            "a KV cache of 3 blocks does not hold one request of 84 tokens (--max-model-len)",
+        ),
         (
             {"blocks": [9], "block_size": 32, "max_model_len": 40},
             "line 1: the prompt has 68 tokens, expected fewer than the 40 of --max-model-len",

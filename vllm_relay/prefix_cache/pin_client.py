@@ -222,12 +222,18 @@ def id_of_tokens(token_ids: Sequence[int]) -> str:
 def _tokens_of(llm: Any, prompt: Prompt) -> list[int]:
     if is_tokens(prompt):
         return list(prompt)  # type: ignore[arg-type]
+    if not isinstance(prompt, str | list | tuple):
+        raise PinError(
+            400, f"{prompt!r} was given as prompt, expected a text, token ids or messages"
+        )
     renderer = getattr(llm, "llm_engine", llm).renderer
     _check_tokenizer(renderer)
     if isinstance(prompt, str):
+        if not prompt:
+            raise PinError(400, "the text is empty: expected at least a KV block of tokens")
         with _refusals("this text"):
             return common_tokens(renderer.render_cmpl(_texts(prompt)))
-    conversations = continued_conversations(prompt)  # type: ignore[arg-type]
+    conversations = continued_conversations(prompt)
     with _refusals("these messages"):
         return common_tokens(_render_conversations(llm, renderer, conversations))
 

@@ -150,9 +150,12 @@ class Predictor:
             core = EngineCore(config, partial(StubExecutor, available_bytes=available_bytes), False)
         except ValueError as error:
             cleanup_dist_env_and_memory()
+            # where blocks are given, what vLLM says of bytes is about a model that stands in
+            reason = f" (vLLM: {error})" if size.blocks is None else ""
             raise ValueError(
-                f"a KV cache of {size} with --max-model-len {config.model_config.max_model_len}: "
-                f"vLLM refuses it ({error}); give more memory, or a smaller --max-model-len"
+                f"a KV cache of {size} does not hold one request of "
+                f"{config.model_config.max_model_len} tokens (--max-model-len){reason}: give "
+                "more, or a smaller --max-model-len"
             ) from error
         finally:
             envs.disable_envs_cache()  # this process may start other engines

@@ -30,8 +30,10 @@ from vllm_relay.prefix_cache.predict_report import (
     sweep_table,
 )
 
+_MAX_GIB = 16384  # its blocks take minutes to make
+
 if TYPE_CHECKING:
-    from vllm_relay.prefix_cache.predict import CacheSize, PredictorSettings
+    from vllm_relay.prefix_cache.predict import CacheSize, Prediction, PredictorSettings
 
 SCHEDULERS = ("stock", "relay")
 
@@ -126,16 +128,24 @@ def run_predict(
             else:
                 requests = _encode(lines, settings, output_tokens)
             predictor = Predictor(settings, requests)
-            predictions = []
+            predictions: list[Prediction] = []
+            refused: list[str] = []
             for size in _sizes(gib, blocks, block_size, kv_bytes_per_token):
 
                 def show(finished: int, what: str = f"a KV cache of {size}") -> None:
                     status.update(f"{what}: {finished:,} of {len(requests):,} requests")
 
-                predictions.append(predictor.predict(size, show))
+                try:
+                    predictions.append(predictor.predict(size, show))
+                except ValueError as error:
+                    refused.append(str(error))
+            if not predictions:
+                raise ValueError("\n".join(refused))
     except (OSError, ValueError) as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         return 1
+    for message in refused:
+        console.print(message, style="yellow", markup=False, highlight=False)
     one = len(predictions) == 1
     console.print(prediction_table(predictions[0]) if one else sweep_table(predictions))
     if any(line.timestamp for line in lines):
@@ -230,6 +240,8 @@ def _sizes(
             raise ValueError(f"a KV cache of {size} {option}: expected more than 0")
     sizes = []
     for size in gib:
+        if not 0 < size <= _MAX_GIB:
+            raise ValueError(f"{size:g} GiB of KV cache: expected more than 0, at most {_MAX_GIB}")
         count = None
         if kv_bytes_per_token is not None and block_size is not None:
             count = math.floor(size * GIB_BYTES / (kv_bytes_per_token * block_size))

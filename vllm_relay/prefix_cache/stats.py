@@ -23,6 +23,7 @@ GAUGES = {
     "held_requests": "Waiting requests held until another has computed their prefix.",
 }
 EVICTED_BLOCKS = "evicted_blocks"
+EVICTION_REASONS = ("unused", "needed")
 EVICTED_BLOCKS_TEXT = "Cached KV blocks that were evicted, by reason."
 
 TOP_PREFIXES = 10
