@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_relay.config import RelayConfig
+from vllm_relay.prefix_cache import pin_client
 from vllm_relay.prefix_cache.pins import PinError
 from vllm_relay.prefix_cache.prompts import (
     check_system_prompts,
@@ -94,3 +95,8 @@ def test_configurations_without_system_prompts(kwargs: dict[str, Any], way_out: 
     with pytest.raises(ValueError, match=r"relay\.system_prompts needs") as caught:
         check_system_prompts(config(**kwargs), options)
     assert way_out in str(caught.value)
+
+
+def test_what_is_no_prompt_is_refused() -> None:
+    with pytest.raises(PinError, match="None was given as prompt, expected a text, token ids"):
+        pin_client.pin(None, None)  # the engine is not asked

@@ -50,7 +50,7 @@ class Setup:
         self.log = Log()
         self.queue = PrefixRequestQueue(
             by_priority,
-            lambda request: request.chain,  # type: ignore[attr-defined]
+            lambda request: request.chain,
             lambda: PrefixOrder(self.resident.__contains__, max_hold_s),
             lambda: OvertakeLimit(1e9, max_overtakes),
             self.log,
@@ -80,10 +80,7 @@ class Setup:
 
 def requests(*names: str, **kwargs: Any) -> list[Any]:
     """Requests whose prefix is the first letter of their name."""
-    return [
-        FakeRequest(name, (name[0].encode(), name.encode()), **kwargs)  # type: ignore[arg-type]
-        for name in names
-    ]
+    return [FakeRequest(name, (name[0].encode(), name.encode()), **kwargs) for name in names]
 
 
 def test_prefix_by_prefix() -> None:
@@ -187,6 +184,6 @@ def test_a_prefix_that_always_waits_does_not_make_the_queue_grow() -> None:
     setup.add(*requests("a1", "a2"))
     order = setup.queue._classes[0].order
     for number in range(2000):
-        setup.add(FakeRequest(f"u{number}", (b"u%d" % number,)), *requests("a3"))  # type: ignore
+        setup.add(FakeRequest(f"u{number}", (b"u%d" % number,)), *requests("a3"))
         setup.schedule(room=2)
     assert len(order._root.queue) < 300

@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.status import Status
 
+from vllm_relay.arguments import check_model, check_writable
 from vllm_relay.demo.engine import Engine, EngineSettings, RoundResult
 from vllm_relay.demo.engine_process import EngineError, wait_until_workers_sleep
 from vllm_relay.demo.recall_model import build_recall_model
@@ -67,8 +68,7 @@ def run_demo(
     with ExitStack() as stack:
         directory = keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         try:
-            if json_path is not None:
-                _check_writable(json_path)
+            check_writable("--json", json_path)
             for name, count in [("rounds", rounds), ("questions_per_prompt", questions_per_prompt)]:
                 if count < 1:
                     raise ValueError(f"{name} is {count}, expected at least 1")
@@ -79,7 +79,7 @@ def run_demo(
                     path = str(made)
                     requests = recall_requests(path, sizes, seed)
                 else:
-                    _check_model(model)
+                    check_model(model)
                     path = model
                     requests = general_requests(path, sizes, seed)
             warm_up, timed = requests[:num_system_prompts], requests[num_system_prompts:]
@@ -115,24 +115,6 @@ def run_demo(
         }
         json_path.write_text(json.dumps(numbers, indent=2) + "\n")
     return _conclude(comparison, console)
-
-
-def _check_writable(json_path: Path) -> None:
-    try:
-        json_path.open("a").close()
-    except OSError as error:
-        raise ValueError(f"--json {json_path}: cannot write there ({error.strerror})") from error
-
-
-def _check_model(model: str) -> None:
-    """Refuses what looks like a folder and holds no model; anything else may be a hub id."""
-    path = Path(model)
-    looks_local = path.exists() or path.is_absolute() or model.startswith(".")
-    if looks_local and not (path / "config.json").is_file():
-        raise ValueError(
-            f"--model {model}: no config.json there; expected a Hugging Face model folder or a "
-            "hub id"
-        )
 
 
 def _engine_settings(

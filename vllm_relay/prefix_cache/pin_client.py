@@ -220,12 +220,12 @@ def id_of_tokens(token_ids: Sequence[int]) -> str:
 
 
 def _tokens_of(llm: Any, prompt: Prompt) -> list[int]:
-    if is_tokens(prompt):
-        return list(prompt)  # type: ignore[arg-type]
     if not isinstance(prompt, str | list | tuple):
         raise PinError(
             400, f"{prompt!r} was given as prompt, expected a text, token ids or messages"
         )
+    if is_tokens(prompt):
+        return list(prompt)
     renderer = getattr(llm, "llm_engine", llm).renderer
     _check_tokenizer(renderer)
     if isinstance(prompt, str):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, get_args
 
 from rich.console import Console
 
+from vllm_relay.arguments import check_model, check_writable
 from vllm_relay.config import EvictionPolicyName, RelayConfig
 from vllm_relay.prefix_cache.predict_input import (
     InputLine,
@@ -97,9 +98,9 @@ def run_predict(
                 "no cache size; give --kv-cache-space GIB, --sweep GIB,GIB,... or --blocks N,N,..."
             )
         for option, target in [("--json", json_path), ("--plot", plot_path)]:
-            _check_writable(option, target)
+            check_writable(option, target)
         if model is not None:
-            _check_model(model)
+            check_model(model)
         lines = read_lines(path)
         if model is None:
             _check_without_model(path, lines, block_size, kv_bytes_per_token, gib)
@@ -184,26 +185,6 @@ def _check_eviction(scheduler: str, eviction: str | None) -> str | None:
             "relay, or leave --eviction out"
         )
     return None
-
-
-def _check_writable(option: str, path: Path | None) -> None:
-    if path is None:
-        return
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise ValueError(f"{option} {path}: cannot write there ({error.strerror})") from error
-
-
-def _check_model(model: str) -> None:
-    """Refuses what looks like a folder and holds no model; anything else may be a hub id."""
-    path = Path(model)
-    looks_local = path.exists() or path.is_absolute() or model.startswith(".")
-    if looks_local and not (path / "config.json").is_file():
-        raise ValueError(
-            f"--model {model}: no config.json there; expected a Hugging Face model folder or a "
-            "hub id"
-        )
 
 
 def _check_without_model(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from vllm_relay.config import scheduler_is_selected
 from vllm_relay.prefix_cache.pins import PinError
@@ -53,7 +53,7 @@ def common_tokens(prompts: Sequence[Any]) -> list[int]:
     return list(os.path.commonprefix(token_ids))
 
 
-def is_tokens(prompt: Prompt) -> bool:
+def is_tokens(prompt: Prompt) -> TypeGuard[Sequence[int]]:
     return not isinstance(prompt, str) and all(isinstance(each, int) for each in prompt)
 
 

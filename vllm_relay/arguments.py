@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of what several commands are given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Refuse a file that cannot be written before anything is computed for it.
+
+    Raises:
+        ValueError: names the option.
+    """
+    if path is None:
+        return
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ValueError(f"{option} {path}: cannot write there ({error.strerror})") from error
+
+
+def check_model(model: str) -> None:
+    """Refuse what looks like a folder and holds no model; anything else may be a hub id.
+
+    Raises:
+        ValueError: says what was expected.
+    """
+    path = Path(model)
+    looks_local = path.exists() or path.is_absolute() or model.startswith(".")
+    if looks_local and not (path / "config.json").is_file():
+        raise ValueError(
+            f"--model {model}: no config.json there; expected a Hugging Face model folder or a "
+            "hub id"
+        )
