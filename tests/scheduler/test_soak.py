@@ -13,11 +13,9 @@ import pytest
 
 from tests.integration.runs import ROOT
 from tests.integration.tiny_models import save_model
+from tests.scheduler.soak import FIRST_SEED, SECONDS
 
 pytestmark = pytest.mark.soak
-
-SECONDS = float(os.environ.get("RELAY_SOAK_S", "60"))
-SEED = int(os.environ.get("RELAY_SOAK_FIRST_SEED", "0"))
 
 
 def run(*arguments: str) -> None:
@@ -36,7 +34,7 @@ def test_nothing_is_lost_and_nothing_leaks(tmp_path: Path) -> None:
     model = str(save_model("llama", tmp_path / "model"))
     expected, counts_path = tmp_path / "expected.json", tmp_path / "counts.json"
     run(model, str(expected))
-    run(model, str(counts_path), str(SECONDS), str(SEED), str(expected))
+    run(model, str(counts_path), str(SECONDS), str(FIRST_SEED), str(expected))
     counts = json.loads(counts_path.read_text())
     print(counts)
     assert all(count > 0 for name, count in counts.items() if name != "refused"), counts

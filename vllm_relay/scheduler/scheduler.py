@@ -80,6 +80,24 @@ class _RelayScheduling(Scheduler):
             return None
         return OvertakeLimit(self.relay_config.max_hold_s, self.relay_config.max_overtakes)
 
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        self._uncache_uncomputed(request)
+        super()._preempt_request(request, *args, **kwargs)
+
+    def _uncache_uncomputed(self, request: Request) -> None:
+        """Blocks are in the cache from when they are scheduled. By priority, vLLM also preempts
+        requests that it has scheduled in the same step: no other may find what they do not compute.
+        """
+        block_ids = {
+            block.block_id
+            for manager in self.kv_cache_manager.coordinator.single_type_managers
+            for block in manager.req_to_blocks[request.request_id][
+                request.num_computed_tokens // manager.block_size :
+            ]
+            if not block.is_null
+        }
+        self.kv_cache_manager.evict_blocks(block_ids)
+
     def _free_request_blocks(self, request: Request) -> None:
         self.waiting.release(request)
         if request.is_finished():

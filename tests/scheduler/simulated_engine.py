@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's engine with a simulated worker: tokens are a function of the text before them, and the
+memory of the KV cache shows whether every block still holds what its request needs.
+
+A worker runs batches in the order in which they are dispatched, so it may do so at once: with
+asynchronous scheduling the engine core asks for the result a step later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from vllm import EngineArgs, LLMEngine
+from vllm.config import VllmConfig
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import ModelRunnerOutput
+
+from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS, VOCAB_SIZE
+from vllm_relay.prefix_cache.predict_executor import StubExecutor
+
+MODULUS = (1 << 31) - 1
+
+
+class Text:
+    """Tokens, and for each a state that tells all tokens up to it, and the salt."""
+
+    def __init__(self, salt: str | None, tokens: list[int]) -> None:
+        self._state = 1 + sum((salt or "").encode())
+        self.states: list[int] = []
+        for token in tokens:
+            self.append(token)
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def append(self, token: int) -> None:
+        self._state = (self._state * 1_000_003 + token + 1) % MODULUS
+        self.states.append(self._state)
+
+    @property
+    def next_token(self) -> int:
+        return 3 + self._state % (VOCAB_SIZE - 3)
+
+
+def answer(
+    prompt: list[int], salt: str | None, output_tokens: int, stop_token_ids: tuple[int, ...]
+) -> list[int]:
+    text, made = Text(salt, prompt), []
+    while len(made) < output_tokens and not (made and made[-1] in stop_token_ids):
+        made.append(text.next_token)
+        text.append(made[-1])
+    return made
+
+
+@dataclass
+class _Sequence:
+    """What a worker keeps about a request."""
+
+    text: Text
+    salt: str | None
+    block_ids: tuple[list[int], ...]
+
+
+class SimulatedExecutor(StubExecutor):
+    """Writes and reads KV memory, of which it keeps one number per token."""
+
+    def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> Any:
+        (config,) = kv_cache_configs
+        self._sequences: dict[str, _Sequence] = {}
+        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+        self._windows = [getattr(spec, "sliding_window", None) or 1 << 30 for spec in specs]
+        self._memory = [
+            np.full((config.num_blocks, spec.block_size), -1, dtype=np.int64) for spec in specs
+        ]
+        return super().initialize_from_config(kv_cache_configs)
+
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
+        for request_id in scheduler_output.finished_req_ids:
+            self._sequences.pop(request_id, None)
+        starts: dict[str, int] = {}
+        for new in scheduler_output.scheduled_new_reqs:
+            self._begin(new)
+            starts[new.req_id] = new.num_computed_tokens
+        starts |= self._go_on(scheduler_output.scheduled_cached_reqs)
+        counts = scheduler_output.num_scheduled_tokens
+        assert starts.keys() == counts.keys()
+        ends = {request_id: starts[request_id] + counts[request_id] for request_id in starts}
+        for request_id, end in ends.items():
+            self._write(self._sequences[request_id], starts[request_id], end)
+        for request_id, end in ends.items():
+            self._read(request_id, end)
+        request_ids = list(counts)
+        self._output = ModelRunnerOutput(
+            req_ids=request_ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
+            sampled_token_ids=[self._sample(each, ends[each]) for each in request_ids],
+        )
+        return _result(None if counts else self._output, non_block)
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        return _result(self._output, non_block)
+
+    def _begin(self, new: NewRequestData) -> None:
+        assert new.prompt_token_ids is not None
+        assert new.sampling_params is not None
+        salt = (new.sampling_params.extra_args or {}).get("salt")
+        block_ids = tuple(list(ids) for ids in new.block_ids)
+        self._sequences[new.req_id] = _Sequence(Text(salt, new.prompt_token_ids), salt, block_ids)
+
+    def _go_on(self, cached: CachedRequestData) -> dict[str, int]:
+        """Returns how many tokens of each request have been computed."""
+        for request_id, new_block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            sequence = self._sequences[request_id]
+            if request_id in cached.resumed_req_ids:
+                assert new_block_ids is not None
+                sequence.block_ids = tuple(list(ids) for ids in new_block_ids)
+            elif new_block_ids is not None:
+                for ids, new_ids in zip(sequence.block_ids, new_block_ids, strict=True):
+                    ids.extend(new_ids)
+            if request_id in cached.all_token_ids:
+                sequence.text = Text(sequence.salt, cached.all_token_ids[request_id])
+        return dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+
+    def _slots(self, sequence: _Sequence, group: int, start: int, end: int) -> Any:
+        block_size = self._memory[group].shape[1]
+        positions = np.arange(start, end)
+        blocks = np.array(sequence.block_ids[group])[positions // block_size]
+        return blocks * block_size + positions % block_size
+
+    def _write(self, sequence: _Sequence, start: int, end: int) -> None:
+        assert end <= len(sequence.text), "a token was scheduled before it was sampled"
+        for group, memory in enumerate(self._memory):
+            slots = self._slots(sequence, group, start, end)
+            memory.reshape(-1)[slots] = sequence.text.states[start:end]
+
+    def _read(self, request_id: str, end: int) -> None:
+        sequence = self._sequences[request_id]
+        for group, (memory, window) in enumerate(zip(self._memory, self._windows, strict=True)):
+            start = max(0, end - window)
+            found = memory.reshape(-1)[self._slots(sequence, group, start, end)]
+            wrong = np.flatnonzero(found != sequence.text.states[start:end])
+            assert not wrong.size, (
+                f"request {request_id} reads the KV of another text in group {group}, at "
+                f"{wrong.size} of the positions {start} to {end}, first at {start + wrong[0]}"
+            )
+
+    def _sample(self, request_id: str, end: int) -> list[int]:
+        text = self._sequences[request_id].text
+        if end < len(text):
+            return []
+        token = text.next_token
+        text.append(token)
+        return [token]
+
+
+def _result(value: Any, non_block: bool) -> Any:
+    if not non_block:
+        return value
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def start(
+    model: str, *, asynchronous: bool, available_bytes: int = 1 << 28, **engine_args: Any
+) -> LLMEngine:
+    """An engine of an online kind, in this process."""
+    args = {
+        "model": model,
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": 32,
+        "max_model_len": MAX_MODEL_LEN_TOKENS,
+        "max_num_batched_tokens": 96,
+        "max_num_seqs": 12,
+        "enable_prefix_caching": True,
+        "disable_log_stats": False,
+        **engine_args,
+    }
+    config: VllmConfig = EngineArgs(**args).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    # vLLM's platform for CPUs turns it off, for its worker
+    config.scheduler_config.async_scheduling = asynchronous
+    executor: Callable[..., Any] = partial(SimulatedExecutor, available_bytes=available_bytes)
+    return LLMEngine(config, executor, log_stats=True)  # type: ignore[arg-type]

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random arrivals, aborts, pins, unpins and resets, on an engine in this process."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm import LLMEngine, SamplingParams
+
+from tests.integration.engine_main import tokens
+from vllm_relay.prefix_cache.pins import EXTRA_ARG, PinError
+
+SECONDS = float(os.environ.get("RELAY_SOAK_S", "60"))
+FIRST_SEED = int(os.environ.get("RELAY_SOAK_FIRST_SEED", "0"))
+
+OUTPUT_TOKENS = 20
+MAX_OUTSTANDING = 30
+SALTS = (None, None, None, "a")
+
+
+def prompts() -> list[list[int]]:
+    """Four families, whose members share 32 to 160 tokens; some prompts are equal."""
+    made = []
+    for family in range(4):
+        root = tokens(family, 32 * (1 + family))
+        for member in range(12):
+            branch = tokens(50 + family, 48) if member % 3 == 0 else []
+            made.append(root + branch + tokens(100 + member % 10, 5 + 7 * member))
+    return made
+
+
+@dataclass(frozen=True)
+class Question:
+    prompt: int
+    salt: str | None
+    output_tokens: int
+
+
+@dataclass
+class Soak:
+    """Does one random thing per step; raises AssertionError for a lost or a wrong answer.
+
+    Args:
+        engine: in this process.
+        check: is given every question and the tokens of its answer.
+        sampling: more sampling parameters of every request.
+        priorities: of which every request gets one.
+    """
+
+    engine: LLMEngine
+    seed: int
+    check: Callable[[Question, list[int]], None]
+    sampling: dict[str, Any] = field(default_factory=dict)
+    priorities: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        self.scheduler: Any = self.engine.engine_core.engine_core.scheduler
+        self.rng = random.Random(self.seed)
+        self.prompts = prompts()
+        self.outstanding: dict[str, Question] = {}
+        self.counts = dict.fromkeys(
+            ("added", "finished", "aborted", "pinned", "refused", "unpinned", "resets"), 0
+        )
+
+    def add(self, pin: int | None = None) -> None:
+        """A random question, or the prefill of a pinned prompt."""
+        prompt = self.rng.randrange(len(self.prompts)) if pin is None else pin
+        salt = self.rng.choice(SALTS) if pin is None else None
+        question = Question(prompt, salt, self.rng.randint(1, OUTPUT_TOKENS))
+        request_id = str(self.counts["added"])
+        self.counts["added"] += 1
+        extra_args = {} if pin is None else {EXTRA_ARG: f"pin-{pin}"}
+        self.engine.add_request(
+            request_id,
+            {"prompt_token_ids": self.prompts[prompt], "cache_salt": salt},  # type: ignore[typeddict-unknown-key]
+            SamplingParams(
+                temperature=0,
+                max_tokens=question.output_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={**extra_args, "salt": salt},
+                **self.sampling,
+            ),
+            priority=self.rng.choice(self.priorities),
+        )
+        self.outstanding[request_id] = question
+
+    def abort(self) -> None:
+        request_id = self.rng.choice(sorted(self.outstanding))
+        self.engine.abort_request([request_id])
+        del self.outstanding[request_id]
+        self.counts["aborted"] += 1
+
+    def pin(self) -> None:
+        index = self.rng.randrange(len(self.prompts))
+        try:
+            self.scheduler.pins.declare(f"pin-{index}", self.prompts[index][:64])
+        except PinError:
+            self.counts["refused"] += 1
+            return
+        self.counts["pinned"] += 1
+        self.add(pin=index)
+
+    def unpin(self) -> None:
+        pins = self.scheduler.pins.entries()
+        if pins:
+            self.scheduler.pins.unpin(self.rng.choice(pins)["id"])
+            self.counts["unpinned"] += 1
+
+    def reset(self) -> None:
+        self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        self.counts["resets"] += 1
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            if output.finished:
+                self.counts["finished"] += 1
+                question = self.outstanding.pop(output.request_id)
+                self.check(question, list(output.outputs[0].token_ids))
+
+    def act(self) -> None:
+        chance = self.rng.random()
+        if chance < 0.5 and len(self.outstanding) < MAX_OUTSTANDING:
+            for _ in range(self.rng.choice((1, 1, 2, 8))):
+                self.add()
+        elif chance < 0.55 and self.outstanding:
+            self.abort()
+        elif chance < 0.6:
+            self.pin()
+        elif chance < 0.66:
+            self.unpin()
+        elif chance < 0.665:
+            self.reset()
+        if self.engine.has_unfinished_requests():
+            self.step()
+
+    def run_while(self, goes_on: Callable[[], bool]) -> None:
+        while goes_on():
+            self.act()
+        while self.engine.has_unfinished_requests():
+            self.step()
+
+    def check_nothing_is_left(self) -> None:
+        assert not self.outstanding
+        assert self.counts["added"] == self.counts["finished"] + self.counts["aborted"]
+        for pin in self.scheduler.pins.entries():
+            self.scheduler.pins.unpin(pin["id"])
+        assert len(self.scheduler.waiting) == 0
+        assert self.scheduler.waiting.num_records() == 0
+        assert len(self.scheduler.next_use) == 0
+        assert self.engine.reset_prefix_cache()
