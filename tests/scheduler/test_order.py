@@ -131,6 +131,33 @@ def test_late_sibling_of_a_part_of_the_prefix_is_held_too() -> None:
     assert order.first(0.1) is not None
 
 
+def test_a_sibling_that_comes_while_the_only_request_of_a_prefix_runs_is_held() -> None:
+    resident: set[bytes] = set()
+    order: PrefixOrder[str] = PrefixOrder(resident.__contains__, max_hold_s=5.0)
+    order.add("leader", chain_of(1, 1, 1), 0)
+    order.take("leader", 0.0)
+    order.add("late", chain_of(1, 1, 2), 1)
+    assert order.first(0.1) is None
+    assert order.held == 1
+    order.add("other", chain_of(2), 2)
+    assert order.first(0.1) == "other"
+    resident.update(chain_of(1, 1))
+    order.take("other", 0.1)
+    assert order.first(0.1) == "late"
+
+
+def test_nothing_is_kept_of_a_leader_that_is_done() -> None:
+    order: PrefixOrder[str] = PrefixOrder(lambda _: False, max_hold_s=5.0)
+    order.add("leader", chain_of(1, 1, 1), 0)
+    order.take("leader", 0.0)
+    order.add("late", chain_of(1, 1, 2), 1)
+    order.remove("late")
+    order.release("leader")
+    assert order.num_records() == 0
+    order.add("later", chain_of(1, 1, 2), 2)
+    assert order.first(0.1) == "later"
+
+
 def test_very_deep_trees() -> None:
     order: PrefixOrder[int] = PrefixOrder(lambda _: False)
     depth = 5000
@@ -198,6 +225,7 @@ def test_any_operations_keep_every_request_once(chains: list[Chain], data: st.Da
         waiting.remove(first)
         order.release(first)
     assert order.first(now_s) is None
+    assert order.num_records() == 0
 
 
 @given(chains_strategy)

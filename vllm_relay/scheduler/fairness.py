@@ -23,8 +23,6 @@ class OvertakeLimit:
 
     max_hold_s: float
     max_overtakes: int
-    total: int = field(default=0, init=False)
-    """Requests that ran while an older one waited."""
     _waiting: set[int] = field(default_factory=set, init=False)
     _ascending: list[int] = field(default_factory=list, init=False)  # heap over _waiting
     _ahead: set[int] = field(default_factory=set, init=False)  # ran, and are younger than oldest()
@@ -43,17 +41,17 @@ class OvertakeLimit:
         """A request waits no longer and did not run: it was aborted or set aside."""
         self._waiting.discard(position)
 
-    def run(self, position: int, now_s: float) -> None:
-        """A request waits no longer and runs."""
+    def run(self, position: int, now_s: float) -> bool:
+        """A request waits no longer and runs; returns whether it overtakes one."""
         self._waiting.discard(position)
         oldest = self.oldest()
         if oldest is None or position < oldest:
-            return
-        self.total += 1
+            return False
         self._ahead.add(position)
         heapq.heappush(self._ahead_ascending, position)
         if not self._records or position > self._records[-1][0]:
             self._records.append((position, now_s))
+        return True
 
     def oldest(self) -> int | None:
         """The smallest position that waits."""

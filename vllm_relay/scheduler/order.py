@@ -81,8 +81,8 @@ class PrefixOrder(Generic[R]):
     saves n - 1 computations), then the oldest.
 
     Of requests that share blocks which are not in the cache one goes first, if `max_hold_s` is not
-    zero: the others are held until it has computed them, until `release` is called for it, or for
-    `max_hold_s`.
+    zero: the others, also those that are added while it runs, are held until it has computed them,
+    until `release` is called for it, or for `max_hold_s`.
 
     Args:
         is_resident: whether a block hash is in the cache now.
@@ -129,8 +129,8 @@ class PrefixOrder(Generic[R]):
         bisect.insort(node.requests, (position, request))
         self._places[request] = _Place(node, position)
         while True:
+            node.oldest = min(node.oldest, position) if node.size else position
             node.size += 1
-            node.oldest = min(node.oldest, position)
             if node.parent is None:
                 return
             self._queue_again(node)
@@ -145,46 +145,60 @@ class PrefixOrder(Generic[R]):
         place = self._places.pop(request)
         node = place.node
         del node.requests[bisect.bisect_left(node.requests, (place.position,))]
-        while node is not None:
-            node.size -= 1
-            parent = node.parent
-            if node.size == 0 and parent is not None:
-                del parent.children[node.first_block]
-                node.queued_key, node.queued = None, 0
-                if self._current is node:
-                    self._current = parent
-            node = parent  # type: ignore[assignment]
+        above: _Node[R] | None = node
+        while above is not None:
+            above.size -= 1
+            if above.size == 0:
+                above.queued_key, above.queued = None, 0
+            above = above.parent
+        self._prune(node)
 
-    def take(self, request: R, now_s: float) -> None:
-        """Take a request out that runs now: the order goes on from its prefix."""
+    def take(self, request: R, now_s: float) -> bool:
+        """Take a request out that runs now: the order goes on from its prefix.
+
+        Returns:
+            Whether others may be held for it, until `release`.
+        """
         node: _Node[R] | None = self._places[request].node
         path = []
         while node is not None and node.parent is not None:
             path.append(node)
             node = node.parent
         self._current = path[0] if path else None
-        self.remove(request)
-        led = []
-        for node in path:
-            if node.size == 0:
-                continue
-            node.resident = True
-            self._queue_again(node)
-            if self.max_hold_s > 0 and not self.is_resident(node.last_block):
+        if self.max_hold_s > 0:
+            led = [node for node in path if not self.is_resident(node.last_block)]
+            for node in led:
                 node.leader, node.hold_until_s = request, now_s + self.max_hold_s
-                led.append(node)
-        if led:
-            self._led[request] = led
+            if led:
+                self._led[request] = led
+        self.remove(request)
+        for node in path:
+            if node.size:
+                node.resident = True
+                self._queue_again(node)
+        return request in self._led
 
     def num_records(self) -> int:
-        """How much is kept about requests that do not wait any more."""
-        return len(self._led)
+        """How much is kept about requests that do not wait any more, if none waits."""
+        return len(self._led) + len(self._root.children)
 
     def release(self, request: R) -> None:
         """No longer hold the requests that wait for the blocks this one was to compute."""
         for node in self._led.pop(request, ()):
             if node.leader == request:
                 node.leader = None
+            self._prune(node)
+
+    def _prune(self, node: _Node[R]) -> None:
+        """Take nodes out, from this one up, that neither lead to a request nor are computed."""
+        while node.parent is not None:
+            if node.size or node.children or node.leader is not None:
+                return
+            if node.parent.children.get(node.first_block) is node:
+                del node.parent.children[node.first_block]
+            if self._current is node:
+                self._current = node.parent
+            node = node.parent
 
     def first(self, now_s: float) -> R | None:
         """The request to run next; None if none waits or all are held."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -74,30 +75,28 @@ class PrefixRequestQueue(RequestQueue):
         self._observer = observer
         self._clock = clock
         self._classes: dict[int, _Class] = {}
+        self._priorities: list[int] = []  # of the classes, ascending
+        self._leaders: dict[Request, int] = {}  # they compute a prefix; with their priority
         self._positions: dict[Request, int] = {}  # of all that ever waited and are not done
         self._next_position = 0
         self._set_aside: set[Request] = set()  # popped, and did not run
         self._popped: Request | None = None
         self._chosen: Request | None = None
-        self._overtakes = 0  # in classes that are gone
-
-    @property
-    def overtakes(self) -> int:
+        self.overtakes = 0
         """Requests that ran while an older one of their priority waited."""
-        limits = (each.limit for each in self._classes.values())
-        return self._overtakes + sum(limit.total for limit in limits if limit is not None)
 
     @property
     def held_requests(self) -> int:
         """Requests held until another one has computed their prefix."""
-        return sum(each.order.held for each in self._classes.values())
+        return sum(self._classes[each].order.held for each in set(self._leaders.values()))
 
     def release(self, request: Request) -> None:
         """No longer hold the requests that wait for blocks this one was to compute."""
         self._settle()
-        each = self._classes.get(self._priority(request))
-        if each is not None:
-            each.order.release(request)
+        priority = self._leaders.pop(request, None)
+        if priority is not None:
+            self._classes[priority].order.release(request)
+            self._drop_if_empty(priority)
 
     def forget(self, request: Request) -> None:
         """Drop what is kept about a finished request, as soon as it does not wait any more."""
@@ -111,7 +110,7 @@ class PrefixRequestQueue(RequestQueue):
         return kept + sum(each.order.num_records() for each in self._classes.values())
 
     def add_request(self, request: Request) -> None:
-        self._settle()
+        self.release(request)
         each = self._class_of(request)
         position = self._positions.get(request)
         if position is None:
@@ -122,7 +121,6 @@ class PrefixRequestQueue(RequestQueue):
         else:
             self._observer.waits(request, position)
         if request.status == RequestStatus.PREEMPTED:
-            each.order.release(request)
             each.preempted[request] = None
             each.preempted.move_to_end(request, last=False)
             return
@@ -179,7 +177,7 @@ class PrefixRequestQueue(RequestQueue):
     def __iter__(self) -> Iterator[Request]:
         """By priority; preempted ones first, the others in the order of their arrival."""
         self._settle()
-        for priority in sorted(self._classes):
+        for priority in self._priorities:
             yield from self._classes[priority].preempted
             yield from self._classes[priority].order
 
@@ -187,7 +185,7 @@ class PrefixRequestQueue(RequestQueue):
         if self._popped is not None or self._chosen is None:
             self._settle()
             now_s = self._clock()
-            for priority in sorted(self._classes):
+            for priority in self._priorities:
                 self._chosen = self._classes[priority].first(now_s)
                 if self._chosen is not None:
                     break
@@ -214,18 +212,23 @@ class PrefixRequestQueue(RequestQueue):
             del each.preempted[request]
         elif runs:
             now_s = self._clock()
-            each.order.take(request, now_s)
+            if each.order.take(request, now_s):
+                self._leaders[request] = priority
             if each.limit is not None:
-                each.limit.run(position, now_s)
+                self.overtakes += each.limit.run(position, now_s)
             del each.by_position[position]
         else:
             each.order.remove(request)
             if each.limit is not None:
                 each.limit.leave(position)
             del each.by_position[position]
+        self._drop_if_empty(priority)
+
+    def _drop_if_empty(self, priority: int) -> None:
+        each = self._classes[priority]
         if not each and not each.order.num_records():
-            self._overtakes += each.limit.total if each.limit is not None else 0
             del self._classes[priority]
+            del self._priorities[bisect.bisect_left(self._priorities, priority)]
 
     def _waits(self, request: Request) -> bool:
         if request in self._set_aside:
@@ -238,6 +241,7 @@ class PrefixRequestQueue(RequestQueue):
         each = self._classes.get(priority)
         if each is None:
             each = self._classes[priority] = _Class(self._make_order(), self._make_limit())
+            bisect.insort(self._priorities, priority)
         return each
 
     def _priority(self, request: Request) -> int:
