@@ -48,11 +48,13 @@ def measure(settings: PredictorSettings, prompts: list[list[int]], steps: int) -
             core.add_request(request)
         adding_s = time.perf_counter() - began_s
         original, times_s = scheduler.schedule, []
+        running: list[int] = []
 
         def schedule(*args, **kwargs):
             began_s = time.perf_counter()
             output = original(*args, **kwargs)
             times_s.append(time.perf_counter() - began_s)
+            running.append(len(scheduler.running))
             return output
 
         scheduler.schedule = schedule
@@ -63,6 +65,8 @@ def measure(settings: PredictorSettings, prompts: list[list[int]], steps: int) -
         core.shutdown()
     return {
         "still waiting": waiting,
+        "running": statistics.mean(running),
+        "admitted a step": (len(prompts) - waiting) / steps,
         "schedule p50 ms": 1e3 * statistics.median(times_s),
         "schedule p99 ms": 1e3 * statistics.quantiles(times_s, n=100, method="inclusive")[98],
         "add_request us": 1e6 * adding_s / len(requests),

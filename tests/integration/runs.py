@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of engine_main.py, and what must be equal between two of them."""
+"""Runs of engine_main.py and features_main.py, and what must be equal between two of them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def start(
     engine_args: dict[str, Any],
     scenarios: tuple[str, ...] = (),
     multiprocessing: bool = False,
+    driver: str = "engine_main",
 ) -> subprocess.CompletedProcess[str]:
     args_path = directory / "engine_args.json"
     args_path.write_text(json.dumps(engine_args))
-    driver = [sys.executable, "-m", "tests.integration.engine_main"]
+    command = [sys.executable, "-m", f"tests.integration.{driver}"]
     return subprocess.run(
-        [*driver, str(directory / "output.json"), str(args_path), *scenarios],
+        [*command, str(directory / "output.json"), str(args_path), *scenarios],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 VOCAB_SIZE = 512
 MAX_MODEL_LEN_TOKENS = 512
+LORA_RANK = 8
+_HIDDEN_SIZE, _INTERMEDIATE_SIZE, _NUM_LAYERS = 128, 256, 2
+_NUM_HEADS, _NUM_KV_HEADS, _HEAD_SIZE = 4, 2, 32
 
 
 def save_model(kind: str, directory: Path) -> Path:
@@ -20,12 +24,12 @@ def save_model(kind: str, directory: Path) -> Path:
 
     shape = {
         "vocab_size": VOCAB_SIZE,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
+        "hidden_size": _HIDDEN_SIZE,
+        "intermediate_size": _INTERMEDIATE_SIZE,
+        "num_hidden_layers": _NUM_LAYERS,
+        "num_attention_heads": _NUM_HEADS,
+        "num_key_value_heads": _NUM_KV_HEADS,
+        "head_dim": _HEAD_SIZE,
         "max_position_embeddings": MAX_MODEL_LEN_TOKENS,
         # wide enough for a clear best token at most positions
         "initializer_range": 0.2,
@@ -47,4 +51,57 @@ def save_model(kind: str, directory: Path) -> Path:
     else:
         raise ValueError(f"model kind {kind!r} was given, expected 'llama' or 'gemma2'")
     model.save_pretrained(directory)
+    return directory
+
+
+def save_adapter(directory: Path, seed: int) -> Path:
+    """Write a LoRA adapter with random weights for the model of kind "llama" to ``directory``."""
+    import torch
+    from safetensors.torch import save_file
+
+    query_size, kv_size = _NUM_HEADS * _HEAD_SIZE, _NUM_KV_HEADS * _HEAD_SIZE
+    modules = {  # input and output size
+        "self_attn.q_proj": (_HIDDEN_SIZE, query_size),
+        "self_attn.k_proj": (_HIDDEN_SIZE, kv_size),
+        "self_attn.v_proj": (_HIDDEN_SIZE, kv_size),
+        "self_attn.o_proj": (query_size, _HIDDEN_SIZE),
+        "mlp.gate_proj": (_HIDDEN_SIZE, _INTERMEDIATE_SIZE),
+        "mlp.up_proj": (_HIDDEN_SIZE, _INTERMEDIATE_SIZE),
+        "mlp.down_proj": (_INTERMEDIATE_SIZE, _HIDDEN_SIZE),
+    }
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(_NUM_LAYERS):
+        for module, (input_size, output_size) in modules.items():
+            name = f"base_model.model.model.layers.{layer}.{module}"
+            for part, shape in (("A", (LORA_RANK, input_size)), ("B", (output_size, LORA_RANK))):
+                weight = 0.15 * torch.randn(shape, generator=generator)
+                weights[f"{name}.lora_{part}.weight"] = weight
+    config = {
+        "peft_type": "LORA",
+        "r": LORA_RANK,
+        "lora_alpha": 2 * LORA_RANK,
+        "target_modules": sorted(module.split(".")[1] for module in modules),
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    save_file(weights, directory / "adapter_model.safetensors")
+    return directory
+
+
+def save_tokenizer(directory: Path) -> Path:
+    """Write a tokenizer with one token per byte to ``directory``."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<unk>", "<s>", "</s>"]  # LlamaConfig's ids
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({token: i for i, token in enumerate([*special, *alphabet])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+    fast.save_pretrained(directory)
     return directory
