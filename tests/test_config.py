@@ -52,12 +52,62 @@ def test_strings_of_the_command_line_are_converted() -> None:
         ),
         (
             {"kernel": "fast"},
-            "additional_config.relay.kernel: given 'fast'; input should be 'auto'",
+            "additional_config.relay.kernel: given 'fast', expected 'auto', 'amx_bf16', "
+            "'avx512_bf16', 'avx512', 'portable' or 'avx512_bf16_rounded', or leave it out for "
+            '"auto"',
         ),
-        ({"min_shared_tokens": -1}, "additional_config.relay.min_shared_tokens: given -1;"),
-        ({"min_shared_tokens": 1.5}, "additional_config.relay.min_shared_tokens: given 1.5;"),
-        ({"log_every_s": float("inf")}, "additional_config.relay.log_every_s: given inf;"),
-        ({"sharing": "perhaps"}, "additional_config.relay.sharing: given 'perhaps';"),
+        (
+            {"eviction": "LRU"},
+            "additional_config.relay.eviction: given 'LRU', expected 'queue', 'lru', 'fifo' or "
+            "'gdsf', or leave it out for \"queue\"",
+        ),
+        (
+            {"min_shared_tokens": 1.5},
+            "additional_config.relay.min_shared_tokens: given 1.5, expected an integer, or leave "
+            "it out for 0",
+        ),
+        (
+            {"max_overtakes": "many"},
+            "additional_config.relay.max_overtakes: given 'many', expected an integer, or leave it "
+            "out for 256",
+        ),
+        (
+            {"max_hold_s": -1},
+            "additional_config.relay.max_hold_s: given -1, expected a number from 0, or leave it "
+            "out for 2.0",
+        ),
+        (
+            {"log_every_s": float("inf")},
+            "additional_config.relay.log_every_s: given inf, expected a finite number, or",
+        ),
+        (
+            {"log_every_s": [10]},
+            "additional_config.relay.log_every_s: given [10], expected a number, or leave it out",
+        ),
+        (
+            {"scheduler": "perhaps"},
+            "additional_config.relay.scheduler: given 'perhaps', expected true or false, or leave "
+            "it out for false",
+        ),
+        (
+            {"warm_up": 3},
+            "additional_config.relay.warm_up: given 3, expected true or false, or leave it out for "
+            "true",
+        ),
+        (
+            {"system_prompts": "Be brief."},
+            "additional_config.relay.system_prompts: given 'Be brief.', expected a list of texts: "
+            "write ['Be brief.'], or as a flag --additional-config.relay.system_prompts+ TEXT",
+        ),
+        (
+            {"system_prompts": {"en": "Be brief."}},
+            "additional_config.relay.system_prompts: given {'en': 'Be brief.'}, expected a list of "
+            'texts: write ["TEXT", "@PATH"], or as a flag',
+        ),
+        (
+            {"system_prompts": ["Be brief.", 7]},
+            "additional_config.relay.system_prompts[1]: given 7, expected a text: write",
+        ),
         ([1], "additional_config.relay: given [1], expected a mapping of option to value;"),
         ("sharing", "additional_config.relay: given 'sharing', expected a mapping"),
     ],
@@ -65,6 +115,14 @@ def test_strings_of_the_command_line_are_converted() -> None:
 def test_bad_options_are_named(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         RelayConfig.from_vllm_config(config_with({"relay": options}))
+
+
+def test_long_values_are_shortened() -> None:
+    with pytest.raises(
+        ValueError, match=r"given 'Be brief\. .{30,50}\.\.\..{9}', expected"
+    ) as error:
+        RelayConfig.from_options({"system_prompts": "Be brief. " * 1000})
+    assert len(str(error.value)) < 300
 
 
 def test_every_bad_option_is_reported() -> None:

@@ -106,7 +106,6 @@ def predict(
         typer.Argument(
             metavar="FILE.jsonl",
             help="Requests: prompts, messages, token ids or a block-hash trace; docs/predictor.md.",
-            dir_okay=False,
         ),
     ],
     model: Annotated[

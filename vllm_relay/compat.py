@@ -194,19 +194,22 @@ def _add_relay_command() -> None:
     EngineCore.relay_command = relay_command
 
 
-def pin_system_prompts_of_llm_engines() -> None:
-    """Pin the configured system prompts when an LLMEngine of a RelayScheduler has started.
+def pin_system_prompts_of_new_engines() -> None:
+    """Pin the configured system prompts when an LLMEngine of a RelayScheduler has started, and
+    before the first request of an AsyncLLM.
 
-    Reason: LLM has no hook between the start of its engine and the first request; plugins are
-    loaded inside LLM.__init__, when it is too late to wrap that. A server pins in `PinEndpoints`.
+    Reason: there is no hook between the start of an engine and its first request, and LLM loads
+    plugins when it is too late to wrap it. A server pins earlier, in `PinEndpoints`.
     Remove when: vLLM calls plugins when an engine has started.
     """
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from vllm_relay.config import scheduler_is_selected
-    from vllm_relay.prefix_cache.pin_client import pin_system_prompts
+    from vllm_relay.prefix_cache.pin_client import pin_system_prompts, pin_system_prompts_async
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+    def make_init(original: Callable[..., Any]) -> Callable[..., Any]:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
             if not scheduler_is_selected(self.vllm_config):
@@ -219,7 +222,18 @@ def pin_system_prompts_of_llm_engines() -> None:
 
         return __init__
 
-    _wrap(LLMEngine, "__init__", make)
+    def make_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
+        async def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                await pin_system_prompts_async(self)
+            except ValueError as error:  # whose message AsyncLLM.generate would drop
+                raise VLLMValidationError(str(error)) from error
+            return await original(self, *args, **kwargs)
+
+        return add_request
+
+    _wrap(LLMEngine, "__init__", make_init)
+    _wrap(AsyncLLM, "add_request", make_add_request)
 
 
 def serve_pin_endpoints() -> None:

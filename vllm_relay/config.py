@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -152,8 +153,38 @@ def _known_options() -> str:
     return f"known options: {', '.join(RelayConfig.model_fields)}"
 
 
+# by pydantic's type of error, where its own words are those of Python or of a parser
+_EXPECTED = {
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "int_type": "an integer",
+    "int_parsing": "an integer",
+    "int_parsing_size": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "greater_than_equal": "a number from {ge:g}",
+    "string_type": "a text",
+    "tuple_type": "a list of texts",
+}
+
+
 def _describe(error: Any) -> str:
-    option = ".".join([SECTION, *map(str, error["loc"])])
+    """What was given, what was expected, and what to do."""
+    name, *indices = error["loc"]
+    option = f"{SECTION}.{name}" + "".join(f"[{index}]" for index in indices)
     if error["type"] == "extra_forbidden":
         return f"{option}: unknown option; {_known_options()}"
-    return f"{option}: given {error['input']!r}; {error['msg'].lower()}"
+    given = _short(error["input"])
+    expected = _EXPECTED.get(error["type"], error["msg"].removeprefix("Input should be "))
+    message = f"{option}: given {given}, expected {expected.format(**error.get('ctx', {}))}"
+    if name == "system_prompts":
+        texts = f"[{given}]" if isinstance(error["input"], str) else '["TEXT", "@PATH"]'
+        return f"{message}: write {texts}, or as a flag --additional-config.relay.{name}+ TEXT"
+    default = RelayConfig.model_fields[name].default
+    return f"{message}, or leave it out for {json.dumps(default)}"
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:47]}...{shown[-10:]}"

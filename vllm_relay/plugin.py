@@ -144,7 +144,7 @@ def check_new_config(vllm_config: VllmConfig) -> None:
             "nothing to read once for several of them"
         )
     if scheduler:
-        compat.pin_system_prompts_of_llm_engines()
+        compat.pin_system_prompts_of_new_engines()
         compat.serve_pin_endpoints()
     try:
         compat.add_stat_logger_to_every_front_end()

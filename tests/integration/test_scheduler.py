@@ -35,20 +35,8 @@ def test_outputs_are_those_of_vllms_scheduler(run: Run, engine_args: dict[str, A
         pytest.approx(p, abs=1e-3) for p in stock["prompt_logprobs"]
     ]
     assert relay["reset"] is True
-
-
-@pytest.mark.parametrize("eviction", ["queue", "lru", "fifo", "gdsf"])
-def test_every_eviction_policy(run: Run, eviction: str) -> None:
-    options = {"scheduler": True, "eviction": eviction}
-    relay = run(
-        "cpu_attn",
-        scenarios=("shared", "reset"),
-        num_gpu_blocks_override=24,
-        additional_config={"relay": options},
-    )
-    stock = run("cpu_attn", scenarios=SCENARIOS, num_gpu_blocks_override=24)
-    assert_same_completions(relay["shared"], stock["shared"])
-    assert relay["reset"] is True
+    if "num_gpu_blocks_override" in engine_args:
+        assert relay["metrics"]["vllm:num_preemptions"] > 0
 
 
 def test_priorities(run: Run) -> None:

@@ -93,7 +93,7 @@ def save_tokenizer(directory: Path) -> Path:
     """Write a tokenizer with one token per byte to ``directory``."""
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
-    from transformers import PreTrainedTokenizerFast
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
 
     special = ["<unk>", "<s>", "</s>"]  # LlamaConfig's ids
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -104,4 +104,5 @@ def save_tokenizer(directory: Path) -> Path:
         tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     )
     fast.save_pretrained(directory)
+    LlamaConfig().save_pretrained(directory)  # vLLM looks for one, and waits before it looks again
     return directory

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from tests.prefix_cache.pin_scheduler import Scheduler, tokens
+from tests.prefix_cache.pin_scheduler import BLOCK_BYTES, Scheduler, tokens
 from vllm_relay import compat
 from vllm_relay.prefix_cache import commands
 from vllm_relay.prefix_cache.http import PinEndpoints
@@ -197,6 +198,66 @@ def test_system_prompt_that_cannot_be_pinned_stops_the_start() -> None:
     message = r"additional_config\.relay\.system_prompts\[1\]: a prompt of 64 tokens was given"
     with pytest.raises(ValueError, match=message):
         asyncio.run(pin_system_prompts_async(engine, OnlineRenderer()))
+
+
+def test_pinned_system_prompts_are_logged_with_shared_blocks_counted_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines: list[str] = []
+    logger = logging.getLogger("vllm.relay")
+    monkeypatch.setattr(logger, "info", lambda line, *args: lines.append(line % args))
+    client(Engine())
+    assert lines == []
+    client(Engine(system_prompts=["be brief", "be brief and kind"]))
+    # "<system>be brief" is 16 tokens, which the second prompt begins with
+    assert lines == [
+        "vllm-relay: pinned system prompts: 2, tokens: 48, KV blocks: 8, "
+        f"bytes in one worker: {8 * BLOCK_BYTES:,}"
+    ]
+
+
+def test_system_prompts_are_pinned_though_who_asked_first_is_cancelled() -> None:
+    engine = Engine(system_prompts=["be brief"])
+    generate, goes_on = engine.generate, asyncio.Event()
+
+    async def generate_later(*args: Any) -> AsyncIterator[None]:
+        await goes_on.wait()
+        async for output in generate(*args):
+            yield output
+
+    engine.generate = generate_later
+
+    async def cancel_and_wait() -> None:
+        first = asyncio.create_task(pin_system_prompts_async(engine, OnlineRenderer()))
+        second = asyncio.create_task(pin_system_prompts_async(engine))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait([first])
+        assert not second.done()
+        goes_on.set()
+        await second
+        [entry] = engine.scheduler.pins.entries()
+        assert entry["resident"]
+
+    asyncio.run(cancel_and_wait())
+
+
+def test_without_its_system_prompt_an_async_engine_takes_no_request() -> None:
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    compat.pin_system_prompts_of_new_engines()
+    engine: Any = Engine(system_prompts=["x" * 50])
+
+    async def ask() -> None:
+        with pytest.raises(ValueError):
+            await pin_system_prompts_async(engine, OnlineRenderer())
+        for _ in range(2):
+            message = r"additional_config\.relay\.system_prompts\[0\]: a prompt of 64 tokens"
+            with pytest.raises(VLLMValidationError, match=message):
+                await AsyncLLM.add_request(engine, "a", {"prompt_token_ids": [1]}, None)
+
+    asyncio.run(ask())
 
 
 def test_server_gets_the_routes_and_guards_them() -> None:

@@ -25,6 +25,12 @@ ROOT = Path(__file__).parents[2]
 SYSTEM_PROMPT = "river amber stone " * 40
 BLOCK_SIZE = 32
 PINNED_TOKENS = 120 // BLOCK_SIZE * BLOCK_SIZE
+# 2 layers, K and V, 2 heads of 32 numbers of 4 bytes
+PINNED_BYTES = PINNED_TOKENS * 2 * 2 * 2 * 32 * 4
+PINNED_AT_START = (
+    f"vllm-relay: pinned system prompts: 1, tokens: {PINNED_TOKENS}, "
+    f"KV blocks: {PINNED_TOKENS // BLOCK_SIZE}, bytes in one worker: {PINNED_BYTES:,}"
+)
 API_KEY = "secret"
 
 
@@ -37,28 +43,47 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("multiprocessing", [False, True], ids=["in_process", "spawned"])
-def test_llm(model: Path, tmp_path: Path, multiprocessing: bool) -> None:
-    output = tmp_path / "output.json"
-    driver = [sys.executable, "-m", "tests.prefix_cache.pin_engine_main"]
+def run_engine(
+    main: str, model: Path, output: Path, **environment: str
+) -> tuple[dict[str, Any], list[str]]:
+    """What the script has seen, and the lines of its log about system prompts."""
     done = subprocess.run(
-        [*driver, str(model), SYSTEM_PROMPT, str(output)],
+        [
+            sys.executable,
+            "-m",
+            f"tests.prefix_cache.{main}",
+            str(model),
+            SYSTEM_PROMPT,
+            str(output),
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing))},
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO", **environment},
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    seen = json.loads(output.read_text())
+    log = (done.stdout + done.stderr).splitlines()
+    return json.loads(output.read_text()), [line for line in log if "pinned system" in line]
+
+
+@pytest.mark.parametrize("multiprocessing", [False, True], ids=["in_process", "spawned"])
+def test_llm(model: Path, tmp_path: Path, multiprocessing: bool) -> None:
+    seen, logged = run_engine(
+        "pin_engine_main",
+        model,
+        tmp_path / "output.json",
+        VLLM_ENABLE_V1_MULTIPROCESSING=str(int(multiprocessing)),
+    )
+    [line] = logged
+    assert line.endswith(PINNED_AT_START)
     [system] = seen["at_start"]
     assert (system["id"], system["tokens"], system["resident"]) == ("system-0", 96, True)
     assert seen["pin"]["id"] == "a"
     assert seen["pin"]["tokens"] == PINNED_TOKENS
     assert seen["pin"] == seen["same"]
     assert seen["pin"]["blocks"] == 3
-    # 2 layers, K and V, 2 heads of 32 numbers of 4 bytes
-    assert seen["pin"]["bytes"] == PINNED_TOKENS * 2 * 2 * 2 * 32 * 4
+    assert seen["pin"]["bytes"] == PINNED_BYTES
     assert seen["text"]["tokens"] == PINNED_TOKENS
     assert [status for status, _ in seen["errors"]] == [400, 400, 400]
     assert "expected at least 32 tokens" in seen["errors"][0][1]
@@ -82,6 +107,17 @@ def test_llm(model: Path, tmp_path: Path, multiprocessing: bool) -> None:
     assert metrics["relay:steps"] > 0
 
 
+def test_async_llm_without_a_server(model: Path, tmp_path: Path) -> None:
+    """Its first two requests arrive together, and both find the prompt."""
+    seen, logged = run_engine("pin_async_engine_main", model, tmp_path / "output.json")
+    [system] = seen["pins"]
+    assert (system["id"], system["tokens"], system["resident"]) == ("system-0", PINNED_TOKENS, True)
+    assert seen["cached_at_first"] == [PINNED_TOKENS, PINNED_TOKENS]
+    assert seen["cached_after_flood"] == PINNED_TOKENS
+    [line] = logged
+    assert line.endswith(PINNED_AT_START)
+
+
 @pytest.fixture
 def server(model: Path, tmp_path: Path) -> Iterator[str]:
     """The address of a server with a pinned system prompt."""
@@ -98,7 +134,8 @@ def server(model: Path, tmp_path: Path) -> Iterator[str]:
     command += ["--additional-config", json.dumps({"relay": relay})]
     log = tmp_path / "server.log"
     with log.open("w") as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
+        environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, env=environment)
     try:
         deadline_s = time.monotonic() + 240
         address = f"http://127.0.0.1:{port}"
@@ -127,7 +164,9 @@ def ask(method: str, url: str, body: Any = None, key: str = API_KEY) -> tuple[in
         return error.code, error.read().decode()
 
 
-def test_server(server: str) -> None:
+def test_server(server: str, tmp_path: Path) -> None:
+    log = (tmp_path / "server.log").read_text()
+    assert log.count(PINNED_AT_START) == log.count("pinned system prompts") == 1
     pins = f"{server}/relay/pins"
     assert ask("GET", pins, key="wrong")[0] == 401
     status, page = ask("GET", pins)

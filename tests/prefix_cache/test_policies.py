@@ -1,253 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every eviction of random traces through vLLM's block pool equals that of a brute-force oracle."""
 
-from types import SimpleNamespace
-from unittest import mock
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.core import block_pool
-from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
+from tests.prefix_cache.block_pool_traces import NUM_BLOCKS, Cache, keys_of, path_of, paths, steps
+from tests.prefix_cache.eviction_oracles import ORACLES, CheckedQueue
 from vllm_relay.prefix_cache.free_queue import PolicyFreeQueue, make_free_queue
 from vllm_relay.prefix_cache.next_use import NextUse
-from vllm_relay.prefix_cache.policies import Gdsf, Lru, PrefixTree, make_policy
-
-BLOCK_SIZE_TOKENS = 16
-NUM_BLOCKS = 14
-POLICIES = ["queue", "lru", "fifo", "gdsf"]
+from vllm_relay.prefix_cache.policies import EvictionPolicy, Gdsf, PrefixTree, make_policy
 
 
-def keys_of(path):
-    """Keys that show which blocks they stand for: a key starts with that of its parent."""
-    return [make_block_hash_with_group_id(bytes(path[: end + 1]), 0) for end in range(len(path))]
+class Lru(EvictionPolicy):
+    """vLLM's own order, which `PolicyFreeQueue` has to keep too."""
 
-
-def path_of(key):
-    return key[:-4]
-
-
-class FreeBlock:
-    def __init__(self, block, freed_at):
-        self.block, self.freed_at = block, freed_at
-        self.path = path_of(block.block_hash)
-        self.depth = block.block_hash_num_tokens
-
-
-class QueueOracle:
-    """Which of the free cached blocks leaves, by definition: the one of least worth, where a block
-    is worth as much as the most valuable of its free children, theirs, and so on."""
-
-    def __init__(self, next_use):
-        self.next_use = next_use
-
-    def worth(self, free):
-        position = self.next_use.next_use(free.block.block_hash)
-        return (0, free.freed_at) if position is None else (1, -position)
-
-    def victim(self, frees):
-        def worth_of_descendants(free):
-            children = [other for other in frees if other.path[:-1] == free.path]
-            return max([self.worth(free), *map(worth_of_descendants, children)])
-
-        return min(frees, key=lambda free: (worth_of_descendants(free), -free.depth, free.freed_at))
-
-    def admitted(self, path):
-        pass
-
-    def evicted(self, path):
-        pass
-
-
-class LruOracle(QueueOracle):
-    def worth(self, free):
-        return (0, free.freed_at)
-
-
-class GdsfOracle(QueueOracle):
-    def __init__(self, next_use):
-        self.age, self.uses, self.values = 0, {}, {}
-
-    def worth(self, free):
-        return self.values[free.path]
-
-    def admitted(self, path):
-        for end in range(1, len(path) + 1):
-            self.uses[path[:end]] = self.uses.get(path[:end], 0) + 1
-            self.values[path[:end]] = self.age + self.uses[path[:end]]
-
-    def evicted(self, path):
-        self.age = max(self.age, self.values.pop(path))
-        del self.uses[path]
-
-
-class FifoOracle:
-    """Walks down from the tree that was cached first: what continues a block leaves before it."""
-
-    def __init__(self, next_use):
-        self.num_cached, self.cached_at = 0, {}
-
-    def victim(self, frees):
-        free_of_path = {free.path: free for free in frees}
-        victim, path = None, b""
-        while True:
-            children = [
-                child
-                for child in self.cached_at
-                if child[:-1] == path and any(other.startswith(child) for other in free_of_path)
-            ]
-            if not children:
-                return victim
-            path = min(children, key=self.cached_at.get)
-            victim = free_of_path.get(path)
-
-    def admitted(self, path):
-        for end in range(1, len(path) + 1):
-            if path[:end] not in self.cached_at:
-                self.cached_at[path[:end]] = self.num_cached
-                self.num_cached += 1
-
-    def evicted(self, path):
-        del self.cached_at[path]
-
-
-ORACLES = {"queue": QueueOracle, "lru": LruOracle, "fifo": FifoOracle, "gdsf": GdsfOracle}
-
-
-class CheckedQueue(PolicyFreeQueue):
-    """Compares every block that leaves with the oracle's choice."""
-
-    def __init__(self, blocks, policy, next_use, oracle):
-        super().__init__(blocks, policy, next_use)
-        self.oracle, self.next_use = oracle, next_use
-        self.uncached, self.frees, self.num_evicted = list(blocks), [], 0
-        self.num_appended = 0
-        self.expected_evictions = {"unused": 0, "needed": 0}
-
-    def take(self):
-        if self.uncached:
-            return self.uncached.pop(0)
-        victim = self.oracle.victim(self.frees)
-        self.frees.remove(victim)
-        self.num_evicted += 1
-        copies = [free for free in self.frees if free.path == victim.path]
-        needed = self.next_use.next_use(victim.block.block_hash) is not None and not copies
-        self.expected_evictions["needed" if needed else "unused"] += 1
-        if not copies:
-            self.oracle.evicted(victim.path)
-            assert not any(free.path[:-1] == victim.path for free in self.frees)
-        return victim.block
-
-    def popleft_n(self, n):
-        in_order = self.get_all_free_blocks()
-        assert len(in_order) == self.num_free_blocks == len(self.uncached) + len(self.frees)
-        blocks = super().popleft_n(n)
-        assert [b.block_id for b in blocks] == [b.block_id for b in in_order[:n]]
-        assert [b.block_id for b in blocks] == [self.take().block_id for _ in range(n)]
-        assert self.evicted_blocks == self.expected_evictions
-        return blocks
-
-    def remove(self, block):
-        super().remove(block)
-        self.frees = [free for free in self.frees if free.block is not block]
-
-    def append_n(self, blocks):
-        for block in blocks:
-            self.frees.append(FreeBlock(block, self.num_appended))
-            self.num_appended += 1
-        super().append_n(blocks)
-
-    def prepend_n(self, blocks):
-        self.uncached[:0] = blocks
-        super().prepend_n(blocks)
-
-    def note_chain(self, keys, *, is_use=True):
-        super().note_chain(keys, is_use=is_use)
-        if is_use:
-            self.oracle.admitted(path_of(keys[-1]))
-
-
-class Cache:
-    """A block pool and the requests that run and wait."""
-
-    def __init__(self, make_queue, note_at_end=False):
-        self.note_at_end = note_at_end
-        self.next_use = NextUse()
-        with mock.patch.object(
-            block_pool, "FreeKVCacheBlockQueue", lambda blocks: make_queue(blocks, self.next_use)
-        ):
-            self.pool = block_pool.BlockPool(NUM_BLOCKS, True, BLOCK_SIZE_TOKENS)
-        self.running, self.waiting, self.taken = [], {}, []
-
-    def admit(self, path, num_uncached_blocks, cache_late):
-        """Runs a request unless it is too long, and caches its prompt now or when it ends."""
-        keys, hits = keys_of(path), []
-        for key in keys:
-            block = self.pool.cached_block_hash_to_block.get_one_block(key)
-            if block is None:
-                break
-            hits.append(block)
-        num_new = len(path) - len(hits) + num_uncached_blocks
-        free_hits = sum(block.ref_cnt == 0 for block in hits)
-        if num_new > self.pool.get_num_free_blocks() - free_hits:
-            return
-        self.pool.touch(hits)
-        new = self.pool.get_new_blocks(num_new)
-        self.taken.append([block.block_id for block in new])
-        self.note_chain(keys)
-        hashes = [path_of(key) for key in keys]
-        request = (SimpleNamespace(block_hashes=hashes), hits + new, len(hits))
-        if not cache_late:
-            self.cache(*request)
-            request = (request[0], request[1], len(hashes))
-        self.running.append(request)
-
-    def note_chain(self, keys, is_use=True):
-        if hasattr(self.pool.free_block_queue, "note_chain"):
-            self.pool.free_block_queue.note_chain(keys, is_use=is_use)
-
-    def cache(self, request, blocks, num_cached):
-        num_full = len(request.block_hashes)
-        self.pool.cache_full_blocks(request, blocks, num_cached, num_full, BLOCK_SIZE_TOKENS, 0)
-
-    def finish(self, index):
-        if self.running:
-            request = self.running.pop(index % len(self.running))
-            if self.note_at_end:
-                self.note_chain(keys_of(request[0].block_hashes[-1]), is_use=False)
-            self.cache(*request)
-            self.pool.free_blocks(reversed(request[1]))
-
-    def wait(self, position, path):
-        """A request waits at this position, or the one that did is gone."""
-        keys = self.waiting.pop(position, None)
-        if keys is None:
-            self.waiting[position] = keys_of(path)
-            self.next_use.add(position, self.waiting[position])
-        else:
-            self.next_use.remove(position, keys)
-
-    def do(self, step, cache_late):
-        action, number, path = step
-        if action == "admit":
-            self.admit(bytes(path), number % 3, cache_late and number % 2 == 1)
-        elif action == "finish":
-            self.finish(number)
-        else:
-            self.wait(number, bytes(path))
-
-
-paths = st.lists(st.integers(0, 2), min_size=1, max_size=5)
-actions = st.sampled_from(["admit", "admit", "finish", "wait"])
-steps = st.lists(st.tuples(actions, st.integers(0, 9), paths), min_size=20, max_size=80)
+    def rank(self, node, freed_at):
+        return (freed_at,)
 
 
 @pytest.mark.parametrize(
     ("name", "cache_late"),
-    [("queue", False), ("queue", True), ("lru", False), ("lru", True), ("fifo", False),
-     ("gdsf", False)],
-)  # fmt: skip
+    [("queue", False), ("queue", True), ("fifo", False), ("gdsf", False)],
+)
 def test_evicts_what_the_oracle_evicts(name, cache_late):
     num_evicted = 0
 
@@ -283,8 +59,7 @@ STOCK_QUEUE = block_pool.FreeKVCacheBlockQueue
 
 @settings(max_examples=300)
 @given(steps)
-def test_lru_takes_the_same_blocks_as_vllm(steps):
-    """With the heap too, which `lru` does not use."""
+def test_a_policy_with_the_order_of_vllm_takes_the_same_blocks(steps):
     stock = Cache(lambda blocks, next_use: STOCK_QUEUE(blocks))
     ours = Cache(lambda blocks, next_use: PolicyFreeQueue(blocks, Lru(), next_use))
     for step in steps:
@@ -296,7 +71,7 @@ def test_lru_takes_the_same_blocks_as_vllm(steps):
 
 @settings(max_examples=100)
 @given(steps)
-def test_the_queue_of_lru_takes_the_same_blocks_as_vllm(steps):
+def test_lru_takes_the_same_blocks_as_vllm(steps):
     stock = Cache(lambda blocks, next_use: STOCK_QUEUE(blocks))
     ours = Cache(lambda blocks, next_use: make_free_queue("lru", next_use)(blocks))
     for step in steps:
@@ -306,7 +81,7 @@ def test_the_queue_of_lru_takes_the_same_blocks_as_vllm(steps):
         assert blocks_in_order(stock) == blocks_in_order(ours)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ORACLES)
 def test_children_leave_before_their_parents(name):
     """Whatever is freed first, and whoever waits for it."""
 
@@ -374,20 +149,6 @@ def test_gdsf_counts_a_request_once():
     tree.cache.note_chain(keys_of(b"\1"))
     tree.cache.note_chain(keys_of(b"\1"))
     assert tree.order() == [[2], [1]]
-
-
-def test_gdsf_weighs_the_cost():
-    cache = Cache(
-        lambda blocks, next_use: PolicyFreeQueue(
-            blocks, Gdsf(lambda index: 10.0 if index == 0 else 1.0), next_use
-        )
-    )
-    for path in ([1, 1], [1, 1], [2], [3]):
-        cache.admit(bytes(path), 0, False)
-        cache.finish(0)
-    free = cache.pool.free_block_queue.get_all_free_blocks()
-    order = [list(path_of(block.block_hash)) for block in free if block.block_hash]
-    assert order == [[1, 1], [2], [3], [1]]
 
 
 def test_queue_keeps_what_is_needed_soonest():

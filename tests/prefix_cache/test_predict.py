@@ -108,7 +108,9 @@ def test_progress_ends_with_all_requests(model: str) -> None:
 
 def test_prompts_too_long_are_refused_by_line(model: str) -> None:
     assert predict(model, [tokens(1, 511)], output_tokens=5).steps == 1
-    with pytest.raises(ValueError, match="line 2: the prompt has 512 tokens, .* 512 of --max-mod"):
+    with pytest.raises(
+        ValueError, match="line 2: given a prompt of 512 tokens, .* 512 of --max-mod"
+    ):
         predict(model, [[5], tokens(1, 512)])
 
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from vllm_relay.prefix_cache.predict_input import (
     InputLine,
+    LineError,
     check_vocabulary,
     read_lines,
     to_requests,
@@ -48,9 +50,9 @@ def test_every_format_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (7, "given 7; expected"),
-        ({"text": "x"}, r"given the fields \['text'\]; expected"),
-        ({"prompt": "x", "messages": []}, "given prompt and messages; expected"),
+        (7, "given 7, expected a line of JSON: "),
+        ({"text": "x"}, r"given the fields \['text'\], expected a line of JSON: "),
+        ({"prompt": "x", "messages": []}, "given prompt and messages, expected a line of JSON: "),
         ({"prompt": ["x"]}, r"prompt: given \['x'\], expected a text"),
         ({"messages": "x"}, "messages: given 'x', expected a list"),
         ({"messages": []}, r"messages: given \[\], expected a list"),
@@ -58,6 +60,10 @@ def test_every_format_is_read(tmp_path: Path) -> None:
         ({"prompt_token_ids": [1, -1]}, r"prompt_token_ids: given \[1, -1\], expected"),
         ({"prompt_token_ids": [1.5]}, r"prompt_token_ids: given \[1.5\], expected"),
         ({"prompt_token_ids": [True]}, r"prompt_token_ids: given \[True\], expected"),
+        (
+            {"prompt_token_ids": [2**63]},
+            r"prompt_token_ids: given \[9223372036854775808\], expected",
+        ),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens: given 0, expected an integer from 1"),
         ({"prompt": "x", "output_tokens": "4"}, "output_tokens: given '4', expected an integer"),
         (
@@ -72,20 +78,46 @@ def test_every_format_is_read(tmp_path: Path) -> None:
 )
 def test_bad_lines_are_refused_by_number(value: Any, message: str, tmp_path: Path) -> None:
     path = write(tmp_path, "fine", value)
-    with pytest.raises(ValueError, match=f"requests.jsonl, line 2: {message}"):
+    with pytest.raises(LineError, match=f"line 2: {message}") as error:
         read_lines(path)
+    assert error.value.number == 2
 
 
-def test_what_is_not_json_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{'prompt': 1}", "given \"{'prompt': 1}\" (Expecting property name"),
+        (b'{"prompt": "a" "b"}', "(Expecting ',' delimiter), expected a line of JSON: "),
+        (b"[" * 1_000_000, "given '[[["),
+        (b"\x1f\x8b\x08\x00", "given bytes that are no UTF-8 (invalid start byte at byte 2 of"),
+        ('{"prompt": "é"}'.encode("latin-1"), "byte 13 of the line), expected a JSON Lines file"),
+        (b"\0\0", "given '\\x00\\x00' (Expecting value), expected a line of JSON: "),
+    ],
+)
+def test_what_is_not_json_is_refused_by_number(line: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
-    path.write_text("{'prompt': 1}\n")
-    with pytest.raises(ValueError, match="line 1: not JSON .*; expected"):
+    path.write_bytes(b'"fine"\n\n' + line + b"\n")
+    with pytest.raises(LineError, match=re.escape(message)) as error:
         read_lines(path)
+    assert error.value.number == 3
+    assert "\n" not in error.value.message
 
 
-def test_an_empty_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no requests there"):
-        read_lines(write(tmp_path))
+def test_files_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
+    missing = tmp_path / "none.jsonl"
+    for path, reason in [(missing, "No such file or directory"), (tmp_path, "Is a directory")]:
+        message = f"{path}: cannot be read ({reason}), expected a JSON Lines file: check the path"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            read_lines(path)
+
+
+@pytest.mark.parametrize("content", ["", "\n  \n"])
+def test_an_empty_file_is_refused_by_name(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_text(content)
+    message = f"{path}: given no requests, expected a line of JSON: "
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_lines(path)
 
 
 def test_synthetic_tokens_agree_where_hash_ids_do(tmp_path: Path) -> None:
@@ -114,14 +146,16 @@ def test_prompts_are_encoded() -> None:
 
 def test_prompts_that_cannot_be_encoded_are_refused_by_number() -> None:
     def no_template(messages: Any) -> list[int]:
-        raise RuntimeError("no chat template")
+        raise RuntimeError("no chat\ntemplate")
 
     lines = [InputLine(4, messages=[{}])]
-    with pytest.raises(ValueError, match="line 4: cannot be tokenized: no chat template"):
+    with pytest.raises(LineError, match="line 4: cannot be tokenized: no chat template"):
         to_requests(lines, None, None, no_template)
-    with pytest.raises(ValueError, match="line 4: given text.*--model"):
+    with pytest.raises(
+        LineError, match="line 4: given text, expected token ids .*--model: give it"
+    ):
         to_requests(lines, None)
-    with pytest.raises(ValueError, match="line 4: the prompt has no tokens"):
+    with pytest.raises(LineError, match="line 4: given a prompt without tokens"):
         to_requests(lines, None, None, lambda messages: [])
 
 
@@ -129,5 +163,5 @@ def test_token_ids_beyond_the_vocabulary_are_refused() -> None:
     check_vocabulary(
         [InputLine(1, token_ids=[9]), InputLine(2, token_ids=[99], synthetic=True)], 10
     )
-    with pytest.raises(ValueError, match="line 3: given token id 10, .* ends at 9"):
+    with pytest.raises(LineError, match="line 3: given token id 10, expected at most 9"):
         check_vocabulary([InputLine(3, token_ids=[1, 10])], 10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,13 @@ from vllm_relay.cli import app
 from vllm_relay.demo.tokenizer import BOS_TOKEN_ID, build_tokenizer
 from vllm_relay.prefix_cache import predict_run
 from vllm_relay.prefix_cache.predict import CacheSize, Prediction
-from vllm_relay.prefix_cache.predict_report import as_dict, sweep_plot, sweep_table
+from vllm_relay.prefix_cache.predict_report import (
+    as_dict,
+    prediction_table,
+    print_whole,
+    sweep_plot,
+    sweep_table,
+)
 from vllm_relay.prefix_cache.predict_run import run_predict
 
 runner = CliRunner()
@@ -81,7 +88,7 @@ def ids(tmp_path: Path) -> Path:
         ),
         (
             {"blocks": [9], "block_size": 32, "max_model_len": 40},
-            "line 1: the prompt has 68 tokens, expected fewer than the 40 of --max-model-len",
+            "requests.jsonl:1: given a prompt of 68 tokens, expected fewer than the 40 of --max",
         ),
     ],
 )
@@ -91,19 +98,54 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str, ids: Pat
     assert status == 1
 
 
-def test_bad_input_is_refused(tmp_path: Path, model: str) -> None:
-    assert "No such file" in run(tmp_path / "none.jsonl", blocks=[9], block_size=16)[1]
-    text = write(tmp_path, [3], "hello")
-    status, printed = run(text, blocks=[9], block_size=16)
-    assert (status, "line 1: given [3]" in printed) == (1, True)
-    text = write(tmp_path, "hello")
-    status, printed = run(text, blocks=[9], block_size=16)
-    assert (status, "line 1: given text" in printed, "--model" in printed) == (1, True, True)
-    unknown = write(tmp_path, {"prompt_token_ids": [512]})
-    status, printed = run(unknown, model, blocks=[40], block_size=32)
-    assert (status, "vocabulary ends at 511" in printed) == (1, True)
-    status, printed = run(unknown, model, blocks=[40], kv_bytes_per_token=8)
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([[3], "hello"], ":1: given [3], expected a line of JSON"),
+        ([{"prompt_token_ids": [5]}, "hello"], ":2: given text, expected token ids or hash ids"),
+        ([], ": given no requests, expected a line of JSON"),
+    ],
+)
+def test_bad_input_is_refused(values: list[Any], message: str, tmp_path: Path) -> None:
+    path = write(tmp_path, *values)
+    status, printed = run(path, blocks=[9], block_size=16)
+    assert status == 1
+    assert printed.startswith(f"{path}{message}")
+
+
+def test_input_for_another_model_is_refused(tmp_path: Path, model: str) -> None:
+    path = write(tmp_path, {"prompt_token_ids": [512]})
+    status, printed = run(path, model, blocks=[40], block_size=32)
+    assert status == 1
+    assert printed.startswith(f"{path}:1: given token id 512, expected at most 511")
+    status, printed = run(path, model, blocks=[40], kv_bytes_per_token=8)
     assert (status, "--kv-bytes-per-token 8: --model says it" in printed) == (1, True)
+
+
+def test_a_line_is_refused_once_for_all_sizes(ids: Path) -> None:
+    status, printed = run(ids, blocks=[20, 30], block_size=16, max_model_len=40)
+    assert (status, printed.count("given a prompt of 68 tokens")) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (".", ": cannot be read (Is a directory), expected a JSON Lines file: check the path"),
+        ("missing", ": cannot be read (No such file or directory), expected a JSON Lines file"),
+        ("binary", ":1: given bytes that are no UTF-8 (invalid start byte at byte 2 of the line)"),
+        ("empty", ": given no requests, expected a line of JSON"),
+        ("bad", ":1: prompt: given 3, expected a text"),
+    ],
+)
+def test_the_command_refuses_a_file_in_one_line(name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\x1f\x8b\x08\x00\n")
+    (tmp_path / "empty").touch()
+    (tmp_path / "bad").write_text('{"prompt": 3}\n')
+    path = tmp_path / name
+    result = runner.invoke(app, ["predict", str(path), "--block-size", "16", "--blocks", "20"])
+    assert result.exit_code == 1
+    assert result.output.startswith(f"{path}{message}")
+    assert result.output.count("\n") == 1
 
 
 def test_token_ids_without_a_model(ids: Path, tmp_path: Path) -> None:
@@ -201,6 +243,46 @@ def test_the_command_from_end_to_end(ids: Path) -> None:
     result = runner.invoke(app, ["predict", str(ids), "--block-size", "16", "--blocks", "20,30"])
     assert result.exit_code == 0, result.output
     assert "70.6%" in result.output
+
+
+def large_prediction(gib: float) -> Prediction:
+    return Prediction(
+        CacheSize(gib), 134_217_728, 16, 9_876_543_210, [8_765_432_109], 9_876_543_000,
+        9_876_543_000, 617_283_950, 1_234_567, 98_765_432, 123_456.7,
+    )  # fmt: skip
+
+
+def print_in(width: int, predictions: list[Prediction]) -> str:
+    console = Console(width=width, file=StringIO())
+    (prediction,) = predictions[:1]
+    table = sweep_table(predictions) if predictions[1:] else prediction_table(prediction)
+    print_whole(console, table)
+    return console.file.getvalue()
+
+
+NUMBERS_OF_A_SWEEP = (
+    "16384 GiB", "134,217,728", "8,765,432,109", "88.8%", "100.0%", "617,283,950", "1,234,567",
+)  # fmt: skip
+
+
+def test_a_sweep_with_large_numbers_has_a_line_for_each_size_in_80_columns() -> None:
+    printed = print_in(80, [large_prediction(0.5), large_prediction(16384)])
+    lines = printed.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert re.split(" {2,}", lines[-1]) == list(NUMBERS_OF_A_SWEEP)
+    assert "1 requests, 9,876,543,210 prompt tokens, ceiling 100.0%" in lines[0]
+
+
+@pytest.mark.parametrize("width", [10, 40, 80, 200])
+def test_no_number_is_cut_in_a_narrow_console(width: int) -> None:
+    sweep = print_in(width, [large_prediction(0.5), large_prediction(16384)])
+    single = print_in(width, [large_prediction(16384)])
+    for number in NUMBERS_OF_A_SWEEP:
+        assert number in sweep
+        assert number in single
+    assert "98,765,432" in single
+    assert "…" not in sweep + single
+    assert sweep == print_in(80, [large_prediction(0.5), large_prediction(16384)])
 
 
 def test_reports_do_without_a_bound() -> None:

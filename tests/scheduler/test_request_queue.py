@@ -20,6 +20,7 @@ class FakeRequest:
     chain: tuple[bytes, ...] = ()
     priority: int = 0
     status: RequestStatus = RequestStatus.WAITING
+    reason: str | None = None
 
     def is_finished(self) -> bool:
         return RequestStatus.is_finished(self.status)
@@ -54,6 +55,7 @@ class Setup:
             lambda: PrefixOrder(self.resident.__contains__, max_hold_s),
             lambda: OvertakeLimit(1e9, max_overtakes),
             self.log,
+            lambda request: request.reason,
             clock=lambda: self.now_s,
         )
 
@@ -64,9 +66,11 @@ class Setup:
     def schedule(self, blocked: tuple[Any, ...] = (), room: int = 10**9) -> list[str]:
         """One scan as vLLM's: what is blocked is popped, and given back in reverse."""
         ran, skipped = [], []
+        self.offered: list[str] = []
         while self.queue and len(ran) < room:
             request: Any = self.queue.peek_request()
             assert self.queue.pop_request() is request
+            self.offered.append(request.request_id)
             if request in blocked:
                 skipped.insert(0, request)
             else:
@@ -116,6 +120,46 @@ def test_what_is_skipped_stays_in_its_place_and_has_not_run() -> None:
     assert setup.queue.overtakes == 0  # the first could not run whatever the order
     assert setup.schedule() == ["0"]
     assert third.status == RequestStatus.RUNNING
+
+
+def test_one_of_those_deferred_for_a_reason_tries_again() -> None:
+    setup = Setup(max_hold_s=1e9)
+    adapter = requests("a1", "a2", "b1", reason="adapter")
+    grammar = requests("a3", "b2", reason="grammar")
+    free = requests("c1", "c2")
+    setup.add(*adapter, *grammar, *free)
+    blocked = (*adapter, *grammar)
+    assert setup.schedule(blocked) == ["c1"]
+    assert sorted(setup.offered) == ["a1", "a2", "a3", "b1", "b2", "c1"]
+    setup.resident.update(free[0].chain)
+    assert setup.schedule(blocked) == ["c2"]
+    assert sorted(setup.offered) == ["a1", "a3", "c2"]
+    # a prefix of those who come back is warmed up as ever
+    assert setup.schedule(blocked=tuple(grammar)) == ["a1", "b1"]
+    assert setup.queue.held_requests == 2  # a2 and the one that tries for its grammar
+    setup.resident.update(adapter[0].chain)
+    assert setup.schedule() == ["a2", "a3"]
+    setup.resident.update(adapter[2].chain)
+    assert setup.schedule() == ["b2"]
+    assert len(setup.queue) == 0
+
+
+def test_those_behind_a_request_that_is_aborted_try_again() -> None:
+    setup = Setup()
+    first, second, third, fourth = waiting = requests("a1", "a2", "a3", "a4", reason="adapter")
+    setup.add(*waiting)
+    for _ in range(2):
+        assert setup.schedule(blocked=tuple(waiting)) == []
+    assert setup.offered == ["a1"]
+    setup.queue.remove_request(third)
+    assert setup.schedule(blocked=tuple(waiting)) == []
+    assert setup.offered == ["a1"]
+    setup.queue.remove_request(first)
+    assert setup.schedule() == ["a2", "a4"]
+    for request in waiting:
+        setup.queue.release(request)
+        setup.queue.forget(request)
+    assert setup.queue.num_records() == 0
 
 
 def test_preempted_requests_go_on_first_and_in_order() -> None:

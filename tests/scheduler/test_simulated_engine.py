@@ -101,7 +101,13 @@ def run(case: Case, model_folder: str, actions: int) -> Seen:
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 @pytest.mark.parametrize(
     ("eviction", "policy", "threshold_tokens"),
-    [("queue", "fcfs", 0), ("queue", "priority", 48), ("gdsf", "fcfs", 48), ("lru", "fcfs", 0)],
+    [
+        ("queue", "fcfs", 0),
+        ("queue", "priority", 48),
+        ("gdsf", "fcfs", 48),
+        ("lru", "fcfs", 0),
+        ("fifo", "priority", 0),
+    ],
 )
 def test_every_block_holds_what_its_request_needs(
     models: dict[str, str],
@@ -111,10 +117,10 @@ def test_every_block_holds_what_its_request_needs(
     policy: str,
     threshold_tokens: int,
 ) -> None:
-    seen = run(Case(kind, asynchronous, eviction, policy, threshold_tokens), models[kind], 1000)
+    seen = run(Case(kind, asynchronous, eviction, policy, threshold_tokens), models[kind], 600)
     if threshold_tokens:
         assert seen.most_held > 0
-    if asynchronous and policy == "priority":
+    if asynchronous and threshold_tokens and policy == "priority":
         assert seen.finished_while_preempted > 0
 
 

@@ -49,6 +49,8 @@ def _run(scheduler: Any, name: str, arguments: dict[str, Any]) -> Any:
         return pins.get(arguments["pin_id"])
     if name == "pins":
         return pins.entries()
+    if name == "size":
+        return {"blocks": pins.num_blocks, "bytes": pins.num_bytes}
     raise ValueError(f"command {name!r} was given, which this version of vllm-relay does not know")
 
 

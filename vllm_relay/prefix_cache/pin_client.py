@@ -7,6 +7,7 @@ there when that request ends. Nothing is pinned if any of this fails.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import uuid
@@ -143,32 +144,51 @@ def pin_system_prompts(engine: Any) -> None:
     Raises:
         ValueError: one cannot be pinned.
     """
+    pins = []
     for number, text in enumerate(_system_prompts(engine.vllm_config)):
         with _naming_the_option(number):
-            prompt: Prompt = text
-            if has_chat_template(engine.renderer, None):
-                prompt = [{"role": "system", "content": text}]
-            pin_tokens(engine, _tokens_of(engine, prompt), f"system-{number}")
+            token_ids = _system_prompt_tokens(engine, text)
+            pins.append(pin_tokens(engine, token_ids, f"system-{number}"))
+    if pins:
+        _log_system_prompts(pins, _command(engine, "size", {}))
 
 
-async def pin_system_prompts_async(engine: Any, online_renderer: Any) -> None:
-    """Pin ``additional_config.relay.system_prompts`` in the AsyncLLM of a server.
+async def pin_system_prompts_async(engine: Any, online_renderer: Any = None) -> None:
+    """Pin ``additional_config.relay.system_prompts`` in an AsyncLLM.
+
+    The first call pins, whether it is cancelled or not; all others wait for it and share its error.
+    The requests that compute the prompts do not wait.
 
     Args:
         engine: an AsyncLLM.
-        online_renderer: the server's OnlineRenderer, which knows its chat template.
+        online_renderer: the server's OnlineRenderer, which knows its chat template; without one it
+            is the tokenizer's.
 
     Raises:
         ValueError: one cannot be pinned.
     """
+    pinning = getattr(engine, "relay_pinning", None)
+    if pinning is None:
+        pinning = asyncio.create_task(_pin_system_prompts_async(engine, online_renderer))
+        engine.relay_pinning = pinning
+    if pinning is not asyncio.current_task():
+        await asyncio.shield(pinning)
+
+
+async def _pin_system_prompts_async(engine: Any, online_renderer: Any) -> None:
+    pins = []
     for number, text in enumerate(_system_prompts(engine.vllm_config)):
         with _naming_the_option(number):
-            if has_chat_template(engine.renderer, online_renderer.chat_template):
+            if online_renderer is None:
+                token_ids = _system_prompt_tokens(engine, text)
+            elif has_chat_template(engine.renderer, online_renderer.chat_template):
                 messages = [{"role": "system", "content": text}]
                 token_ids = await conversation_tokens_async(online_renderer, messages)
             else:
                 token_ids = await text_tokens_async(engine.renderer, text)
-            await pin_tokens_async(engine, token_ids, f"system-{number}")
+            pins.append(await pin_tokens_async(engine, token_ids, f"system-{number}"))
+    if pins:
+        _log_system_prompts(pins, await command_async(engine, "size", {}))
 
 
 async def text_tokens_async(renderer: Any, text: str) -> list[int]:
@@ -217,6 +237,12 @@ def has_chat_template(renderer: Any, chat_template: str | None) -> bool:
 def id_of_tokens(token_ids: Sequence[int]) -> str:
     """The id of a pin that is given none."""
     return hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()[:12]
+
+
+def _system_prompt_tokens(engine: Any, text: str) -> list[int]:
+    if has_chat_template(engine.renderer, None):
+        return _tokens_of(engine, [{"role": "system", "content": text}])
+    return _tokens_of(engine, text)
 
 
 def _tokens_of(llm: Any, prompt: Prompt) -> list[int]:
@@ -295,6 +321,18 @@ def _system_prompts(vllm_config: VllmConfig) -> list[str]:
     from vllm_relay.config import RelayConfig
 
     return read_system_prompts(RelayConfig.from_vllm_config(vllm_config))
+
+
+def _log_system_prompts(pins: Sequence[Pin], size: dict[str, int]) -> None:
+    from vllm.logger import init_logger
+
+    init_logger("vllm.relay").info(
+        "vllm-relay: pinned system prompts: %d, tokens: %s, KV blocks: %s, bytes in one worker: %s",
+        len(pins),
+        f"{sum(pin.tokens for pin in pins):,}",
+        f"{size['blocks']:,}",
+        f"{size['bytes']:,}",
+    )
 
 
 @contextlib.contextmanager

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from vllm_relay.config import EvictionPolicyName
 from vllm_relay.prefix_cache.next_use import NextUse
 
 Rank = tuple[Any, ...]
@@ -67,13 +66,6 @@ class EvictionPolicy(ABC):
         """The last free block with this prefix is given to a request."""
 
 
-class Lru(EvictionPolicy):
-    """The block that was freed first, as in vLLM; a request frees the last of its blocks first."""
-
-    def rank(self, node: PrefixNode, freed_at: int) -> Rank:
-        return (freed_at,)
-
-
 class Fifo(EvictionPolicy):
     """The prefix that was cached first, whenever it was used; all that continues it leaves before
     it, again in the order in which it was first cached.
@@ -99,21 +91,17 @@ class Fifo(EvictionPolicy):
 
 
 class Gdsf(EvictionPolicy):
-    """GreedyDual-Size-Frequency: the smallest age + uses * cost / size at the time of its last use.
+    """GreedyDual-Size-Frequency: the smallest age + uses at the time of its last use, as all blocks
+    have the same size and the same cost.
 
     The age is the value of the last evicted block, so that what was popular long ago leaves too.
-
-    Args:
-        cost_per_block: what computing a block again costs, from its index in the chain. By default
-            all cost the same. The size is 1 block.
     """
 
-    def __init__(self, cost_per_block: Callable[[int], float] = lambda index: 1.0) -> None:
-        self._cost_per_block = cost_per_block
-        self._age = 0.0
+    def __init__(self) -> None:
+        self._age = 0
 
     def on_use(self, node: PrefixNode) -> None:
-        node.value = self._age + node.uses * self._cost_per_block(max(node.index, 0))
+        node.value = self._age + node.uses
 
     def on_evict(self, node: PrefixNode) -> None:
         self._age = max(self._age, node.value)
@@ -138,11 +126,11 @@ class Queue(EvictionPolicy):
         return (1, -position, -node.depth_tokens, freed_at)
 
 
-def make_policy(name: EvictionPolicyName, next_use: NextUse) -> EvictionPolicy:
-    """A new policy by the name it has in the options."""
+def make_policy(name: Literal["queue", "fifo", "gdsf"], next_use: NextUse) -> EvictionPolicy:
+    """A new policy by the name it has in the options, where ``lru`` is vLLM's own queue."""
     if name == "queue":
         return Queue(next_use)
-    return {"lru": Lru, "fifo": Fifo, "gdsf": Gdsf}[name]()
+    return {"fifo": Fifo, "gdsf": Gdsf}[name]()
 
 
 class PrefixTree:

@@ -30,7 +30,7 @@ from vllm.v1.request import Request
 
 from vllm_relay.prefix_cache.belady import belady_hits
 from vllm_relay.prefix_cache.predict_executor import StubExecutor
-from vllm_relay.prefix_cache.predict_input import Message, PredictedRequest
+from vllm_relay.prefix_cache.predict_input import LineError, Message, PredictedRequest
 
 GIB_BYTES = 1 << 30
 RELAY_SCHEDULER = "vllm_relay.scheduler.RelayScheduler"
@@ -304,14 +304,15 @@ def check_lengths(requests: Sequence[PredictedRequest], max_model_len: int) -> N
     """Refuse prompts that vLLM refuses: an answer must have room for a token.
 
     Raises:
-        ValueError: names the first such line.
+        LineError: the first such line.
     """
     for request in requests:
         tokens = len(request.prompt_token_ids)
         if tokens >= max_model_len:
-            raise ValueError(
-                f"line {request.line}: the prompt has {tokens} tokens, expected fewer than the "
-                f"{max_model_len} of --max-model-len"
+            raise LineError(
+                request.line,
+                f"given a prompt of {tokens} tokens, expected fewer than the {max_model_len} of "
+                "--max-model-len: raise it, or shorten the prompt",
             )
 
 

@@ -13,13 +13,28 @@ TRACE_BLOCK_TOKENS = 512  # of a hash id in Mooncake's traces
 DEFAULT_OUTPUT_TOKENS = 16  # as SamplingParams.max_tokens
 
 _EXPECTED = (
-    'expected {"prompt": TEXT}, {"messages": [...]}, {"prompt_token_ids": [...]}, a JSON string or '
-    '{"input_length": N, "hash_ids": [...]}'
+    'expected a line of JSON: {"prompt": TEXT}, {"messages": [...]}, {"prompt_token_ids": [...]}, '
+    'a string or {"input_length": N, "hash_ids": [...]}'
 )
+_MAX_ID = 2**63 - 1
 _CONTENTS = ("prompt", "messages", "prompt_token_ids", "hash_ids")
 _OUTPUT_FIELDS = ("output_tokens", "max_tokens", "output_length")
 
 Message = dict[str, Any]
+
+
+class LineError(ValueError):
+    """A line of the file that is refused.
+
+    Args:
+        number: of the line, from 1.
+        message: what was given, what was expected, what to do.
+    """
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(f"line {number}: {message}")
+        self.number = number
+        self.message = message
 
 
 @dataclass(frozen=True)
@@ -51,19 +66,21 @@ def read_lines(path: Path) -> list[InputLine]:
     """Read and check a JSON Lines file; empty lines are skipped.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: a line is not what is expected, or there is none; the message names the line.
+        LineError: a line is not what is expected.
+        ValueError: the file cannot be read, or is empty; the message names it.
     """
     lines = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                try:
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
                     lines.append(_parse(number, line))
-                except ValueError as error:
-                    raise ValueError(f"{path}, line {number}: {error}") from None
+    except OSError as error:
+        raise ValueError(
+            f"{path}: cannot be read ({error.strerror}), expected a JSON Lines file: check the path"
+        ) from None
     if not lines:
-        raise ValueError(f"{path}: no requests there; one line each, {_EXPECTED}")
+        raise ValueError(f"{path}: given no requests, {_EXPECTED}, for each of them")
     return lines
 
 
@@ -81,7 +98,7 @@ def to_requests(
         encode_chat: applies the chat template and tokenizes; likewise.
 
     Raises:
-        ValueError: a prompt is empty or cannot be encoded; the message names the line.
+        LineError: a prompt is empty or cannot be encoded.
     """
     default = DEFAULT_OUTPUT_TOKENS if output_tokens is None else output_tokens
     requests = []
@@ -93,46 +110,69 @@ def to_requests(
             elif line.messages is not None and encode_chat is not None:
                 token_ids = encode_chat(line.messages)
         except Exception as error:  # whatever a chat template raises
-            raise ValueError(f"line {line.number}: cannot be tokenized: {error}") from error
+            reason = " ".join(str(error).split())
+            raise LineError(line.number, f"cannot be tokenized: {reason}") from error
         if token_ids is None:
-            raise ValueError(
-                f"line {line.number}: given text, which only a model's tokenizer can encode; "
-                "give --model"
-            )
+            raise text_without_model(line)
         if not token_ids:
-            raise ValueError(f"line {line.number}: the prompt has no tokens; expected at least 1")
+            raise LineError(line.number, "given a prompt without tokens, expected at least 1")
         wanted = default if line.output_tokens is None else line.output_tokens
         requests.append(PredictedRequest(line.number, token_ids, wanted))
     return requests
+
+
+def text_without_model(line: InputLine) -> LineError:
+    return LineError(
+        line.number, "given text, expected token ids or hash ids where there is no --model: give it"
+    )
 
 
 def check_vocabulary(lines: Sequence[InputLine], vocab_size: int) -> None:
     """Refuse token ids that the model does not have, as vLLM does.
 
     Raises:
-        ValueError: names the first such line.
+        LineError: the first such line.
     """
     for line in lines:
         if line.token_ids is not None and not line.synthetic and max(line.token_ids) >= vocab_size:
-            raise ValueError(
-                f"line {line.number}: given token id {max(line.token_ids)}, but the model's "
-                f"vocabulary ends at {vocab_size - 1}; is this another model's file?"
+            raise LineError(
+                line.number,
+                f"given token id {max(line.token_ids)}, expected at most {vocab_size - 1}, where "
+                "the model's vocabulary ends: give the --model that the file is for",
             )
 
 
-def _parse(number: int, line: str) -> InputLine:
+def _parse(number: int, line: bytes) -> InputLine:
     try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error}); {_EXPECTED}") from None
+        return _input_line(number, _json(line))
+    except ValueError as error:
+        raise LineError(number, str(error)) from None
+
+
+def _json(line: bytes) -> Any:
+    try:
+        text = line.decode().strip()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"given bytes that are no UTF-8 ({error.reason} at byte {error.start + 1} of the line)"
+            ", expected a JSON Lines file: unpack it, or convert it to UTF-8"
+        ) from None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+        raise ValueError(f"given {_short(text)} ({reason}), {_EXPECTED}") from None
+
+
+def _input_line(number: int, value: Any) -> InputLine:
     if isinstance(value, str):
         return InputLine(number, text=value)
     if not isinstance(value, dict):
-        raise ValueError(f"given {_short(value)}; {_EXPECTED}")
+        raise ValueError(f"given {_short(value)}, {_EXPECTED}")
     given = [name for name in _CONTENTS if name in value]
     if len(given) != 1:
-        what = f"given {' and '.join(given)}" if given else f"given the fields {list(value)}"
-        raise ValueError(f"{what}; {_EXPECTED}")
+        what = " and ".join(given) or f"the fields {_short(list(value))}"
+        raise ValueError(f"given {what}, {_EXPECTED}")
     (kind,) = given
     content = value[kind]
     output_tokens = _output_tokens(value)
@@ -147,8 +187,10 @@ def _parse(number: int, line: str) -> InputLine:
                 '{"role": ..., "content": ...}'
             )
         return InputLine(number, messages=content, output_tokens=output_tokens)
-    if not _is_list_of(content, int) or not content or min(content) < 0:
-        raise ValueError(f"{kind}: given {_short(content)}, expected a list of ids from 0")
+    if not _is_list_of(content, int) or not content or min(content) < 0 or max(content) > _MAX_ID:
+        raise ValueError(
+            f"{kind}: given {_short(content)}, expected a list of ids from 0 to {_MAX_ID}"
+        )
     if kind == "prompt_token_ids":
         return InputLine(number, token_ids=content, output_tokens=output_tokens)
     return InputLine(

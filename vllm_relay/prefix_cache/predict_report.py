@@ -9,12 +9,14 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
     from vllm_relay.prefix_cache.predict import Prediction
 
 _WIDTH, _HEIGHT = 640, 400  # pixels of the plot
+_UNBOUNDED_WIDTH = 1000  # columns of text
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 64, 56  # its margins
 
 
@@ -28,7 +30,7 @@ def prediction_table(prediction: Prediction) -> Table:
 
 
 def sweep_table(predictions: Sequence[Prediction]) -> Table:
-    """Several cache sizes: a row for each size."""
+    """Several cache sizes: a row for each size, in 80 columns up to 10 digits of tokens."""
     rows = [_cells(prediction) for prediction in predictions]
     first = rows[0]
     table = Table(
@@ -36,6 +38,8 @@ def sweep_table(predictions: Sequence[Prediction]) -> Table:
         f"{first['ceiling']}",
         box=SIMPLE_HEAD,
         pad_edge=False,
+        collapse_padding=True,
+        show_edge=False,
     )
     shown = {
         "KV cache": "KV cache",
@@ -45,8 +49,6 @@ def sweep_table(predictions: Sequence[Prediction]) -> Table:
         "best eviction": "best",
         "evictions": "evicted",
         "preemptions": "preempted",
-        "steps": "steps",
-        "seconds": "s",
     }
     if all(prediction.size.gib is None for prediction in predictions):
         del shown["KV cache"]
@@ -55,6 +57,13 @@ def sweep_table(predictions: Sequence[Prediction]) -> Table:
     for row in rows:
         table.add_row(*(row[name] for name in shown))
     return table
+
+
+def print_whole(console: Console, table: Table) -> None:
+    """Print a table as wide as it is, also where the console is narrower: rich cuts numbers."""
+    unbounded = console.options.update(width=_UNBOUNDED_WIDTH)
+    table.width = console.measure(table, options=unbounded).maximum
+    console.print(table, crop=False)
 
 
 def as_dict(prediction: Prediction) -> dict[str, Any]:

@@ -19,14 +19,17 @@ from vllm_relay.arguments import check_model, check_writable
 from vllm_relay.config import EvictionPolicyName, RelayConfig
 from vllm_relay.prefix_cache.predict_input import (
     InputLine,
+    LineError,
     PredictedRequest,
     check_vocabulary,
     read_lines,
+    text_without_model,
     to_requests,
 )
 from vllm_relay.prefix_cache.predict_report import (
     as_dict,
     prediction_table,
+    print_whole,
     sweep_plot,
     sweep_table,
 )
@@ -103,7 +106,7 @@ def run_predict(
             check_model(model)
         lines = read_lines(path)
         if model is None:
-            _check_without_model(path, lines, block_size, kv_bytes_per_token, gib)
+            _check_without_model(lines, block_size, kv_bytes_per_token, gib)
         elif kv_bytes_per_token is not None:
             raise ValueError(
                 f"--kv-bytes-per-token {kv_bytes_per_token}: --model says it; give one of the two"
@@ -138,17 +141,22 @@ def run_predict(
 
                 try:
                     predictions.append(predictor.predict(size, show))
+                except LineError:
+                    raise
                 except ValueError as error:
                     refused.append(str(error))
             if not predictions:
                 raise ValueError("\n".join(refused))
+    except LineError as error:
+        _print_message(console, f"{path}:{error.number}: {error.message}", "red")
+        return 1
     except (OSError, ValueError) as error:
-        console.print(str(error), style="red", markup=False, highlight=False)
+        _print_message(console, str(error), "red")
         return 1
     for message in refused:
-        console.print(message, style="yellow", markup=False, highlight=False)
+        _print_message(console, message, "yellow")
     one = len(predictions) == 1
-    console.print(prediction_table(predictions[0]) if one else sweep_table(predictions))
+    print_whole(console, prediction_table(predictions[0]) if one else sweep_table(predictions))
     if any(line.timestamp for line in lines):
         console.print("Timestamps are ignored: all requests are there at once.", highlight=False)
     numbers = {
@@ -170,6 +178,11 @@ def run_predict(
     return 0
 
 
+def _print_message(console: Console, message: str, style: str) -> None:
+    """On one line, however narrow the console is."""
+    console.print(message, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
 def _check_eviction(scheduler: str, eviction: str | None) -> str | None:
     """The policy of the relay scheduler, None with vLLM's own."""
     policies = get_args(EvictionPolicyName)
@@ -188,7 +201,6 @@ def _check_eviction(scheduler: str, eviction: str | None) -> str | None:
 
 
 def _check_without_model(
-    path: Path,
     lines: Sequence[InputLine],
     block_size: int | None,
     kv_bytes_per_token: int | None,
@@ -197,10 +209,7 @@ def _check_without_model(
     """Without a model there is no tokenizer, no default block size and no size of a block."""
     text = next((line for line in lines if line.token_ids is None), None)
     if text is not None:
-        raise ValueError(
-            f"{path}, line {text.number}: given text, which only a model's tokenizer can encode; "
-            "give --model"
-        )
+        raise text_without_model(text)
     missing = [] if block_size is not None else ["--block-size TOKENS"]
     if gib and kv_bytes_per_token is None:
         missing.append("--kv-bytes-per-token BYTES (or --blocks N in place of GiB)")

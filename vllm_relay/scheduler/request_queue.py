@@ -6,11 +6,12 @@ from __future__ import annotations
 import bisect
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_relay.scheduler.deferral import Deferral
 from vllm_relay.scheduler.fairness import OvertakeLimit
 from vllm_relay.scheduler.order import PrefixOrder
 
@@ -31,9 +32,13 @@ class _Class:
         self.limit = limit
         self.preempted: OrderedDict[Request, None] = OrderedDict()  # they go on first
         self.by_position: dict[int, Request] = {}
+        self.deferral: Deferral[Request] = Deferral()
 
     def __len__(self) -> int:
-        return len(self.preempted) + len(self.order)
+        return len(self.preempted) + len(self.order) + len(self.deferral)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self.order or request in self.preempted or request in self.deferral
 
     def first(self, now_s: float) -> Request | None:
         if self.preempted:
@@ -57,6 +62,7 @@ class PrefixRequestQueue(RequestQueue):
         make_order: an empty order for the requests of one priority.
         make_limit: its limit on overtaking, or None.
         observer: is told when a request begins and ceases to wait.
+        reason_of: what a request may be deferred for, if others are then deferred for the same.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class PrefixRequestQueue(RequestQueue):
         make_order: Callable[[], PrefixOrder[Request]],
         make_limit: Callable[[], OvertakeLimit | None],
         observer: QueueObserver,
+        reason_of: Callable[[Request], Hashable | None] = lambda request: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._by_priority = by_priority
@@ -73,12 +80,14 @@ class PrefixRequestQueue(RequestQueue):
         self._make_order = make_order
         self._make_limit = make_limit
         self._observer = observer
+        self._reason_of = reason_of
         self._clock = clock
         self._classes: dict[int, _Class] = {}
         self._priorities: list[int] = []  # of the classes, ascending
         self._leaders: dict[Request, int] = {}  # they compute a prefix; with their priority
         self._positions: dict[Request, int] = {}  # of all that ever waited and are not done
         self._next_position = 0
+        self._count = 0  # of those that wait and are not popped
         self._set_aside: set[Request] = set()  # popped, and did not run
         self._popped: Request | None = None
         self._chosen: Request | None = None
@@ -111,12 +120,14 @@ class PrefixRequestQueue(RequestQueue):
 
     def add_request(self, request: Request) -> None:
         self.release(request)
+        self._count += 1
         each = self._class_of(request)
         position = self._positions.get(request)
         if position is None:
             position = self._positions[request] = self._next_position
             self._next_position += 1
-        if request in self._set_aside:
+        was_deferred = request in self._set_aside
+        if was_deferred:
             self._set_aside.discard(request)
         else:
             self._observer.waits(request, position)
@@ -124,6 +135,12 @@ class PrefixRequestQueue(RequestQueue):
             each.preempted[request] = None
             each.preempted.move_to_end(request, last=False)
             return
+        reason = self._reason_of(request) if was_deferred else None
+        if reason is None or each.deferral.tries_again(request, reason):
+            self._put_in_order(each, request)
+
+    def _put_in_order(self, each: _Class, request: Request) -> None:
+        position = self._positions[request]
         # without a full block it shares nothing
         chain = self._chain_of(request) or (position.to_bytes(8, "big"),)
         each.order.add(request, chain, position)
@@ -145,8 +162,15 @@ class PrefixRequestQueue(RequestQueue):
         self.add_request(request)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
-        for request in requests:
-            self.add_request(request)
+        """Take requests back; vLLM gives the one that it popped last first."""
+        given = list(requests)
+        # preempted ones go to the front one by one; of the others the first popped is to come first
+        for request in given:
+            if request.status == RequestStatus.PREEMPTED:
+                self.add_request(request)
+        for request in reversed(given):
+            if request.status != RequestStatus.PREEMPTED:
+                self.add_request(request)
 
     def remove_request(self, request: Request) -> None:
         self._settle()
@@ -159,10 +183,7 @@ class PrefixRequestQueue(RequestQueue):
         for request in requests:
             if not self._waits(request):
                 continue
-            if request in self._set_aside:
-                self._set_aside.discard(request)
-            else:
-                self._take_out(request, runs=False)
+            self._leave(request)
             self._observer.waits_no_longer(request, self._positions[request], False)
             if request.is_finished():
                 del self._positions[request]
@@ -172,14 +193,15 @@ class PrefixRequestQueue(RequestQueue):
 
     def __len__(self) -> int:
         self._settle()
-        return sum(map(len, self._classes.values()))
+        return self._count
 
     def __iter__(self) -> Iterator[Request]:
-        """By priority; preempted ones first, the others in the order of their arrival."""
+        """By priority; preempted ones first, deferred ones last."""
         self._settle()
         for priority in self._priorities:
             yield from self._classes[priority].preempted
             yield from self._classes[priority].order
+            yield from self._classes[priority].deferral
 
     def _choose(self) -> Request | None:
         if self._popped is not None or self._chosen is None:
@@ -204,10 +226,24 @@ class PrefixRequestQueue(RequestQueue):
         else:
             self._set_aside.add(request)
 
+    def _leave(self, request: Request) -> None:
+        deferral = self._class_of(request).deferral
+        if request in deferral:
+            deferral.remove(request)
+            self._count -= 1
+            self._drop_if_empty(self._priority(request))
+            return
+        if request in self._set_aside:
+            self._set_aside.discard(request)
+        else:
+            self._take_out(request, runs=False)
+        self._let_those_behind_try(request)
+
     def _take_out(self, request: Request, runs: bool) -> None:
         priority = self._priority(request)
         each = self._classes[priority]
         position = self._positions[request]
+        self._count -= 1
         if request in each.preempted:
             del each.preempted[request]
         elif runs:
@@ -222,7 +258,16 @@ class PrefixRequestQueue(RequestQueue):
             if each.limit is not None:
                 each.limit.leave(position)
             del each.by_position[position]
+        if runs:
+            self._let_those_behind_try(request)
         self._drop_if_empty(priority)
+
+    def _let_those_behind_try(self, request: Request) -> None:
+        """Once one deferred request runs, or gives up, others for the same reason are offered."""
+        each, reason = self._classes.get(self._priority(request)), self._reason_of(request)
+        if each is not None and reason is not None:
+            for other in each.deferral.release(reason):
+                self._put_in_order(each, other)
 
     def _drop_if_empty(self, priority: int) -> None:
         each = self._classes[priority]
@@ -234,7 +279,7 @@ class PrefixRequestQueue(RequestQueue):
         if request in self._set_aside:
             return True
         each = self._classes.get(self._priority(request))
-        return each is not None and (request in each.order or request in each.preempted)
+        return each is not None and request in each
 
     def _class_of(self, request: Request) -> _Class:
         priority = self._priority(request)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from itertools import chain
 from typing import Any
 
@@ -43,6 +44,7 @@ class _RelayScheduling(Scheduler):
             self._make_order,
             self._make_limit,
             feeder,
+            self._may_be_deferred_for,
         )
         self.pins = PinTable(self)
         self.relay_recorder = PrefixCacheRecorder(self)
@@ -97,6 +99,15 @@ class _RelayScheduling(Scheduler):
             if not block.is_null
         }
         self.kv_cache_manager.evict_blocks(block_ids)
+
+    def _may_be_deferred_for(self, request: Request) -> Hashable | None:
+        """A LoRA adapter without a place, or a grammar that is not compiled."""
+        if self.connector is not None:
+            return None  # it may defer any request, for reasons of its own
+        adapter = request.lora_request.lora_int_id if request.lora_request else 0
+        structured = request.structured_output_request
+        grammar = structured.structured_output_key if structured else None
+        return (adapter, grammar) if adapter or grammar else None
 
     def _free_request_blocks(self, request: Request) -> None:
         self.waiting.release(request)
