@@ -17,22 +17,25 @@ from typing import Any
 import numpy as np
 from vllm import EngineArgs, LLMEngine
 from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS, VOCAB_SIZE
+from tests.scheduler.soak import Question
 from vllm_relay.prefix_cache.predict_executor import StubExecutor
 
 MODULUS = (1 << 31) - 1
 
 
 class Text:
-    """Tokens, and for each a state that tells all tokens up to it, and the salt."""
+    """Tokens, and for each a state that tells all tokens up to it, the salt and the adapter."""
 
-    def __init__(self, salt: str | None, tokens: list[int]) -> None:
+    def __init__(self, salt: str | None, adapter: LoRARequest | None, tokens: list[int]) -> None:
         self._state = 1 + sum((salt or "").encode())
+        self._state += 1000 * adapter.lora_int_id if adapter else 0
         self.states: list[int] = []
         for token in tokens:
             self.append(token)
@@ -49,11 +52,9 @@ class Text:
         return 3 + self._state % (VOCAB_SIZE - 3)
 
 
-def answer(
-    prompt: list[int], salt: str | None, output_tokens: int, stop_token_ids: tuple[int, ...]
-) -> list[int]:
-    text, made = Text(salt, prompt), []
-    while len(made) < output_tokens and not (made and made[-1] in stop_token_ids):
+def answer(question: Question, prompt: list[int], stop_token_ids: tuple[int, ...]) -> list[int]:
+    text, made = Text(question.salt, question.adapter, prompt), []
+    while len(made) < question.output_tokens and not (made and made[-1] in stop_token_ids):
         made.append(text.next_token)
         text.append(made[-1])
     return made
@@ -65,6 +66,7 @@ class _Sequence:
 
     text: Text
     salt: str | None
+    adapter: LoRARequest | None
     block_ids: tuple[list[int], ...]
 
 
@@ -112,7 +114,8 @@ class SimulatedExecutor(StubExecutor):
         assert new.sampling_params is not None
         salt = (new.sampling_params.extra_args or {}).get("salt")
         block_ids = tuple(list(ids) for ids in new.block_ids)
-        self._sequences[new.req_id] = _Sequence(Text(salt, new.prompt_token_ids), salt, block_ids)
+        text = Text(salt, new.lora_request, new.prompt_token_ids)
+        self._sequences[new.req_id] = _Sequence(text, salt, new.lora_request, block_ids)
 
     def _go_on(self, cached: CachedRequestData) -> dict[str, int]:
         """Returns how many tokens of each request have been computed."""
@@ -125,7 +128,8 @@ class SimulatedExecutor(StubExecutor):
                 for ids, new_ids in zip(sequence.block_ids, new_block_ids, strict=True):
                     ids.extend(new_ids)
             if request_id in cached.all_token_ids:
-                sequence.text = Text(sequence.salt, cached.all_token_ids[request_id])
+                tokens = cached.all_token_ids[request_id]
+                sequence.text = Text(sequence.salt, sequence.adapter, tokens)
         return dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
 
     def _slots(self, sequence: _Sequence, group: int, start: int, end: int) -> Any:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm import LLMEngine, SamplingParams
+from vllm.lora.request import LoRARequest
 
 from tests.integration.engine_main import tokens
 from vllm_relay.prefix_cache.pins import EXTRA_ARG, PinError
@@ -37,6 +38,7 @@ def prompts() -> list[list[int]]:
 class Question:
     prompt: int
     salt: str | None
+    adapter: LoRARequest | None
     output_tokens: int
 
 
@@ -49,6 +51,7 @@ class Soak:
         check: is given every question and the tokens of its answer.
         sampling: more sampling parameters of every request.
         priorities: of which every request gets one.
+        adapters: the same.
     """
 
     engine: LLMEngine
@@ -56,6 +59,7 @@ class Soak:
     check: Callable[[Question, list[int]], None]
     sampling: dict[str, Any] = field(default_factory=dict)
     priorities: tuple[int, ...] = (0,)
+    adapters: tuple[LoRARequest | None, ...] = (None,)
 
     def __post_init__(self) -> None:
         self.scheduler: Any = self.engine.engine_core.engine_core.scheduler
@@ -70,7 +74,8 @@ class Soak:
         """A random question, or the prefill of a pinned prompt."""
         prompt = self.rng.randrange(len(self.prompts)) if pin is None else pin
         salt = self.rng.choice(SALTS) if pin is None else None
-        question = Question(prompt, salt, self.rng.randint(1, OUTPUT_TOKENS))
+        adapter = self.rng.choice(self.adapters) if pin is None else None
+        question = Question(prompt, salt, adapter, self.rng.randint(1, OUTPUT_TOKENS))
         request_id = str(self.counts["added"])
         self.counts["added"] += 1
         extra_args = {} if pin is None else {EXTRA_ARG: f"pin-{pin}"}
@@ -86,6 +91,7 @@ class Soak:
                 **self.sampling,
             ),
             priority=self.rng.choice(self.priorities),
+            lora_request=adapter,
         )
         self.outstanding[request_id] = question
 

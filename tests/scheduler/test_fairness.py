@@ -8,14 +8,14 @@ from vllm_relay.scheduler.fairness import OvertakeLimit
 
 
 def test_nobody_is_urgent_before_being_overtaken() -> None:
-    limit = OvertakeLimit(max_hold_s=2.0, max_overtakes=2)
+    limit: OvertakeLimit[int] = OvertakeLimit(max_hold_s=2.0, max_overtakes=2)
     limit.arrive(0)
     limit.arrive(1)
     assert limit.urgent(1000.0) is None
 
 
 def test_the_oldest_becomes_urgent_some_time_after_it_was_overtaken() -> None:
-    limit = OvertakeLimit(max_hold_s=2.0, max_overtakes=100)
+    limit: OvertakeLimit[int] = OvertakeLimit(max_hold_s=2.0, max_overtakes=100)
     for position in range(3):
         limit.arrive(position)
     limit.run(2, 10.0)
@@ -28,7 +28,7 @@ def test_the_oldest_becomes_urgent_some_time_after_it_was_overtaken() -> None:
 
 
 def test_the_oldest_becomes_urgent_when_it_was_overtaken_often() -> None:
-    limit = OvertakeLimit(max_hold_s=1e9, max_overtakes=2)
+    limit: OvertakeLimit[int] = OvertakeLimit(max_hold_s=1e9, max_overtakes=2)
     for position in range(5):
         limit.arrive(position)
     limit.run(2, 0.0)
@@ -46,13 +46,18 @@ def test_zero_keeps_the_order_of_arrival() -> None:
         assert limit.urgent(0.0) == 4
 
 
-def test_who_comes_back_has_overtaken_nobody() -> None:
-    limit = OvertakeLimit(max_hold_s=1e9, max_overtakes=1)
+def test_who_comes_back_begins_anew() -> None:
+    """It was set aside: it could not have run earlier."""
+    limit: OvertakeLimit[int] = OvertakeLimit(max_hold_s=2.0, max_overtakes=1)
+    for request in range(4):
+        limit.arrive(request)
+    limit.leave(0)
+    limit.run(2, 10.0)
     limit.arrive(0)
-    limit.arrive(1)
-    limit.run(1, 0.0)
-    limit.arrive(1)
-    assert limit.urgent(0.0) is None
+    assert limit.urgent(10.0) == 1
+    limit.run(1, 10.0)
+    limit.run(3, 10.0)
+    assert limit.urgent(20.0) is None
 
 
 @given(
@@ -66,7 +71,7 @@ def test_bounds_hold_against_an_adversary(
 ) -> None:
     """The adversary runs any request it likes, as long as nobody is urgent."""
     max_hold_s = 2.0
-    limit = OvertakeLimit(max_hold_s, max_overtakes)
+    limit: OvertakeLimit[int] = OvertakeLimit(max_hold_s, max_overtakes)
     first_overtaken_s: dict[int, float | None] = {}
     overtaken: dict[int, int] = {}
     now_s, arrived = 0.0, 0

@@ -146,6 +146,38 @@ def test_a_sibling_that_comes_while_the_only_request_of_a_prefix_runs_is_held() 
     assert order.first(0.1) == "late"
 
 
+def test_a_prefix_that_was_computed_ranks_before_those_that_were_not() -> None:
+    resident: set[bytes] = set()
+    order: PrefixOrder[str] = PrefixOrder(resident.__contains__, max_hold_s=5.0)
+    order.add("leader", chain_of(1, 1, 1), 0)
+    order.take("leader", 0.0)
+    resident.update(chain_of(1, 1, 1))
+    order.add("other", chain_of(4), 1)
+    order.take("other", 0.0)
+    order.add("cold", chain_of(3), 2)
+    order.add("warm", chain_of(1, 1, 2), 3)
+    assert order.first(0.1) == "warm"
+
+
+def test_a_hold_that_expired_does_not_begin_anew() -> None:
+    resident: set[bytes] = set()
+    order: PrefixOrder[str] = PrefixOrder(resident.__contains__, max_hold_s=5.0)
+    for position, name in enumerate("abc"):
+        order.add(name, chain_of(1, position), position)
+    order.take("a", 0.0)
+    assert order.first(4.0) is None
+    assert order.first(5.0) == "b"
+    order.take("b", 5.0)
+    assert order.first(5.0) == "c"
+    resident.update(chain_of(1))
+    order.take("c", 6.0)
+    resident.clear()
+    for position, name in enumerate("de"):
+        order.add(name, chain_of(1, 7 + position), 7 + position)
+    order.take("d", 7.0)
+    assert order.first(7.0) is None  # it was evicted, and is computed anew
+
+
 def test_nothing_is_kept_of_a_leader_that_is_done() -> None:
     order: PrefixOrder[str] = PrefixOrder(lambda _: False, max_hold_s=5.0)
     order.add("leader", chain_of(1, 1, 1), 0)

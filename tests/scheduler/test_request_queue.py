@@ -20,7 +20,7 @@ class FakeRequest:
     chain: tuple[bytes, ...] = ()
     priority: int = 0
     status: RequestStatus = RequestStatus.WAITING
-    reason: str | None = None
+    needs: str | None = None
 
     def is_finished(self) -> bool:
         return RequestStatus.is_finished(self.status)
@@ -48,6 +48,7 @@ class Setup:
         self, *, by_priority: bool = False, max_hold_s: float = 0.0, max_overtakes: int = 10**9
     ) -> None:
         self.now_s, self.resident = 0.0, set[bytes]()
+        self.missing: set[str] = set()
         self.log = Log()
         self.queue = PrefixRequestQueue(
             by_priority,
@@ -55,7 +56,7 @@ class Setup:
             lambda: PrefixOrder(self.resident.__contains__, max_hold_s),
             lambda: OvertakeLimit(1e9, max_overtakes),
             self.log,
-            lambda request: request.reason,
+            lambda: lambda request: request.needs in self.missing,
             clock=lambda: self.now_s,
         )
 
@@ -65,13 +66,14 @@ class Setup:
 
     def schedule(self, blocked: tuple[Any, ...] = (), room: int = 10**9) -> list[str]:
         """One scan as vLLM's: what is blocked is popped, and given back in reverse."""
+        self.queue.retry_blocked()
         ran, skipped = [], []
         self.offered: list[str] = []
         while self.queue and len(ran) < room:
             request: Any = self.queue.peek_request()
             assert self.queue.pop_request() is request
             self.offered.append(request.request_id)
-            if request in blocked:
+            if request in blocked or request.needs in self.missing:
                 skipped.insert(0, request)
             else:
                 request.status = RequestStatus.RUNNING
@@ -122,44 +124,81 @@ def test_what_is_skipped_stays_in_its_place_and_has_not_run() -> None:
     assert third.status == RequestStatus.RUNNING
 
 
-def test_one_of_those_deferred_for_a_reason_tries_again() -> None:
+def test_blocked_requests_are_offered_again_when_they_are_not() -> None:
     setup = Setup(max_hold_s=1e9)
-    adapter = requests("a1", "a2", "b1", reason="adapter")
-    grammar = requests("a3", "b2", reason="grammar")
+    adapter = requests("a1", "a2", "b1", needs="adapter")
+    grammar = requests("a3", needs="grammar")
     free = requests("c1", "c2")
     setup.add(*adapter, *grammar, *free)
-    blocked = (*adapter, *grammar)
-    assert setup.schedule(blocked) == ["c1"]
-    assert sorted(setup.offered) == ["a1", "a2", "a3", "b1", "b2", "c1"]
+    setup.missing = {"adapter", "grammar"}
+    assert setup.schedule() == ["c1"]
+    assert sorted(setup.offered) == ["a1", "a2", "a3", "b1", "c1"]
     setup.resident.update(free[0].chain)
-    assert setup.schedule(blocked) == ["c2"]
-    assert sorted(setup.offered) == ["a1", "a3", "c2"]
-    # a prefix of those who come back is warmed up as ever
-    assert setup.schedule(blocked=tuple(grammar)) == ["a1", "b1"]
-    assert setup.queue.held_requests == 2  # a2 and the one that tries for its grammar
+    assert setup.schedule() == ["c2"]
+    assert setup.offered == ["c2"]
+    setup.missing = {"grammar"}
+    assert setup.schedule() == ["a1", "b1"]  # and "a2" is held as ever
+    assert (setup.queue.held_requests, len(setup.queue)) == (1, 2)
+    setup.missing = set()
     setup.resident.update(adapter[0].chain)
     assert setup.schedule() == ["a2", "a3"]
-    setup.resident.update(adapter[2].chain)
-    assert setup.schedule() == ["b2"]
     assert len(setup.queue) == 0
 
 
-def test_those_behind_a_request_that_is_aborted_try_again() -> None:
+def test_blocked_requests_may_be_aborted() -> None:
     setup = Setup()
-    first, second, third, fourth = waiting = requests("a1", "a2", "a3", "a4", reason="adapter")
-    setup.add(*waiting)
+    first, second = both = requests("a1", "a2", needs="adapter")
+    setup.add(*both)
+    setup.missing = {"adapter"}
     for _ in range(2):
-        assert setup.schedule(blocked=tuple(waiting)) == []
-    assert setup.offered == ["a1"]
-    setup.queue.remove_request(third)
-    assert setup.schedule(blocked=tuple(waiting)) == []
-    assert setup.offered == ["a1"]
+        assert setup.schedule() == []
     setup.queue.remove_request(first)
-    assert setup.schedule() == ["a2", "a4"]
-    for request in waiting:
+    assert set(setup.queue) == {second}
+    setup.missing = set()
+    assert setup.schedule() == ["a2"]
+    for request in both:
         setup.queue.release(request)
         setup.queue.forget(request)
     assert setup.queue.num_records() == 0
+
+
+def test_nobody_of_a_lower_priority_runs_before_held_requests() -> None:
+    setup = Setup(by_priority=True, max_hold_s=1e9)
+    leader, sibling = requests("a1", "a2", priority=0)
+    [late] = requests("b1", priority=1)
+    setup.add(leader, sibling, late)
+    assert setup.schedule() == ["a1"]
+    setup.resident.update(leader.chain)
+    assert setup.schedule() == ["a2", "b1"]
+    for request in (leader, sibling, late):
+        setup.queue.release(request)
+        setup.queue.forget(request)
+    assert setup.queue.num_records() == 0
+
+
+def test_a_request_that_finished_at_once_has_run() -> None:
+    setup = Setup()
+    [request] = requests("a1")
+    setup.add(request)
+    assert setup.queue.pop_request() is request
+    request.status = RequestStatus.FINISHED_STOPPED
+    setup.queue.release(request)
+    setup.queue.forget(request)
+    assert setup.queue.num_records() == 0
+    assert setup.log.uses == 1
+
+
+def test_a_preempted_session_may_come_back_as_one_that_waits() -> None:
+    setup = Setup()
+    [session] = requests("a1")
+    setup.add(session)
+    setup.schedule()
+    session.status = RequestStatus.PREEMPTED
+    setup.queue.prepend_request(session)
+    session.status = RequestStatus.WAITING
+    setup.add(session)
+    assert list(setup.queue) == [session]
+    assert setup.schedule() == ["a1"]
 
 
 def test_preempted_requests_go_on_first_and_in_order() -> None:
@@ -226,7 +265,7 @@ def test_nobody_is_overtaken_too_often() -> None:
 def test_a_prefix_that_always_waits_does_not_make_the_queue_grow() -> None:
     setup = Setup(max_overtakes=0)  # everybody runs by seniority, past the heaps
     setup.add(*requests("a1", "a2"))
-    order = setup.queue._classes[0].order
+    order = setup.queue._classes[0]._order
     for number in range(2000):
         setup.add(FakeRequest(f"u{number}", (b"u%d" % number,)), *requests("a3"))
         setup.schedule(room=2)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
 from tests.integration.tiny_models import save_model
@@ -27,6 +28,7 @@ class Case:
     eviction: str
     policy: str
     threshold_tokens: int
+    num_adapters: int
     num_blocks: int = 28
     seed: int = 0
 
@@ -43,6 +45,7 @@ class Seen:
     def __init__(self, scheduler: Any) -> None:
         self.finished_while_preempted = 0
         self.most_held = 0
+        self.most_blocked = 0
         update = scheduler.update_from_output
 
         def update_from_output(*args: Any) -> Any:
@@ -51,6 +54,7 @@ class Seen:
                 for request_id, request in scheduler.requests.items()
                 if request.status == RequestStatus.PREEMPTED
             }
+            self.most_blocked = max(self.most_blocked, len(scheduler.waiting._blocked))
             self.most_held = max(self.most_held, scheduler.waiting.held_requests)
             outputs = update(*args)
             self.finished_while_preempted += len(preempted - scheduler.requests.keys())
@@ -68,14 +72,15 @@ def run(case: Case, model_folder: str, actions: int) -> Seen:
         asynchronous=case.asynchronous,
         num_gpu_blocks_override=case.num_blocks,
         scheduling_policy=case.policy,
+        enable_lora=case.num_adapters > 0,
         long_prefill_token_threshold=case.threshold_tokens,
         additional_config={"relay": relay},
     )
     texts = prompts()
+    adapters = (None, *(LoRARequest(f"a{i}", i, f"a{i}") for i in range(1, case.num_adapters + 1)))
 
     def check(question: Question, actual: list[int]) -> None:
-        text = texts[question.prompt]
-        assert actual == answer(text, question.salt, question.output_tokens, STOP_TOKEN_IDS)
+        assert actual == answer(question, texts[question.prompt], STOP_TOKEN_IDS)
 
     try:
         soak = Soak(
@@ -84,6 +89,7 @@ def run(case: Case, model_folder: str, actions: int) -> Seen:
             check,
             sampling={"stop_token_ids": list(STOP_TOKEN_IDS)},
             priorities=(0, 1, 2),
+            adapters=adapters,
         )
         kind = "Async" if case.asynchronous else "Sync"
         assert type(soak.scheduler).__name__ == kind + "RelayScheduler"
@@ -100,13 +106,13 @@ def run(case: Case, model_folder: str, actions: int) -> Seen:
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 @pytest.mark.parametrize(
-    ("eviction", "policy", "threshold_tokens"),
+    ("eviction", "policy", "threshold_tokens", "num_adapters"),
     [
-        ("queue", "fcfs", 0),
-        ("queue", "priority", 48),
-        ("gdsf", "fcfs", 48),
-        ("lru", "fcfs", 0),
-        ("fifo", "priority", 0),
+        ("queue", "fcfs", 0, 2),  # and room for one
+        ("queue", "priority", 48, 0),
+        ("gdsf", "fcfs", 48, 0),
+        ("lru", "fcfs", 0, 0),
+        ("fifo", "priority", 0, 0),
     ],
 )
 def test_every_block_holds_what_its_request_needs(
@@ -116,8 +122,12 @@ def test_every_block_holds_what_its_request_needs(
     eviction: str,
     policy: str,
     threshold_tokens: int,
+    num_adapters: int,
 ) -> None:
-    seen = run(Case(kind, asynchronous, eviction, policy, threshold_tokens), models[kind], 600)
+    case = Case(kind, asynchronous, eviction, policy, threshold_tokens, num_adapters)
+    seen = run(case, models[kind], actions=600)
+    if num_adapters:
+        assert seen.most_blocked > 0
     if threshold_tokens:
         assert seen.most_held > 0
     if asynchronous and threshold_tokens and policy == "priority":
@@ -136,6 +146,7 @@ def test_random_engines(models: dict[str, str]) -> None:
             eviction=rng.choice(EVICTIONS),
             policy=rng.choice(("fcfs", "priority")),
             threshold_tokens=rng.choice((0, 16, 48)),
+            num_adapters=rng.choice((0, 0, 2, 3)),
             num_blocks=rng.randint(28, 60),
             seed=seed,
         )

@@ -54,7 +54,7 @@ class _Node(Generic[R]):
         self.queued_key: _Key | None = None  # of the valid entry in parent.queue
         self.queued = 0  # its serial number; 0: none
         self.leader: R | None = None  # who computes these blocks now
-        self.hold_until_s = 0.0
+        self.hold_until_s: float | None = None  # once for all who lead until the blocks are there
 
     @property
     def first_block(self) -> bytes:
@@ -104,6 +104,11 @@ class PrefixOrder(Generic[R]):
         return request in self._places
 
     @property
+    def is_led(self) -> bool:
+        """Whether requests may be held for one that runs."""
+        return bool(self._led)
+
+    @property
     def held(self) -> int:
         """Requests that wait for another one to compute their prefix, as far as is known."""
         return sum(
@@ -125,11 +130,14 @@ class PrefixOrder(Generic[R]):
             position: its place in the order of arrival.
         """
         self.release(request)
-        node = self._node_of(chain, position)
+        node = self._node_of(chain)
         bisect.insort(node.requests, (position, request))
         self._places[request] = _Place(node, position)
         while True:
-            node.oldest = min(node.oldest, position) if node.size else position
+            if not node.size:
+                node.oldest = position
+                node.resident = node.parent is not None and self.is_resident(node.first_block)
+            node.oldest = min(node.oldest, position)
             node.size += 1
             if node.parent is None:
                 return
@@ -153,12 +161,8 @@ class PrefixOrder(Generic[R]):
             above = above.parent
         self._prune(node)
 
-    def take(self, request: R, now_s: float) -> bool:
-        """Take a request out that runs now: the order goes on from its prefix.
-
-        Returns:
-            Whether others may be held for it, until `release`.
-        """
+    def take(self, request: R, now_s: float) -> None:
+        """Take a request out that runs now: the order goes on from its prefix."""
         node: _Node[R] | None = self._places[request].node
         path = []
         while node is not None and node.parent is not None:
@@ -166,27 +170,37 @@ class PrefixOrder(Generic[R]):
             node = node.parent
         self._current = path[0] if path else None
         if self.max_hold_s > 0:
-            led = [node for node in path if not self.is_resident(node.last_block)]
-            for node in led:
-                node.leader, node.hold_until_s = request, now_s + self.max_hold_s
-            if led:
-                self._led[request] = led
+            self._lead(request, path, now_s)
         self.remove(request)
         for node in path:
             if node.size:
                 node.resident = True
                 self._queue_again(node)
-        return request in self._led
+
+    def _lead(self, request: R, path: list[_Node[R]], now_s: float) -> None:
+        """Others are held for this request, which computes the blocks of these nodes."""
+        led = []
+        for node in path:
+            if self.is_resident(node.last_block):
+                node.hold_until_s = None
+                continue
+            if node.hold_until_s is None:
+                node.hold_until_s = now_s + self.max_hold_s
+            if now_s < node.hold_until_s:
+                node.leader = request
+                led.append(node)
+        if led:
+            self._led[request] = led
 
     def num_records(self) -> int:
-        """How much is kept about requests that do not wait any more, if none waits."""
+        """How much is kept while no request waits: the nodes that are led, and their leaders."""
         return len(self._led) + len(self._root.children)
 
     def release(self, request: R) -> None:
         """No longer hold the requests that wait for the blocks this one was to compute."""
         for node in self._led.pop(request, ()):
             if node.leader == request:
-                node.leader = None
+                node.leader = node.hold_until_s = None
             self._prune(node)
 
     def _prune(self, node: _Node[R]) -> None:
@@ -261,9 +275,11 @@ class PrefixOrder(Generic[R]):
         return above is not None
 
     def _is_held(self, node: _Node[R], now_s: float) -> bool:
-        if node.leader is None:
+        if node.leader is None or node.hold_until_s is None:
             return False
-        if now_s >= node.hold_until_s or self.is_resident(node.last_block):
+        if self.is_resident(node.last_block):
+            node.leader = node.hold_until_s = None
+        elif now_s >= node.hold_until_s:
             node.leader = None
         return node.leader is not None
 
@@ -280,22 +296,20 @@ class PrefixOrder(Generic[R]):
                 queue[:] = [entry for entry in queue if entry[2].queued == entry[1]]
                 heapq.heapify(queue)
 
-    def _node_of(self, chain: Sequence[bytes], position: int) -> _Node[R]:
+    def _node_of(self, chain: Sequence[bytes]) -> _Node[R]:
         """The node at the end of a chain, made where there is none."""
         node = self._root
         while node.depth < len(chain):
             child = node.children.get(chain[node.depth])
             if child is None:
-                return self._attach(_Node(node, len(chain), chain), position)
+                return self._attach(_Node(node, len(chain), chain))
             if len(chain) < child.depth or chain[child.depth - 1] != child.last_block:
                 child = self._split(child, _common_depth(chain, child, node.depth + 1))
             node = child
         return node
 
-    def _attach(self, node: _Node[R], position: int) -> _Node[R]:
+    def _attach(self, node: _Node[R]) -> _Node[R]:
         assert node.parent is not None
-        node.oldest = position
-        node.resident = self.is_resident(node.first_block)
         node.parent.children[node.first_block] = node
         return node
 
@@ -312,8 +326,8 @@ class PrefixOrder(Generic[R]):
         lower.parent, lower.queued_key, lower.queued = upper, None, 0
         lower.resident = self.is_resident(lower.first_block)
         upper.children[lower.first_block] = lower
-        self._queue_again(upper)
-        self._queue_again(lower)
+        if lower.size:
+            self._queue_again(lower)
         return upper
 
 

@@ -5,15 +5,22 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_relay.scheduler.deferral import Deferral
 from vllm_relay.scheduler.fairness import OvertakeLimit
 from vllm_relay.scheduler.order import PrefixOrder
+from vllm_relay.scheduler.priority_class import PriorityClass
+
+# of requests that were popped and do not run; one whose KV cache is being loaded does
+_NOT_RUN = (
+    RequestStatus.WAITING,
+    RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
+    RequestStatus.WAITING_FOR_STREAMING_REQ,
+    RequestStatus.PREEMPTED,
+)
 
 
 class QueueObserver:
@@ -24,37 +31,15 @@ class QueueObserver:
     def waits_no_longer(self, request: Request, position: int, runs: bool) -> None: ...
 
 
-class _Class:
-    """Requests of one priority."""
-
-    def __init__(self, order: PrefixOrder[Request], limit: OvertakeLimit | None) -> None:
-        self.order = order
-        self.limit = limit
-        self.preempted: OrderedDict[Request, None] = OrderedDict()  # they go on first
-        self.by_position: dict[int, Request] = {}
-        self.deferral: Deferral[Request] = Deferral()
-
-    def __len__(self) -> int:
-        return len(self.preempted) + len(self.order) + len(self.deferral)
-
-    def __contains__(self, request: Request) -> bool:
-        return request in self.order or request in self.preempted or request in self.deferral
-
-    def first(self, now_s: float) -> Request | None:
-        if self.preempted:
-            return next(iter(self.preempted))
-        urgent = self.limit.urgent(now_s) if self.limit is not None else None
-        return self.order.first(now_s) if urgent is None else self.by_position[urgent]
-
-
 class PrefixRequestQueue(RequestQueue):
     """Waiting requests by priority, and within one priority in the order of `PrefixOrder`.
 
-    It is false while it is not empty if all its requests are held: `len` counts, `bool` says
-    whether there is a request to run now.
+    It is false while it is not empty if none of its requests can run: `len` counts, `bool` says
+    whether there is a request to run now. Nobody runs before held requests of a higher priority.
 
     vLLM also pops requests that it cannot run yet, and gives them back at the end of the step. What
     was popped is looked at when the queue is used next: by then vLLM has marked those that run.
+    Those that are known to be blocked when they are given back are offered again when they are not.
 
     Args:
         by_priority: whether `Request.priority` counts, the smallest first.
@@ -62,7 +47,7 @@ class PrefixRequestQueue(RequestQueue):
         make_order: an empty order for the requests of one priority.
         make_limit: its limit on overtaking, or None.
         observer: is told when a request begins and ceases to wait.
-        reason_of: what a request may be deferred for, if others are then deferred for the same.
+        blocked_now: returns what tells, at this moment, whether a request cannot run.
     """
 
     def __init__(
@@ -70,9 +55,9 @@ class PrefixRequestQueue(RequestQueue):
         by_priority: bool,
         chain_of: Callable[[Request], Sequence[bytes]],
         make_order: Callable[[], PrefixOrder[Request]],
-        make_limit: Callable[[], OvertakeLimit | None],
+        make_limit: Callable[[], OvertakeLimit[Request] | None],
         observer: QueueObserver,
-        reason_of: Callable[[Request], Hashable | None] = lambda request: None,
+        blocked_now: Callable[[], Callable[[Request], bool]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._by_priority = by_priority
@@ -80,15 +65,16 @@ class PrefixRequestQueue(RequestQueue):
         self._make_order = make_order
         self._make_limit = make_limit
         self._observer = observer
-        self._reason_of = reason_of
+        self._blocked_now = blocked_now
         self._clock = clock
-        self._classes: dict[int, _Class] = {}
+        self._classes: dict[int, PriorityClass] = {}
         self._priorities: list[int] = []  # of the classes, ascending
-        self._leaders: dict[Request, int] = {}  # they compute a prefix; with their priority
+        self._led: set[int] = set()  # priorities of the classes in which requests may be held
         self._positions: dict[Request, int] = {}  # of all that ever waited and are not done
         self._next_position = 0
-        self._count = 0  # of those that wait and are not popped
+        self._num_in_classes = 0
         self._set_aside: set[Request] = set()  # popped, and did not run
+        self._blocked: dict[Request, None] = {}
         self._popped: Request | None = None
         self._chosen: Request | None = None
         self.overtakes = 0
@@ -97,14 +83,27 @@ class PrefixRequestQueue(RequestQueue):
     @property
     def held_requests(self) -> int:
         """Requests held until another one has computed their prefix."""
-        return sum(self._classes[each].order.held for each in set(self._leaders.values()))
+        return sum(self._classes[priority].held for priority in self._led)
+
+    def retry_blocked(self) -> None:
+        """Offer blocked requests again that are not blocked any more; before every step."""
+        if self._blocked:
+            self._settle()
+            is_blocked = self._blocked_now()
+            able = [request for request in self._blocked if not is_blocked(request)]
+            for request in self._by_arrival(able):
+                del self._blocked[request]
+                self._put_in_order(request)
 
     def release(self, request: Request) -> None:
         """No longer hold the requests that wait for blocks this one was to compute."""
         self._settle()
-        priority = self._leaders.pop(request, None)
-        if priority is not None:
-            self._classes[priority].order.release(request)
+        priority = self._priority(request)
+        if priority in self._led:
+            each = self._classes[priority]
+            each.release(request)
+            if not each.is_led:
+                self._led.discard(priority)
             self._drop_if_empty(priority)
 
     def forget(self, request: Request) -> None:
@@ -115,38 +114,21 @@ class PrefixRequestQueue(RequestQueue):
 
     def num_records(self) -> int:
         """How much is kept about requests: nothing when all are done."""
-        kept = len(self._positions) + len(self._set_aside) + (self._popped is not None)
-        return kept + sum(each.order.num_records() for each in self._classes.values())
+        kept = (self._positions, self._set_aside, self._blocked, self._classes)
+        return sum(map(len, kept)) + (self._popped is not None)
 
     def add_request(self, request: Request) -> None:
         self.release(request)
-        self._count += 1
-        each = self._class_of(request)
-        position = self._positions.get(request)
-        if position is None:
-            position = self._positions[request] = self._next_position
-            self._next_position += 1
-        was_deferred = request in self._set_aside
-        if was_deferred:
+        if request in self._set_aside:
             self._set_aside.discard(request)
         else:
-            self._observer.waits(request, position)
-        if request.status == RequestStatus.PREEMPTED:
-            each.preempted[request] = None
-            each.preempted.move_to_end(request, last=False)
-            return
-        reason = self._reason_of(request) if was_deferred else None
-        if reason is None or each.deferral.tries_again(request, reason):
-            self._put_in_order(each, request)
-
-    def _put_in_order(self, each: _Class, request: Request) -> None:
-        position = self._positions[request]
-        # without a full block it shares nothing
-        chain = self._chain_of(request) or (position.to_bytes(8, "big"),)
-        each.order.add(request, chain, position)
-        each.by_position[position] = request
-        if each.limit is not None:
-            each.limit.arrive(position)
+            if self._waits(request):  # a streaming session that was preempted and then stopped
+                self.remove_request(request)
+            if request not in self._positions:
+                self._positions[request] = self._next_position
+                self._next_position += 1
+            self._observer.waits(request, self._positions[request])
+        self._put_in_order(request)
 
     def peek_request(self) -> Request:
         request = self._choose()
@@ -162,15 +144,20 @@ class PrefixRequestQueue(RequestQueue):
         self.add_request(request)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
-        """Take requests back; vLLM gives the one that it popped last first."""
-        given = list(requests)
-        # preempted ones go to the front one by one; of the others the first popped is to come first
-        for request in given:
-            if request.status == RequestStatus.PREEMPTED:
+        """Take back what was popped; the one that was popped last comes first."""
+        self._settle()
+        is_blocked = self._blocked_now()
+        waiting = []
+        for request in requests:
+            if request in self._set_aside and is_blocked(request):
+                self._set_aside.discard(request)
+                self._blocked[request] = None
+            elif request.status == RequestStatus.PREEMPTED:
                 self.add_request(request)
-        for request in reversed(given):
-            if request.status != RequestStatus.PREEMPTED:
-                self.add_request(request)
+            else:
+                waiting.append(request)
+        for request in self._by_arrival(waiting):
+            self.add_request(request)
 
     def remove_request(self, request: Request) -> None:
         self._settle()
@@ -183,7 +170,12 @@ class PrefixRequestQueue(RequestQueue):
         for request in requests:
             if not self._waits(request):
                 continue
-            self._leave(request)
+            if request in self._set_aside:
+                self._set_aside.discard(request)
+            elif request in self._blocked:
+                del self._blocked[request]
+            else:
+                self._take_out(request)
             self._observer.waits_no_longer(request, self._positions[request], False)
             if request.is_finished():
                 del self._positions[request]
@@ -193,23 +185,24 @@ class PrefixRequestQueue(RequestQueue):
 
     def __len__(self) -> int:
         self._settle()
-        return self._count
+        return self._num_in_classes + len(self._blocked)
 
     def __iter__(self) -> Iterator[Request]:
-        """By priority; preempted ones first, deferred ones last."""
+        """By priority; preempted ones first, the others in the order of their arrival; at last
+        those that are blocked."""
         self._settle()
         for priority in self._priorities:
-            yield from self._classes[priority].preempted
-            yield from self._classes[priority].order
-            yield from self._classes[priority].deferral
+            yield from self._classes[priority]
+        yield from self._blocked
 
     def _choose(self) -> Request | None:
         if self._popped is not None or self._chosen is None:
             self._settle()
             now_s = self._clock()
             for priority in self._priorities:
-                self._chosen = self._classes[priority].first(now_s)
-                if self._chosen is not None:
+                each = self._classes[priority]
+                self._chosen = each.first(now_s)
+                if self._chosen is not None or len(each):
                     break
         return self._chosen
 
@@ -218,76 +211,54 @@ class PrefixRequestQueue(RequestQueue):
         request, self._popped, self._chosen = self._popped, None, None
         if request is None:
             return
-        # one whose KV cache is being loaded computes its prefix, too
-        runs = request.status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS)
-        self._take_out(request, runs)
-        if runs:
-            self._observer.waits_no_longer(request, self._positions[request], True)
-        else:
+        if request.status in _NOT_RUN:
+            self._take_out(request)
             self._set_aside.add(request)
-
-    def _leave(self, request: Request) -> None:
-        deferral = self._class_of(request).deferral
-        if request in deferral:
-            deferral.remove(request)
-            self._count -= 1
-            self._drop_if_empty(self._priority(request))
             return
-        if request in self._set_aside:
-            self._set_aside.discard(request)
-        else:
-            self._take_out(request, runs=False)
-        self._let_those_behind_try(request)
-
-    def _take_out(self, request: Request, runs: bool) -> None:
         priority = self._priority(request)
         each = self._classes[priority]
-        position = self._positions[request]
-        self._count -= 1
-        if request in each.preempted:
-            del each.preempted[request]
-        elif runs:
-            now_s = self._clock()
-            if each.order.take(request, now_s):
-                self._leaders[request] = priority
-            if each.limit is not None:
-                self.overtakes += each.limit.run(position, now_s)
-            del each.by_position[position]
-        else:
-            each.order.remove(request)
-            if each.limit is not None:
-                each.limit.leave(position)
-            del each.by_position[position]
-        if runs:
-            self._let_those_behind_try(request)
+        self.overtakes += each.run(request, self._clock())
+        if each.is_led:
+            self._led.add(priority)
+        self._num_in_classes -= 1
         self._drop_if_empty(priority)
+        self._observer.waits_no_longer(request, self._positions[request], True)
 
-    def _let_those_behind_try(self, request: Request) -> None:
-        """Once one deferred request runs, or gives up, others for the same reason are offered."""
-        each, reason = self._classes.get(self._priority(request)), self._reason_of(request)
-        if each is not None and reason is not None:
-            for other in each.deferral.release(reason):
-                self._put_in_order(each, other)
+    def _by_arrival(self, requests: Iterable[Request]) -> list[Request]:
+        return sorted(requests, key=lambda request: self._positions.get(request, 0))
+
+    def _put_in_order(self, request: Request) -> None:
+        priority = self._priority(request)
+        each = self._classes.get(priority)
+        if each is None:
+            each = self._classes[priority] = PriorityClass(self._make_order(), self._make_limit())
+            bisect.insort(self._priorities, priority)
+        self._num_in_classes += 1
+        if request.status == RequestStatus.PREEMPTED:
+            each.add_preempted(request)
+            return
+        position = self._positions[request]
+        # without a full block it shares nothing
+        chain = self._chain_of(request) or (position.to_bytes(8, "big"),)
+        each.add(request, chain, position)
+
+    def _take_out(self, request: Request) -> None:
+        priority = self._priority(request)
+        self._classes[priority].remove(request)
+        self._num_in_classes -= 1
+        self._drop_if_empty(priority)
 
     def _drop_if_empty(self, priority: int) -> None:
         each = self._classes[priority]
-        if not each and not each.order.num_records():
+        if not each and not each.num_records():
             del self._classes[priority]
             del self._priorities[bisect.bisect_left(self._priorities, priority)]
 
     def _waits(self, request: Request) -> bool:
-        if request in self._set_aside:
+        if request in self._set_aside or request in self._blocked:
             return True
         each = self._classes.get(self._priority(request))
         return each is not None and request in each
-
-    def _class_of(self, request: Request) -> _Class:
-        priority = self._priority(request)
-        each = self._classes.get(priority)
-        if each is None:
-            each = self._classes[priority] = _Class(self._make_order(), self._make_limit())
-            bisect.insort(self._priorities, priority)
-        return each
 
     def _priority(self, request: Request) -> int:
         return request.priority if self._by_priority else 0

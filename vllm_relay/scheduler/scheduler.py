@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    make_block_hash_with_group_id,
+    resolve_block_hashes,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_relay import compat
 from vllm_relay.config import RelayConfig
@@ -44,11 +48,15 @@ class _RelayScheduling(Scheduler):
             self._make_order,
             self._make_limit,
             feeder,
-            self._may_be_deferred_for,
+            self._blocked_now,
         )
         self.pins = PinTable(self)
         self.relay_recorder = PrefixCacheRecorder(self)
         compat.report_admissions(self.kv_cache_manager, self.relay_recorder.on_admitted)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self.waiting.retry_blocked()
+        return super().schedule(*args, **kwargs)
 
     def block_chains(self, request: Request) -> list[list[bytes]]:
         """For each KV cache group, the names under which the prefix cache keeps the request's full
@@ -58,7 +66,8 @@ class _RelayScheduling(Scheduler):
             hashes = resolve_block_hashes(
                 request.block_hashes, self.hash_block_size, manager.block_size
             )
-            chains.append([make_block_hash_with_group_id(each, group) for each in hashes])
+            suffix = make_block_hash_with_group_id(BlockHash(b""), group)
+            chains.append([each + suffix for each in hashes])
         return chains
 
     def note_chains(self, chains: list[list[bytes]], is_use: bool) -> None:
@@ -77,7 +86,7 @@ class _RelayScheduling(Scheduler):
         max_hold_s = 1e9 if self._is_offline else self.relay_config.max_hold_s
         return PrefixOrder(self._is_resident, max_hold_s if hold else 0.0)
 
-    def _make_limit(self) -> OvertakeLimit | None:
+    def _make_limit(self) -> OvertakeLimit[Request] | None:
         if self._is_offline:
             return None
         return OvertakeLimit(self.relay_config.max_hold_s, self.relay_config.max_overtakes)
@@ -89,6 +98,8 @@ class _RelayScheduling(Scheduler):
     def _uncache_uncomputed(self, request: Request) -> None:
         """Blocks are in the cache from when they are scheduled. By priority, vLLM also preempts
         requests that it has scheduled in the same step: no other may find what they do not compute.
+
+        Remove when: vLLM takes such blocks out of its cache itself.
         """
         block_ids = {
             block.block_id
@@ -100,14 +111,19 @@ class _RelayScheduling(Scheduler):
         }
         self.kv_cache_manager.evict_blocks(block_ids)
 
-    def _may_be_deferred_for(self, request: Request) -> Hashable | None:
-        """A LoRA adapter without a place, or a grammar that is not compiled."""
-        if self.connector is not None:
-            return None  # it may defer any request, for reasons of its own
-        adapter = request.lora_request.lora_int_id if request.lora_request else 0
-        structured = request.structured_output_request
-        grammar = structured.structured_output_key if structured else None
-        return (adapter, grammar) if adapter or grammar else None
+    def _blocked_now(self) -> Callable[[Request], bool]:
+        """What tells of waiting requests whether they lack a grammar or room for their adapter."""
+        max_adapters = self.lora_config.max_loras if self.lora_config else 0
+        adapters = {_adapter(request) for request in self.running} - {0}
+
+        def is_blocked(request: Request) -> bool:
+            if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+                structured = request.structured_output_request
+                return structured is not None and not structured.is_grammar_ready
+            adapter = _adapter(request)
+            return adapter != 0 and adapter not in adapters and len(adapters) >= max_adapters
+
+        return is_blocked
 
     def _free_request_blocks(self, request: Request) -> None:
         self.waiting.release(request)
@@ -166,6 +182,11 @@ class _NextUseFeeder(QueueObserver):
             self._scheduler.next_use.remove(position, list(chain.from_iterable(chains)))
         if runs:
             self._scheduler.note_chains(chains, is_use=True)
+
+
+def _adapter(request: Request) -> int:
+    """The id of its LoRA adapter; 0 without."""
+    return request.lora_request.lora_int_id if request.lora_request else 0
 
 
 def _full_attention_group(kv_cache_config: KVCacheConfig) -> int | None:
