@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pydantic
 import pytest
@@ -38,8 +38,11 @@ def test_all_options_are_read() -> None:
 
 
 def test_strings_of_the_command_line_are_converted() -> None:
-    options = RelayConfig.from_options({"sharing": "false", "min_shared_tokens": "64"})
-    assert (options.sharing, options.min_shared_tokens) == (False, 64)
+    options = RelayConfig.from_options(
+        {"sharing": "false", "warm_up": "true", "min_shared_tokens": "64", "max_hold_s": "1.5"}
+    )
+    assert (options.sharing, options.warm_up) == (False, True)
+    assert (options.min_shared_tokens, options.max_hold_s) == (64, 1.5)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +73,20 @@ def test_strings_of_the_command_line_are_converted() -> None:
             {"max_overtakes": "many"},
             "additional_config.relay.max_overtakes: given 'many', expected an integer, or leave it "
             "out for 256",
+        ),
+        (
+            {"max_overtakes": True},
+            "additional_config.relay.max_overtakes: given True, expected an integer, or leave it "
+            "out for 256",
+        ),
+        (
+            {"log_every_s": False},
+            "additional_config.relay.log_every_s: given False, expected a number, or leave it out "
+            "for 0.0",
+        ),
+        (
+            {"max_overtakes": "true"},
+            "additional_config.relay.max_overtakes: given 'true', expected an integer, or leave it",
         ),
         (
             {"max_hold_s": -1},
@@ -115,6 +132,14 @@ def test_strings_of_the_command_line_are_converted() -> None:
 def test_bad_options_are_named(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         RelayConfig.from_vllm_config(config_with({"relay": options}))
+
+
+def test_what_pydantic_expects_is_taken_as_it_is() -> None:
+    class OtherConfig(RelayConfig):
+        kernel: Literal["{name}"] = "{name}"  # type: ignore[assignment]
+
+    with pytest.raises(ValueError, match=r"kernel: given 'fast', expected '{name}', or"):
+        OtherConfig.from_options({"kernel": "fast"})
 
 
 def test_long_values_are_shortened() -> None:

@@ -207,7 +207,7 @@ def pin_system_prompts_of_new_engines() -> None:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from vllm_relay.config import scheduler_is_selected
-    from vllm_relay.prefix_cache.pin_client import pin_system_prompts, pin_system_prompts_async
+    from vllm_relay.prefix_cache.system_prompts import pin_system_prompts, pin_system_prompts_async
 
     def make_init(original: Callable[..., Any]) -> Callable[..., Any]:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

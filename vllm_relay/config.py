@@ -7,7 +7,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticKnownError
 
 from vllm_relay.limits import KernelChoice
 
@@ -19,6 +20,12 @@ SECTION = "additional_config.relay"
 
 EvictionPolicyName = Literal["queue", "lru", "fifo", "gdsf"]
 
+
+# pydantic's types of error for what is no number
+_NUMBER_ERRORS: dict[Any, Literal["int_type", "float_type"]] = {
+    int: "int_type",
+    float: "float_type",
+}
 
 SCHEDULER_OPTIONS = frozenset({"max_hold_s", "max_overtakes", "warm_up", "eviction"})
 
@@ -90,6 +97,15 @@ class RelayConfig(BaseModel):
         description="Prompts that are computed before the first request is served and never "
         "evicted: text, or @ and the path of a file with the text.",
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_is_no_boolean(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python counts booleans as numbers."""
+        error_type = _NUMBER_ERRORS.get(cls.model_fields[str(info.field_name)].annotation)
+        if isinstance(value, bool) and error_type is not None:
+            raise PydanticKnownError(error_type)
+        return value
 
     @classmethod
     def from_vllm_config(cls, vllm_config: VllmConfig) -> RelayConfig:
@@ -176,8 +192,11 @@ def _describe(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         return f"{option}: unknown option; {_known_options()}"
     given = _short(error["input"])
-    expected = _EXPECTED.get(error["type"], error["msg"].removeprefix("Input should be "))
-    message = f"{option}: given {given}, expected {expected.format(**error.get('ctx', {}))}"
+    if error["type"] in _EXPECTED:
+        expected = _EXPECTED[error["type"]].format(**error.get("ctx", {}))
+    else:
+        expected = error["msg"].removeprefix("Input should be ")
+    message = f"{option}: given {given}, expected {expected}"
     if name == "system_prompts":
         texts = f"[{given}]" if isinstance(error["input"], str) else '["TEXT", "@PATH"]'
         return f"{message}: write {texts}, or as a flag --additional-config.relay.{name}+ TEXT"

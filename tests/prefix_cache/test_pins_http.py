@@ -18,7 +18,7 @@ from tests.prefix_cache.pin_scheduler import BLOCK_BYTES, Scheduler, tokens
 from vllm_relay import compat
 from vllm_relay.prefix_cache import commands
 from vllm_relay.prefix_cache.http import PinEndpoints
-from vllm_relay.prefix_cache.pin_client import pin_system_prompts_async
+from vllm_relay.prefix_cache.system_prompts import pin_system_prompts_async
 
 
 class Renderer:

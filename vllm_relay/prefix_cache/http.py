@@ -14,11 +14,11 @@ from vllm_relay.prefix_cache.pin_client import (
     Pin,
     command_async,
     conversation_tokens_async,
-    pin_system_prompts_async,
     pin_tokens_async,
     text_tokens_async,
 )
 from vllm_relay.prefix_cache.pins import PinError
+from vllm_relay.prefix_cache.system_prompts import pin_system_prompts_async
 
 if TYPE_CHECKING:
     from argparse import Namespace

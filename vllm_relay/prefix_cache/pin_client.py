@@ -7,7 +7,6 @@ there when that request ends. Nothing is pinned if any of this fails.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import uuid
@@ -23,7 +22,6 @@ from vllm_relay.prefix_cache.prompts import (
     continued_conversations,
     continued_texts,
     is_tokens,
-    read_system_prompts,
 )
 
 if TYPE_CHECKING:
@@ -59,7 +57,7 @@ def pin(llm: Any, prompt: Prompt, pin_id: str | None = None) -> Pin:
         PinError: the prompt cannot be pinned; the message says why.
         RuntimeError: the engine has unfinished requests.
     """
-    token_ids = _tokens_of(llm, prompt)
+    token_ids = tokens_of(llm, prompt)
     return pin_tokens(getattr(llm, "llm_engine", llm), token_ids, pin_id)
 
 
@@ -69,18 +67,18 @@ def unpin(llm: Any, pin_id: str) -> None:
     Raises:
         PinError: there is no such pin.
     """
-    _command(getattr(llm, "llm_engine", llm), "unpin", {"pin_id": pin_id})
+    command(getattr(llm, "llm_engine", llm), "unpin", {"pin_id": pin_id})
 
 
 def list_pins(llm: Any) -> list[Pin]:
     """The pinned prompts."""
-    entries = _command(getattr(llm, "llm_engine", llm), "pins", {})
+    entries = command(getattr(llm, "llm_engine", llm), "pins", {})
     return [Pin(**entry) for entry in entries]
 
 
 def top_prefixes(llm: Any, count: int = 10) -> list[dict[str, Any]]:
     """The prefixes with most hit tokens, most first: their id, tokens and hits."""
-    return _command(getattr(llm, "llm_engine", llm), "top_prefixes", {"count": count})
+    return command(getattr(llm, "llm_engine", llm), "top_prefixes", {"count": count})
 
 
 def pin_tokens(engine: Any, token_ids: Sequence[int], pin_id: str | None = None) -> Pin:
@@ -91,7 +89,7 @@ def pin_tokens(engine: Any, token_ids: Sequence[int], pin_id: str | None = None)
             "a prompt cannot be pinned while the engine has unfinished requests: finish them first"
         )
     pin_id = pin_id or id_of_tokens(token_ids)
-    declared = _command(engine, "declare_pin", _declaration(pin_id, token_ids))
+    declared = command(engine, "declare_pin", _declaration(pin_id, token_ids))
     if declared["resident"]:
         return _pin_of(declared)
     try:
@@ -100,11 +98,11 @@ def pin_tokens(engine: Any, token_ids: Sequence[int], pin_id: str | None = None)
             engine.add_request(_request_id(pin_id), prompt, _params(pin_id))
         while engine.has_unfinished_requests():
             engine.step()
-        return _resident(_pin_of(_command(engine, "pin", {"pin_id": pin_id})))
+        return _resident(_pin_of(command(engine, "pin", {"pin_id": pin_id})))
     except BaseException:
         if declared["is_new"]:
             with contextlib.suppress(PinError):
-                _command(engine, "unpin", {"pin_id": pin_id})
+                command(engine, "unpin", {"pin_id": pin_id})
         raise
 
 
@@ -128,6 +126,21 @@ async def pin_tokens_async(engine: Any, token_ids: Sequence[int], pin_id: str | 
         raise
 
 
+def command(engine: Any, name: str, arguments: dict[str, Any]) -> Any:
+    """Run one of `commands` in the engine core of an LLMEngine.
+
+    Raises:
+        PinError: the command's.
+    """
+    from vllm.v1.engine.core_client import InprocClient
+
+    _check_config(engine.vllm_config)
+    client = engine.engine_core
+    if isinstance(client, InprocClient):
+        return result_of(client.engine_core.relay_command(name, arguments))
+    return result_of(client.call_utility("relay_command", name, arguments))
+
+
 async def command_async(engine: Any, name: str, arguments: dict[str, Any]) -> Any:
     """Run one of `commands` in the engine core of an AsyncLLM.
 
@@ -138,57 +151,28 @@ async def command_async(engine: Any, name: str, arguments: dict[str, Any]) -> An
     return result_of(await engine.engine_core.call_utility_async("relay_command", name, arguments))
 
 
-def pin_system_prompts(engine: Any) -> None:
-    """Pin ``additional_config.relay.system_prompts`` in an LLMEngine.
+def tokens_of(llm: Any, prompt: Prompt) -> list[int]:
+    """The tokens with which prompts begin that begin with ``prompt``, as the ``LLM`` has them.
 
     Raises:
-        ValueError: one cannot be pinned.
+        PinError: 400 they cannot be found.
     """
-    pins = []
-    for number, text in enumerate(_system_prompts(engine.vllm_config)):
-        with _naming_the_option(number):
-            token_ids = _system_prompt_tokens(engine, text)
-            pins.append(pin_tokens(engine, token_ids, f"system-{number}"))
-    if pins:
-        _log_system_prompts(pins, _command(engine, "size", {}))
-
-
-async def pin_system_prompts_async(engine: Any, online_renderer: Any = None) -> None:
-    """Pin ``additional_config.relay.system_prompts`` in an AsyncLLM.
-
-    The first call pins, whether it is cancelled or not; all others wait for it and share its error.
-    The requests that compute the prompts do not wait.
-
-    Args:
-        engine: an AsyncLLM.
-        online_renderer: the server's OnlineRenderer, which knows its chat template; without one it
-            is the tokenizer's.
-
-    Raises:
-        ValueError: one cannot be pinned.
-    """
-    pinning = getattr(engine, "relay_pinning", None)
-    if pinning is None:
-        pinning = asyncio.create_task(_pin_system_prompts_async(engine, online_renderer))
-        engine.relay_pinning = pinning
-    if pinning is not asyncio.current_task():
-        await asyncio.shield(pinning)
-
-
-async def _pin_system_prompts_async(engine: Any, online_renderer: Any) -> None:
-    pins = []
-    for number, text in enumerate(_system_prompts(engine.vllm_config)):
-        with _naming_the_option(number):
-            if online_renderer is None:
-                token_ids = _system_prompt_tokens(engine, text)
-            elif has_chat_template(engine.renderer, online_renderer.chat_template):
-                messages = [{"role": "system", "content": text}]
-                token_ids = await conversation_tokens_async(online_renderer, messages)
-            else:
-                token_ids = await text_tokens_async(engine.renderer, text)
-            pins.append(await pin_tokens_async(engine, token_ids, f"system-{number}"))
-    if pins:
-        _log_system_prompts(pins, await command_async(engine, "size", {}))
+    if not isinstance(prompt, str | list | tuple):
+        raise PinError(
+            400, f"{prompt!r} was given as prompt, expected a text, token ids or messages"
+        )
+    if is_tokens(prompt):
+        return list(prompt)
+    renderer = getattr(llm, "llm_engine", llm).renderer
+    _check_tokenizer(renderer)
+    if isinstance(prompt, str):
+        if not prompt:
+            raise PinError(400, "the text is empty: expected at least a KV block of tokens")
+        with _refusals("this text"):
+            return common_tokens(renderer.render_cmpl(_texts(prompt)))
+    conversations = continued_conversations(prompt)
+    with _refusals("these messages"):
+        return common_tokens(_render_conversations(llm, renderer, conversations))
 
 
 async def text_tokens_async(renderer: Any, text: str) -> list[int]:
@@ -222,46 +206,9 @@ async def conversation_tokens_async(online_renderer: Any, messages: Any) -> list
     return common_tokens(prompts)
 
 
-def has_chat_template(renderer: Any, chat_template: str | None) -> bool:
-    """Whether a chat template is given, or the tokenizer or vLLM has one for this model."""
-    from vllm.renderers.hf import HfRenderer, resolve_chat_template
-
-    if chat_template is not None or not isinstance(renderer, HfRenderer):
-        return True  # the renderers of other tokenizers have one built in
-    found = resolve_chat_template(
-        renderer.get_tokenizer(), None, None, model_config=renderer.model_config
-    )
-    return found is not None
-
-
 def id_of_tokens(token_ids: Sequence[int]) -> str:
     """The id of a pin that is given none."""
     return hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()[:12]
-
-
-def _system_prompt_tokens(engine: Any, text: str) -> list[int]:
-    if has_chat_template(engine.renderer, None):
-        return _tokens_of(engine, [{"role": "system", "content": text}])
-    return _tokens_of(engine, text)
-
-
-def _tokens_of(llm: Any, prompt: Prompt) -> list[int]:
-    if not isinstance(prompt, str | list | tuple):
-        raise PinError(
-            400, f"{prompt!r} was given as prompt, expected a text, token ids or messages"
-        )
-    if is_tokens(prompt):
-        return list(prompt)
-    renderer = getattr(llm, "llm_engine", llm).renderer
-    _check_tokenizer(renderer)
-    if isinstance(prompt, str):
-        if not prompt:
-            raise PinError(400, "the text is empty: expected at least a KV block of tokens")
-        with _refusals("this text"):
-            return common_tokens(renderer.render_cmpl(_texts(prompt)))
-    conversations = continued_conversations(prompt)
-    with _refusals("these messages"):
-        return common_tokens(_render_conversations(llm, renderer, conversations))
 
 
 def _texts(text: str) -> list[dict[str, Any]]:
@@ -315,43 +262,6 @@ def _check_config(vllm_config: VllmConfig) -> None:
         raise PinError(
             501, f"prompts can be pinned in one engine only, but --data-parallel-size is {engines}"
         )
-
-
-def _system_prompts(vllm_config: VllmConfig) -> list[str]:
-    from vllm_relay.config import RelayConfig
-
-    return read_system_prompts(RelayConfig.from_vllm_config(vllm_config))
-
-
-def _log_system_prompts(pins: Sequence[Pin], size: dict[str, int]) -> None:
-    from vllm.logger import init_logger
-
-    init_logger("vllm.relay").info(
-        "vllm-relay: pinned system prompts: %d, tokens: %s, KV blocks: %s, bytes in one worker: %s",
-        len(pins),
-        f"{sum(pin.tokens for pin in pins):,}",
-        f"{size['blocks']:,}",
-        f"{size['bytes']:,}",
-    )
-
-
-@contextlib.contextmanager
-def _naming_the_option(number: int) -> Iterator[None]:
-    try:
-        yield
-    except PinError as error:
-        option = f"additional_config.relay.system_prompts[{number}]"
-        raise ValueError(f"{option}: {error}") from error
-
-
-def _command(engine: Any, name: str, arguments: dict[str, Any]) -> Any:
-    from vllm.v1.engine.core_client import InprocClient
-
-    _check_config(engine.vllm_config)
-    client = engine.engine_core
-    if isinstance(client, InprocClient):
-        return result_of(client.engine_core.relay_command(name, arguments))
-    return result_of(client.call_utility("relay_command", name, arguments))
 
 
 def _declaration(pin_id: str, token_ids: Sequence[int]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ COUNTERS = {
     "prefix_query_tokens": "Tokens of admitted requests, looked up in the prefix cache.",
     "prefix_hit_tokens": "Of these, tokens found there.",
     "tokens_saved": "Tokens found there, those of resumed requests included.",
-    "overtakes": "Requests that ran while an older one waited.",
+    "overtakes": "Requests that ran while an older one of their priority waited.",
 }
 GAUGES = {
     "pinned_blocks": "KV blocks that pinned prompts hold.",
