@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pydantic
 import pytest
 
-from vllm_relay.config import RelayConfig, misspelled_section
+from vllm_relay.config import RelayConfig, misspelled_section, scheduler_is_selected
 
 
 def config_with(additional_config: Any) -> Any:
@@ -155,10 +155,27 @@ def test_every_bad_option_is_reported() -> None:
         RelayConfig.from_options({"kernel": "fast", "typo": 1})
 
 
-@pytest.mark.parametrize("name", ["Relay", "RELAY", "re_lay", "vllm-relay", "vllm_relay"])
+@pytest.mark.parametrize(
+    "name", ["Relay", "RELAY", "re_lay", "vllm-relay", "vllm_relay", "relay.scheduler"]
+)
 def test_misspelled_section_is_found(name: str) -> None:
     assert misspelled_section(config_with({name: {"sharing": False}})) == name
     assert misspelled_section(config_with({"relay": {}, "relay_team": {}})) is None
+
+
+def test_a_misspelled_scheduler_class_is_refused() -> None:
+    config: Any = config_with({})
+    config.scheduler_config = SimpleNamespace(scheduler_cls="vllm_relay.scheduler.RelaySchedular")
+    with pytest.raises(ValueError, match=r"expected vllm_relay\.scheduler\.RelayScheduler"):
+        scheduler_is_selected(config)
+
+
+def test_texts_do_not_go_to_the_log() -> None:
+    config = RelayConfig.from_options({"system_prompts": ["secret", "more"], "eviction": "lru"})
+    shown = str(config.without_texts())
+    assert "secret" not in shown
+    assert "2 texts" in shown
+    assert "eviction='lru'" in shown
 
 
 def test_options_do_not_change() -> None:

@@ -14,7 +14,13 @@ from typing import Any
 import pytest
 import torch
 import vllm
-from vllm.config import AttentionConfig, CacheConfig, DeviceConfig, VllmConfig
+from vllm.config import (
+    AttentionConfig,
+    CacheConfig,
+    DeviceConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -24,7 +30,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_relay import plugin
 from vllm_relay.attention_backends.relay import RelayBackend
-from vllm_relay.config import RelayConfig
+from vllm_relay.config import SCHEDULER_PATH, RelayConfig
 from vllm_relay.limits import RelayUnsupportedError
 
 pytestmark = pytest.mark.skipif(
@@ -113,6 +119,14 @@ def test_options_of_the_scheduler_need_the_scheduler() -> None:
     with pytest.raises(ValueError, match=r"relay\.eviction is given but only RelayScheduler"):
         relay_config(additional_config={"relay": {"eviction": "lru"}})
     relay_config(additional_config={"relay": {"eviction": "lru", "scheduler": True}})
+
+
+def test_a_scheduler_that_is_chosen_and_refused_is_an_error() -> None:
+    scheduler_config = SchedulerConfig.default_factory(scheduler_cls=SCHEDULER_PATH)
+    with pytest.raises(ValueError, match=r"relay\.scheduler is false and --scheduler-cls is"):
+        relay_config(
+            scheduler_config=scheduler_config, additional_config={"relay": {"scheduler": False}}
+        )
 
 
 def test_prefix_caching_that_is_off_is_pointed_out(log_lines: list[str]) -> None:

@@ -6,18 +6,23 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def check_writable(option: str, path: Path | None) -> None:
-    """Refuse a file that cannot be written before anything is computed for it.
+def check_writable(option: str, path: Path | None, source: Path | None = None) -> None:
+    """Refuse a file that cannot be written, or is the input, before anything is computed for it.
 
     Raises:
         ValueError: names the option.
     """
     if path is None:
         return
+    exists = path.exists()
+    if exists and source is not None and source.exists() and path.samefile(source):
+        raise ValueError(f"{option} {path}: that is the input, expected another file")
     try:
         path.open("a").close()
     except OSError as error:
         raise ValueError(f"{option} {path}: cannot write there ({error.strerror})") from error
+    if not exists:
+        path.unlink()
 
 
 def check_model(model: str) -> None:

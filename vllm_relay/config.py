@@ -15,6 +15,7 @@ from vllm_relay.limits import KernelChoice
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+SCHEDULER_PATH = "vllm_relay.scheduler.RelayScheduler"
 SECTION = "additional_config.relay"
 
 
@@ -107,6 +108,11 @@ class RelayConfig(BaseModel):
             raise PydanticKnownError(error_type)
         return value
 
+    def without_texts(self) -> RelayConfig:
+        """For a log."""
+        texts = (f"{len(self.system_prompts)} texts",) if self.system_prompts else ()
+        return self.model_copy(update={"system_prompts": texts})
+
     @classmethod
     def from_vllm_config(cls, vllm_config: VllmConfig) -> RelayConfig:
         """Read and check the options of a vLLM configuration.
@@ -144,7 +150,8 @@ def misspelled_section(vllm_config: VllmConfig) -> str | None:
     """A key of ``additional_config`` that was probably meant to be "relay"."""
     additional_config = vllm_config.additional_config
     for name in additional_config if isinstance(additional_config, dict) else ():
-        if name != "relay" and re.sub(r"\W|_", "", name).lower() in ("relay", "vllmrelay"):
+        section = re.sub(r"[^\w.]|_", "", name).lower().split(".")[0]
+        if name != "relay" and section in ("relay", "vllmrelay"):
             return name
     return None
 
@@ -155,13 +162,13 @@ def scheduler_is_selected(vllm_config: VllmConfig) -> bool:
     Raises:
         ValueError: the options under ``additional_config["relay"]`` are bad.
     """
-    scheduler_cls = vllm_config.scheduler_config.scheduler_cls
-    if isinstance(scheduler_cls, str):
-        path = scheduler_cls
-    else:
-        path = f"{getattr(scheduler_cls, '__module__', '')}."
-    if path.startswith("vllm_relay.scheduler."):
+    path = vllm_config.scheduler_config.scheduler_cls
+    if not isinstance(path, str):
+        path = f"{getattr(path, '__module__', '')}.{getattr(path, '__name__', '')}"
+    if path.startswith("vllm_relay.scheduler.scheduler.") or path == SCHEDULER_PATH:
         return True
+    if path.startswith("vllm_relay.scheduler."):
+        raise ValueError(f"--scheduler-cls: given {path}, expected {SCHEDULER_PATH}")
     return RelayConfig.from_vllm_config(vllm_config).scheduler
 
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 SUPPORTED_VLLM = SpecifierSet(">=0.32,<0.34")
 BACKEND_PATH = "vllm_relay.attention_backends.relay.RelayBackend"
-SCHEDULER_PATH = "vllm_relay.scheduler.RelayScheduler"
 
 
 def register() -> None:
@@ -116,6 +115,11 @@ def check_new_config(vllm_config: VllmConfig) -> None:
     options = RelayConfig.from_vllm_config(vllm_config)
     if options.scheduler:
         select_scheduler(vllm_config)
+    elif "scheduler" in options.model_fields_set and scheduler_is_selected(vllm_config):
+        raise ValueError(
+            f"{SECTION}.scheduler is false and --scheduler-cls is RelayScheduler: give one of the "
+            "two"
+        )
     backend, scheduler = relay_is_selected(vllm_config), scheduler_is_selected(vllm_config)
     check_system_prompts(vllm_config, options)
     if backend and not scheduler and (unused := options.model_fields_set & SCHEDULER_OPTIONS):
@@ -159,6 +163,8 @@ def select_scheduler(vllm_config: VllmConfig) -> None:
     Raises:
         ValueError: another scheduler class is given too.
     """
+    from vllm_relay.config import SCHEDULER_PATH
+
     scheduler_cls = vllm_config.scheduler_config.scheduler_cls
     if scheduler_cls is not None and not isinstance(scheduler_cls, str):
         scheduler_cls = f"{scheduler_cls.__module__}.{scheduler_cls.__qualname__}"

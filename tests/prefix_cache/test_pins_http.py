@@ -118,7 +118,7 @@ def test_messages_are_pinned_as_the_chat_template_renders_them() -> None:
         ({}, 400, "expected one of text, messages and prompt_token_ids"),
         ({"text": "a", "messages": []}, 400, "expected one of text, messages"),
         ({"text": "a", "ttl": 3}, 400, "ttl: Extra inputs"),
-        ({"text": "a", "id": "../a"}, 400, "id: String should match"),
+        ({"text": "a", "id": "../a"}, 400, "id: given '../a', expected 1 to 128 of the letters"),
         ({"prompt_token_ids": [1, -1]}, 400, "prompt_token_ids.1: Input should be greater"),
         ({"prompt_token_ids": [1.5]}, 400, "prompt_token_ids.0: Input should be a valid integer"),
         ({"prompt_token_ids": []}, 400, "a prompt of 0 tokens was given"),

@@ -33,17 +33,19 @@ def test_every_format_is_read(tmp_path: Path) -> None:
         tmp_path,
         "a text",
         {"prompt": "another", "max_tokens": 3},
+        {"prompt": "like OpenAI's", "max_completion_tokens": 5},
         {"messages": chat, "output_tokens": 4, "model": "is ignored"},
         {"prompt_token_ids": [5, 6]},
         trace([9], 2, output_length=8),
     )
-    path.write_text(path.read_text() + "\n  \n")
+    path.write_text("\ufeff" + path.read_text() + "\n  \n")  # begins as files of Windows do
     assert read_lines(path) == [
         InputLine(1, text="a text"),
         InputLine(2, text="another", output_tokens=3),
-        InputLine(3, messages=chat, output_tokens=4),
-        InputLine(4, token_ids=[5, 6]),
-        InputLine(5, token_ids=[9, 9], output_tokens=8, synthetic=True, timestamp=True),
+        InputLine(3, text="like OpenAI's", output_tokens=5),
+        InputLine(4, messages=chat, output_tokens=4),
+        InputLine(5, token_ids=[5, 6]),
+        InputLine(6, token_ids=[9, 9], output_tokens=8, synthetic=True, timestamp=True),
     ]
 
 
@@ -51,6 +53,7 @@ def test_every_format_is_read(tmp_path: Path) -> None:
     ("value", "message"),
     [
         (7, "given 7, expected a line of JSON: "),
+        ({"prompt": "x", "max_token": 9}, "given max_token, expected the length of the answer as"),
         ({"text": "x"}, r"given the fields \['text'\], expected a line of JSON: "),
         ({"prompt": "x", "messages": []}, "given prompt and messages, expected a line of JSON: "),
         ({"prompt": ["x"]}, r"prompt: given \['x'\], expected a text"),

@@ -71,6 +71,10 @@ def ids(tmp_path: Path) -> Path:
             {"sweep": [-1.0], "block_size": 16, "kv_bytes_per_token": 8},
             "a KV cache of -1.0 GiB: expected more than 0",
         ),
+        (
+            {"blocks": [10**9], "block_size": 16},
+            "a KV cache of 1000000000 blocks: expected at most",
+        ),
         ({"blocks": [9], "scheduler": "fast"}, "--scheduler fast: expected one of stock, relay"),
         (
             {"blocks": [9], "scheduler": "relay", "eviction": "best"},
@@ -237,6 +241,22 @@ def test_the_command_refuses_what_is_no_list() -> None:
     result = runner.invoke(app, ["predict", "x.jsonl", "--blocks", "1,x"])
     assert result.exit_code == 2
     assert "expected numbers and commas" in result.output
+
+
+@pytest.mark.parametrize("option", ["json_path", "plot_path"])
+def test_the_input_is_not_overwritten(ids: Path, option: str) -> None:
+    before = ids.read_text()
+    options: dict[str, Any] = {"blocks": [20], "block_size": 16, option: ids}
+    status, printed = run(ids, **options)
+    assert status == 1
+    assert "that is the input, expected another file" in printed
+    assert ids.read_text() == before
+
+
+def test_a_refused_run_writes_no_file(tmp_path: Path) -> None:
+    status, _ = run(write(tmp_path, 7), blocks=[20], block_size=16, json_path=tmp_path / "o.json")
+    assert status == 1
+    assert not (tmp_path / "o.json").exists()
 
 
 def test_the_command_from_end_to_end(ids: Path) -> None:

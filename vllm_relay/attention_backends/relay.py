@@ -135,7 +135,7 @@ class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
             self.head_size,
             str(kv_cache_spec.dtype).removeprefix("torch."),
             self.block_size,
-            self.options,
+            self.options.without_texts(),
         )
 
     def build(

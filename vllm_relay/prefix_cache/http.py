@@ -31,7 +31,7 @@ class PinRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    id: str | None = Field(default=None, pattern=r"^[\w.:-]{1,128}$")
+    id: str | None = None
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     prompt_token_ids: list[Annotated[int, Field(strict=True, ge=0, lt=2**31)]] | None = None
@@ -74,7 +74,7 @@ def _router() -> APIRouter:
         try:
             request = PinRequest.model_validate_json(await raw_request.body())
         except ValidationError as error:
-            return _error(400, "; ".join(map(_describe, error.errors())))
+            return _error(400, _describe(error))
         try:
             return JSONResponse(asdict(await _pin(raw_request.app.state, request)), 201)
         except PinError as error:
@@ -120,6 +120,10 @@ def _error(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": error}, status)
 
 
-def _describe(error: Any) -> str:
-    where = ".".join(map(str, error["loc"]))
-    return f"{where}: {error['msg']}" if where else error["msg"]
+def _describe(error: ValidationError) -> str:
+    """The first of what is wrong: a prompt may have a thousand bad tokens."""
+    first, *others = error.errors(include_url=False, include_input=False)
+    where = ".".join(map(str, first["loc"]))
+    reason = first["msg"].removeprefix("Value error, ")
+    more = f"; and {len(others)} more" if others else ""
+    return f"{where}: {reason}{more}" if where else f"{reason}{more}"

@@ -237,10 +237,15 @@ def _render_conversations(llm: Any, renderer: Any, conversations: Any) -> Any:
 def _refusals(what: str) -> Iterator[None]:
     """Raise a PinError where vLLM, or a chat template, does not take a prompt."""
     from jinja2 import TemplateError
+    from pydantic import ValidationError
     from vllm.exceptions import VLLMClientError
 
     try:
         yield
+    except ValidationError as error:
+        first = error.errors()[0]  # of the many kinds of message that it is not
+        reason = f"{first['loc'][-1]}: {first['msg']}"
+        raise PinError(400, f"vLLM does not take {what}: {reason}") from error
     except (TemplateError, ValueError, VLLMClientError) as error:
         raise PinError(400, f"vLLM does not take {what}: {error}") from error
 

@@ -15,10 +15,13 @@ Pins are for the base model and prompts without ``cache_salt``: others have othe
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+_PIN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
 
 EXTRA_ARG = "relay_pin"
 """The key in ``SamplingParams.extra_args`` under which a request names the pin it computes."""
@@ -96,6 +99,12 @@ class PinTable:
         """
         if not self._manager.enable_caching:
             raise PinError(400, "prompts can be pinned only with --enable-prefix-caching")
+        if not _PIN_ID.fullmatch(pin_id):
+            raise PinError(
+                400,
+                f"id: given {pin_id[:140]!r}, expected 1 to 128 of the letters a to z and A to Z, "
+                "digits and _ . : -, the first of them a letter, a digit or _",
+            )
         num_tokens = len(token_ids)
         block_size, max_model_len = self._scheduler.block_size, self._scheduler.max_model_len
         if num_tokens < block_size:

@@ -28,12 +28,12 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
+from vllm_relay.config import SCHEDULER_PATH
 from vllm_relay.prefix_cache.belady import belady_hits
 from vllm_relay.prefix_cache.predict_executor import StubExecutor
 from vllm_relay.prefix_cache.predict_input import LineError, Message, PredictedRequest
 
 GIB_BYTES = 1 << 30
-RELAY_SCHEDULER = "vllm_relay.scheduler.RelayScheduler"
 
 _FIRST_GENERATED_TOKEN = 1 << 40  # beyond every vocabulary and every trace's hash ids
 _MAX_IDLE_STEPS = 10_000
@@ -70,7 +70,7 @@ class PredictorSettings:
             args[name] = getattr(self, name)
         args["dtype"] = self.dtype
         if self.eviction is not None:
-            args["scheduler_cls"] = RELAY_SCHEDULER
+            args["scheduler_cls"] = SCHEDULER_PATH
             args["additional_config"] = {"relay": {"scheduler": True, "eviction": self.eviction}}
         return {name: value for name, value in (args | more).items() if value is not None}
 

@@ -18,7 +18,7 @@ _EXPECTED = (
 )
 _MAX_ID = 2**63 - 1
 _CONTENTS = ("prompt", "messages", "prompt_token_ids", "hash_ids")
-_OUTPUT_FIELDS = ("output_tokens", "max_tokens", "output_length")
+_OUTPUT_FIELDS = ("output_tokens", "max_tokens", "max_completion_tokens", "output_length")
 
 Message = dict[str, Any]
 
@@ -151,7 +151,7 @@ def _parse(number: int, line: bytes) -> InputLine:
 
 def _json(line: bytes) -> Any:
     try:
-        text = line.decode().strip()
+        text = line.decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
         raise ValueError(
             f"given bytes that are no UTF-8 ({error.reason} at byte {error.start + 1} of the line)"
@@ -222,6 +222,12 @@ def _synthetic_tokens(hash_ids: list[int], input_length: Any) -> list[int]:
 
 
 def _output_tokens(value: dict[str, Any]) -> int | None:
+    for name in value:
+        if name.startswith("max_") and name not in _OUTPUT_FIELDS:
+            raise ValueError(
+                f"given {name}, expected the length of the answer as one of "
+                f"{', '.join(_OUTPUT_FIELDS)}"
+            )
     given = {name: value[name] for name in _OUTPUT_FIELDS if value.get(name) is not None}
     if len(given) > 1:
         raise ValueError(f"given {' and '.join(given)}, expected one of them")

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from pydantic import ValidationError
 from rich.console import Console
 
 from vllm_relay.arguments import check_model, check_writable
@@ -34,7 +35,8 @@ from vllm_relay.prefix_cache.predict_report import (
     sweep_table,
 )
 
-_MAX_GIB = 16384  # its blocks take minutes to make
+_MAX_GIB = 16384
+_MAX_BLOCKS = 10_000_000  # they take half a minute and some GB to make
 
 if TYPE_CHECKING:
     from vllm_relay.prefix_cache.predict import CacheSize, Prediction, PredictorSettings
@@ -101,7 +103,7 @@ def run_predict(
                 "no cache size; give --kv-cache-space GIB, --sweep GIB,GIB,... or --blocks N,N,..."
             )
         for option, target in [("--json", json_path), ("--plot", plot_path)]:
-            check_writable(option, target)
+            check_writable(option, target, path)
         if model is not None:
             check_model(model)
         lines = read_lines(path)
@@ -151,7 +153,7 @@ def run_predict(
         _print_message(console, f"{path}:{error.number}: {error.message}", "red")
         return 1
     except (OSError, ValueError) as error:
-        _print_message(console, str(error), "red")
+        _print_message(console, _reason(error, model), "red")
         return 1
     for message in refused:
         _print_message(console, message, "yellow")
@@ -176,6 +178,18 @@ def run_predict(
         policy = scheduler if eviction is None else f"{scheduler}, {eviction} eviction"
         plot_path.write_text(sweep_plot(predictions, f"{path.name}: {policy}"))
     return 0
+
+
+def _reason(error: Exception, model: str | None) -> str:
+    """One line, with the words of vLLM's checks and without their frame."""
+    reason = str(error)
+    if isinstance(error, ValidationError):
+        reason = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
+    elif isinstance(error, OSError):
+        reason = (
+            f"--model {model}: cannot be loaded; give a folder, or a hub id that is cached: {error}"
+        )
+    return " ".join(reason.split())
 
 
 def _print_message(console: Console, message: str, style: str) -> None:
@@ -236,7 +250,14 @@ def _sizes(
         if kv_bytes_per_token is not None and block_size is not None:
             count = math.floor(size * GIB_BYTES / (kv_bytes_per_token * block_size))
         sizes.append(CacheSize(size, count))
-    return sizes + [CacheSize(blocks=count) for count in sorted(set(blocks))]
+    sizes += [CacheSize(blocks=count) for count in sorted(set(blocks))]
+    for each in sizes:
+        if each.blocks is not None and each.blocks > _MAX_BLOCKS:
+            raise ValueError(
+                f"a KV cache of {each.blocks} blocks: expected at most {_MAX_BLOCKS}; where all "
+                "requests fit, more changes nothing"
+            )
+    return sizes
 
 
 def _encode(
