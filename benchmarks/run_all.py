@@ -26,6 +26,7 @@ BENCHMARKS = (
     "bench_error",
     "bench_end_to_end",
     "bench_scheduler",
+    "bench_online",
     "bench_scheduling",
     "bench_eviction",
     "bench_predictor",
