@@ -6,8 +6,12 @@ that on a shared machine they tell more of the neighbours than of the scheduler.
 core runs with a stub for the model, and a clock that every step moves by what it would take: a
 constant, and a time per token, both measured on the model of bench_scheduler. The workload and the
 engine's settings are those of bench_scheduler; load is in parts of what stock serves offline.
+
+The second table is for requests that are kept back and given to the engine together, every so many
+seconds: what hits cost where there are too few requests to reorder.
 """
 
+import math
 import statistics
 import tempfile
 from collections.abc import Iterable
@@ -36,11 +40,12 @@ from benchmarks.bench_scheduler import (
     make_prompts,
     poisson_arrivals_s,
 )
-from benchmarks.common import Goal, Result, argument_parser
+from benchmarks.common import Goal, Result, Row, argument_parser
 from vllm_relay.prefix_cache.predict_executor import StubExecutor
 
 STEP_S, TOKEN_S = 4.2e-3, 34e-6
 LOADS = (0.5, 0.8, 0.95, 1.1)
+COLLECTED_S = (0.5, 2.0, 5.0, 10.0, 20.0)
 SCHEDULERS: dict[str, dict[str, Any] | None] = {
     "stock": None,
     "relay": RELAY,
@@ -79,7 +84,11 @@ def make_core(model: str, relay: dict[str, Any] | None) -> EngineCore:
 
 
 def serve(
-    model: str, relay: dict[str, Any] | None, prompts: list[list[int]], arrivals_s: list[float]
+    model: str,
+    relay: dict[str, Any] | None,
+    prompts: list[list[int]],
+    arrivals_s: list[float],
+    collected_s: float = 0.0,
 ) -> Served:
     core = make_core(model, relay)
     scheduler: Any = core.scheduler
@@ -93,6 +102,7 @@ def serve(
     )
     if relay is not None:
         scheduler.waiting._clock = lambda: now_s
+    given_s = [math.ceil(s / collected_s) * collected_s if collected_s else s for s in arrivals_s]
     schedule = scheduler.schedule
 
     def schedule_and_count(*args: Any, **kwargs: Any) -> Any:
@@ -106,8 +116,8 @@ def serve(
     try:
         while added < len(prompts) or scheduler.has_requests():
             if not scheduler.has_requests():
-                now_s = max(now_s, arrivals_s[added])
-            while added < len(prompts) and arrivals_s[added] <= now_s:
+                now_s = max(now_s, given_s[added])
+            while added < len(prompts) and given_s[added] <= now_s:
                 hasher = core.request_block_hasher
                 core.add_request(
                     Request(str(added), prompts[added], sampling, None, block_hasher=hasher)
@@ -127,9 +137,33 @@ def serve(
     return Served(hit_rate, len(prompts) / now_s, list(first_token_s.values()))
 
 
-def percentile_ms(runs: Iterable[Served], percent: int) -> float:
+def measure(
+    model: str,
+    relay: dict[str, Any] | None,
+    prefixes: int,
+    requests: int,
+    per_s: float,
+    seeds: Iterable[int],
+    collected_s: float = 0.0,
+) -> Row:
+    runs = [
+        serve(
+            model,
+            relay,
+            make_prompts(prefixes, requests, seed),
+            poisson_arrivals_s(requests, per_s, seed),
+            collected_s,
+        )
+        for seed in seeds
+    ]
     waits_s = [wait_s for each in runs for wait_s in each.first_token_s]
-    return 1e3 * statistics.quantiles(waits_s, n=100, method="inclusive")[percent - 1]
+    percentiles_s = statistics.quantiles(waits_s, n=100, method="inclusive")
+    return {
+        "hit rate": statistics.mean(each.hit_rate for each in runs),
+        "requests per s": statistics.mean(each.requests_per_s for each in runs),
+        "first token p50 ms": 1e3 * percentiles_s[49],
+        "first token p99 ms": 1e3 * percentiles_s[98],
+    }
 
 
 def main() -> None:
@@ -138,37 +172,35 @@ def main() -> None:
     prefixes, requests, seeds = PREFIXES, REQUESTS, range(options.rounds)
     if options.smoke:
         prefixes, requests, seeds = 4, 24, range(1)
-    rows = []
     with tempfile.TemporaryDirectory(prefix="relay-bench-") as folder:
         model = MODEL.save(Path(folder))
         prompts = make_prompts(prefixes, requests, seed=0)
         capacity_per_s = serve(model, None, prompts, [0.0] * requests).requests_per_s
-        for load in LOADS:
-            for name, relay in SCHEDULERS.items():
-                runs = [
-                    serve(
-                        model,
-                        relay,
-                        make_prompts(prefixes, requests, seed),
-                        poisson_arrivals_s(requests, load * capacity_per_s, seed),
-                    )
-                    for seed in seeds
-                ]
-                rows.append(
-                    {
-                        "load": load,
-                        "scheduler": name,
-                        "hit rate": statistics.mean(each.hit_rate for each in runs),
-                        "requests per s": statistics.mean(each.requests_per_s for each in runs),
-                        "first token p50 ms": percentile_ms(runs, 50),
-                        "first token p99 ms": percentile_ms(runs, 99),
-                    }
-                )
+        rows: list[Row] = [
+            {
+                "load": load,
+                "scheduler": name,
+                **measure(model, relay, prefixes, requests, load * capacity_per_s, seeds),
+            }
+            for load in LOADS
+            for name, relay in SCHEDULERS.items()
+        ]
+        collected: list[Row] = [
+            {
+                "collected s": collected_s,
+                **measure(
+                    model, PATIENT, prefixes, requests, 0.8 * capacity_per_s, seeds, collected_s
+                ),
+            }
+            for collected_s in COLLECTED_S
+        ]
+    ceiling = (requests - prefixes) * PREFIX_TOKENS / sum(map(len, prompts))
     result.add_table(
-        f"{requests} requests under {prefixes} prefixes, {len(seeds)} random arrivals; stock "
-        f"serves {capacity_per_s:.1f} requests per s offline",
+        f"{requests} requests under {prefixes} prefixes, {len(seeds)} random arrivals, ceiling "
+        f"{ceiling:.1%}; stock serves {capacity_per_s:.1f} requests per s offline",
         rows,
     )
+    result.add_table("Load 0.8, requests given to relay together", collected)
     stock, relay_row, _ = (row for row in rows if row["load"] == 0.8)
     gain = stock["first token p99 ms"] / relay_row["first token p99 ms"]
     what = "virtual time, load 0.8, p99 time to first token, stock's over relay's"
