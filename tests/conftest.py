@@ -12,6 +12,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ["TRITON_INTERPRET"] = "1"  # read by triton when it is imported
 
 hypothesis.settings.register_profile("relay", deadline=None)
 hypothesis.settings.load_profile("relay")

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The face of the Triton attention kernels: tensors in, launches out.
+
+Callers have checked shapes and dtypes (`ops.py` does, and vLLM's backend by construction). Nothing
+here waits for the device. With Triton's interpreter everything runs on CPU tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+
+from vllm_relay.attention_backends.gpu_config import KernelConfig
+from vllm_relay.attention_backends.gpu_plan import GpuPlan
+from vllm_relay.attention_backends.triton_attention import attention_kernel
+from vllm_relay.attention_backends.triton_merge import merge_kernel
+
+SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MERGE_HEADS = 8
+"""Query heads that one program merges."""
+
+
+@dataclass(eq=False)
+class PlanTensors:
+    """A plan where the kernels read it; see `GpuPlan` for the fields of the same names."""
+
+    counts: torch.Tensor
+    """int32: large items, small items."""
+    large_items: torch.Tensor
+    small_items: torch.Tensor
+    members: torch.Tensor
+    visible: torch.Tensor
+    token_request: torch.Tensor
+    query_start_loc: torch.Tensor
+    chain_length: torch.Tensor
+    chains: torch.Tensor
+    ranges: torch.Tensor
+
+    @staticmethod
+    def upload(plan: GpuPlan, query_start_loc: np.ndarray, device: torch.device) -> PlanTensors:
+        def to_device(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
+
+        counts = np.array([len(plan.large_items), len(plan.small_items)])
+        return PlanTensors(
+            counts=to_device(counts),
+            large_items=to_device(plan.large_items),
+            small_items=to_device(plan.small_items),
+            members=to_device(plan.members),
+            visible=to_device(plan.visible),
+            token_request=to_device(plan.token_request),
+            query_start_loc=to_device(query_start_loc),
+            chain_length=to_device(plan.chain_length),
+            chains=to_device(plan.chains),
+            ranges=to_device(plan.ranges),
+        )
+
+
+@dataclass(eq=False)
+class Workspace:
+    """Where states wait to be merged; what it holds before a step does not matter."""
+
+    totals: torch.Tensor
+    """float32 [slots, heads]: sums of weights."""
+    references: torch.Tensor
+    """float32 [slots, heads]: base-2 logarithms of the factors that weights are divided by."""
+    outputs: torch.Tensor
+    """float32 [slots, heads, head_size]: sums of weights times values."""
+
+    @staticmethod
+    def allocate(num_slots: int, num_heads: int, head_size: int, device: torch.device) -> Workspace:
+        shape = (max(num_slots, 1), num_heads)
+        return Workspace(
+            totals=torch.empty(shape, dtype=torch.float32, device=device),
+            references=torch.empty(shape, dtype=torch.float32, device=device),
+            outputs=torch.empty((*shape, head_size), dtype=torch.float32, device=device),
+        )
+
+
+def relay_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    plan: PlanTensors,
+    workspace: Workspace,
+    out: torch.Tensor,
+    *,
+    config: KernelConfig,
+    num_programs: int,
+    lse: torch.Tensor | None = None,
+    scale: float,
+    num_kv_heads: int,
+    sliding_window: int | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> None:
+    """Runs `plan` for one layer in two launches; writes [tokens, heads, head_size] to `out` and, if
+    given, float32 [tokens, heads] to `lse`. The number of programs of both launches follows from
+    shapes alone. `alibi_slopes` and `sinks` are float32 [heads] or None, `k_scale` and `v_scale`
+    float32 scalars on the device."""
+    num_tokens, num_heads, head_size = query.shape
+    padded_head = max(16, triton.next_power_of_2(head_size))
+    precision = "ieee" if query.dtype == torch.float32 else "tf32"
+    features = {
+        "HAS_SINKS": sinks is not None,
+        "HAS_LSE": lse is not None,
+        "NUM_HEADS": num_heads,
+        "HEAD_SIZE": head_size,
+        "PADDED_HEAD": padded_head,
+        "TILE": config.tile_tokens,
+        "SEGMENT": config.segment_tokens,
+    }
+    attention_kernel[(num_programs,)](
+        plan.counts,
+        plan.large_items,
+        plan.small_items,
+        query,
+        kv_cache,
+        k_scale,
+        v_scale,
+        block_table,
+        plan.members,
+        plan.visible,
+        alibi_slopes if alibi_slopes is not None else query,
+        sinks if sinks is not None else query,
+        workspace.totals,
+        workspace.references,
+        workspace.outputs,
+        out,
+        lse if lse is not None else out,
+        scale,
+        logits_soft_cap or 0.0,
+        sliding_window or 0,
+        query.stride(0),
+        query.stride(1),
+        kv_cache.stride(0),
+        kv_cache.stride(1),
+        kv_cache.stride(2),
+        block_table.stride(0),
+        out.stride(0),
+        out.stride(1),
+        LARGE_ROWS=config.large_rows,
+        SMALL_ROWS=config.small_rows,
+        GROUP=num_heads // num_kv_heads,
+        BLOCK_SIZE=kv_cache.shape[2],
+        HAS_SOFT_CAP=bool(logits_soft_cap),
+        HAS_ALIBI=alibi_slopes is not None,
+        HAS_WINDOW=bool(sliding_window),
+        PRECISION=precision,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **features,
+    )
+    merge_kernel[(num_tokens, triton.cdiv(num_heads, MERGE_HEADS))](
+        plan.token_request,
+        plan.query_start_loc,
+        plan.chain_length,
+        plan.chains,
+        plan.ranges,
+        sinks if sinks is not None else query,
+        v_scale,
+        workspace.totals,
+        workspace.references,
+        workspace.outputs,
+        out,
+        lse if lse is not None else out,
+        out.stride(0),
+        out.stride(1),
+        HEADS=min(MERGE_HEADS, triton.next_power_of_2(num_heads)),
+        SECTION=config.section_tokens,
+        num_warps=4,
+        **features,
+    )

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes and costs of the Triton kernels: what ships, and what `vllm-relay tune` has measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """One way to compile and launch the kernels on one kind of GPU.
+
+    `tile_tokens`, `segment_tokens` and `section_tokens` are where sums over tokens are cut: results
+    of configurations that differ in them may differ in their last bits.
+    """
+
+    tile_tokens: int = 64
+    """KV tokens that pass the matrix unit at once."""
+    segment_tokens: int = 512
+    """A state is computed in one go up to here, and may be computed by one program per segment."""
+    section_tokens: int = 4096
+    """Where there is enough to do, one program folds the segments of a section."""
+    small_rows: int = 64
+    """Rows of the tile that ranges of few rows take."""
+    large_rows: int = 128
+    num_warps: int = 8
+    num_stages: int = 2
+    programs_per_sm: int = 1
+    state_cost: float = 1.0
+    """Writing and reading a state, over reading as many bytes of KV."""
+    start_tokens: float = 32.0
+    """Starting a range costs as much as reading this many tokens."""
+
+    def __post_init__(self) -> None:
+        if self.segment_tokens % self.tile_tokens or self.section_tokens % self.segment_tokens:
+            raise ValueError(
+                "a section must be whole segments, and a segment whole tiles: got "
+                f"{self.section_tokens}, {self.segment_tokens} and {self.tile_tokens} tokens"
+            )
+        if self.large_rows < self.small_rows:
+            raise ValueError(
+                f"large_rows is {self.large_rows}, expected at least small_rows, {self.small_rows}"
+            )
+
+    def for_head_size(self, head_size: int) -> KernelConfig:
+        """This, with tiles whose states fit in registers."""
+        if head_size <= 128:
+            return self
+        return replace(self, large_rows=min(self.large_rows, self.small_rows))
+
+
+# Rows of one height only where the matrix instructions of two heights are not known to round
+# alike: sm_80 has one instruction for all heights, sm_90 takes wgmma from 64 rows on.
+SHIPPED = {
+    90: KernelConfig(),
+    80: KernelConfig(small_rows=16, large_rows=64, num_warps=4, programs_per_sm=2),
+}
+"""By compute capability, 90 for sm_90; a GPU takes the newest that is not newer than itself."""
+
+
+def config_for(
+    gpu_name: str,
+    capability: tuple[int, int],
+    *,
+    head_size: int,
+    kv_bytes: int,
+    folder: Path | None = None,
+) -> KernelConfig:
+    """What was measured for this GPU and shape of KV cache, or else what ships.
+
+    Args:
+        gpu_name: as CUDA reports it, "NVIDIA H200".
+        capability: (9, 0) for sm_90.
+        kv_bytes: bytes per element of the KV cache.
+        folder: of measured configurations, `tuned_folder()` unless given.
+
+    Raises:
+        ValueError: the file of measured configurations cannot be used; the message says why.
+    """
+    path = tuned_path(gpu_name, folder)
+    if path.exists():
+        tuned = read_tuned(path)
+        if (config := tuned.get(config_key(head_size, kv_bytes))) is not None:
+            return config.for_head_size(head_size)
+    number = capability[0] * 10 + capability[1]
+    newest = max((shipped for shipped in SHIPPED if shipped <= number), default=min(SHIPPED))
+    return SHIPPED[newest].for_head_size(head_size)
+
+
+def config_key(head_size: int, kv_bytes: int) -> str:
+    """Under which a configuration is stored: heads are padded to powers of two."""
+    return f"head_size {1 << (head_size - 1).bit_length()}, {kv_bytes} bytes"
+
+
+def tuned_folder() -> Path:
+    """Where measured configurations are kept: $VLLM_RELAY_CACHE, or the user's cache."""
+    if given := os.environ.get("VLLM_RELAY_CACHE"):
+        return Path(given)
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "vllm_relay"
+
+
+def tuned_path(gpu_name: str, folder: Path | None = None) -> Path:
+    """The file of one kind of GPU."""
+    slug = re.sub(r"[^A-Za-z0-9]+", "-", gpu_name).strip("-").lower()
+    return (folder or tuned_folder()) / f"{slug}.json"
+
+
+def read_tuned(path: Path) -> dict[str, KernelConfig]:
+    """The configurations in a file that `write_tuned` made.
+
+    Raises:
+        ValueError: the file is no such file; the message names it.
+    """
+    known = {field.name: field.type for field in fields(KernelConfig)}
+    try:
+        configs = json.loads(path.read_text())["configs"]
+        result = {}
+        for key, values in configs.items():
+            if unknown := values.keys() - known:
+                raise ValueError(f"{key} has unknown fields {', '.join(sorted(unknown))}")
+            result[key] = KernelConfig(**values)
+        return result
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{path}: not a file of kernel configurations ({error}); run `vllm-relay tune` again, "
+            "or remove it to use what ships"
+        ) from None
+
+
+def write_tuned(path: Path, configs: dict[str, KernelConfig], facts: dict[str, Any]) -> None:
+    """Store configurations with what they were measured on; what is there already stays, but for
+    the same keys."""
+    kept = read_tuned(path) if path.exists() else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(
+        {**facts, "configs": {key: asdict(config) for key, config in {**kept, **configs}.items()}},
+        indent=2,
+    )
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.write_text(text + "\n")
+    draft.replace(path)

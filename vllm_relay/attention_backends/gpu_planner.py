@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of steps made on the device, in buffers that stay where they are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from vllm_relay.attention_backends import gpu_plan, triton_plan
+from vllm_relay.attention_backends.cuda import PlanTensors, Workspace, relay_attention
+from vllm_relay.attention_backends.gpu_config import KernelConfig
+
+MERGE_LANES = 64
+
+
+@dataclass(frozen=True)
+class PlannerLimits:
+    """What the buffers of a planner are made for."""
+
+    max_requests: int
+    max_tokens: int
+    """Query tokens of a step."""
+    max_query_len: int
+    """Query tokens of one request; requests with more are left out of the plan."""
+    max_seq_len: int
+    num_blocks: int
+    """Of the KV cache: block ids are smaller."""
+
+
+class DevicePlanner:
+    """Finds what the requests of a step share and writes the work list, without the host.
+
+    Args:
+        block_size: tokens per KV block.
+        num_programs: programs of the attention kernel; work is cut finer while there are fewer than
+            two items for each.
+        kv_dtype: of the KV cache.
+    """
+
+    def __init__(
+        self,
+        limits: PlannerLimits,
+        config: KernelConfig,
+        *,
+        block_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        kv_dtype: torch.dtype,
+        num_programs: int,
+        device: torch.device | str,
+    ) -> None:
+        self.limits = limits
+        self.config = config = config.for_head_size(head_size)
+        self.num_programs = num_programs
+        self.group_size = num_heads // num_kv_heads
+        self.num_kv_heads = num_kv_heads
+        self.granule_tokens = math.lcm(block_size, config.tile_tokens)
+        self.block_size = block_size
+        self.token_cost = float(2 * head_size * kv_dtype.itemsize)
+        self.state_cost = float(2 * 4 * (head_size + 2)) * config.state_cost
+        requests, tokens = limits.max_requests, limits.max_tokens
+
+        def int32(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        max_granules = max(1, limits.max_seq_len // self.granule_tokens)
+        # a range has pieces up to the first section, one per section, and what is left of a segment
+        sections = -(-limits.max_seq_len // config.section_tokens)
+        segments = config.section_tokens // config.segment_tokens
+        pieces = segments + sections + 2
+        entries = tokens * (1 + gpu_plan.MAX_DEPTH)
+        tiles = 2 * requests + entries * self.group_size // config.small_rows
+        self.max_items = pieces * tiles
+        tiles_of_segment = config.segment_tokens // config.tile_tokens
+        self.max_slots = tokens * (sections + segments + tiles_of_segment + 1)
+        self.max_members = entries
+        self.plan = PlanTensors(
+            counts=int32(triton_plan.NUM_COUNTS),
+            large_items=int32(self.max_items, gpu_plan.ITEM_FIELDS),
+            small_items=int32(self.max_items, gpu_plan.ITEM_FIELDS),
+            members=int32(entries),
+            visible=int32(tokens),
+            token_request=int32(tokens),
+            query_start_loc=int32(requests + 1),
+            chain_length=int32(requests),
+            chains=int32(requests, gpu_plan.MAX_DEPTH + 1, 2),
+            ranges=int32(2 * requests, gpu_plan.RANGE_FIELDS),
+        )
+        self.plan.counts[triton_plan.EPOCH.value] = 1
+        self.plan.members[:tokens] = torch.arange(tokens, dtype=torch.int32)
+        self.leaders = torch.zeros(limits.num_blocks, dtype=torch.int64, device=device)
+        self.hashes = torch.zeros((requests, max_granules), dtype=torch.int64, device=device)
+        self.shareable, self.parents, self.shared = (int32(requests) for _ in range(3))
+        self.group_first, self.group_entries = int32(requests), int32(requests)
+        self.group_requests, self.group_children = int32(requests), int32(requests)
+        self.positions = int32(requests, requests)
+        self.workspace = Workspace.allocate(self.max_slots, num_heads, head_size, device)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        out: torch.Tensor,
+        **arguments: Any,
+    ) -> None:
+        """Runs the plan of the last `update` for one layer: `cuda.relay_attention`, which lists the
+        arguments. `block_table` is the one that was planned for."""
+        relay_attention(
+            query,
+            kv_cache,
+            block_table,
+            self.plan,
+            self.workspace,
+            out,
+            config=self.config,
+            num_programs=self.num_programs,
+            num_kv_heads=self.num_kv_heads,
+            **arguments,
+        )
+
+    def update(
+        self,
+        block_table: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *,
+        max_query_len: int,
+        window_tokens: int = 0,
+        min_shared_tokens: int = 0,
+        shares: bool = True,
+        everything: bool = False,
+    ) -> PlanTensors:
+        """Launches the planning of a step; the same buffers hold every plan.
+
+        Args:
+            block_table: int32 [requests, blocks] on the device; 0 is the null block.
+            query_start_loc: int32 [requests + 1] on the device.
+            seq_lens: int32 [requests] on the device, query tokens included.
+            max_query_len: an upper bound.
+            window_tokens: that every layer sees at most, 0 for all.
+            shares: whether anything may be shared.
+            everything: share also what does not pay.
+        """
+        num_requests = seq_lens.shape[0]
+        if num_requests == 0:
+            return self.plan
+        plan, config = self.plan, self.config
+        requests = triton.next_power_of_2(self.limits.max_requests)
+        plan.query_start_loc = query_start_loc
+        granule_blocks = self.granule_tokens // self.block_size
+        row_sizes = {
+            "GROUP": self.group_size,
+            "SMALL": config.small_rows,
+            "LARGE": config.large_rows,
+            "TILE": config.tile_tokens,
+            "SEGMENT": config.segment_tokens,
+            "SECTION": config.section_tokens,
+        }
+        max_query = self.limits.max_query_len
+        chunk = min(256, triton.next_power_of_2(self.hashes.shape[1]))
+        triton_plan.publish_kernel[(num_requests,)](
+            plan.counts,
+            block_table,
+            query_start_loc,
+            seq_lens,
+            self.leaders,
+            self.hashes,
+            self.shareable,
+            plan.visible,
+            plan.token_request,
+            num_requests,
+            self.limits.max_tokens,
+            block_table.stride(0),
+            self.hashes.stride(0),
+            BLOCK_SIZE=self.block_size,
+            GRANULE_BLOCKS=granule_blocks,
+            MAX_QUERY=max_query,
+            CHUNK=chunk,
+            SHARES=shares,
+        )
+        triton_plan.follow_kernel[(num_requests,)](
+            plan.counts,
+            block_table,
+            self.leaders,
+            self.hashes,
+            self.shareable,
+            self.parents,
+            self.shared,
+            block_table.stride(0),
+            self.hashes.stride(0),
+            GRANULE_BLOCKS=granule_blocks,
+            CHUNK=chunk,
+        )
+        triton_plan.group_kernel[(num_requests,)](
+            plan.counts,
+            block_table,
+            query_start_loc,
+            seq_lens,
+            self.leaders,
+            self.hashes,
+            self.shareable,
+            self.parents,
+            self.shared,
+            plan.members,
+            self.group_first,
+            self.group_entries,
+            self.group_requests,
+            self.group_children,
+            self.positions,
+            num_requests,
+            self.limits.max_tokens,
+            self.max_members - self.limits.max_tokens,
+            min(max_query_len, max_query),
+            block_table.stride(0),
+            self.hashes.stride(0),
+            self.positions.stride(0),
+            GRANULE_BLOCKS=granule_blocks,
+            MAX_QUERY=max_query,
+            REQUESTS=requests,
+        )
+        triton_plan.decide_kernel[(num_requests,)](
+            plan.counts,
+            block_table,
+            query_start_loc,
+            seq_lens,
+            self.leaders,
+            self.hashes,
+            self.shareable,
+            self.parents,
+            self.shared,
+            self.group_entries,
+            self.group_requests,
+            self.group_children,
+            self.positions,
+            plan.chain_length,
+            plan.chains,
+            plan.ranges,
+            num_requests,
+            window_tokens,
+            min_shared_tokens,
+            self.token_cost,
+            0.0 if everything else self.state_cost,
+            0.0 if everything else self.token_cost * config.start_tokens,
+            block_table.stride(0),
+            self.hashes.stride(0),
+            self.positions.stride(0),
+            GRANULE_BLOCKS=granule_blocks,
+            GRANULE_TOKENS=self.granule_tokens,
+            MAX_QUERY=max_query,
+            REQUESTS=requests,
+            **row_sizes,
+        )
+        triton_plan.emit_kernel[(2 * num_requests,)](
+            plan.counts,
+            query_start_loc,
+            seq_lens,
+            self.parents,
+            self.group_first,
+            self.group_entries,
+            plan.chain_length,
+            plan.chains,
+            plan.ranges,
+            plan.token_request,
+            plan.large_items,
+            plan.small_items,
+            num_requests,
+            window_tokens,
+            self.max_items,
+            self.max_slots,
+            -(-2 * self.num_programs // self.num_kv_heads),
+            MAX_QUERY=max_query,
+            LANES=MERGE_LANES,
+            **row_sizes,
+        )
+        return plan

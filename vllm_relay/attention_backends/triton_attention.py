@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernel that computes attention states: shared and private ranges in one launch.
+
+Work is a list of items (`gpu_plan.py`): rows of the batch, the KV tokens they read together, and
+where their states go. A row is one query token at one query head; the rows of a kv head that meet
+in a range are stacked into one tile of the matrix unit.
+
+Nothing here depends on which other rows are in a tile: scores, references and sums of a row are its
+own, and the sums over tokens are cut at fixed positions (docs/cuda.md).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vllm_relay.attention_backends import gpu_plan
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+EMPTY: tl.constexpr = tl.constexpr(-1.0e30)
+"""Reference of the state of no tokens."""
+
+ITEM_FIELDS: tl.constexpr = tl.constexpr(gpu_plan.ITEM_FIELDS)
+STATE: tl.constexpr = tl.constexpr(gpu_plan.MODE_STATE)
+TILE_STATES: tl.constexpr = tl.constexpr(gpu_plan.MODE_TILE_STATES)
+NUM_LARGE: tl.constexpr = tl.constexpr(gpu_plan.NUM_LARGE_ITEMS)
+NUM_SMALL: tl.constexpr = tl.constexpr(gpu_plan.NUM_SMALL_ITEMS)
+
+
+@triton.jit
+def power_of_two(exponent):
+    """2^exponent for float integers <= 0, exactly; 0 where it would be denormal."""
+    clamped = tl.maximum(exponent, -127.0).to(tl.int32)
+    return ((clamped + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fold(total, reference, output, other_total, other_reference, other_output):
+    """The state of both sets of tokens. References are integers, so the factors are powers of two
+    and each number is rounded once, by the addition: it does not matter where it is compiled."""
+    joint = tl.maximum(reference, other_reference)
+    factor, other_factor = power_of_two(reference - joint), power_of_two(other_reference - joint)
+    total = total * factor + other_total * other_factor
+    output = output * factor[:, None] + other_output * other_factor[:, None]
+    return total, joint, output
+
+
+@triton.jit
+def finish(total, reference, output, sink, v_scale, HAS_SINKS: tl.constexpr):
+    """Normalised output and natural log-sum-exp of finished states."""
+    if HAS_SINKS:
+        sink *= LOG2_E
+        sink_reference = tl.ceil(sink)
+        joint = tl.maximum(reference, sink_reference)
+        factor = power_of_two(reference - joint)
+        total = total * factor + tl.exp2(sink - joint)
+        output = output * factor[:, None]
+        reference = joint
+    seen = total > 0
+    output = tl.where(seen[:, None], output * v_scale / tl.where(seen, total, 1.0)[:, None], 0.0)
+    lse = tl.where(seen, (tl.log2(tl.where(seen, total, 1.0)) + reference) * LN_2, -float("inf"))
+    return output, lse
+
+
+@triton.jit
+def _tile_state(
+    query,
+    kv_ptr,
+    table_ptr,
+    tile_begin,
+    first_token,
+    end_token,
+    visible,
+    slope,
+    scale,
+    soft_cap,
+    window,
+    kv_stride_block,
+    kv_stride_token,
+    HEAD_SIZE: tl.constexpr,
+    PADDED_HEAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """State of the tile of tokens that begins at `tile_begin`. Tokens outside
+    [first_token, end_token) are seen by no row, and not read."""
+    token = tile_begin + tl.arange(0, TILE)
+    dim = tl.arange(0, PADDED_HEAD)
+    is_read = (token >= first_token) & (token < end_token)
+    block = tl.load(table_ptr + token // BLOCK_SIZE, mask=is_read, other=0).to(tl.int64)
+    offset = block * kv_stride_block + (token % BLOCK_SIZE) * kv_stride_token
+    pointers = kv_ptr + offset[:, None] + dim[None, :]
+    mask = is_read[:, None]
+    if PADDED_HEAD != HEAD_SIZE:
+        mask = mask & (dim < HEAD_SIZE)[None, :]
+    key = tl.load(pointers, mask=mask, other=0.0).to(query.dtype)
+    score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+    if HAS_SOFT_CAP:
+        score = soft_cap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2_E / soft_cap)) + 1.0))
+    score *= LOG2_E
+    if HAS_ALIBI:
+        score += (slope * LOG2_E)[:, None] * (token[None, :] - (visible - 1)[:, None])
+    sees = token[None, :] < visible[:, None]
+    if HAS_WINDOW:
+        sees = sees & (token[None, :] >= (visible - window)[:, None])
+    score = tl.where(sees, score, -float("inf"))
+
+    largest = tl.max(score, 1)
+    reference = tl.where(largest == -float("inf"), EMPTY, tl.ceil(largest))
+    value = tl.load(pointers + HEAD_SIZE, mask=mask, other=0.0).to(query.dtype)
+    weight = tl.exp2(score - reference[:, None]).to(query.dtype)
+    # a sum on the matrix unit is the same however a tile is spread over warps
+    ones = tl.full((TILE, 16), 1.0, query.dtype)
+    total = tl.max(tl.dot(weight, ones, input_precision=PRECISION), 1)
+    output = tl.dot(weight, value, input_precision=PRECISION)
+    return total, reference, output
+
+
+@triton.jit
+def _attend_item(
+    item_ptr,
+    head,
+    query_ptr,
+    kv_ptr,
+    v_scale_ptr,
+    table_ptr,
+    members_ptr,
+    visible_ptr,
+    slopes_ptr,
+    sinks_ptr,
+    total_ptr,
+    reference_ptr,
+    state_ptr,
+    out_ptr,
+    lse_ptr,
+    scale,
+    soft_cap,
+    window,
+    query_stride_token,
+    query_stride_head,
+    kv_stride_block,
+    kv_stride_head,
+    kv_stride_token,
+    table_stride,
+    out_stride_token,
+    out_stride_head,
+    ROWS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PADDED_HEAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    table_row = tl.load(item_ptr)
+    members_first = tl.load(item_ptr + 1)
+    row_first = tl.load(item_ptr + 2)
+    num_rows = tl.load(item_ptr + 3)
+    begin = tl.load(item_ptr + 4)
+    end = tl.load(item_ptr + 5)
+    first_slot = tl.load(item_ptr + 6)
+    slots_per_entry = tl.load(item_ptr + 7)
+    mode = tl.load(item_ptr + 8)
+
+    row = row_first + tl.arange(0, ROWS)
+    is_row = row < num_rows
+    entry = row // GROUP
+    query_head = head * GROUP + row % GROUP
+    token = tl.load(members_ptr + members_first + entry, mask=is_row, other=0)
+    visible = tl.load(visible_ptr + token, mask=is_row, other=0)
+    dim = tl.arange(0, PADDED_HEAD)
+    is_dim = dim < HEAD_SIZE
+    query = tl.load(
+        query_ptr
+        + token.to(tl.int64)[:, None] * query_stride_token
+        + (query_head * query_stride_head)[:, None]
+        + dim[None, :],
+        mask=is_row[:, None] & is_dim[None, :],
+        other=0.0,
+    )
+    slope = tl.zeros((ROWS,), tl.float32)
+    if HAS_ALIBI:
+        slope = tl.load(slopes_ptr + query_head, mask=is_row, other=0.0)
+
+    end = tl.minimum(end, tl.max(visible, 0))
+    first_token = begin
+    if HAS_WINDOW:
+        seen_from = tl.where(is_row, visible - window, 2147483647)
+        first_token = tl.maximum(begin, tl.min(seen_from, 0))
+    kv_ptr += head * kv_stride_head
+    table_ptr += table_row.to(tl.int64) * table_stride
+    # int64: states of a large batch exceed 2^31 floats
+    slot_row = (first_slot + entry * slots_per_entry).to(tl.int64) * NUM_HEADS + query_head
+
+    if mode == TILE_STATES:
+        for tile_begin in range(begin, tl.load(item_ptr + 5), TILE):
+            total, reference, output = _tile_state(
+                query, kv_ptr, table_ptr, tile_begin, first_token, end, visible, slope, scale,
+                soft_cap, window, kv_stride_block, kv_stride_token, HEAD_SIZE, PADDED_HEAD,
+                BLOCK_SIZE, TILE, HAS_SOFT_CAP, HAS_ALIBI, HAS_WINDOW, PRECISION,
+            )  # fmt: skip
+            tl.store(total_ptr + slot_row, total, mask=is_row)
+            tl.store(reference_ptr + slot_row, reference, mask=is_row)
+            tl.store(
+                state_ptr + slot_row[:, None] * HEAD_SIZE + dim[None, :],
+                output,
+                mask=is_row[:, None] & is_dim[None, :],
+            )
+            slot_row += NUM_HEADS
+    else:
+        state_pointers = state_ptr + slot_row[:, None] * HEAD_SIZE + dim[None, :]
+        state_mask = is_row[:, None] & is_dim[None, :]
+        for segment_begin in range(begin, tl.load(item_ptr + 5), SEGMENT):
+            total = tl.zeros((ROWS,), tl.float32)
+            reference = tl.full((ROWS,), EMPTY, tl.float32)
+            output = tl.zeros((ROWS, PADDED_HEAD), tl.float32)
+            first_tile = tl.maximum(segment_begin, first_token // TILE * TILE)
+            for tile_begin in range(first_tile, tl.minimum(segment_begin + SEGMENT, end), TILE):
+                tile_total, tile_reference, tile_output = _tile_state(
+                    query, kv_ptr, table_ptr, tile_begin, first_token, end, visible, slope, scale,
+                    soft_cap, window, kv_stride_block, kv_stride_token, HEAD_SIZE, PADDED_HEAD,
+                    BLOCK_SIZE, TILE, HAS_SOFT_CAP, HAS_ALIBI, HAS_WINDOW, PRECISION,
+                )  # fmt: skip
+                total, reference, output = fold(
+                    total, reference, output, tile_total, tile_reference, tile_output
+                )
+            if mode == STATE:
+                if segment_begin != begin:
+                    # what this program stored for the segments before
+                    before_total = tl.load(total_ptr + slot_row, mask=is_row, other=0.0)
+                    before_reference = tl.load(reference_ptr + slot_row, mask=is_row, other=0.0)
+                    before_output = tl.load(state_pointers, mask=state_mask, other=0.0)
+                    total, reference, output = fold(
+                        before_total, before_reference, before_output, total, reference, output
+                    )
+                tl.debug_barrier()  # all have loaded before any stores
+                tl.store(total_ptr + slot_row, total, mask=is_row)
+                tl.store(reference_ptr + slot_row, reference, mask=is_row)
+                tl.store(state_pointers, output, mask=state_mask)
+                tl.debug_barrier()
+            else:
+                sink = tl.zeros((ROWS,), tl.float32)
+                if HAS_SINKS:
+                    sink = tl.load(sinks_ptr + query_head, mask=is_row, other=0.0)
+                v_scale = tl.load(v_scale_ptr)
+                output, lse = finish(total, reference, output, sink, v_scale, HAS_SINKS)
+                tl.store(
+                    out_ptr
+                    + token.to(tl.int64)[:, None] * out_stride_token
+                    + (query_head * out_stride_head)[:, None]
+                    + dim[None, :],
+                    output.to(out_ptr.dtype.element_ty),
+                    mask=state_mask,
+                )
+                if HAS_LSE:
+                    tl.store(lse_ptr + token * NUM_HEADS + query_head, lse, mask=is_row)
+
+
+@triton.jit(do_not_specialize=["soft_cap", "window", "scale"])
+def attention_kernel(
+    counts_ptr,
+    large_items_ptr,
+    small_items_ptr,
+    query_ptr,
+    kv_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    table_ptr,
+    members_ptr,
+    visible_ptr,
+    slopes_ptr,
+    sinks_ptr,
+    total_ptr,
+    reference_ptr,
+    state_ptr,
+    out_ptr,
+    lse_ptr,
+    scale,
+    soft_cap,
+    window,
+    query_stride_token,
+    query_stride_head,
+    kv_stride_block,
+    kv_stride_head,
+    kv_stride_token,
+    table_stride,
+    out_stride_token,
+    out_stride_head,
+    LARGE_ROWS: tl.constexpr,
+    SMALL_ROWS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PADDED_HEAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Every program takes items in turn, the large ones first. The number of programs does not
+    depend on the batch, so that a CUDA graph replays with other items."""
+    num_programs = tl.num_programs(0)
+    num_kv_heads: tl.constexpr = NUM_HEADS // GROUP
+    num_large = tl.load(counts_ptr + NUM_LARGE) * num_kv_heads
+    num_small = tl.load(counts_ptr + NUM_SMALL) * num_kv_heads
+    scale *= tl.load(k_scale_ptr)
+    work = tl.program_id(0)
+    while work < num_large:
+        _attend_item(
+            large_items_ptr + work // num_kv_heads * ITEM_FIELDS, work % num_kv_heads,
+            query_ptr, kv_ptr, v_scale_ptr, table_ptr, members_ptr, visible_ptr, slopes_ptr,
+            sinks_ptr, total_ptr, reference_ptr, state_ptr, out_ptr, lse_ptr, scale, soft_cap,
+            window, query_stride_token, query_stride_head, kv_stride_block, kv_stride_head,
+            kv_stride_token, table_stride, out_stride_token, out_stride_head, LARGE_ROWS,
+            NUM_HEADS, GROUP, HEAD_SIZE, PADDED_HEAD, BLOCK_SIZE, TILE, SEGMENT, HAS_SOFT_CAP,
+            HAS_ALIBI, HAS_WINDOW, HAS_SINKS, HAS_LSE, PRECISION,
+        )  # fmt: skip
+        work += num_programs
+    work -= num_large
+    while work < num_small:
+        _attend_item(
+            small_items_ptr + work // num_kv_heads * ITEM_FIELDS, work % num_kv_heads,
+            query_ptr, kv_ptr, v_scale_ptr, table_ptr, members_ptr, visible_ptr, slopes_ptr,
+            sinks_ptr, total_ptr, reference_ptr, state_ptr, out_ptr, lse_ptr, scale, soft_cap,
+            window, query_stride_token, query_stride_head, kv_stride_block, kv_stride_head,
+            kv_stride_token, table_stride, out_stride_token, out_stride_head, SMALL_ROWS,
+            NUM_HEADS, GROUP, HEAD_SIZE, PADDED_HEAD, BLOCK_SIZE, TILE, SEGMENT, HAS_SOFT_CAP,
+            HAS_ALIBI, HAS_WINDOW, HAS_SINKS, HAS_LSE, PRECISION,
+        )  # fmt: skip
+        work += num_programs
