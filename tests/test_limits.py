@@ -71,7 +71,7 @@ def test_configurations_that_are_served() -> None:
         config(cache={"user_specified_block_size": True, "block_size": 32}),
         config(model={"is_attention_free": True, "head_size": 0}),
     ):
-        check_config(vllm_config, "cpu", is_cpu=True)
+        check_config(vllm_config, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -102,23 +102,67 @@ def test_configurations_that_are_served() -> None:
 )
 def test_configurations_that_are_refused(vllm_config: Any, message: str) -> None:
     with pytest.raises(RelayUnsupportedError, match=re.escape(message)):
-        check_config(vllm_config, "cpu", is_cpu=True)
+        check_config(vllm_config, "cpu")
 
 
 def test_other_devices_are_refused() -> None:
-    with pytest.raises(RelayUnsupportedError, match="cannot serve cuda devices yet"):
-        check_config(config(), "cuda", is_cpu=False)
+    with pytest.raises(RelayUnsupportedError, match="cannot serve xpu devices"):
+        check_config(config(), "xpu")
+
+
+def test_configurations_that_are_served_on_cuda() -> None:
+    for vllm_config in (
+        config(),
+        config(cache={"cache_dtype": "fp8"}),
+        config(cache={"user_specified_block_size": True, "block_size": 16}),
+        config(kv_transfer_config=object()),
+    ):
+        check_config(vllm_config, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("vllm_config", "message"),
+    [
+        (
+            config(cache={"cache_dtype": "fp8_e5m2"}),
+            "kv_cache_dtype=fp8_e5m2 was given; use kv_cache_dtype=auto, fp8, fp8_e4m3 or another "
+            "--attention-backend",
+        ),
+        (
+            config(cache={"user_specified_block_size": True, "block_size": 24}),
+            "a --block-size that is a multiple of 16",
+        ),
+        (
+            config(
+                parallel_config=SimpleNamespace(decode_context_parallel_size=1, enable_dbo=True)
+            ),
+            "remove --enable-dbo",
+        ),
+    ],
+    ids=["fp8_e5m2", "block_size", "dbo"],
+)
+def test_configurations_that_are_refused_on_cuda(vllm_config: Any, message: str) -> None:
+    with pytest.raises(RelayUnsupportedError, match=re.escape(message)):
+        check_config(vllm_config, "cuda")
+
+
+def test_layers_on_cuda() -> None:
+    check_layer(layer(kv_cache_dtype="fp8", block_size=16, use_kv_connector=True), "cuda")
+    with pytest.raises(RelayUnsupportedError, match="use another --attention-backend"):
+        check_layer(layer(head_size=320), "cuda")
 
 
 def test_every_reason_is_given() -> None:
     vllm_config = config(cache={"cache_dtype": "fp8"}, model={"head_size": 512})
     with pytest.raises(RelayUnsupportedError, match=r"fp8 KV caches .*; relay cannot serve heads"):
-        check_config(vllm_config, "cpu", is_cpu=True)
+        check_config(vllm_config, "cpu")
 
 
 @pytest.mark.parametrize("head_size", [32, 80, 112, 256])
 def test_layers_that_are_served(head_size: int) -> None:
-    check_layer(layer(head_size=head_size, has_sink=True, has_sliding_window=True, new_in_033=True))
+    check_layer(
+        layer(head_size=head_size, has_sink=True, has_sliding_window=True, new_in_033=True), "cpu"
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,4 +183,4 @@ def test_layers_that_are_served(head_size: int) -> None:
 )
 def test_layers_that_are_refused(selector_config: Any, message: str) -> None:
     with pytest.raises(RelayUnsupportedError, match=re.escape(message)):
-        check_layer(selector_config)
+        check_layer(selector_config, "cpu")

@@ -179,7 +179,7 @@ def test_cpu_platform_selects_relay_for_the_layers_it_serves() -> None:
         member = AttentionBackendEnum[backend]
         return current_platform.get_attn_backend_cls(member, selector_config(**kwargs), None)
 
-    assert select("RELAY") == plugin.BACKEND_PATH
+    assert select("RELAY") == plugin.CPU_BACKEND_PATH
     assert select("CPU_ATTN") == AttentionBackendEnum.CPU_ATTN.get_path()
     assert "mla" in select("CPU_MLA", use_mla=True)
     with pytest.raises(RelayUnsupportedError, match="multi-head latent attention"):

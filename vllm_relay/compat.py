@@ -38,16 +38,16 @@ def pickle_backend_by_restoring(member: Any, restore: Callable[[], Any]) -> None
     member.__reduce_ex__ = lambda protocol: (restore, ())
 
 
-def let_cpu_platform_select(
-    platform_cls: type, backend_name: str, check_layer: Callable[..., None]
+def let_platform_select(
+    platform_cls: type, backend_name: str, path_for_layer: Callable[[Any, Any], str]
 ) -> None:
-    """Make the CPU platform return the selected backend ``backend_name``.
-
-    ``check_layer(selector_config)`` runs first and raises where the backend cannot serve the layer.
+    """Make a platform return ``path_for_layer(backend, selector_config)`` for the layers that are
+    to run on the backend ``backend_name``; it raises where the backend cannot serve the layer.
 
     Reason: CpuPlatform.get_attn_backend_cls falls back to CPU_ATTN, or an MLA backend, for any
-    backend it does not know, with no more than a log line.
-    Remove when: CpuPlatform honours registered backends as CudaPlatform does.
+    backend it does not know, with no more than a log line. CudaPlatform takes the one class that is
+    registered, and which of vLLM's own backends prompts are left to depends on the layer.
+    Remove when: platforms honour registered backends, and a backend may choose its class by layer.
     """
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,8 +56,7 @@ def let_cpu_platform_select(
         ) -> str:
             if getattr(selected_backend, "name", None) != backend_name:
                 return original(cls, selected_backend, attn_selector_config, *args, **kwargs)
-            check_layer(attn_selector_config)
-            return selected_backend.get_path()
+            return path_for_layer(selected_backend, attn_selector_config)
 
         return get_attn_backend_cls
 

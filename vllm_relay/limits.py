@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 BACKEND_NAME = "RELAY"
 HEAD_SIZES = tuple(range(32, 257, 16))
 BLOCK_SIZE_MULTIPLE_TOKENS = 32
+CUDA_BLOCK_SIZE_MULTIPLE_TOKENS = 16
 DTYPES = ("float32", "float16", "bfloat16")
 KernelChoice = Literal[
     "auto", "amx_bf16", "avx512_bf16", "avx512", "portable", "avx512_bf16_rounded"
@@ -18,7 +19,16 @@ KernelChoice = Literal[
 KERNELS: tuple[str, ...] = get_args(KernelChoice)[1:]
 """In the order in which "auto" prefers them; it never takes those after the portable one."""
 
-_OTHER_BACKEND = "use --attention-backend CPU_ATTN"
+CUDA_FP8_KV_CACHE_DTYPES = ("fp8", "fp8_e4m3")
+
+_OTHER_BACKEND = {
+    "cpu": "use --attention-backend CPU_ATTN",
+    "cuda": "use another --attention-backend",
+}
+_BLOCK_SIZE_MULTIPLES_TOKENS = {
+    "cpu": BLOCK_SIZE_MULTIPLE_TOKENS,
+    "cuda": CUDA_BLOCK_SIZE_MULTIPLE_TOKENS,
+}
 
 
 class RelayUnsupportedError(ValueError):
@@ -37,59 +47,69 @@ def relay_is_selected(vllm_config: VllmConfig) -> bool:
     return any(getattr(backend, "name", None) == BACKEND_NAME for backend in selected)
 
 
-def check_config(vllm_config: VllmConfig, platform_name: str, is_cpu: bool) -> None:
+def check_config(vllm_config: VllmConfig, device_type: str) -> None:
     """Refuse a configuration that RELAY cannot serve, before any process is started.
 
     Layers are checked again, one by one, when the model is built: see :func:`check_layer`.
 
+    Args:
+        device_type: "cpu" or "cuda"; others are refused.
+
     Raises:
         RelayUnsupportedError: with every reason found and the way out of each.
     """
-    if not is_cpu:
+    if device_type not in _OTHER_BACKEND:
         raise RelayUnsupportedError(
             [
-                f"{platform_name} devices yet: its kernels are for CPUs; use another "
-                "--attention-backend or vLLM's CPU build"
+                f"{device_type} devices: its kernels are for CPUs and NVIDIA GPUs; use another "
+                "--attention-backend"
             ]
         )
     model_config = vllm_config.model_config
     backend = vllm_config.attention_config.backend
     if model_config is not None and backend is not None and model_config.use_mla:
         raise RelayUnsupportedError([_mla_reason()])  # vLLM sets the rest to suit MLA
+    other_backend = _OTHER_BACKEND[device_type]
     reasons = []
     cache_config = vllm_config.cache_config
-    if reason := _kv_cache_dtype_reason(cache_config.cache_dtype):
+    if reason := _kv_cache_dtype_reason(cache_config.cache_dtype, device_type):
         reasons.append(reason)
     if cache_config.user_specified_block_size and (
-        reason := _block_size_reason(cache_config.block_size)
+        reason := _block_size_reason(cache_config.block_size, device_type)
     ):
         reasons.append(reason)
-    if vllm_config.kv_transfer_config is not None:
+    if vllm_config.kv_transfer_config is not None and device_type == "cpu":
         reasons.append(
             "KV connectors: relay keeps K and V in its own packing; "
-            f"remove --kv-transfer-config or {_OTHER_BACKEND}"
+            f"remove --kv-transfer-config or {other_backend}"
         )
     parallel_config = vllm_config.parallel_config
     if parallel_config.decode_context_parallel_size > 1:
         reasons.append(
-            f"decode context parallelism: set --decode-context-parallel-size 1 or {_OTHER_BACKEND}"
+            f"decode context parallelism: set --decode-context-parallel-size 1 or {other_backend}"
+        )
+    if getattr(parallel_config, "enable_dbo", False):
+        reasons.append(
+            "dual batch overlap: it plans two batches at once; remove --enable-dbo or "
+            + other_backend
         )
     if (
         model_config is not None
         and getattr(backend, "name", None) == BACKEND_NAME
         and not model_config.is_attention_free
-        and (reason := _head_size_reason(model_config.get_head_size()))
+        and (reason := _head_size_reason(model_config.get_head_size(), device_type))
     ):
         reasons.append(reason)
     if reasons:
         raise RelayUnsupportedError(reasons)
 
 
-def check_layer(selector_config: Any) -> None:
+def check_layer(selector_config: Any, device_type: str) -> None:
     """Refuse a layer that RELAY cannot serve.
 
     Args:
         selector_config: vLLM's AttentionSelectorConfig of the layer.
+        device_type: "cpu" or "cuda".
 
     Raises:
         RelayUnsupportedError: with every reason found and the way out of each.
@@ -101,16 +121,17 @@ def check_layer(selector_config: Any) -> None:
     if asks_for("use_mla"):
         raise RelayUnsupportedError([_mla_reason()])  # vLLM sets the rest to suit MLA
     reasons = []
-    if reason := _head_size_reason(selector_config.head_size):
+    if reason := _head_size_reason(selector_config.head_size, device_type):
         reasons.append(reason)
-    if reason := _kv_cache_dtype_reason(selector_config.kv_cache_dtype):
+    if reason := _kv_cache_dtype_reason(selector_config.kv_cache_dtype, device_type):
         reasons.append(reason)
-    if reason := _block_size_reason(selector_config.block_size):
+    if reason := _block_size_reason(selector_config.block_size, device_type):
         reasons.append(reason)
     dtype = str(selector_config.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         reasons.append(f"dtype {dtype}: use --dtype with one of {', '.join(DTYPES)}")
-    if reason := attn_type_reason(getattr(selector_config, "attn_type", "decoder")):
+    attn_type = getattr(selector_config, "attn_type", "decoder")
+    if reason := attn_type_reason(attn_type, device_type):
         reasons.append(reason)
     features = {
         "use_sparse": "sparse attention",
@@ -120,47 +141,51 @@ def check_layer(selector_config: Any) -> None:
         "use_rswa": "reference sliding window attention",
         "use_dcp": "decode context parallelism",
         "use_pcp": "prefill context parallelism",
-        "use_kv_connector": "KV connectors",
     }
-    reasons += [f"{text}: {_OTHER_BACKEND}" for name, text in features.items() if asks_for(name)]
+    if device_type == "cpu":
+        features["use_kv_connector"] = "KV connectors"
+    other_backend = _OTHER_BACKEND[device_type]
+    reasons += [f"{text}: {other_backend}" for name, text in features.items() if asks_for(name)]
     if reasons:
         raise RelayUnsupportedError(reasons)
 
 
-def attn_type_reason(attn_type: str) -> str | None:
+def attn_type_reason(attn_type: str, device_type: str = "cpu") -> str | None:
     """Why a layer of this vLLM AttentionType is refused, or None."""
     if attn_type == "decoder":
         return None
     name = getattr(attn_type, "value", attn_type)  # a str enum formats as its member's name
-    return f"{name} attention, only causal decoder layers: {_OTHER_BACKEND}"
+    return f"{name} attention, only causal decoder layers: {_OTHER_BACKEND[device_type]}"
 
 
-def _kv_cache_dtype_reason(kv_cache_dtype: str | None) -> str | None:
-    if kv_cache_dtype in (None, "auto"):
+def _kv_cache_dtype_reason(kv_cache_dtype: str | None, device_type: str) -> str | None:
+    served = ("auto", *(CUDA_FP8_KV_CACHE_DTYPES if device_type == "cuda" else ()))
+    if kv_cache_dtype is None or kv_cache_dtype in served:
         return None
-    fp8 = str(kv_cache_dtype).startswith("fp8")
+    fp8 = str(kv_cache_dtype).startswith("fp8") and device_type == "cpu"
     what = "fp8 KV caches exactly yet" if fp8 else "KV caches of another dtype than the model's"
     return (
-        f"{what}: kv_cache_dtype={kv_cache_dtype} was given; "
-        f"use kv_cache_dtype=auto or --attention-backend CPU_ATTN"
+        f"{what}: kv_cache_dtype={kv_cache_dtype} was given; use kv_cache_dtype="
+        f"{', '.join(served)} or {_OTHER_BACKEND[device_type].removeprefix('use ')}"
     )
 
 
-def _block_size_reason(block_size_tokens: int | None) -> str | None:
-    if block_size_tokens is None or block_size_tokens % BLOCK_SIZE_MULTIPLE_TOKENS == 0:
+def _block_size_reason(block_size_tokens: int | None, device_type: str) -> str | None:
+    multiple_tokens = _BLOCK_SIZE_MULTIPLES_TOKENS[device_type]
+    if block_size_tokens is None or block_size_tokens % multiple_tokens == 0:
         return None
     return (
         f"KV blocks of {block_size_tokens} tokens: use a --block-size that is a multiple of "
-        f"{BLOCK_SIZE_MULTIPLE_TOKENS}"
+        f"{multiple_tokens}"
     )
 
 
-def _head_size_reason(head_size: int) -> str | None:
+def _head_size_reason(head_size: int, device_type: str) -> str | None:
     if head_size in HEAD_SIZES:
         return None
     return (
         f"heads of size {head_size}, only {HEAD_SIZES[0]} to {HEAD_SIZES[-1]} in steps of 16: "
-        f"{_OTHER_BACKEND}"
+        f"{_OTHER_BACKEND[device_type]}"
     )
 
 

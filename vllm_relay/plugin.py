@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from vllm_relay.config import RelayConfig
 
 SUPPORTED_VLLM = SpecifierSet(">=0.32,<0.34")
-BACKEND_PATH = "vllm_relay.attention_backends.relay.RelayBackend"
+CPU_BACKEND_PATH = "vllm_relay.attention_backends.relay.RelayBackend"
+CUDA_BACKEND_PATH = "vllm_relay.attention_backends.relay_cuda.RelayCudaBackend"
 
 
 def register() -> None:
@@ -77,10 +78,36 @@ def _register_backend() -> None:
     compat.run_on_new_config(platform_cls, check_new_config)
     compat.mark_offline_engines()
     if current_platform.is_cpu():
-        compat.let_cpu_platform_select(platform_cls, BACKEND_NAME, check_layer)
+        compat.let_platform_select(platform_cls, BACKEND_NAME, cpu_backend_path)
+    elif current_platform.is_cuda():
+        compat.let_platform_select(platform_cls, BACKEND_NAME, cuda_backend_path)
     if BACKEND_NAME not in AttentionBackendEnum.__members__:
-        register_backend(BACKEND_NAME, BACKEND_PATH)
+        register_backend(
+            BACKEND_NAME, CUDA_BACKEND_PATH if current_platform.is_cuda() else CPU_BACKEND_PATH
+        )
     compat.pickle_backend_by_restoring(AttentionBackendEnum[BACKEND_NAME], restore_backend)
+
+
+def cpu_backend_path(backend: Any, selector_config: Any) -> str:
+    """The class that serves a layer on CPUs.
+
+    Raises:
+        RelayUnsupportedError: none does; with the reasons.
+    """
+    check_layer(selector_config, "cpu")
+    return backend.get_path()
+
+
+def cuda_backend_path(backend: Any, selector_config: Any) -> str:
+    """The class that serves a layer on NVIDIA GPUs, by the backend that prompts are left to.
+
+    Raises:
+        RelayUnsupportedError: none does; with the reasons.
+    """
+    from vllm_relay.attention_backends.relay_cuda_choice import path_for_layer
+
+    check_layer(selector_config, "cuda")
+    return path_for_layer(selector_config)
 
 
 def _register_stats() -> None:
@@ -140,8 +167,14 @@ def check_new_config(vllm_config: VllmConfig) -> None:
             )
         return
     if backend:
-        check_config(vllm_config, current_platform.device_type, current_platform.is_cpu())
-        _check_kernel(vllm_config, options)
+        check_config(vllm_config, current_platform.device_type)
+        if current_platform.is_cpu():
+            _check_kernel(vllm_config, options)
+        elif options.kernel != "auto":
+            raise ValueError(
+                f"{SECTION}.kernel: given {options.kernel!r}, a CPU kernel: leave it out for "
+                f"{current_platform.device_type} devices"
+            )
     if not vllm_config.cache_config.enable_prefix_caching:
         logger.warning_once(
             "vllm-relay: prefix caching is off, so requests share no KV blocks and relay has "

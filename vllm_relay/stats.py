@@ -48,7 +48,7 @@ class RelayStats:
 
     def add_plan(self, plan: PlanStats) -> None:
         """Add one KV cache group's plan to the statistics of the step it belongs to."""
-        self.steps = 1
+        self.steps = max(self.steps, plan.steps)
         self.requests = max(self.requests, plan.requests)
         self.requests_shared = max(self.requests_shared, plan.requests_shared)
         self.kv_tokens_logical += plan.kv_tokens_logical

@@ -65,6 +65,12 @@ def run_shared(llm: LLM) -> Any:
     return [completion(request.outputs[0]) for outputs in rounds for request in outputs]
 
 
+def run_few_tokens(llm: LLM) -> Any:
+    """For kernels that take long: prompts in chunks beside decodes, and a few steps of decodes."""
+    outputs = llm.generate(shared_prompts()[::2], greedy(5, logprobs=2), use_tqdm=False)
+    return [completion(request.outputs[0]) for request in outputs]
+
+
 def run_parallel_sampling(llm: LLM) -> Any:
     params = SamplingParams(n=3, temperature=0.8, max_tokens=12, ignore_eos=True, detokenize=False)
     outputs = llm.generate(shared_prompts()[:4], params, use_tqdm=False)
@@ -123,6 +129,7 @@ SCENARIOS = {
     "salts": run_salts,
     "reset": run_reset,
     "shared": run_shared,
+    "few_tokens": run_few_tokens,
     "parallel_sampling": run_parallel_sampling,
     "prompt_logprobs": run_prompt_logprobs,
     "abort": run_abort,

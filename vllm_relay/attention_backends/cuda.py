@@ -34,13 +34,13 @@ class PlanTensors:
     members: torch.Tensor
     visible: torch.Tensor
     token_request: torch.Tensor
-    query_start_loc: torch.Tensor
+    token_entry: torch.Tensor
     chain_length: torch.Tensor
     chains: torch.Tensor
     ranges: torch.Tensor
 
     @staticmethod
-    def upload(plan: GpuPlan, query_start_loc: np.ndarray, device: torch.device) -> PlanTensors:
+    def upload(plan: GpuPlan, device: torch.device | str) -> PlanTensors:
         def to_device(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
 
@@ -52,7 +52,7 @@ class PlanTensors:
             members=to_device(plan.members),
             visible=to_device(plan.visible),
             token_request=to_device(plan.token_request),
-            query_start_loc=to_device(query_start_loc),
+            token_entry=to_device(plan.token_entry),
             chain_length=to_device(plan.chain_length),
             chains=to_device(plan.chains),
             ranges=to_device(plan.ranges),
@@ -159,7 +159,7 @@ def relay_attention(
     )
     merge_kernel[(num_tokens, triton.cdiv(num_heads, MERGE_HEADS))](
         plan.token_request,
-        plan.query_start_loc,
+        plan.token_entry,
         plan.chain_length,
         plan.chains,
         plan.ranges,

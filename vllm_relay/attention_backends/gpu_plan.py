@@ -54,6 +54,8 @@ class GpuPlan:
     """[query tokens]: KV tokens each sees, up to and with its own."""
     token_request: np.ndarray
     """[query tokens]: whose states are to be merged; -1 for others."""
+    token_entry: np.ndarray
+    """[query tokens]: which of its request's query tokens each is."""
     chain_length: np.ndarray
     """[requests]: ranges that a request reads."""
     chains: np.ndarray
@@ -115,10 +117,12 @@ def plan_forest(
     members = [np.arange(num_tokens)]
     visible = np.zeros(num_tokens, np.int64)
     token_request = np.full(num_tokens, -1)
+    token_entry = np.zeros(num_tokens, np.int64)
     for request in range(num_requests):
         own_tokens = slice(query_start_loc[request], query_start_loc[request + 1])
         length = query_lens[request]
-        visible[own_tokens] = seq_lens[request] - length + 1 + np.arange(length)
+        token_entry[own_tokens] = np.arange(length)
+        visible[own_tokens] = seq_lens[request] - length + 1 + token_entry[own_tokens]
         token_request[own_tokens] = request
 
     chains: list[list[tuple[int, int]]] = [[] for _ in range(num_requests)]
@@ -193,6 +197,7 @@ def plan_forest(
         members=np.concatenate(members).astype(np.int32),
         visible=visible.astype(np.int32),
         token_request=token_request.astype(np.int32),
+        token_entry=token_entry.astype(np.int32),
         chain_length=np.array([len(chain) for chain in chains], np.int32),
         chains=chain_array,
         ranges=np.array(ranges, np.int32).reshape(-1, RANGE_FIELDS),

@@ -13,6 +13,7 @@ import triton
 from vllm_relay.attention_backends import gpu_plan, triton_plan
 from vllm_relay.attention_backends.cuda import PlanTensors, Workspace, relay_attention
 from vllm_relay.attention_backends.gpu_config import KernelConfig
+from vllm_relay.attention_backends.plan import PlanStats
 
 MERGE_LANES = 64
 
@@ -86,13 +87,14 @@ class DevicePlanner:
             members=int32(entries),
             visible=int32(tokens),
             token_request=int32(tokens),
-            query_start_loc=int32(requests + 1),
+            token_entry=int32(tokens),
             chain_length=int32(requests),
             chains=int32(requests, gpu_plan.MAX_DEPTH + 1, 2),
             ranges=int32(2 * requests, gpu_plan.RANGE_FIELDS),
         )
         self.plan.counts[triton_plan.EPOCH.value] = 1
         self.plan.members[:tokens] = torch.arange(tokens, dtype=torch.int32)
+        self.totals = torch.zeros(triton_plan.NUM_TOTALS, dtype=torch.int64, device=device)
         self.leaders = torch.zeros(limits.num_blocks, dtype=torch.int64, device=device)
         self.hashes = torch.zeros((requests, max_granules), dtype=torch.int64, device=device)
         self.shareable, self.parents, self.shared = (int32(requests) for _ in range(3))
@@ -152,7 +154,6 @@ class DevicePlanner:
             return self.plan
         plan, config = self.plan, self.config
         requests = triton.next_power_of_2(self.limits.max_requests)
-        plan.query_start_loc = query_start_loc
         granule_blocks = self.granule_tokens // self.block_size
         row_sizes = {
             "GROUP": self.group_size,
@@ -174,7 +175,9 @@ class DevicePlanner:
             self.shareable,
             plan.visible,
             plan.token_request,
+            plan.token_entry,
             num_requests,
+            self.limits.num_blocks,
             self.limits.max_tokens,
             block_table.stride(0),
             self.hashes.stride(0),
@@ -192,6 +195,7 @@ class DevicePlanner:
             self.shareable,
             self.parents,
             self.shared,
+            self.limits.num_blocks,
             block_table.stride(0),
             self.hashes.stride(0),
             GRANULE_BLOCKS=granule_blocks,
@@ -214,6 +218,7 @@ class DevicePlanner:
             self.group_children,
             self.positions,
             num_requests,
+            self.limits.num_blocks,
             self.limits.max_tokens,
             self.max_members - self.limits.max_tokens,
             min(max_query_len, max_query),
@@ -242,6 +247,7 @@ class DevicePlanner:
             plan.chains,
             plan.ranges,
             num_requests,
+            self.limits.num_blocks,
             window_tokens,
             min_shared_tokens,
             self.token_cost,
@@ -258,6 +264,7 @@ class DevicePlanner:
         )
         triton_plan.emit_kernel[(2 * num_requests,)](
             plan.counts,
+            self.totals,
             query_start_loc,
             seq_lens,
             self.parents,
@@ -279,3 +286,44 @@ class DevicePlanner:
             **row_sizes,
         )
         return plan
+
+
+class TotalsReader:
+    """Reads what a planner has counted without waiting: a copy is asked for now and then, and read
+    when it has arrived."""
+
+    def __init__(self, planner: DevicePlanner, every_steps: int) -> None:
+        self._planner = planner
+        self._every_steps = every_steps
+        self._steps = 0
+        self._seen = [0] * triton_plan.NUM_TOTALS
+        on_device = planner.totals.device.type == "cuda"
+        self._host = torch.zeros(triton_plan.NUM_TOTALS, dtype=torch.int64, pin_memory=on_device)
+        self._event = torch.cuda.Event() if on_device else None
+        self._is_copying = False
+
+    def step(self) -> PlanStats | None:
+        """To be called once a step: what the steps since the last answer have counted, summed up,
+        with groups and depth of the last; or None."""
+        stats = None
+        if self._is_copying and (self._event is None or self._event.query()):
+            self._is_copying = False
+            totals = self._host.tolist()
+            new = [now - seen for now, seen in zip(totals, self._seen, strict=True)]
+            self._seen = totals
+            stats = PlanStats(
+                steps=new[triton_plan.TOTAL_STEPS],
+                requests=new[triton_plan.TOTAL_REQUESTS],
+                requests_shared=new[triton_plan.TOTAL_SHARING],
+                kv_tokens_logical=new[triton_plan.TOTAL_TOKENS],
+                kv_tokens_read=new[triton_plan.TOTAL_TOKENS] - new[triton_plan.TOTAL_TOKENS_SAVED],
+                groups=totals[triton_plan.LAST_GROUPS],
+                forest_depth=totals[triton_plan.LAST_DEPTH],
+            )
+        self._steps += 1
+        if self._steps % self._every_steps == 1 % self._every_steps and not self._is_copying:
+            self._host.copy_(self._planner.totals, non_blocking=True)
+            if self._event is not None:
+                self._event.record()
+            self._is_copying = True
+        return stats

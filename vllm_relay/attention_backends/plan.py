@@ -37,8 +37,9 @@ ITEMS_PER_THREAD = 4
 
 @dataclass(frozen=True)
 class PlanStats:
-    """What one step shares."""
+    """What one step shares, or several summed up."""
 
+    steps: int = 1
     requests: int = 0
     requests_shared: int = 0
     kv_tokens_logical: int = 0

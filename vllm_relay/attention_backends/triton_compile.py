@@ -18,10 +18,11 @@ from vllm_relay.attention_backends import (
 )
 from vllm_relay.attention_backends.gpu_config import KernelConfig
 
-INT64_POINTERS = {"leaders_ptr", "hashes_ptr", "slot_mapping_ptr"}
+INT64_POINTERS = {"totals_ptr", "leaders_ptr", "hashes_ptr", "slot_mapping_ptr"}
 INT32_POINTERS = {
     "counts_ptr", "large_items_ptr", "small_items_ptr", "table_ptr", "members_ptr", "visible_ptr",
-    "token_request_ptr", "query_start_loc_ptr", "chain_length_ptr", "chains_ptr", "ranges_ptr",
+    "token_request_ptr", "token_entry_ptr", "query_start_loc_ptr", "chain_length_ptr", "chains_ptr",
+    "ranges_ptr",
     "seq_lens_ptr", "shareable_ptr", "parents_ptr", "shared_ptr", "group_first_ptr",
     "group_entries_ptr", "group_requests_ptr", "group_children_ptr", "positions_ptr",
 }  # fmt: skip

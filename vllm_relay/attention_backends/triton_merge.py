@@ -16,7 +16,7 @@ CHAIN_STRIDE: tl.constexpr = tl.constexpr(2 * (gpu_plan.MAX_DEPTH + 1))
 @triton.jit
 def merge_kernel(
     token_request_ptr,
-    query_start_loc_ptr,
+    token_entry_ptr,
     chain_length_ptr,
     chains_ptr,
     ranges_ptr,
@@ -49,7 +49,7 @@ def merge_kernel(
     dim = tl.arange(0, PADDED_HEAD)
     is_head = head < NUM_HEADS
     mask = is_head[:, None] & (dim < HEAD_SIZE)[None, :]
-    entry_of_token = token - tl.load(query_start_loc_ptr + request)
+    entry_of_token = tl.load(token_entry_ptr + token)
 
     total = tl.zeros((HEADS,), tl.float32)
     reference = tl.full((HEADS,), EMPTY, tl.float32)

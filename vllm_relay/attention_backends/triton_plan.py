@@ -47,6 +47,11 @@ EPOCH: tl.constexpr = tl.constexpr(14)
 """Not of a step: counts the steps."""
 NUM_COUNTS = 16
 
+# totals, int64: summed over all steps, but for the last two
+TOTAL_STEPS, TOTAL_REQUESTS, TOTAL_SHARING, TOTAL_TOKENS, TOTAL_TOKENS_SAVED = range(5)
+LAST_GROUPS, LAST_DEPTH = 5, 6
+NUM_TOTALS = 8
+
 ROW_BITS: tl.constexpr = tl.constexpr(20)
 LAST_ROW: tl.constexpr = tl.constexpr((1 << 20) - 1)
 """A leader is stored as epoch << ROW_BITS | (LAST_ROW - row), so that the first row of the newest
@@ -91,7 +96,9 @@ def publish_kernel(
     shareable_ptr,
     visible_ptr,
     token_request_ptr,
+    token_entry_ptr,
     num_requests,
+    num_blocks,
     max_tokens,
     table_stride,
     hashes_stride,
@@ -117,6 +124,7 @@ def publish_kernel(
         is_token = token < end
         tl.store(visible_ptr + token, seq_len - query_len + 1 + token - first, mask=is_token)
         tl.store(token_request_ptr + token, tl.where(query_len > 0, row, -1), mask=is_token)
+        tl.store(token_entry_ptr + token, token - first, mask=is_token)
 
     # the first query token sees these, and the others see more
     shareable = 0
@@ -136,7 +144,7 @@ def publish_kernel(
             block = tl.load(
                 table_ptr + row.to(tl.int64) * table_stride + column, mask=is_granule, other=0
             )
-            has_null = has_null | (block == 0)
+            has_null = has_null | (block <= 0) | (block >= num_blocks)
             hashed += _mix((block.to(tl.int64) << 32) | column)
         hashed = tl.where(is_granule, hashed, 0)
         prefix = prefix_hash + tl.cumsum(hashed, 0)
@@ -157,6 +165,7 @@ def follow_kernel(
     shareable_ptr,
     parents_ptr,
     shared_ptr,
+    num_blocks,
     table_stride,
     hashes_stride,
     GRANULE_BLOCKS: tl.constexpr,
@@ -177,9 +186,10 @@ def follow_kernel(
         block = tl.load(
             table_ptr + row.to(tl.int64) * table_stride + column, mask=is_granule, other=0
         )
-        entry = tl.load(leaders_ptr + block, mask=is_granule & (block != 0), other=0)
+        is_block = is_granule & (block > 0) & (block < num_blocks)
+        entry = tl.load(leaders_ptr + block, mask=is_block, other=0)
         leader = _leader(entry, epoch, row)
-        follows = is_granule & (block != 0) & (leader < row)
+        follows = is_block & (leader < row)
         its_hash = tl.load(
             hashes_ptr + leader.to(tl.int64) * hashes_stride + granule, mask=follows, other=0
         )
@@ -204,6 +214,7 @@ def _is_member(
     leaders_ptr,
     hashes_ptr,
     shareable_ptr,
+    num_blocks,
     table_stride,
     hashes_stride,
     GRANULE_BLOCKS: tl.constexpr,
@@ -215,7 +226,7 @@ def _is_member(
     is_row = is_row & (granules > 0) & (shareable >= granules)
     column = granules * GRANULE_BLOCKS - 1
     block = tl.load(table_ptr + row.to(tl.int64) * table_stride + column, mask=is_row, other=0)
-    is_row = is_row & (block != 0)
+    is_row = is_row & (block > 0) & (block < num_blocks)
     entry = tl.load(leaders_ptr + block, mask=is_row, other=0)
     is_row = is_row & (_leader(entry, epoch, -1) == leader)
     its_hash = tl.load(
@@ -245,6 +256,7 @@ def group_kernel(
     group_children_ptr,
     positions_ptr,
     num_requests,
+    num_blocks,
     max_tokens,
     max_members,
     max_query_len,
@@ -271,7 +283,7 @@ def group_kernel(
     if owns:
         members = _is_member(
             other, is_other, leader, granules, epoch, table_ptr, leaders_ptr, hashes_ptr,
-            shareable_ptr, table_stride, hashes_stride, GRANULE_BLOCKS,
+            shareable_ptr, num_blocks, table_stride, hashes_stride, GRANULE_BLOCKS,
         )  # fmt: skip
         first, query_len, _ = _planned_tokens(
             query_start_loc_ptr, seq_lens_ptr, tl.where(is_other, other, 0), MAX_QUERY
@@ -367,6 +379,7 @@ def decide_kernel(
     chains_ptr,
     ranges_ptr,
     num_requests,
+    num_blocks,
     window,
     min_shared_tokens,
     token_cost,
@@ -399,7 +412,7 @@ def decide_kernel(
     rows = tl.zeros((REQUESTS,), tl.int32) + row
     is_mine = _is_member(
         rows, is_group, leader, granules, epoch, table_ptr, leaders_ptr, hashes_ptr,
-        shareable_ptr, table_stride, hashes_stride, GRANULE_BLOCKS,
+        shareable_ptr, num_blocks, table_stride, hashes_stride, GRANULE_BLOCKS,
     )  # fmt: skip
 
     none: tl.constexpr = 2147483647
@@ -457,9 +470,23 @@ def decide_kernel(
         tl.atomic_add(counts_ptr + TOKENS, seq_len, sem="relaxed")
 
 
+@triton.jit
+def _add_step_to_totals(counts_ptr, totals_ptr, shares):
+    tl.atomic_add(totals_ptr, 1, sem="relaxed")
+    tl.atomic_add(totals_ptr + 1, tl.load(counts_ptr + NUM_REQUESTS).to(tl.int64), sem="relaxed")
+    sharing = tl.where(shares, tl.load(counts_ptr + NUM_SHARING), 0).to(tl.int64)
+    saved = tl.where(shares, tl.load(counts_ptr + TOKENS_SAVED), 0).to(tl.int64)
+    tl.atomic_add(totals_ptr + 2, sharing, sem="relaxed")
+    tl.atomic_add(totals_ptr + 3, tl.load(counts_ptr + TOKENS).to(tl.int64), sem="relaxed")
+    tl.atomic_add(totals_ptr + 4, saved, sem="relaxed")
+    tl.store(totals_ptr + 5, tl.load(counts_ptr + NUM_GROUPS).to(tl.int64))
+    tl.store(totals_ptr + 6, tl.load(counts_ptr + MAX_CHAIN).to(tl.int64))
+
+
 @triton.jit(do_not_specialize=["num_requests", "window", "max_items", "max_slots", "enough_items"])
 def emit_kernel(
     counts_ptr,
+    totals_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
     parents_ptr,
@@ -494,6 +521,8 @@ def emit_kernel(
     shares = (tl.load(counts_ptr + SECTION_ITEMS) <= max_items) & (
         tl.load(counts_ptr + SECTION_SLOTS) <= max_slots
     )
+    if index == 0:
+        _add_step_to_totals(counts_ptr, totals_ptr, shares)
     folds = (
         (~shares)
         | (tl.load(counts_ptr + SECTION_ITEMS) >= enough_items)

@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The RELAY attention backend on CUDA: vLLM's hooks.
+
+Requests with few query tokens, decodes and verified drafts, go through the Triton kernels, which
+read what they share once. Prompts are left to one of vLLM's own backends: with hundreds of rows of
+their own they gain nothing from rows of others. Both read the same KV cache.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.utils import (
+    get_num_attention_heads_from_layers,
+    split_decodes_and_prefills,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from vllm_relay import compat
+from vllm_relay.attention_backends import triton_kv_cache
+from vllm_relay.attention_backends.gpu_config import KernelConfig, config_for
+from vllm_relay.attention_backends.gpu_planner import DevicePlanner, PlannerLimits, TotalsReader
+from vllm_relay.config import RelayConfig
+from vllm_relay.limits import (
+    BACKEND_NAME,
+    CUDA_BLOCK_SIZE_MULTIPLE_TOKENS,
+    CUDA_FP8_KV_CACHE_DTYPES,
+    DTYPES,
+    HEAD_SIZES,
+    RelayUnsupportedError,
+    attn_type_reason,
+)
+from vllm_relay.stats import recorder
+
+logger = init_logger("vllm.relay")
+
+TOTALS_EVERY_STEPS = 16
+"""How often what was shared is copied to the host, for the metrics; nothing waits for the copy."""
+
+
+class RelayCudaBackend(AttentionBackend):
+    """Exact attention that reads KV blocks shared by several requests once for all of them."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [getattr(torch, name) for name in DTYPES]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *CUDA_FP8_KV_CACHE_DTYPES]
+
+    @staticmethod
+    def get_name() -> str:
+        return BACKEND_NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        return RelayCudaImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        return RelayCudaMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(*args: Any, **kwargs: Any) -> list[int | MultipleOf]:
+        return [MultipleOf(CUDA_BLOCK_SIZE_MULTIPLE_TOKENS)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return list(HEAD_SIZES)
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability.major >= 8
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+
+@dataclass
+class RelayCudaMetadata(AttentionMetadata):
+    """One step of one KV cache group: decodes come first, prompts behind them."""
+
+    num_decode_tokens: int
+    num_tokens: int
+    block_table: torch.Tensor
+    """int32 [decodes, max_blocks] on the device."""
+    planner: DevicePlanner
+    """Holds the plan of the step."""
+    prompts: Any = None
+    """The stock backend's metadata of the prompts, or None where there are none."""
+
+
+class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
+    """Plans each step once for all layers of a KV cache group, on the device."""
+
+    stock_builder_cls: ClassVar[type[AttentionMetadataBuilder] | None] = None
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, *args, **kwargs)
+        self.options = RelayConfig.from_vllm_config(vllm_config)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self.stock = None
+        scheduler_config = vllm_config.scheduler_config
+        if self.stock_builder_cls is None:
+            self.reorder_batch_threshold = None
+            self.max_query_len = max_tokens = scheduler_config.max_num_batched_tokens
+        else:
+            self.stock = self.stock_builder_cls(kv_cache_spec, layer_names, vllm_config, device)
+            self.max_query_len = self.reorder_batch_threshold or 1
+            max_tokens = scheduler_config.max_num_seqs * self.max_query_len
+        captured = vllm_config.compilation_config.cudagraph_capture_sizes or []
+        max_tokens = max([max_tokens, *captured])
+        num_heads = get_num_attention_heads_from_layers(
+            vllm_config, layer_names
+        ) or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+        is_fp8 = vllm_config.cache_config.cache_dtype.startswith("fp8")
+        kv_dtype = torch.float8_e4m3fn if is_fp8 else kv_cache_spec.dtype
+        config, num_sms = kernel_config(device, kv_cache_spec.head_size, kv_dtype)
+        self.planner = DevicePlanner(
+            PlannerLimits(
+                max_requests=max(scheduler_config.max_num_seqs, *captured, 1),
+                max_tokens=max_tokens,
+                max_query_len=self.max_query_len,
+                max_seq_len=vllm_config.model_config.max_model_len,
+                num_blocks=_num_kernel_blocks(vllm_config, kv_cache_spec),
+            ),
+            config,
+            block_size=kv_cache_spec.block_size,
+            num_heads=num_heads,
+            num_kv_heads=kv_cache_spec.num_kv_heads,
+            head_size=kv_cache_spec.head_size,
+            kv_dtype=kv_dtype,
+            num_programs=num_sms * config.programs_per_sm,
+            device=device,
+        )
+        self.totals = TotalsReader(self.planner, TOTALS_EVERY_STEPS)
+        self.window_tokens = _window_of_all(vllm_config, layer_names)
+        try:
+            compat.attach_stats_to_worker_output()
+        except Exception:
+            logger.warning("vllm-relay: the metrics relay:* are not available", exc_info=True)
+        logger.info_once(
+            "vllm-relay: Triton kernels, %d query heads on %d KV heads of size %d in %s, KV blocks "
+            "of %d tokens, prompts by %s, %s, options: %s",
+            num_heads,
+            kv_cache_spec.num_kv_heads,
+            kv_cache_spec.head_size,
+            str(kv_dtype).removeprefix("torch."),
+            kv_cache_spec.block_size,
+            self.stock_builder_cls.__name__ if self.stock_builder_cls else "relay",
+            config,
+            self.options.without_texts(),
+        )
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> Any:
+        """Decodes of one length replay as one graph; the plan is made before it."""
+        return AttentionCGSupport.UNIFORM_BATCH
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+        **kwargs: Any,
+    ) -> RelayCudaMetadata:
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise RelayUnsupportedError(
+                ["non-causal attention: use another --attention-backend for this model"]
+            )
+        num_decodes, num_decode_tokens = common.num_reqs, common.num_actual_tokens
+        prompts = None
+        if self.stock is not None:
+            num_decodes, num_prompts, num_decode_tokens, _ = split_decodes_and_prefills(
+                common, decode_threshold=self.max_query_len
+            )
+            if num_prompts:
+                prompts = self.stock.build(
+                    0, _behind(common, num_decodes, num_decode_tokens), fast_build
+                )
+        started_s = time.perf_counter()
+        block_table = common.block_table_tensor[:num_decodes]
+        self.planner.update(
+            block_table,
+            common.query_start_loc[: num_decodes + 1],
+            common.seq_lens[:num_decodes],
+            max_query_len=common.max_query_len,
+            window_tokens=self.window_tokens,
+            min_shared_tokens=self.options.min_shared_tokens,
+            shares=self.options.sharing,
+        )
+        planning_time_s = time.perf_counter() - started_s
+        if (stats := self.totals.step()) is not None:
+            recorder.add_plan(replace(stats, planning_time_s=planning_time_s * stats.steps))
+            recorder.log_if_due(self.options.log_every_s, logger.info)
+        return RelayCudaMetadata(
+            num_decode_tokens=num_decode_tokens,
+            num_tokens=common.num_actual_tokens,
+            block_table=block_table,
+            planner=self.planner,
+            prompts=prompts,
+        )
+
+
+class RelayCudaImpl(AttentionImpl[RelayCudaMetadata]):
+    """Attention of one layer."""
+
+    stock_impl_cls: ClassVar[type[AttentionImpl] | None] = None
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        if reason := attn_type_reason(attn_type, "cuda"):
+            raise RelayUnsupportedError([reason])
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.alibi_slopes = (
+            None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        )
+        self.sliding_window = sliding_window
+        self.kv_cache_dtype = kv_cache_dtype
+        self.logits_soft_cap = logits_soft_cap or None
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks
+        self.stock: Any = None
+        if self.stock_impl_cls is not None:
+            self.stock = self.stock_impl_cls(
+                num_heads,
+                head_size,
+                scale,
+                self.num_kv_heads,
+                alibi_slopes,
+                sliding_window,
+                kv_cache_dtype,
+                logits_soft_cap,
+                attn_type,
+                kv_sharing_target_layer_name,
+                **({} if sinks is None else {"sinks": sinks}),
+            )
+
+    def get_impl_variants(self) -> tuple[AttentionImpl, ...]:
+        """Where a stock builder looks for the layers of its own backend."""
+        return (self,) if self.stock is None else (self, self.stock)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        if self.stock is not None:
+            self.stock.process_weights_after_loading(act_dtype)
+
+    def do_kv_cache_update(
+        self,
+        layer: AttentionLayer,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Store the step's keys and values, before ``forward`` reads any of them.
+
+        Args:
+            layer: holds the scales of an fp8 cache.
+            key, value: [tokens, num_kv_heads, head_size], may be padded.
+            kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size].
+            slot_mapping: int64 [tokens], -1 for padding.
+        """
+        if self.stock is not None:
+            self.stock.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            return
+        triton_kv_cache.write_kv_cache(
+            key, value, self._typed(kv_cache), slot_mapping, layer._k_scale, layer._v_scale
+        )
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: RelayCudaMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write the attention of ``query`` over ``kv_cache`` into ``output``.
+
+        Args:
+            layer: holds the scales of an fp8 cache.
+            query: [tokens, num_heads, head_size], may be padded.
+            key, value: of the same tokens; ``do_kv_cache_update`` has stored them.
+            kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size].
+            attn_metadata: None in profiling runs.
+            output: [tokens, num_heads, head_size]; rows of padding stay as they are.
+            output_scale, output_block_scale: must be None, output is never quantized.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("relay cannot quantize its output: disable output fusion")
+        if attn_metadata is None:
+            return output.fill_(0)
+        decodes = attn_metadata.num_decode_tokens
+        if decodes:
+            if self.alibi_slopes is not None and self.alibi_slopes.device != query.device:
+                self.alibi_slopes = self.alibi_slopes.to(query.device)
+            attn_metadata.planner.attend(
+                query[:decodes],
+                self._typed(kv_cache),
+                attn_metadata.block_table,
+                output[:decodes],
+                scale=self.scale,
+                sliding_window=self.sliding_window,
+                alibi_slopes=self.alibi_slopes,
+                logits_soft_cap=self.logits_soft_cap,
+                # cast each time: weights may be loaded again
+                sinks=None if self.sinks is None else self.sinks.float(),
+                k_scale=layer._k_scale,
+                v_scale=layer._v_scale,
+            )
+        if attn_metadata.prompts is not None:
+            rest = slice(decodes, attn_metadata.num_tokens)
+            self.stock.forward(
+                layer,
+                query[rest],
+                key[rest],
+                value[rest],
+                kv_cache,
+                attn_metadata.prompts,
+                output[rest],
+            )
+        return output
+
+    def _typed(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """vLLM allocates fp8 caches as bytes."""
+        if self.kv_cache_dtype.startswith("fp8"):
+            return kv_cache.view(torch.float8_e4m3fn)
+        return kv_cache
+
+
+def kernel_config(
+    device: torch.device, head_size: int, kv_dtype: torch.dtype
+) -> tuple[KernelConfig, int]:
+    """How to launch the kernels on a device, and its number of multiprocessors."""
+    if device.type != "cuda":  # Triton's interpreter
+        return KernelConfig(small_rows=16, large_rows=32).for_head_size(head_size), 1
+    config = config_for(
+        torch.cuda.get_device_name(device),
+        torch.cuda.get_device_capability(device),
+        head_size=head_size,
+        kv_bytes=kv_dtype.itemsize,
+    )
+    return config, torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _num_kernel_blocks(vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> int:
+    """Block ids of the block table are smaller: vLLM may cut its blocks into smaller ones for the
+    kernels, and names these."""
+    cache_config = vllm_config.cache_config
+    blocks = cache_config.num_gpu_blocks
+    if blocks is None:
+        raise RuntimeError("relay needs the number of KV blocks, and vLLM has not set it yet")
+    return int(blocks) * max(1, -(-cache_config.block_size // kv_cache_spec.block_size))
+
+
+def _window_of_all(vllm_config: VllmConfig, layer_names: list[str]) -> int:
+    """Tokens that every one of these layers sees at most; 0 if one of them sees all."""
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
+    windows = [getattr(layer.impl, "sliding_window", None) or 0 for layer in layers.values()]
+    return max(windows) if windows and all(windows) else 0
+
+
+def _behind(
+    common: CommonAttentionMetadata, num_decodes: int, num_decode_tokens: int
+) -> CommonAttentionMetadata:
+    """The requests behind the first `num_decodes` as a batch of their own."""
+    rows = slice(num_decodes, None)
+
+    def sliced(name: str, part: slice) -> dict[str, Any]:
+        value = getattr(common, name, None)
+        return {} if value is None else {name: value[part]}
+
+    return common.replace(
+        query_start_loc=common.query_start_loc[rows] - num_decode_tokens,
+        query_start_loc_cpu=common.query_start_loc_cpu[rows] - num_decode_tokens,
+        seq_lens=common.seq_lens[rows],
+        num_reqs=common.num_reqs - num_decodes,
+        num_actual_tokens=common.num_actual_tokens - num_decode_tokens,
+        block_table_tensor=common.block_table_tensor[rows],
+        slot_mapping=common.slot_mapping[num_decode_tokens:],
+        _num_computed_tokens_cache=None,
+        _token_to_req_indices_cache=None,
+        **sliced("seq_lens_cpu_upper_bound", rows),
+        **sliced("is_prefilling", rows),
+        **sliced("req_idx", rows),
+        **sliced("positions", slice(num_decode_tokens, None)),
+    )
