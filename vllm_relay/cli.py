@@ -179,6 +179,39 @@ def predict(
     raise typer.Exit(status)
 
 
+@app.command()
+def tune(
+    num_heads: Annotated[int, typer.Option("--heads", min=1, help="Query heads.")] = 32,
+    num_kv_heads: Annotated[int, typer.Option("--kv-heads", min=1, help="KV heads.")] = 8,
+    head_size: Annotated[int, typer.Option(help="Size of a head.")] = 128,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="Of the KV cache: bfloat16, float16 or fp8; as --dtype.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(min=16, help="Tokens of a KV block.")] = 16,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Where to store it; $VLLM_RELAY_CACHE or the user's cache if not said."),
+    ] = None,
+) -> None:
+    """Measure the CUDA kernels on this GPU and store the fastest configuration.
+
+    Exit status: 0, or 1 if there is no GPU or an option is refused.
+    """
+    from vllm_relay.tune import run_tune
+
+    status = run_tune(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        block_size=block_size,
+        folder=folder,
+    )
+    raise typer.Exit(status)
+
+
 def _numbers(option: str, given: str | None, kind: Callable[[str], N]) -> list[N]:
     try:
         return [kind(number) for number in given.split(",")] if given else []

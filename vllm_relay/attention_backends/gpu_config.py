@@ -10,6 +10,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+POWERS_OF_TWO = {"tile_tokens": 16, "small_rows": 16, "large_rows": 16, "num_warps": 1}
+"""Fields that have to be one, and the least: what the matrix unit takes."""
+
+MAX_QUERY_TILE_BYTES, MAX_KV_TILE_BYTES = 32 << 10, 16 << 10
+"""128 rows, and 64 tokens, of heads of size 128 in 16 bits."""
+
 
 @dataclass(frozen=True)
 class KernelConfig:
@@ -29,7 +35,8 @@ class KernelConfig:
     """Rows of the tile that ranges of few rows take."""
     large_rows: int = 128
     num_warps: int = 8
-    num_stages: int = 2
+    num_stages: int = 3
+    """Tiles of tokens in shared memory, all but one on their way while one is computed."""
     programs_per_sm: int = 1
     state_cost: float = 1.0
     """Writing and reading a state, over reading as many bytes of KV."""
@@ -37,6 +44,16 @@ class KernelConfig:
     """Starting a range costs as much as reading this many tokens."""
 
     def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            is_whole = type(value) is int and value > 0
+            if least := POWERS_OF_TWO.get(name):
+                if not is_whole or value < least or value & (value - 1):
+                    raise ValueError(f"{name} is {value!r}, expected a power of two from {least}")
+            elif name in ("state_cost", "start_tokens"):
+                if type(value) not in (int, float) or not 0 <= value < float("inf"):
+                    raise ValueError(f"{name} is {value!r}, expected a number from 0")
+            elif not is_whole:
+                raise ValueError(f"{name} is {value!r}, expected a whole number from 1")
         if self.segment_tokens % self.tile_tokens or self.section_tokens % self.segment_tokens:
             raise ValueError(
                 "a section must be whole segments, and a segment whole tiles: got "
@@ -47,18 +64,27 @@ class KernelConfig:
                 f"large_rows is {self.large_rows}, expected at least small_rows, {self.small_rows}"
             )
 
-    def for_head_size(self, head_size: int) -> KernelConfig:
-        """This, with tiles whose states fit in registers."""
-        if head_size <= 128:
-            return self
-        return replace(self, large_rows=min(self.large_rows, self.small_rows))
+    def for_head_size(self, head_size: int, itemsize: int = 2) -> KernelConfig:
+        """This, with tiles that fit in registers and shared memory.
+
+        Args:
+            itemsize: bytes per element of queries.
+        """
+        padded_bytes = itemsize << (head_size - 1).bit_length()
+        large_rows = min(self.large_rows, max(16, MAX_QUERY_TILE_BYTES // padded_bytes))
+        return replace(
+            self,
+            tile_tokens=min(self.tile_tokens, max(16, MAX_KV_TILE_BYTES // padded_bytes)),
+            large_rows=large_rows,
+            small_rows=min(self.small_rows, large_rows),
+        )
 
 
 # Rows of one height only where the matrix instructions of two heights are not known to round
 # alike: sm_80 has one instruction for all heights, sm_90 takes wgmma from 64 rows on.
 SHIPPED = {
     90: KernelConfig(),
-    80: KernelConfig(small_rows=16, large_rows=64, num_warps=4, programs_per_sm=2),
+    80: KernelConfig(tile_tokens=32, small_rows=16, large_rows=64, num_warps=4, programs_per_sm=2),
 }
 """By compute capability, 90 for sm_90; a GPU takes the newest that is not newer than itself."""
 
@@ -86,10 +112,10 @@ def config_for(
     if path.exists():
         tuned = read_tuned(path)
         if (config := tuned.get(config_key(head_size, kv_bytes))) is not None:
-            return config.for_head_size(head_size)
+            return config
     number = capability[0] * 10 + capability[1]
     newest = max((shipped for shipped in SHIPPED if shipped <= number), default=min(SHIPPED))
-    return SHIPPED[newest].for_head_size(head_size)
+    return SHIPPED[newest]
 
 
 def config_key(head_size: int, kv_bytes: int) -> str:
@@ -117,7 +143,7 @@ def read_tuned(path: Path) -> dict[str, KernelConfig]:
     Raises:
         ValueError: the file is no such file; the message names it.
     """
-    known = {field.name: field.type for field in fields(KernelConfig)}
+    known = {field.name for field in fields(KernelConfig)}
     try:
         configs = json.loads(path.read_text())["configs"]
         result = {}
@@ -135,8 +161,11 @@ def read_tuned(path: Path) -> dict[str, KernelConfig]:
 
 def write_tuned(path: Path, configs: dict[str, KernelConfig], facts: dict[str, Any]) -> None:
     """Store configurations with what they were measured on; what is there already stays, but for
-    the same keys."""
-    kept = read_tuned(path) if path.exists() else {}
+    the same keys. A file that cannot be used is replaced."""
+    try:
+        kept = read_tuned(path)
+    except ValueError:
+        kept = {}
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(
         {**facts, "configs": {key: asdict(config) for key, config in {**kept, **configs}.items()}},

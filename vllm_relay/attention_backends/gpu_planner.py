@@ -56,7 +56,7 @@ class DevicePlanner:
         device: torch.device | str,
     ) -> None:
         self.limits = limits
-        self.config = config = config.for_head_size(head_size)
+        self.config = config = config.for_head_size(head_size, max(2, kv_dtype.itemsize))
         self.num_programs = num_programs
         self.group_size = num_heads // num_kv_heads
         self.num_kv_heads = num_kv_heads
@@ -71,7 +71,7 @@ class DevicePlanner:
 
         max_granules = max(1, limits.max_seq_len // self.granule_tokens)
         # a range has pieces up to the first section, one per section, and what is left of a segment
-        sections = -(-limits.max_seq_len // config.section_tokens)
+        sections = 1 + limits.max_seq_len // config.section_tokens
         segments = config.section_tokens // config.segment_tokens
         pieces = segments + sections + 2
         entries = tokens * (1 + gpu_plan.MAX_DEPTH)
@@ -151,6 +151,8 @@ class DevicePlanner:
         """
         num_requests = seq_lens.shape[0]
         if num_requests == 0:
+            self.plan.counts[: triton_plan.EPOCH.value].zero_()
+            self.plan.token_request.fill_(-1)
             return self.plan
         plan, config = self.plan, self.config
         requests = triton.next_power_of_2(self.limits.max_requests)

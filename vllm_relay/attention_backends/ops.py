@@ -4,8 +4,9 @@
 `reference.py` has the same functions in plain float64 torch.
 
 The KV cache is what vLLM allocates for a layer, `[num_blocks, num_kv_heads, block_size,
-2 * head_size]`; inside the area of one block and head the keys come first, then the values, both
-packed for vector and tile registers (docs/kernels.md).
+2 * head_size]`. On CPUs the area of one block and head holds first the keys, then the values, both
+packed for vector and tile registers (docs/kernels.md). On GPUs each token has its key and then its
+value; the cache may also be float8_e4m3fn (docs/cuda.md).
 """
 
 import numpy as np
@@ -14,11 +15,22 @@ import torch
 from vllm_relay.attention_backends import cpu
 from vllm_relay.attention_backends.forest import Forest
 from vllm_relay.attention_backends.plan import plan_step
-from vllm_relay.limits import BLOCK_SIZE_MULTIPLE_TOKENS, HEAD_SIZES
+from vllm_relay.limits import (
+    BLOCK_SIZE_MULTIPLE_TOKENS,
+    CUDA_BLOCK_SIZE_MULTIPLE_TOKENS,
+    HEAD_SIZES,
+)
 
 
 def write_kv_cache(
-    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    kernel: str = "auto",
 ) -> None:
     """Writes the keys and values of new tokens into their slots.
 
@@ -28,23 +40,32 @@ def write_kv_cache(
         kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size].
         slot_mapping: int64 [tokens]; block * block_size + offset, or negative for a token that is
             not to be stored. Tokens of `key` past its end are ignored.
+        k_scale, v_scale: what keys and values are divided by in an fp8 cache.
+        kernel: as for `relay_attention`.
 
     Raises:
-        ValueError: an argument has the wrong shape, dtype or a slot outside the cache.
+        ValueError: an argument has the wrong shape, dtype or a slot outside the cache. Slots on a
+            GPU are not looked at: that would wait for it.
     """
-    num_blocks, num_kv_heads, block_size, head_size = _check_kv_cache(kv_cache)
+    on_gpu = _runs_triton(kv_cache, kernel)
+    num_blocks, num_kv_heads, block_size, head_size = _check_kv_cache(kv_cache, on_gpu=on_gpu)
     for name, tensor in (("key", key), ("value", value)):
-        _check_dtype(name, tensor, (kv_cache.dtype,))
-        _check_shape(name, tensor, ("tokens", num_kv_heads, head_size))
+        _check_dtype(name, tensor, _dtypes_beside(kv_cache))
+        _check_shape(name, tensor, ("tokens", num_kv_heads, head_size), kv_cache.device)
         _check_packed_heads(name, tensor)
     _check_dtype("slot_mapping", slot_mapping, (torch.int64,))
-    _check_shape("slot_mapping", slot_mapping, ("tokens",))
+    _check_shape("slot_mapping", slot_mapping, ("tokens",), kv_cache.device)
     if slot_mapping.shape[0] > min(key.shape[0], value.shape[0]):
         raise ValueError(
             f"slot_mapping: {slot_mapping.shape[0]} slots were given for {key.shape[0]} keys and "
             f"{value.shape[0]} values"
         )
     slot_mapping = slot_mapping.contiguous()
+    if on_gpu:
+        from vllm_relay.attention_backends import gpu_ops
+
+        gpu_ops.write_kv_cache(key, value, kv_cache, slot_mapping, k_scale, v_scale)
+        return
     if slot_mapping.numel() and int(slot_mapping.max()) >= num_blocks * block_size:
         raise ValueError(
             f"slot_mapping: slot {int(slot_mapping.max())} is outside the cache of "
@@ -69,6 +90,8 @@ def relay_attention(
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     kernel: str = "auto",
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of the last tokens of every request over all of its tokens, reading KV
     blocks that several requests share once for all of them.
@@ -92,7 +115,9 @@ def relay_attention(
         logits_soft_cap: scores become cap * tanh(scores / cap), before ALiBi.
         sinks: [heads]; one logit per head that takes part in the denominator only.
         out: [tokens, heads, head_size] to write to.
-        kernel: "auto", or the name of a kernel (`vllm-relay doctor` lists them).
+        kernel: "auto", or the name of a kernel (`vllm-relay doctor` lists them); tensors on a GPU
+            are served by "triton", which on CPU tensors runs in Triton's interpreter only.
+        k_scale, v_scale: factors of the keys and values of an fp8 cache.
 
     Returns:
         output [tokens, heads, head_size] in the dtype of `query`, and the natural logarithm of
@@ -101,23 +126,23 @@ def relay_attention(
         `out` (zeros and -inf in what is returned otherwise).
 
     Raises:
-        ValueError: an argument is unusable; the message names it.
+        ValueError: an argument is unusable; the message names it. Of tensors on a GPU shapes and
+            dtypes are checked, but not what they hold: that would wait for it.
 
     Source: RelayAttention (Zhu et al., 2024), section 3, for one prefix; here over a forest, folded
         in token order instead of merged by log-sum-exp.
     """
-    num_blocks, _, block_size, head_size = _check_kv_cache(kv_cache, num_kv_heads)
-    _check_dtype("query", query, (kv_cache.dtype,))
-    _check_shape("query", query, ("tokens", "heads", head_size))
+    on_gpu = _runs_triton(kv_cache, kernel)
+    num_blocks, _, block_size, head_size = _check_kv_cache(kv_cache, num_kv_heads, on_gpu=on_gpu)
+    _check_dtype("query", query, _dtypes_beside(kv_cache))
+    _check_shape("query", query, ("tokens", "heads", head_size), kv_cache.device)
     _check_packed_heads("query", query)
     num_tokens, num_heads, _ = query.shape
     if num_heads % num_kv_heads:
         raise ValueError(
             f"query: {num_heads} heads cannot be shared evenly by num_kv_heads={num_kv_heads}"
         )
-    block_table, starts, lens = _check_batch(
-        block_table, query_start_loc, seq_lens, num_tokens, num_blocks, block_size
-    )
+    _check_batch_shapes(block_table, query_start_loc, seq_lens, kv_cache.device)
     if forest is not None and forest != "auto" and not isinstance(forest, Forest):
         raise ValueError(f'forest: expected "auto", None or a Forest, got {forest!r}')
     if sliding_window is not None and sliding_window < 0:
@@ -127,10 +152,38 @@ def relay_attention(
     if out is None:
         out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     _check_dtype("out", out, (query.dtype,))
-    _check_shape("out", out, tuple(query.shape))
+    _check_shape("out", out, tuple(query.shape), kv_cache.device)
     _check_packed_heads("out", out)
-    lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float32)
+    lse = torch.full(
+        (num_tokens, num_heads), -torch.inf, dtype=torch.float32, device=kv_cache.device
+    )
+    alibi_slopes = _per_head("alibi_slopes", alibi_slopes, num_heads, kv_cache.device)
+    sinks = _per_head("sinks", sinks, num_heads, kv_cache.device)
+    if on_gpu:
+        from vllm_relay.attention_backends import gpu_ops
 
+        gpu_ops.relay_attention(
+            query,
+            kv_cache,
+            block_table,
+            query_start_loc,
+            seq_lens,
+            out,
+            lse,
+            scale=scale,
+            num_kv_heads=num_kv_heads,
+            forest=forest,
+            sliding_window=sliding_window,
+            alibi_slopes=alibi_slopes,
+            logits_soft_cap=logits_soft_cap,
+            sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+        return out, lse
+    block_table, starts, lens = _check_batch(
+        block_table, query_start_loc, seq_lens, num_tokens, num_blocks, block_size
+    )
     plan = plan_step(
         block_table.numpy(),
         starts,
@@ -152,9 +205,9 @@ def relay_attention(
         scale=scale,
         num_kv_heads=num_kv_heads,
         sliding_window=sliding_window,
-        alibi_slopes=_per_head("alibi_slopes", alibi_slopes, num_heads),
+        alibi_slopes=alibi_slopes,
         logits_soft_cap=logits_soft_cap,
-        sinks=_per_head("sinks", sinks, num_heads),
+        sinks=sinks,
     )
     return out, lse
 
@@ -178,10 +231,11 @@ def merge_states(
 
     Source: RelayAttention (Zhu et al., 2024), equations 4 to 6.
     """
-    _check_shape("output_a", output_a, ("tokens", "heads", "head_size"))
-    _check_shape("output_b", output_b, tuple(output_a.shape))
+    device = output_a.device
+    _check_shape("output_a", output_a, ("tokens", "heads", "head_size"), device)
+    _check_shape("output_b", output_b, tuple(output_a.shape), device)
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        _check_shape(name, lse, tuple(output_a.shape[:2]))
+        _check_shape(name, lse, tuple(output_a.shape[:2]), device)
     _check_dtype("output_b", output_b, (output_a.dtype,))
     states = []
     for output, lse in ((output_a, lse_a), (output_b, lse_b)):
@@ -203,7 +257,26 @@ def merge_states(
     return output.to(output_a.dtype), reference + total.log()
 
 
-def _check_shape(name: str, tensor: torch.Tensor, expected: tuple[int | str, ...]) -> None:
+def _runs_triton(kv_cache: torch.Tensor, kernel: str) -> bool:
+    """Whether the Triton kernels serve a cache: on a GPU, or because they are asked for."""
+    on_gpu = kv_cache.device.type == "cuda"
+    if on_gpu and kernel not in ("auto", "triton"):
+        raise ValueError(f'kernel: {kernel!r} is a CPU kernel, expected "triton" for a GPU')
+    if not on_gpu and kv_cache.device.type != "cpu":
+        raise ValueError(f"kv_cache: expected a CPU or CUDA tensor, got one on {kv_cache.device}")
+    return on_gpu or kernel == "triton"
+
+
+def _dtypes_beside(kv_cache: torch.Tensor) -> tuple[torch.dtype, ...]:
+    """The dtypes that queries, keys and values may have beside a cache."""
+    if kv_cache.dtype == torch.float8_e4m3fn:
+        return (torch.float16, torch.bfloat16)
+    return (kv_cache.dtype,)
+
+
+def _check_shape(
+    name: str, tensor: torch.Tensor, expected: tuple[int | str, ...], device: torch.device
+) -> None:
     fits = tensor.dim() == len(expected) and all(
         isinstance(want, str) or want == got
         for want, got in zip(expected, tensor.shape, strict=True)
@@ -211,8 +284,8 @@ def _check_shape(name: str, tensor: torch.Tensor, expected: tuple[int | str, ...
     if not fits:
         wanted = ", ".join(str(size) for size in expected)
         raise ValueError(f"{name}: expected shape [{wanted}], got {list(tensor.shape)}")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name}: expected a CPU tensor, got one on {tensor.device}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
 
 
 def _check_dtype(name: str, tensor: torch.Tensor, expected: tuple[torch.dtype, ...]) -> None:
@@ -230,13 +303,15 @@ def _check_packed_heads(name: str, tensor: torch.Tensor) -> None:
 
 
 def _check_kv_cache(
-    kv_cache: torch.Tensor, num_kv_heads: int | None = None
+    kv_cache: torch.Tensor, num_kv_heads: int | None = None, *, on_gpu: bool = False
 ) -> tuple[int, int, int, int]:
-    _check_dtype("kv_cache", kv_cache, cpu.SUPPORTED_DTYPES)
+    fp8 = (torch.float8_e4m3fn,) if on_gpu else ()
+    _check_dtype("kv_cache", kv_cache, (*cpu.SUPPORTED_DTYPES, *fp8))
     _check_shape(
         "kv_cache",
         kv_cache,
         ("num_blocks", num_kv_heads or "num_kv_heads", "block_size", "2 * head_size"),
+        kv_cache.device,
     )
     num_blocks, num_kv_heads, block_size, content = kv_cache.shape
     head_size = content // 2
@@ -245,17 +320,38 @@ def _check_kv_cache(
             f"kv_cache: expected 2 * head_size with head_size in {HEAD_SIZES} as its last "
             f"dimension, got {content}"
         )
-    if block_size % BLOCK_SIZE_MULTIPLE_TOKENS or block_size == 0:
+    multiple = CUDA_BLOCK_SIZE_MULTIPLE_TOKENS if on_gpu else BLOCK_SIZE_MULTIPLE_TOKENS
+    if block_size % multiple or block_size == 0:
         raise ValueError(
-            f"kv_cache: expected a block size that is a multiple of {BLOCK_SIZE_MULTIPLE_TOKENS}, "
-            f"got {block_size}"
+            f"kv_cache: expected a block size that is a multiple of {multiple}, got {block_size}"
         )
-    if num_blocks and (kv_cache.stride(3) != 1 or kv_cache.stride(2) != content):
+    if on_gpu:
+        if num_blocks and kv_cache.stride(3) != 1:
+            raise ValueError(
+                "kv_cache: key and value of a token must be contiguous, got strides "
+                f"{kv_cache.stride()}"
+            )
+    elif num_blocks and (kv_cache.stride(3) != 1 or kv_cache.stride(2) != content):
         raise ValueError(
             "kv_cache: the area of one block and head must be contiguous, got strides "
             f"{kv_cache.stride()}"
         )
     return num_blocks, num_kv_heads, block_size, head_size
+
+
+def _check_batch_shapes(
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    device: torch.device,
+) -> None:
+    _check_shape("seq_lens", seq_lens, ("requests",), device)
+    num_requests = seq_lens.shape[0]
+    _check_shape("query_start_loc", query_start_loc, (num_requests + 1,), device)
+    _check_shape("block_table", block_table, (num_requests, "blocks"), device)
+    _check_dtype("block_table", block_table, (torch.int32,))
+    for name, tensor in (("query_start_loc", query_start_loc), ("seq_lens", seq_lens)):
+        _check_dtype(name, tensor, (torch.int32, torch.int64))
 
 
 def _check_batch(
@@ -266,13 +362,7 @@ def _check_batch(
     num_blocks: int,
     block_size: int,
 ) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
-    _check_shape("seq_lens", seq_lens, ("requests",))
     num_requests = seq_lens.shape[0]
-    _check_shape("query_start_loc", query_start_loc, (num_requests + 1,))
-    _check_shape("block_table", block_table, (num_requests, "blocks"))
-    _check_dtype("block_table", block_table, (torch.int32,))
-    for name, tensor in (("query_start_loc", query_start_loc), ("seq_lens", seq_lens)):
-        _check_dtype(name, tensor, (torch.int32, torch.int64))
     starts, lens = query_start_loc.numpy(), seq_lens.numpy()
     query_lens = np.diff(starts)
     if num_requests and (starts[0] < 0 or starts[-1] > num_tokens or (query_lens < 0).any()):
@@ -307,10 +397,10 @@ def _check_batch(
 
 
 def _per_head(
-    name: str, values: torch.Tensor | list[float] | None, num_heads: int
+    name: str, values: torch.Tensor | list[float] | None, num_heads: int, device: torch.device
 ) -> torch.Tensor | None:
     if values is None:
         return None
-    tensor = torch.as_tensor(values).to(torch.float32).contiguous()
-    _check_shape(name, tensor, (num_heads,))
+    tensor = torch.as_tensor(values).to(device, torch.float32).contiguous()
+    _check_shape(name, tensor, (num_heads,), device)
     return tensor

@@ -111,7 +111,7 @@ def plan_step(
         kept = Forest.none(num_requests)
     elif isinstance(forest, Forest):
         kept = forest
-        _check_given_forest(kept, block_table, query_lens, seq_lens, block_size)
+        check_forest(kept, block_table, query_lens, seq_lens, block_size)
     else:
         # the first query token of a request sees this many tokens, and the others see more
         shareable_tokens = np.where(query_lens > 0, seq_lens - query_lens + 1, 0)
@@ -154,13 +154,18 @@ def plan_step(
     )
 
 
-def _check_given_forest(
+def check_forest(
     forest: Forest,
     block_table: np.ndarray,
     query_lens: np.ndarray,
     seq_lens: np.ndarray,
     block_size: int,
 ) -> None:
+    """Check that a forest describes requests with these block tables and lengths.
+
+    Raises:
+        ValueError: what the first inconsistency is.
+    """
     if len(forest.order) != len(seq_lens):
         raise ValueError(
             f"forest: it orders {len(forest.order)} requests, the batch has {len(seq_lens)}"

@@ -35,7 +35,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_relay import compat
 from vllm_relay.attention_backends import triton_kv_cache
-from vllm_relay.attention_backends.gpu_config import KernelConfig, config_for
+from vllm_relay.attention_backends.gpu_ops import device_config
 from vllm_relay.attention_backends.gpu_planner import DevicePlanner, PlannerLimits, TotalsReader
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import (
@@ -146,7 +146,7 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
         ) or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         is_fp8 = vllm_config.cache_config.cache_dtype.startswith("fp8")
         kv_dtype = torch.float8_e4m3fn if is_fp8 else kv_cache_spec.dtype
-        config, num_sms = kernel_config(device, kv_cache_spec.head_size, kv_dtype)
+        config, num_programs = device_config(device, kv_cache_spec.head_size, kv_dtype)
         self.planner = DevicePlanner(
             PlannerLimits(
                 max_requests=max(scheduler_config.max_num_seqs, *captured, 1),
@@ -161,7 +161,7 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
             num_kv_heads=kv_cache_spec.num_kv_heads,
             head_size=kv_cache_spec.head_size,
             kv_dtype=kv_dtype,
-            num_programs=num_sms * config.programs_per_sm,
+            num_programs=num_programs,
             device=device,
         )
         self.totals = TotalsReader(self.planner, TOTALS_EVERY_STEPS)
@@ -377,21 +377,6 @@ class RelayCudaImpl(AttentionImpl[RelayCudaMetadata]):
         if self.kv_cache_dtype.startswith("fp8"):
             return kv_cache.view(torch.float8_e4m3fn)
         return kv_cache
-
-
-def kernel_config(
-    device: torch.device, head_size: int, kv_dtype: torch.dtype
-) -> tuple[KernelConfig, int]:
-    """How to launch the kernels on a device, and its number of multiprocessors."""
-    if device.type != "cuda":  # Triton's interpreter
-        return KernelConfig(small_rows=16, large_rows=32).for_head_size(head_size), 1
-    config = config_for(
-        torch.cuda.get_device_name(device),
-        torch.cuda.get_device_capability(device),
-        head_size=head_size,
-        kv_bytes=kv_dtype.itemsize,
-    )
-    return config, torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _num_kernel_blocks(vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> int:

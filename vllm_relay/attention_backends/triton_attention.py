@@ -24,6 +24,7 @@ EMPTY: tl.constexpr = tl.constexpr(-1.0e30)
 ITEM_FIELDS: tl.constexpr = tl.constexpr(gpu_plan.ITEM_FIELDS)
 STATE: tl.constexpr = tl.constexpr(gpu_plan.MODE_STATE)
 TILE_STATES: tl.constexpr = tl.constexpr(gpu_plan.MODE_TILE_STATES)
+DIRECT: tl.constexpr = tl.constexpr(gpu_plan.MODE_DIRECT)
 NUM_LARGE: tl.constexpr = tl.constexpr(gpu_plan.NUM_LARGE_ITEMS)
 NUM_SMALL: tl.constexpr = tl.constexpr(gpu_plan.NUM_SMALL_ITEMS)
 
@@ -64,10 +65,20 @@ def finish(total, reference, output, sink, v_scale, HAS_SINKS: tl.constexpr):
 
 
 @triton.jit
+def _load_blocks(
+    table_ptr, tile_begin, first_token, end_token, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
+):
+    """The KV block of each token of the tile that begins at `tile_begin`."""
+    token = tile_begin + tl.arange(0, TILE)
+    is_read = (token >= first_token) & (token < end_token)
+    return tl.load(table_ptr + token // BLOCK_SIZE, mask=is_read, other=0)
+
+
+@triton.jit
 def _tile_state(
     query,
     kv_ptr,
-    table_ptr,
+    blocks,
     tile_begin,
     first_token,
     end_token,
@@ -92,8 +103,7 @@ def _tile_state(
     token = tile_begin + tl.arange(0, TILE)
     dim = tl.arange(0, PADDED_HEAD)
     is_read = (token >= first_token) & (token < end_token)
-    block = tl.load(table_ptr + token // BLOCK_SIZE, mask=is_read, other=0).to(tl.int64)
-    offset = block * kv_stride_block + (token % BLOCK_SIZE) * kv_stride_token
+    offset = blocks.to(tl.int64) * kv_stride_block + (token % BLOCK_SIZE) * kv_stride_token
     pointers = kv_ptr + offset[:, None] + dim[None, :]
     mask = is_read[:, None]
     if PADDED_HEAD != HEAD_SIZE:
@@ -122,9 +132,177 @@ def _tile_state(
 
 
 @triton.jit
+def _load_item(items_ptr, work, num_work, NUM_KV_HEADS: tl.constexpr):
+    """The fields of the item of a piece of work, zeros behind the last one."""
+    item_ptr = items_ptr + work // NUM_KV_HEADS * ITEM_FIELDS
+    exists = work < num_work
+    table_row = tl.load(item_ptr, mask=exists, other=0)
+    members_first = tl.load(item_ptr + 1, mask=exists, other=0)
+    row_first = tl.load(item_ptr + 2, mask=exists, other=0)
+    num_rows = tl.load(item_ptr + 3, mask=exists, other=0)
+    begin = tl.load(item_ptr + 4, mask=exists, other=0)
+    end = tl.load(item_ptr + 5, mask=exists, other=0)
+    first_slot = tl.load(item_ptr + 6, mask=exists, other=0)
+    slots_per_entry = tl.load(item_ptr + 7, mask=exists, other=0)
+    mode = tl.load(item_ptr + 8, mask=exists, other=0)
+    return (
+        table_row, members_first, row_first, num_rows, begin, end, first_slot, slots_per_entry,
+        mode,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_rows(members_ptr, visible_ptr, item, ROWS: tl.constexpr, GROUP: tl.constexpr):
+    """The query token of each row, and how many KV tokens it sees."""
+    row = item[2] + tl.arange(0, ROWS)
+    is_row = row < item[3]
+    token = tl.load(members_ptr + item[1] + row // GROUP, mask=is_row, other=0)
+    return token, tl.load(visible_ptr + token, mask=is_row, other=0)
+
+
+@triton.jit
 def _attend_item(
-    item_ptr,
+    item,
+    token,
+    visible,
     head,
+    query_ptr,
+    kv_ptr,
+    v_scale_ptr,
+    table_ptr,
+    slopes_ptr,
+    sinks_ptr,
+    total_ptr,
+    reference_ptr,
+    state_ptr,
+    out_ptr,
+    lse_ptr,
+    scale,
+    soft_cap,
+    window,
+    query_stride_token,
+    query_stride_head,
+    kv_stride_block,
+    kv_stride_head,
+    kv_stride_token,
+    table_stride,
+    out_stride_token,
+    out_stride_head,
+    ROWS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PADDED_HEAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    table_row, _, row_first, num_rows, begin, item_end, first_slot, slots_per_entry, mode = item
+    row = row_first + tl.arange(0, ROWS)
+    is_row = row < num_rows
+    entry = row // GROUP
+    query_head = head * GROUP + row % GROUP
+    dim = tl.arange(0, PADDED_HEAD)
+    is_dim = dim < HEAD_SIZE
+    row_mask = is_row[:, None] & is_dim[None, :]
+    query = tl.load(
+        query_ptr
+        + token.to(tl.int64)[:, None] * query_stride_token
+        + (query_head * query_stride_head)[:, None]
+        + dim[None, :],
+        mask=row_mask,
+        other=0.0,
+    )
+    slope = tl.zeros((ROWS,), tl.float32)
+    if HAS_ALIBI:
+        slope = tl.load(slopes_ptr + query_head, mask=is_row, other=0.0)
+
+    # what some row sees; states of tiles are written for all tiles of the item
+    first_token = begin
+    if HAS_WINDOW:
+        seen_from = tl.where(is_row, visible - window, 2147483647)
+        first_token = tl.maximum(begin, tl.min(seen_from, 0))
+    end_token = tl.minimum(item_end, tl.max(visible, 0))
+    first_tile = first_token // TILE * TILE
+    end_tile = end_token
+    if mode == TILE_STATES:
+        first_tile = begin
+        end_tile = item_end
+    kv_ptr += head * kv_stride_head
+    table_ptr += table_row.to(tl.int64) * table_stride
+    # int64: states of a large batch exceed 2^31 floats
+    slot_row = (first_slot + entry * slots_per_entry).to(tl.int64) * NUM_HEADS + query_head
+
+    total = tl.zeros((ROWS,), tl.float32)
+    reference = tl.full((ROWS,), EMPTY, tl.float32)
+    output = tl.zeros((ROWS, PADDED_HEAD), tl.float32)
+    holds_state = False
+    # one tile ahead: a load whose address waits for another one is not pipelined
+    blocks = _load_blocks(table_ptr, first_tile, first_token, end_token, BLOCK_SIZE, TILE)
+    for tile_begin in range(first_tile, end_tile, TILE):
+        next_tile = tile_begin + TILE
+        next_blocks = _load_blocks(table_ptr, next_tile, first_token, end_token, BLOCK_SIZE, TILE)
+        tile_total, tile_reference, tile_output = _tile_state(
+            query, kv_ptr, blocks, tile_begin, first_token, end_token, visible, slope, scale,
+            soft_cap, window, kv_stride_block, kv_stride_token, HEAD_SIZE, PADDED_HEAD,
+            BLOCK_SIZE, TILE, HAS_SOFT_CAP, HAS_ALIBI, HAS_WINDOW, PRECISION,
+        )  # fmt: skip
+        blocks = next_blocks
+        total, reference, output = fold(
+            total, reference, output, tile_total, tile_reference, tile_output
+        )
+        is_last = (next_tile % SEGMENT == 0) | (next_tile >= end_tile) | (mode == TILE_STATES)
+        if is_last & (mode != DIRECT):
+            state_pointers = state_ptr + slot_row[:, None] * HEAD_SIZE + dim[None, :]
+            if holds_state:  # this program's, of the segments before
+                before_total = tl.load(total_ptr + slot_row, mask=is_row, other=0.0)
+                before_reference = tl.load(reference_ptr + slot_row, mask=is_row, other=0.0)
+                before_output = tl.load(state_pointers, mask=row_mask, other=0.0)
+                total, reference, output = fold(
+                    before_total, before_reference, before_output, total, reference, output
+                )
+            tl.store(total_ptr + slot_row, total, mask=is_row)
+            tl.store(reference_ptr + slot_row, reference, mask=is_row)
+            tl.store(state_pointers, output, mask=row_mask)
+            holds_state = mode == STATE
+            if mode == TILE_STATES:
+                slot_row += NUM_HEADS
+            total = tl.zeros((ROWS,), tl.float32)
+            reference = tl.full((ROWS,), EMPTY, tl.float32)
+            output = tl.zeros((ROWS, PADDED_HEAD), tl.float32)
+    if mode == DIRECT:
+        sink = tl.zeros((ROWS,), tl.float32)
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + query_head, mask=is_row, other=0.0)
+        v_scale = tl.load(v_scale_ptr)
+        output, lse = finish(total, reference, output, sink, v_scale, HAS_SINKS)
+        tl.store(
+            out_ptr
+            + token.to(tl.int64)[:, None] * out_stride_token
+            + (query_head * out_stride_head)[:, None]
+            + dim[None, :],
+            output.to(out_ptr.dtype.element_ty),
+            mask=row_mask,
+        )
+        if HAS_LSE:
+            tl.store(lse_ptr + token * NUM_HEADS + query_head, lse, mask=is_row)
+    elif (mode == STATE) & (first_tile >= end_tile):  # its rows see nothing of it
+        tl.store(total_ptr + slot_row, total, mask=is_row)
+        tl.store(reference_ptr + slot_row, reference, mask=is_row)
+        tl.store(state_ptr + slot_row[:, None] * HEAD_SIZE + dim[None, :], output, mask=row_mask)
+
+
+@triton.jit
+def _attend_items(
+    items_ptr,
+    first_work,
+    num_work,
     query_ptr,
     kv_ptr,
     v_scale_ptr,
@@ -164,108 +342,30 @@ def _attend_item(
     HAS_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    table_row = tl.load(item_ptr)
-    members_first = tl.load(item_ptr + 1)
-    row_first = tl.load(item_ptr + 2)
-    num_rows = tl.load(item_ptr + 3)
-    begin = tl.load(item_ptr + 4)
-    end = tl.load(item_ptr + 5)
-    first_slot = tl.load(item_ptr + 6)
-    slots_per_entry = tl.load(item_ptr + 7)
-    mode = tl.load(item_ptr + 8)
-
-    row = row_first + tl.arange(0, ROWS)
-    is_row = row < num_rows
-    entry = row // GROUP
-    query_head = head * GROUP + row % GROUP
-    token = tl.load(members_ptr + members_first + entry, mask=is_row, other=0)
-    visible = tl.load(visible_ptr + token, mask=is_row, other=0)
-    dim = tl.arange(0, PADDED_HEAD)
-    is_dim = dim < HEAD_SIZE
-    query = tl.load(
-        query_ptr
-        + token.to(tl.int64)[:, None] * query_stride_token
-        + (query_head * query_stride_head)[:, None]
-        + dim[None, :],
-        mask=is_row[:, None] & is_dim[None, :],
-        other=0.0,
-    )
-    slope = tl.zeros((ROWS,), tl.float32)
-    if HAS_ALIBI:
-        slope = tl.load(slopes_ptr + query_head, mask=is_row, other=0.0)
-
-    end = tl.minimum(end, tl.max(visible, 0))
-    first_token = begin
-    if HAS_WINDOW:
-        seen_from = tl.where(is_row, visible - window, 2147483647)
-        first_token = tl.maximum(begin, tl.min(seen_from, 0))
-    kv_ptr += head * kv_stride_head
-    table_ptr += table_row.to(tl.int64) * table_stride
-    # int64: states of a large batch exceed 2^31 floats
-    slot_row = (first_slot + entry * slots_per_entry).to(tl.int64) * NUM_HEADS + query_head
-
-    if mode == TILE_STATES:
-        for tile_begin in range(begin, tl.load(item_ptr + 5), TILE):
-            total, reference, output = _tile_state(
-                query, kv_ptr, table_ptr, tile_begin, first_token, end, visible, slope, scale,
-                soft_cap, window, kv_stride_block, kv_stride_token, HEAD_SIZE, PADDED_HEAD,
-                BLOCK_SIZE, TILE, HAS_SOFT_CAP, HAS_ALIBI, HAS_WINDOW, PRECISION,
-            )  # fmt: skip
-            tl.store(total_ptr + slot_row, total, mask=is_row)
-            tl.store(reference_ptr + slot_row, reference, mask=is_row)
-            tl.store(
-                state_ptr + slot_row[:, None] * HEAD_SIZE + dim[None, :],
-                output,
-                mask=is_row[:, None] & is_dim[None, :],
-            )
-            slot_row += NUM_HEADS
-    else:
-        state_pointers = state_ptr + slot_row[:, None] * HEAD_SIZE + dim[None, :]
-        state_mask = is_row[:, None] & is_dim[None, :]
-        for segment_begin in range(begin, tl.load(item_ptr + 5), SEGMENT):
-            total = tl.zeros((ROWS,), tl.float32)
-            reference = tl.full((ROWS,), EMPTY, tl.float32)
-            output = tl.zeros((ROWS, PADDED_HEAD), tl.float32)
-            first_tile = tl.maximum(segment_begin, first_token // TILE * TILE)
-            for tile_begin in range(first_tile, tl.minimum(segment_begin + SEGMENT, end), TILE):
-                tile_total, tile_reference, tile_output = _tile_state(
-                    query, kv_ptr, table_ptr, tile_begin, first_token, end, visible, slope, scale,
-                    soft_cap, window, kv_stride_block, kv_stride_token, HEAD_SIZE, PADDED_HEAD,
-                    BLOCK_SIZE, TILE, HAS_SOFT_CAP, HAS_ALIBI, HAS_WINDOW, PRECISION,
-                )  # fmt: skip
-                total, reference, output = fold(
-                    total, reference, output, tile_total, tile_reference, tile_output
-                )
-            if mode == STATE:
-                if segment_begin != begin:
-                    # what this program stored for the segments before
-                    before_total = tl.load(total_ptr + slot_row, mask=is_row, other=0.0)
-                    before_reference = tl.load(reference_ptr + slot_row, mask=is_row, other=0.0)
-                    before_output = tl.load(state_pointers, mask=state_mask, other=0.0)
-                    total, reference, output = fold(
-                        before_total, before_reference, before_output, total, reference, output
-                    )
-                tl.debug_barrier()  # all have loaded before any stores
-                tl.store(total_ptr + slot_row, total, mask=is_row)
-                tl.store(reference_ptr + slot_row, reference, mask=is_row)
-                tl.store(state_pointers, output, mask=state_mask)
-                tl.debug_barrier()
-            else:
-                sink = tl.zeros((ROWS,), tl.float32)
-                if HAS_SINKS:
-                    sink = tl.load(sinks_ptr + query_head, mask=is_row, other=0.0)
-                v_scale = tl.load(v_scale_ptr)
-                output, lse = finish(total, reference, output, sink, v_scale, HAS_SINKS)
-                tl.store(
-                    out_ptr
-                    + token.to(tl.int64)[:, None] * out_stride_token
-                    + (query_head * out_stride_head)[:, None]
-                    + dim[None, :],
-                    output.to(out_ptr.dtype.element_ty),
-                    mask=state_mask,
-                )
-                if HAS_LSE:
-                    tl.store(lse_ptr + token * NUM_HEADS + query_head, lse, mask=is_row)
+    """Every item of one list whose turn it is. What an item needs first is loaded while the items
+    before it are computed: many items are shorter than the wait for a chain of loads."""
+    num_kv_heads: tl.constexpr = NUM_HEADS // GROUP
+    num_programs = tl.num_programs(0)
+    work = first_work
+    item = _load_item(items_ptr, work, num_work, num_kv_heads)
+    token, visible = _load_rows(members_ptr, visible_ptr, item, ROWS, GROUP)
+    next_item = _load_item(items_ptr, work + num_programs, num_work, num_kv_heads)
+    while work < num_work:
+        next_token, next_visible = _load_rows(members_ptr, visible_ptr, next_item, ROWS, GROUP)
+        last_item = _load_item(items_ptr, work + 2 * num_programs, num_work, num_kv_heads)
+        _attend_item(
+            item, token, visible, work % num_kv_heads, query_ptr, kv_ptr, v_scale_ptr, table_ptr,
+            slopes_ptr, sinks_ptr, total_ptr, reference_ptr, state_ptr, out_ptr, lse_ptr, scale,
+            soft_cap, window, query_stride_token, query_stride_head, kv_stride_block,
+            kv_stride_head, kv_stride_token, table_stride, out_stride_token, out_stride_head, ROWS,
+            NUM_HEADS, GROUP, HEAD_SIZE, PADDED_HEAD, BLOCK_SIZE, TILE, SEGMENT, HAS_SOFT_CAP,
+            HAS_ALIBI, HAS_WINDOW, HAS_SINKS, HAS_LSE, PRECISION,
+        )  # fmt: skip
+        token, visible = next_token, next_visible
+        item = next_item
+        next_item = last_item
+        work += num_programs
+    return work
 
 
 @triton.jit(do_not_specialize=["soft_cap", "window", "scale"])
@@ -316,32 +416,23 @@ def attention_kernel(
 ):
     """Every program takes items in turn, the large ones first. The number of programs does not
     depend on the batch, so that a CUDA graph replays with other items."""
-    num_programs = tl.num_programs(0)
     num_kv_heads: tl.constexpr = NUM_HEADS // GROUP
     num_large = tl.load(counts_ptr + NUM_LARGE) * num_kv_heads
     num_small = tl.load(counts_ptr + NUM_SMALL) * num_kv_heads
     scale *= tl.load(k_scale_ptr)
-    work = tl.program_id(0)
-    while work < num_large:
-        _attend_item(
-            large_items_ptr + work // num_kv_heads * ITEM_FIELDS, work % num_kv_heads,
-            query_ptr, kv_ptr, v_scale_ptr, table_ptr, members_ptr, visible_ptr, slopes_ptr,
-            sinks_ptr, total_ptr, reference_ptr, state_ptr, out_ptr, lse_ptr, scale, soft_cap,
-            window, query_stride_token, query_stride_head, kv_stride_block, kv_stride_head,
-            kv_stride_token, table_stride, out_stride_token, out_stride_head, LARGE_ROWS,
-            NUM_HEADS, GROUP, HEAD_SIZE, PADDED_HEAD, BLOCK_SIZE, TILE, SEGMENT, HAS_SOFT_CAP,
-            HAS_ALIBI, HAS_WINDOW, HAS_SINKS, HAS_LSE, PRECISION,
-        )  # fmt: skip
-        work += num_programs
-    work -= num_large
-    while work < num_small:
-        _attend_item(
-            small_items_ptr + work // num_kv_heads * ITEM_FIELDS, work % num_kv_heads,
-            query_ptr, kv_ptr, v_scale_ptr, table_ptr, members_ptr, visible_ptr, slopes_ptr,
-            sinks_ptr, total_ptr, reference_ptr, state_ptr, out_ptr, lse_ptr, scale, soft_cap,
-            window, query_stride_token, query_stride_head, kv_stride_block, kv_stride_head,
-            kv_stride_token, table_stride, out_stride_token, out_stride_head, SMALL_ROWS,
-            NUM_HEADS, GROUP, HEAD_SIZE, PADDED_HEAD, BLOCK_SIZE, TILE, SEGMENT, HAS_SOFT_CAP,
-            HAS_ALIBI, HAS_WINDOW, HAS_SINKS, HAS_LSE, PRECISION,
-        )  # fmt: skip
-        work += num_programs
+    work = _attend_items(
+        large_items_ptr, tl.program_id(0), num_large, query_ptr, kv_ptr, v_scale_ptr, table_ptr,
+        members_ptr, visible_ptr, slopes_ptr, sinks_ptr, total_ptr, reference_ptr, state_ptr,
+        out_ptr, lse_ptr, scale, soft_cap, window, query_stride_token, query_stride_head,
+        kv_stride_block, kv_stride_head, kv_stride_token, table_stride, out_stride_token,
+        out_stride_head, LARGE_ROWS, NUM_HEADS, GROUP, HEAD_SIZE, PADDED_HEAD, BLOCK_SIZE, TILE,
+        SEGMENT, HAS_SOFT_CAP, HAS_ALIBI, HAS_WINDOW, HAS_SINKS, HAS_LSE, PRECISION,
+    )  # fmt: skip
+    _attend_items(
+        small_items_ptr, work - num_large, num_small, query_ptr, kv_ptr, v_scale_ptr, table_ptr,
+        members_ptr, visible_ptr, slopes_ptr, sinks_ptr, total_ptr, reference_ptr, state_ptr,
+        out_ptr, lse_ptr, scale, soft_cap, window, query_stride_token, query_stride_head,
+        kv_stride_block, kv_stride_head, kv_stride_token, table_stride, out_stride_token,
+        out_stride_head, SMALL_ROWS, NUM_HEADS, GROUP, HEAD_SIZE, PADDED_HEAD, BLOCK_SIZE, TILE,
+        SEGMENT, HAS_SOFT_CAP, HAS_ALIBI, HAS_WINDOW, HAS_SINKS, HAS_LSE, PRECISION,
+    )  # fmt: skip

@@ -73,7 +73,7 @@ def variants(
 ) -> Iterator[tuple[str, Callable[[int], Any]]]:
     """Every kernel by name, as a function that compiles it for a compute capability: 80 for sm_80.
     Dtypes are Triton's names: bf16, fp16, fp32, fp8e4nv."""
-    config = config.for_head_size(head_size)
+    config = config.for_head_size(head_size, 4 if dtype == "fp32" else 2)
     kv_dtype = kv_dtype or dtype
     heads = {
         "NUM_HEADS": num_heads,

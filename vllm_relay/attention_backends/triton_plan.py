@@ -131,6 +131,7 @@ def publish_kernel(
     if SHARES:
         granule_tokens: tl.constexpr = BLOCK_SIZE * GRANULE_BLOCKS
         shareable = tl.where(query_len > 0, (seq_len - query_len + 1) // granule_tokens, 0)
+        shareable = tl.minimum(shareable, hashes_stride)
     tl.store(shareable_ptr + row, shareable)
     prefix_hash = tl.zeros((1,), tl.int64)
     for begin in range(0, shareable, CHUNK):
@@ -190,6 +191,9 @@ def follow_kernel(
         entry = tl.load(leaders_ptr + block, mask=is_block, other=0)
         leader = _leader(entry, epoch, row)
         follows = is_block & (leader < row)
+        # behind its own granules a row has hashes of steps before
+        its_shareable = tl.load(shareable_ptr + leader, mask=follows, other=0)
+        follows = follows & (granule < its_shareable)
         its_hash = tl.load(
             hashes_ptr + leader.to(tl.int64) * hashes_stride + granule, mask=follows, other=0
         )

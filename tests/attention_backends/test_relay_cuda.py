@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The RELAY backend for CUDA as vLLM drives it, its kernels in Triton's interpreter, beside a stock
+backend that computes prompts with the reference."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import DeviceConfig, VllmConfig
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from tests.attention_backends import triton_interpreter  # noqa: F401
+from vllm_relay.attention_backends import reference, relay_cuda
+from vllm_relay.limits import RelayUnsupportedError
+from vllm_relay.stats import recorder
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS = 4, 2, 32, 32, 16
+DECODES = [([1, 2, 3, 0], 70), ([1, 2, 4, 0], 96), ([1, 5, 6, 7], 100), ([1, 2, 11, 0], 66)]
+PROMPTS = [([1, 2, 8, 0], 90, 20), ([9, 10, 0, 0], 40, 40)]
+ONE = torch.ones(1)
+LAYER: Any = SimpleNamespace(_k_scale=ONE, _v_scale=ONE)
+
+
+class StockBuilder:
+    def __init__(self, *args: Any) -> None: ...
+
+    def build(self, prefix: int, common: CommonAttentionMetadata, fast_build: bool) -> Any:
+        return common
+
+
+class StockImpl:
+    def __init__(self, num_heads: int, head_size: int, scale: float, *args: Any) -> None:
+        self.scale = scale
+
+    def do_kv_cache_update(self, layer: Any, *tensors: torch.Tensor) -> None:
+        key, value, kv_cache, slots = tensors
+        relay_cuda.triton_kv_cache.write_kv_cache(key, value, kv_cache, slots, ONE, ONE)
+
+    def forward(
+        self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, common: Any, output: Any
+    ) -> None:
+        assert len(query) == len(key) == len(value) == len(output) == common.num_actual_tokens
+        assert common.query_start_loc_cpu.tolist() == common.query_start_loc.tolist()
+        attend(query, kv_cache, common, output, scale=self.scale)
+
+
+class Builder(relay_cuda.RelayCudaMetadataBuilder):
+    stock_builder_cls = StockBuilder
+
+
+class Impl(relay_cuda.RelayCudaImpl):
+    stock_impl_cls = StockImpl
+
+
+def attend(query: Any, kv_cache: Any, common: Any, out: Any, **features: Any) -> None:
+    """The float64 reference over a cache with each token's key before its value."""
+    key, value = kv_cache.chunk(2, dim=-1)
+    reference.relay_attention(
+        query,
+        reference.pack_kv_cache(key.contiguous(), value.contiguous()),
+        common.block_table_tensor,
+        common.query_start_loc,
+        common.seq_lens,
+        num_kv_heads=NUM_KV_HEADS,
+        out=out,
+        **features,
+    )
+
+
+def make_builder(cls: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+    monkeypatch.setattr(relay_cuda, "get_num_attention_heads_from_layers", lambda *args: NUM_HEADS)
+    monkeypatch.setattr(relay_cuda, "TOTALS_EVERY_STEPS", 1)
+    vllm_config = VllmConfig(
+        device_config=DeviceConfig(device="cpu"), additional_config={"relay": options}
+    )
+    vllm_config.model_config = SimpleNamespace(max_model_len=128)
+    vllm_config.scheduler_config.max_num_seqs = 8
+    vllm_config.scheduler_config.max_num_batched_tokens = 128
+    vllm_config.compilation_config.cudagraph_capture_sizes = [1, 8]
+    vllm_config.cache_config.num_gpu_blocks = NUM_BLOCKS
+    vllm_config.cache_config.block_size = BLOCK_SIZE
+    spec = FullAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=NUM_KV_HEADS, head_size=HEAD_SIZE, dtype=torch.float32
+    )
+    return cls(spec, [], vllm_config, torch.device("cpu"))
+
+
+def step(requests: list[Any], padding_rows: int = 0) -> CommonAttentionMetadata:
+    rows = [row for row, *_ in requests]
+    seq_lens = [seq_len for _, seq_len, *_ in requests]
+    query_lens = [request[2] if len(request) > 2 else 1 for request in requests]
+    ends = torch.tensor([0, *query_lens]).cumsum(0).tolist()
+    query_start_loc = torch.tensor(ends + ends[-1:] * padding_rows, dtype=torch.int32)
+    slots = [
+        row[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+        for row, seq_len, query_len in zip(rows, seq_lens, query_lens, strict=True)
+        for position in range(seq_len - query_len, seq_len)
+    ]
+    return CommonAttentionMetadata(
+        query_start_loc=query_start_loc,
+        query_start_loc_cpu=query_start_loc,
+        seq_lens=torch.tensor(seq_lens + [0] * padding_rows, dtype=torch.int32),
+        num_reqs=len(requests) + padding_rows,
+        num_actual_tokens=ends[-1] + padding_rows,
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        block_table_tensor=torch.tensor(rows + [[0] * 4] * padding_rows, dtype=torch.int32),
+        slot_mapping=torch.tensor(slots + [-1] * padding_rows),
+        is_prefilling=torch.tensor([query_len > 1 for query_len in query_lens]),
+    )
+
+
+def run(builder: Any, impl: Any, common: CommonAttentionMetadata, seed: int = 0) -> Any:
+    """What a layer returns for a step, and what it should."""
+    torch.manual_seed(seed)
+    kv_cache = torch.randn(NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, 2 * HEAD_SIZE).transpose(1, 2)
+    num_tokens = common.num_actual_tokens
+    query = torch.randn(num_tokens, NUM_HEADS, HEAD_SIZE)
+    key, value = torch.randn(2, num_tokens, NUM_KV_HEADS, HEAD_SIZE)
+    metadata = builder.build(0, common)
+    impl.do_kv_cache_update(LAYER, key, value, kv_cache, common.slot_mapping)
+    output = torch.full_like(query, 7.0)
+    assert impl.forward(LAYER, query, key, value, kv_cache, metadata, output) is output
+    expected = torch.full_like(query, 7.0)
+    real = int(common.query_start_loc[-1])
+    attend(query[:real], kv_cache, common, expected[:real], scale=impl.scale)
+    return output, expected
+
+
+@pytest.mark.parametrize("classes", [(Builder, Impl), (None, None)], ids=["stock", "relay only"])
+@pytest.mark.parametrize(
+    "requests",
+    [DECODES, PROMPTS, DECODES + PROMPTS, DECODES[:1]],
+    ids=["decodes", "prompts", "both", "one"],
+)
+def test_step_is_that_of_the_reference(
+    monkeypatch: pytest.MonkeyPatch, classes: Any, requests: list[Any]
+) -> None:
+    builder_cls, impl_cls = classes
+    builder = make_builder(builder_cls or relay_cuda.RelayCudaMetadataBuilder, monkeypatch)
+    impl = (impl_cls or relay_cuda.RelayCudaImpl)(NUM_HEADS, HEAD_SIZE, 0.2, NUM_KV_HEADS)
+    output, expected = run(builder, impl, step(requests))
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_one_captured_step_serves_other_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A FULL CUDA graph launches with the metadata it was captured with; only buffers change."""
+    builder = make_builder(Builder, monkeypatch)
+    impl = Impl(NUM_HEADS, HEAD_SIZE, 0.2, NUM_KV_HEADS)
+    common = step(DECODES[:1], padding_rows=4)
+    captured = builder.build_for_cudagraph_capture(common)
+    for seed, requests in enumerate((DECODES, DECODES[1:], DECODES[:1], DECODES[::-1])):
+        torch.manual_seed(seed)
+        kv_cache = torch.randn(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
+        query = torch.randn(5, NUM_HEADS, HEAD_SIZE)
+        now = step(requests, padding_rows=5 - len(requests))
+        # vLLM's own tensors stay where they are as well
+        common.block_table_tensor.copy_(now.block_table_tensor)
+        common.query_start_loc.copy_(now.query_start_loc)
+        common.seq_lens.copy_(now.seq_lens)
+        builder.build(0, common)
+        output = torch.full_like(query, 7.0)
+        impl.forward(LAYER, query, None, None, kv_cache, captured, output)
+        expected = torch.full_like(query, 7.0)
+        attend(query[: len(requests)], kv_cache, now, expected[: len(requests)], scale=0.2)
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_statistics_arrive_a_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = make_builder(Builder, monkeypatch)
+    recorder.begin_step()
+    builder.build(0, step(DECODES))
+    assert recorder.take_step() is None
+    recorder.begin_step()
+    builder.build(0, step(DECODES[:1]))
+    stats = recorder.take_step()
+    assert stats is not None
+    assert (stats.steps, stats.requests, stats.requests_shared) == (1, 4, 3)
+    assert stats.kv_tokens_logical == 332
+    assert stats.kv_tokens_read == 332 - 2 * 64  # blocks 1 and 2, of three requests
+    assert (stats.groups, stats.forest_depth) == (1, 1)
+
+
+def test_sharing_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = make_builder(Builder, monkeypatch, sharing=False)
+    builder.build(0, step(DECODES))
+    recorder.begin_step()
+    builder.build(0, step(DECODES))
+    stats = recorder.take_step()
+    assert stats is not None and stats.requests_shared == 0
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"sliding_window": 40},
+        {"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]},
+        {"logits_soft_cap": 2.0},
+        {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.bfloat16)},
+    ],
+    ids=lambda features: next(iter(features)),
+)
+def test_features_reach_the_kernels(
+    monkeypatch: pytest.MonkeyPatch, features: dict[str, Any]
+) -> None:
+    builder = make_builder(relay_cuda.RelayCudaMetadataBuilder, monkeypatch)
+    impl = relay_cuda.RelayCudaImpl(NUM_HEADS, HEAD_SIZE, 0.2, NUM_KV_HEADS, **features)
+    common = step(DECODES)
+    output, plain = run(builder, impl, common)
+    torch.manual_seed(0)
+    kv_cache = torch.randn(NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, 2 * HEAD_SIZE).transpose(1, 2)
+    query = torch.randn(4, NUM_HEADS, HEAD_SIZE)
+    key, value = torch.randn(2, 4, NUM_KV_HEADS, HEAD_SIZE)
+    impl.do_kv_cache_update(LAYER, key, value, kv_cache, common.slot_mapping)
+    if "alibi_slopes" in features:
+        features = {"alibi_slopes": torch.tensor(features["alibi_slopes"])}
+    expected = torch.empty_like(query)
+    attend(query, kv_cache, common, expected, scale=0.2, **features)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    assert (output - plain).abs().max() > 1e-3
+
+
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RelayUnsupportedError, match="only causal decoder layers"):
+        Impl(NUM_HEADS, HEAD_SIZE, 1.0, NUM_KV_HEADS, attn_type=AttentionType.ENCODER_ONLY)
+    builder = make_builder(Builder, monkeypatch)
+    common = step(DECODES)
+    common.causal = False
+    with pytest.raises(RelayUnsupportedError, match="non-causal attention"):
+        builder.build(0, common)
+    impl = Impl(NUM_HEADS, HEAD_SIZE, 1.0, NUM_KV_HEADS)
+    with pytest.raises(NotImplementedError, match="quantize its output"):
+        impl.forward(LAYER, ONE, ONE, ONE, ONE, None, ONE, output_scale=ONE)
+
+
+def test_profiling_runs_leave_zeros() -> None:
+    output = torch.ones(2, NUM_HEADS, HEAD_SIZE)
+    impl = Impl(NUM_HEADS, HEAD_SIZE, 1.0, NUM_KV_HEADS)
+    assert not impl.forward(LAYER, ONE, ONE, ONE, ONE, None, output).any()

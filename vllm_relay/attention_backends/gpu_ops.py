@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public functions on GPU tensors; `ops.py` has their descriptions and calls them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from vllm_relay.attention_backends import cuda, triton_kv_cache
+from vllm_relay.attention_backends.forest import Forest
+from vllm_relay.attention_backends.gpu_config import KernelConfig, config_for
+from vllm_relay.attention_backends.gpu_plan import plan_forest
+from vllm_relay.attention_backends.gpu_planner import DevicePlanner, PlannerLimits
+from vllm_relay.attention_backends.plan import check_forest
+
+
+def device_config(
+    device: torch.device, head_size: int, kv_dtype: torch.dtype
+) -> tuple[KernelConfig, int]:
+    """How to launch the kernels on a device, and the number of programs of the attention kernel."""
+    if device.type != "cuda":  # Triton's interpreter
+        config, num_sms = KernelConfig(small_rows=16, large_rows=32), 1
+        return config.for_head_size(head_size, max(2, kv_dtype.itemsize)), num_sms
+    config = config_for(
+        torch.cuda.get_device_name(device),
+        torch.cuda.get_device_capability(device),
+        head_size=head_size,
+        kv_bytes=kv_dtype.itemsize,
+    ).for_head_size(head_size, max(2, kv_dtype.itemsize))
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return config, num_sms * config.programs_per_sm
+
+
+def write_kv_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: float,
+    v_scale: float,
+) -> None:
+    """See `triton_kv_cache.write_kv_cache`."""
+    scales = torch.tensor([k_scale, v_scale], dtype=torch.float32, device=kv_cache.device)
+    triton_kv_cache.write_kv_cache(key, value, kv_cache, slot_mapping, scales[0], scales[1])
+
+
+def relay_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    scale: float,
+    num_kv_heads: int,
+    forest: Forest | str | None,
+    sliding_window: int | None,
+    alibi_slopes: torch.Tensor | None,
+    logits_soft_cap: float | None,
+    sinks: torch.Tensor | None,
+    k_scale: float,
+    v_scale: float,
+) -> None:
+    """Plans and runs one layer. A `Forest` is planned on the host, which waits for the device;
+    otherwise nothing does."""
+    num_tokens, num_heads, head_size = query.shape
+    num_requests = seq_lens.shape[0]
+    if num_tokens == 0 or num_requests == 0:
+        return
+    device = query.device
+    query_start_loc, seq_lens = query_start_loc.to(torch.int32), seq_lens.to(torch.int32)
+    block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
+    config, num_programs = device_config(device, head_size, kv_cache.dtype)
+    scales = torch.tensor([k_scale, v_scale], dtype=torch.float32, device=device)
+    features = {
+        "lse": lse,
+        "scale": scale,
+        "sliding_window": sliding_window,
+        "alibi_slopes": alibi_slopes,
+        "logits_soft_cap": logits_soft_cap,
+        "sinks": sinks,
+        "k_scale": scales[0],
+        "v_scale": scales[1],
+    }
+    window_tokens = sliding_window or 0
+    if isinstance(forest, Forest):
+        starts, lens = query_start_loc.cpu().numpy(), seq_lens.cpu().numpy()
+        check_forest(forest, block_table.cpu().numpy(), np.diff(starts), lens, kv_cache.shape[2])
+        plan = plan_forest(
+            forest,
+            starts,
+            lens,
+            config=config,
+            group_size=num_heads // num_kv_heads,
+            folds=True,
+            window_tokens=window_tokens,
+        )
+        cuda.relay_attention(
+            query,
+            kv_cache,
+            block_table,
+            cuda.PlanTensors.upload(plan, device),
+            cuda.Workspace.allocate(plan.num_slots, num_heads, head_size, device),
+            out,
+            config=config,
+            num_programs=num_programs,
+            num_kv_heads=num_kv_heads,
+            **features,
+        )
+        return
+    planner = DevicePlanner(
+        PlannerLimits(
+            max_requests=num_requests,
+            max_tokens=num_tokens,
+            max_query_len=num_tokens,
+            max_seq_len=block_table.shape[1] * kv_cache.shape[2],
+            num_blocks=kv_cache.shape[0],
+        ),
+        config,
+        block_size=kv_cache.shape[2],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        kv_dtype=kv_cache.dtype,
+        num_programs=num_programs,
+        device=device,
+    )
+    planner.update(
+        block_table,
+        query_start_loc,
+        seq_lens,
+        max_query_len=num_tokens,
+        window_tokens=window_tokens,
+        shares=forest == "auto",
+    )
+    planner.attend(query, kv_cache, block_table, out, **features)

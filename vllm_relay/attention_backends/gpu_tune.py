@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures which kernel configuration is fastest on this GPU, and what states cost on it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from vllm_relay.attention_backends import triton_plan
+from vllm_relay.attention_backends.gpu_config import SHIPPED, KernelConfig
+from vllm_relay.attention_backends.gpu_planner import DevicePlanner, PlannerLimits
+
+MIN_STATE_COST, MAX_STATE_COST = 0.25, 8.0
+MAX_START_TOKENS = 512.0
+L2_FLUSH_BYTES = 256 << 20
+REPEATS = 15
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model's attention layer looks like to the kernels."""
+
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_size: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype = torch.bfloat16
+    block_size: int = 16
+
+
+@dataclass(frozen=True)
+class Load:
+    """A batch of decodes: groups of equal size, each with a prefix of its own."""
+
+    requests: int
+    groups: int
+    prefix_tokens: int
+    context_tokens: int
+
+
+LOADS = (
+    Load(8, 1, 4000, 128),
+    Load(32, 1, 8192, 256),
+    Load(64, 8, 2048, 512),
+    Load(128, 1, 8192, 256),
+    Load(256, 16, 1024, 384),
+    Load(64, 64, 2048, 64),
+)
+"""From a few requests to more rows than memory can feed, and one batch that shares nothing."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured batch, in the terms of the cost model."""
+
+    time_us: float
+    kv_bytes: float
+    """Distinct keys and values."""
+    state_bytes: float
+    """States written and read."""
+    start_bytes: float
+    """Items, each as many bytes as one KV token of one kv head has."""
+
+
+def candidates(capability: tuple[int, int], head_size: int) -> list[KernelConfig]:
+    """The shipped configuration of this or the next older architecture, and its neighbours."""
+    number = capability[0] * 10 + capability[1]
+    shipped = SHIPPED[max((key for key in SHIPPED if key <= number), default=min(SHIPPED))]
+    # rows of the small and the large tile, tokens of a tile, warps, stages, programs per SM
+    neighbours = [
+        (64, 128, 64, 8, 3, 1),
+        (64, 128, 64, 8, 4, 1),
+        (16, 128, 64, 8, 3, 1),
+        (128, 128, 64, 8, 3, 1),
+        (64, 64, 64, 4, 3, 1),
+        (64, 64, 32, 4, 3, 2),
+        (64, 64, 32, 4, 4, 2),
+        (16, 64, 32, 4, 3, 2),
+        (16, 64, 64, 4, 3, 1),
+        (16, 64, 32, 4, 2, 2),
+        (64, 64, 64, 4, 2, 2),
+        (16, 16, 32, 2, 4, 4),
+    ]
+    found = [shipped.for_head_size(head_size)]
+    for small_rows, large_rows, tile_tokens, num_warps, num_stages, programs_per_sm in neighbours:
+        config = replace(
+            shipped,
+            tile_tokens=tile_tokens,
+            small_rows=small_rows,
+            large_rows=large_rows,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            programs_per_sm=programs_per_sm,
+        )
+        found.append(config.for_head_size(head_size))
+    return list(dict.fromkeys(found))
+
+
+def calibrate(samples: Iterable[Sample]) -> tuple[float, float]:
+    """`state_cost` and `start_tokens` of a configuration, by least squares over batches.
+
+    time = (kv_bytes + state_cost * state_bytes + start_tokens * start_bytes) / bandwidth + launch
+    """
+    rows = list(samples)
+    terms = np.array([[s.kv_bytes, s.state_bytes, s.start_bytes, 1.0] for s in rows])
+    times = np.array([s.time_us for s in rows])
+    weights = 1 / times  # relative errors count
+    norms = np.maximum(np.abs(terms).max(axis=0), 1e-30)
+    solution, *_ = np.linalg.lstsq(terms / norms * weights[:, None], times * weights, rcond=None)
+    per_kv_byte, per_state_byte, per_start_byte, _ = np.maximum(solution, 0) / norms
+    if per_kv_byte == 0:
+        raise ValueError("the times of the batches do not grow with their bytes; measure again")
+    state_cost = float(np.clip(per_state_byte / per_kv_byte, MIN_STATE_COST, MAX_STATE_COST))
+    return state_cost, float(np.clip(per_start_byte / per_kv_byte, 0, MAX_START_TOKENS))
+
+
+class Bench:
+    """Batches of one shape on a device, measured with any configuration."""
+
+    def __init__(self, shape: Shape, device: torch.device | str, loads: tuple[Load, ...]) -> None:
+        self.shape, self.loads = shape, loads
+        self.device = torch.device(device)
+        generator = torch.Generator(self.device).manual_seed(0)
+        blocks = [self._num_blocks(load) for load in loads]
+        self.num_blocks = max(blocks) + 1
+        kv = torch.randn(
+            (self.num_blocks, shape.block_size, shape.num_kv_heads, 2 * shape.head_size),
+            generator=generator,
+            dtype=shape.dtype,
+            device=self.device,
+        ).to(shape.kv_dtype)
+        self.kv_cache = kv.transpose(1, 2)  # tokens outside of heads, as vLLM lays it out
+        most = max(load.requests for load in loads)
+        self.query = torch.randn(
+            (most, shape.num_heads, shape.head_size),
+            generator=generator,
+            dtype=shape.dtype,
+            device=self.device,
+        )
+        self.one = torch.ones(1, dtype=torch.float32, device=self.device)
+        on_gpu = self.device.type == "cuda"
+        flush_bytes = L2_FLUSH_BYTES if on_gpu else 1
+        self._flush = torch.empty(flush_bytes, dtype=torch.int8, device=self.device)
+
+    def _num_blocks(self, load: Load) -> int:
+        size = self.shape.block_size
+        prefix, context = (-(-n // size) for n in (load.prefix_tokens, load.context_tokens + size))
+        return load.groups * prefix + load.requests * context
+
+    def batch(self, load: Load) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """block_table, query_start_loc and seq_lens on the device."""
+        size = self.shape.block_size
+        prefix_blocks = load.prefix_tokens // size
+        context_blocks = -(-(load.prefix_tokens % size + load.context_tokens) // size)
+        group = np.arange(load.requests) % load.groups
+        shared = 1 + group[:, None] * prefix_blocks + np.arange(prefix_blocks)
+        first_own = 1 + load.groups * prefix_blocks
+        own = first_own + np.arange(load.requests * context_blocks).reshape(load.requests, -1)
+        table = np.concatenate((shared, own), axis=1).astype(np.int32)
+        seq_lens = np.full(load.requests, load.prefix_tokens + load.context_tokens, np.int32)
+        starts = np.arange(load.requests + 1, dtype=np.int32)
+        block_table, query_start_loc, lens = (
+            torch.from_numpy(array).to(self.device) for array in (table, starts, seq_lens)
+        )
+        return block_table, query_start_loc, lens
+
+    def planner(self, config: KernelConfig) -> DevicePlanner:
+        most = max(load.requests for load in self.loads)
+        num_sms = 1
+        if self.device.type == "cuda":
+            num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        shape = self.shape
+        return DevicePlanner(
+            PlannerLimits(
+                max_requests=most,
+                max_tokens=most,
+                max_query_len=1,
+                max_seq_len=max(load.prefix_tokens + load.context_tokens for load in self.loads),
+                num_blocks=self.num_blocks,
+            ),
+            config,
+            block_size=shape.block_size,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_size=shape.head_size,
+            kv_dtype=shape.kv_dtype,
+            num_programs=num_sms * config.programs_per_sm,
+            device=self.device,
+        )
+
+    def attend(self, planner: DevicePlanner, load: Load, **sharing: bool) -> Callable[[], None]:
+        """Plans a batch, and returns what runs its attention into `out`, an attribute of it."""
+        block_table, query_start_loc, seq_lens = self.batch(load)
+        planner.update(block_table, query_start_loc, seq_lens, max_query_len=1, **sharing)
+        query = self.query[: load.requests]
+        self.out = torch.empty_like(query)
+
+        def run() -> None:
+            planner.attend(
+                query,
+                self.kv_cache,
+                block_table,
+                self.out,
+                scale=self.shape.head_size**-0.5,
+                k_scale=self.one,
+                v_scale=self.one,
+            )
+
+        return run
+
+    def is_invariant(self, planner: DevicePlanner) -> bool:
+        """Whether grouped and alone give the same bits on this device, for every batch."""
+        for load in self.loads:
+            self.attend(planner, load, shares=False)()
+            alone = self.out
+            self.attend(planner, load, everything=True)()
+            if not torch.equal(alone, self.out):
+                return False
+        return True
+
+    def time_us(self, run: Callable[[], None]) -> float:
+        """Median time of both launches, replayed as a CUDA graph, from an empty L2 cache."""
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        times_us = []
+        for _ in range(REPEATS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._flush.zero_()
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times_us.append(begin.elapsed_time(end) * 1e3)
+        return statistics.median(times_us)
+
+    def sample(self, planner: DevicePlanner, load: Load, time_us: float) -> Sample:
+        """The last planned batch in the terms of the cost model."""
+        shape = self.shape
+        token_bytes = 2 * shape.head_size * shape.kv_dtype.itemsize
+        counts = planner.plan.counts.tolist()
+        tokens = load.requests * load.context_tokens
+        shares = counts[triton_plan.NUM_GROUPS.value] > 0
+        tokens += (load.groups if shares else load.requests) * load.prefix_tokens
+        items = counts[triton_plan.NUM_LARGE.value] + counts[triton_plan.NUM_SMALL.value]
+        state_bytes = 2 * 4 * (shape.head_size + 2)
+        return Sample(
+            time_us=time_us,
+            kv_bytes=float(tokens * shape.num_kv_heads * token_bytes),
+            state_bytes=float(counts[triton_plan.NUM_SLOTS.value] * shape.num_heads * state_bytes),
+            start_bytes=float(items * shape.num_kv_heads * token_bytes),
+        )
+
+
+@dataclass(frozen=True)
+class Result:
+    """One candidate on all batches."""
+
+    config: KernelConfig
+    times_us: tuple[float, ...]
+    """Empty if it could not be compiled or launched."""
+    is_invariant: bool
+    reason: str = ""
+
+    @property
+    def mean_us(self) -> float:
+        """Geometric mean."""
+        return statistics.geometric_mean(self.times_us) if self.times_us else float("inf")
+
+
+def measure(bench: Bench, configs: Iterable[KernelConfig]) -> Iterator[Result]:
+    """Every candidate, one after the other."""
+    for config in configs:
+        try:
+            planner = bench.planner(config)
+            invariant = bench.is_invariant(planner)
+            times_us = tuple(bench.time_us(bench.attend(planner, load)) for load in bench.loads)
+        except Exception as error:  # too much shared memory for this GPU, say: the next one
+            yield Result(config, (), False, f"{type(error).__name__}: {error}".splitlines()[0])
+        else:
+            yield Result(config, times_us, invariant)
+
+
+def best_of(results: Iterable[Result]) -> Result:
+    """The fastest candidate whose results do not depend on the grouping.
+
+    Raises:
+        RuntimeError: there is none; with what went wrong for each.
+    """
+    results = list(results)
+    usable = [result for result in results if result.times_us and result.is_invariant]
+    if not usable:
+        raise RuntimeError(
+            "no kernel configuration works on this GPU: "
+            + "; ".join(sorted({result.reason or "grouping changes bits" for result in results}))
+        )
+    return min(usable, key=lambda result: result.mean_us)
+
+
+def with_costs(bench: Bench, config: KernelConfig) -> KernelConfig:
+    """The configuration with the costs that this device shows."""
+    planner = bench.planner(config)
+    samples = []
+    for load in bench.loads:
+        for sharing in ({"everything": True}, {"shares": False}):
+            # half a segment more: states of tiles
+            for extra_tokens in (0, config.segment_tokens // 2):
+                moved = replace(
+                    load,
+                    prefix_tokens=max(load.prefix_tokens - extra_tokens, bench.shape.block_size),
+                )
+                run = bench.attend(planner, moved, **sharing)
+                samples.append(bench.sample(planner, moved, bench.time_us(run)))
+    state_cost, start_tokens = calibrate(samples)
+    return replace(config, state_cost=round(state_cost, 3), start_tokens=round(start_tokens, 1))

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-relay tune`: measures the Triton kernels on this GPU and stores what is fastest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from vllm_relay.attention_backends.gpu_tune import Load, Result
+
+DTYPES = ("bfloat16", "float16")
+KV_DTYPES = (*DTYPES, "fp8")
+ROWS_SHOWN = 12
+
+
+def run_tune(
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: str,
+    kv_dtype: str | None,
+    block_size: int,
+    folder: Path | None,
+    console: Console | None = None,
+) -> int:
+    """Measure, show and store. Returns the exit status."""
+    console = console or Console(soft_wrap=True)
+    try:
+        import torch
+
+        from vllm_relay.attention_backends import gpu_config, gpu_tune
+        from vllm_relay.limits import HEAD_SIZES
+    except ImportError as error:
+        console.print(f"tune: {error}; `vllm-relay doctor` says what to do", style="red")
+        return 1
+    problems = [
+        (dtype not in DTYPES, f"--dtype: given {dtype!r}, expected {' or '.join(DTYPES)}"),
+        (
+            kv_dtype not in (None, *KV_DTYPES),
+            f"--kv-dtype: given {kv_dtype!r}, expected {', '.join(KV_DTYPES)}",
+        ),
+        (
+            head_size not in HEAD_SIZES,
+            f"--head-size: given {head_size}, expected {HEAD_SIZES[0]} to {HEAD_SIZES[-1]} in "
+            "steps of 16",
+        ),
+        (
+            num_heads % num_kv_heads != 0,
+            f"--heads: given {num_heads}, expected a multiple of --kv-heads, {num_kv_heads}",
+        ),
+        (
+            block_size % 16 != 0,
+            f"--block-size: given {block_size}, expected a multiple of 16",
+        ),
+        (
+            not torch.cuda.is_available(),
+            "no CUDA GPU was found; the CPU kernels need no tuning",
+        ),
+    ]
+    for is_problem, message in problems:
+        if is_problem:
+            console.print(f"tune: {message}", style="red")
+            return 1
+    kv_types = {"fp8": torch.float8_e4m3fn}
+    shape = gpu_tune.Shape(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        dtype=getattr(torch, dtype),
+        kv_dtype=kv_types.get(kv_dtype or "", getattr(torch, kv_dtype or dtype, None)),
+        block_size=block_size,
+    )
+    gpu_name = torch.cuda.get_device_name()
+    configs = gpu_tune.candidates(torch.cuda.get_device_capability(), head_size)
+    bench = gpu_tune.Bench(shape, "cuda", gpu_tune.LOADS)
+    console.print(f"{gpu_name}: {len(configs)} configurations, {len(bench.loads)} batches each")
+    results = list(track(gpu_tune.measure(bench, configs), total=len(configs), console=console))
+    console.print(results_table(results, bench.loads))
+    try:
+        best = gpu_tune.best_of(results)
+    except RuntimeError as error:
+        console.print(f"tune: {error}", style="red")
+        return 1
+    config = gpu_tune.with_costs(bench, best.config)
+    path = gpu_config.tuned_path(gpu_name, folder)
+    key = gpu_config.config_key(head_size, shape.kv_dtype.itemsize)
+    import triton
+
+    facts = {"gpu": gpu_name, "torch": torch.__version__, "triton": triton.__version__}
+    gpu_config.write_tuned(path, {key: config}, facts)
+    console.print(f"{key}: {config}\nstored in {path}; vLLM takes it when it starts")
+    return 0
+
+
+def results_table(results: list[Result], loads: tuple[Load, ...]) -> Table:
+    """The fastest configurations first."""
+    table = Table(title="microseconds per layer")
+    for name in ("rows", "warps", "stages", "per SM", "same bits"):
+        table.add_column(name)
+    for load in loads:
+        table.add_column(
+            f"{load.requests} in {load.groups} x {load.prefix_tokens}", justify="right"
+        )
+    table.add_column("mean", justify="right")
+    for result in sorted(results, key=lambda result: result.mean_us)[:ROWS_SHOWN]:
+        config = result.config
+        table.add_row(
+            f"{config.small_rows}, {config.large_rows}",
+            str(config.num_warps),
+            str(config.num_stages),
+            str(config.programs_per_sm),
+            "yes" if result.is_invariant else "no",
+            *(f"{time_us:.1f}" for time_us in result.times_us or [float("nan")] * len(loads)),
+            f"{result.mean_us:.1f}",
+        )
+    return table
