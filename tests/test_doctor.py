@@ -90,9 +90,35 @@ def test_plugins_allowed_may_name_relay_among_others() -> None:
 
 
 def test_relay_does_not_run_on_other_devices() -> None:
-    report = diagnose(but(vllm_import=Probe({"device": "cuda", "backends": ["RELAY"]})))
+    report = diagnose(but(vllm_import=Probe({"device": "xpu", "backends": ["RELAY"]})))
     assert not report.can_run
-    assert any("cuda" in reason for reason in report.backends[0].reasons)
+    assert any("xpu" in reason for reason in report.backends[0].reasons)
+
+
+def on_gpu(capability: list[int], **changes: Any) -> Facts:
+    torch = {"cuda": "13.0", "hip": None, "gpus": ["NVIDIA H200"], "capabilities": [capability]}
+    vllm = {"device": "cuda", "backends": ["FLASH_ATTN", "RELAY"]}
+    return but(torch_import=Probe(torch), vllm_import=Probe(vllm), **changes)
+
+
+def test_relay_runs_on_gpus_without_the_compiled_extension(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLLM_RELAY_CACHE", str(tmp_path))
+    facts = on_gpu([9, 0], extension_import=Probe(error="ImportError"))
+    report = diagnose(facts)
+    assert report.can_run
+    assert report.backends[0].kernels == ("triton",)
+    assert "vllm-relay tune" in advice(report, "GPU")
+    (tmp_path / "nvidia-h200.json").write_text("{}")
+    found = {check.name: check for check in diagnose(facts).checks}
+    assert found["GPU"].status == "ok" and "nvidia-h200.json" in found["GPU"].found
+
+
+def test_gpus_that_are_too_old_are_named() -> None:
+    report = diagnose(on_gpu([7, 5]))
+    assert not report.can_run
+    assert any("NVIDIA H200 has compute capability 7.5" in r for r in report.backends[0].reasons)
 
 
 def test_kernel_that_only_the_compiler_lacked_is_a_note() -> None:

@@ -23,6 +23,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from vllm_relay.attention_backends.gpu_config import tuned_path
 from vllm_relay.limits import BACKEND_NAME, KERNELS
 from vllm_relay.plugin import SUPPORTED_VLLM, is_supported
 
@@ -43,6 +44,7 @@ result = {
     "cuda": torch.version.cuda,
     "hip": torch.version.hip,
     "gpus": [torch.cuda.get_device_name(i) for i in range(count)],
+    "capabilities": [torch.cuda.get_device_capability(i) for i in range(count)],
 }
 """
 VLLM_CODE = """
@@ -184,12 +186,17 @@ def diagnose(facts: Facts) -> Report:
     return Report(checks, [relay_backend(facts, checks)])
 
 
+def device_of(facts: Facts) -> str:
+    """What vLLM would run on: "cpu", "cuda" or another of its device types."""
+    return str((facts.vllm_import.result or {}).get("device", "cpu"))
+
+
 def check_extension(facts: Facts) -> Check:
     result = facts.extension_import.result
     if result is None:
         return Check(
             "compiled extension",
-            "failed",
+            "failed" if device_of(facts) == "cpu" else "note",
             f"vllm_relay._C cannot be imported: {facts.extension_import.error}",
             "Build it, in a checkout of vllm-relay: make setup, or pip install . (needs g++ >= 12 "
             "and Python's headers)",
@@ -235,7 +242,20 @@ def check_torch(facts: Facts) -> Check:
 def check_gpu(facts: Facts) -> Check:
     result = facts.torch_import.result
     gpus = result["gpus"] if result else []
-    return Check("GPU", "ok", ", ".join(gpus) or "none that PyTorch can use")
+    if not gpus:
+        return Check("GPU", "ok", "none that PyTorch can use")
+    found = ", ".join(gpus)
+    if device_of(facts) != "cuda":
+        return Check("GPU", "ok", found)
+    tuned = [tuned_path(gpu) for gpu in gpus]
+    if all(path.exists() for path in tuned):
+        return Check("GPU", "ok", f"{found}; measured: {', '.join(map(str, dict.fromkeys(tuned)))}")
+    return Check(
+        "GPU",
+        "note",
+        f"{found}; kernel sizes as they ship",
+        "To measure which are fastest here: vllm-relay tune",
+    )
 
 
 def check_vllm(facts: Facts) -> Check:
@@ -303,9 +323,20 @@ def check_plugin(facts: Facts) -> Check:
 def relay_backend(facts: Facts, checks: list[Check]) -> Backend:
     """Whether the RELAY attention backend can serve, and with which kernels."""
     reasons = [f"{check.name}: {check.found}" for check in checks if check.status == "failed"]
-    device = (facts.vllm_import.result or {}).get("device", "cpu")
+    device = device_of(facts)
+    if device == "cuda":
+        found = facts.torch_import.result or {"gpus": [], "capabilities": []}
+        for gpu, (major, minor) in zip(found["gpus"], found["capabilities"], strict=True):
+            if major < 8:
+                reasons.append(
+                    f"GPU: {gpu} has compute capability {major}.{minor}, and relay's kernels need "
+                    "8.0"
+                )
+        return Backend(BACKEND_NAME, not reasons, ("triton",), tuple(reasons))
     if device != "cpu":
-        reasons.append(f"vLLM runs on device {device}, and relay's kernels are for CPUs")
+        reasons.append(
+            f"vLLM runs on device {device}, and relay's kernels are for CPUs and NVIDIA GPUs"
+        )
     extension = facts.extension_import.result or {"compiled": [], "supported": []}
     kernels = tuple(kernel for kernel in KERNELS if kernel in extension["supported"])
     usable = not reasons and bool(kernels)

@@ -4,6 +4,8 @@ backend that computes prompts with the reference."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,7 +73,9 @@ def attend(query: Any, kv_cache: Any, common: Any, out: Any, **features: Any) ->
     )
 
 
-def make_builder(cls: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+def make_builder(
+    cls: Any, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any] | None = None, **options: Any
+) -> Any:
     monkeypatch.setattr(relay_cuda, "get_num_attention_heads_from_layers", lambda *args: NUM_HEADS)
     monkeypatch.setattr(relay_cuda, "TOTALS_EVERY_STEPS", 1)
     vllm_config = VllmConfig(
@@ -83,10 +87,16 @@ def make_builder(cls: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> A
     vllm_config.compilation_config.cudagraph_capture_sizes = [1, 8]
     vllm_config.cache_config.num_gpu_blocks = NUM_BLOCKS
     vllm_config.cache_config.block_size = BLOCK_SIZE
-    spec = FullAttentionSpec(
-        block_size=BLOCK_SIZE, num_kv_heads=NUM_KV_HEADS, head_size=HEAD_SIZE, dtype=torch.float32
+    kv_cache_spec = FullAttentionSpec(
+        **{
+            "block_size": BLOCK_SIZE,
+            "num_kv_heads": NUM_KV_HEADS,
+            "head_size": HEAD_SIZE,
+            "dtype": torch.float32,
+            **(spec or {}),
+        }
     )
-    return cls(spec, [], vllm_config, torch.device("cpu"))
+    return cls(kv_cache_spec, [], vllm_config, torch.device("cpu"))
 
 
 def step(requests: list[Any], padding_rows: int = 0) -> CommonAttentionMetadata:
@@ -232,9 +242,33 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     common.causal = False
     with pytest.raises(RelayUnsupportedError, match="non-causal attention"):
         builder.build(0, common)
+    for spec, message in (
+        ({"attention_chunk_size": 64}, "chunked local attention"),
+        ({"head_size_v": 16}, "values of another size than keys"),
+    ):
+        with pytest.raises(RelayUnsupportedError, match=message):
+            make_builder(Builder, monkeypatch, spec)
+    with pytest.raises(ValueError, match="40 requests in a step, the plan's buffers .* 8"):
+        builder.build(0, step(DECODES * 10))
     impl = Impl(NUM_HEADS, HEAD_SIZE, 1.0, NUM_KV_HEADS)
     with pytest.raises(NotImplementedError, match="quantize its output"):
         impl.forward(LAYER, ONE, ONE, ONE, ONE, None, ONE, output_scale=ONE)
+
+
+@pytest.mark.parametrize("name", ["relay_cuda_flash", "relay_cuda_triton"])
+def test_stock_implementations_take_the_arguments_they_are_given(name: str) -> None:
+    module = importlib.import_module(f"vllm_relay.attention_backends.{name}")
+    backend = next(
+        cls
+        for key, cls in vars(module).items()
+        if key.endswith("Backend") and key.startswith("Relay") and key != "RelayCudaBackend"
+    )
+    ours = list(inspect.signature(relay_cuda.RelayCudaImpl.__init__).parameters)
+    theirs = list(inspect.signature(backend.get_impl_cls().stock_impl_cls.__init__).parameters)
+    assert theirs[: len(ours)] == ours
+    assert backend.get_builder_cls().stock_builder_cls is backend.stock.get_builder_cls()
+    assert backend.get_impl_cls().stock_impl_cls is backend.stock.get_impl_cls()
+    assert not backend.stock.forward_includes_kv_cache_update
 
 
 def test_profiling_runs_leave_zeros() -> None:

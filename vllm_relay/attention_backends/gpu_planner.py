@@ -148,8 +148,16 @@ class DevicePlanner:
             window_tokens: that every layer sees at most, 0 for all.
             shares: whether anything may be shared.
             everything: share also what does not pay.
+
+        Raises:
+            ValueError: more requests than the buffers are made for.
         """
         num_requests = seq_lens.shape[0]
+        if num_requests > self.limits.max_requests:
+            raise ValueError(
+                f"{num_requests} requests in a step, the plan's buffers are made for "
+                f"{self.limits.max_requests}"
+            )
         if num_requests == 0:
             self.plan.counts[: triton_plan.EPOCH.value].zero_()
             self.plan.token_request.fill_(-1)

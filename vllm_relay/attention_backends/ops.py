@@ -145,6 +145,8 @@ def relay_attention(
     _check_batch_shapes(block_table, query_start_loc, seq_lens, kv_cache.device)
     if forest is not None and forest != "auto" and not isinstance(forest, Forest):
         raise ValueError(f'forest: expected "auto", None or a Forest, got {forest!r}')
+    if on_gpu and not scale > 0:
+        raise ValueError(f"scale: expected a positive number, got {scale}")
     if sliding_window is not None and sliding_window < 0:
         raise ValueError(f"sliding_window: expected a positive number, got {sliding_window}")
     if logits_soft_cap is not None and not logits_soft_cap >= 0:

@@ -128,6 +128,8 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
         **kwargs: Any,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, *args, **kwargs)
+        if reasons := _reasons_against(kv_cache_spec):
+            raise RelayUnsupportedError(reasons)
         self.options = RelayConfig.from_vllm_config(vllm_config)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.stock = None
@@ -144,7 +146,8 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
         num_heads = get_num_attention_heads_from_layers(
             vllm_config, layer_names
         ) or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
-        is_fp8 = vllm_config.cache_config.cache_dtype.startswith("fp8")
+        # vLLM allocates fp8 caches as bytes
+        is_fp8 = kv_cache_spec.dtype == torch.uint8
         kv_dtype = torch.float8_e4m3fn if is_fp8 else kv_cache_spec.dtype
         config, num_programs = device_config(device, kv_cache_spec.head_size, kv_dtype)
         self.planner = DevicePlanner(
@@ -373,10 +376,17 @@ class RelayCudaImpl(AttentionImpl[RelayCudaMetadata]):
         return output
 
     def _typed(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        """vLLM allocates fp8 caches as bytes."""
-        if self.kv_cache_dtype.startswith("fp8"):
-            return kv_cache.view(torch.float8_e4m3fn)
-        return kv_cache
+        return kv_cache.view(torch.float8_e4m3fn) if kv_cache.dtype == torch.uint8 else kv_cache
+
+
+def _reasons_against(kv_cache_spec: AttentionSpec) -> list[str]:
+    other = "use another --attention-backend"
+    reasons = []
+    if getattr(kv_cache_spec, "attention_chunk_size", None):
+        reasons.append(f"chunked local attention: {other}")
+    if getattr(kv_cache_spec, "head_size_v", None) not in (None, kv_cache_spec.head_size):
+        reasons.append(f"values of another size than keys: {other}")
+    return reasons
 
 
 def _num_kernel_blocks(vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> int:

@@ -82,6 +82,8 @@ def _tile_state(
     tile_begin,
     first_token,
     end_token,
+    all_see_from,
+    all_see_until,
     visible,
     slope,
     scale,
@@ -99,7 +101,8 @@ def _tile_state(
     PRECISION: tl.constexpr,
 ):
     """State of the tile of tokens that begins at `tile_begin`. Tokens outside
-    [first_token, end_token) are seen by no row, and not read."""
+    [first_token, end_token) are seen by no row, and not read; those in [all_see_from,
+    all_see_until) by all."""
     token = tile_begin + tl.arange(0, TILE)
     dim = tl.arange(0, PADDED_HEAD)
     is_read = (token >= first_token) & (token < end_token)
@@ -109,21 +112,31 @@ def _tile_state(
     if PADDED_HEAD != HEAD_SIZE:
         mask = mask & (dim < HEAD_SIZE)[None, :]
     key = tl.load(pointers, mask=mask, other=0.0).to(query.dtype)
-    score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+    product = tl.dot(query, tl.trans(key), input_precision=PRECISION)
     if HAS_SOFT_CAP:
-        score = soft_cap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2_E / soft_cap)) + 1.0))
-    score *= LOG2_E
+        product *= scale
+        product = soft_cap * (1.0 - 2.0 / (tl.exp2(product * (2.0 * LOG2_E / soft_cap)) + 1.0))
     if HAS_ALIBI:
-        score += (slope * LOG2_E)[:, None] * (token[None, :] - (visible - 1)[:, None])
-    sees = token[None, :] < visible[:, None]
-    if HAS_WINDOW:
-        sees = sees & (token[None, :] >= (visible - window)[:, None])
-    score = tl.where(sees, score, -float("inf"))
+        if not HAS_SOFT_CAP:
+            product *= scale
+        product += slope[:, None] * (token[None, :] - (visible - 1)[:, None])
+    # what is left to multiply scores by, into units of log2: a factor above zero
+    factor = LOG2_E
+    if not (HAS_SOFT_CAP or HAS_ALIBI):
+        factor = scale * LOG2_E
+    if (tile_begin < all_see_from) | (tile_begin + TILE > all_see_until):
+        sees = token[None, :] < visible[:, None]
+        if HAS_WINDOW:
+            sees = sees & (token[None, :] >= (visible - window)[:, None])
+        product = tl.where(sees, product, -float("inf"))
 
-    largest = tl.max(score, 1)
-    reference = tl.where(largest == -float("inf"), EMPTY, tl.ceil(largest))
+    largest = tl.max(product, 1)
+    reference = tl.where(largest == -float("inf"), EMPTY, tl.ceil(largest * factor))
     value = tl.load(pointers + HEAD_SIZE, mask=mask, other=0.0).to(query.dtype)
-    weight = tl.exp2(score - reference[:, None]).to(query.dtype)
+    exponent = tl.fma(
+        product, tl.full(product.shape, 0.0, tl.float32) + factor, -reference[:, None]
+    )
+    weight = tl.exp2(exponent).to(query.dtype)
     # a sum on the matrix unit is the same however a tile is spread over warps
     ones = tl.full((TILE, 16), 1.0, query.dtype)
     total = tl.max(tl.dot(weight, ones, input_precision=PRECISION), 1)
@@ -224,10 +237,12 @@ def _attend_item(
         slope = tl.load(slopes_ptr + query_head, mask=is_row, other=0.0)
 
     # what some row sees; states of tiles are written for all tiles of the item
+    all_see_until = tl.min(tl.where(is_row, visible, 2147483647), 0)
+    all_see_from = 0
     first_token = begin
     if HAS_WINDOW:
-        seen_from = tl.where(is_row, visible - window, 2147483647)
-        first_token = tl.maximum(begin, tl.min(seen_from, 0))
+        first_token = tl.maximum(begin, all_see_until - window)
+        all_see_from = tl.max(visible, 0) - window
     end_token = tl.minimum(item_end, tl.max(visible, 0))
     first_tile = first_token // TILE * TILE
     end_tile = end_token
@@ -249,9 +264,9 @@ def _attend_item(
         next_tile = tile_begin + TILE
         next_blocks = _load_blocks(table_ptr, next_tile, first_token, end_token, BLOCK_SIZE, TILE)
         tile_total, tile_reference, tile_output = _tile_state(
-            query, kv_ptr, blocks, tile_begin, first_token, end_token, visible, slope, scale,
-            soft_cap, window, kv_stride_block, kv_stride_token, HEAD_SIZE, PADDED_HEAD,
-            BLOCK_SIZE, TILE, HAS_SOFT_CAP, HAS_ALIBI, HAS_WINDOW, PRECISION,
+            query, kv_ptr, blocks, tile_begin, first_token, end_token, all_see_from, all_see_until,
+            visible, slope, scale, soft_cap, window, kv_stride_block, kv_stride_token, HEAD_SIZE,
+            PADDED_HEAD, BLOCK_SIZE, TILE, HAS_SOFT_CAP, HAS_ALIBI, HAS_WINDOW, PRECISION,
         )  # fmt: skip
         blocks = next_blocks
         total, reference, output = fold(

@@ -121,7 +121,7 @@ def publish_kernel(
     end = tl.load(query_start_loc_ptr + row + 1)
     for begin in range(first, end, CHUNK):
         token = begin + tl.arange(0, CHUNK)
-        is_token = token < end
+        is_token = (token < end) & (token < max_tokens)
         tl.store(visible_ptr + token, seq_len - query_len + 1 + token - first, mask=is_token)
         tl.store(token_request_ptr + token, tl.where(query_len > 0, row, -1), mask=is_token)
         tl.store(token_entry_ptr + token, token - first, mask=is_token)
@@ -483,8 +483,10 @@ def _add_step_to_totals(counts_ptr, totals_ptr, shares):
     tl.atomic_add(totals_ptr + 2, sharing, sem="relaxed")
     tl.atomic_add(totals_ptr + 3, tl.load(counts_ptr + TOKENS).to(tl.int64), sem="relaxed")
     tl.atomic_add(totals_ptr + 4, saved, sem="relaxed")
-    tl.store(totals_ptr + 5, tl.load(counts_ptr + NUM_GROUPS).to(tl.int64))
-    tl.store(totals_ptr + 6, tl.load(counts_ptr + MAX_CHAIN).to(tl.int64))
+    groups = tl.where(shares, tl.load(counts_ptr + NUM_GROUPS), 0).to(tl.int64)
+    depth = tl.where(shares, tl.load(counts_ptr + MAX_CHAIN), 0).to(tl.int64)
+    tl.store(totals_ptr + 5, groups)
+    tl.store(totals_ptr + 6, depth)
 
 
 @triton.jit(do_not_specialize=["num_requests", "window", "max_items", "max_slots", "enough_items"])
