@@ -75,7 +75,12 @@ def shared_prefix(
 
 
 def random_batch(
-    rng: np.random.Generator, *, num_blocks: int, max_kv_tokens: int, block_size: int
+    rng: np.random.Generator,
+    *,
+    num_blocks: int,
+    max_kv_tokens: int,
+    block_size: int,
+    kind: str | None = None,
 ) -> Batch:
     """A batch with 0 to 100 % of its tokens shared by 0 to 64 groups in trees up to 6 levels deep.
 
@@ -85,6 +90,7 @@ def random_batch(
     Args:
         num_blocks: block ids are below it, and not in order.
         max_kv_tokens: most tokens attended to, summed over requests, give or take some.
+        kind: "decode", "speculation" or "prompt chunk", by chance unless given.
     """
     requests = _log_uniform(rng, rng.choice([1, 8]), 129)
     groups = 0 if rng.random() < 0.1 else _log_uniform(rng, 1, rng.choice([65, 2 + requests // 2]))
@@ -117,7 +123,8 @@ def random_batch(
             grow(np.flatnonzero(group_of == group), depth, round(shared_tokens / block_size))
 
     query_lens = np.ones(requests, np.int64)
-    kind = rng.choice(["decode", "speculation", "prompt chunk"], p=[0.8, 0.1, 0.1])
+    drawn = rng.choice(["decode", "speculation", "prompt chunk"], p=[0.8, 0.1, 0.1])
+    kind = kind or str(drawn)
     if kind == "speculation":
         query_lens = rng.integers(1, 7, requests)
     elif kind == "prompt chunk":

@@ -32,6 +32,30 @@ read every byte it needs once from memory at this core's best rate, whichever ta
 """
 
 
+CUDA_HEADLINE = "## The Triton kernels on a GPU"
+CUDA_NOT_MEASURED = f"""\
+{CUDA_HEADLINE}
+
+`python -m benchmarks.cuda --json docs/benchmarks/cuda.json`, on a machine with a GPU
+([cuda.md](cuda.md), section 8). **Not yet measured**: no GPU was at hand. The bars, for an H200 in
+bfloat16 with the L2 cache flushed:
+
+| what | measured | bar | aim |
+| --- | --- | ---: | ---: |
+| 120 batches: (limit + 6 us) / time, geometric mean | not yet | >= 0.45 | 0.65 |
+| limit / time where memory binds and the limit is over 100 us | not yet | >= 0.70 | 0.85 |
+| TFLOP/s where multiplying binds | not yet | >= 350 | 500 |
+| 20 trees x 4 kinds of heads: speed-up over the best unshared kernel | not yet | >= 3 | 5 |
+| 8 requests, prefix 4,000, 8 query heads on 1 KV head: us | not yet | <= 20 | 12 |
+| 500 random batches: time over the best unshared kernel, p99 | not yet | <= 1.05 | 1.03 |
+| planning 1,024 requests of 2,048 blocks: us, without waiting | not yet | <= 50 | 20 |
+| replayed graphs that differ from eager runs | not yet | 0 | |
+| largest error over FlashAttention 3's | not yet | <= 1 | |
+| Llama-3-8B geometry, batch 128, prefix 8,192: tokens/s over stock | not yet | >= 2.5 | 4 |
+| the same without sharing | not yet | >= 0.98 | |
+"""
+
+
 def load_results(folder: Path, names: Iterable[str]) -> list[Json]:
     """The results that there are, in this order."""
     paths = (folder / f"{name}.json" for name in names)
@@ -54,8 +78,20 @@ def write_page(results: list[Json], page: Path, plot_folder: Path) -> None:
             f"({os.path.relpath(plot, page.parent)})\n"
         )
     parts += [_benchmark(result) for result in results]
+    parts.append(_cuda(plot_folder / "cuda.json"))
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text("\n".join(parts).rstrip() + "\n")
+
+
+def _cuda(path: Path) -> str:
+    """The results of `benchmarks.cuda`, as a section of the page."""
+    if not path.exists():
+        return CUDA_NOT_MEASURED
+    from benchmarks.cuda.result import to_markdown
+
+    lines = to_markdown(json.loads(path.read_text())).splitlines()
+    lines = [f"#{line}" if line.startswith("#") else line for line in lines]
+    return "\n".join([CUDA_HEADLINE, *lines[1:]])
 
 
 def _machine(result: Json) -> str:
@@ -110,7 +146,7 @@ def _goals(results: list[Json]) -> str:
     return (
         "## Goals\n\n"
         "Those of attention were set for machines with AMX, which multiplies several times faster\n"
-        "than this one may.\n\n" + _markdown_table(rows)
+        "than this one may.\n\n" + markdown_table(rows)
     )
 
 
@@ -120,7 +156,7 @@ def _benchmark(result: Json) -> str:
     parts = [f"## {headline.rstrip('.')}\n", f"`{result['command']}`{peak}\n", rest.strip() + "\n"]
     for table in result["tables"]:
         parts.append(f"**{table['title']}**\n")
-        parts.append(_markdown_table(table["rows"]))
+        parts.append(markdown_table(table["rows"]))
         if table["note"]:
             parts.append(table["note"] + "\n")
     return "\n".join(parts)
@@ -139,7 +175,7 @@ def _peak_line(result: Json) -> str:
     )
 
 
-def _markdown_table(rows: list[Json]) -> str:
+def markdown_table(rows: list[Json]) -> str:
     if not rows:
         return "None.\n"
     columns = list(rows[0])

@@ -21,6 +21,8 @@ LOADED = "import sys; print([name for name in ('torch', 'vllm') if name in sys.m
         "vllm_relay.attention_backends.forest",
         "vllm_relay.attention_backends.plan",
         "vllm_relay.attention_backends.cost",
+        "vllm_relay.attention_backends.gpu_config",
+        "vllm_relay.attention_backends.gpu_plan",
         "vllm_relay.prefix_cache.belady",
         "vllm_relay.prefix_cache.next_use",
         "vllm_relay.prefix_cache.policies",

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared-prefix attention for vLLM."""
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
-__version__ = version("vllm-relay")
+try:
+    __version__ = version("vllm-relay")
+except PackageNotFoundError:  # a checkout on PYTHONPATH
+    __version__ = "unknown"

@@ -87,7 +87,11 @@ def run_tune(
     except RuntimeError as error:
         console.print(f"tune: {error}", style="red")
         return 1
-    config = gpu_tune.with_costs(bench, best.config)
+    config = best.config
+    try:
+        config = gpu_tune.with_costs(bench, config)
+    except ValueError as error:
+        console.print(f"tune: the costs stay as they ship: {error}", style="yellow")
     path = gpu_config.tuned_path(gpu_name, folder)
     key = gpu_config.config_key(head_size, shape.kv_dtype.itemsize)
     import triton

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -103,19 +104,35 @@ def candidates(capability: tuple[int, int], head_size: int) -> list[KernelConfig
 def calibrate(samples: Iterable[Sample]) -> tuple[float, float]:
     """`state_cost` and `start_tokens` of a configuration, by least squares over batches.
 
-    time = (kv_bytes + state_cost * state_bytes + start_tokens * start_bytes) / bandwidth + launch
+    time = (kv_bytes + state_cost * state_bytes + start_tokens * start_bytes) / bandwidth + launch,
+    with nothing below zero and relative errors.
+
+    Raises:
+        ValueError: the times do not grow with the bytes.
     """
     rows = list(samples)
     terms = np.array([[s.kv_bytes, s.state_bytes, s.start_bytes, 1.0] for s in rows])
-    times = np.array([s.time_us for s in rows])
-    weights = 1 / times  # relative errors count
+    terms /= np.array([[s.time_us] for s in rows])
     norms = np.maximum(np.abs(terms).max(axis=0), 1e-30)
-    solution, *_ = np.linalg.lstsq(terms / norms * weights[:, None], times * weights, rcond=None)
-    per_kv_byte, per_state_byte, per_start_byte, _ = np.maximum(solution, 0) / norms
-    if per_kv_byte == 0:
-        raise ValueError("the times of the batches do not grow with their bytes; measure again")
+    solution = _least_squares_from_zero(terms / norms, np.ones(len(rows))) / norms
+    per_kv_byte, per_state_byte, per_start_byte, _ = solution
+    if per_kv_byte <= 0:
+        raise ValueError("the times of the batches do not grow with their bytes: measure again")
     state_cost = float(np.clip(per_state_byte / per_kv_byte, MIN_STATE_COST, MAX_STATE_COST))
     return state_cost, float(np.clip(per_start_byte / per_kv_byte, 0, MAX_START_TOKENS))
+
+
+def _least_squares_from_zero(terms: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Least squares without negative solutions: the best of all choices of terms left at zero."""
+    best, least_error = np.zeros(terms.shape[1]), float(values @ values)
+    for count in range(1, terms.shape[1] + 1):
+        for chosen in itertools.combinations(range(terms.shape[1]), count):
+            part, *_ = np.linalg.lstsq(terms[:, chosen], values, rcond=None)
+            error = float(np.square(terms[:, chosen] @ part - values).sum())
+            if (part >= 0).all() and error < least_error:
+                best, least_error = np.zeros(terms.shape[1]), error
+                best[list(chosen)] = part
+    return best
 
 
 class Bench:

@@ -100,7 +100,8 @@ def _tile_state(
     HAS_WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """State of the tile of tokens that begins at `tile_begin`. Tokens outside
+    """State of the tile of tokens that begins at `tile_begin`, and what its sums are still to be
+    multiplied by, relative to the reference. Tokens outside
     [first_token, end_token) are seen by no row, and not read; those in [all_see_from,
     all_see_until) by all."""
     token = tile_begin + tl.arange(0, TILE)
@@ -131,17 +132,31 @@ def _tile_state(
         product = tl.where(sees, product, -float("inf"))
 
     largest = tl.max(product, 1)
-    reference = tl.where(largest == -float("inf"), EMPTY, tl.ceil(largest * factor))
+    sees_any = largest > -float("inf")
+    largest = tl.where(sees_any, largest * factor, 0.0)
     value = tl.load(pointers + HEAD_SIZE, mask=mask, other=0.0).to(query.dtype)
-    exponent = tl.fma(
-        product, tl.full(product.shape, 0.0, tl.float32) + factor, -reference[:, None]
-    )
+    # the largest weight is exactly 1, whatever it is rounded to
+    exponent = tl.fma(product, tl.full(product.shape, 0.0, tl.float32) + factor, -largest[:, None])
     weight = tl.exp2(exponent).to(query.dtype)
     # a sum on the matrix unit is the same however a tile is spread over warps
     ones = tl.full((TILE, 16), 1.0, query.dtype)
     total = tl.max(tl.dot(weight, ones, input_precision=PRECISION), 1)
     output = tl.dot(weight, value, input_precision=PRECISION)
-    return total, reference, output
+    reference = tl.where(sees_any, tl.ceil(largest), EMPTY)
+    return total, reference, output, tl.exp2(largest - tl.ceil(largest))
+
+
+@triton.jit
+def _fold_tile(total, reference, output, tile_total, tile_reference, tile_output, tile_fraction):
+    """`fold` with a tile's state, whose sums are to be multiplied by `tile_fraction` first. Each
+    number is rounded by this product and by the addition, however the state gets here."""
+    joint = tl.maximum(reference, tile_reference)
+    factor = power_of_two(reference - joint)
+    tile_factor = tile_fraction * power_of_two(tile_reference - joint)
+    total = tl.fma(total, factor, tile_total * tile_factor)
+    factors = tl.broadcast_to(factor[:, None], output.shape)
+    output = tl.fma(output, factors, tile_output * tile_factor[:, None])
+    return total, joint, output
 
 
 @triton.jit
@@ -263,14 +278,14 @@ def _attend_item(
     for tile_begin in range(first_tile, end_tile, TILE):
         next_tile = tile_begin + TILE
         next_blocks = _load_blocks(table_ptr, next_tile, first_token, end_token, BLOCK_SIZE, TILE)
-        tile_total, tile_reference, tile_output = _tile_state(
+        tile_total, tile_reference, tile_output, tile_fraction = _tile_state(
             query, kv_ptr, blocks, tile_begin, first_token, end_token, all_see_from, all_see_until,
             visible, slope, scale, soft_cap, window, kv_stride_block, kv_stride_token, HEAD_SIZE,
             PADDED_HEAD, BLOCK_SIZE, TILE, HAS_SOFT_CAP, HAS_ALIBI, HAS_WINDOW, PRECISION,
         )  # fmt: skip
         blocks = next_blocks
-        total, reference, output = fold(
-            total, reference, output, tile_total, tile_reference, tile_output
+        total, reference, output = _fold_tile(
+            total, reference, output, tile_total, tile_reference, tile_output, tile_fraction
         )
         is_last = (next_tile % SEGMENT == 0) | (next_tile >= end_tile) | (mode == TILE_STATES)
         if is_last & (mode != DIRECT):

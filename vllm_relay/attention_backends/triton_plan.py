@@ -57,6 +57,14 @@ LAST_ROW: tl.constexpr = tl.constexpr((1 << 20) - 1)
 """A leader is stored as epoch << ROW_BITS | (LAST_ROW - row), so that the first row of the newest
 epoch is the maximum."""
 
+STEP_NUMBERS = [
+    "num_requests", "num_blocks", "max_tokens", "max_members", "max_query_len", "max_items",
+    "max_slots", "enough_items", "window", "min_shared_tokens", "table_stride", "hashes_stride",
+    "positions_stride",
+]  # fmt: skip
+"""Arguments for whose values, 1 or multiples of 16, nothing is compiled anew in the middle of
+serving."""
+
 
 @triton.jit
 def _mix(value):
@@ -85,7 +93,7 @@ def _leader(entry, epoch, row):
     return tl.where((entry >> ROW_BITS) == epoch, named, row).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=STEP_NUMBERS)
 def publish_kernel(
     counts_ptr,
     table_ptr,
@@ -157,7 +165,7 @@ def publish_kernel(
         tl.atomic_max(leaders_ptr + block, entries, mask=present < entry, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=STEP_NUMBERS)
 def follow_kernel(
     counts_ptr,
     table_ptr,
@@ -242,7 +250,7 @@ def _is_member(
     return is_row & (its_hash == own_hash)
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=STEP_NUMBERS)
 def group_kernel(
     counts_ptr,
     table_ptr,
@@ -364,7 +372,7 @@ def _private_begin(covered, query_len, seq_len, window, SEGMENT: tl.constexpr):
     return tl.maximum(covered, seen_from // SEGMENT * SEGMENT)
 
 
-@triton.jit(do_not_specialize=["num_requests", "window", "min_shared_tokens"])
+@triton.jit(do_not_specialize=STEP_NUMBERS)
 def decide_kernel(
     counts_ptr,
     table_ptr,
@@ -489,7 +497,7 @@ def _add_step_to_totals(counts_ptr, totals_ptr, shares):
     tl.store(totals_ptr + 6, depth)
 
 
-@triton.jit(do_not_specialize=["num_requests", "window", "max_items", "max_slots", "enough_items"])
+@triton.jit(do_not_specialize=STEP_NUMBERS)
 def emit_kernel(
     counts_ptr,
     totals_ptr,

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of a step: time on the GPU and on the host, and that nothing waits for the device."""
+
+import math
+from functools import partial
+
+import numpy as np
+import torch
+
+from benchmarks.batches import Batch, shared_prefix
+from benchmarks.common import Goal, Row
+from benchmarks.cuda.compilation import Variant
+from benchmarks.cuda.device import host_us
+from benchmarks.cuda.forests import Trees, shuffled
+from benchmarks.cuda.geometry import Geometry
+from benchmarks.cuda.inputs import DeviceBatch, Inputs, Relay
+from benchmarks.cuda.part_grid import TINY_GEOMETRY
+from benchmarks.cuda.run import Run
+
+GEOMETRY = Geometry(32, 8)
+BLOCKS_PER_REQUEST = 2048
+
+
+def variants(run: Run) -> list[Variant]:
+    geometry = _geometry(run)
+    return [run.variant(geometry, shares=(True, False), rivals=False)]
+
+
+def batches(run: Run) -> dict[str, Batch]:
+    """By name, all of the same numbers of requests and of blocks per request."""
+    block_size = _geometry(run).block_size
+    requests, blocks = run.choose((1024, BLOCKS_PER_REQUEST), (1024, BLOCKS_PER_REQUEST), (8, 12))
+    roots, levels = run.choose((64, 6), (64, 6), (2, 3))
+    tokens = blocks * block_size
+    half = blocks // 2 * block_size
+    step = blocks // levels * block_size
+    bits = math.log2(requests) / (levels - 1)
+    nodes = tuple(1 << round(level * bits) for level in range(levels))
+    last = tokens - (levels - 1) * step
+    return {
+        "one prefix": shared_prefix(requests, half, tokens - half, block_size),
+        f"{roots} prefixes": Trees((roots, requests), (half, tokens - half)).batch(block_size),
+        f"{levels}-level tree": Trees(nodes, (step,) * (levels - 1) + (last,)).batch(block_size),
+        "nothing shared": shared_prefix(requests, 0, tokens, block_size),
+    }
+
+
+def measure(run: Run) -> None:
+    geometry = _geometry(run)
+    rows: list[Row] = []
+    relay = None
+    for name, batch in run.in_time(batches(run).items(), "batches", 1.0):
+        run.result.doing(f"{name}: {batch.description}")
+        relay = relay or run.relay(geometry, batches_need(batch))
+        with run.tolerating(f"planning, {name}"):
+            rows.append({"batch": name} | _measure_batch(run, relay, batch))
+    run.result.add_table(
+        "Planning one step, for all layers",
+        rows,
+        "GPU time of the launches in a CUDA graph; host time of the call, which only launches.",
+    )
+    worst = max((row["GPU us"] for row in rows), default=np.nan)
+    run.result.add_goal(
+        Goal("planning, GPU time, slowest batch", worst, 50.0, 20.0, True, unit="us")
+    )
+    _check_synchronisation(run)
+
+
+def _measure_batch(run: Run, relay: Relay, batch: Batch) -> Row:
+    uploaded = DeviceBatch.upload(shuffled(batch), relay.limits, run.device.device)
+    plan = partial(relay.plan, uploaded)
+    apart = partial(relay.plan, uploaded, shares=False)
+    warm = run.device.compare({"plan": plan, "apart": apart}, flushed=False, rounds=15)
+    flushed = run.device.compare({"plan": plan}, flushed=True, rounds=9)
+    return {
+        "requests": batch.num_requests,
+        "blocks per request": batch.block_table.shape[1],
+        "GPU us": warm["plan"].median_s * 1e6,
+        "GPU us, flushed": flushed["plan"].median_s * 1e6,
+        "GPU us, told not to share": warm["apart"].median_s * 1e6,
+        "host us": host_us(plan, run.device),
+    }
+
+
+def batches_need(batch: Batch) -> int:
+    """Blocks of a cache that holds any batch of this size."""
+    return batch.num_requests * batch.block_table.shape[1] + 1
+
+
+def _check_synchronisation(run: Run) -> None:
+    """Plans and attends where torch raises an error for whatever waits for the device."""
+    geometry = _geometry(run)
+    batch = shared_prefix(*run.choose((64, 2048, 128), (64, 2048, 128), (3, 32, 16)),
+                          geometry.block_size)  # fmt: skip
+    relay = run.relay(geometry, batch.num_blocks)
+    cache = run.pool.cache(geometry, batch.num_blocks)
+    inputs = Inputs.of(DeviceBatch.upload(batch, relay.limits, run.device.device), geometry, cache)
+    out = torch.empty_like(inputs.query)
+
+    def step() -> None:
+        relay.plan(inputs.batch)
+        relay.attend(inputs, out)
+
+    step()
+    run.device.synchronize()
+    waits = 0.0
+    if run.device.measured:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        except RuntimeError as error:
+            waits = 1.0
+            run.result.add_finding(f"planning or attention waits for the device: {error}")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    host = host_us(step, run.device)
+    run.result.add_finding(
+        "plan and attention of a step: "
+        + ("nothing waits for the device" if run.device.measured else "waiting was not checked")
+        + (f"; the host spends {host:.0f} us on its launches" if host == host else "")
+    )
+    run.result.add_goal(
+        Goal("calls that wait for the device", waits, 0.0, lower_is_better=True, unit="calls")
+    )
+
+
+def _geometry(run: Run) -> Geometry:
+    return run.choose(GEOMETRY, GEOMETRY, TINY_GEOMETRY)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a run, in their order, and how long each may take."""
+
+from dataclasses import dataclass
+
+STARTUP_S = 30.0
+"""For imports, for the rivals to be found and for the first kernels to be compiled."""
+TOTAL_S = 465.0
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    module: str
+    budget_s: float
+    what: str
+
+
+PARTS = (
+    Part("correct", "part_correct", 90, "errors against float64, same bits, graph replays"),
+    Part("ceilings", "part_ceilings", 6, "bandwidth and matrix rate of this GPU"),
+    Part("small", "part_small", 10, "one small batch: the floor of two launches"),
+    Part("grid", "part_grid", 95, "one shared prefix: batch, prefix, context and heads"),
+    Part("trees", "part_trees", 60, "trees of 1 to 9 levels"),
+    Part("planning", "part_planning", 16, "the plan of a step of 1,024 requests"),
+    Part("random", "part_random", 90, "500 random batches against the best that shares nothing"),
+    Part("configs", "part_configs", 65, "candidates for the shipped configuration"),
+    Part("engine", "part_engine", 3, "whole engines, where vLLM is installed"),
+)
+NAMES = tuple(part.name for part in PARTS)
+
+
+def chosen(names: str) -> list[Part]:
+    """The parts that a comma-separated list names, in their order.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    wanted = [name for name in names.split(",") if name]
+    if unknown := set(wanted) - set(NAMES):
+        raise ValueError(
+            f"unknown parts {', '.join(sorted(unknown))}: known are {', '.join(NAMES)}"
+        )
+    return [part for part in PARTS if part.name in wanted or not wanted]

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from tests.attention_backends import triton_interpreter  # noqa: F401
+from vllm_relay import tune
+from vllm_relay.attention_backends import gpu_config, gpu_tune
+from vllm_relay.attention_backends.gpu_config import KernelConfig
+
+OPTIONS = {
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_size": 32,
+    "dtype": "bfloat16",
+    "kv_dtype": None,
+    "block_size": 16,
+    "folder": None,
+}
+
+
+def run(**changes: Any) -> tuple[int, str]:
+    text = io.StringIO()
+    status = tune.run_tune(**{**OPTIONS, **changes}, console=Console(file=text, width=200))
+    return status, text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "float32"}, "--dtype: given 'float32', expected bfloat16 or float16"),
+        ({"kv_dtype": "int8"}, "--kv-dtype: given 'int8', expected bfloat16, float16, fp8"),
+        ({"head_size": 33}, "--head-size: given 33, expected 32 to 256 in steps of 16"),
+        ({"num_heads": 5}, "--heads: given 5, expected a multiple of --kv-heads, 2"),
+        ({"block_size": 24}, "--block-size: given 24, expected a multiple of 16"),
+        ({}, "no CUDA GPU was found"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
+    status, text = run(**changes)
+    assert status == 1 and message in text
+
+
+def test_what_is_fastest_is_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiny = KernelConfig(
+        tile_tokens=16, segment_tokens=32, section_tokens=64, small_rows=16, large_rows=16
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(gpu_tune, "LOADS", (gpu_tune.Load(2, 1, 32, 10),))
+    monkeypatch.setattr(gpu_tune, "candidates", lambda *args: [tiny])
+    bench_cls = gpu_tune.Bench
+    monkeypatch.setattr(
+        gpu_tune, "Bench", lambda shape, device, loads: bench_cls(shape, "cpu", loads)
+    )
+    monkeypatch.setattr(bench_cls, "time_us", lambda self, run: 1.0)
+    monkeypatch.setattr(gpu_tune, "with_costs", lambda bench, config: config)
+    status, text = run(folder=tmp_path)
+    assert status == 0 and "a-gpu.json" in text and "2 in 1 x 32" in text
+    found = gpu_config.config_for("A GPU", (9, 0), head_size=32, kv_bytes=2, folder=tmp_path)
+    assert found == tiny
