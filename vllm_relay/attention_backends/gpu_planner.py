@@ -37,8 +37,7 @@ class DevicePlanner:
 
     Args:
         block_size: tokens per KV block.
-        num_programs: programs of the attention kernel; work is cut finer while there are fewer than
-            two items for each.
+        num_programs: programs of the attention kernel; work is cut finer where they would idle.
         kv_dtype: of the KV cache.
     """
 
@@ -290,7 +289,8 @@ class DevicePlanner:
             window_tokens,
             self.max_items,
             self.max_slots,
-            -(-2 * self.num_programs // self.num_kv_heads),
+            self.num_kv_heads,
+            self.num_programs,
             MAX_QUERY=max_query,
             LANES=MERGE_LANES,
             **row_sizes,

@@ -59,8 +59,8 @@ epoch is the maximum."""
 
 STEP_NUMBERS = [
     "num_requests", "num_blocks", "max_tokens", "max_members", "max_query_len", "max_items",
-    "max_slots", "enough_items", "window", "min_shared_tokens", "table_stride", "hashes_stride",
-    "positions_stride",
+    "max_slots", "num_kv_heads", "num_programs", "window", "min_shared_tokens", "table_stride",
+    "hashes_stride", "positions_stride",
 ]  # fmt: skip
 """Arguments for whose values, 1 or multiples of 16, nothing is compiled anew in the middle of
 serving."""
@@ -516,7 +516,8 @@ def emit_kernel(
     window,
     max_items,
     max_slots,
-    enough_items,
+    num_kv_heads,
+    num_programs,
     MAX_QUERY: tl.constexpr,
     GROUP: tl.constexpr,
     SMALL: tl.constexpr,
@@ -537,9 +538,12 @@ def emit_kernel(
     )
     if index == 0:
         _add_step_to_totals(counts_ptr, totals_ptr, shares)
+    # whole sections leave fewer states; where they would leave a quarter of the programs idle in
+    # the last round, segments spread better
+    work = tl.load(counts_ptr + SECTION_ITEMS) * num_kv_heads
     folds = (
         (~shares)
-        | (tl.load(counts_ptr + SECTION_ITEMS) >= enough_items)
+        | (work * 4 >= tl.cdiv(work, num_programs) * num_programs * 3)
         | (tl.load(counts_ptr + SEGMENT_ITEMS) > max_items)
         | (tl.load(counts_ptr + SEGMENT_SLOTS) > max_slots)
     )
