@@ -110,9 +110,20 @@ def test_relay_runs_on_gpus_without_the_compiled_extension(
     assert report.can_run
     assert report.backends[0].kernels == ("triton",)
     assert "vllm-relay tune" in advice(report, "GPU")
-    (tmp_path / "nvidia-h200.json").write_text("{}")
+    (tmp_path / "nvidia-h200.json").write_text("{broken")
+    report = diagnose(facts)
+    assert not report.can_run and "nvidia-h200.json" in report.backends[0].reasons[0]
+    (tmp_path / "nvidia-h200.json").write_text('{"configs": {}}')
     found = {check.name: check for check in diagnose(facts).checks}
     assert found["GPU"].status == "ok" and "nvidia-h200.json" in found["GPU"].found
+
+
+def test_gpus_that_are_missing() -> None:
+    torch = {"cuda": "13.0", "hip": None, "gpus": [], "capabilities": []}
+    vllm = Probe({"device": "cuda", "backends": ["RELAY"]})
+    report = diagnose(but(torch_import=Probe(torch), vllm_import=vllm))
+    assert not report.can_run
+    assert any("PyTorch sees no GPU" in reason for reason in report.backends[0].reasons)
 
 
 def test_gpus_that_are_too_old_are_named() -> None:

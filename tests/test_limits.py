@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from vllm_relay.limits import RelayUnsupportedError, check_config, check_layer, relay_is_selected
+from vllm_relay.limits import (
+    RelayUnsupportedError,
+    check_capability,
+    check_config,
+    check_layer,
+    relay_is_selected,
+)
 
 RELAY = SimpleNamespace(name="RELAY")
 CPU_ATTN = SimpleNamespace(name="CPU_ATTN")
@@ -106,8 +112,9 @@ def test_configurations_that_are_refused(vllm_config: Any, message: str) -> None
 
 
 def test_other_devices_are_refused() -> None:
-    with pytest.raises(RelayUnsupportedError, match="cannot serve xpu devices"):
-        check_config(config(), "xpu")
+    for device_type in ("xpu", "rocm"):
+        with pytest.raises(RelayUnsupportedError, match=f"cannot serve {device_type} devices"):
+            check_config(config(), device_type)
 
 
 def test_configurations_that_are_served_on_cuda() -> None:
@@ -146,10 +153,26 @@ def test_configurations_that_are_refused_on_cuda(vllm_config: Any, message: str)
         check_config(vllm_config, "cuda")
 
 
+def test_gpus_whose_instructions_are_missing_are_refused() -> None:
+    check_capability((8, 0), "auto")
+    check_capability((8, 9), "fp8")
+    with pytest.raises(RelayUnsupportedError, match="compute capability 7.5, only from 8.0 on"):
+        check_capability((7, 5), None)
+    with pytest.raises(RelayUnsupportedError, match="fp8 KV caches on .* 8.6, only from 8.9 on"):
+        check_capability((8, 6), "fp8_e4m3")
+
+
 def test_layers_on_cuda() -> None:
     check_layer(layer(kv_cache_dtype="fp8", block_size=16, use_kv_connector=True), "cuda")
     with pytest.raises(RelayUnsupportedError, match="use another --attention-backend"):
         check_layer(layer(head_size=320), "cuda")
+    for feature, text in (
+        ("use_batch_invariant", "VLLM_BATCH_INVARIANT"),
+        ("use_adaptive_verification", "adaptive verification"),
+    ):
+        check_layer(layer(**{feature: True}), "cpu")
+        with pytest.raises(RelayUnsupportedError, match=text):
+            check_layer(layer(**{feature: True}), "cuda")
 
 
 def test_every_reason_is_given() -> None:

@@ -64,5 +64,16 @@ def test_what_is_fastest_is_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(gpu_tune, "with_costs", lambda bench, config: config)
     status, text = run(folder=tmp_path)
     assert status == 0 and "a-gpu.json" in text and "2 in 1 x 32" in text
+    assert f"VLLM_RELAY_CACHE={tmp_path}" in text
+    (tmp_path / "file").write_text("")
+    for changes, message in (
+        ({"folder": tmp_path / "file"}, "file"),
+        ({"kv_dtype": "fp8", "capability": (8, 6)}, "only from 8.9 on"),
+        ({"capability": (7, 5)}, "only from 8.0 on"),
+    ):
+        capability = changes.pop("capability", (9, 0))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
+        status, text = run(**{"folder": tmp_path, **changes})
+        assert status == 1 and message in text
     found = gpu_config.config_for("A GPU", (9, 0), head_size=32, kv_bytes=2, folder=tmp_path)
     assert found == tiny

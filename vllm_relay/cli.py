@@ -181,8 +181,10 @@ def predict(
 
 @app.command()
 def tune(
-    num_heads: Annotated[int, typer.Option("--heads", min=1, help="Query heads.")] = 32,
-    num_kv_heads: Annotated[int, typer.Option("--kv-heads", min=1, help="KV heads.")] = 8,
+    num_heads: Annotated[int, typer.Option("--heads", min=1, help="Query heads of one GPU.")] = 32,
+    num_kv_heads: Annotated[
+        int, typer.Option("--kv-heads", min=1, help="KV heads of one GPU.")
+    ] = 8,
     head_size: Annotated[int, typer.Option(help="Size of a head.")] = 128,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
     kv_dtype: Annotated[

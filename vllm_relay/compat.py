@@ -275,7 +275,11 @@ def attach_stats_to_worker_output() -> None:
     RELAY layers are set up.
     Remove when: ModelRunnerOutput carries statistics of plugins.
     """
-    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+    from vllm.v1.outputs import (
+        EMPTY_MODEL_RUNNER_OUTPUT,
+        AsyncModelRunnerOutput,
+        ModelRunnerOutput,
+    )
     from vllm.v1.worker.gpu_worker import Worker
 
     from vllm_relay.stats import recorder
@@ -284,6 +288,17 @@ def attach_stats_to_worker_output() -> None:
         # the empty output is one object for all steps
         if isinstance(output, ModelRunnerOutput) and output is not EMPTY_MODEL_RUNNER_OUTPUT:
             output.relay_stats = recorder.take_step()
+        elif isinstance(output, AsyncModelRunnerOutput):
+            # another thread asks for the output when the device has it, in a later step
+            stats, get_output = recorder.take_step(), output.get_output
+
+            def get_output_with_stats(*args: Any, **kwargs: Any) -> Any:
+                arrived = get_output(*args, **kwargs)
+                if isinstance(arrived, ModelRunnerOutput):
+                    arrived.relay_stats = stats
+                return arrived
+
+            output.get_output = get_output_with_stats
         return output
 
     def make_execute_model(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,8 +23,8 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from vllm_relay.attention_backends.gpu_config import tuned_path
-from vllm_relay.limits import BACKEND_NAME, KERNELS
+from vllm_relay.attention_backends.gpu_config import read_tuned, tuned_path
+from vllm_relay.limits import BACKEND_NAME, KERNELS, MIN_CAPABILITY
 from vllm_relay.plugin import SUPPORTED_VLLM, is_supported
 
 IMPORT_TIMEOUT_S = 180.0
@@ -54,7 +54,8 @@ from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 load_general_plugins()
 result = {
-    "device": current_platform.device_type,
+    # vLLM calls the devices of ROCm "cuda" too
+    "device": "rocm" if current_platform.is_rocm() else current_platform.device_type,
     "backends": list(AttentionBackendEnum.__members__),
 }
 """
@@ -248,6 +249,12 @@ def check_gpu(facts: Facts) -> Check:
     if device_of(facts) != "cuda":
         return Check("GPU", "ok", found)
     tuned = [tuned_path(gpu) for gpu in gpus]
+    try:
+        for path in tuned:
+            if path.exists():
+                read_tuned(path)
+    except ValueError as error:
+        return Check("GPU", "failed", str(error), "To measure anew: vllm-relay tune")
     if all(path.exists() for path in tuned):
         return Check("GPU", "ok", f"{found}; measured: {', '.join(map(str, dict.fromkeys(tuned)))}")
     return Check(
@@ -326,8 +333,10 @@ def relay_backend(facts: Facts, checks: list[Check]) -> Backend:
     device = device_of(facts)
     if device == "cuda":
         found = facts.torch_import.result or {"gpus": [], "capabilities": []}
+        if not found["gpus"]:
+            reasons.append("GPU: vLLM is a CUDA build, and PyTorch sees no GPU")
         for gpu, (major, minor) in zip(found["gpus"], found["capabilities"], strict=True):
-            if major < 8:
+            if (major, minor) < MIN_CAPABILITY:
                 reasons.append(
                     f"GPU: {gpu} has compute capability {major}.{minor}, and relay's kernels need "
                     "8.0"

@@ -19,6 +19,7 @@ KernelChoice = Literal[
 KERNELS: tuple[str, ...] = get_args(KernelChoice)[1:]
 """In the order in which "auto" prefers them; it never takes those after the portable one."""
 
+MIN_CAPABILITY, MIN_FP8_CAPABILITY = (8, 0), (8, 9)
 CUDA_FP8_KV_CACHE_DTYPES = ("fp8", "fp8_e4m3")
 
 _OTHER_BACKEND = {
@@ -144,10 +145,37 @@ def check_layer(selector_config: Any, device_type: str) -> None:
     }
     if device_type == "cpu":
         features["use_kv_connector"] = "KV connectors"
+    else:
+        features["use_adaptive_verification"] = "adaptive verification of drafts"
+        # a token's kernel follows from how many of its request's tokens a step computes
+        features["use_batch_invariant"] = "batch invariance (VLLM_BATCH_INVARIANT)"
     other_backend = _OTHER_BACKEND[device_type]
     reasons += [f"{text}: {other_backend}" for name, text in features.items() if asks_for(name)]
     if reasons:
         raise RelayUnsupportedError(reasons)
+
+
+def check_capability(capability: tuple[int, int], kv_cache_dtype: str | None) -> None:
+    """Refuse an NVIDIA GPU whose instructions relay's kernels need and do not find.
+
+    Args:
+        capability: (9, 0) for sm_90.
+
+    Raises:
+        RelayUnsupportedError: with the reason.
+    """
+    number = ".".join(map(str, capability))
+    if tuple(capability) < MIN_CAPABILITY:
+        raise RelayUnsupportedError(
+            [f"GPUs of compute capability {number}, only from 8.0 on: {_OTHER_BACKEND['cuda']}"]
+        )
+    if str(kv_cache_dtype).startswith("fp8") and tuple(capability) < MIN_FP8_CAPABILITY:
+        raise RelayUnsupportedError(
+            [
+                f"fp8 KV caches on GPUs of compute capability {number}, only from 8.9 on: "
+                "use kv_cache_dtype=auto"
+            ]
+        )
 
 
 def attn_type_reason(attn_type: str, device_type: str = "cpu") -> str | None:

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from vllm_relay.limits import BACKEND_NAME, check_config, check_layer, relay_is_selected
+from vllm_relay.limits import (
+    BACKEND_NAME,
+    check_capability,
+    check_config,
+    check_layer,
+    relay_is_selected,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -104,10 +110,14 @@ def cuda_backend_path(backend: Any, selector_config: Any) -> str:
     Raises:
         RelayUnsupportedError: none does; with the reasons.
     """
+    from vllm.platforms import current_platform
+
     from vllm_relay.attention_backends.relay_cuda_choice import path_for_layer
 
     check_layer(selector_config, "cuda")
-    return path_for_layer(selector_config)
+    capability = current_platform.get_device_capability()
+    check_capability((capability.major, capability.minor), selector_config.kv_cache_dtype)
+    return path_for_layer(selector_config, capability)
 
 
 def _register_stats() -> None:
@@ -167,13 +177,15 @@ def check_new_config(vllm_config: VllmConfig) -> None:
             )
         return
     if backend:
-        check_config(vllm_config, current_platform.device_type)
+        # vLLM calls the devices of ROCm "cuda" too
+        device_type = "rocm" if current_platform.is_rocm() else current_platform.device_type
+        check_config(vllm_config, device_type)
         if current_platform.is_cpu():
             _check_kernel(vllm_config, options)
         elif options.kernel != "auto":
             raise ValueError(
                 f"{SECTION}.kernel: given {options.kernel!r}, a CPU kernel: leave it out for "
-                f"{current_platform.device_type} devices"
+                f"{device_type} devices"
             )
     if not vllm_config.cache_config.enable_prefix_caching:
         logger.warning_once(

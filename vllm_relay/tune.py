@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,7 @@ def run_tune(
         import torch
 
         from vllm_relay.attention_backends import gpu_config, gpu_tune
-        from vllm_relay.limits import HEAD_SIZES
+        from vllm_relay.limits import HEAD_SIZES, check_capability
     except ImportError as error:
         console.print(f"tune: {error}; `vllm-relay doctor` says what to do", style="red")
         return 1
@@ -67,6 +68,18 @@ def run_tune(
         if is_problem:
             console.print(f"tune: {message}", style="red")
             return 1
+    gpu_name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    path = gpu_config.tuned_path(gpu_name, folder)
+    try:
+        check_capability(capability, kv_dtype)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass  # it can be written: better known before minutes of measuring
+        if path.exists():
+            gpu_config.read_tuned(path)
+    except (OSError, ValueError) as error:
+        console.print(f"tune: {error}", style="red")
+        return 1
     kv_types = {"fp8": torch.float8_e4m3fn}
     shape = gpu_tune.Shape(
         num_heads=num_heads,
@@ -76,8 +89,7 @@ def run_tune(
         kv_dtype=kv_types.get(kv_dtype or "", getattr(torch, kv_dtype or dtype, None)),
         block_size=block_size,
     )
-    gpu_name = torch.cuda.get_device_name()
-    configs = gpu_tune.candidates(torch.cuda.get_device_capability(), head_size)
+    configs = gpu_tune.candidates(capability, head_size)
     bench = gpu_tune.Bench(shape, "cuda", gpu_tune.LOADS)
     console.print(f"{gpu_name}: {len(configs)} configurations, {len(bench.loads)} batches each")
     results = list(track(gpu_tune.measure(bench, configs), total=len(configs), console=console))
@@ -92,13 +104,16 @@ def run_tune(
         config = gpu_tune.with_costs(bench, config)
     except ValueError as error:
         console.print(f"tune: the costs stay as they ship: {error}", style="yellow")
-    path = gpu_config.tuned_path(gpu_name, folder)
     key = gpu_config.config_key(head_size, shape.kv_dtype.itemsize)
     import triton
 
     facts = {"gpu": gpu_name, "torch": torch.__version__, "triton": triton.__version__}
     gpu_config.write_tuned(path, {key: config}, facts)
-    console.print(f"{key}: {config}\nstored in {path}; vLLM takes it when it starts")
+    console.print(f"{key}: {config}\nstored in {path}")
+    if path.parent == gpu_config.tuned_folder():
+        console.print("vLLM takes it when it starts")
+    else:
+        console.print(f"vLLM takes it when it starts with VLLM_RELAY_CACHE={path.parent}")
     return 0
 
 
@@ -106,7 +121,7 @@ def results_table(results: list[Result], loads: tuple[Load, ...]) -> Table:
     """The fastest configurations first."""
     table = Table(title="microseconds per layer")
     for name in ("rows", "warps", "stages", "per SM", "same bits"):
-        table.add_column(name)
+        table.add_column(name, no_wrap=True)
     for load in loads:
         table.add_column(
             f"{load.requests} in {load.groups} x {load.prefix_tokens}", justify="right"

@@ -85,7 +85,7 @@ def make_builder(
     vllm_config.scheduler_config.max_num_seqs = 8
     vllm_config.scheduler_config.max_num_batched_tokens = 128
     vllm_config.compilation_config.cudagraph_capture_sizes = [1, 8]
-    vllm_config.cache_config.num_gpu_blocks = NUM_BLOCKS
+    vllm_config.cache_config.num_gpu_blocks = None
     vllm_config.cache_config.block_size = BLOCK_SIZE
     kv_cache_spec = FullAttentionSpec(
         **{
@@ -96,7 +96,9 @@ def make_builder(
             **(spec or {}),
         }
     )
-    return cls(kv_cache_spec, [], vllm_config, torch.device("cpu"))
+    builder = cls(kv_cache_spec, [], vllm_config, torch.device("cpu"))
+    vllm_config.cache_config.num_gpu_blocks = NUM_BLOCKS  # known only after builders are made
+    return builder
 
 
 def step(requests: list[Any], padding_rows: int = 0) -> CommonAttentionMetadata:
@@ -197,11 +199,44 @@ def test_statistics_arrive_a_step_later(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_sharing_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     builder = make_builder(Builder, monkeypatch, sharing=False)
-    builder.build(0, step(DECODES))
     recorder.begin_step()
     builder.build(0, step(DECODES))
+    builder.build(0, step(DECODES))
     stats = recorder.take_step()
-    assert stats is not None and stats.requests_shared == 0
+    assert stats is not None and stats.requests == 4 and stats.requests_shared == 0
+
+
+def test_steps_that_only_warm_up_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = make_builder(Builder, monkeypatch)
+    recorder.begin_step()
+    recorder.take_step()
+    for _ in range(3):
+        builder.build_for_cudagraph_capture(step(DECODES))
+    recorder.begin_step()
+    builder.build(0, step(DECODES))
+    builder.build(0, step(DECODES))
+    stats = recorder.take_step()
+    assert stats is not None and stats.steps == 1
+
+
+def test_layers_that_read_the_cache_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sharing(StockImpl):
+        def forward(self, layer: Any, query: Any, key: Any, value: Any, *rest: Any) -> None:
+            assert key is None and value is None
+            super().forward(layer, query, query, query, *rest)
+
+    class SharingImpl(relay_cuda.RelayCudaImpl):
+        stock_impl_cls = Sharing
+
+    builder = make_builder(Builder, monkeypatch)
+    impl = SharingImpl(NUM_HEADS, HEAD_SIZE, 0.2, NUM_KV_HEADS)
+    common = step(DECODES + PROMPTS)
+    query = torch.randn(common.num_actual_tokens, NUM_HEADS, HEAD_SIZE)
+    kv_cache = torch.randn(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
+    output, expected = torch.empty_like(query), torch.empty_like(query)
+    impl.forward(LAYER, query, None, None, kv_cache, builder.build(0, common), output)
+    attend(query, kv_cache, common, expected, scale=0.2)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

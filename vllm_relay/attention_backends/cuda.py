@@ -28,7 +28,7 @@ class PlanTensors:
     """A plan where the kernels read it; see `GpuPlan` for the fields of the same names."""
 
     counts: torch.Tensor
-    """int32: large items, small items."""
+    """int32: large items, small items; a planner on the device keeps more behind them."""
     large_items: torch.Tensor
     small_items: torch.Tensor
     members: torch.Tensor
@@ -79,6 +79,26 @@ class Workspace:
             outputs=torch.empty((*shape, head_size), dtype=torch.float32, device=device),
         )
 
+    @staticmethod
+    def shared(
+        num_slots: int, num_heads: int, head_size: int, device: torch.device | str
+    ) -> Workspace:
+        """One that others have too: layers run one after the other. A larger one takes the place of
+        a smaller one, which those keep who have it."""
+        key = (str(device), num_heads, head_size)
+        found = _shared_workspaces.get(key)
+        if found is None or found.totals.shape[0] < num_slots:
+            found = Workspace.allocate(num_slots, num_heads, head_size, torch.device(device))
+            _shared_workspaces[key] = found
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.nbytes for t in (self.totals, self.references, self.outputs))
+
+
+_shared_workspaces: dict[tuple[str, int, int], Workspace] = {}
+
 
 def relay_attention(
     query: torch.Tensor,
@@ -101,9 +121,9 @@ def relay_attention(
     v_scale: torch.Tensor,
 ) -> None:
     """Runs `plan` for one layer in two launches; writes [tokens, heads, head_size] to `out` and, if
-    given, float32 [tokens, heads] to `lse`. The number of programs of both launches follows from
-    shapes alone. `alibi_slopes` and `sinks` are float32 [heads] or None, `k_scale` and `v_scale`
-    float32 scalars on the device."""
+    given, float32 [tokens, heads] to `lse`. How many programs are launched follows from
+    `num_programs` and the shape of `query`. `alibi_slopes` [heads] are float32 and `sinks` [heads]
+    of any type, or None; `k_scale` and `v_scale` are float32 scalars on the device."""
     num_tokens, num_heads, head_size = query.shape
     padded_head = max(16, triton.next_power_of_2(head_size))
     precision = "ieee" if query.dtype == torch.float32 else "tf32"

@@ -15,6 +15,8 @@ POWERS_OF_TWO = {"tile_tokens": 16, "small_rows": 16, "large_rows": 16, "num_war
 
 MAX_QUERY_TILE_BYTES, MAX_KV_TILE_BYTES = 32 << 10, 16 << 10
 """128 rows, and 64 tokens, of heads of size 128 in 16 bits."""
+MAX_STATE_FLOATS_PER_WARP = 2048
+"""64 registers of each thread: a tile's state, beside that of its segment."""
 
 
 @dataclass(frozen=True)
@@ -70,23 +72,38 @@ class KernelConfig:
         Args:
             itemsize: bytes per element of queries.
         """
-        padded_bytes = itemsize << (head_size - 1).bit_length()
-        large_rows = min(self.large_rows, max(16, MAX_QUERY_TILE_BYTES // padded_bytes))
+        padded = 1 << (head_size - 1).bit_length()
+        rows = min(
+            MAX_QUERY_TILE_BYTES // (padded * itemsize),
+            MAX_STATE_FLOATS_PER_WARP * self.num_warps // padded,
+        )
+        large_rows = min(self.large_rows, max(16, rows))
         return replace(
             self,
-            tile_tokens=min(self.tile_tokens, max(16, MAX_KV_TILE_BYTES // padded_bytes)),
+            tile_tokens=min(self.tile_tokens, max(16, MAX_KV_TILE_BYTES // (padded * itemsize))),
             large_rows=large_rows,
             small_rows=min(self.small_rows, large_rows),
         )
 
 
-# Rows of one height only where the matrix instructions of two heights are not known to round
-# alike: sm_80 has one instruction for all heights, sm_90 takes wgmma from 64 rows on.
+# Two heights of rows only where the matrix instructions of both round alike: sm_80 has one
+# instruction for all heights, sm_90 takes wgmma for both. Of sm_100's nothing is known.
+_AMPERE = KernelConfig(tile_tokens=32, small_rows=16, large_rows=64, num_warps=4, programs_per_sm=2)
+_LITTLE_SHARED_MEMORY = replace(_AMPERE, num_stages=2, programs_per_sm=1)
 SHIPPED = {
+    80: _AMPERE,
+    86: _LITTLE_SHARED_MEMORY,
     90: KernelConfig(),
-    80: KernelConfig(tile_tokens=32, small_rows=16, large_rows=64, num_warps=4, programs_per_sm=2),
+    100: KernelConfig(small_rows=64, large_rows=64, num_warps=4),
+    120: _LITTLE_SHARED_MEMORY,
 }
 """By compute capability, 90 for sm_90; a GPU takes the newest that is not newer than itself."""
+
+
+def shipped_for(capability: tuple[int, int]) -> KernelConfig:
+    """What ships for a GPU of compute capability (9, 0), say."""
+    number = capability[0] * 10 + capability[1]
+    return SHIPPED[max((key for key in SHIPPED if key <= number), default=min(SHIPPED))]
 
 
 def config_for(
@@ -113,9 +130,7 @@ def config_for(
         tuned = read_tuned(path)
         if (config := tuned.get(config_key(head_size, kv_bytes))) is not None:
             return config
-    number = capability[0] * 10 + capability[1]
-    newest = max((shipped for shipped in SHIPPED if shipped <= number), default=min(SHIPPED))
-    return SHIPPED[newest]
+    return shipped_for(capability)
 
 
 def config_key(head_size: int, kv_bytes: int) -> str:

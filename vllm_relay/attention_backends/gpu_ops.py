@@ -40,8 +40,15 @@ def write_kv_cache(
     v_scale: float,
 ) -> None:
     """See `triton_kv_cache.write_kv_cache`."""
-    scales = torch.tensor([k_scale, v_scale], dtype=torch.float32, device=kv_cache.device)
-    triton_kv_cache.write_kv_cache(key, value, kv_cache, slot_mapping, scales[0], scales[1])
+    k_scale_there, v_scale_there = _on_device(k_scale, v_scale, kv_cache.device)
+    triton_kv_cache.write_kv_cache(key, value, kv_cache, slot_mapping, k_scale_there, v_scale_there)
+
+
+def _on_device(k_scale: float, v_scale: float, device: torch.device) -> list[torch.Tensor]:
+    """Without waiting for the device, as a copy would."""
+    return [
+        torch.full((), scale, dtype=torch.float32, device=device) for scale in (k_scale, v_scale)
+    ]
 
 
 def relay_attention(
@@ -73,7 +80,7 @@ def relay_attention(
     query_start_loc, seq_lens = query_start_loc.to(torch.int32), seq_lens.to(torch.int32)
     block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     config, num_programs = device_config(device, head_size, kv_cache.dtype)
-    scales = torch.tensor([k_scale, v_scale], dtype=torch.float32, device=device)
+    k_scale_there, v_scale_there = _on_device(k_scale, v_scale, device)
     features = {
         "lse": lse,
         "scale": scale,
@@ -81,8 +88,8 @@ def relay_attention(
         "alibi_slopes": alibi_slopes,
         "logits_soft_cap": logits_soft_cap,
         "sinks": sinks,
-        "k_scale": scales[0],
-        "v_scale": scales[1],
+        "k_scale": k_scale_there,
+        "v_scale": v_scale_there,
     }
     window_tokens = sliding_window or 0
     if isinstance(forest, Forest):

@@ -13,9 +13,8 @@ import triton
 from vllm_relay.attention_backends import gpu_plan, triton_plan
 from vllm_relay.attention_backends.cuda import PlanTensors, Workspace, relay_attention
 from vllm_relay.attention_backends.gpu_config import KernelConfig
-from vllm_relay.attention_backends.plan import PlanStats
 
-MERGE_LANES = 64
+EMIT_LANES = 64
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class DevicePlanner:
             ranges=int32(2 * requests, gpu_plan.RANGE_FIELDS),
         )
         self.plan.counts[triton_plan.EPOCH.value] = 1
-        self.plan.members[:tokens] = torch.arange(tokens, dtype=torch.int32)
+        self.plan.members[:tokens] = torch.arange(tokens, dtype=torch.int32, device=device)
         self.totals = torch.zeros(triton_plan.NUM_TOTALS, dtype=torch.int64, device=device)
         self.leaders = torch.zeros(limits.num_blocks, dtype=torch.int64, device=device)
         self.hashes = torch.zeros((requests, max_granules), dtype=torch.int64, device=device)
@@ -100,7 +99,7 @@ class DevicePlanner:
         self.group_first, self.group_entries = int32(requests), int32(requests)
         self.group_requests, self.group_children = int32(requests), int32(requests)
         self.positions = int32(requests, requests)
-        self.workspace = Workspace.allocate(self.max_slots, num_heads, head_size, device)
+        self.workspace = Workspace.shared(self.max_slots, num_heads, head_size, device)
 
     def attend(
         self,
@@ -136,6 +135,7 @@ class DevicePlanner:
         min_shared_tokens: int = 0,
         shares: bool = True,
         everything: bool = False,
+        is_counted: bool = True,
     ) -> PlanTensors:
         """Launches the planning of a step; the same buffers hold every plan.
 
@@ -147,6 +147,7 @@ class DevicePlanner:
             window_tokens: that every layer sees at most, 0 for all.
             shares: whether anything may be shared.
             everything: share also what does not pay.
+            is_counted: add the step to `totals`.
 
         Raises:
             ValueError: more requests than the buffers are made for.
@@ -188,11 +189,11 @@ class DevicePlanner:
             num_requests,
             self.limits.num_blocks,
             self.limits.max_tokens,
+            max_query,
             block_table.stride(0),
             self.hashes.stride(0),
             BLOCK_SIZE=self.block_size,
             GRANULE_BLOCKS=granule_blocks,
-            MAX_QUERY=max_query,
             CHUNK=chunk,
             SHARES=shares,
         )
@@ -235,7 +236,6 @@ class DevicePlanner:
             self.hashes.stride(0),
             self.positions.stride(0),
             GRANULE_BLOCKS=granule_blocks,
-            MAX_QUERY=max_query,
             REQUESTS=requests,
         )
         triton_plan.decide_kernel[(num_requests,)](
@@ -257,6 +257,7 @@ class DevicePlanner:
             plan.ranges,
             num_requests,
             self.limits.num_blocks,
+            max_query,
             window_tokens,
             min_shared_tokens,
             self.token_cost,
@@ -267,7 +268,6 @@ class DevicePlanner:
             self.positions.stride(0),
             GRANULE_BLOCKS=granule_blocks,
             GRANULE_TOKENS=self.granule_tokens,
-            MAX_QUERY=max_query,
             REQUESTS=requests,
             **row_sizes,
         )
@@ -286,54 +286,14 @@ class DevicePlanner:
             plan.large_items,
             plan.small_items,
             num_requests,
+            max_query,
             window_tokens,
             self.max_items,
             self.max_slots,
             self.num_kv_heads,
             self.num_programs,
-            MAX_QUERY=max_query,
-            LANES=MERGE_LANES,
+            int(is_counted),
+            LANES=EMIT_LANES,
             **row_sizes,
         )
         return plan
-
-
-class TotalsReader:
-    """Reads what a planner has counted without waiting: a copy is asked for now and then, and read
-    when it has arrived."""
-
-    def __init__(self, planner: DevicePlanner, every_steps: int) -> None:
-        self._planner = planner
-        self._every_steps = every_steps
-        self._steps = 0
-        self._seen = [0] * triton_plan.NUM_TOTALS
-        on_device = planner.totals.device.type == "cuda"
-        self._host = torch.zeros(triton_plan.NUM_TOTALS, dtype=torch.int64, pin_memory=on_device)
-        self._event = torch.cuda.Event() if on_device else None
-        self._is_copying = False
-
-    def step(self) -> PlanStats | None:
-        """To be called once a step: what the steps since the last answer have counted, summed up,
-        with groups and depth of the last; or None."""
-        stats = None
-        if self._is_copying and (self._event is None or self._event.query()):
-            self._is_copying = False
-            totals = self._host.tolist()
-            new = [now - seen for now, seen in zip(totals, self._seen, strict=True)]
-            self._seen = totals
-            stats = PlanStats(
-                steps=new[triton_plan.TOTAL_STEPS],
-                requests=new[triton_plan.TOTAL_REQUESTS],
-                requests_shared=new[triton_plan.TOTAL_SHARING],
-                kv_tokens_logical=new[triton_plan.TOTAL_TOKENS],
-                kv_tokens_read=new[triton_plan.TOTAL_TOKENS] - new[triton_plan.TOTAL_TOKENS_SAVED],
-                groups=totals[triton_plan.LAST_GROUPS],
-                forest_depth=totals[triton_plan.LAST_DEPTH],
-            )
-        self._steps += 1
-        if self._steps % self._every_steps == 1 % self._every_steps and not self._is_copying:
-            self._host.copy_(self._planner.totals, non_blocking=True)
-            if self._event is not None:
-                self._event.record()
-            self._is_copying = True
-        return stats

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vllm_relay.attention_backends import triton_plan
-from vllm_relay.attention_backends.gpu_config import SHIPPED, KernelConfig
+from vllm_relay.attention_backends.gpu_config import KernelConfig, shipped_for
 from vllm_relay.attention_backends.gpu_planner import DevicePlanner, PlannerLimits
 
 MIN_STATE_COST, MAX_STATE_COST = 0.25, 8.0
@@ -69,8 +69,7 @@ class Sample:
 
 def candidates(capability: tuple[int, int], head_size: int) -> list[KernelConfig]:
     """The shipped configuration of this or the next older architecture, and its neighbours."""
-    number = capability[0] * 10 + capability[1]
-    shipped = SHIPPED[max((key for key in SHIPPED if key <= number), default=min(SHIPPED))]
+    shipped = shipped_for(capability)
     # rows of the small and the large tile, tokens of a tile, warps, stages, programs per SM
     neighbours = [
         (64, 128, 64, 8, 3, 1),

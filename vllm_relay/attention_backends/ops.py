@@ -9,6 +9,9 @@ packed for vector and tile registers (docs/kernels.md). On GPUs each token has i
 value; the cache may also be float8_e4m3fn (docs/cuda.md).
 """
 
+import math
+import os
+
 import numpy as np
 import torch
 
@@ -19,6 +22,7 @@ from vllm_relay.limits import (
     BLOCK_SIZE_MULTIPLE_TOKENS,
     CUDA_BLOCK_SIZE_MULTIPLE_TOKENS,
     HEAD_SIZES,
+    KERNELS,
 )
 
 
@@ -49,6 +53,7 @@ def write_kv_cache(
     """
     on_gpu = _runs_triton(kv_cache, kernel)
     num_blocks, num_kv_heads, block_size, head_size = _check_kv_cache(kv_cache, on_gpu=on_gpu)
+    _check_scales(kv_cache, k_scale, v_scale)
     for name, tensor in (("key", key), ("value", value)):
         _check_dtype(name, tensor, _dtypes_beside(kv_cache))
         _check_shape(name, tensor, ("tokens", num_kv_heads, head_size), kv_cache.device)
@@ -134,11 +139,12 @@ def relay_attention(
     """
     on_gpu = _runs_triton(kv_cache, kernel)
     num_blocks, _, block_size, head_size = _check_kv_cache(kv_cache, num_kv_heads, on_gpu=on_gpu)
+    _check_scales(kv_cache, k_scale, v_scale)
     _check_dtype("query", query, _dtypes_beside(kv_cache))
     _check_shape("query", query, ("tokens", "heads", head_size), kv_cache.device)
     _check_packed_heads("query", query)
     num_tokens, num_heads, _ = query.shape
-    if num_heads % num_kv_heads:
+    if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
             f"query: {num_heads} heads cannot be shared evenly by num_kv_heads={num_kv_heads}"
         )
@@ -161,6 +167,10 @@ def relay_attention(
     )
     alibi_slopes = _per_head("alibi_slopes", alibi_slopes, num_heads, kv_cache.device)
     sinks = _per_head("sinks", sinks, num_heads, kv_cache.device)
+    if kv_cache.device.type == "cpu":
+        block_table, starts, lens = _check_batch(
+            block_table, query_start_loc, seq_lens, num_tokens, num_blocks, block_size
+        )
     if on_gpu:
         from vllm_relay.attention_backends import gpu_ops
 
@@ -183,9 +193,6 @@ def relay_attention(
             v_scale=v_scale,
         )
         return out, lse
-    block_table, starts, lens = _check_batch(
-        block_table, query_start_loc, seq_lens, num_tokens, num_blocks, block_size
-    )
     plan = plan_step(
         block_table.numpy(),
         starts,
@@ -261,12 +268,27 @@ def merge_states(
 
 def _runs_triton(kv_cache: torch.Tensor, kernel: str) -> bool:
     """Whether the Triton kernels serve a cache: on a GPU, or because they are asked for."""
+    if kernel not in ("auto", "triton", *KERNELS, "amx_bf16_emulated"):
+        raise ValueError(f"kernel: given {kernel!r}, expected auto, triton or {', '.join(KERNELS)}")
     on_gpu = kv_cache.device.type == "cuda"
     if on_gpu and kernel not in ("auto", "triton"):
         raise ValueError(f'kernel: {kernel!r} is a CPU kernel, expected "triton" for a GPU')
     if not on_gpu and kv_cache.device.type != "cpu":
         raise ValueError(f"kv_cache: expected a CPU or CUDA tensor, got one on {kv_cache.device}")
+    if not on_gpu and kernel == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            "kernel: triton serves tensors on a GPU; on CPU tensors it runs in Triton's "
+            "interpreter, with TRITON_INTERPRET=1 in the environment before triton is imported"
+        )
     return on_gpu or kernel == "triton"
+
+
+def _check_scales(kv_cache: torch.Tensor, k_scale: float, v_scale: float) -> None:
+    is_fp8 = kv_cache.dtype == torch.float8_e4m3fn
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if not 0 < scale < math.inf or not (is_fp8 or scale == 1):
+            wanted = "a positive number" if is_fp8 else f"1 for a cache of {kv_cache.dtype}"
+            raise ValueError(f"{name}: given {scale}, expected {wanted}")
 
 
 def _dtypes_beside(kv_cache: torch.Tensor) -> tuple[torch.dtype, ...]:

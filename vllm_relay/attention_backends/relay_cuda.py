@@ -8,6 +8,7 @@ their own they gain nothing from rows of others. Both read the same KV cache.
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -36,7 +37,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm_relay import compat
 from vllm_relay.attention_backends import triton_kv_cache
 from vllm_relay.attention_backends.gpu_ops import device_config
-from vllm_relay.attention_backends.gpu_planner import DevicePlanner, PlannerLimits, TotalsReader
+from vllm_relay.attention_backends.gpu_planner import DevicePlanner, PlannerLimits
+from vllm_relay.attention_backends.gpu_totals import TotalsReader
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import (
     BACKEND_NAME,
@@ -94,10 +96,6 @@ class RelayCudaBackend(AttentionBackend):
     def supports_sliding_window(cls) -> bool:
         return True
 
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
 
 @dataclass
 class RelayCudaMetadata(AttentionMetadata):
@@ -133,58 +131,69 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
         self.options = RelayConfig.from_vllm_config(vllm_config)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.stock = None
-        scheduler_config = vllm_config.scheduler_config
         if self.stock_builder_cls is None:
             self.reorder_batch_threshold = None
-            self.max_query_len = max_tokens = scheduler_config.max_num_batched_tokens
+            self.max_query_len = vllm_config.scheduler_config.max_num_batched_tokens
         else:
             self.stock = self.stock_builder_cls(kv_cache_spec, layer_names, vllm_config, device)
             self.max_query_len = self.reorder_batch_threshold or 1
-            max_tokens = scheduler_config.max_num_seqs * self.max_query_len
-        captured = vllm_config.compilation_config.cudagraph_capture_sizes or []
-        max_tokens = max([max_tokens, *captured])
-        num_heads = get_num_attention_heads_from_layers(
+        self.num_heads = get_num_attention_heads_from_layers(
             vllm_config, layer_names
         ) or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
-        # vLLM allocates fp8 caches as bytes
-        is_fp8 = kv_cache_spec.dtype == torch.uint8
-        kv_dtype = torch.float8_e4m3fn if is_fp8 else kv_cache_spec.dtype
-        config, num_programs = device_config(device, kv_cache_spec.head_size, kv_dtype)
-        self.planner = DevicePlanner(
-            PlannerLimits(
-                max_requests=max(scheduler_config.max_num_seqs, *captured, 1),
-                max_tokens=max_tokens,
-                max_query_len=self.max_query_len,
-                max_seq_len=vllm_config.model_config.max_model_len,
-                num_blocks=_num_kernel_blocks(vllm_config, kv_cache_spec),
-            ),
-            config,
-            block_size=kv_cache_spec.block_size,
-            num_heads=num_heads,
-            num_kv_heads=kv_cache_spec.num_kv_heads,
-            head_size=kv_cache_spec.head_size,
-            kv_dtype=kv_dtype,
-            num_programs=num_programs,
-            device=device,
-        )
-        self.totals = TotalsReader(self.planner, TOTALS_EVERY_STEPS)
         self.window_tokens = _window_of_all(vllm_config, layer_names)
         try:
             compat.attach_stats_to_worker_output()
         except Exception:
             logger.warning("vllm-relay: the metrics relay:* are not available", exc_info=True)
+
+    @functools.cached_property
+    def planner(self) -> DevicePlanner:
+        """Made for the first step: builders are made before vLLM knows the number of KV blocks, and
+        the first step comes before any CUDA graph is captured."""
+        vllm_config, spec = self.vllm_config, self.kv_cache_spec
+        max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+        max_tokens = self.max_query_len * (1 if self.stock is None else max_num_seqs)
+        # graphs of decodes pad a step to the next captured size
+        captured = vllm_config.compilation_config.cudagraph_capture_sizes or []
+        max_tokens = min((size for size in captured if size >= max_tokens), default=max_tokens)
+        # vLLM allocates fp8 caches as bytes
+        kv_dtype = torch.float8_e4m3fn if spec.dtype == torch.uint8 else spec.dtype
+        config, num_programs = device_config(self.device, spec.head_size, kv_dtype)
+        planner = DevicePlanner(
+            PlannerLimits(
+                max_requests=max(max_num_seqs, max_tokens // self.max_query_len),
+                max_tokens=max_tokens,
+                max_query_len=self.max_query_len,
+                max_seq_len=vllm_config.model_config.max_model_len,
+                num_blocks=_num_kernel_blocks(vllm_config, spec),
+            ),
+            config,
+            block_size=spec.block_size,
+            num_heads=self.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            kv_dtype=kv_dtype,
+            num_programs=num_programs,
+            device=self.device,
+        )
         logger.info_once(
             "vllm-relay: Triton kernels, %d query heads on %d KV heads of size %d in %s, KV blocks "
-            "of %d tokens, prompts by %s, %s, options: %s",
-            num_heads,
-            kv_cache_spec.num_kv_heads,
-            kv_cache_spec.head_size,
+            "of %d tokens, prompts by %s, %s, %.0f MiB for states, options: %s",
+            self.num_heads,
+            spec.num_kv_heads,
+            spec.head_size,
             str(kv_dtype).removeprefix("torch."),
-            kv_cache_spec.block_size,
+            spec.block_size,
             self.stock_builder_cls.__name__ if self.stock_builder_cls else "relay",
-            config,
+            planner.config,
+            planner.workspace.num_bytes / 2**20,
             self.options.without_texts(),
         )
+        return planner
+
+    @functools.cached_property
+    def totals(self) -> TotalsReader:
+        return TotalsReader(self.planner, TOTALS_EVERY_STEPS)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> Any:
@@ -223,6 +232,7 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
             window_tokens=self.window_tokens,
             min_shared_tokens=self.options.min_shared_tokens,
             shares=self.options.sharing,
+            is_counted=recorder.is_in_step,
         )
         planning_time_s = time.perf_counter() - started_s
         if (stats := self.totals.step()) is not None:
@@ -334,7 +344,8 @@ class RelayCudaImpl(AttentionImpl[RelayCudaMetadata]):
         Args:
             layer: holds the scales of an fp8 cache.
             query: [tokens, num_heads, head_size], may be padded.
-            key, value: of the same tokens; ``do_kv_cache_update`` has stored them.
+            key, value: of the same tokens, stored by ``do_kv_cache_update``; None in layers that
+                read another layer's cache.
             kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size].
             attn_metadata: None in profiling runs.
             output: [tokens, num_heads, head_size]; rows of padding stay as they are.
@@ -357,8 +368,7 @@ class RelayCudaImpl(AttentionImpl[RelayCudaMetadata]):
                 sliding_window=self.sliding_window,
                 alibi_slopes=self.alibi_slopes,
                 logits_soft_cap=self.logits_soft_cap,
-                # cast each time: weights may be loaded again
-                sinks=None if self.sinks is None else self.sinks.float(),
+                sinks=self.sinks,
                 k_scale=layer._k_scale,
                 v_scale=layer._v_scale,
             )
@@ -367,8 +377,8 @@ class RelayCudaImpl(AttentionImpl[RelayCudaMetadata]):
             self.stock.forward(
                 layer,
                 query[rest],
-                key[rest],
-                value[rest],
+                None if key is None else key[rest],  # of another layer's cache
+                None if value is None else value[rest],
                 kv_cache,
                 attn_metadata.prompts,
                 output[rest],

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_relay.limits import RelayUnsupportedError
@@ -25,33 +24,32 @@ CHOICES = (
 """In order of preference: the class of RELAY, and the one it leaves prompts to."""
 
 
-def path_for_layer(selector_config: Any) -> str:
+def path_for_layer(selector_config: Any, capability: Any) -> str:
     """The first choice that serves a layer.
 
     Args:
         selector_config: vLLM's AttentionSelectorConfig of the layer.
+        capability: vLLM's DeviceCapability of the GPU.
 
     Raises:
         RelayUnsupportedError: with the reasons of each.
     """
     reasons = []
     for path, stock_path in CHOICES:
-        if not (found := _reasons_against(stock_path, selector_config)):
+        if not (found := _reasons_against(stock_path, selector_config, capability)):
             logger.info_once("vllm-relay: prompts by %s", stock_path.rsplit(".", 1)[1])
             return path
         reasons.append(f"prompts by {stock_path.rsplit('.', 1)[1]} ({', '.join(found)})")
     raise RelayUnsupportedError(reasons)
 
 
-def _reasons_against(stock_path: str, selector_config: Any) -> list[str]:
+def _reasons_against(stock_path: str, selector_config: Any, capability: Any) -> list[str]:
     # FlashAttention wants queries in fp8 beside an fp8 cache, and relay's are not quantized
     kv_cache_dtype = selector_config.kv_cache_dtype or "auto"
     if "FlashAttention" in stock_path and kv_cache_dtype.startswith("fp8"):
         return ["it would quantize queries"]
     try:
         stock = resolve_obj_by_qualname(stock_path)
-    except (ImportError, OSError) as error:
+    except Exception as error:  # whatever is broken there, the next choice may do
         return [f"{type(error).__name__}: {error}"]
-    return stock.validate_configuration(
-        device_capability=current_platform.get_device_capability(), **selector_config._asdict()
-    )
+    return stock.validate_configuration(device_capability=capability, **selector_config._asdict())

@@ -37,13 +37,18 @@ def power_of_two(exponent):
 
 
 @triton.jit
-def fold(total, reference, output, other_total, other_reference, other_output):
-    """The state of both sets of tokens. References are integers, so the factors are powers of two
-    and each number is rounded once, by the addition: it does not matter where it is compiled."""
+def fold(total, reference, output, other_total, other_reference, other_output, fraction):
+    """The state of both sets of tokens, where the sums of the other are to be multiplied by
+    `fraction` first, 1 for a state that is complete.
+
+    References are integers, so the factors are powers of two: each number is rounded by the product
+    with `fraction` and by the addition, in whichever kernel that happens."""
     joint = tl.maximum(reference, other_reference)
-    factor, other_factor = power_of_two(reference - joint), power_of_two(other_reference - joint)
-    total = total * factor + other_total * other_factor
-    output = output * factor[:, None] + other_output * other_factor[:, None]
+    factor = power_of_two(reference - joint)
+    other_factor = fraction * power_of_two(other_reference - joint)
+    total = tl.fma(total, factor, other_total * other_factor)
+    factors = tl.broadcast_to(factor[:, None], output.shape)
+    output = tl.fma(output, factors, other_output * other_factor[:, None])
     return total, joint, output
 
 
@@ -120,7 +125,8 @@ def _tile_state(
     if HAS_ALIBI:
         if not HAS_SOFT_CAP:
             product *= scale
-        product += slope[:, None] * (token[None, :] - (visible - 1)[:, None])
+        distance = (token[None, :] - (visible - 1)[:, None]).to(tl.float32)
+        product = tl.fma(tl.broadcast_to(slope[:, None], product.shape), distance, product)
     # what is left to multiply scores by, into units of log2: a factor above zero
     factor = LOG2_E
     if not (HAS_SOFT_CAP or HAS_ALIBI):
@@ -144,19 +150,6 @@ def _tile_state(
     output = tl.dot(weight, value, input_precision=PRECISION)
     reference = tl.where(sees_any, tl.ceil(largest), EMPTY)
     return total, reference, output, tl.exp2(largest - tl.ceil(largest))
-
-
-@triton.jit
-def _fold_tile(total, reference, output, tile_total, tile_reference, tile_output, tile_fraction):
-    """`fold` with a tile's state, whose sums are to be multiplied by `tile_fraction` first. Each
-    number is rounded by this product and by the addition, however the state gets here."""
-    joint = tl.maximum(reference, tile_reference)
-    factor = power_of_two(reference - joint)
-    tile_factor = tile_fraction * power_of_two(tile_reference - joint)
-    total = tl.fma(total, factor, tile_total * tile_factor)
-    factors = tl.broadcast_to(factor[:, None], output.shape)
-    output = tl.fma(output, factors, tile_output * tile_factor[:, None])
-    return total, joint, output
 
 
 @triton.jit
@@ -189,10 +182,48 @@ def _load_rows(members_ptr, visible_ptr, item, ROWS: tl.constexpr, GROUP: tl.con
 
 
 @triton.jit
+def _first_tile(
+    item, visible, window, ROWS: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
+    """Begin and end of the tokens that some row of an item sees, and where its first tile begins:
+    states of tiles are written for all tiles of the item."""
+    _, _, row_first, num_rows, begin, end, _, _, mode = item
+    first_token = begin
+    if HAS_WINDOW:
+        is_row = row_first + tl.arange(0, ROWS) < num_rows
+        seen_from = tl.min(tl.where(is_row, visible - window, 2147483647), 0)
+        first_token = tl.maximum(begin, seen_from)
+    end_token = tl.minimum(end, tl.max(visible, 0))
+    # where nobody sees anything of it, the last tile, which is then not read
+    first_tile = tl.minimum(first_token, tl.maximum(begin, end - 1)) // TILE * TILE
+    first_tile = tl.where(mode == TILE_STATES, begin, first_tile)
+    return first_token, end_token, first_tile
+
+
+@triton.jit
+def _load_first_blocks(
+    table_ptr,
+    item,
+    visible,
+    window,
+    table_stride,
+    ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """The KV blocks of an item's first tile."""
+    first_token, end_token, first_tile = _first_tile(item, visible, window, ROWS, TILE, HAS_WINDOW)
+    table_ptr += item[0].to(tl.int64) * table_stride
+    return _load_blocks(table_ptr, first_tile, first_token, end_token, BLOCK_SIZE, TILE)
+
+
+@triton.jit
 def _attend_item(
     item,
     token,
     visible,
+    blocks,
     head,
     query_ptr,
     kv_ptr,
@@ -251,20 +282,15 @@ def _attend_item(
     if HAS_ALIBI:
         slope = tl.load(slopes_ptr + query_head, mask=is_row, other=0.0)
 
-    # what some row sees; states of tiles are written for all tiles of the item
+    first_token, end_token, first_tile = _first_tile(item, visible, window, ROWS, TILE, HAS_WINDOW)
+    end_tile = tl.maximum(end_token, first_tile + 1)  # one tile at least, to write its state
+    if mode == TILE_STATES:
+        end_tile = item_end
     all_see_until = tl.min(tl.where(is_row, visible, 2147483647), 0)
     all_see_from = 0
-    first_token = begin
     if HAS_WINDOW:
-        first_token = tl.maximum(begin, all_see_until - window)
         all_see_from = tl.max(visible, 0) - window
-    end_token = tl.minimum(item_end, tl.max(visible, 0))
-    first_tile = first_token // TILE * TILE
-    end_tile = end_token
-    if mode == TILE_STATES:
-        first_tile = begin
-        end_tile = item_end
-    kv_ptr += head * kv_stride_head
+    kv_ptr += head.to(tl.int64) * kv_stride_head
     table_ptr += table_row.to(tl.int64) * table_stride
     # int64: states of a large batch exceed 2^31 floats
     slot_row = (first_slot + entry * slots_per_entry).to(tl.int64) * NUM_HEADS + query_head
@@ -273,10 +299,9 @@ def _attend_item(
     reference = tl.full((ROWS,), EMPTY, tl.float32)
     output = tl.zeros((ROWS, PADDED_HEAD), tl.float32)
     holds_state = False
-    # one tile ahead: a load whose address waits for another one is not pipelined
-    blocks = _load_blocks(table_ptr, first_tile, first_token, end_token, BLOCK_SIZE, TILE)
     for tile_begin in range(first_tile, end_tile, TILE):
         next_tile = tile_begin + TILE
+        # one tile ahead: Triton does not pipeline a load whose address waits for another load
         next_blocks = _load_blocks(table_ptr, next_tile, first_token, end_token, BLOCK_SIZE, TILE)
         tile_total, tile_reference, tile_output, tile_fraction = _tile_state(
             query, kv_ptr, blocks, tile_begin, first_token, end_token, all_see_from, all_see_until,
@@ -284,18 +309,22 @@ def _attend_item(
             PADDED_HEAD, BLOCK_SIZE, TILE, HAS_SOFT_CAP, HAS_ALIBI, HAS_WINDOW, PRECISION,
         )  # fmt: skip
         blocks = next_blocks
-        total, reference, output = _fold_tile(
+        total, reference, output = fold(
             total, reference, output, tile_total, tile_reference, tile_output, tile_fraction
         )
         is_last = (next_tile % SEGMENT == 0) | (next_tile >= end_tile) | (mode == TILE_STATES)
         if is_last & (mode != DIRECT):
             state_pointers = state_ptr + slot_row[:, None] * HEAD_SIZE + dim[None, :]
-            if holds_state:  # this program's, of the segments before
+            # This program's state of the segments before. A thread loads what others have stored,
+            # and others store what it has loaded: the barrier at the head of the loop lies between
+            # stores and loads, those of the change of layout between loads and stores. A barrier of
+            # our own would stop Triton from pipelining the loop.
+            if holds_state:
                 before_total = tl.load(total_ptr + slot_row, mask=is_row, other=0.0)
                 before_reference = tl.load(reference_ptr + slot_row, mask=is_row, other=0.0)
                 before_output = tl.load(state_pointers, mask=row_mask, other=0.0)
                 total, reference, output = fold(
-                    before_total, before_reference, before_output, total, reference, output
+                    before_total, before_reference, before_output, total, reference, output, 1.0
                 )
             tl.store(total_ptr + slot_row, total, mask=is_row)
             tl.store(reference_ptr + slot_row, reference, mask=is_row)
@@ -309,7 +338,7 @@ def _attend_item(
     if mode == DIRECT:
         sink = tl.zeros((ROWS,), tl.float32)
         if HAS_SINKS:
-            sink = tl.load(sinks_ptr + query_head, mask=is_row, other=0.0)
+            sink = tl.load(sinks_ptr + query_head, mask=is_row, other=0.0).to(tl.float32)
         v_scale = tl.load(v_scale_ptr)
         output, lse = finish(total, reference, output, sink, v_scale, HAS_SINKS)
         tl.store(
@@ -322,10 +351,6 @@ def _attend_item(
         )
         if HAS_LSE:
             tl.store(lse_ptr + token * NUM_HEADS + query_head, lse, mask=is_row)
-    elif (mode == STATE) & (first_tile >= end_tile):  # its rows see nothing of it
-        tl.store(total_ptr + slot_row, total, mask=is_row)
-        tl.store(reference_ptr + slot_row, reference, mask=is_row)
-        tl.store(state_ptr + slot_row[:, None] * HEAD_SIZE + dim[None, :], output, mask=row_mask)
 
 
 @triton.jit
@@ -379,19 +404,26 @@ def _attend_items(
     work = first_work
     item = _load_item(items_ptr, work, num_work, num_kv_heads)
     token, visible = _load_rows(members_ptr, visible_ptr, item, ROWS, GROUP)
+    blocks = _load_first_blocks(
+        table_ptr, item, visible, window, table_stride, ROWS, BLOCK_SIZE, TILE, HAS_WINDOW
+    )
     next_item = _load_item(items_ptr, work + num_programs, num_work, num_kv_heads)
     while work < num_work:
         next_token, next_visible = _load_rows(members_ptr, visible_ptr, next_item, ROWS, GROUP)
+        next_blocks = _load_first_blocks(
+            table_ptr, next_item, next_visible, window, table_stride, ROWS, BLOCK_SIZE, TILE,
+            HAS_WINDOW,
+        )  # fmt: skip
         last_item = _load_item(items_ptr, work + 2 * num_programs, num_work, num_kv_heads)
         _attend_item(
-            item, token, visible, work % num_kv_heads, query_ptr, kv_ptr, v_scale_ptr, table_ptr,
-            slopes_ptr, sinks_ptr, total_ptr, reference_ptr, state_ptr, out_ptr, lse_ptr, scale,
-            soft_cap, window, query_stride_token, query_stride_head, kv_stride_block,
+            item, token, visible, blocks, work % num_kv_heads, query_ptr, kv_ptr, v_scale_ptr,
+            table_ptr, slopes_ptr, sinks_ptr, total_ptr, reference_ptr, state_ptr, out_ptr, lse_ptr,
+            scale, soft_cap, window, query_stride_token, query_stride_head, kv_stride_block,
             kv_stride_head, kv_stride_token, table_stride, out_stride_token, out_stride_head, ROWS,
             NUM_HEADS, GROUP, HEAD_SIZE, PADDED_HEAD, BLOCK_SIZE, TILE, SEGMENT, HAS_SOFT_CAP,
             HAS_ALIBI, HAS_WINDOW, HAS_SINKS, HAS_LSE, PRECISION,
         )  # fmt: skip
-        token, visible = next_token, next_visible
+        token, visible, blocks = next_token, next_visible, next_blocks
         item = next_item
         next_item = last_item
         work += num_programs

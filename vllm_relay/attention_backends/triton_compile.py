@@ -116,17 +116,17 @@ def variants(
         ),
         (
             triton_plan.publish_kernel,
-            {"BLOCK_SIZE": block_size, "MAX_QUERY": 16, "CHUNK": 256, "SHARES": True, **blocks},
+            {"BLOCK_SIZE": block_size, "CHUNK": 256, "SHARES": True, **blocks},
             {},
         ),
         (triton_plan.follow_kernel, {"CHUNK": 256, **blocks}, {}),
-        (triton_plan.group_kernel, {"MAX_QUERY": 16, "REQUESTS": 1024, **blocks}, {}),
+        (triton_plan.group_kernel, {"REQUESTS": 1024, **blocks}, {}),
         (
             triton_plan.decide_kernel,
-            {"GRANULE_TOKENS": 64, "MAX_QUERY": 16, "REQUESTS": 1024, **blocks, **planner_rows},
+            {"GRANULE_TOKENS": 64, "REQUESTS": 1024, **blocks, **planner_rows},
             {},
         ),
-        (triton_plan.emit_kernel, {"MAX_QUERY": 16, "LANES": 64, **planner_rows}, {}),
+        (triton_plan.emit_kernel, {"LANES": 64, **planner_rows}, {}),
     ]
     for kernel, constants, options in kernels:
         signature, aligned = signature_of(kernel, constants, dtype, kv_dtype)

@@ -32,7 +32,7 @@ def write_kernel(
 ):
     """One program stores one head of one token."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token)
     if slot < 0:
         return

@@ -8,9 +8,34 @@ import triton.language as tl
 
 from vllm_relay.attention_backends import gpu_plan
 from vllm_relay.attention_backends.triton_attention import EMPTY, finish, fold
+from vllm_relay.attention_backends.triton_plan import piece_end
 
 RANGE_FIELDS: tl.constexpr = tl.constexpr(gpu_plan.RANGE_FIELDS)
 CHAIN_STRIDE: tl.constexpr = tl.constexpr(2 * (gpu_plan.MAX_DEPTH + 1))
+
+
+@triton.jit
+def _load_state(
+    total_ptr,
+    reference_ptr,
+    state_ptr,
+    slot,
+    head,
+    is_head,
+    NUM_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PADDED_HEAD: tl.constexpr,
+):
+    dim = tl.arange(0, PADDED_HEAD)
+    slot_head = slot.to(tl.int64) * NUM_HEADS + head
+    total = tl.load(total_ptr + slot_head, mask=is_head, other=0.0)
+    reference = tl.load(reference_ptr + slot_head, mask=is_head, other=0.0)
+    output = tl.load(
+        state_ptr + slot_head[:, None] * HEAD_SIZE + dim[None, :],
+        mask=is_head[:, None] & (dim < HEAD_SIZE)[None, :],
+        other=0.0,
+    )
+    return total, reference, output
 
 
 @triton.jit
@@ -66,58 +91,58 @@ def merge_kernel(
         num_slots = tl.load(range_ptr + 3)
         folds = tl.load(range_ptr + 4)
         slot = tl.load(range_ptr + 2) + entry * num_slots
-        for _ in tl.range(0, num_slots, loop_unroll_factor=4):
-            slot_head = slot.to(tl.int64) * NUM_HEADS + head
-            next_total = tl.load(total_ptr + slot_head, mask=is_head, other=0.0)
-            next_reference = tl.load(reference_ptr + slot_head, mask=is_head, other=0.0)
-            next_output = tl.load(
-                state_ptr + slot_head[:, None] * HEAD_SIZE + dim[None, :], mask=mask, other=0.0
-            )
+        next_total, next_reference, next_output = _load_state(
+            total_ptr, reference_ptr, state_ptr, slot, head, is_head & (num_slots > 0),
+            NUM_HEADS, HEAD_SIZE, PADDED_HEAD,
+        )  # fmt: skip
+        for index in range(num_slots):
+            state_total, state_reference, state_output = next_total, next_reference, next_output
+            # ahead of its use, so that a row does not wait for memory once per state
+            next_total, next_reference, next_output = _load_state(
+                total_ptr, reference_ptr, state_ptr, slot + index + 1, head,
+                is_head & (index + 1 < num_slots), NUM_HEADS, HEAD_SIZE, PADDED_HEAD,
+            )  # fmt: skip
             if begin % SEGMENT == 0:
                 section_total, section_reference, section_output = fold(
                     section_total, section_reference, section_output,
-                    segment_total, segment_reference, segment_output,
+                    segment_total, segment_reference, segment_output, 1.0,
                 )  # fmt: skip
                 segment_total = tl.zeros((HEADS,), tl.float32)
                 segment_reference = tl.full((HEADS,), EMPTY, tl.float32)
                 segment_output = tl.zeros((HEADS, PADDED_HEAD), tl.float32)
             if begin % SECTION == 0:
                 total, reference, output = fold(
-                    total, reference, output, section_total, section_reference, section_output
-                )
+                    total, reference, output,
+                    section_total, section_reference, section_output, 1.0,
+                )  # fmt: skip
                 section_total = tl.zeros((HEADS,), tl.float32)
                 section_reference = tl.full((HEADS,), EMPTY, tl.float32)
                 section_output = tl.zeros((HEADS, PADDED_HEAD), tl.float32)
-            # where the tokens of this state end: gpu_plan.pieces
-            whole_segments_end = tl.minimum(begin + SECTION, end // SEGMENT * SEGMENT)
-            is_section = (folds != 0) & (begin % SECTION == 0) & (whole_segments_end > begin)
+            state_end, is_section = piece_end(begin, end, folds, SEGMENT, SECTION)
             if is_section:
                 section_total, section_reference, section_output = fold(
                     section_total, section_reference, section_output,
-                    next_total, next_reference, next_output,
+                    state_total, state_reference, state_output, 1.0,
                 )  # fmt: skip
-                begin = whole_segments_end
             else:
                 segment_total, segment_reference, segment_output = fold(
                     segment_total, segment_reference, segment_output,
-                    next_total, next_reference, next_output,
+                    state_total, state_reference, state_output, 1.0,
                 )  # fmt: skip
-                if begin % SEGMENT == 0:
-                    begin = tl.minimum(begin // SEGMENT * SEGMENT + SEGMENT, end)
-                else:
-                    begin = tl.minimum(begin + TILE, end)
-            slot += 1
+                if begin % SEGMENT != 0:  # a state per tile
+                    state_end = tl.minimum(begin + TILE, end)
+            begin = state_end
 
     section_total, section_reference, section_output = fold(
         section_total, section_reference, section_output,
-        segment_total, segment_reference, segment_output,
+        segment_total, segment_reference, segment_output, 1.0,
     )  # fmt: skip
     total, reference, output = fold(
-        total, reference, output, section_total, section_reference, section_output
+        total, reference, output, section_total, section_reference, section_output, 1.0
     )
     sink = tl.zeros((HEADS,), tl.float32)
     if HAS_SINKS:
-        sink = tl.load(sinks_ptr + head, mask=is_head, other=0.0)
+        sink = tl.load(sinks_ptr + head, mask=is_head, other=0.0).to(tl.float32)
     v_scale = tl.load(v_scale_ptr)
     output, lse = finish(total, reference, output, sink, v_scale, HAS_SINKS)
     tl.store(

@@ -60,7 +60,7 @@ epoch is the maximum."""
 STEP_NUMBERS = [
     "num_requests", "num_blocks", "max_tokens", "max_members", "max_query_len", "max_items",
     "max_slots", "num_kv_heads", "num_programs", "window", "min_shared_tokens", "table_stride",
-    "hashes_stride", "positions_stride",
+    "hashes_stride", "positions_stride", "is_counted",
 ]  # fmt: skip
 """Arguments for whose values, 1 or multiples of 16, nothing is compiled anew in the middle of
 serving."""
@@ -76,13 +76,13 @@ def _mix(value):
 
 
 @triton.jit
-def _planned_tokens(query_start_loc_ptr, seq_lens_ptr, row, MAX_QUERY: tl.constexpr):
+def _planned_tokens(query_start_loc_ptr, seq_lens_ptr, row, max_query_len):
     """First query token, number of query tokens and KV tokens of a request; nothing of one that
     another kernel serves."""
     first = tl.load(query_start_loc_ptr + row)
     query_len = tl.load(query_start_loc_ptr + row + 1) - first
     seq_len = tl.load(seq_lens_ptr + row)
-    planned = (query_len > 0) & (query_len <= MAX_QUERY) & (seq_len >= query_len)
+    planned = (query_len > 0) & (query_len <= max_query_len) & (seq_len >= query_len)
     return first, tl.where(planned, query_len, 0), tl.where(planned, seq_len, 0)
 
 
@@ -108,11 +108,11 @@ def publish_kernel(
     num_requests,
     num_blocks,
     max_tokens,
+    max_query_len,
     table_stride,
     hashes_stride,
     BLOCK_SIZE: tl.constexpr,
     GRANULE_BLOCKS: tl.constexpr,
-    MAX_QUERY: tl.constexpr,
     CHUNK: tl.constexpr,
     SHARES: tl.constexpr,
 ):
@@ -125,7 +125,9 @@ def publish_kernel(
         for begin in range(tl.load(query_start_loc_ptr + num_requests), max_tokens, CHUNK):
             token = begin + tl.arange(0, CHUNK)
             tl.store(token_request_ptr + token, -1, mask=token < max_tokens)
-    first, query_len, seq_len = _planned_tokens(query_start_loc_ptr, seq_lens_ptr, row, MAX_QUERY)
+    first, query_len, seq_len = _planned_tokens(
+        query_start_loc_ptr, seq_lens_ptr, row, max_query_len
+    )
     end = tl.load(query_start_loc_ptr + row + 1)
     for begin in range(first, end, CHUNK):
         token = begin + tl.arange(0, CHUNK)
@@ -276,7 +278,6 @@ def group_kernel(
     hashes_stride,
     positions_stride,
     GRANULE_BLOCKS: tl.constexpr,
-    MAX_QUERY: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
     """The group that ends where request `row` leaves its parent: all who share as much with it."""
@@ -298,7 +299,7 @@ def group_kernel(
             shareable_ptr, num_blocks, table_stride, hashes_stride, GRANULE_BLOCKS,
         )  # fmt: skip
         first, query_len, _ = _planned_tokens(
-            query_start_loc_ptr, seq_lens_ptr, tl.where(is_other, other, 0), MAX_QUERY
+            query_start_loc_ptr, seq_lens_ptr, tl.where(is_other, other, 0), max_query_len
         )
         entries = tl.where(members, query_len, 0)
         position = tl.cumsum(entries, 0) - entries
@@ -324,6 +325,16 @@ def group_kernel(
 def _num_row_tiles(entries, GROUP: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr):
     rows = entries * GROUP
     return tl.where(rows > SMALL, tl.cdiv(rows, LARGE), tl.cdiv(rows, SMALL))
+
+
+@triton.jit
+def piece_end(begin, end, folds, SEGMENT: tl.constexpr, SECTION: tl.constexpr):
+    """Where the piece that begins at `begin` ends, and whether it is folded as a section:
+    `gpu_plan.pieces`."""
+    segment_end = tl.minimum(begin // SEGMENT * SEGMENT + SEGMENT, end)
+    section_end = tl.minimum(begin + SECTION, end // SEGMENT * SEGMENT)
+    is_section = (folds != 0) & (begin % SECTION == 0) & (section_end > begin)
+    return tl.where(is_section, section_end, segment_end), is_section
 
 
 @triton.jit
@@ -392,6 +403,7 @@ def decide_kernel(
     ranges_ptr,
     num_requests,
     num_blocks,
+    max_query_len,
     window,
     min_shared_tokens,
     token_cost,
@@ -402,7 +414,6 @@ def decide_kernel(
     positions_stride,
     GRANULE_BLOCKS: tl.constexpr,
     GRANULE_TOKENS: tl.constexpr,
-    MAX_QUERY: tl.constexpr,
     REQUESTS: tl.constexpr,
     GROUP: tl.constexpr,
     SMALL: tl.constexpr,
@@ -415,7 +426,7 @@ def decide_kernel(
     about it, for they have the groups above it in common."""
     row = tl.program_id(0)
     epoch = tl.load(counts_ptr + EPOCH).to(tl.int64)
-    _, query_len, seq_len = _planned_tokens(query_start_loc_ptr, seq_lens_ptr, row, MAX_QUERY)
+    _, query_len, seq_len = _planned_tokens(query_start_loc_ptr, seq_lens_ptr, row, max_query_len)
     group = tl.arange(0, REQUESTS)
     is_group = (group < num_requests) & (query_len > 0)
     is_group = is_group & (tl.load(group_entries_ptr + group, mask=is_group, other=0) > 0)
@@ -513,12 +524,13 @@ def emit_kernel(
     large_items_ptr,
     small_items_ptr,
     num_requests,
+    max_query_len,
     window,
     max_items,
     max_slots,
     num_kv_heads,
     num_programs,
-    MAX_QUERY: tl.constexpr,
+    is_counted,
     GROUP: tl.constexpr,
     SMALL: tl.constexpr,
     LARGE: tl.constexpr,
@@ -536,7 +548,7 @@ def emit_kernel(
     shares = (tl.load(counts_ptr + SECTION_ITEMS) <= max_items) & (
         tl.load(counts_ptr + SECTION_SLOTS) <= max_slots
     )
-    if index == 0:
+    if (index == 0) & (is_counted != 0):
         _add_step_to_totals(counts_ptr, totals_ptr, shares)
     # whole sections leave fewer states; where they would leave a quarter of the programs idle in
     # the last round, segments spread better
@@ -558,7 +570,7 @@ def emit_kernel(
     else:
         table_row = index - num_requests
         members_first, entries, seq_len = _planned_tokens(
-            query_start_loc_ptr, seq_lens_ptr, table_row, MAX_QUERY
+            query_start_loc_ptr, seq_lens_ptr, table_row, max_query_len
         )
         length = tl.load(chain_length_ptr + table_row)
         if ~shares:
@@ -593,15 +605,12 @@ def emit_kernel(
             first_item = tl.atomic_add(counts_ptr + NUM_SMALL, pieces * num_tiles, sem="relaxed")
         slot = first_slot
         while begin < end:
-            piece_end = tl.minimum(begin // SEGMENT * SEGMENT + SEGMENT, end)
-            whole_segments_end = tl.minimum(begin + SECTION, end // SEGMENT * SEGMENT)
+            next_begin, _ = piece_end(begin, end, folds, SEGMENT, SECTION)
             mode = STATE
             piece_slots = 1
             if begin % SEGMENT != 0:
                 mode = TILE_STATES
-                piece_slots = tl.cdiv(piece_end - begin, TILE)
-            elif folds & (begin % SECTION == 0) & (whole_segments_end > begin):
-                piece_end = whole_segments_end
+                piece_slots = tl.cdiv(next_begin - begin, TILE)
             if direct:
                 mode = DIRECT
             for first_tile in range(0, num_tiles, LANES):
@@ -613,10 +622,10 @@ def emit_kernel(
                 tl.store(item_ptr + 2, tile * tile_rows, mask=is_tile)
                 tl.store(item_ptr + 3, rows, mask=is_tile)
                 tl.store(item_ptr + 4, begin, mask=is_tile)
-                tl.store(item_ptr + 5, piece_end, mask=is_tile)
+                tl.store(item_ptr + 5, next_begin, mask=is_tile)
                 tl.store(item_ptr + 6, slot, mask=is_tile)
                 tl.store(item_ptr + 7, slots, mask=is_tile)
                 tl.store(item_ptr + 8, mode, mask=is_tile)
             first_item += num_tiles
             slot += piece_slots
-            begin = piece_end
+            begin = next_begin
