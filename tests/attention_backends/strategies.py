@@ -98,6 +98,9 @@ def random_problem(
     dtype: torch.dtype | None = None,
     data: str | None = None,
     use_features: bool = True,
+    heads: tuple[int, int] | None = None,
+    head_size: int | None = None,
+    block_size: int | None = None,
 ) -> AttentionProblem:
     """A batch of requests whose block tables form a random forest.
 
@@ -108,13 +111,15 @@ def random_problem(
         dtype: of query and KV cache, any of `DTYPES` unless given.
         data: one of `DATA_KINDS`, any unless given.
         use_features: whether sliding window, ALiBi, soft cap and sinks may appear.
+        heads: query heads and kv heads, random unless given, as the two sizes.
     """
     dtype = dtype or DTYPES[rng.integers(len(DTYPES))]
     data = data or DATA_KINDS[rng.integers(len(DATA_KINDS))]
-    head_size = int(rng.integers(2, 17)) * 16
-    num_kv_heads = min(int(rng.integers(1, 5)), max(1, 512 // head_size))
-    num_heads = num_kv_heads * int(rng.integers(1, 9))
-    block_size = int(rng.choice([32, 64, 96, 128], p=[0.7, 0.1, 0.1, 0.1]))
+    head_size = head_size or int(rng.integers(2, 17)) * 16
+    if heads is None:
+        num_kv_heads = min(int(rng.integers(1, 5)), max(1, 512 // head_size))
+        heads = num_kv_heads * int(rng.integers(1, 9)), num_kv_heads
+    block_size = block_size or int(rng.choice([32, 64, 96, 128], p=[0.7, 0.1, 0.1, 0.1]))
     num_requests = int(rng.integers(max_requests + 1, size=2).max())
 
     rows = _random_rows(rng, num_requests, num_blocks=max(1, max_tokens // block_size))
@@ -124,12 +129,46 @@ def random_problem(
     block_table = rng.integers(0, num_blocks, (num_requests, width), dtype=np.int32)  # stale ids
     for request, row in enumerate(rows):
         block_table[request, : len(row)] = row
-    features = _random_features(rng, num_heads, max_tokens) if use_features else {}
+    features = _random_features(rng, heads[0], max_tokens) if use_features else {}
     if window := features.get("sliding_window"):
         unseen_tokens = np.maximum(seq_lens - query_lens - window + 1, 0)
         for request in np.flatnonzero(rng.random(num_requests) < 0.5):
             block_table[request, : unseen_tokens[request] // block_size] = 0
+    return problem_of_table(
+        rng,
+        block_table,
+        seq_lens,
+        query_lens,
+        num_blocks=num_blocks,
+        dtype=dtype,
+        data=data,
+        features=features,
+        heads=heads,
+        head_size=head_size,
+        block_size=block_size,
+        scale=head_size**-0.5 * float(rng.choice([1.0, 1.0, 0.3, 2.0])),
+    )
 
+
+def problem_of_table(
+    rng: np.random.Generator,
+    block_table: np.ndarray,
+    seq_lens: np.ndarray,
+    query_lens: np.ndarray,
+    *,
+    num_blocks: int,
+    dtype: torch.dtype,
+    data: str,
+    features: dict[str, Any],
+    heads: tuple[int, int],
+    head_size: int,
+    block_size: int,
+    scale: float | None = None,
+) -> AttentionProblem:
+    """A batch with these block tables and random data; arguments are those of `random_problem` and
+    the fields of `AttentionProblem`."""
+    num_heads, num_kv_heads = heads
+    window = features.get("sliding_window")
     slots, positions = _visible_slots(block_table, seq_lens, query_lens, block_size, window)
     key, value, query = _random_data(
         rng,
@@ -141,7 +180,7 @@ def random_problem(
     kv_cache = torch.full((num_blocks, num_kv_heads, block_size, 2 * head_size), torch.nan)
     kv_cache = kv_cache.to(dtype)
     reference.write_kv_cache(key.to(dtype), value.to(dtype), kv_cache, torch.from_numpy(slots))
-    scale = head_size**-0.5 * float(rng.choice([1.0, 1.0, 0.3, 2.0]))
+    scale = scale or head_size**-0.5
     sizes = f"heads {num_heads}/{num_kv_heads} head_size {head_size} block_size {block_size}"
     return AttentionProblem(
         query=query.to(dtype),

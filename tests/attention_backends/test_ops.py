@@ -5,6 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.attention_backends import exactness
+from tests.attention_backends.exactness import assert_same_bits
 from tests.attention_backends.strategies import (
     DATA_KINDS,
     DTYPES,
@@ -37,28 +39,7 @@ def bounds_of(problem, kernel):
 
 
 def assert_exact_enough(problem, output, lse, kernel="auto"):
-    expected, expected_lse = problem.solve(reference.relay_attention, output_dtype=torch.float64)
-    output_bound, lse_bound = bounds_of(problem, kernel)
-    assert output.dtype == problem.query.dtype and lse.dtype == torch.float32
-    assert output.shape == expected.shape and lse.shape == expected_lse.shape
-    assert not output.isnan().any(), f"NaN in output: {problem.description}"
-    output_excess = ((output.double() - expected).abs() / output_bound).max() if len(output) else 0
-    assert output_excess <= 1, f"error {output_excess:.2f} of its bound: {problem.description}"
-    empty = expected_lse == -INF
-    assert torch.equal(lse == -INF, empty), problem.description
-    lse_excess = ((lse.double() - expected_lse).abs() / lse_bound)[~empty]
-    assert (lse_excess <= 1).all(), (
-        f"lse {lse_excess.max():.2f} of its bound: {problem.description}"
-    )
-
-
-def assert_same_bits(result, expected, description):
-    for name, got, wanted in zip(("output", "lse"), result, expected, strict=True):
-        assert got.dtype == wanted.dtype
-        # compared as numbers: only NaN and the sign of zero could tell bits apart
-        assert torch.equal(got, wanted), (
-            f"{name} differs in {(got != wanted).sum()} of {got.numel()} elements: {description}"
-        )
+    exactness.assert_exact_enough(problem, (output, lse), bounds_of(problem, kernel))
 
 
 @every_kernel

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every Triton kernel compiles for the GPUs that configurations ship for, without such a GPU."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.attention_backends.compile_main import ATTENTION_ONLY, VARIANTS
+from vllm_relay.attention_backends import (
+    triton_attention,
+    triton_kv_cache,
+    triton_merge,
+    triton_plan,
+)
+
+SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""Per block, at most."""
+PARAMETERS = [
+    pytest.param(capability, variant, id=f"sm_{capability} {variant}")
+    for capability, variants in VARIANTS.items()
+    for variant in variants
+]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """What `compile_main` says, for every capability at once."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    processes = {
+        capability: subprocess.Popen(
+            [sys.executable, "-m", "tests.attention_backends.compile_main", str(capability)],
+            cwd=Path(__file__).parents[2],
+            env={**environment, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for capability in VARIANTS
+    }
+    outputs = {capability: process.communicate() for capability, process in processes.items()}
+    for capability, process in processes.items():
+        assert process.returncode == 0, outputs[capability][1]
+    return {capability: json.loads(output) for capability, (output, _) in outputs.items()}
+
+
+def kernel_names() -> set[str]:
+    modules = (triton_attention, triton_merge, triton_plan, triton_kv_cache)
+    return {
+        name
+        for module in modules
+        for name, member in inspect.getmembers(module)
+        if name.endswith("_kernel") and member.fn.__module__ == module.__name__
+    }
+
+
+@pytest.mark.parametrize(("capability", "variant"), PARAMETERS)
+def test_every_kernel_compiles_and_fits(compiled, capability, variant):
+    kernels = compiled[capability][variant]
+    wanted = {"attention_kernel"} if capability in ATTENTION_ONLY else kernel_names()
+    assert set(kernels) == wanted
+    for name, facts in kernels.items():
+        assert facts["target"], name
+        assert facts["shared_bytes"] <= SHARED_BYTES[capability], name
+
+
+@pytest.mark.parametrize(("capability", "variant"), PARAMETERS)
+def test_attention_uses_the_matrix_instructions_of_its_gpu(compiled, capability, variant):
+    facts = compiled[capability][variant]["attention_kernel"]
+    assert facts["wgmma"] == (capability == 90)
+    assert facts["mma.sync"] == (capability in (80, 89, 120) and variant != "fp32")
