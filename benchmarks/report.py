@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import show
+from benchmarks.markdown import markdown_table
 
 Json = dict[str, Any]
 
@@ -173,20 +174,6 @@ def _peak_line(result: Json) -> str:
         f"{peak['read_256_mib_gb_per_s']:.0f} GB/s from memory on {peak['threads']} "
         f"core{'s' if peak['threads'] > 1 else ''}; load {result['machine']['load_before']})"
     )
-
-
-def markdown_table(rows: list[Json]) -> str:
-    if not rows:
-        return "None.\n"
-    columns = list(rows[0])
-    numeric = {c: all(isinstance(row[c], int | float | None) for row in rows) for c in columns}
-    rule = ["---:" if numeric[column] else "---" for column in columns]
-    lines = [columns, rule, *([_cell(row.get(column)) for column in columns] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
-def _cell(value: Any) -> str:
-    return show(value).replace("|", "\\|")
 
 
 def _plot(results: list[Json], path: Path) -> bool:

@@ -11,32 +11,13 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from multiprocessing.pool import AsyncResult
 from typing import Any
 
-from benchmarks.cuda.geometry import PLAIN, Features, Geometry
 from benchmarks.cuda.result import without_folders
-from vllm_relay.attention_backends.gpu_config import KernelConfig
-from vllm_relay.attention_backends.gpu_planner import PlannerLimits
+from benchmarks.cuda.variants import Variant
 
 SPARE_CORES, MAX_WORKERS = 2, 16
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way in which the kernels are called."""
-
-    geometry: Geometry
-    config: KernelConfig
-    limits: PlannerLimits
-    features: Features = PLAIN
-    has_lse: bool = False
-    max_query_lens: tuple[int, ...] = (1,)
-    shares: tuple[bool, ...] = (True,)
-    attends: bool = True
-    rivals: bool = True
-    """Also what the rival that is written in Triton compiles."""
 
 
 class Compiler:

@@ -11,8 +11,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks.cuda.baselines import TritonUnified
-from benchmarks.cuda.compilation import Variant
 from benchmarks.cuda.inputs import DeviceBatch, Inputs, Relay
+from benchmarks.cuda.variants import Variant
 
 _unified: TritonUnified | None = None
 

@@ -14,10 +14,10 @@ from benchmarks.cuda.cases import (
     check_limits,
     random_forest,
 )
-from benchmarks.cuda.compilation import Variant
 from benchmarks.cuda.geometry import PLAIN
 from benchmarks.cuda.inputs import DeviceBatch, Inputs, Relay
 from benchmarks.cuda.run import Run
+from benchmarks.cuda.variants import Variant
 
 REPLAYED_STEPS = 8
 

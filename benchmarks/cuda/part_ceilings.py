@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this GPU does at best, against which limits are computed."""
 
-from benchmarks.cuda.compilation import Variant
 from benchmarks.cuda.run import Run
+from benchmarks.cuda.variants import Variant
 
 
 def variants(run: Run) -> list[Variant]:

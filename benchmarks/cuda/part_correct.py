@@ -25,11 +25,11 @@ from benchmarks.cuda.cases import (
     fixed_batch,
     random_forest,
 )
-from benchmarks.cuda.compilation import Variant
 from benchmarks.cuda.geometry import Geometry
 from benchmarks.cuda.inputs import DeviceBatch, Inputs, Relay
 from benchmarks.cuda.reference import Error, attention
 from benchmarks.cuda.run import Run, geometric_mean
+from benchmarks.cuda.variants import Variant
 
 BATCHES_WITH_RIVALS = 2
 """Of each case, also computed by the rivals."""

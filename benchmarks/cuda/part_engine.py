@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.common import Goal
-from benchmarks.cuda.compilation import Variant
 from benchmarks.cuda.run import Run
+from benchmarks.cuda.variants import Variant
 
 NEEDED_S = 300.0
 STOCK, RELAY = "FLASH_ATTN", "RELAY"

@@ -9,13 +9,13 @@ import torch
 
 from benchmarks.batches import Batch, shared_prefix
 from benchmarks.common import Goal, Row
-from benchmarks.cuda.compilation import Variant
 from benchmarks.cuda.device import host_us
 from benchmarks.cuda.forests import Trees, shuffled
 from benchmarks.cuda.geometry import Geometry
 from benchmarks.cuda.inputs import DeviceBatch, Inputs, Relay
 from benchmarks.cuda.part_grid import TINY_GEOMETRY
 from benchmarks.cuda.run import Run
+from benchmarks.cuda.variants import Variant
 
 GEOMETRY = Geometry(32, 8)
 BLOCKS_PER_REQUEST = 2048

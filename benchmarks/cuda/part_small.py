@@ -3,12 +3,12 @@
 
 from benchmarks.batches import shared_prefix
 from benchmarks.common import Goal
-from benchmarks.cuda.compilation import Variant
 from benchmarks.cuda.forests import shuffled
 from benchmarks.cuda.geometry import Geometry, Limit
 from benchmarks.cuda.inputs import DeviceBatch, Inputs
 from benchmarks.cuda.part_grid import TINY_GEOMETRY
 from benchmarks.cuda.run import Comparison, Run
+from benchmarks.cuda.variants import Variant
 
 GEOMETRY = Geometry(8, 1)
 REQUESTS, PREFIX_TOKENS, CONTEXT_TOKENS = 8, 4000, 128

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Goal, Row, format_rows, show
-from benchmarks.report import markdown_table
+from benchmarks.markdown import markdown_table
 
 Json = dict[str, Any]
 NOT_MEASURED = "not measured"

@@ -15,13 +15,14 @@ import torch
 from benchmarks.common import Timing, ratio
 from benchmarks.cuda.baselines import Call
 from benchmarks.cuda.clock import Clock
-from benchmarks.cuda.compilation import Compiler, Variant
+from benchmarks.cuda.compilation import Compiler
 from benchmarks.cuda.device import Device
 from benchmarks.cuda.geometry import Ceilings, Geometry
 from benchmarks.cuda.inputs import KvPool, Relay
 from benchmarks.cuda.limits import planner_limits, standard_limits
 from benchmarks.cuda.result import CudaResult, without_folders
 from benchmarks.cuda.rivals import Rivals
+from benchmarks.cuda.variants import Variant
 from vllm_relay.attention_backends.gpu_config import KernelConfig, config_for
 from vllm_relay.attention_backends.gpu_planner import PlannerLimits
 

@@ -17,11 +17,11 @@ from benchmarks.cuda.cases import (
     check_limits,
     random_forest,
 )
-from benchmarks.cuda.compilation import Variant
 from benchmarks.cuda.geometry import Geometry
 from benchmarks.cuda.inputs import DeviceBatch, Inputs, Relay
 from benchmarks.cuda.reference import rows_that_differ
 from benchmarks.cuda.run import Run
+from benchmarks.cuda.variants import Variant
 from vllm_relay.attention_backends.gpu_config import KernelConfig
 
 HEIGHTS: tuple[int, ...] = (64, 16, 32, 128)

@@ -11,7 +11,7 @@ import torch
 from tests.attention_backends.plan_checks import check_plan
 from tests.attention_backends.strategies import AttentionProblem
 from tests.attention_backends.triton_problems import TINY_CUTS, attend
-from vllm_relay.attention_backends import triton_plan
+from vllm_relay.attention_backends import triton_counts
 from vllm_relay.attention_backends.gpu_config import KernelConfig
 from vllm_relay.attention_backends.gpu_plan import GpuPlan
 from vllm_relay.attention_backends.gpu_planner import DevicePlanner, PlannerLimits
@@ -50,13 +50,13 @@ def make_planner(
         device="cpu",
     )
     generator = torch.Generator().manual_seed(int(rng.integers(2**31)) if rng else 0)
-    kept = planner.plan.counts[triton_plan.EPOCH.value].clone()
+    kept = planner.plan.counts[triton_counts.EPOCH.value].clone()
     for holder in (planner, planner.plan):
         for name, buffer in vars(holder).items():
             if isinstance(buffer, torch.Tensor) and name not in ("leaders", "members", "totals"):
                 buffer.random_(-(2**31), 2**31, generator=generator)
     planner.plan.members[planner.limits.max_tokens :] = -(2**30)
-    planner.plan.counts[triton_plan.EPOCH.value] = kept
+    planner.plan.counts[triton_counts.EPOCH.value] = kept
     return planner
 
 
@@ -92,8 +92,8 @@ def attend_as_planned(
 
 
 def counted(planner: DevicePlanner, name: str) -> int:
-    """One of the counts of `triton_plan`."""
-    return int(planner.plan.counts[getattr(triton_plan, name).value])
+    """One of the counts of `triton_counts`."""
+    return int(planner.plan.counts[getattr(triton_counts, name).value])
 
 
 def host_plan(planner: DevicePlanner, problem: AttentionProblem) -> GpuPlan:

@@ -12,6 +12,7 @@ from triton.compiler import ASTSource
 
 from vllm_relay.attention_backends import (
     triton_attention,
+    triton_groups,
     triton_kv_cache,
     triton_merge,
     triton_plan,
@@ -115,12 +116,12 @@ def variants(
             {"num_warps": 1},
         ),
         (
-            triton_plan.publish_kernel,
+            triton_groups.publish_kernel,
             {"BLOCK_SIZE": block_size, "CHUNK": 256, "SHARES": True, **blocks},
             {},
         ),
-        (triton_plan.follow_kernel, {"CHUNK": 256, **blocks}, {}),
-        (triton_plan.group_kernel, {"REQUESTS": 1024, **blocks}, {}),
+        (triton_groups.follow_kernel, {"CHUNK": 256, **blocks}, {}),
+        (triton_groups.group_kernel, {"REQUESTS": 1024, **blocks}, {}),
         (
             triton_plan.decide_kernel,
             {"GRANULE_TOKENS": 64, "REQUESTS": 1024, **blocks, **planner_rows},

@@ -16,6 +16,7 @@ import pytest
 from tests.attention_backends.compile_main import ATTENTION_ONLY, VARIANTS
 from vllm_relay.attention_backends import (
     triton_attention,
+    triton_groups,
     triton_kv_cache,
     triton_merge,
     triton_plan,
@@ -52,7 +53,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, An
 
 
 def kernel_names() -> set[str]:
-    modules = (triton_attention, triton_merge, triton_plan, triton_kv_cache)
+    modules = (triton_attention, triton_groups, triton_merge, triton_plan, triton_kv_cache)
     return {
         name
         for module in modules

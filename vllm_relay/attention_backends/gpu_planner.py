@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import triton
 
-from vllm_relay.attention_backends import gpu_plan, triton_plan
+from vllm_relay.attention_backends import gpu_plan, triton_counts, triton_groups, triton_plan
 from vllm_relay.attention_backends.cuda import PlanTensors, Workspace, relay_attention
 from vllm_relay.attention_backends.gpu_config import KernelConfig
 
@@ -79,7 +79,7 @@ class DevicePlanner:
         self.max_slots = tokens * (sections + segments + tiles_of_segment + 1)
         self.max_members = entries
         self.plan = PlanTensors(
-            counts=int32(triton_plan.NUM_COUNTS),
+            counts=int32(triton_counts.NUM_COUNTS),
             large_items=int32(self.max_items, gpu_plan.ITEM_FIELDS),
             small_items=int32(self.max_items, gpu_plan.ITEM_FIELDS),
             members=int32(entries),
@@ -90,9 +90,9 @@ class DevicePlanner:
             chains=int32(requests, gpu_plan.MAX_DEPTH + 1, 2),
             ranges=int32(2 * requests, gpu_plan.RANGE_FIELDS),
         )
-        self.plan.counts[triton_plan.EPOCH.value] = 1
+        self.plan.counts[triton_counts.EPOCH.value] = 1
         self.plan.members[:tokens] = torch.arange(tokens, dtype=torch.int32, device=device)
-        self.totals = torch.zeros(triton_plan.NUM_TOTALS, dtype=torch.int64, device=device)
+        self.totals = torch.zeros(triton_counts.NUM_TOTALS, dtype=torch.int64, device=device)
         self.leaders = torch.zeros(limits.num_blocks, dtype=torch.int64, device=device)
         self.hashes = torch.zeros((requests, max_granules), dtype=torch.int64, device=device)
         self.shareable, self.parents, self.shared = (int32(requests) for _ in range(3))
@@ -159,7 +159,7 @@ class DevicePlanner:
                 f"{self.limits.max_requests}"
             )
         if num_requests == 0:
-            self.plan.counts[: triton_plan.EPOCH.value].zero_()
+            self.plan.counts[: triton_counts.EPOCH.value].zero_()
             self.plan.token_request.fill_(-1)
             return self.plan
         plan, config = self.plan, self.config
@@ -175,7 +175,7 @@ class DevicePlanner:
         }
         max_query = self.limits.max_query_len
         chunk = min(256, triton.next_power_of_2(self.hashes.shape[1]))
-        triton_plan.publish_kernel[(num_requests,)](
+        triton_groups.publish_kernel[(num_requests,)](
             plan.counts,
             block_table,
             query_start_loc,
@@ -197,7 +197,7 @@ class DevicePlanner:
             CHUNK=chunk,
             SHARES=shares,
         )
-        triton_plan.follow_kernel[(num_requests,)](
+        triton_groups.follow_kernel[(num_requests,)](
             plan.counts,
             block_table,
             self.leaders,
@@ -211,7 +211,7 @@ class DevicePlanner:
             GRANULE_BLOCKS=granule_blocks,
             CHUNK=chunk,
         )
-        triton_plan.group_kernel[(num_requests,)](
+        triton_groups.group_kernel[(num_requests,)](
             plan.counts,
             block_table,
             query_start_loc,

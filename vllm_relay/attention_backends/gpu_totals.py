@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_relay.attention_backends import triton_plan
+from vllm_relay.attention_backends import triton_counts
 from vllm_relay.attention_backends.gpu_planner import DevicePlanner
 from vllm_relay.attention_backends.plan import PlanStats
 
@@ -18,9 +18,9 @@ class TotalsReader:
         self._planner = planner
         self._every_steps = every_steps
         self._steps = 0
-        self._seen = [0] * triton_plan.NUM_TOTALS
+        self._seen = [0] * triton_counts.NUM_TOTALS
         on_device = planner.totals.device.type == "cuda"
-        self._host = torch.zeros(triton_plan.NUM_TOTALS, dtype=torch.int64, pin_memory=on_device)
+        self._host = torch.zeros(triton_counts.NUM_TOTALS, dtype=torch.int64, pin_memory=on_device)
         self._event = torch.cuda.Event() if on_device else None
         self._is_copying = False
 
@@ -34,13 +34,14 @@ class TotalsReader:
             new = [now - seen for now, seen in zip(totals, self._seen, strict=True)]
             self._seen = totals
             stats = PlanStats(
-                steps=new[triton_plan.TOTAL_STEPS],
-                requests=new[triton_plan.TOTAL_REQUESTS],
-                requests_shared=new[triton_plan.TOTAL_SHARING],
-                kv_tokens_logical=new[triton_plan.TOTAL_TOKENS],
-                kv_tokens_read=new[triton_plan.TOTAL_TOKENS] - new[triton_plan.TOTAL_TOKENS_SAVED],
-                groups=totals[triton_plan.LAST_GROUPS],
-                forest_depth=totals[triton_plan.LAST_DEPTH],
+                steps=new[triton_counts.TOTAL_STEPS],
+                requests=new[triton_counts.TOTAL_REQUESTS],
+                requests_shared=new[triton_counts.TOTAL_SHARING],
+                kv_tokens_logical=new[triton_counts.TOTAL_TOKENS],
+                kv_tokens_read=new[triton_counts.TOTAL_TOKENS]
+                - new[triton_counts.TOTAL_TOKENS_SAVED],
+                groups=totals[triton_counts.LAST_GROUPS],
+                forest_depth=totals[triton_counts.LAST_DEPTH],
             )
         self._steps += 1
         if self._steps % self._every_steps == 1 % self._every_steps and not self._is_copying:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from vllm_relay.attention_backends import triton_plan
+from vllm_relay.attention_backends import triton_counts
 from vllm_relay.attention_backends.gpu_config import KernelConfig, shipped_for
 from vllm_relay.attention_backends.gpu_planner import DevicePlanner, PlannerLimits
 
@@ -262,14 +262,15 @@ class Bench:
         token_bytes = 2 * shape.head_size * shape.kv_dtype.itemsize
         counts = planner.plan.counts.tolist()
         tokens = load.requests * load.context_tokens
-        shares = counts[triton_plan.NUM_GROUPS.value] > 0
+        shares = counts[triton_counts.NUM_GROUPS.value] > 0
         tokens += (load.groups if shares else load.requests) * load.prefix_tokens
-        items = counts[triton_plan.NUM_LARGE.value] + counts[triton_plan.NUM_SMALL.value]
+        items = counts[triton_counts.NUM_LARGE.value] + counts[triton_counts.NUM_SMALL.value]
         state_bytes = 2 * 4 * (shape.head_size + 2)
+        slots = counts[triton_counts.NUM_SLOTS.value]
         return Sample(
             time_us=time_us,
             kv_bytes=float(tokens * shape.num_kv_heads * token_bytes),
-            state_bytes=float(counts[triton_plan.NUM_SLOTS.value] * shape.num_heads * state_bytes),
+            state_bytes=float(slots * shape.num_heads * state_bytes),
             start_bytes=float(items * shape.num_kv_heads * token_bytes),
         )
 
