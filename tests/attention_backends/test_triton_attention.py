@@ -101,17 +101,20 @@ def test_shapes_and_strides(heads, head_size, block_size, dtype, tokens_first):
 
 
 @pytest.mark.parametrize(
-    "features",
+    ("dtype", "features"),
     [
-        *({name: every_feature(4)[name]} for name in every_feature(4)),
-        {"sliding_window": 1},
-        {"sliding_window": 97, "sinks": torch.tensor([-torch.inf, -50.0, 0.0, 50.0])},
-        every_feature(4),
+        *((torch.float16, {name: feature}) for name, feature in every_feature(4).items()),
+        (torch.float16, every_feature(4)),
+        (torch.float32, every_feature(4)),
+        (torch.float32, {"sliding_window": 1}),
+        (
+            torch.bfloat16,
+            {"sliding_window": 97, "sinks": torch.tensor([-torch.inf, -50.0, 0.0, 50.0])},
+        ),
     ],
-    ids=lambda features: " ".join(features),
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
 )
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_features(features, dtype):
+def test_features(dtype, features):
     """Windows end before the shared ranges for some rows, and inside of them for others."""
     problem = tree_problem(
         [[("a", 5)], [("a", 5), ("b", 2)], [("a", 5), ("b", 2)]],

@@ -76,7 +76,7 @@ class DevicePlanner:
         tiles = 2 * requests + entries * self.group_size // config.small_rows
         self.max_items = pieces * tiles
         tiles_of_segment = config.segment_tokens // config.tile_tokens
-        self.max_slots = tokens * (sections + segments + tiles_of_segment + 1)
+        self.max_slots = tokens * (sections + segments + 2 * tiles_of_segment)
         self.max_members = entries
         self.plan = PlanTensors(
             counts=int32(triton_counts.NUM_COUNTS),
