@@ -234,7 +234,7 @@ def test_more_rows_than_a_tile_has():
 
 @pytest.mark.soak
 def test_many_random_forests():
-    """`RELAY_SOAK_CASES` of them, with the seeds from `RELAY_SOAK_FIRST_SEED` on."""
+    """`RELAY_SOAK_TRITON_CASES` of them, with the seeds from `RELAY_SOAK_FIRST_SEED` on."""
     cases = int(os.environ.get("RELAY_SOAK_TRITON_CASES", "100"))
     first = int(os.environ.get("RELAY_SOAK_FIRST_SEED", "0"))
     for seed in range(first, first + cases):

@@ -358,7 +358,7 @@ def test_more_requests_than_the_buffers_are_made_for():
 
 @pytest.mark.soak
 def test_many_random_plans():
-    """`RELAY_SOAK_CASES` of them, with the seeds from `RELAY_SOAK_FIRST_SEED` on."""
+    """`RELAY_SOAK_TRITON_CASES` of them, with the seeds from `RELAY_SOAK_FIRST_SEED` on."""
     cases = int(os.environ.get("RELAY_SOAK_TRITON_CASES", "100"))
     first = int(os.environ.get("RELAY_SOAK_FIRST_SEED", "0"))
     for seed in range(first, first + cases):
