@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
 import hypothesis
@@ -13,6 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ["TRITON_INTERPRET"] = "1"  # read by triton when it is imported
+importlib.import_module("tests.attention_backends.triton_interpreter")  # mends it
 
 hypothesis.settings.register_profile("relay", deadline=None)
 hypothesis.settings.load_profile("relay")

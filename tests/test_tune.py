@@ -9,7 +9,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.attention_backends import triton_interpreter  # noqa: F401
 from vllm_relay import tune
 from vllm_relay.attention_backends import gpu_config, gpu_tune
 from vllm_relay.attention_backends.gpu_config import KernelConfig

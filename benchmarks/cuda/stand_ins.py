@@ -70,16 +70,17 @@ def _stand_ins(ops_folder: Path) -> Iterator[None]:
         made.__dict__.update(content)
         return made
 
-    packages = {"vllm": [], "vllm.v1": [], "vllm.v1.attention": [], OPS: [str(ops_folder)]}
+    envs = Settings("vllm.envs")
+    packages = {"vllm.v1": [], "vllm.v1.attention": [], OPS: [str(ops_folder)]}
     modules = {name: module(name, __path__=path) for name, path in packages.items()}
     modules |= {
-        "vllm.envs": Settings("vllm.envs"),
+        "vllm": module("vllm", __path__=[], envs=envs),
+        "vllm.envs": envs,
         "vllm.logger": module("vllm.logger", init_logger=logging.getLogger),
         "vllm.platforms": module("vllm.platforms", current_platform=Platform()),
         "vllm.triton_utils": module("vllm.triton_utils", triton=triton, tl=triton.language),
         "vllm.v1.kv_cache_interface": module("vllm.v1.kv_cache_interface", KVQuantMode=KVQuantMode),
     }
-    modules["vllm"].envs = modules["vllm.envs"]  # type: ignore[attr-defined]
     before = {name: found for name, found in sys.modules.items() if _is_vllm(name)}
     for name in before:
         del sys.modules[name]

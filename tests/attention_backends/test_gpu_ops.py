@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.attention_backends import triton_interpreter  # noqa: F401
 from tests.attention_backends.strategies import AttentionProblem, error_bounds, random_problem
 from vllm_relay.attention_backends import ops, reference
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.attention_backends import triton_interpreter  # noqa: F401
 from vllm_relay.attention_backends import gpu_tune
 from vllm_relay.attention_backends.gpu_config import KernelConfig
 from vllm_relay.attention_backends.gpu_tune import Load, Result, Sample, Shape

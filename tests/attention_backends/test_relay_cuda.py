@@ -15,7 +15,6 @@ from vllm.config import DeviceConfig, VllmConfig
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from tests.attention_backends import triton_interpreter  # noqa: F401
 from vllm_relay.attention_backends import reference, relay_cuda
 from vllm_relay.limits import RelayUnsupportedError
 from vllm_relay.stats import recorder

@@ -12,7 +12,6 @@ import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.attention_backends import triton_interpreter  # noqa: F401
 from vllm_relay.attention_backends.gpu_plan import MAX_DEPTH
 from vllm_relay.attention_backends.triton_merge import merge_kernel
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.attention_backends import exactness, triton_interpreter  # noqa: F401
+from tests.attention_backends import exactness
 from tests.attention_backends.strategies import (
     AttentionProblem,
     error_bounds,

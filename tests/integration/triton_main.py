@@ -7,19 +7,19 @@ Usage: python -m tests.integration.triton_main OUTPUT.json ENGINE_ARGS.json SCEN
 
 from __future__ import annotations
 
+import importlib
 import os
-
-os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-
-from tests.attention_backends import triton_interpreter  # noqa: E402, F401
-from vllm_relay import plugin  # noqa: E402
-
-plugin.CPU_BACKEND_PATH = plugin.CUDA_BACKEND_PATH
-
-from tests.integration import engine_main  # noqa: E402
 
 
 def main() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+    importlib.import_module("tests.attention_backends.triton_interpreter")  # mends it
+
+    from vllm_relay import plugin
+
+    plugin.CPU_BACKEND_PATH = plugin.CUDA_BACKEND_PATH
+
+    from tests.integration import engine_main
     from vllm_relay.attention_backends import relay_cuda
 
     relay_cuda.TOTALS_EVERY_STEPS = 1  # these runs are short

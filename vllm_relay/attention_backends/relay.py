@@ -11,7 +11,6 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import (
-    AttentionBackend,
     AttentionImpl,
     AttentionLayer,
     AttentionMetadata,
@@ -26,12 +25,10 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 from vllm_relay import compat
 from vllm_relay.attention_backends import cpu
 from vllm_relay.attention_backends.plan import StepPlan, plan_step
+from vllm_relay.attention_backends.relay_base import RelayBackendBase
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import (
-    BACKEND_NAME,
     BLOCK_SIZE_MULTIPLE_TOKENS,
-    DTYPES,
-    HEAD_SIZES,
     RelayUnsupportedError,
     attn_type_reason,
 )
@@ -40,16 +37,10 @@ from vllm_relay.stats import recorder
 logger = init_logger("vllm.relay")
 
 
-class RelayBackend(AttentionBackend):
-    """Exact attention that reads KV blocks shared by several requests once for all of them."""
+class RelayBackend(RelayBackendBase):
+    """RELAY on CPUs."""
 
-    forward_includes_kv_cache_update = False
-    supported_dtypes: ClassVar[list[torch.dtype]] = [getattr(torch, name) for name in DTYPES]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
-
-    @staticmethod
-    def get_name() -> str:
-        return BACKEND_NAME
 
     @staticmethod
     def get_impl_cls() -> type[RelayImpl]:
@@ -64,20 +55,8 @@ class RelayBackend(AttentionBackend):
         return [MultipleOf(BLOCK_SIZE_MULTIPLE_TOKENS)]
 
     @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        return list(HEAD_SIZES)
-
-    @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         return (KVCacheLayout.LBHNC,)
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

@@ -18,7 +18,6 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import (
-    AttentionBackend,
     AttentionCGSupport,
     AttentionImpl,
     AttentionLayer,
@@ -39,13 +38,11 @@ from vllm_relay.attention_backends import triton_kv_cache
 from vllm_relay.attention_backends.gpu_ops import device_config
 from vllm_relay.attention_backends.gpu_planner import DevicePlanner, PlannerLimits
 from vllm_relay.attention_backends.gpu_totals import TotalsReader
+from vllm_relay.attention_backends.relay_base import RelayBackendBase
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import (
-    BACKEND_NAME,
     CUDA_BLOCK_SIZE_MULTIPLE_TOKENS,
     CUDA_FP8_KV_CACHE_DTYPES,
-    DTYPES,
-    HEAD_SIZES,
     RelayUnsupportedError,
     attn_type_reason,
 )
@@ -57,16 +54,10 @@ TOTALS_EVERY_STEPS = 16
 """How often what was shared is copied to the host, for the metrics; nothing waits for the copy."""
 
 
-class RelayCudaBackend(AttentionBackend):
-    """Exact attention that reads KV blocks shared by several requests once for all of them."""
+class RelayCudaBackend(RelayBackendBase):
+    """RELAY on CUDA."""
 
-    forward_includes_kv_cache_update = False
-    supported_dtypes: ClassVar[list[torch.dtype]] = [getattr(torch, name) for name in DTYPES]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *CUDA_FP8_KV_CACHE_DTYPES]
-
-    @staticmethod
-    def get_name() -> str:
-        return BACKEND_NAME
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
@@ -81,20 +72,8 @@ class RelayCudaBackend(AttentionBackend):
         return [MultipleOf(CUDA_BLOCK_SIZE_MULTIPLE_TOKENS)]
 
     @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        return list(HEAD_SIZES)
-
-    @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         return capability.major >= 8
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
 
 
 @dataclass
