@@ -80,15 +80,13 @@ class Workspace:
         )
 
     @staticmethod
-    def shared(
-        num_slots: int, num_heads: int, head_size: int, device: torch.device | str
-    ) -> Workspace:
+    def shared(num_slots: int, num_heads: int, head_size: int, device: torch.device) -> Workspace:
         """One that others have too: layers run one after the other. A larger one takes the place of
         a smaller one, which those keep who have it."""
         key = (str(device), num_heads, head_size)
         found = _shared_workspaces.get(key)
         if found is None or found.totals.shape[0] < num_slots:
-            found = Workspace.allocate(num_slots, num_heads, head_size, torch.device(device))
+            found = Workspace.allocate(num_slots, num_heads, head_size, device)
             _shared_workspaces[key] = found
         return found
 

@@ -178,9 +178,7 @@ def plan_forest(
             begin = max(begin, seen_from // config.segment_tokens * config.segment_tokens)
         cut = list(pieces(begin, end, config, folds))
         direct = (
-            not chains[request]
-            and len(cut) == 1
-            and cut[0][1] - cut[0][0] <= (config.segment_tokens)
+            not chains[request] and len(cut) == 1 and cut[0][1] - cut[0][0] <= config.segment_tokens
         )
         first = int(query_start_loc[request])
         if direct:

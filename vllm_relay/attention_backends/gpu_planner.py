@@ -37,6 +37,8 @@ class DevicePlanner:
     Args:
         block_size: tokens per KV block.
         num_programs: programs of the attention kernel; work is cut finer where they would idle.
+        shares_workspace: with the other planners of the device that ask for it; for those whose
+            layers run one after the other.
         kv_dtype: of the KV cache.
     """
 
@@ -52,6 +54,7 @@ class DevicePlanner:
         kv_dtype: torch.dtype,
         num_programs: int,
         device: torch.device | str,
+        shares_workspace: bool = False,
     ) -> None:
         self.limits = limits
         self.config = config = config.for_head_size(head_size, max(2, kv_dtype.itemsize))
@@ -99,7 +102,8 @@ class DevicePlanner:
         self.group_first, self.group_entries = int32(requests), int32(requests)
         self.group_requests, self.group_children = int32(requests), int32(requests)
         self.positions = int32(requests, requests)
-        self.workspace = Workspace.shared(self.max_slots, num_heads, head_size, device)
+        make_workspace = Workspace.shared if shares_workspace else Workspace.allocate
+        self.workspace = make_workspace(self.max_slots, num_heads, head_size, torch.device(device))
 
     def attend(
         self,

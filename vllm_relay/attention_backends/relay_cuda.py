@@ -154,6 +154,7 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
             kv_dtype=kv_dtype,
             num_programs=num_programs,
             device=self.device,
+            shares_workspace=True,
         )
         logger.info_once(
             "vllm-relay: Triton kernels, %d query heads on %d KV heads of size %d in %s, KV blocks "
