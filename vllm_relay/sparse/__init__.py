@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse attention: the keys of long contexts in an index on the CPU, of which a query reads only
+what matters (docs/sparse.md)."""
+
+from vllm_relay.sparse.index import IndexDamagedError, KeyIndex, SearchResult, SearchStats
+from vllm_relay.sparse.query_types import Dipr, QueryType, TopK
+
+__all__ = [
+    "Dipr",
+    "IndexDamagedError",
+    "KeyIndex",
+    "QueryType",
+    "SearchResult",
+    "SearchStats",
+    "TopK",
+]

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a search asks for: the k best keys, or all keys within a range of the best one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The `k` keys with the largest inner products.
+
+    Attributes:
+        k: how many; fewer come back where fewer exist.
+        width: how much an approximate index looks at: nodes kept by a graph's search, lists
+            probed by an inverted file, tokens taken by a block index. None: the index's own
+            default, which for an index built with training queries was measured at build.
+
+    Raises:
+        ValueError: a number is not positive.
+    """
+
+    k: int
+    width: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_count("k", self.k)
+        if self.width is not None:
+            _check_count("width", self.width)
+
+
+@dataclass(frozen=True)
+class Dipr:
+    """A dynamic inner-product range query: every key with q.k >= max(q.k) - beta.
+
+    Exactly one of `beta` and `alpha` is given. `alpha` in (0, 1] is the smallest attention weight
+    of interest relative to the largest one, and beta = -ln(alpha) / scale, where `scale` is the
+    factor of the scores in the softmax (1 / sqrt(head_size) if not said).
+
+    Attributes:
+        width: as for `TopK`; for a graph it is the beam floor l0: that many nodes are kept even if
+            they are out of range.
+
+    Raises:
+        ValueError: a number is out of range, or both or none of beta and alpha are given.
+
+    Source: AlayaDB (2504.10326), definitions 6.1 to 6.3 and theorem 1.
+    """
+
+    beta: float | None = None
+    alpha: float | None = None
+    scale: float | None = None
+    width: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.beta is None) == (self.alpha is None):
+            raise ValueError(
+                f"Dipr: given beta={self.beta} and alpha={self.alpha}, expected one of them"
+            )
+        if self.beta is not None and not (self.beta >= 0 and math.isfinite(self.beta)):
+            raise ValueError(f"Dipr: beta is {self.beta}, expected a number >= 0")
+        if self.alpha is not None and not 0 < self.alpha <= 1:
+            raise ValueError(f"Dipr: alpha is {self.alpha}, expected a number in (0, 1]")
+        if self.scale is not None and not (self.scale > 0 and math.isfinite(self.scale)):
+            raise ValueError(f"Dipr: scale is {self.scale}, expected a positive number")
+        if self.width is not None:
+            _check_count("width", self.width)
+
+    def range(self, head_size: int) -> float:
+        """beta in units of inner products."""
+        if self.beta is not None:
+            return self.beta
+        assert self.alpha is not None
+        scale = 1 / math.sqrt(head_size) if self.scale is None else self.scale
+        return -math.log(self.alpha) / scale
+
+
+QueryType = TopK | Dipr
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is {value!r}, expected a whole number >= 1")
