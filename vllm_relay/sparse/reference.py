@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_relay.sparse.query_types import Dipr, QueryType, TopK
+from vllm_relay.sparse.query_types import QueryType, TopK
 
 
 def scores_of(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -81,12 +81,5 @@ def dropped_mass(
     logits = scores_of(queries, keys) * scale
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
     weights /= weights.sum(axis=1, keepdims=True)
-    return np.array(
-        [
-            1 - row[chosen].sum() if len(chosen) else 1.0
-            for row, chosen in zip(weights, ids, strict=True)
-        ]
-    )
-
-
-__all__ = ["Dipr", "TopK", "attend", "dropped_mass", "scores_of", "search"]
+    seen = [row[chosen].sum() for row, chosen in zip(weights, ids, strict=True)]
+    return 1 - np.array(seen)
