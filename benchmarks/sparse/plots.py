@@ -24,20 +24,20 @@ OWN_PREFIXES = ("GraphIndex", "CoarseIndex", "FlatIndex")
 MARKERS = "osD^vPX<>"
 
 
-def plot_result(result: Json, folder: Path) -> list[Path]:
+def plot_result(result: Json, folder: Path) -> dict[str, Path]:
     """Draws every table of recalls and of errors that a result has.
 
     Returns:
-        The files written, SVG; none without matplotlib.
+        The SVG file of each table, by its title; none without matplotlib.
     """
     try:
         import matplotlib
     except ImportError:
         print("no plot: matplotlib is missing (pip install 'vllm-relay[dev]')")
-        return []
+        return {}
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "relay"
-    written = []
+    written = {}
     for table in result["tables"]:
         title, rows = table["title"], table["rows"]
         path = folder / (re.sub(r"\W+", "_", title).strip("_") + ".svg")
@@ -47,7 +47,7 @@ def plot_result(result: Json, folder: Path) -> list[Path]:
             plot_error_against_bytes(rows, title, path)
         else:
             continue
-        written.append(path)
+        written[title] = path
     return written
 
 
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to (next to it)")
     options = parser.parse_args()
     folder = options.folder or options.json.parent
-    for path in plot_result(json.loads(options.json.read_text()), folder):
+    for path in plot_result(json.loads(options.json.read_text()), folder).values():
         print(f"wrote {path}")
 
 

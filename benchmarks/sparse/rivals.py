@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vector searches that others have written, with the settings their users would choose.
 
-Each is there if its package is: `pip install faiss-cpu hnswlib usearch diskannpy`.
+Each is there if its package is: `pip install 'vllm-relay[benchmarks]'`, and for DiskANN `pip
+install --no-deps diskannpy`, which asks for a NumPy that vLLM cannot use.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 from benchmarks.sparse.contenders import Contender, Search
 
-HOW_TO_INSTALL = "pip install faiss-cpu hnswlib usearch diskannpy"
+HOW_TO_INSTALL = "pip install faiss-cpu hnswlib usearch; pip install --no-deps diskannpy"
 GRAPH_DEGREE, BUILD_WIDTH = 32, 400
 GRAPH_EFFORTS = (10, 20, 50, 100, 150, 200, 300, 400, 500, 600, 800, 1000, 1400, 2000)
 LIST_EFFORTS = (2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512)
