@@ -8,6 +8,7 @@ install --no-deps diskannpy`, which asks for a NumPy that vLLM cannot use.
 from __future__ import annotations
 
 import importlib
+import os
 import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -49,6 +50,7 @@ class _Faiss(Rival):
 
     @property
     def module(self) -> Any:
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when faiss loads its own
         faiss = super().module
         faiss.omp_set_num_threads(1)
         return faiss
