@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import bench_key_index, machine
-from benchmarks.sparse import plots
-from benchmarks.sparse.contenders import Reference, own_contenders
+from benchmarks.sparse import own_searches
+from benchmarks.sparse.contenders import Graph, Reference
+from benchmarks.sparse.head_corpus import make_head
+from tests.benchmarks.sparse.scanning_index import ScanningIndex
 
 
 @pytest.fixture(autouse=True)
@@ -40,20 +42,45 @@ def test_the_oracle_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 
 def test_our_indexes_in_every_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    own = own_contenders()
-    if not own:
-        pytest.skip("vllm_relay.sparse has no index yet")
+    """Which is one that scores too few keys, so that what it costs is known."""
+    monkeypatch.setattr("vllm_relay.sparse.GraphIndex", ScanningIndex, raising=False)
+    monkeypatch.setattr(Graph, "efforts", (100, 200, 400))
     result = run(
-        monkeypatch, tmp_path / "result.json",
-        "--kinds", "hubs", "--contenders", *(contender.name for contender in own),
-    )  # fmt: skip
+        monkeypatch, tmp_path / "result.json", "--kinds", "hubs", "--contenders", "GraphIndex"
+    )
     titles = [table["title"].partition(": ")[2] for table in result["tables"]]
     assert titles == [
         "recall@10", "cost at recall@10", "recall@100", "cost at recall@100",
         "4 heads, noise 0.25, recall@100", "4 heads, noise 0.5, recall@100",
         "Dipr(beta=50)", "a prefix of 200 tokens", "attention error",
     ]  # fmt: skip
-    assert len(plots.plot_result(result, tmp_path)) == 3
+    rows = [table["rows"] for table in result["tables"]]
+    curve, groups, ranges, prefixes = rows[2], rows[4], rows[6], rows[7]
+    assert [(row["effort"], row["distances"]) for row in curve] == [
+        (100, 250), (200, 500), (400, 1000)
+    ]  # fmt: skip
+    assert [float(row["recall"]) for row in curve] == pytest.approx([0.25, 0.5, 1], abs=0.06)
+    assert [row["distances of group"] for row in groups] == [250, 500, 1000]
+    assert groups[-1]["least recall in group"] == groups[-1]["recall alone"] == 1
+    assert groups[0]["least recall in group"] < 0.4
+    assert [row["width"] for row in ranges] == ["default", 100, 200, 400]
+    assert [row["mass"] for row in ranges] == pytest.approx([1, 0.25, 0.5, 1], abs=0.35)
+    assert ranges[0]["mass"] == ranges[3]["mass"] == 1 > ranges[1]["mass"]
+    assert prefixes[0]["distances ratio"] == 0.2
+    assert prefixes[0]["recall, whole"] == prefixes[0]["recall, prefix"] == 1
+    errors = {row["query"]: row["error, median"] for row in rows[8]}
+    assert errors["1000 keys"] < 1e-5 < errors["100 keys"] < errors["10 keys"]
+
+
+def test_an_index_that_ignores_the_prefix_is_caught() -> None:
+    class Ignoring(ScanningIndex):
+        def search(self, queries, query, *, prefix_len=None, window_max=None):
+            return super().search(queries, query, window_max=window_max)
+
+    contender, heads = Graph(), [make_head("flat", keys=100, tests=5, reuse=r) for r in (1, 0.2)]
+    contender.index = Ignoring().build(heads[0].keys)
+    with pytest.raises(RuntimeError, match="keys found behind the prefix"):
+        own_searches.prefix_row(contender, *heads, k=5, effort=400)
 
 
 def test_contenders_are_chosen_by_name() -> None:
