@@ -52,9 +52,13 @@ def plot_result(result: Json, folder: Path) -> dict[str, Path]:
 
 
 def plot_recall_against_time(rows: list[Row], title: str, path: Path) -> None:
-    """A curve for each contender; `rows` have contender, recall and cpu us."""
+    """A curve for each contender, a level for exact ones; `rows` have contender, recall, cpu us."""
     with _axes(path) as axes:
         for name, line in _lines(rows):
+            if len(line) == 1 and float(line[0]["recall"]) > MOST_RECALL:
+                style = {**_style(name, rows), "linestyle": ":", "marker": ""}
+                axes.axhline(line[0]["cpu us"], **style, label=f"{name}, exact")
+                continue
             points = [(min(float(row["recall"]), MOST_RECALL), row["cpu us"]) for row in line]
             shown = [point for point in points if point[0] >= LEAST_RECALL]
             if shown:
