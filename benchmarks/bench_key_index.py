@@ -240,6 +240,7 @@ def parse_options() -> Namespace:
     parser.add_argument("--keys", type=int, default=100_000, help="(%(default)s)")
     parser.add_argument("--train", type=int, default=40_000, help="(%(default)s)")
     parser.add_argument("--tests", type=int, default=1_000, help="(%(default)s)")
+    parser.add_argument("--seed", type=int, help="of the keys and queries (one for each kind)")
     parser.add_argument("--cache", type=Path, metavar="FOLDER", help="keep built rivals here")
     parser.add_argument(
         "--recall-tokens", type=int, metavar="N", help="also the heads of the demo's recall model"
@@ -282,9 +283,9 @@ def main() -> None:
     del options.classes  # not a setting
     result = Result.begin(__file__, __doc__, options)
     options.classes = classes
-    sizes = Sizes(options.keys, options.train, options.tests)
+    sizes = Sizes(options.keys, options.train, options.tests, options.seed)
     if options.smoke:
-        sizes, options.rounds = Sizes(1000, 300, 10), 1
+        sizes, options.rounds = Sizes(1000, 300, 10, options.seed), 1
     for head_set in head_sets(options, sizes):
         Study(result, options, head_set).run()
     result.end(options)

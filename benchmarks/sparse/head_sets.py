@@ -11,17 +11,25 @@ from pathlib import Path
 from benchmarks.sparse import model_heads
 from benchmarks.sparse.head_corpus import Head, make_head
 
+SEED = 7
+SEED_OF_KIND = {"rope": 37}
+"""Random biases decide how hard `rope` is: others need from 6,000 to 36,000 distances for the
+recall that takes an inverted file 16,000 here."""
 GROUP_HEADS, GROUP_NOISES = 4, (0.25, 0.5)
 REUSE = 0.2
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers of keys, training queries and test queries."""
+    """Numbers of keys, training queries and test queries; no seed for the kind's usual one."""
 
     keys: int
     train: int
     tests: int
+    seed: int | None = None
+
+    def seed_of(self, kind: str) -> int:
+        return SEED_OF_KIND.get(kind, SEED) if self.seed is None else self.seed
 
 
 class HeadSet(ABC):
@@ -46,7 +54,7 @@ class MadeSet(HeadSet):
     def __init__(self, kind: str, sizes: Sizes) -> None:
         self._kind, self._sizes = kind, sizes
         self.head = self._make()
-        self.file_name = f"{kind}-{sizes.keys}-{sizes.train}"
+        self.file_name = f"{kind}-{sizes.seed_of(kind)}-{sizes.keys}-{sizes.train}"
 
     def groups(self) -> Iterator[tuple[str, Head]]:
         for noise in GROUP_NOISES:
@@ -65,6 +73,7 @@ class MadeSet(HeadSet):
             heads=heads,
             head_noise=noise,
             reuse=reuse,
+            seed=sizes.seed_of(self._kind),
         )
 
 
