@@ -35,6 +35,7 @@ AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16
 INSTRUCTION_SETS = {
     "amx_bf16": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
     "avx512_bf16": [*AVX512, "-mavx512bf16"],
+    "avx512_vnni": [*AVX512, "-mavx512vnni"],
     "avx512": AVX512,
 }
 # gcc's schedulers move tile loads away from their products, and the tiles are spilled

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The only file that knows Python. Tensors arrive as addresses and sizes that the Python faces have
+// Tensors arrive as addresses and sizes that the Python faces have
 // checked; plan arrays arrive as contiguous int32 arrays.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention/kernels.h"
+#include "bindings.h"
 #include "common/cpu_features.h"
 
 namespace nb = nanobind;
@@ -153,4 +154,5 @@ NB_MODULE(_C, module) {
       .def(nb::init<Int32Table, Int32Table, Int32Table, Int32Table, Int32Table, int, int, int>());
   module.def("attention", &run_attention);
   module.def("write_kv_cache", &run_write);
+  bind_index(module);
 }

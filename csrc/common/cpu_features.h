@@ -5,6 +5,7 @@ namespace relay {
 
 struct CpuFeatures {
   bool avx512 = false;       // F, BW, VL, DQ, and the operating system saves the registers
+  bool avx512_vnni = false;  // vpdpbusd
   bool avx512_bf16 = false;  // vdpbf16ps
   bool amx_bf16 = false;     // tile registers, bf16 products, and permission to use them
 };
