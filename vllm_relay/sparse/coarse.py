@@ -104,9 +104,7 @@ class CoarseIndex(KeyIndex):
         list_blocks = -(-counts // BLOCK_KEYS)
         starts = np.concatenate([[0], np.cumsum(list_blocks)[:-1]]).astype(np.int64)
         by_list = inside[np.argsort(lists, kind="stable")]
-        begins = np.repeat(
-            starts * BLOCK_KEYS - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts
-        )
+        gaps = starts * BLOCK_KEYS - (np.cumsum(counts) - counts)
         ids = np.full(int(list_blocks.sum()) * BLOCK_KEYS, -1, np.int32)
         ids[np.arange(len(by_list)) + np.repeat(gaps, counts)] = by_list
         self._set(
