@@ -117,3 +117,26 @@ def test_every_truncation_is_refused_when_the_file_is_opened(tmp_path: Path) -> 
         (tmp_path / "file").write_bytes(content[:length])
         with pytest.raises(IndexDamagedError):
             SectionFile.open(tmp_path / "file")
+
+
+def test_every_byte_of_the_fixed_header_is_checked(tmp_path: Path) -> None:
+    content = write(tmp_path / "file", 1)
+    for offset_bytes in range(FIXED_HEADER_BYTES):
+        header = bytearray(content[:FIXED_HEADER_BYTES])
+        header[offset_bytes] ^= 0x10
+        with pytest.raises(IndexDamagedError):
+            decode_fixed_header(bytes(header), len(content))
+
+
+def test_a_section_that_is_stale_together_with_its_checksums_is_refused(tmp_path: Path) -> None:
+    stale, content = write(tmp_path / "file", 0), bytearray(write(tmp_path / "file", 1))
+    section = SectionFile.open(tmp_path / "file").sections["keys"]
+    begin, checksums = section.offset_bytes, section.checksums_offset_bytes
+    for offset_bytes, num_bytes in ((begin, section.num_bytes), (checksums, 4 * 8)):
+        content[offset_bytes : offset_bytes + num_bytes] = stale[offset_bytes:][:num_bytes]
+    (tmp_path / "file").write_bytes(content)
+    with (
+        SectionFile.open(tmp_path / "file") as file,
+        pytest.raises(IndexDamagedError, match="page checksums of section 'keys'"),
+    ):
+        file.rows("keys").take([3])

@@ -12,7 +12,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -76,7 +76,7 @@ class BufferPool:
         if isinstance(limit_bytes, bool) or not isinstance(limit_bytes, int) or limit_bytes < 1:
             raise ValueError(f"limit_bytes is {limit_bytes!r}, expected a whole number >= 1")
         self.limit_bytes = limit_bytes
-        self._stats = BufferPoolStats()
+        self._hits = self._misses = self._read_bytes = self._evictions = 0
         self._entries: dict[tuple[Hashable, Hashable], _Entry] = {}
         # of those that nobody uses, by class, least recently used first
         self._idle: dict[str, OrderedDict[tuple[Hashable, Hashable], None]] = {
@@ -94,8 +94,13 @@ class BufferPool:
     def stats(self) -> BufferPoolStats:
         with self._condition:
             self._apply_changes()
-            return replace(
-                self._stats, held_bytes=self._held_bytes, pinned_bytes=self._pinned_bytes
+            return BufferPoolStats(
+                self._hits,
+                self._misses,
+                self._read_bytes,
+                self._evictions,
+                self._held_bytes,
+                self._pinned_bytes,
             )
 
     @contextmanager
@@ -170,7 +175,7 @@ class BufferPool:
         with self._condition:
             entry = self._wait_for_entry(key, num_bytes, is_lease)
             if entry is not None:
-                self._stats = replace(self._stats, hits=self._stats.hits + 1)
+                self._hits += 1
                 return entry
             entry = _Entry(np.empty(num_bytes, np.uint8).data, page_class)
             self._entries[key] = entry
@@ -192,10 +197,8 @@ class BufferPool:
             raise
         with self._condition:
             entry.is_loaded = True
-            stats = self._stats
-            self._stats = replace(
-                stats, misses=stats.misses + 1, read_bytes=stats.read_bytes + num_bytes
-            )
+            self._misses += 1
+            self._read_bytes += num_bytes
             self._condition.notify_all()
         return entry
 
@@ -252,7 +255,7 @@ class BufferPool:
             while idle and self._held_bytes + num_bytes > self.limit_bytes:
                 key, _ = idle.popitem(last=False)
                 self._remove(key, self._entries[key])
-                self._stats = replace(self._stats, evictions=self._stats.evictions + 1)
+                self._evictions += 1
         return True
 
     def _remove(self, key: tuple[Hashable, Hashable], entry: _Entry) -> None:
