@@ -5,3 +5,4 @@
 #include <nanobind/nanobind.h>
 
 void bind_index(nanobind::module_& module);
+void bind_storage(nanobind::module_& module);
