@@ -28,6 +28,7 @@ LOADED = "import sys; print([name for name in ('torch', 'vllm') if name in sys.m
         "vllm_relay.prefix_cache.policies",
         "vllm_relay.scheduler.fairness",
         "vllm_relay.scheduler.order",
+        "vllm_relay.sparse.contexts_command",
     ],
 )
 def test_import_loads_neither_torch_nor_vllm(module: str) -> None:
