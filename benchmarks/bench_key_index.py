@@ -4,9 +4,10 @@
 Keys and queries are made up (`benchmarks/sparse/head_corpus.py`), float32, and inner products are
 what counts. One thread; CPU time of that thread, one query per call unless it says "batch", all
 contenders in turn at every effort, round after round; medians. Recall is measured against a scan of
-all keys. Times at a recall are interpolated between the two efforts around it; "-" where no effort
-is below or above. "effort" is what a search is allowed: nodes kept by a graph, lists probed by an
-inverted file. "distances" are keys scored per query. Ratios are medians over the rounds.
+all keys. Times at a recall are interpolated between the two efforts around it; "<=" where even the
+lowest effort has more recall, "-" where none has as much. "effort" is what a search is allowed:
+nodes kept by a graph, lists probed by an inverted file. "distances" are keys scored per query.
+Ratios are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.common import Goal, Result, Row, argument_parser
+from benchmarks.common import Goal, Result, Row, argument_parser, show
 from benchmarks.sparse import curves, exact, own_searches
 from benchmarks.sparse.built import Built, build
 from benchmarks.sparse.contenders import Contender, OwnIndex, Reference, own_contenders
@@ -88,9 +89,12 @@ class Study:
         for one, curve in zip(self.built, found, strict=True):
             row: Row = {"contender": one.contender.name, "build CPU s": one.build_cpu_s}
             for recall in RECALLS:
-                times = curves.times_at_recall(curve, recall)
-                row[f"us at {recall}"] = statistics.median(times) * 1e6 if times else None
-                row[f"distances at {recall}"] = curves.distances_at_recall(curve, recall)
+                bounded = "<= " if curve[0].recall > recall and len(curve) > 1 else ""
+                times = curves.times_at_recall(curve, recall, or_bound=True)
+                microseconds = statistics.median(times) * 1e6 if times else None
+                count = curves.distances_at_recall(curve, recall, or_bound=True)
+                row[f"us at {recall}"] = bounded + show(microseconds)
+                row[f"distances at {recall}"] = bounded + show(count)
             row["highest recall"] = max(point.recall for point in curve)
             rows.append(row)
         self.result.add_table(f"{self.title}: cost at recall@{k}", rows)
@@ -103,7 +107,8 @@ class Study:
         def faster(rival: list[curves.Point] | None, recall: float, bar: float, aim: float) -> None:
             if graph is None or rival is None:
                 return
-            ours, theirs = (curves.times_at_recall(c, recall) for c in (graph, rival))
+            ours = curves.times_at_recall(graph, recall, or_bound=True)
+            theirs = curves.times_at_recall(rival, recall)
             value = (
                 statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
                 if ours and theirs
@@ -114,7 +119,7 @@ class Study:
 
         def distances(recall: float, bar: float, aim: float) -> None:
             if graph is not None:
-                value = curves.distances_at_recall(graph, recall)
+                value = curves.distances_at_recall(graph, recall, or_bound=True)
                 name = f"{what} {recall}: distances of GraphIndex"
                 self.result.add_goal(Goal(name, value, bar, aim, lower_is_better=True, unit=""))
 
@@ -154,7 +159,9 @@ class Study:
         rows = []
         for contender in self.own:
             efforts = contender.efforts if len(contender.efforts) > 1 else ()
-            mine = own_searches.range_rows(contender, self.head, RANGE_BETA, [None, *efforts])
+            mine = own_searches.range_rows(
+                contender, self.head, RANGE_BETA, [None, *efforts], self.options.rounds
+            )
             rows += mine
             if contender.name != "GraphIndex" or not self.has_goals:
                 continue
@@ -189,7 +196,9 @@ class Study:
             swept = curves.sweep(contender, queries, self.head.keys, truth)
             enough = [point.effort for point in swept if point.recall >= GOAL_RECALL]
             effort = enough[0] if enough else swept[-1].effort
-            row = own_searches.prefix_row(contender, self.head, part, k, effort)
+            row = own_searches.prefix_row(
+                contender, self.head, part, k, effort, self.options.rounds
+            )
             rows.append(row)
             if contender.name == "GraphIndex" and self.has_goals:
                 name = f"{self.title}, {part.prefix_len / part.num_keys:.0%} reused: "
@@ -218,7 +227,7 @@ class Study:
 def _around(curve: list[curves.Point]) -> list[int]:
     """The efforts from just below the goal's recall to well above it: more heads need not more."""
     first = next((i for i, p in enumerate(curve) if p.recall >= GOAL_RECALL), len(curve) - 1)
-    return [point.effort for point in curve[max(0, first - 3) : first + 2]]
+    return [point.effort for point in curve[max(0, first - 5) : first + 2]]
 
 
 def head_sets(options: Namespace, sizes: Sizes) -> Iterator[HeadSet]:

@@ -105,15 +105,18 @@ def time_curves(
             point.wall_s.append((time.perf_counter() - wall_s) / len(sample))
 
 
-def at_recall(recalls: Sequence[float], values: Sequence[float], wanted: float) -> float | None:
+def at_recall(
+    recalls: Sequence[float], values: Sequence[float], wanted: float, *, or_bound: bool = False
+) -> float | None:
     """The value at a recall, on the line between the two efforts around it.
 
     Args:
         recalls, values: by rising effort. Efforts that gain nothing over a lower one are left out.
+        or_bound: where the lowest effort already has more recall, take its value, which is more
+            than needed.
 
     Returns:
-        None if the recall is never reached, or if the lowest effort already has more: then the
-        value there is unknown.
+        None if the recall is never reached, or if the value is unknown: below the lowest effort.
     """
     rising: list[tuple[float, float]] = []
     for recall, value in zip(recalls, values, strict=True):
@@ -123,32 +126,37 @@ def at_recall(recalls: Sequence[float], values: Sequence[float], wanted: float) 
     if above == len(rising):
         return None
     if above == 0:
-        return rising[0][1] if rising[0][0] == wanted else None
+        return rising[0][1] if or_bound or rising[0][0] == wanted else None
     (low, low_value), (high, high_value) = rising[above - 1], rising[above]
     return low_value + (high_value - low_value) * (wanted - low) / (high - low)
 
 
-def times_at_recall(curve: Sequence[Point], wanted: float) -> list[float] | None:
+def times_at_recall(
+    curve: Sequence[Point], wanted: float, *, or_bound: bool = False
+) -> list[float] | None:
     """CPU seconds per query at a recall, in every round; exact contenders have but one time."""
     recalls = [point.recall for point in curve]
     if _is_exact(curve):
         return curve[0].cpu_s
     times = [
-        at_recall(recalls, times, wanted)
+        at_recall(recalls, times, wanted, or_bound=or_bound)
         for times in zip(*(point.cpu_s for point in curve), strict=True)
     ]
     known = [value for value in times if value is not None]
     return known if len(known) == len(times) else None
 
 
-def distances_at_recall(curve: Sequence[Point], wanted: float) -> float | None:
+def distances_at_recall(
+    curve: Sequence[Point], wanted: float, *, or_bound: bool = False
+) -> float | None:
     """Keys scored per query at a recall; None if the contender does not tell."""
     if _is_exact(curve):
         return curve[0].distances
     known = [(p.recall, p.distances) for p in curve if p.distances is not None]
     if len(known) < len(curve):
         return None
-    return at_recall([recall for recall, _ in known], [count for _, count in known], wanted)
+    recalls, counts = [recall for recall, _ in known], [count for _, count in known]
+    return at_recall(recalls, counts, wanted, or_bound=or_bound)
 
 
 def _is_exact(curve: Sequence[Point]) -> bool:

@@ -108,7 +108,7 @@ def make_head(
     Args:
         kind: one of `KINDS`.
         keys, train, tests: numbers of keys, of training queries and of test queries per head.
-        heads: query heads that share the keys.
+        heads: query heads that share the keys, which do not depend on it, nor does the first head.
         head_noise: how far the further query heads are from the first, as a fraction of the
             standard deviation of its projection (`rope`) or of its queries (all others).
         reuse: the fraction of the keys that the test queries may see, as those of a session that

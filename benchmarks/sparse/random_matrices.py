@@ -27,6 +27,7 @@ def noisy_heads(
     Args:
         noise: its deviation as a fraction of that of the queries, channel by channel.
     """
+    rng = rng.spawn(1)[0]  # what follows from `rng` does not depend on the number of heads
     deviation = noise * queries.std(axis=0)
     others = [queries + deviation * normal(rng, *queries.shape) for _ in range(heads - 1)]
     return np.stack([queries, *others], axis=1)
@@ -34,4 +35,5 @@ def noisy_heads(
 
 def take_heads(rng: np.random.Generator, queries: np.ndarray) -> np.ndarray:
     """[m, d]; the query of one head at random from each of [m, heads, d]."""
+    rng = rng.spawn(1)[0]
     return queries[np.arange(len(queries)), rng.integers(0, queries.shape[1], len(queries))]

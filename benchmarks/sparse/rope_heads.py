@@ -41,7 +41,8 @@ def make(
     n, d, heads = shape.keys, shape.head_size, shape.heads
     projections = _Projections(rng, d, heads, shape.head_noise)
     # as many tokens as it takes, each with every head, in random order
-    chosen = rng.choice(n * heads, shape.train, replace=shape.train > n * heads)
+    of_heads = rng.spawn(1)[0]  # keys and the first head do not depend on how many there are
+    chosen = of_heads.choice(n * heads, shape.train, replace=shape.train > n * heads)
     order = np.argsort(chosen // heads, kind="stable")
     train_token, train_head = np.divmod(chosen[order], heads)
     keys, values = np.empty((n, d), np.float32), np.empty((n, d), np.float32)
@@ -62,7 +63,7 @@ def make(
             test = token[len(stored) :] - n
             raw = hidden[len(stored) :] @ weight + projections.query_bias
             queries[test, head] = _rotate(raw, shape.prefix_len + test)
-    return keys, values, train[rng.permutation(shape.train)], queries
+    return keys, values, train[of_heads.permutation(shape.train)], queries
 
 
 class _Projections:
@@ -80,9 +81,9 @@ class _Projections:
 
         self.key = shared + private(power_law(d, 0.3))
         first = shared + private(power_law(d, 0.3)[::-1])
-        noise = head_noise * first.std()
+        noise, of_heads = head_noise * first.std(), rng.spawn(1)[0]
         self.queries = [first]
-        self.queries += [first + noise * normal(rng, HIDDEN_SIZE, d) for _ in range(heads - 1)]
+        self.queries += [first + noise * normal(of_heads, HIDDEN_SIZE, d) for _ in range(heads - 1)]
         self.value = normal(rng, HIDDEN_SIZE, d) / np.float32(np.sqrt(HIDDEN_SIZE))
         self.key_bias = _bias(rng, d, 5, 10)
         self.query_bias = _bias(rng, d, 6, 9)

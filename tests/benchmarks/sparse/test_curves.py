@@ -8,6 +8,7 @@ from benchmarks.sparse import curves, exact
 from benchmarks.sparse.contenders import Contender, Reference, Search
 from benchmarks.sparse.curves import at_recall
 from benchmarks.sparse.head_corpus import make_head
+from benchmarks.sparse.own_searches import group_cost
 
 
 class FirstKeys(Contender):
@@ -112,3 +113,29 @@ def test_at_recall(
     assert at_recall(recalls, values, wanted) == (
         None if expected is None else pytest.approx(expected)
     )
+
+
+def test_the_lowest_effort_is_a_bound_where_it_has_more_recall() -> None:
+    assert at_recall([0.8, 0.9], [1, 2], 0.7, or_bound=True) == 1
+    assert at_recall([0.8, 0.9], [1, 2], 0.85, or_bound=True) == pytest.approx(1.5)
+    assert at_recall([0.8, 0.9], [1, 2], 0.95, or_bound=True) is None
+
+
+def test_cost_of_a_group() -> None:
+    rows = [
+        {
+            "recall alone": 0.9,
+            "least recall in group": 0.92,
+            "cpu us alone": 10,
+            "cpu us of group": 20,
+        },
+        {
+            "recall alone": 1.0,
+            "least recall in group": 0.98,
+            "cpu us alone": 30,
+            "cpu us of group": 80,
+        },
+    ]
+    assert group_cost(rows, 0.95) == pytest.approx(50 / 20)
+    assert group_cost(rows[1:], 0.95) is None  # the group never has the recall of one head
+    assert group_cost([{**rows[0], "least recall in group": 0.99}], 0.9) == pytest.approx(2)

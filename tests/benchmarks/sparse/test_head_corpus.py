@@ -80,9 +80,15 @@ def test_rope_positions_of_reusing_queries_follow_the_prefix() -> None:
     assert not np.allclose(whole.queries, part.queries, atol=0.1)
 
 
-def test_first_head_does_not_depend_on_the_noise_of_the_others() -> None:
-    near, far = (small("rope", head_noise=noise) for noise in (0.1, 0.6))
-    np.testing.assert_array_equal(near.queries[:, 0], far.queries[:, 0])
+@pytest.mark.parametrize("kind", sorted({*KINDS} - {"negative"}))  # moved away from every query
+@pytest.mark.parametrize("changes", [{"head_noise": 0.6}, {"heads": 1}])
+def test_keys_and_first_head_do_not_depend_on_the_others(
+    kind: str, changes: dict[str, float]
+) -> None:
+    head, other = small(kind), small(kind, **changes)
+    np.testing.assert_array_equal(head.keys, other.keys)
+    np.testing.assert_array_equal(head.values, other.values)
+    np.testing.assert_allclose(head.queries[:, 0], other.queries[:, 0], atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["rope", "hubs"])
