@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import time
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,13 +35,14 @@ def build(
     Args:
         cache: the folder of built ones; None for none. An entry is trusted: it must come from the
             same version of its library.
-        set_name: tells apart what they were built of.
+        set_name: of the keys; entries carry it and a checksum of the keys.
     """
     contender = contender_class()
     if cache is None:
         return _timed_build(contender, keys, train_queries)
     cache.mkdir(parents=True, exist_ok=True)
-    path = cache / re.sub(r"[^\w.-]+", "-", f"{set_name}-{contender.name}")
+    checksum = zlib.crc32(np.ascontiguousarray(keys))
+    path = cache / re.sub(r"[^\w.-]+", "-", f"{set_name}-{checksum:08x}-{contender.name}")
     notes = path.with_name(path.name + ".json")
     if notes.exists() and contender.load(path):
         return Built(contender, json.loads(notes.read_text())["build_cpu_s"])

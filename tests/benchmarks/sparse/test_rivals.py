@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +81,9 @@ def test_what_was_kept_is_not_built_again(head, tmp_path: Path) -> None:
     build(Kept, head.keys, head.train_queries, tmp_path, "another set")
     build(Kept, head.keys, head.train_queries, None, "a set")
     assert Kept.builds == 3
+    others = build(Kept, head.keys[::-1], head.train_queries, tmp_path, "a set")
+    assert Kept.builds == 4
+    assert recall_of(others.contender, dataclasses.replace(head, keys=head.keys[::-1]), 1) == 1
 
 
 def test_contenders_that_cannot_be_kept_are_built_again(head, tmp_path: Path) -> None:
