@@ -10,13 +10,13 @@ import numpy as np
 
 from vllm_relay import _C
 from vllm_relay.sparse import face
+from vllm_relay.sparse.aligned import aligned_empty
 from vllm_relay.sparse.calibrate import TARGET_K, smallest_width, split_queries
 from vllm_relay.sparse.elements import Elements
 from vllm_relay.sparse.index import IndexDamagedError
 from vllm_relay.sparse.key_codes import (
     BLOCK_KEYS,
     KeyCodes,
-    aligned_empty,
     encode,
     encode_rows,
     lay_out_blocks,

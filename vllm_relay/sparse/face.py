@@ -88,12 +88,15 @@ def check_keys(keys: Any, *, head_size: int | None = None, dtype: str | None = N
     return elements
 
 
-def check_queries(name: str, queries: Any, head_size: int) -> np.ndarray:
-    """float32 [g, head_size], finite."""
-    array = as_elements(name, queries).to_float32()
-    if array.ndim != 2 or array.shape[1] != head_size:
-        raise ValueError(f"{name}: shape {list(array.shape)}, expected [queries, {head_size}]")
-    return array
+def check_queries(name: str, queries: Any, head_size: int, *, dims: int = 2) -> np.ndarray:
+    """float32 [..., head_size] of `dims` dimensions; the C++ side refuses what is not finite."""
+    usable = isinstance(queries, np.ndarray) and queries.dtype == np.float32
+    if not (usable and queries.flags.c_contiguous):
+        queries = as_elements(name, queries).to_float32()
+    if queries.ndim != dims or queries.shape[-1] != head_size:
+        leading = "[queries, " if dims == 2 else "[kv_heads, queries, "
+        raise ValueError(f"{name}: shape {list(queries.shape)}, expected {leading}{head_size}]")
+    return queries
 
 
 def check_threads(threads: int | None) -> int:
