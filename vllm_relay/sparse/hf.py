@@ -137,5 +137,6 @@ def _check_positions(position_ids: torch.Tensor | None, num_queries: int, num_to
     if not torch.equal(position_ids[0], expected):
         raise ValueError(
             f"position_ids begin at {int(position_ids[0, 0])}, expected the positions "
-            f"{num_tokens - num_queries} to {num_tokens - 1}, which follow the session's tokens"
+            f"{num_tokens - num_queries} to {num_tokens - 1}, which follow the session's tokens: "
+            "pass generate() the whole prompt, or generate(**session.inputs(remaining))"
         )

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 hf.register()
 
+_WHOLE_PROMPT = (
+    "pass generate() the whole prompt, or the rest of it as generate(**session.inputs(remaining))"
+)
+
 
 class Session(Cache):
     """The cache of one sequence, for `past_key_values` of a transformers model.
@@ -31,7 +35,8 @@ class Session(Cache):
     number of sessions may read one context.
 
     Attributes:
-        tokens: int64 [prompt tokens]; the prompt that the session was created for.
+        tokens: int64 [prompt tokens]; the prompt that the session was created for, as far as it
+            was not cropped.
         prefix_len: how many of them are reused.
         stats: what decode steps have read so far.
 
@@ -144,11 +149,25 @@ class Session(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         self._check_open()
+        if query_length == 0:
+            raise ValueError(f"the model was given no tokens: {_WHOLE_PROMPT}")
         num_tokens, offset = super().get_mask_sizes(query_length, layer_idx)
         return hf.SessionLength(num_tokens), offset
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As `DynamicCache.crop`; tokens that were reused can be removed too."""
+        self._check_open()
+        super().crop(tokens_to_remove)
+        self._forget_from(self.get_seq_length())
+
+    def reset(self) -> None:
+        """Removes all tokens, also those that were reused."""
+        self._check_open()
+        super().reset()
+        self._forget_from(0)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._check_single("reorder_cache", beam_idx.tolist() == [0])
@@ -214,6 +233,10 @@ class Session(Cache):
         while len(self.layers) <= layer_idx:
             self.layers.append(self._new_layer(len(self.layers)))
 
+    def _forget_from(self, num_tokens: int) -> None:
+        self.tokens = self.tokens[:num_tokens]
+        self.prefix_len = min(self.prefix_len, num_tokens)
+
     def _check_prefill(self, num_new: int, num_tokens: int) -> None:
         """`generate` drops the first tokens of what it takes for the whole sequence: given only
         the rest of a prompt without an attention mask, it would leave tokens out in silence."""
@@ -225,8 +248,7 @@ class Session(Cache):
         if missing > 0 and ((self._has_prefilled and num_new == 1) or left_out):
             raise ValueError(
                 f"{num_tokens + num_new} of the prompt's {num_prompt} tokens were given to the "
-                "model: pass the whole prompt to generate(), or the rest of it as "
-                "generate(**session.inputs(remaining))"
+                f"model: {_WHOLE_PROMPT}"
             )
         self._has_prefilled = self._has_prefilled or num_new > 1
 

@@ -153,7 +153,7 @@ class SessionLayer(CacheLayerMixin):
             ValueError: the query does not fit the keys.
         """
         local = self._local
-        if local is None or query.dim() != 4 or query.shape[2] > local.num_tokens:
+        if local is None or query.dim() != 4 or query.shape[2] > self._num_new():
             raise ValueError(
                 f"query: shape {list(query.shape)} in a layer with "
                 f"{0 if local is None else self._num_new()} new tokens, expected "
