@@ -32,10 +32,13 @@ ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
+SSE42 = ["-msse4.2", "-mpclmul"]
 INSTRUCTION_SETS = {
     "amx_bf16": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
     "avx512_bf16": [*AVX512, "-mavx512bf16"],
+    "avx512_vpclmulqdq": [*AVX512, *SSE42, "-mvpclmulqdq"],
     "avx512": AVX512,
+    "sse42": SSE42,
 }
 # gcc's schedulers move tile loads away from their products, and the tiles are spilled
 TUNING = {"amx_bf16": ["-fno-schedule-insns", "-fno-schedule-insns2"]}

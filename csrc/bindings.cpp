@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The only file that knows Python. Tensors arrive as addresses and sizes that the Python faces have
-// checked; plan arrays arrive as contiguous int32 arrays.
+// Only this file and bindings_*.cpp know Python. Tensors arrive as addresses and sizes that the
+// Python faces have checked; plan arrays arrive as contiguous int32 arrays.
+#include "bindings.h"
+
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -139,6 +141,8 @@ nb::dict cpu_features() {
   result["avx512"] = features.avx512;
   result["avx512_bf16"] = features.avx512_bf16;
   result["amx_bf16"] = features.amx_bf16;
+  result["sse42"] = features.sse42;
+  result["avx512_vpclmulqdq"] = features.avx512_vpclmulqdq;
   return result;
 }
 
@@ -153,4 +157,5 @@ NB_MODULE(_C, module) {
       .def(nb::init<Int32Table, Int32Table, Int32Table, Int32Table, Int32Table, int, int, int>());
   module.def("attention", &run_attention);
   module.def("write_kv_cache", &run_write);
+  bind_storage(module);
 }

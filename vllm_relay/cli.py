@@ -17,6 +17,16 @@ app = typer.Typer(
     help="Shared-prefix attention for vLLM.", no_args_is_help=True, add_completion=False
 )
 
+contexts_app = typer.Typer(
+    help="Stored contexts: list, show, verify, delete.", no_args_is_help=True
+)
+app.add_typer(contexts_app, name="contexts")
+
+ContextsPath = Annotated[
+    Path, typer.Argument(metavar="PATH", help="A context, or a folder of *.relayctx files.")
+]
+ContextsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
+
 
 def print_version(wanted: bool) -> None:
     if wanted:
@@ -210,6 +220,59 @@ def tune(
         kv_dtype=kv_dtype,
         block_size=block_size,
         folder=folder,
+    )
+    raise typer.Exit(status)
+
+
+@contexts_app.command("list")
+def list_contexts(path: ContextsPath, as_json: ContextsJson = False) -> None:
+    """One line per context.
+
+    Exit status: 0, or 1 if one cannot be opened.
+    """
+    from vllm_relay.sparse.contexts_command import run_list
+
+    raise typer.Exit(run_list(path, as_json=as_json))
+
+
+@contexts_app.command("show")
+def show_contexts(path: ContextsPath, as_json: ContextsJson = False) -> None:
+    """All that is known of a context without reading its keys and values.
+
+    Exit status: 0, or 1 if one cannot be opened.
+    """
+    from vllm_relay.sparse.contexts_command import run_show
+
+    raise typer.Exit(run_show(path, as_json=as_json))
+
+
+@contexts_app.command("verify")
+def verify_contexts(path: ContextsPath, as_json: ContextsJson = False) -> None:
+    """Read every byte and compare it with its checksums.
+
+    Exit status: 0, or 1 if a context is damaged.
+    """
+    from vllm_relay.sparse.contexts_command import run_verify
+
+    raise typer.Exit(run_verify(path, as_json=as_json))
+
+
+@contexts_app.command("delete")
+def delete_contexts(
+    path: ContextsPath,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    as_json: ContextsJson = False,
+) -> None:
+    """Delete a context, or all of a folder.
+
+    Exit status: 0 if all are gone, 1 if not.
+    """
+    from vllm_relay.sparse.contexts_command import run_delete
+
+    status = run_delete(
+        path,
+        confirm=lambda question: yes or typer.confirm(question, err=True),
+        as_json=as_json,
     )
     raise typer.Exit(status)
 

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CRC-32C of bytes and of the pages of a section."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vllm_relay import _C
+
+
+def kernels() -> list[str]:
+    """The checksum kernels that run here, best first; "portable" is the last one."""
+    return _C.crc32c_kernels()
+
+
+def crc32c(data: Any, crc: int = 0, *, kernel: str = "auto") -> int:
+    """CRC-32C (Castagnoli, as in RFC 3720) of what gave `crc`, followed by `data`.
+
+    Args:
+        data: bytes, any other C-contiguous buffer or array.
+        kernel: one of `kernels()`; "auto" takes the best one.
+
+    Raises:
+        ValueError: the kernel is not among those.
+    """
+    return _C.crc32c(bytes_of(data), crc, kernel)
+
+
+def checksum_pages(data: Any, page_bytes: int) -> np.ndarray:
+    """uint32 [pages]; the last page may be short."""
+    flat = bytes_of(data)
+    checksums = np.empty(-(-len(flat) // page_bytes), np.uint32)
+    _C.checksum_pages(flat, page_bytes, checksums)
+    return checksums
+
+
+class PageDamage(NamedTuple):
+    """`found`: the page's checksum as it is; None if it cannot be read at all."""
+
+    page: int
+    found: int | None
+
+
+def find_damage(
+    data: np.ndarray,
+    page_bytes: int,
+    checksums: np.ndarray,
+    chosen: np.ndarray,
+    *,
+    mapped: bool,
+) -> PageDamage | None:
+    """The first of the chosen pages that differs from its checksum.
+
+    Args:
+        data: uint8 [bytes].
+        checksums: uint32 [pages].
+        chosen: int64, ascending page numbers.
+        mapped: the data is a mapped file: pages are brought in such that those that cannot be read
+            are reported (Linux 5.14 or newer; on others the process ends with SIGBUS).
+    """
+    page, found, readable = _C.find_damage(data, page_bytes, checksums, chosen, mapped)
+    return None if page < 0 else PageDamage(page, found if readable else None)
+
+
+def bytes_of(data: Any) -> np.ndarray:
+    """uint8 [bytes]; the same memory."""
+    if isinstance(data, np.ndarray):
+        return data.reshape(-1).view(np.uint8)
+    return np.frombuffer(data, np.uint8)

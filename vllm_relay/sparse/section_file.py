@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named arrays in one file, with checksums: how indexes and contexts are stored
+(docs/context-files.md)."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from vllm_relay.sparse.buffer_pool import BufferPool
+from vllm_relay.sparse.index import IndexDamagedError
+from vllm_relay.sparse.section_readers import (
+    MappedReader,
+    MemoryReader,
+    OpenFile,
+    PooledReader,
+    SectionReader,
+    pages_of_rows,
+)
+from vllm_relay.sparse.section_table import (
+    FIXED_HEADER_BYTES,
+    Section,
+    decode_fixed_header,
+    decode_metadata,
+)
+from vllm_relay.sparse.section_writer import SectionWriter, write_sections
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["SectionFile", "SectionRows", "SectionWriter", "write_sections"]
+
+
+class SectionFile:
+    """An open section file. For any number of threads.
+
+    Attributes:
+        path: of the file.
+        header: what its writer gave.
+        sections: by name, in the order they were written.
+        page_bytes: what one checksum covers.
+        num_bytes: of the file.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        header: dict[str, Any],
+        sections: list[Section],
+        reader: SectionReader,
+    ) -> None:
+        self.path = path
+        self.header = header
+        self.sections = {section.name: section for section in sections}
+        self.page_bytes = reader.page_bytes
+        self.num_bytes = reader.file.num_bytes
+        self._reader: SectionReader | None = reader
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        mmap: bool = True,
+        verify: Literal["lazy", "now"] = "lazy",
+        pool: BufferPool | None = None,
+    ) -> Self:
+        """
+        Args:
+            mmap: map the file; otherwise sections are read into memory when they are touched.
+            verify: "now" reads every byte before it returns.
+            pool: read through it instead, and let go of pages when its room is needed.
+
+        Raises:
+            IndexDamagedError: not such a file, of another version, truncated or damaged; with
+                verify="lazy" only header and table have been looked at.
+            OSError: the file cannot be opened.
+        """
+        if verify not in ("lazy", "now"):
+            raise ValueError(f"verify is {verify!r}, expected 'lazy' or 'now'")
+        path = Path(path)
+        opened = _open(path)
+        try:
+            first = opened.read(0, min(FIXED_HEADER_BYTES, opened.num_bytes))
+            fixed = decode_fixed_header(bytes(first), opened.num_bytes)
+            metadata = opened.read(fixed.metadata_offset_bytes, fixed.metadata_bytes)
+            header, sections = decode_metadata(bytes(metadata), fixed)
+        except IndexDamagedError as error:
+            message = str(error)
+            if not message.startswith(f"{path}: "):
+                message = f"{path}: {message}"
+            raise IndexDamagedError(message) from None
+        reader: SectionReader
+        if pool is not None:
+            reader = PooledReader(opened, fixed.page_bytes, pool)
+        else:
+            reader = (MappedReader if mmap else MemoryReader)(opened, fixed.page_bytes)
+        file = cls(path, header, sections, reader)
+        if verify == "now":
+            file.verify()
+        return file
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.sections)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.sections
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """The section as a read-only array, valid also after `close`.
+
+        Its checksums are verified before the first array of it is handed out.
+
+        Raises:
+            IndexDamagedError: names section and page.
+            KeyError: no such section.
+        """
+        section = self._section(name)
+        return _as_array(section, self._open_reader().whole(section))
+
+    def view(self, name: str, *, verified: bool = True) -> np.ndarray:
+        """`self[name]`; with verified=False a mapped section comes as it lies in the file, and only
+        rows that `verify_rows` or `verify_ids` has passed may be read.
+        """
+        section = self._section(name)
+        reader = self._open_reader()
+        data = reader.whole(section) if verified else reader.unverified(section)
+        return _as_array(section, data)
+
+    def rows(self, name: str) -> SectionRows:
+        """Access to rows of which only the pages that are touched are read and verified."""
+        return SectionRows(self._section(name), self._open_reader())
+
+    def verify_rows(self, name: str, begin: int, end: int) -> None:
+        """Verifies what has not been verified yet of the pages that hold rows `begin` to `end`.
+
+        Raises:
+            IndexDamagedError: names section and page.
+            IndexError: no such rows.
+        """
+        self.rows(name).verify(begin, end)
+
+    def verify_ids(self, name: str, ids: Any) -> None:
+        """As `verify_rows`, for the rows `ids` (whole numbers [m], in any order)."""
+        self.rows(name).verify_ids(ids)
+
+    def verify(self) -> None:
+        """Reads every section from beginning to end, whatever was verified before.
+
+        Raises:
+            IndexDamagedError: lists one page of each damaged section.
+        """
+        reader = self._open_reader()
+        damages = []
+        for section in self.sections.values():
+            try:
+                reader.verify(section)
+            except IndexDamagedError as error:
+                damages.append(str(error))
+        if damages:
+            raise IndexDamagedError("\n".join(damages))
+
+    def close(self) -> None:
+        """Arrays and rows that were handed out stay valid, and keep the file open."""
+        self._reader = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _section(self, name: str) -> Section:
+        if name not in self.sections:
+            known = ", ".join(self.names)[:500]
+            raise KeyError(f"{self.path}: no section {name!r}, it has {known}")
+        return self.sections[name]
+
+    def _open_reader(self) -> SectionReader:
+        if self._reader is None:
+            raise ValueError(f"{self.path} is closed")
+        return self._reader
+
+
+class SectionRows:
+    """The first dimension of a section, read where it is touched. Valid also after `close`.
+
+    Raises:
+        ValueError: the section has no dimensions.
+    """
+
+    def __init__(self, section: Section, reader: SectionReader) -> None:
+        if not section.shape:
+            raise ValueError(f"section {section.name!r} has no dimensions, so it has no rows")
+        self._section = section
+        self._reader = reader
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._section.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self._section.dtype
+
+    def __len__(self) -> int:
+        return self._section.shape[0]
+
+    def range(self, begin: int, end: int) -> np.ndarray:
+        """Read-only [end - begin, ...]: rows `begin` to `end`; a view where the file is mapped.
+
+        Raises:
+            IndexDamagedError: a page of them is damaged; names it.
+            IndexError: no such rows.
+        """
+        self._check_range(begin, end)
+        row_bytes = self._section.row_bytes
+        data = self._reader.range(self._section, begin * row_bytes, end * row_bytes)
+        return data.view(self.dtype).reshape(end - begin, *self.shape[1:])
+
+    def take(self, ids: Any) -> np.ndarray:
+        """A copy [m, ...] of rows; `ids` are whole numbers [m] in any order. Raises as `range`."""
+        rows = self._reader.take(self._section, self._check_ids(ids))
+        return rows.view(self.dtype).reshape(len(rows), *self.shape[1:])
+
+    def verify(self, begin: int, end: int) -> None:
+        """As `SectionFile.verify_rows`."""
+        self._check_range(begin, end)
+        self._verify(np.arange(begin, end))
+
+    def verify_ids(self, ids: Any) -> None:
+        """As `SectionFile.verify_ids`."""
+        self._verify(self._check_ids(ids))
+
+    def _verify(self, ids: np.ndarray) -> None:
+        pages = pages_of_rows(self._section, ids, self._reader.page_bytes)
+        self._reader.verify_pages(self._section, pages)
+
+    def _check_range(self, begin: int, end: int) -> None:
+        if not 0 <= begin <= end <= len(self):
+            raise IndexError(
+                f"section {self._section.name!r}: rows {begin} to {end} of {len(self)}"
+            )
+
+    def _check_ids(self, ids: Any) -> np.ndarray:
+        ids = np.asarray(ids)
+        if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+            raise ValueError(f"ids: {ids.dtype} {list(ids.shape)}, expected whole numbers [m]")
+        if len(ids) and not (ids.min() >= 0 and ids.max() < len(self)):
+            raise IndexError(
+                f"section {self._section.name!r}: rows {ids.min()} to {ids.max()} of {len(self)}"
+            )
+        return ids.astype(np.int64)
+
+
+def _open(path: Path) -> OpenFile:
+    # without O_NONBLOCK, opening a named pipe would wait for its writer
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    status = os.fstat(descriptor)
+    file = OpenFile(path, descriptor, status.st_size)
+    if not stat.S_ISREG(status.st_mode):
+        raise IndexDamagedError(f"{path}: not a regular file")
+    return file
+
+
+def _as_array(section: Section, data: np.ndarray) -> np.ndarray:
+    return data.view(section.dtype).reshape(section.shape)

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Three ways to the bytes of a section file: mapped, read into memory, through a buffer pool.
+
+All of them hand out verified bytes only, except `unverified`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+
+from vllm_relay.sparse.buffer_pool import BufferPool
+from vllm_relay.sparse.checksum import crc32c, find_damage
+from vllm_relay.sparse.index import IndexDamagedError
+from vllm_relay.sparse.section_table import Section
+
+READ_BYTES = 1 << 20
+MAX_READ_BYTES = 1 << 30  # Linux reads less than 2 GiB at once
+
+
+class OpenFile:
+    """A file that stays open until the last user lets go of it."""
+
+    def __init__(self, path: Path, descriptor: int, num_bytes: int) -> None:
+        self.path = path
+        self.num_bytes = num_bytes
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
+
+    def read_into(self, buffer: memoryview, offset_bytes: int) -> None:
+        """
+        Raises:
+            IndexDamagedError: the disk cannot read it, or the file ends before.
+        """
+        while len(buffer):
+            try:
+                count = os.preadv(self.descriptor, [buffer[:MAX_READ_BYTES]], offset_bytes)
+            except OSError as error:
+                raise IndexDamagedError(
+                    f"{self.path}: {len(buffer)} bytes at {offset_bytes} cannot be read: {error}"
+                ) from error
+            if count == 0:
+                raise IndexDamagedError(
+                    f"{self.path}: ends at {offset_bytes}, expected {self.num_bytes} bytes: it was "
+                    "truncated while open"
+                )
+            buffer = buffer[count:]
+            offset_bytes += count
+
+    def read(self, offset_bytes: int, num_bytes: int) -> bytearray:
+        data = bytearray(num_bytes)
+        self.read_into(memoryview(data), offset_bytes)
+        return data
+
+
+class SectionReader(ABC):
+    """The sections of one open file; bytes are uint8 arrays. For any number of threads."""
+
+    def __init__(self, file: OpenFile, page_bytes: int) -> None:
+        self.file = file
+        self.page_bytes = page_bytes
+        self._checksums: dict[str, np.ndarray] = {}
+
+    @abstractmethod
+    def whole(self, section: Section) -> np.ndarray:
+        """Read-only [num_bytes]."""
+
+    @abstractmethod
+    def unverified(self, section: Section) -> np.ndarray:
+        """Read-only [num_bytes], as cheaply as there is; perhaps not verified."""
+
+    @abstractmethod
+    def verify_pages(self, section: Section, pages: np.ndarray) -> None:
+        """Makes sure that these pages (int64, ascending) of what `unverified` gives are whole."""
+
+    @abstractmethod
+    def range(self, section: Section, begin: int, end: int) -> np.ndarray:
+        """Read-only [end - begin]: bytes `begin` to `end` of the section."""
+
+    @abstractmethod
+    def take(self, section: Section, ids: np.ndarray) -> np.ndarray:
+        """A copy [len(ids), row_bytes] of rows; ids are int64 and exist."""
+
+    def verify(self, section: Section) -> None:
+        """Reads the whole section from the file, whatever was verified before."""
+        step_bytes = max(READ_BYTES, self.page_bytes)
+        buffer = np.empty(min(step_bytes, section.num_bytes), np.uint8)
+        for begin in range(0, section.num_bytes, step_bytes):
+            part = buffer[: section.num_bytes - begin]
+            self.file.read_into(part.data, section.offset_bytes + begin)
+            self.check(section, part, begin // self.page_bytes)
+
+    def check(self, section: Section, data: np.ndarray, first_page: int) -> None:
+        """Raises IndexDamagedError unless `data` is what the file should hold from that page on."""
+        num_pages = -(-len(data) // self.page_bytes)
+        checksums = self.checksums(section)[first_page : first_page + num_pages]
+        chosen = np.arange(num_pages, dtype=np.int64)
+        damage = find_damage(data, self.page_bytes, checksums, chosen, mapped=False)
+        if damage is not None:
+            raise self.damaged(section, first_page + damage.page, damage.found)
+
+    def checksums(self, section: Section) -> np.ndarray:
+        """uint32 [pages], themselves verified."""
+        checksums = self._checksums.get(section.name)
+        if checksums is None:
+            num_bytes = 4 * section.num_pages(self.page_bytes)
+            data = self.file.read(section.checksums_offset_bytes, num_bytes)
+            found = crc32c(data)
+            if found != section.checksums_crc:
+                raise IndexDamagedError(
+                    f"{self.file.path}: page checksums of section {section.name!r}: CRC-32C "
+                    f"{found:#010x}, expected {section.checksums_crc:#010x}"
+                )
+            checksums = self._checksums[section.name] = np.frombuffer(data, np.uint32)
+        return checksums
+
+    def damaged(self, section: Section, page: int, found: int | None) -> IndexDamagedError:
+        begin = section.offset_bytes + page * self.page_bytes
+        place = (
+            f"{self.file.path}: section {section.name!r}, page {page} of "
+            f"{section.num_pages(self.page_bytes)} (from byte {begin} of the file)"
+        )
+        if found is None:
+            return IndexDamagedError(
+                f"{place}: cannot be read; the file was truncated while open, or the disk fails"
+            )
+        expected = int(self.checksums(section)[page])
+        return IndexDamagedError(f"{place}: CRC-32C {found:#010x}, expected {expected:#010x}")
+
+
+class MappedReader(SectionReader):
+    """Pages are verified once, when they are asked for first."""
+
+    def __init__(self, file: OpenFile, page_bytes: int) -> None:
+        super().__init__(file, page_bytes)
+        try:
+            self._map = mmap.mmap(file.descriptor, file.num_bytes, access=mmap.ACCESS_READ)
+        except ValueError as error:
+            raise IndexDamagedError(f"{file.path}: truncated while opened: {error}") from None
+        self._is_verified: dict[str, np.ndarray] = {}
+
+    def whole(self, section: Section) -> np.ndarray:
+        self.verify_pages(section, self._pages(section))
+        return self.unverified(section)
+
+    def unverified(self, section: Section) -> np.ndarray:
+        # the array keeps the map alive
+        return np.frombuffer(self._map, np.uint8, section.num_bytes, section.offset_bytes)
+
+    def verify_pages(self, section: Section, pages: np.ndarray) -> None:
+        is_verified = self._is_verified.get(section.name)
+        self._check_mapped(section, pages if is_verified is None else pages[~is_verified[pages]])
+
+    def range(self, section: Section, begin: int, end: int) -> np.ndarray:
+        if begin < end:
+            first, last = begin // self.page_bytes, (end - 1) // self.page_bytes
+            self.verify_pages(section, np.arange(first, last + 1))
+        return self.unverified(section)[begin:end]
+
+    def take(self, section: Section, ids: np.ndarray) -> np.ndarray:
+        self.verify_pages(section, pages_of_rows(section, ids, self.page_bytes))
+        rows = self.unverified(section).reshape(section.shape[0], section.row_bytes)
+        return rows[ids]
+
+    def verify(self, section: Section) -> None:
+        self._check_mapped(section, self._pages(section))
+
+    def _pages(self, section: Section) -> np.ndarray:
+        return np.arange(section.num_pages(self.page_bytes))
+
+    def _check_mapped(self, section: Section, pages: np.ndarray) -> None:
+        data, checksums = self.unverified(section), self.checksums(section)
+        damage = find_damage(data, self.page_bytes, checksums, pages, mapped=True)
+        if damage is not None:
+            raise self.damaged(section, damage.page, damage.found)
+        is_verified = np.zeros(len(checksums), bool)
+        self._is_verified.setdefault(section.name, is_verified)[pages] = True
+
+
+class MemoryReader(SectionReader):
+    """A section is read and verified at its first touch, and kept until the file is closed."""
+
+    def __init__(self, file: OpenFile, page_bytes: int) -> None:
+        super().__init__(file, page_bytes)
+        self._lock = Lock()
+        self._read: dict[str, np.ndarray] = {}
+
+    def whole(self, section: Section) -> np.ndarray:
+        with self._lock:
+            data = self._read.get(section.name)
+            if data is None:
+                data = np.empty(section.num_bytes, np.uint8)
+                self.file.read_into(data.data, section.offset_bytes)
+                self.check(section, data, 0)
+                data.setflags(write=False)
+                self._read[section.name] = data
+            return data
+
+    def unverified(self, section: Section) -> np.ndarray:
+        return self.whole(section)
+
+    def verify_pages(self, section: Section, pages: np.ndarray) -> None:
+        self.whole(section)
+
+    def range(self, section: Section, begin: int, end: int) -> np.ndarray:
+        return self.whole(section)[begin:end]
+
+    def take(self, section: Section, ids: np.ndarray) -> np.ndarray:
+        return self.whole(section).reshape(section.shape[0], section.row_bytes)[ids]
+
+
+class PooledReader(SectionReader):
+    """Pages are verified whenever they enter the pool. A whole section is one entry of it, in use
+    as long as its array lives; rows are copied out of pages."""
+
+    def __init__(self, file: OpenFile, page_bytes: int, pool: BufferPool) -> None:
+        super().__init__(file, page_bytes)
+        self._pool = pool
+        self._owner = object()
+        weakref.finalize(self, pool.drop, self._owner)
+
+    def whole(self, section: Section) -> np.ndarray:
+        def load(buffer: memoryview) -> None:
+            self.file.read_into(buffer, section.offset_bytes)
+            self.check(section, np.frombuffer(buffer, np.uint8), 0)
+
+        if section.num_bytes == 0:
+            self.checksums(section)
+            return _empty()
+        key = (section.name, None)
+        return self._pool.lease(self._owner, key, section.num_bytes, section.page_class, load)
+
+    def unverified(self, section: Section) -> np.ndarray:
+        return self.whole(section)
+
+    def verify_pages(self, section: Section, pages: np.ndarray) -> None:
+        """What is in the pool is verified."""
+
+    def range(self, section: Section, begin: int, end: int) -> np.ndarray:
+        data = np.empty(max(0, end - begin), np.uint8)
+        for page in range(begin // self.page_bytes, -(-end // self.page_bytes)):
+            page_begin = page * self.page_bytes
+            with self._page(section, page) as content:
+                low, high = max(begin, page_begin), min(end, page_begin + len(content))
+                data[low - begin : high - begin] = content[low - page_begin : high - page_begin]
+        data.setflags(write=False)
+        return data
+
+    def take(self, section: Section, ids: np.ndarray) -> np.ndarray:
+        row_bytes = section.row_bytes
+        rows = np.empty((len(ids), row_bytes), np.uint8)
+        order = np.argsort(ids, kind="stable")
+        begins = ids[order] * row_bytes
+        ends = begins + row_bytes
+        row_range = np.arange(row_bytes)
+        for page in pages_of_rows(section, ids, self.page_bytes).tolist():
+            page_begin = page * self.page_bytes
+            page_end = page_begin + self.page_bytes
+            touched = slice(
+                np.searchsorted(ends, page_begin, "right"), np.searchsorted(begins, page_end)
+            )
+            is_inside = (begins[touched] >= page_begin) & (ends[touched] <= page_end)
+            with self._page(section, page) as content:
+                inside = np.arange(touched.start, touched.stop)[is_inside]
+                rows[order[inside]] = content[(begins[inside] - page_begin)[:, None] + row_range]
+                for i in np.arange(touched.start, touched.stop)[~is_inside].tolist():
+                    low, high = max(begins[i], page_begin), min(ends[i], page_end)
+                    part = content[low - page_begin : high - page_begin]
+                    rows[order[i], low - begins[i] : high - begins[i]] = part
+        return rows
+
+    def _page(self, section: Section, page: int) -> AbstractContextManager[np.ndarray]:
+        begin = page * self.page_bytes
+        num_bytes = min(self.page_bytes, section.num_bytes - begin)
+
+        def load(buffer: memoryview) -> None:
+            self.file.read_into(buffer, section.offset_bytes + begin)
+            self.check(section, np.frombuffer(buffer, np.uint8), page)
+
+        key = (section.name, page)
+        return self._pool.pinned(self._owner, key, num_bytes, section.page_class, load)
+
+
+def pages_of_rows(section: Section, ids: np.ndarray, page_bytes: int) -> np.ndarray:
+    """int64, ascending: every page that holds a byte of these rows."""
+    row_bytes = section.row_bytes
+    if len(ids) == 0 or row_bytes == 0:
+        return np.empty(0, np.int64)
+    first = ids * row_bytes // page_bytes
+    last = (ids * row_bytes + row_bytes - 1) // page_bytes
+    longest = int((last - first).max())
+    return np.unique(np.concatenate([np.minimum(first + i, last) for i in range(longest + 1)]))
+
+
+def _empty() -> np.ndarray:
+    data = np.empty(0, np.uint8)
+    data.setflags(write=False)
+    return data
