@@ -28,7 +28,11 @@ class ContextShape:
 
 class StoredContext(ABC):
     """The keys, values and indexes of a sequence of tokens; immutable, read by any number of
-    threads."""
+    threads.
+
+    Raises:
+        IndexDamagedError: what would have been read is damaged.
+    """
 
     id: str
     tokens: np.ndarray
@@ -44,12 +48,14 @@ class StoredContext(ABC):
         """Bytes of keys, values and indexes: in memory, or of the file."""
 
     @abstractmethod
-    def keys(self, layer: int, head: int) -> Elements:
-        """[tokens, head_size] of a kv head."""
+    def rows(self, layer: int, head: int, begin: int, end: int) -> tuple[Elements, Elements]:
+        """Keys [end - begin, head_size] and values [end - begin, value_size] of a kv head."""
 
     @abstractmethod
-    def values(self, layer: int, head: int) -> Elements:
-        """[tokens, value_size] of a kv head."""
+    def gather(
+        self, layer: int, head: int, ids: list[np.ndarray]
+    ) -> tuple[Elements, Elements, list[np.ndarray]]:
+        """Keys and values in which the tokens `ids` may be read, and where they are in these."""
 
     @abstractmethod
     def index(self, layer: int, head: int) -> KeyIndex:
@@ -72,6 +78,11 @@ class HeadStates:
 
 class ContextStore(ABC):
     """Contexts by id. Deleting one leaves it whole for those that hold it."""
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Path of each file that cannot be used, and why."""
+        return {}
 
     @abstractmethod
     def add(self, tokens: np.ndarray, layers: Sequence[Sequence[HeadStates]]) -> StoredContext:
@@ -108,11 +119,15 @@ class MemoryContext(StoredContext):
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    def keys(self, layer: int, head: int) -> Elements:
-        return self._layers[layer][head].keys
+    def rows(self, layer: int, head: int, begin: int, end: int) -> tuple[Elements, Elements]:
+        states = self._layers[layer][head]
+        return states.keys.rows(begin, end), states.values.rows(begin, end)
 
-    def values(self, layer: int, head: int) -> Elements:
-        return self._layers[layer][head].values
+    def gather(
+        self, layer: int, head: int, ids: list[np.ndarray]
+    ) -> tuple[Elements, Elements, list[np.ndarray]]:
+        states = self._layers[layer][head]
+        return states.keys, states.values, ids
 
     def index(self, layer: int, head: int) -> KeyIndex:
         return self._layers[layer][head].index

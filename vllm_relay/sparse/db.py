@@ -20,10 +20,11 @@ from vllm_relay.sparse.context_store import (
     context_id_of,
     num_bytes_of,
 )
+from vllm_relay.sparse.disk_context_store import DiskContextStore
 from vllm_relay.sparse.elements import Elements
 from vllm_relay.sparse.index_choice import index_for_layer
 from vllm_relay.sparse.kv_cache import LayerElements, read_kv_cache, read_layer, read_queries
-from vllm_relay.sparse.model_fingerprint import ModelBinding
+from vllm_relay.sparse.model_fingerprint import ModelBinding, context_fingerprint
 from vllm_relay.sparse.options import DBOptions
 from vllm_relay.sparse.session import Session
 from vllm_relay.sparse.tokens import as_tokens, common_prefix_len, drop_first
@@ -51,7 +52,7 @@ class DB:
     Any number of threads may call it at once.
 
     Args:
-        path: folder of the contexts; None keeps them in memory.
+        path: folder of the contexts, for which `model` is needed; None keeps them in memory.
         options: `DBOptions`, or a dict of them.
         model: the transformers model whose contexts these are, or its configuration. None: the
             first model that computes in a session; others are refused.
@@ -72,9 +73,10 @@ class DB:
     ) -> None:
         self.options = DBOptions.model_validate({} if options is None else options)
         self._model = ModelBinding(model)
-        self._store = _open_store(path, self._model)
+        self._is_on_disk = path is not None
+        self._store = _open_store(path, model, self.options)
         self._lock = threading.RLock()
-        self._live: weakref.WeakSet[StoredContext] = weakref.WeakSet(self._store.contexts())
+        self._live: weakref.WeakSet[StoredContext] = weakref.WeakSet()
         self._is_closed = False
 
     def create_session(self, prompts: Any) -> tuple[Session, Any]:
@@ -185,9 +187,16 @@ class DB:
             raise KeyError(f"no context {context_id!r}; stored: {known}") from None
 
     @property
+    def skipped(self) -> dict[str, str]:
+        """Path of each file of the folder that is damaged or of another model, and why it is left
+        out."""
+        return self._store.skipped
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of all contexts, those included that were deleted and are still used."""
         with self._lock:
+            self._live.update(self._store.contexts())
             return sum(context.num_bytes for context in self._live)
 
     def close(self) -> None:
@@ -264,6 +273,8 @@ class DB:
 
     def _check_room(self, num_bytes: int) -> None:
         limit, used = self.options.memory_limit_bytes, self.used_bytes
+        if self._is_on_disk:
+            return
         if limit is not None and used + num_bytes > limit:
             raise DatabaseFullError(
                 f"a context of {num_bytes} bytes besides {used} is more than memory_limit_bytes, "
@@ -275,7 +286,12 @@ class DB:
             raise RuntimeError("this database is closed: make a new DB")
 
 
-def _open_store(path: str | Path | None, model: ModelBinding) -> ContextStore:
-    if path is not None:
-        raise NotImplementedError("contexts on disk")
-    return MemoryContextStore()
+def _open_store(path: str | Path | None, model: Any, options: DBOptions) -> ContextStore:
+    if path is None:
+        return MemoryContextStore()
+    if model is None:
+        raise ValueError(
+            f"DB({str(path)!r}) without a model: give model=, so that contexts of other models are "
+            "not attended"
+        )
+    return DiskContextStore(Path(path), context_fingerprint(model), options.memory_limit_bytes)

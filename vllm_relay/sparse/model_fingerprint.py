@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from vllm_relay.sparse.context_fingerprint import ContextFingerprint
+
 _CONFIG_FIELDS = (
     "model_type",
     "vocab_size",
@@ -54,6 +56,28 @@ def model_fingerprint(model: Any) -> dict[str, Any]:
         digest.update(f"{name} {tuple(parameter.shape)} ".encode())
         digest.update(flat[::stride].float().cpu().numpy().tobytes())
     return {**config_fingerprint(model.config), "weights": digest.hexdigest()}
+
+
+def context_fingerprint(model: Any) -> ContextFingerprint:
+    """What contexts of a model are written with and looked for by.
+
+    Args:
+        model: as for `model_fingerprint`.
+    """
+    config = getattr(model, "config", model).get_text_config()
+    fields = model_fingerprint(model)
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+    num_heads = config.num_attention_heads
+    dtype = getattr(model, "dtype", None) or torch.float32
+    return ContextFingerprint(
+        model=config.model_type,
+        model_hash=digest,
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        dtype=str(dtype).removeprefix("torch."),
+        rope=fields["rope_parameters"] or {},
+    )
 
 
 class ModelBinding:

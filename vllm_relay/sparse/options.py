@@ -70,8 +70,9 @@ class DBOptions(BaseModel):
         default=None,
         ge=1,
         strict=True,
-        description="Host memory that contexts may take, those that deleted ones keep while "
-        "sessions use them included. Storing beyond it is refused.",
+        description="Host memory for contexts. In memory: those that were deleted and are still "
+        "used count too, and storing beyond it is refused. On disk: pages that are kept; None "
+        "leaves that to the operating system.",
     )
     index_factory: Callable[[int], Any] | None = Field(
         default=None,

@@ -279,12 +279,14 @@ class SessionLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._context is None:
             raise ValueError(f"layer {self.layer_idx} holds no tokens yet")
-        heads = range(self._context.shape.num_kv_heads)
-        parts = [
-            torch.stack([to_tensor(of(self.layer_idx, head).rows(begin, end)) for head in heads])
-            for of in (self._context.keys, self._context.values)
+        rows = [
+            self._context.rows(self.layer_idx, head, begin, end)
+            for head in range(self._context.shape.num_kv_heads)
         ]
-        return parts[0].to(device), parts[1].to(device)
+        keys, values = (
+            torch.stack([to_tensor(part) for part in parts]) for parts in zip(*rows, strict=True)
+        )
+        return keys.to(device), values.to(device)
 
     def _retrieved(self, query: torch.Tensor, scale: float) -> torch.Tensor:
         """[kv_heads, group, head_size] -> float32 [kv_heads, group, value_size]."""
@@ -313,8 +315,6 @@ class SessionLayer(CacheLayerMixin):
         assert self._context is not None
         sinks = self._options.sink_tokens
         end = self.prefix_len - self._options.recent_tokens
-        keys = self._context.keys(self.layer_idx, head)
-        values = self._context.values(self.layer_idx, head)
         query = self._query_type(scale)
         result = self._context.index(self.layer_idx, head).search(
             queries, query, prefix_len=end, window_max=window_max
@@ -324,7 +324,8 @@ class SessionLayer(CacheLayerMixin):
         for found, score in zip(result.ids, result.scores, strict=True):
             ids.append(found[found >= sinks][:limit])
             scores.append(score[found >= sinks][:limit])
-        output, lse = attend(queries, keys, values, ids, scale)
+        keys, values, places = self._context.gather(self.layer_idx, head, ids)
+        output, lse = attend(queries, keys, values, places, scale)
         stats = self._stats
         stats.searches += 1
         stats.searched_tokens += end - sinks
@@ -338,10 +339,11 @@ class SessionLayer(CacheLayerMixin):
             )
             if (bound > self._options.max_dropped_mass).any():
                 stats.dense_reads += 1
+                keys, values = self._context.rows(self.layer_idx, head, sinks, end)
                 state = attention_state(
                     torch.from_numpy(queries)[None],
-                    to_tensor(keys.rows(sinks, end))[None].float(),
-                    to_tensor(values.rows(sinks, end))[None].float(),
+                    to_tensor(keys)[None].float(),
+                    to_tensor(values)[None].float(),
                     scale,
                 )
                 return state[0][0], state[1][0]
@@ -389,8 +391,8 @@ class SessionLayer(CacheLayerMixin):
         """Of queries that come after the reused context, over all of it."""
         assert self._context is not None
         keys, values = (
-            to_tensor(of(self.layer_idx, head).rows(0, self.prefix_len)).to(rows.device)
-            for of in (self._context.keys, self._context.values)
+            to_tensor(part).to(rows.device)
+            for part in self._context.rows(self.layer_idx, head, 0, self.prefix_len)
         )
         output, lse = attention_state(rows[None], keys[None], values[None], scale)
         return output[0], lse[0]
