@@ -226,7 +226,7 @@ def test_an_imported_cache_is_copied_and_served(form: str) -> None:
 )
 def test_unusable_caches(kv_cache: Any, message: str) -> None:
     db = small_db()
-    with pytest.raises(ValueError, match=f"kv_cache.*{message}"):
+    with pytest.raises(ValueError, match=message):
         db.import_(range(5), kv_cache)
     assert db.contexts() == []
 

@@ -212,6 +212,27 @@ def test_the_rest_of_a_prompt_alone_is_refused(num_remaining: int) -> None:
         generate(model, remaining, 1, past_key_values=session)
 
 
+def test_a_prompt_in_chunks() -> None:
+    model = tiny_model("llama")
+    session, _ = small_db().create_session(PROMPT)
+    output = generate(model, PROMPT, past_key_values=session, prefill_chunk_size=33)
+    assert output.tolist() == generate(tiny_model("llama", "sdpa"), PROMPT).tolist()
+
+
+@pytest.mark.parametrize("form", ["whole prompt", "rest of the prompt"])
+def test_chunks_behind_a_context_are_refused(form: str) -> None:
+    """transformers cuts the prompt as if its cache were empty."""
+    model = tiny_model("llama")
+    db = small_db()
+    stored(db, model, CONTEXT)
+    session, remaining = db.create_session(PROMPT)
+    inputs = session.inputs(remaining)
+    if form == "whole prompt":
+        inputs = {"input_ids": PROMPT, "past_key_values": session}
+    with pytest.raises(ValueError, match=r"session\.inputs"):
+        model.generate(**inputs, max_new_tokens=3, prefill_chunk_size=4)
+
+
 def test_gradients_and_dropout_are_refused() -> None:
     model = tiny_model("llama")
     session, _ = small_db().create_session(PROMPT)

@@ -337,6 +337,16 @@ def test_a_dropped_session_is_freed_without_the_garbage_collector() -> None:
         gc.enable()
 
 
+def test_a_session_whose_forward_pass_failed_says_so() -> None:
+    model = tiny_model("llama")
+    session, _ = small_db().create_session(random_tokens(20))
+    logits(model, random_tokens(20), session)
+    states = _random_states(1, 0)
+    session.update(states, states, 0)
+    with pytest.raises(RuntimeError, match="hold 20 to 21 tokens: a forward pass .* has failed"):
+        logits(model, random_tokens(1), session)
+
+
 def test_a_closed_session_says_so() -> None:
     db = small_db()
     with db.create_session([1, 2, 3])[0] as session:

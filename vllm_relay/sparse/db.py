@@ -23,7 +23,7 @@ from vllm_relay.sparse.context_store import (
 from vllm_relay.sparse.disk_context_store import DiskContextStore
 from vllm_relay.sparse.elements import Elements
 from vllm_relay.sparse.index_choice import index_for_layer
-from vllm_relay.sparse.kv_cache import LayerElements, read_kv_cache, read_layer, read_queries
+from vllm_relay.sparse.kv_cache import LayerElements, check_layer, read_kv_cache, read_queries
 from vllm_relay.sparse.model_fingerprint import ModelBinding, context_fingerprint
 from vllm_relay.sparse.options import DBOptions
 from vllm_relay.sparse.session import Session
@@ -161,7 +161,7 @@ class DB:
                     f"session: layer {i} holds {layer.get_seq_length()} tokens, layer 0 "
                     f"{num_tokens}; store it between forward passes"
                 )
-            layers.append(read_layer(f"session, layer {i}", layer.keys, layer.values, num_tokens))
+            layers.append(layer.elements())
             queries.append(layer.train_queries())
         return self._add(all_tokens, layers, queries)
 
@@ -255,6 +255,8 @@ class DB:
     def _add(
         self, tokens: np.ndarray, layers: LayerElements, queries: list[list[Elements | None]]
     ) -> str:
+        for i, layer in enumerate(layers):
+            check_layer(i, layer)
         heads = [head for layer in layers for head in layer]
         self._check_room(sum(keys.data.nbytes + values.data.nbytes for keys, values in heads))
         built: list[list[HeadStates]] = []

@@ -27,7 +27,7 @@ def read_kv_cache(kv_cache: Any, num_tokens: int) -> LayerElements:
         ValueError: something does not fit; names the layer.
     """
     layers = [
-        read_layer(f"kv_cache, layer {i}", keys, values, num_tokens)
+        _read_layer(f"kv_cache, layer {i}", keys, values, num_tokens)
         for i, (keys, values) in enumerate(_layers_of(kv_cache))
     ]
     if not layers:
@@ -44,10 +44,10 @@ def read_kv_cache(kv_cache: Any, num_tokens: int) -> LayerElements:
     return layers
 
 
-def read_layer(
+def _read_layer(
     name: str, keys: torch.Tensor, values: torch.Tensor, num_tokens: int
 ) -> list[tuple[Elements, Elements]]:
-    """(keys, values) of every kv head of one layer; see `read_kv_cache`."""
+    """(keys, values) of every kv head of one layer."""
     for part, states in (("keys", keys), ("values", values)):
         if not isinstance(states, torch.Tensor) or states.dim() != 4 or states.shape[0] != 1:
             given = list(states.shape) if isinstance(states, torch.Tensor) else type(states)
@@ -65,13 +65,16 @@ def read_layer(
             f"{name}: keys of {keys.shape[1]} kv heads in {keys.dtype}, values of "
             f"{values.shape[1]} in {values.dtype}; expected the same"
         )
-    heads = []
-    for head in range(keys.shape[1]):
-        pair = to_elements(keys[0, head]), to_elements(values[0, head])
-        for part, elements in zip(("keys", "values"), pair, strict=True):
-            check_finite(f"{name}, kv head {head}: {part}", elements)
-        heads.append(pair)
-    return heads
+    return [
+        (to_elements(keys[0, head]), to_elements(values[0, head])) for head in range(keys.shape[1])
+    ]
+
+
+def check_layer(layer: int, heads: list[tuple[Elements, Elements]]) -> None:
+    """Raises ValueError: a key or value is not finite; names its place."""
+    for head, (keys, values) in enumerate(heads):
+        check_finite(f"layer {layer}, kv head {head}: keys", keys)
+        check_finite(f"layer {layer}, kv head {head}: values", values)
 
 
 def read_queries(

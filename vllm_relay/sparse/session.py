@@ -85,13 +85,14 @@ class Session(Cache):
         Raises:
             ValueError: a batch, gradients, another model's states, or a prompt of which only a
                 part has been computed.
-            RuntimeError: the session is closed.
+            RuntimeError: the session is closed, or a forward pass over it has failed.
         """
         self._check_open()
         if layer_idx >= len(self.layers):
             self._add_layers(layer_idx)
         layer = self.layers[layer_idx]
         if layer_idx == 0:
+            self._check_whole()
             self._check_prefill(key_states.shape[-2], layer.get_seq_length())
         return layer.update(key_states, value_states)
 
@@ -236,6 +237,14 @@ class Session(Cache):
     def _forget_from(self, num_tokens: int) -> None:
         self.tokens = self.tokens[:num_tokens]
         self.prefix_len = min(self.prefix_len, num_tokens)
+
+    def _check_whole(self) -> None:
+        lengths = [layer.get_seq_length() for layer in self.layers]
+        if lengths.count(lengths[0]) != len(lengths):
+            raise RuntimeError(
+                f"the layers of this session hold {min(lengths)} to {max(lengths)} tokens: a "
+                "forward pass over it has failed; make a new one with DB.create_session()"
+            )
 
     def _check_prefill(self, num_new: int, num_tokens: int) -> None:
         """`generate` drops the first tokens of what it takes for the whole sequence: given only

@@ -192,6 +192,21 @@ class SessionLayer(CacheLayerMixin):
         old = self._context_states(begin, self.prefix_len, local.keys.device)
         return torch.cat([old[0], new[0]], 1), torch.cat([old[1], new[1]], 1)
 
+    def elements(self) -> list[tuple[Elements, Elements]]:
+        """Copies of the keys and values of all tokens, for each kv head [tokens, size]."""
+        assert self._local is not None
+        new_begin = self._local.num_tokens - self._num_new()
+        heads = []
+        for head in range(self._local.keys.shape[0]):
+            new = self._local.keys[head, new_begin:], self._local.values[head, new_begin:]
+            parts = [[part.cpu()] for part in new]
+            if self._context is not None:
+                old = self._context.rows(self.layer_idx, head, 0, self.prefix_len)
+                parts = [[to_tensor(o), *part] for o, part in zip(old, parts, strict=True)]
+            keys, values = (to_elements(torch.cat(part)) for part in parts)
+            heads.append((keys, values))
+        return heads
+
     def train_queries(self) -> list[Elements | None]:
         """For each kv head [m, head_size]: a sample of the queries that its keys have met, those
         stored with the reused context and those of the new tokens, in token order."""
