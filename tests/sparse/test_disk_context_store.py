@@ -195,6 +195,32 @@ def test_damage_that_is_found_later_is_never_attended(
     assert db.create_session(prompt)[0].prefix_len == 50
 
 
+@pytest.mark.parametrize("memory_limit_bytes", [None, 1 << 20])
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_rows_are_verified_where_they_are_read(
+    tmp_path: Path, memory_limit_bytes: int | None, part: str
+) -> None:
+    torch.manual_seed(0)
+    states = [tuple(torch.randn(2, 1, 2, 1000, 16)) for _ in range(2)]
+    _db(tmp_path).import_(range(1000), states)
+    damaged = states[1][("keys", "values").index(part)][0, 1].numpy()
+    file = _file(tmp_path)
+    _damage(file, file.read_bytes().index(damaged.tobytes()) + 500 * 16 * 4)
+    context = _db(tmp_path, memory_limit_bytes=memory_limit_bytes)._store.contexts()[0]
+    ids = [np.array([3, 999], np.int32), np.array([3], np.int32)]
+    *found, places = context.gather(1, 1, ids)
+    for elements, whole in zip(found, states[1], strict=True):
+        for chosen, place in zip(ids, places, strict=True):
+            assert np.array_equal(elements.data[place], whole[0, 1].numpy()[chosen])
+    context.rows(1, 1, 0, 100)
+    for read in (
+        lambda: context.gather(1, 1, [ids[0], np.array([500], np.int32)]),
+        lambda: context.rows(1, 1, 0, 600),
+    ):
+        with pytest.raises(IndexDamagedError, match=f"layers/1/kv_heads/1/{part}"):
+            read()
+
+
 def test_training_queries_are_kept_beside_a_context(tmp_path: Path) -> None:
     model = tiny_model("llama")
     in_memory = small_db(train_queries_per_key=0.5)

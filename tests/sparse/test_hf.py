@@ -212,6 +212,18 @@ def test_the_rest_of_a_prompt_alone_is_refused(num_remaining: int) -> None:
         generate(model, remaining, 1, past_key_values=session)
 
 
+def test_decoding_before_the_prompt_has_ended_is_refused() -> None:
+    model = tiny_model("llama")
+    session, _ = small_db().create_session(PROMPT)
+    logits(model, PROMPT[:, :50], session)
+    logits(model, PROMPT[:, 50:99], session)
+    logits(model, PROMPT[:, 99:], session)
+    session, _ = small_db().create_session(PROMPT)
+    logits(model, PROMPT[:, :50], session)
+    with pytest.raises(ValueError, match="51 of the prompt's 100 tokens"):
+        logits(model, PROMPT[:, 50:51], session)
+
+
 def test_a_prompt_in_chunks() -> None:
     model = tiny_model("llama")
     session, _ = small_db().create_session(PROMPT)

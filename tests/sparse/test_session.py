@@ -224,6 +224,24 @@ def test_the_dropped_mass_stays_below_its_bound(
     assert (dense - read <= tau * (1 - read) + 1e-5).all()
 
 
+def test_the_range_follows_the_scale_of_the_scores() -> None:
+    """alpha is about attention weights: the same keys count as with a query scaled by hand."""
+    stats = []
+    for scale in (0.05, 2.0):
+        session, keys, values = _session(70, 70, query=Dipr(alpha=0.2))
+        key, value = _random_states(1, 3), _random_states(1, 4)
+        session.update(key, value, 0)
+        query = torch.randn(1, KV_HEADS * GROUP, 1, HEAD_SIZE, generator=torch.Generator())
+        output = session.attention(query, 0, scale=scale)
+        by_hand, _, _ = _session(70, 70, query=Dipr(alpha=0.2))
+        by_hand.update(key, value, 0)
+        wanted = by_hand.attention(query * scale / SCALE, 0)
+        torch.testing.assert_close(output, wanted, rtol=0, atol=2e-6)
+        assert session.stats == by_hand.stats
+        stats.append(session.stats.retrieved_tokens)
+    assert stats[0] > stats[1]
+
+
 @pytest.mark.parametrize("removed", [1, 5, 20, 60, 75])
 def test_a_cropped_session_goes_on_as_if_never_longer(removed: int) -> None:
     model = tiny_model("llama")
@@ -313,6 +331,8 @@ def test_closing_frees_tokens_and_context() -> None:
     session, remaining = db.create_session(random_tokens(70))
     logits(model, remaining, session)
     held = [weakref.ref(session.layers[0]._local._keys), weakref.ref(session._context)]
+    new = _random_states(1, 0)
+    all_keys, _ = session.update(new, new, 0)
     db.delete(context_id)
     gc.disable()
     try:
@@ -321,6 +341,8 @@ def test_closing_frees_tokens_and_context() -> None:
     finally:
         gc.enable()
     assert db.used_bytes == 0
+    with pytest.raises(RuntimeError, match="read them before it is cropped or closed"):
+        all_keys + 0
 
 
 def test_a_dropped_session_is_freed_without_the_garbage_collector() -> None:
