@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -349,9 +350,11 @@ def test_the_memory_limit() -> None:
     db.import_(range(2, 12), _states(10))
 
 
-def test_sessions_in_many_threads() -> None:
+@pytest.mark.parametrize("place", ["memory", "disk", "pool"])
+def test_sessions_in_many_threads(tmp_path: Path, place: str) -> None:
     model = tiny_model("llama")
-    db = small_db()
+    options = small_db(memory_limit_bytes=1 << 20 if place == "pool" else None).options
+    db = DB(None if place == "memory" else tmp_path, options, model=model)
     contexts = [random_tokens(50, seed=seed) for seed in range(2)]
     for context in contexts:
         stored(db, model, context)

@@ -75,7 +75,8 @@ class DB:
         self._model = ModelBinding(model)
         self._is_on_disk = path is not None
         self._store = _open_store(path, model, self.options)
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
+        self._adding = threading.Lock()
         self._live: weakref.WeakSet[StoredContext] = weakref.WeakSet()
         self._is_closed = False
 
@@ -266,18 +267,21 @@ class DB:
                 index = index_for_layer(i, self.options)
                 index.build(keys, train, seed=self.options.seed, threads=self.options.threads)
                 built[-1].append(HeadStates(keys, values, index, train))
-        with self._lock:
+        # one at a time, so that the memory limit holds; sessions are made meanwhile
+        with self._adding:
             self._check_open()
             self._check_room(sum(num_bytes_of(head) for layer in built for head in layer))
             context = self._store.add(tokens, built)
+        with self._lock:
             self._live.add(context)
         return context.id
 
     def _check_room(self, num_bytes: int) -> None:
-        limit, used = self.options.memory_limit_bytes, self.used_bytes
-        if self._is_on_disk:
+        limit = self.options.memory_limit_bytes
+        if limit is None or self._is_on_disk:
             return
-        if limit is not None and used + num_bytes > limit:
+        used = self.used_bytes
+        if used + num_bytes > limit:
             raise DatabaseFullError(
                 f"a context of {num_bytes} bytes besides {used} is more than memory_limit_bytes, "
                 f"{limit}: delete() contexts or raise the limit"

@@ -153,9 +153,9 @@ class DiskContextStore(ContextStore):
 
     def add(self, tokens: np.ndarray, layers: Sequence[Sequence[HeadStates]]) -> StoredContext:
         path = self._path / f"{context_id_of(tokens)}{CONTEXT_SUFFIX}"
+        _write_queries(path.with_suffix(QUERIES_SUFFIX), layers)
+        write_context(path, self._fingerprint, tokens, _heads(layers))
         with self._lock:
-            _write_queries(path.with_suffix(QUERIES_SUFFIX), layers)
-            write_context(path, self._fingerprint, tokens, _heads(layers))
             self._skipped.pop(path, None)
             self._open[path] = self._opened(path)
             return self._open[path]

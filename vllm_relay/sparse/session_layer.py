@@ -310,8 +310,9 @@ class SessionLayer(CacheLayerMixin):
         queries = query.float().cpu().numpy()
         tops = window_max.cpu().numpy()
         window_lse = lse.cpu().numpy()
+        query_type = self._query_type(scale)
         states = [
-            self._search(head, queries[head], tops[head], window_lse[head], scale)
+            self._search(head, queries[head], query_type, tops[head], window_lse[head], scale)
             for head in range(len(queries))
         ]
         found = torch.stack([state[0] for state in states]).to(output.device)
@@ -322,6 +323,7 @@ class SessionLayer(CacheLayerMixin):
         self,
         head: int,
         queries: np.ndarray,
+        query: QueryType,
         window_max: np.ndarray,
         window_lse: np.ndarray,
         scale: float,
@@ -330,7 +332,6 @@ class SessionLayer(CacheLayerMixin):
         assert self._context is not None
         sinks = self._options.sink_tokens
         end = self.prefix_len - self._options.recent_tokens
-        query = self._query_type(scale)
         result = self._context.index(self.layer_idx, head).search(
             queries, query, prefix_len=end, window_max=window_max
         )
