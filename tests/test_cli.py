@@ -27,6 +27,7 @@ def test_help_names_every_command() -> None:
     assert result.exit_code == 0
     assert "demo" in result.output
     assert "doctor" in result.output
+    assert "contexts" in result.output
 
 
 def test_console_script_is_this_app() -> None:

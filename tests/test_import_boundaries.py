@@ -31,6 +31,7 @@ LOADED = (
         "vllm_relay.scheduler.fairness",
         "vllm_relay.scheduler.order",
         "vllm_relay.sparse",
+        "vllm_relay.sparse.contexts_command",
         "vllm_relay.sparse.reference",
     ],
 )

@@ -12,7 +12,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -48,8 +48,12 @@ class BufferPoolStats:
         return self.hits / (self.hits + self.misses) if self.hits + self.misses else 0.0
 
 
+_Key = tuple[Hashable, Hashable]  # owner, and which of its bytes
+
+
 @dataclass
 class _Entry:
+    key: _Key
     buffer: memoryview
     page_class: str
     pins: int = 1
@@ -76,13 +80,12 @@ class BufferPool:
         if isinstance(limit_bytes, bool) or not isinstance(limit_bytes, int) or limit_bytes < 1:
             raise ValueError(f"limit_bytes is {limit_bytes!r}, expected a whole number >= 1")
         self.limit_bytes = limit_bytes
-        self._stats = BufferPoolStats()
-        self._entries: dict[tuple[Hashable, Hashable], _Entry] = {}
+        self._hits = self._misses = self._read_bytes = self._evictions = 0
+        self._entries: dict[_Key, _Entry] = {}
         # of those that nobody uses, by class, least recently used first
-        self._idle: dict[str, OrderedDict[tuple[Hashable, Hashable], None]] = {
+        self._idle: dict[str, OrderedDict[_Key, None]] = {
             page_class: OrderedDict() for page_class in PAGE_CLASSES
         }
-        self._keys: dict[int, tuple[Hashable, Hashable]] = {}  # of entries in use, by id
         # left for the next call by finalizers, which may run inside any line of any thread
         self._ended_leases: deque[_Entry] = deque()
         self._dropped_owners: deque[Hashable] = deque()
@@ -94,8 +97,13 @@ class BufferPool:
     def stats(self) -> BufferPoolStats:
         with self._condition:
             self._apply_changes()
-            return replace(
-                self._stats, held_bytes=self._held_bytes, pinned_bytes=self._pinned_bytes
+            return BufferPoolStats(
+                self._hits,
+                self._misses,
+                self._read_bytes,
+                self._evictions,
+                self._held_bytes,
+                self._pinned_bytes,
             )
 
     @contextmanager
@@ -160,7 +168,7 @@ class BufferPool:
 
     def _pin(
         self,
-        key: tuple[Hashable, Hashable],
+        key: _Key,
         num_bytes: int,
         page_class: str,
         load: Callable[[memoryview], None],
@@ -170,11 +178,10 @@ class BufferPool:
         with self._condition:
             entry = self._wait_for_entry(key, num_bytes, is_lease)
             if entry is not None:
-                self._stats = replace(self._stats, hits=self._stats.hits + 1)
+                self._hits += 1
                 return entry
-            entry = _Entry(np.empty(num_bytes, np.uint8).data, page_class)
+            entry = _Entry(key, np.empty(num_bytes, np.uint8).data, page_class)
             self._entries[key] = entry
-            self._keys[id(entry)] = key
             self._held_bytes += num_bytes
             self._pinned_bytes += num_bytes
             if is_lease:
@@ -192,22 +199,18 @@ class BufferPool:
             raise
         with self._condition:
             entry.is_loaded = True
-            stats = self._stats
-            self._stats = replace(
-                stats, misses=stats.misses + 1, read_bytes=stats.read_bytes + num_bytes
-            )
+            self._misses += 1
+            self._read_bytes += num_bytes
             self._condition.notify_all()
         return entry
 
-    def _wait_for_entry(
-        self, key: tuple[Hashable, Hashable], num_bytes: int, is_lease: bool
-    ) -> _Entry | None:
+    def _wait_for_entry(self, key: _Key, num_bytes: int, is_lease: bool) -> _Entry | None:
         """The entry, pinned, or None when there is room for it."""
         while True:
             self._apply_changes()
             entry = self._entries.get(key)
             if entry is not None and entry.is_loaded:
-                self._pin_again(key, entry, is_lease)
+                self._pin_again(entry, is_lease)
                 return entry
             if entry is None and self._make_room(num_bytes):
                 return None
@@ -218,10 +221,9 @@ class BufferPool:
                 )
             self._condition.wait(POLL_S)
 
-    def _pin_again(self, key: tuple[Hashable, Hashable], entry: _Entry, is_lease: bool) -> None:
+    def _pin_again(self, entry: _Entry, is_lease: bool) -> None:
         if entry.pins == 0:
-            del self._idle[entry.page_class][key]
-            self._keys[id(entry)] = key
+            del self._idle[entry.page_class][entry.key]
             self._pinned_bytes += entry.num_bytes
         entry.pins += 1
         if is_lease:
@@ -231,12 +233,11 @@ class BufferPool:
     def _unpin(self, entry: _Entry) -> None:
         entry.pins -= 1
         if entry.pins == 0:
-            key = self._keys.pop(id(entry))
             self._pinned_bytes -= entry.num_bytes
             if entry.is_kept:
-                self._idle[entry.page_class][key] = None
+                self._idle[entry.page_class][entry.key] = None
             else:
-                self._remove(key, entry)
+                self._remove(entry)
             self._condition.notify_all()
 
     def _end_lease(self, entry: _Entry) -> None:
@@ -251,13 +252,13 @@ class BufferPool:
             idle = self._idle[page_class]
             while idle and self._held_bytes + num_bytes > self.limit_bytes:
                 key, _ = idle.popitem(last=False)
-                self._remove(key, self._entries[key])
-                self._stats = replace(self._stats, evictions=self._stats.evictions + 1)
+                self._remove(self._entries[key])
+                self._evictions += 1
         return True
 
-    def _remove(self, key: tuple[Hashable, Hashable], entry: _Entry) -> None:
-        if self._entries.get(key) is entry:
-            del self._entries[key]
+    def _remove(self, entry: _Entry) -> None:
+        if self._entries.get(entry.key) is entry:
+            del self._entries[entry.key]
         self._held_bytes -= entry.num_bytes
 
     def _apply_changes(self) -> None:
@@ -269,5 +270,5 @@ class BufferPool:
                 entry = self._entries[key]
                 entry.is_kept = False
                 if entry.pins == 0:
-                    del self._idle[entry.page_class][key]
-                    self._remove(key, entry)
+                    del self._idle[entry.page_class][entry.key]
+                    self._remove(entry)

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -153,9 +154,11 @@ def _verify(path: Path) -> dict[str, Any]:
 
 
 def _list_table(console: Console, reports: list[dict[str, Any]]) -> None:
-    table = Table()
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for name in ("file", "model", "tokens", "layers x kv heads", "dtype", "indexes", "size"):
-        table.add_column(name, justify="right" if name in ("tokens", "size") else "left")
+        table.add_column(
+            name, justify="right" if name in ("tokens", "size") else "left", no_wrap=True
+        )
     for report in reports:
         if report["error"]:
             continue
@@ -170,7 +173,7 @@ def _list_table(console: Console, reports: list[dict[str, Any]]) -> None:
             size_text(report["num_bytes"]),
         )
     if table.row_count:
-        console.print(table)
+        _print_whole(console, table)
     _print_errors(console, reports)
 
 
@@ -178,7 +181,8 @@ def _show_tables(console: Console, reports: list[dict[str, Any]]) -> None:
     for report in reports:
         if report["error"]:
             continue
-        table = Table(title=escape(report["path"]), show_header=False)
+        table = Table(box=None, pad_edge=False, show_header=False)
+        console.print(report["path"], markup=False)
         rows = {
             **report["fingerprint"],
             "tokens": report["num_tokens"],
@@ -186,11 +190,11 @@ def _show_tables(console: Console, reports: list[dict[str, Any]]) -> None:
             "size": size_text(report["num_bytes"]),
             "page": size_text(report["page_bytes"]),
             "sections": report["num_sections"],
-            **{part: size_text(size) for part, size in report["bytes_of_parts"].items()},
+            **{f"stored {part}": size_text(n) for part, n in report["bytes_of_parts"].items()},
         }
         for name, value in rows.items():
             table.add_row(escape(name), escape(str(value)))
-        console.print(table)
+        _print_whole(console, table)
     _print_errors(console, reports)
 
 
@@ -201,6 +205,12 @@ def _verify_table(console: Console, reports: list[dict[str, Any]]) -> None:
                 f"whole: {report['path']}, {size_text(report['num_bytes'])}", markup=False
             )
     _print_errors(console, reports)
+
+
+def _print_whole(console: Console, table: Table) -> None:
+    """As wide as it is, also where the console is narrower: rich cuts names and numbers."""
+    table.width = console.measure(table, options=console.options.update(width=10_000)).maximum
+    console.print(table, crop=False)
 
 
 def _print_errors(console: Console, reports: list[dict[str, Any]]) -> None:

@@ -258,22 +258,22 @@ class PooledReader(SectionReader):
         rows = np.empty((len(ids), row_bytes), np.uint8)
         order = np.argsort(ids, kind="stable")
         begins = ids[order] * row_bytes
-        ends = begins + row_bytes
-        row_range = np.arange(row_bytes)
-        for page in pages_of_rows(section, ids, self.page_bytes).tolist():
+        pages = pages_of_rows(section, ids, self.page_bytes)
+        page_begins = pages * self.page_bytes
+        first = np.searchsorted(begins + row_bytes, page_begins, "right").tolist()
+        end = np.searchsorted(begins, page_begins + self.page_bytes).tolist()
+        places = list(zip(order.tolist(), begins.tolist(), strict=True))
+        for i, page in enumerate(pages.tolist()):
             page_begin = page * self.page_bytes
-            page_end = page_begin + self.page_bytes
-            touched = slice(
-                np.searchsorted(ends, page_begin, "right"), np.searchsorted(begins, page_end)
-            )
-            is_inside = (begins[touched] >= page_begin) & (ends[touched] <= page_end)
             with self._page(section, page) as content:
-                inside = np.arange(touched.start, touched.stop)[is_inside]
-                rows[order[inside]] = content[(begins[inside] - page_begin)[:, None] + row_range]
-                for i in np.arange(touched.start, touched.stop)[~is_inside].tolist():
-                    low, high = max(begins[i], page_begin), min(ends[i], page_end)
-                    part = content[low - page_begin : high - page_begin]
-                    rows[order[i], low - begins[i] : high - begins[i]] = part
+                for row, row_begin in places[first[i] : end[i]]:
+                    begin = row_begin - page_begin
+                    if begin >= 0 and begin + row_bytes <= self.page_bytes:
+                        rows[row] = content[begin : begin + row_bytes]
+                    else:  # goes on in a neighbouring page
+                        part = content[max(begin, 0) : begin + row_bytes]
+                        offset = max(-begin, 0)
+                        rows[row, offset : offset + len(part)] = part
         return rows
 
     def _page(self, section: Section, page: int) -> AbstractContextManager[np.ndarray]:

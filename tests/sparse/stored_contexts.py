@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small context, and an index that is nothing but its arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from vllm_relay.sparse.context_file import ContextFingerprint, ContextHead, write_context
+from vllm_relay.sparse.elements import Elements, from_float32
+from vllm_relay.sparse.index import IndexDamagedError, KeyIndex, SearchResult
+
+FINGERPRINT = ContextFingerprint(
+    model="tiny",
+    model_hash="0123",
+    num_layers=2,
+    num_kv_heads=3,
+    head_size=8,
+    dtype="bfloat16",
+    rope={"theta": 10000.0, "scaling": {"factor": 2}},
+)
+TOKENS = (np.arange(1000) * 7919 % 32_000).astype(np.int64)
+
+
+class ArraysIndex(KeyIndex):
+    kind: ClassVar[str] = "arrays of tests"
+
+    def __init__(self, keys: Elements, links: np.ndarray) -> None:
+        self._keys = keys
+        self.links = links
+
+    @property
+    def keys(self) -> Elements:
+        return self._keys
+
+    def build(self, *arguments: Any, **options: Any) -> ArraysIndex:
+        raise NotImplementedError
+
+    def search(self, *arguments: Any, **options: Any) -> SearchResult:
+        raise NotImplementedError
+
+    def append(self, keys: Any) -> None:
+        raise NotImplementedError
+
+    def check(self) -> None: ...
+
+    def to_arrays(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        return {"dtype": self._keys.dtype}, {"keys": self._keys.data, "links": self.links}
+
+    @classmethod
+    def from_arrays(cls, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> ArraysIndex:
+        if len(arrays["links"]) != len(arrays["keys"]):
+            raise IndexDamagedError("links do not fit")
+        return cls(Elements(arrays["keys"], settings["dtype"]), arrays["links"])
+
+
+def head(layer: int, kv_head: int, num_tokens: int = len(TOKENS)) -> ContextHead:
+    """Layer 0 is dense."""
+    rng = np.random.default_rng([layer, kv_head])
+    keys = from_float32(rng.standard_normal((num_tokens, 8)), "bfloat16")
+    values = from_float32(rng.standard_normal((num_tokens, 4)), "bfloat16")
+    links = rng.integers(0, num_tokens, (num_tokens, 5), dtype=np.int32)
+    return ContextHead(layer, kv_head, keys, values, ArraysIndex(keys, links) if layer else None)
+
+
+def heads() -> Iterator[ContextHead]:
+    for layer in range(FINGERPRINT.num_layers):
+        for kv_head in range(FINGERPRINT.num_kv_heads):
+            yield head(layer, kv_head)
+
+
+def write(path: Path) -> Path:
+    write_context(path, FINGERPRINT, TOKENS, heads())
+    return path
