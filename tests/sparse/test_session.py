@@ -103,6 +103,15 @@ def test_decode_reads_the_window_and_what_the_query_asks_for(
     assert session.stats.searches == KV_HEADS
 
 
+@pytest.mark.parametrize(("sinks", "recent"), [(0, 0), (0, 5), (5, 0), (60, 9), (69, 0), (40, 40)])
+def test_windows_of_any_size_neither_miss_nor_count_twice(sinks: int, recent: int) -> None:
+    session, keys, values = _session(70, 70, sink_tokens=sinks, recent_tokens=recent)
+    output, query, keys, values = _decode(session, keys, values)
+    wanted = _causal(query, keys, values)
+    torch.testing.assert_close(output.double(), wanted, rtol=0, atol=2e-6)
+    assert session.stats.searched_tokens == KV_HEADS * max(70 - sinks - recent, 0)
+
+
 @settings(max_examples=60)
 @given(
     num_stored=st.integers(1, 60),

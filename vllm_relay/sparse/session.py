@@ -13,7 +13,8 @@ from vllm_relay.sparse import hf
 from vllm_relay.sparse.context_store import StoredContext
 from vllm_relay.sparse.model_fingerprint import ModelBinding
 from vllm_relay.sparse.options import DBOptions
-from vllm_relay.sparse.session_layer import SessionLayer, SessionStats
+from vllm_relay.sparse.retrieval import SessionStats
+from vllm_relay.sparse.session_layer import SessionLayer
 from vllm_relay.sparse.tokens import as_tokens
 
 if TYPE_CHECKING:

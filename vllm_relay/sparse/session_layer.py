@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
@@ -15,32 +13,12 @@ from vllm_relay.sparse.context_store import StoredContext
 from vllm_relay.sparse.elements import Elements
 from vllm_relay.sparse.model_fingerprint import ModelBinding
 from vllm_relay.sparse.options import DBOptions
-from vllm_relay.sparse.partial_attention import attend, attention_state, merge, window_state
-from vllm_relay.sparse.query_types import Dipr, QueryType, TopK
+from vllm_relay.sparse.partial_attention import attention_state, merge, window_state
+from vllm_relay.sparse.retrieval import ContextPart, SessionStats, retrieve
 from vllm_relay.sparse.session_states import SessionStates
 from vllm_relay.sparse.state_buffer import StateBuffer
 from vllm_relay.sparse.tensors import to_elements, to_tensor
 from vllm_relay.sparse.train_queries import TrainQueries
-
-
-@dataclass
-class SessionStats:
-    """What the decode steps of a session read; summed over layers and kv heads.
-
-    Attributes:
-        searches: searches of an index, one for each step, layer and kv head.
-        searched_tokens: tokens that these searches could have returned.
-        retrieved_tokens: tokens that at least one query head of a search got.
-        distances, bytes: as in `SearchStats`.
-        dense_reads: searches after which the whole context was read, for `max_dropped_mass`.
-    """
-
-    searches: int = 0
-    searched_tokens: int = 0
-    retrieved_tokens: int = 0
-    distances: int = 0
-    bytes: int = 0
-    dense_reads: int = 0
 
 
 class SessionLayer(CacheLayerMixin):
@@ -306,73 +284,13 @@ class SessionLayer(CacheLayerMixin):
     def _retrieved(self, query: torch.Tensor, scale: float) -> torch.Tensor:
         """[kv_heads, group, head_size] -> float32 [kv_heads, group, value_size]."""
         assert self._local is not None and self._context is not None
+        (_, begin), (end, _) = self._window()
+        part = ContextPart(self._context, self.layer_idx, begin, end)
         output, lse, window_max = window_state(query, self._local.keys, self._local.values, scale)
-        queries = query.float().cpu().numpy()
-        tops = window_max.cpu().numpy()
-        window_lse = lse.cpu().numpy()
-        query_type = self._query_type(scale)
-        states = [
-            self._search(head, queries[head], query_type, tops[head], window_lse[head], scale)
-            for head in range(len(queries))
-        ]
-        found = torch.stack([state[0] for state in states]).to(output.device)
-        found_lse = torch.stack([state[1] for state in states]).to(output.device)
-        return merge((output, lse), (found, found_lse))[0]
-
-    def _search(
-        self,
-        head: int,
-        queries: np.ndarray,
-        query: QueryType,
-        window_max: np.ndarray,
-        window_lse: np.ndarray,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the queries of one kv head read between the sinks and the recent tokens."""
-        assert self._context is not None
-        sinks = self._options.sink_tokens
-        end = self.prefix_len - self._options.recent_tokens
-        result = self._context.index(self.layer_idx, head).search(
-            queries, query, prefix_len=end, window_max=window_max
+        found = retrieve(
+            part, query, window_max, lse, scale=scale, options=self._options, stats=self._stats
         )
-        limit = self._options.query.k if isinstance(self._options.query, TopK) else None
-        ids, scores = [], []
-        for found, score in zip(result.ids, result.scores, strict=True):
-            ids.append(found[found >= sinks][:limit])
-            scores.append(score[found >= sinks][:limit])
-        keys, values, places = self._context.gather(self.layer_idx, head, ids)
-        output, lse = attend(queries, keys, values, places, scale)
-        stats = self._stats
-        stats.searches += 1
-        stats.searched_tokens += end - sinks
-        stats.retrieved_tokens += len(np.unique(np.concatenate(ids)))
-        stats.distances += result.stats.distances
-        stats.bytes += result.stats.bytes
-        if self._options.max_dropped_mass is not None:
-            total_lse = np.logaddexp(window_lse, lse)
-            bound = _dropped_mass_bound(
-                query, scores, end - sinks, window_max, total_lse, scale, keys.shape[1]
-            )
-            if (bound > self._options.max_dropped_mass).any():
-                stats.dense_reads += 1
-                keys, values = self._context.rows(self.layer_idx, head, sinks, end)
-                state = attention_state(
-                    torch.from_numpy(queries)[None],
-                    to_tensor(keys)[None].float(),
-                    to_tensor(values)[None].float(),
-                    scale,
-                )
-                return state[0][0], state[1][0]
-        return torch.from_numpy(output), torch.from_numpy(lse)
-
-    def _query_type(self, scale: float) -> QueryType:
-        query = self._options.query
-        if isinstance(query, TopK):
-            # the sinks are in the index too, and mostly among the best
-            return replace(query, k=query.k + self._options.sink_tokens)
-        if query.alpha is not None and query.scale is None:
-            return replace(query, scale=scale)
-        return query
+        return merge((output, lse), found)[0]
 
     def _dense(self, query: torch.Tensor, scale: float) -> torch.Tensor:
         """[kv_heads, group, queries, head_size] -> float32 [kv_heads, group, queries, ...]."""
@@ -466,34 +384,3 @@ class SessionLayer(CacheLayerMixin):
             dtype = getattr(torch, shape.dtype)
             return shape.num_kv_heads, shape.head_size, shape.value_size, dtype
         return None
-
-
-def _dropped_mass_bound(
-    query: QueryType,
-    scores: list[np.ndarray],
-    num_tokens: int,
-    window_max: np.ndarray,
-    total_lse: np.ndarray,
-    scale: float,
-    head_size: int,
-) -> np.ndarray:
-    """[g]; the attention weight that tokens which were not retrieved can have at most, given that
-    the index kept its promise.
-
-    Args:
-        scores: inner products of the retrieved tokens, best first.
-        num_tokens: how many tokens could have been retrieved.
-        window_max, total_lse: [g]; the largest inner product in the window, and the log-sum-exp of
-            everything that was read.
-    """
-    bounds = []
-    for i, found in enumerate(scores):
-        unseen = num_tokens - len(found)
-        if isinstance(query, Dipr):
-            best = max(float(window_max[i]), float(found[0]) if len(found) else -math.inf)
-            largest = best - query.range(head_size)
-        else:
-            largest = float(found[-1]) if len(found) else math.inf
-        weight = math.exp(min(largest * scale - float(total_lse[i]), 0.0))
-        bounds.append(min(1.0, unseen * weight))
-    return np.array(bounds)
