@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.sparse.brute_force_index import BruteForceIndex
 from tests.sparse.tiny_models import (
     generate,
     logits,
@@ -22,8 +23,9 @@ from tests.sparse.tiny_models import (
     tiny_model,
 )
 from vllm_relay.sparse import DB, IndexDamagedError
-from vllm_relay.sparse.context_file import CONTEXT_SUFFIX
+from vllm_relay.sparse.context_file import CONTEXT_SUFFIX, ContextHead, write_context
 from vllm_relay.sparse.disk_context_store import QUERIES_SUFFIX
+from vllm_relay.sparse.model_fingerprint import context_fingerprint
 
 CONTEXT = random_tokens(60)
 PROMPT = torch.cat([CONTEXT[:, :50], random_tokens(4, seed=1)], 1)
@@ -162,6 +164,28 @@ def test_a_file_that_cannot_be_opened_is_left_out(tmp_path: Path, place: str) ->
     db = _db(tmp_path)
     assert db.create_session(PROMPT)[0].prefix_len == 0
     assert list(db.skipped) == [str(file)]
+
+
+def test_a_context_whose_index_is_unknown_or_missing_is_left_out(tmp_path: Path) -> None:
+    class Unheard(BruteForceIndex):
+        kind = "unheard"
+
+    stored(_db(tmp_path, index_factory=lambda layer: Unheard()), tiny_model("llama"), CONTEXT)
+    file = _file(tmp_path)
+    Unheard.kind = "brute force"
+    db = _db(tmp_path)
+    assert db.create_session(PROMPT)[0].prefix_len == 0
+    assert "an index of kind 'unheard'" in db.skipped[str(file)]
+    heads = [
+        ContextHead(layer, head, np.ones((60, 16), np.float32), np.ones((60, 16), np.float32))
+        for layer in range(2)
+        for head in range(2)
+    ]
+    tokens = CONTEXT[0].numpy()
+    write_context(file, context_fingerprint(tiny_model("llama")), tokens, heads)
+    db = _db(tmp_path)
+    assert db.create_session(PROMPT)[0].prefix_len == 0
+    assert "without an index" in db.skipped[str(file)]
 
 
 @pytest.mark.parametrize("memory_limit_bytes", [None, 1 << 20])

@@ -12,7 +12,13 @@ from typing import TypeVar
 import numpy as np
 
 from vllm_relay.sparse.buffer_pool import BufferPool
-from vllm_relay.sparse.context_file import CONTEXT_SUFFIX, ContextFile, ContextHead, write_context
+from vllm_relay.sparse.context_file import (
+    CONTEXT_SUFFIX,
+    ContextFile,
+    ContextHead,
+    index_type,
+    write_context,
+)
 from vllm_relay.sparse.context_fingerprint import ContextFingerprint, ForeignContextError
 from vllm_relay.sparse.context_store import (
     ContextShape,
@@ -23,6 +29,7 @@ from vllm_relay.sparse.context_store import (
 )
 from vllm_relay.sparse.elements import Elements
 from vllm_relay.sparse.index import IndexDamagedError, KeyIndex
+from vllm_relay.sparse.index_choice import load_index_classes
 from vllm_relay.sparse.section_file import SectionFile, write_sections
 from vllm_relay.sparse.tokens import TOKEN_DTYPE
 
@@ -136,6 +143,7 @@ class DiskContextStore(ContextStore):
     def __init__(
         self, path: Path, fingerprint: ContextFingerprint, memory_limit_bytes: int | None = None
     ) -> None:
+        load_index_classes()
         path.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._fingerprint = fingerprint
@@ -196,6 +204,14 @@ class DiskContextStore(ContextStore):
 
     def _opened(self, path: Path) -> DiskContext:
         file = ContextFile.open(path, expected=self._fingerprint, pool=self._pool)
+        num_heads = self._fingerprint.num_layers * self._fingerprint.num_kv_heads
+        if sum(file.index_kinds.values()) < num_heads:
+            raise ForeignContextError(f"{path}: has kv heads without an index")
+        for kind in file.index_kinds:
+            try:
+                index_type(kind)
+            except ValueError as error:
+                raise ForeignContextError(f"{path}: {error}") from None
         return DiskContext(file, is_pooled=self._pool is not None)
 
     def _skip(self, path: Path, reason: str) -> None:

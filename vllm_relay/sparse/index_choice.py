@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+from vllm_relay import sparse
 from vllm_relay.sparse.index import KeyIndex
 from vllm_relay.sparse.options import DBOptions
+
+_CLASSES = {"flat": "FlatIndex", "coarse": "CoarseIndex", "graph": "GraphIndex"}
 
 
 def index_for_layer(layer_idx: int, options: DBOptions) -> KeyIndex:
@@ -15,10 +18,13 @@ def index_for_layer(layer_idx: int, options: DBOptions) -> KeyIndex:
     """
     if options.index_factory is not None:
         return options.index_factory(layer_idx)
-    from vllm_relay import sparse
-
     kind = options.index
     if kind == "auto":
         kind = "flat" if layer_idx == 0 else "graph"
-    name = {"flat": "FlatIndex", "coarse": "CoarseIndex", "graph": "GraphIndex"}[kind]
-    return getattr(sparse, name)()
+    return getattr(sparse, _CLASSES[kind])()
+
+
+def load_index_classes() -> None:
+    """So that indexes of every kind can be read from files."""
+    for name in _CLASSES.values():
+        getattr(sparse, name, None)
