@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Only this file and bindings_*.cpp know Python. Tensors arrive as addresses and sizes that the
 // Python faces have checked; plan arrays arrive as contiguous int32 arrays.
-#include "bindings.h"
-
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -13,6 +11,7 @@
 #include <vector>
 
 #include "attention/kernels.h"
+#include "bindings.h"
 #include "common/cpu_features.h"
 
 namespace nb = nanobind;
@@ -158,4 +157,5 @@ NB_MODULE(_C, module) {
   module.def("attention", &run_attention);
   module.def("write_kv_cache", &run_write);
   bind_storage(module);
+  bind_index(module);
 }

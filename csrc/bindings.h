@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// The bindings*.cpp are the only files that know Python; each adds its room's functions.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
-// What each room adds to vllm_relay._C.
+void bind_index(nanobind::module_& module);
 void bind_storage(nanobind::module_& module);

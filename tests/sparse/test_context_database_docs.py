@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import vllm_relay.sparse.db
-from tests.sparse.brute_force_index import BruteForceIndex
 from vllm_relay.demo.workload import ledger_workload
 from vllm_relay.sparse import DBOptions
 
@@ -21,9 +19,6 @@ def test_the_example_answers_right(
 ) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        vllm_relay.sparse.db, "index_for_layer", lambda layer, options: BruteForceIndex()
-    )
     exec(compile(example, str(PAGE), "exec"), {})
     lines = capsys.readouterr().out.splitlines()
     (talk,) = ledger_workload(

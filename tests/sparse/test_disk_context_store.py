@@ -22,7 +22,7 @@ from tests.sparse.tiny_models import (
     stored,
     tiny_model,
 )
-from vllm_relay.sparse import DB, IndexDamagedError
+from vllm_relay.sparse import DB, Dipr, IndexDamagedError
 from vllm_relay.sparse.context_file import CONTEXT_SUFFIX, ContextHead, write_context
 from vllm_relay.sparse.disk_context_store import QUERIES_SUFFIX
 from vllm_relay.sparse.model_fingerprint import context_fingerprint
@@ -52,6 +52,29 @@ def test_a_context_is_found_again(tmp_path: Path, memory_limit_bytes: int | None
         output = generate(model, PROMPT, past_key_values=session)
         assert output.tolist() == generate(tiny_model("llama", "sdpa"), PROMPT).tolist()
         assert session.stats.searches > 0
+
+
+@pytest.mark.parametrize("memory_limit_bytes", [None, 1 << 20])
+@pytest.mark.parametrize("index", ["auto", "flat", "coarse", "graph"])
+def test_indexes_of_every_kind_come_back_as_they_were(
+    tmp_path: Path, index: str, memory_limit_bytes: int | None
+) -> None:
+    model = tiny_model("llama")
+    options: dict[str, Any] = {"index": index, "index_factory": None, "query": Dipr(alpha=0.1)}
+    in_memory = small_db(**options)
+    long_context = random_tokens(300)
+    prompt = torch.cat([long_context[:, :250], random_tokens(4, seed=1)], 1)
+    outputs = []
+    for db in (in_memory, _db(tmp_path, **options)):
+        stored(db, model, long_context)
+        if db is not in_memory:
+            db = _db(tmp_path, **options, memory_limit_bytes=memory_limit_bytes)
+        session, remaining = db.create_session(prompt)
+        logits(model, remaining, session)
+        steps = [logits(model, torch.tensor([[token]]), session) for token in (1, 2, 3)]
+        outputs.append(torch.cat(steps))
+        assert 0 < session.stats.retrieved_tokens < session.stats.searched_tokens
+    assert torch.equal(*outputs)
 
 
 def test_another_process_finds_it(tmp_path: Path) -> None:

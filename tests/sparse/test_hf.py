@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from tests.sparse.tiny_models import (
     stored,
     tiny_model,
 )
-from vllm_relay.sparse import hf
+from vllm_relay.sparse import Dipr, hf
 from vllm_relay.sparse.session_states import SessionStates
 
 CONTEXT = random_tokens(90)
@@ -43,6 +44,23 @@ def test_generate_gives_the_tokens_of_sdpa(family: str, form: str) -> None:
     # 7 decode steps, 2 layers, 2 kv heads
     assert session.stats.searches == 28
     assert session.stats.retrieved_tokens == session.stats.searched_tokens == 28 * (90 - 4 - 8)
+
+
+@pytest.mark.parametrize("index", ["flat", "auto", "graph"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_range_that_takes_everything_is_dense_attention(index: str, dtype: torch.dtype) -> None:
+    model, sdpa = (
+        copy.deepcopy(tiny_model("llama", name)).to(dtype) for name in ("relay_sparse", "sdpa")
+    )
+    db = small_db(index=index, index_factory=None, query=Dipr(alpha=1e-30))
+    stored(db, model, CONTEXT)
+    session, remaining = db.create_session(PROMPT)
+    logits(model, remaining, session)
+    step = logits(model, torch.tensor([[7]]), session)
+    wanted = logits(sdpa, torch.cat([PROMPT, torch.tensor([[7]])], 1))[100:]
+    assert session.stats.retrieved_tokens == session.stats.searched_tokens > 0
+    tolerance = 1e-4 if dtype == torch.float32 else 0.02 * wanted.float().abs().max().item()
+    torch.testing.assert_close(step, wanted, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -74,21 +92,6 @@ def test_sliding_window_layers_are_exact(family: str, context_tokens: int) -> No
     whole = torch.cat([prompt, torch.tensor([[7]])], 1)
     wanted = logits(tiny_model(family, "sdpa", sliding=True), whole)
     torch.testing.assert_close(torch.cat([prefill, step]), wanted[-6:], rtol=0, atol=1e-4)
-
-
-def test_bfloat16_model_is_as_close_as_rounding_lets_it() -> None:
-    model, sdpa = (tiny_model("llama", name).bfloat16() for name in ("relay_sparse", "sdpa"))
-    try:
-        db = small_db()
-        stored(db, model, CONTEXT)
-        session, remaining = db.create_session(PROMPT)
-        output = torch.cat(
-            [logits(model, remaining, session), logits(model, torch.tensor([[7]]), session)]
-        )
-        wanted = logits(sdpa, torch.cat([PROMPT, torch.tensor([[7]])], 1))[90:]
-        assert (output - wanted).float().abs().max() < 0.02 * wanted.float().abs().max()
-    finally:
-        tiny_model.cache_clear()
 
 
 @pytest.mark.parametrize("cache", [None, "dynamic", "static"])

@@ -115,6 +115,14 @@ def test_retrieval_is_as_accurate_as_dense_attention(
     assert retrieved < (0.51 if isinstance(query, Dipr) else 0.01)
 
 
+@pytest.mark.parametrize("index", ["auto", "flat", "coarse", "graph"])
+def test_every_index_finds_the_answer(directory: Path, index: str) -> None:
+    haystacks = _haystacks(4096)
+    query = TopK(64) if index == "coarse" else Dipr(alpha=0.01)
+    answers, _ = _sparse_answers(directory, haystacks, query, index=index, index_factory=None)
+    assert _num_right(answers, haystacks) == len(haystacks) * ANSWER_TOKENS
+
+
 def test_a_window_alone_does_not_find_the_answer(directory: Path) -> None:
     haystacks = _haystacks(4096)
     answers, retrieved = _sparse_answers(

@@ -5,6 +5,9 @@ what matters (docs/sparse.md)."""
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from vllm_relay.sparse.coarse import CoarseIndex
+from vllm_relay.sparse.flat import FlatIndex
+from vllm_relay.sparse.graph import GraphIndex
 from vllm_relay.sparse.index import IndexDamagedError, KeyIndex, SearchResult, SearchStats
 from vllm_relay.sparse.query_types import Dipr, QueryType, TopK
 
@@ -16,7 +19,10 @@ if TYPE_CHECKING:
 __all__ = [
     "DB",
     "DBOptions",
+    "CoarseIndex",
     "Dipr",
+    "FlatIndex",
+    "GraphIndex",
     "IndexDamagedError",
     "KeyIndex",
     "QueryType",

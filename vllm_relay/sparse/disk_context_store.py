@@ -29,7 +29,6 @@ from vllm_relay.sparse.context_store import (
 )
 from vllm_relay.sparse.elements import Elements
 from vllm_relay.sparse.index import IndexDamagedError, KeyIndex
-from vllm_relay.sparse.index_choice import load_index_classes
 from vllm_relay.sparse.section_file import SectionFile, write_sections
 from vllm_relay.sparse.tokens import TOKEN_DTYPE
 
@@ -143,7 +142,6 @@ class DiskContextStore(ContextStore):
     def __init__(
         self, path: Path, fingerprint: ContextFingerprint, memory_limit_bytes: int | None = None
     ) -> None:
-        load_index_classes()
         path.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._fingerprint = fingerprint

@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
-from vllm_relay import sparse
+from vllm_relay.sparse.coarse import CoarseIndex
+from vllm_relay.sparse.flat import FlatIndex
+from vllm_relay.sparse.graph import GraphIndex
 from vllm_relay.sparse.index import KeyIndex
 from vllm_relay.sparse.options import DBOptions
 
-_CLASSES = {"flat": "FlatIndex", "coarse": "CoarseIndex", "graph": "GraphIndex"}
+_CLASSES: dict[str, type[KeyIndex]] = {
+    "flat": FlatIndex,
+    "coarse": CoarseIndex,
+    "graph": GraphIndex,
+}
 
 
 def index_for_layer(layer_idx: int, options: DBOptions) -> KeyIndex:
@@ -21,10 +27,4 @@ def index_for_layer(layer_idx: int, options: DBOptions) -> KeyIndex:
     kind = options.index
     if kind == "auto":
         kind = "flat" if layer_idx == 0 else "graph"
-    return getattr(sparse, _CLASSES[kind])()
-
-
-def load_index_classes() -> None:
-    """So that indexes of every kind can be read from files."""
-    for name in _CLASSES.values():
-        getattr(sparse, name, None)
+    return _CLASSES[kind]()

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+// Included once per instruction set: makes an IndexKernels table of the templates.
+#pragma once
+
+#include "encode_keys.h"
+#include "graph_build.h"
+#include "inverted_lists.h"
+#include "kernels.h"
+#include "nearest_keys.h"
+
+namespace relay::index {
+namespace {
+
+// Calls `body` with the length of a code row as a constant.
+template <class Body>
+void with_chunks(const Codes& codes, Body&& body) {
+  switch (codes.stride / 64) {
+    case 1:
+      return body(std::integral_constant<int, 1>());
+    case 2:
+      return body(std::integral_constant<int, 2>());
+    case 3:
+      return body(std::integral_constant<int, 3>());
+    default:
+      return body(std::integral_constant<int, 4>());
+  }
+}
+
+std::pair<float, float> encode(const Rows& keys, const float* mean, const float* scale,
+                               int64_t begin, int64_t end, uint8_t* codes, int64_t stride,
+                               uint8_t* outside, int num_threads) {
+  const CodeNorms norms =
+      encode_keys(keys, mean, scale, begin, end, codes, stride, outside, num_threads);
+  return {norms.longest, norms.longest_error};
+}
+
+void nearest(const Codes& codes, const Rows& keys, const float* queries, int64_t num_queries,
+             int32_t k, int32_t* ids, int num_threads) {
+  nearest_keys(codes, keys, queries, num_queries, k, ids, num_threads);
+}
+
+int64_t build_graph(const Codes& codes, const Rows& keys, const Graph& graph,
+                    const GraphBuildOptions& options, const int32_t* nearest, int64_t num_queries,
+                    int32_t k, const int32_t* entries, int32_t num_entries) {
+  int64_t repaired = 0;
+  with_chunks(codes, [&](auto chunks) {
+    GraphBuilder<chunks()> builder(codes, keys, graph, options);
+    builder.project(nearest, num_queries, k);
+    if (options.supply_degree) builder.connect(entries, num_entries);
+    repaired = builder.repair(entries, num_entries);
+  });
+  return repaired;
+}
+
+void scan(const Codes& codes, const uint8_t* blocks, const Rows& keys,
+          std::span<const BlockRange> ranges, const SearchRequest& request,
+          SearchOutcome& outcome) {
+  static thread_local ScanScratch scratch;
+  scan_ranges(codes, {blocks, codes.stride}, keys, nullptr, ranges, true, request, scratch,
+              outcome);
+}
+
+void search_lists(const Codes& codes, const InvertedLists& lists, const Rows& keys,
+                  const SearchRequest& request, SearchOutcome& outcome) {
+  static thread_local ScanScratch scratch;
+  search_inverted(codes, lists, keys, request, scratch, outcome);
+}
+
+// The exact scores of what the codes promise, and the best of them.
+template <class Search>
+void rescore(const Search& search, int i, const Rows& keys, const SearchRequest& request,
+             SearchOutcome& outcome, std::vector<Found>& found) {
+  static thread_local std::vector<Candidate> promising;
+  static thread_local std::vector<int32_t> ids;
+  const ScoreQueue& queue = search.queue(i);
+  int32_t least = queue.bound();
+  if (!request.k && queue.best() > INT_MIN)
+    least = std::max<int64_t>(least, int64_t{queue.best()} - queue.range() - 1);
+  promising.clear();
+  for (const auto& entry : queue.entries())
+    if (entry.score > least) promising.push_back({entry.id, entry.score});
+  if (request.k && promising.size() > num_rescored(request.k)) {
+    const auto last = promising.begin() + num_rescored(request.k);
+    std::nth_element(promising.begin(), last, promising.end(), better_candidate);
+    promising.erase(last, promising.end());
+  }
+  outcome.rescored += promising.size();
+  ids.clear();
+  for (const Candidate& c : promising) ids.push_back(c.position);
+  if (request.num_always) {
+    for (int32_t a = 0; a < request.num_always; ++a)
+      if (request.always[a] < request.prefix_len) ids.push_back(request.always[a]);
+    std::sort(ids.begin(), ids.end());
+    ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+  }
+  found.clear();
+  score_exactly(request.queries + static_cast<int64_t>(i) * keys.size, keys, ids, found);
+  keep_answers(request, i, found);
+}
+
+void search_graph(const Codes& codes, const Rows& keys, const Graph& graph,
+                  const SearchRequest& request, SearchOutcome& outcome) {
+  static thread_local SearchScratch scratch;
+  outcome.found.resize(request.num_queries);
+  with_chunks(codes, [&](auto chunks) {
+    GraphSearch<chunks()> search(codes, graph, scratch);
+    for (int first = 0; first < request.num_queries; first += kMaxGroup) {
+      const GraphQuery query{request.queries + static_cast<int64_t>(first) * codes.size,
+                             codes.size,
+                             std::min(kMaxGroup, request.num_queries - first),
+                             request.width,
+                             request.k ? -1.f : request.range,
+                             request.window_max ? request.window_max + first : nullptr,
+                             static_cast<int32_t>(request.prefix_len),
+                             request.entries,
+                             request.num_entries};
+      search.run(query);
+      outcome.distances += search.counts().distances;
+      outcome.hops += search.counts().hops;
+      SearchRequest part = request;
+      part.queries = query.queries;
+      part.window_max = query.window_max;
+      for (int i = 0; i < query.num_queries; ++i)
+        rescore(search, i, keys, part, outcome, outcome.found[first + i]);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace relay::index

@@ -1,0 +1,295 @@
+// SPDX-License-Identifier: Apache-2.0
+// Best-first search of a graph over 8-bit codes, for one query or for all queries of a group at
+// once: a node is looked up, fetched and marked once for all of them, and each query keeps a queue
+// of its own.
+#pragma once
+
+#include <cmath>
+#include <memory>
+
+#include "code_lanes.h"
+#include "query_code.h"
+#include "score_queue.h"
+
+namespace relay::index {
+namespace {
+
+constexpr int kMaxGroup = 16;
+constexpr int kSamples = 128;  // keys whose scores tell where those of all keys lie
+
+struct SearchCounts {
+  int64_t distances = 0, hops = 0;
+};
+
+// What one thread needs to search; sized by the largest index it met.
+struct SearchScratch {
+  std::vector<uint8_t> seen, expanded;  // `mark`: in this search
+  uint8_t mark = 0;
+  std::unique_ptr<ScoreQueue[]> queues{new ScoreQueue[kMaxGroup]};
+  std::vector<int8_t> query_codes, quads;
+  std::vector<int32_t> batch, chosen, scores, passed_ids, passed_scores;
+
+  void begin(int64_t num_rows) {
+    const auto size = static_cast<size_t>(num_rows);
+    if (++mark == 0 || seen.size() < size) {
+      seen.assign(std::max(seen.size(), size), 0);
+      expanded.assign(seen.size(), 0);
+      mark = 1;
+    }
+  }
+};
+
+struct GraphQuery {
+  const float* queries;  // [num_queries, size], `query_stride` apart
+  int64_t query_stride;
+  int32_t num_queries;
+  int32_t width;
+  float range;              // below 0: none
+  const float* window_max;  // [num_queries] or null
+  int32_t prefix_len;
+  const int32_t* entries;
+  int32_t num_entries;
+};
+
+template <int Chunks>
+class GraphSearch {
+ public:
+  GraphSearch(const Codes& codes, const Graph& graph, SearchScratch& scratch)
+      : codes_(codes), graph_(graph), scratch_(scratch) {}
+
+  // Afterwards `queue(i)` holds what query i found.
+  void run(const GraphQuery& query) {
+    group_ = query.num_queries;
+    prefix_len_ = query.prefix_len;
+    counts_ = {};
+    scratch_.begin(codes_.num_rows);
+    encode(query);
+    seed(query);
+    const int per_query = group_ == 1 ? 4 : 2;
+    for (;;) {
+      // nodes are chosen before the last batch is scored, so that their rows arrive meanwhile
+      choose(per_query);
+      score_batch();
+      if (scratch_.chosen.empty()) {
+        choose(per_query);
+        if (scratch_.chosen.empty()) break;
+      }
+      collect();
+    }
+  }
+
+  const ScoreQueue& queue(int i) const { return scratch_.queues[i]; }
+  const QueryCode& code(int i) const { return query_[i]; }
+  const SearchCounts& counts() const { return counts_; }
+
+ private:
+  const uint8_t* row(int32_t id) const {
+    return codes_.data + static_cast<int64_t>(id) * codes_.stride;
+  }
+  const int32_t* neighbours(int32_t id) const {
+    return graph_.rows + static_cast<int64_t>(id) * graph_.stride;
+  }
+
+  void encode(const GraphQuery& query) {
+    const int stride = codes_.stride, quads = (group_ + kQuad - 1) / kQuad;
+    scratch_.query_codes.assign(static_cast<size_t>(quads) * kQuad * stride, 0);
+    int8_t* const all = scratch_.query_codes.data();
+    for (int i = 0; i < group_; ++i)
+      query_[i] = encode_query(query.queries + i * query.query_stride, codes_, all + i * stride);
+    if (group_ == 1) return;
+    scratch_.quads.resize(static_cast<size_t>(quads) * kQuad * stride);
+    for (int quad = 0; quad < quads; ++quad) {
+      const int8_t* four[kQuad];
+      for (int q = 0; q < kQuad; ++q) four[q] = all + (quad * kQuad + q) * stride;
+      interleave_quad(four, stride, scratch_.quads.data() + quad * kQuad * stride);
+    }
+  }
+
+  bool mark_seen(int32_t id) {
+    const bool fresh = scratch_.seen[id] != scratch_.mark;
+    scratch_.seen[id] = scratch_.mark;
+    return fresh;
+  }
+
+  // Scores the entries and keys from all over the context, and lays the queues out by them.
+  void seed(const GraphQuery& query) {
+    auto& batch = scratch_.batch;
+    batch.clear();
+    const int64_t n = prefix_len_;
+    for (int64_t i = 0; i < kSamples; ++i) {
+      const auto id =
+          static_cast<int32_t>((i * n + (i * 40503 % kSamples) * n / kSamples) / kSamples);
+      if (id < n && mark_seen(id)) batch.push_back(id);
+    }
+    const auto num_samples = static_cast<int>(batch.size());
+    for (int i = 0; i < query.num_entries; ++i)
+      if (query.entries[i] < n && mark_seen(query.entries[i])) batch.push_back(query.entries[i]);
+    const auto num_seeds = static_cast<int>(batch.size());
+    counts_.distances += num_seeds;
+    const int padded = (num_seeds + kRowsAtOnce - 1) / kRowsAtOnce * kRowsAtOnce;
+    auto& scores = scratch_.scores;
+    scores.resize(static_cast<size_t>(group_ + kQuad) * padded);
+    pad_batch();
+    for (int i = 0; i < num_seeds; ++i) prefetch_row(row(batch[i]), Chunks);
+    for (int at = 0; at < padded; at += kRowsAtOnce) {
+      const uint8_t* rows[kRowsAtOnce];
+      for (int r = 0; r < kRowsAtOnce; ++r) rows[r] = row(batch[at + r]);
+      for (int i = 0; i < group_; ++i)
+        dot_rows<Chunks>(rows, scratch_.query_codes.data() + i * codes_.stride,
+                         scores.data() + static_cast<size_t>(i) * padded + at);
+    }
+    for (int i = 0; i < group_; ++i) {
+      const int32_t* mine = scores.data() + static_cast<size_t>(i) * padded;
+      double sum = 0, squares = 0;
+      for (int s = 0; s < num_samples; ++s) {
+        sum += mine[s];
+        squares += static_cast<double>(mine[s]) * mine[s];
+      }
+      const double mean = sum / num_samples;
+      const double deviation = std::sqrt(std::max(0.0, squares / num_samples - mean * mean));
+      int32_t range = -1;
+      if (query.range >= 0)
+        range = static_cast<int32_t>(std::min(
+            1e9f, std::ceil((query.range + kRangeErrors * query_[i].error) / query_[i].unit)));
+      scratch_.queues[i].reset(static_cast<int32_t>(mean - deviation),
+                               static_cast<int32_t>(11 * deviation) + 1, query.width, range);
+      if (query.window_max && query.window_max[i] > -INFINITY)
+        scratch_.queues[i].raise_best(static_cast<int32_t>(
+            std::clamp((query.window_max[i] - query_[i].offset) / query_[i].unit, -1e9f, 1e9f)));
+      scratch_.queues[i].reserve(num_seeds);
+      for (int s = 0; s < num_seeds; ++s) scratch_.queues[i].push(batch[s], mine[s]);
+      scratch_.queues[i].raise_floor();
+    }
+    batch.clear();
+  }
+
+  void choose(int per_query) {
+    auto& chosen = scratch_.chosen;
+    chosen.clear();
+    for (int i = 0; i < group_; ++i)
+      for (int taken = 0; taken < per_query;) {
+        const int32_t id = scratch_.queues[i].pop();
+        if (id < 0) break;
+        if (group_ > 1) {
+          uint8_t& expanded = scratch_.expanded[id];
+          if (expanded == scratch_.mark) continue;  // another query chose it
+          expanded = scratch_.mark;
+        }
+        chosen.push_back(id);
+        for (int at = 0; at < graph_.stride; at += 16) __builtin_prefetch(neighbours(id) + at);
+        ++taken;
+      }
+  }
+
+  void collect() {
+    auto& batch = scratch_.batch;
+    batch.clear();
+    counts_.hops += scratch_.chosen.size();
+    const bool filtered = prefix_len_ < codes_.num_rows;
+    for (const int32_t node : scratch_.chosen) {
+      const int32_t* list = neighbours(node);
+      const size_t begin = batch.size();
+      batch.resize(begin + list[0]);
+      int32_t* out = batch.data() + begin;
+      const uint8_t mark = scratch_.mark;
+      uint8_t* const seen = scratch_.seen.data();
+      if (!filtered) {
+        for (int i = 1; i <= list[0]; ++i) {
+          const int32_t id = list[i];
+          const uint8_t before = seen[id];
+          *out = id;
+          out += before != mark;
+          seen[id] = mark;
+        }
+        batch.resize(out - batch.data());
+      } else {
+        batch.resize(begin);
+        collect_filtered(list);
+      }
+    }
+    pad_batch();
+    for (size_t i = 0; i < std::min<size_t>(size_, kAhead); ++i)
+      prefetch_row(row(batch[i]), Chunks);
+  }
+
+  // Neighbours outside the prefix are not scored; their own neighbours stand in for them.
+  void collect_filtered(const int32_t* list) {
+    auto& batch = scratch_.batch;
+    int missing = 0;
+    for (int i = 1; i <= list[0]; ++i) {
+      if (list[i] >= prefix_len_)
+        ++missing;
+      else if (mark_seen(list[i]))
+        batch.push_back(list[i]);
+    }
+    for (int i = 1; i <= list[0] && missing > 0; ++i) {
+      if (list[i] < prefix_len_ || !mark_seen(list[i])) continue;
+      const int32_t* second = neighbours(list[i]);
+      for (int j = 1; j <= second[0] && missing > 0; ++j)
+        if (second[j] < prefix_len_ && mark_seen(second[j])) {
+          batch.push_back(second[j]);
+          --missing;
+        }
+    }
+  }
+
+  void pad_batch() {
+    auto& batch = scratch_.batch;
+    size_ = batch.size();
+    while (batch.size() % kRowsAtOnce) batch.push_back(batch.back());
+  }
+
+  void score_batch() {
+    auto& batch = scratch_.batch;
+    if (batch.empty()) return;
+    counts_.distances += size_;
+    const size_t room = batch.size() + kRowsAtOnce;
+    scratch_.passed_ids.resize(group_ * room);
+    scratch_.passed_scores.resize(group_ * room);
+    int passed[kMaxGroup] = {};
+    for (size_t at = 0; at < batch.size(); at += kRowsAtOnce) {
+      const uint8_t* rows[kRowsAtOnce];
+      for (int r = 0; r < kRowsAtOnce; ++r) rows[r] = row(batch[at + r]);
+      for (size_t i = at + kAhead; i < std::min(at + kAhead + kRowsAtOnce, size_); ++i)
+        prefetch_row(row(batch[i]), Chunks);
+      const uint32_t valid = size_ - at >= kRowsAtOnce ? 0xffffu : (1u << (size_ - at)) - 1;
+      for (int first = 0; first < group_; first += kQuad) {
+        alignas(64) int32_t scores[kQuad][kRowsAtOnce];
+        const int in_quad = std::min(kQuad, group_ - first);
+        if (group_ == 1)
+          dot_rows<Chunks>(rows, scratch_.query_codes.data(), scores[0]);
+        else
+          dot_rows_quad<Chunks>(rows, scratch_.quads.data() + first * codes_.stride, scores);
+        for (int q = 0; q < in_quad; ++q) {
+          const int i = first + q;
+          const uint32_t mask = above(scores[q], scratch_.queues[i].bound()) & valid;
+          passed[i] += append(mask, batch.data() + at, scores[q],
+                              scratch_.passed_ids.data() + i * room + passed[i],
+                              scratch_.passed_scores.data() + i * room + passed[i]);
+        }
+      }
+    }
+    for (int i = 0; i < group_; ++i) {
+      ScoreQueue& queue = scratch_.queues[i];
+      queue.reserve(passed[i]);
+      const int32_t* ids = scratch_.passed_ids.data() + i * room;
+      const int32_t* scores = scratch_.passed_scores.data() + i * room;
+      for (int p = 0; p < passed[i]; ++p) queue.push(ids[p], scores[p]);
+      queue.raise_floor();
+    }
+    batch.clear();
+  }
+
+  static constexpr size_t kAhead = 16;  // rows fetched before they are scored
+
+  const Codes& codes_;
+  const Graph& graph_;
+  SearchScratch& scratch_;
+  QueryCode query_[kMaxGroup];
+  SearchCounts counts_;
+  int32_t group_ = 1, prefix_len_ = 0;
+  size_t size_ = 0;  // of the batch, without padding
+};
+
+}  // namespace
+}  // namespace relay::index

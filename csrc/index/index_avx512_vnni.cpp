@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "../common/cpu_features.h"
+#include "entry.h"
+
+namespace relay::index {
+extern const IndexKernels kIndexKernelsAvx512Vnni;
+const IndexKernels kIndexKernelsAvx512Vnni = {
+    "avx512_vnni", [] { return cpu_features().avx512_vnni; },
+    encode,        nearest,
+    build_graph,   scan,
+    search_lists,  search_graph};
+}  // namespace relay::index

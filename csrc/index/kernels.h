@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// The functions of an index, once per instruction set, and the choice between them.
+#pragma once
+
+#include <span>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "views.h"
+
+#ifndef RELAY_HAVE_AVX512_VNNI
+#define RELAY_HAVE_AVX512_VNNI 0
+#endif
+
+namespace relay::index {
+
+struct GraphBuildOptions {
+  int32_t projection_degree;  // M of the projection
+  int32_t supply_degree;      // further edges from connectivity enhancement
+  int32_t build_width;        // beam of the searches during the build
+  int32_t pivot_rank;         // which of a query's keys take the others as candidates
+  int32_t queries_per_pivot;  // how many queries a key takes candidates from
+  float norm_weight;          // 0: inner products of keys, 1: their Euclidean distances
+  int32_t num_threads;
+};
+
+struct SearchRequest {
+  const float* queries;  // [num_queries, size]
+  int32_t num_queries;
+  int32_t k;  // 0: by range
+  float range;
+  int32_t width;
+  const float* window_max;  // [num_queries] or null
+  int64_t prefix_len;
+  const int32_t* entries;
+  int32_t num_entries;
+  const int32_t* always;  // keys whose codes are cut: scored whatever the search finds
+  int32_t num_always;
+};
+
+struct SearchOutcome {
+  std::vector<std::vector<Found>> found;  // of each query, best first
+  int64_t distances = 0, hops = 0, rescored = 0;
+};
+
+// An inverted file: keys in lists, each list's keys in their order and from a new block on.
+struct InvertedLists {
+  const uint8_t* centres;  // blocks of codes
+  int32_t num_lists;
+  const uint8_t* blocks;
+  const int64_t* starts;  // [num_lists]: first block
+  const int32_t* counts;  // [num_lists]: keys
+  const int32_t* ids;     // of each place of the blocks
+};
+
+struct IndexKernels {
+  std::string_view name;
+  bool (*runs_here)();
+  // Returns the longest code and the longest rounding error; see encode_keys.h.
+  std::pair<float, float> (*encode)(const Rows& keys, const float* mean, const float* scale,
+                                    int64_t begin, int64_t end, uint8_t* codes, int64_t stride,
+                                    uint8_t* outside, int num_threads);
+  void (*nearest)(const Codes&, const Rows& keys, const float* queries, int64_t num_queries,
+                  int32_t k, int32_t* ids, int num_threads);
+  int64_t (*build_graph)(const Codes&, const Rows& keys, const Graph&, const GraphBuildOptions&,
+                         const int32_t* nearest, int64_t num_queries, int32_t k,
+                         const int32_t* entries, int32_t num_entries);
+  // Exact: `blocks` hold the keys in their order.
+  void (*scan)(const Codes&, const uint8_t* blocks, const Rows& keys, std::span<const BlockRange>,
+               const SearchRequest&, SearchOutcome&);
+  void (*search_lists)(const Codes&, const InvertedLists&, const Rows& keys, const SearchRequest&,
+                       SearchOutcome&);
+  void (*search_graph)(const Codes&, const Rows& keys, const Graph&, const SearchRequest&,
+                       SearchOutcome&);
+};
+
+// The fastest that runs here, or the one of that name. Throws std::invalid_argument.
+const IndexKernels& index_kernels(std::string_view name = "auto");
+std::vector<std::string_view> index_kernel_names();
+
+}  // namespace relay::index

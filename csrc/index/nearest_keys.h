@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+// The keys with the largest inner products for many queries: products of 8-bit codes, block by
+// block, of which only those above a threshold are looked at, then exact products of what is left.
+#pragma once
+
+#include <omp.h>
+
+#include <numeric>
+
+#include "aligned_vector.h"
+#include "candidate_list.h"
+#include "code_blocks.h"
+#include "query_code.h"
+#include "rescore.h"
+
+namespace relay::index {
+namespace {
+
+// A permutation of 0 .. n - 1 any beginning of which is spread over the whole range.
+class SpreadOrder {
+ public:
+  explicit SpreadOrder(int64_t n) : n_(n) {
+    if (n < 3) return;
+    step_ = static_cast<int64_t>(static_cast<double>(n) * 0.618033988749895);
+    while (std::gcd(step_, n) != 1) ++step_;
+  }
+  int64_t operator[](int64_t position) const { return position * step_ % n_; }
+
+ private:
+  int64_t n_, step_ = 1;
+};
+
+constexpr int kSampleKeys = 4096;
+
+// ids [num_queries, k], best first, -1 past the number of keys.
+inline void nearest_keys(const Codes& codes, const Rows& keys, const float* queries,
+                         int64_t num_queries, int32_t k, int32_t* ids, int num_threads) {
+  constexpr int kBlock = 64;
+  const int64_t n = codes.num_rows, num_blocks = (n + kBlockKeys - 1) / kBlockKeys;
+  const SpreadOrder order(n);
+  AlignedVector<uint8_t> laid_out(static_cast<size_t>(num_blocks) * kBlockKeys * codes.stride);
+#pragma omp parallel for num_threads(num_threads) schedule(static)
+  for (int64_t b = 0; b < num_blocks; ++b)
+    for (int lane = 0; lane < kBlockKeys; ++lane) {
+      const int64_t position = b * kBlockKeys + lane;
+      write_lane(codes.data + (position < n ? order[position] : 0) * codes.stride, codes.stride,
+                 laid_out.data() + b * kBlockKeys * codes.stride, lane);
+    }
+  const CodeBlocks blocks{laid_out.data(), codes.stride};
+  const auto keep = static_cast<int32_t>(std::min<int64_t>(n, num_rescored(k)));
+  // the r-th best of a sample is a bound that lets a little more than `keep` keys through
+  const int64_t sample_blocks =
+      num_blocks / 8 < kSampleKeys / kBlockKeys ? 0 : kSampleKeys / kBlockKeys;
+  const double expected = static_cast<double>(sample_blocks) * kBlockKeys * keep / n;
+  const auto sample_rank = static_cast<int32_t>(expected + 5 * std::sqrt(expected) + 2);
+#pragma omp parallel num_threads(num_threads)
+  {
+    std::vector<CandidateList> lists(kBlock);
+    AlignedVector<int8_t> query_codes(static_cast<size_t>(kBlock) * codes.stride);
+    std::vector<int32_t> chosen;
+    std::vector<Found> exact;
+    const auto scan = [&](int64_t count_blocks, int first, int count) {
+      // several blocks stay in the first-level cache while all queries meet them
+      constexpr int64_t kStep = 4;
+      for (int64_t b = 0; b < count_blocks; b += kStep)
+        for_each_product(blocks, b, std::min(kStep, count_blocks - b),
+                         query_codes.data() + static_cast<int64_t>(first) * codes.stride,
+                         codes.stride, count, [&](int q, int64_t block, const int32_t* scores) {
+                           const int64_t left = n - block * kBlockKeys;
+                           offer(lists[first + q], scores, block * kBlockKeys,
+                                 left >= kBlockKeys ? 0xffffu : (1u << left) - 1);
+                         });
+    };
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t begin = 0; begin < num_queries; begin += kBlock) {
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, num_queries - begin));
+      std::vector<int32_t> bounds(count, INT_MIN);
+      for (int q = 0; q < count; ++q)
+        encode_query(queries + (begin + q) * codes.size, codes,
+                     query_codes.data() + static_cast<int64_t>(q) * codes.stride);
+      if (sample_blocks) {
+        for (int q = 0; q < count; ++q) lists[q].reset_best(sample_rank, 0);
+        scan(sample_blocks, 0, count);
+        for (int q = 0; q < count; ++q) {
+          lists[q].shrink();
+          bounds[q] = lists[q].bound() - 1;
+        }
+      }
+      for (int q = 0; q < count; ++q) lists[q].reset_best(keep, 0, bounds[q]);
+      scan(num_blocks, 0, count);
+      for (int q = 0; q < count; ++q) {
+        if (lists[q].count() < keep) {  // the sample promised too much
+          lists[q].reset_best(keep, 0);
+          scan(num_blocks, q, 1);
+        }
+        lists[q].shrink(true);
+        chosen.clear();
+        for (const Candidate& c : std::span(lists[q].begin(), lists[q].end()))
+          chosen.push_back(static_cast<int32_t>(order[c.position]));
+        exact.clear();
+        score_exactly(queries + (begin + q) * codes.size, keys, chosen, exact);
+        std::sort(exact.begin(), exact.end(), better);
+        int32_t* out = ids + (begin + q) * k;
+        for (int32_t i = 0; i < k; ++i)
+          out[i] = i < static_cast<int32_t>(exact.size()) ? exact[i].id : -1;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace relay::index

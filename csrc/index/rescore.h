@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// From candidates by their codes to exact scores.
+#pragma once
+
+#include <cmath>
+#include <span>
+
+#include "kernels.h"
+#include "row_dot.h"
+
+namespace relay::index {
+namespace {
+
+inline bool better(const Found& a, const Found& b) {
+  return a.score > b.score || (a.score == b.score && a.id < b.id);
+}
+
+template <class T>
+RELAY_INLINE void prefetch_elements(const T* row, int32_t size) {
+  const char* bytes = reinterpret_cast<const char*>(row);
+  for (size_t at = 0; at < sizeof(T) * size; at += 64) __builtin_prefetch(bytes + at);
+}
+
+// Scores `ids` and appends them to `found`.
+inline void score_exactly(const float* query, const Rows& keys, std::span<const int32_t> ids,
+                          std::vector<Found>& found) {
+  with_elements(keys, [&](const auto* rows) {
+    const auto row = [&](int32_t id) { return rows + static_cast<int64_t>(id) * keys.size; };
+    constexpr size_t ahead = 8;
+    for (size_t i = 0; i < std::min(ahead, ids.size()); ++i)
+      prefetch_elements(row(ids[i]), keys.size);
+    for (size_t i = 0; i < ids.size(); ++i) {
+      if (i + ahead < ids.size()) prefetch_elements(row(ids[i + ahead]), keys.size);
+      found.push_back({ids[i], dot_row(query, row(ids[i]), keys.size)});
+    }
+  });
+}
+
+// Sorts `found` and leaves what the request asks for.
+inline void keep_answers(const SearchRequest& request, int query, std::vector<Found>& found) {
+  if (request.k) {
+    if (found.size() > static_cast<size_t>(request.k)) {
+      std::nth_element(found.begin(), found.begin() + request.k, found.end(), better);
+      found.resize(request.k);
+    }
+    std::sort(found.begin(), found.end(), better);
+    return;
+  }
+  float best = request.window_max ? request.window_max[query] : -INFINITY;
+  for (const Found& f : found) best = std::max(best, f.score);
+  std::erase_if(found, [&](const Found& f) { return f.score < best - request.range; });
+  std::sort(found.begin(), found.end(), better);
+}
+
+// How many candidates by code are scored exactly for the k best.
+inline size_t num_rescored(int32_t k) { return static_cast<size_t>(k) + std::max(16, k / 4); }
+
+}  // namespace
+}  // namespace relay::index

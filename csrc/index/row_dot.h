@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// Inner products of a float query with stored rows, sixteen lanes in a fixed order of summation.
+#pragma once
+
+#include "../attention/vec16.h"
+#include "views.h"
+
+namespace relay::index {
+namespace {
+
+#if defined(__AVX512F__)
+RELAY_INLINE Vec16 load_row16(const BFloat16* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(
+      _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
+}
+#else
+RELAY_INLINE Vec16 load_row16(const BFloat16* p) {
+  Vec16 x;
+  for (int i = 0; i < kLanes; ++i) x[i] = to_float(p[i]);
+  return x;
+}
+#endif
+RELAY_INLINE Vec16 load_row16(const float* p) { return load_elements16(p); }
+RELAY_INLINE Vec16 load_row16(const Float16* p) { return load_elements16(p); }
+
+template <class T>
+RELAY_INLINE float dot_row(const float* query, const T* row, int size) {
+  Vec16 sum = zero16();
+  int i = 0;
+  for (; i + kLanes <= size; i += kLanes) sum = fma16(load16(query + i), load_row16(row + i), sum);
+  float total = sum_of16(sum);
+  for (; i < size; ++i) total += query[i] * to_float(row[i]);
+  return total;
+}
+
+// Calls `body` with the rows' own element type.
+template <class Body>
+void with_elements(const Rows& rows, Body&& body) {
+  switch (rows.type) {
+    case ElementType::kFloat32:
+      return body(static_cast<const float*>(rows.data));
+    case ElementType::kFloat16:
+      return body(static_cast<const Float16*>(rows.data));
+    case ElementType::kBFloat16:
+      return body(static_cast<const BFloat16*>(rows.data));
+  }
+}
+
+}  // namespace
+}  // namespace relay::index

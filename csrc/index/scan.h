@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+// Scans of code blocks for the queries of a group: every block is read once for all of them.
+#pragma once
+
+#include "aligned_vector.h"
+#include "candidate_list.h"
+#include "code_blocks.h"
+#include "query_code.h"
+#include "rescore.h"
+
+namespace relay::index {
+namespace {
+
+struct ScanScratch {
+  AlignedVector<int8_t> query_codes;
+  std::vector<QueryCode> forms;
+  std::vector<CandidateList> lists;
+  std::vector<int32_t> ids;
+
+  void encode(const float* queries, int num_queries, const Codes& codes) {
+    query_codes.resize(static_cast<size_t>(num_queries) * codes.stride);
+    forms.resize(num_queries);
+    if (static_cast<int>(lists.size()) < num_queries) lists.resize(num_queries);
+    for (int q = 0; q < num_queries; ++q)
+      forms[q] = encode_query(queries + static_cast<int64_t>(q) * codes.size, codes,
+                              query_codes.data() + static_cast<int64_t>(q) * codes.stride);
+  }
+};
+
+inline int32_t to_steps(double score, float unit) {
+  return static_cast<int32_t>(std::clamp(std::ceil(score / unit), -1e9, 1e9));
+}
+
+// Scans `ranges` of blocks. `ids` maps positions to keys (null: they are the same). With `exact`,
+// what is found is certain: candidates reach as far down as rounding can possibly deceive.
+inline void scan_ranges(const Codes& codes, const CodeBlocks& blocks, const Rows& keys,
+                        const int32_t* ids, std::span<const BlockRange> ranges, bool exact,
+                        const SearchRequest& request, ScanScratch& scratch,
+                        SearchOutcome& outcome) {
+  scratch.encode(request.queries, request.num_queries, codes);
+  for (int q = 0; q < request.num_queries; ++q) {
+    const QueryCode& form = scratch.forms[q];
+    const float slack = exact ? 2 * form.largest_error : kRangeErrors * form.error;
+    if (request.k) {
+      scratch.lists[q].reset_best(exact ? request.k : static_cast<int32_t>(num_rescored(request.k)),
+                                  exact ? to_steps(slack, form.unit) : 0);
+    } else {
+      const float elsewhere = request.window_max ? request.window_max[q] : -INFINITY;
+      scratch.lists[q].reset_range(to_steps(double{request.range} + slack, form.unit),
+                                   elsewhere > -INFINITY
+                                       ? to_steps(double{elsewhere} - form.offset, form.unit) - 1
+                                       : INT_MIN);
+    }
+  }
+  for (const BlockRange& range : ranges) {
+    const int64_t num_blocks = (range.num_keys + kBlockKeys - 1) / kBlockKeys;
+    const int64_t end = range.first_block * kBlockKeys + range.num_keys;
+    for_each_product(blocks, range.first_block, num_blocks, scratch.query_codes.data(),
+                     codes.stride, request.num_queries,
+                     [&](int q, int64_t block, const int32_t* scores) {
+                       const int64_t left = end - block * kBlockKeys;
+                       uint32_t valid = left >= kBlockKeys ? 0xffffu : (1u << left) - 1;
+                       if (block == range.first_block) valid &= ~range.skip;
+                       offer(scratch.lists[q], scores, block * kBlockKeys, valid);
+                     });
+    outcome.distances += range.num_keys;
+    ++outcome.hops;
+  }
+  outcome.found.resize(request.num_queries);
+  for (int q = 0; q < request.num_queries; ++q) {
+    CandidateList& list = scratch.lists[q];
+    list.shrink(!exact);
+    scratch.ids.clear();
+    for (const Candidate& c : std::span(list.begin(), list.end()))
+      scratch.ids.push_back(ids ? ids[c.position] : c.position);
+    outcome.rescored += scratch.ids.size();
+    for (int32_t a = 0; a < request.num_always; ++a)
+      if (request.always[a] < request.prefix_len) scratch.ids.push_back(request.always[a]);
+    std::sort(scratch.ids.begin(), scratch.ids.end());
+    scratch.ids.erase(std::unique(scratch.ids.begin(), scratch.ids.end()), scratch.ids.end());
+    outcome.found[q].clear();
+    score_exactly(request.queries + static_cast<int64_t>(q) * keys.size, keys, scratch.ids,
+                  outcome.found[q]);
+    keep_answers(request, q, outcome.found[q]);
+  }
+}
+
+}  // namespace
+}  // namespace relay::index

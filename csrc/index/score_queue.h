@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <climits>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <vector>
+
+namespace relay::index {
+namespace {
+
+// The nodes a search has scored well, in buckets of equal width: pushing and popping cost the same
+// however many there are, and the order inside a bucket does not matter to a search. Nodes below
+// the floor are forgotten. The floor rises as soon as `width` nodes lie above it, but never past
+// the end of the range, where there is one.
+class ScoreQueue {
+ public:
+  struct Entry {
+    int32_t id, score, next;
+  };
+
+  // Scores from `low` to `low + span` get a bucket of their own kind; others join the outer ones.
+  void reset(int32_t low, int32_t span, int32_t width, int32_t range) {
+    low_ = low;
+    shift_ = 0;
+    while ((span >> shift_) >= kBuckets) ++shift_;
+    width_ = width;
+    range_ = range;
+    best_ = INT_MIN;
+    floor_ = 0;
+    total_ = 0;
+    bound_ = INT_MIN;
+    last_floor_ = range < 0 ? kBuckets - 1 : 0;
+    std::memset(count_, 0, sizeof count_);
+    std::memset(waiting_, 0, sizeof waiting_);
+    size_ = counted_ = 0;
+  }
+
+  // Scores at or below this are not wanted.
+  int32_t bound() const { return bound_; }
+  int32_t best() const { return best_; }
+  int32_t range() const { return range_; }
+  std::span<const Entry> entries() const { return {entries_.data(), static_cast<size_t>(size_)}; }
+
+  // Makes room for `more` entries.
+  void reserve(size_t more) {
+    if (entries_.size() < size_ + more) entries_.resize(2 * (size_ + more));
+  }
+
+  // A score that counts for the range but is no node.
+  void raise_best(int32_t score) {
+    best_ = std::max(best_, score);
+    raise_floor();
+  }
+
+  // There must be room. The floor stays where it is until `raise_floor`.
+  void push(int32_t id, int32_t score) {
+    const int b = bucket(score);
+    const uint64_t bit = uint64_t{1} << (b % 64);
+    uint64_t& word = waiting_[b / 64];
+    entries_[size_] = {id, score, word & bit ? head_[b] : -1};
+    head_[b] = size_++;
+    word |= bit;
+    ++count_[b];
+    best_ = std::max(best_, score);
+  }
+
+  void raise_floor() {
+    if (range_ >= 0 && best_ > INT_MIN)
+      last_floor_ =
+          bucket(static_cast<int32_t>(std::max<int64_t>(int64_t{best_} - range_, INT_MIN)));
+    total_ += size_ - counted_;
+    counted_ = size_;
+    if (floor_ >= last_floor_ || total_ - count_[floor_] < width_) return;
+    do {
+      total_ -= count_[floor_++];
+    } while (floor_ < last_floor_ && total_ - count_[floor_] >= width_);
+    bound_ = low_ + (floor_ << shift_) - 1;
+  }
+
+  // The id of one of the best nodes not yet popped; -1: none above the floor.
+  int32_t pop() {
+    for (int word = kBuckets / 64 - 1; word >= floor_ / 64; --word) {
+      if (!waiting_[word]) continue;
+      const int b = 64 * word + 63 - std::countl_zero(waiting_[word]);
+      if (b < floor_) return -1;
+      const Entry& entry = entries_[head_[b]];
+      head_[b] = entry.next;
+      if (entry.next < 0) waiting_[word] &= ~(uint64_t{1} << (b % 64));
+      return entry.id;
+    }
+    return -1;
+  }
+
+ private:
+  static constexpr int kBuckets = 1024;
+
+  int bucket(int32_t score) const {
+    return std::min(std::max(score - low_, 0) >> shift_, kBuckets - 1);
+  }
+
+  int32_t low_ = 0, width_ = 0, range_ = -1, best_ = INT_MIN, bound_ = INT_MIN;
+  int shift_ = 0, floor_ = 0, last_floor_ = 0, total_ = 0;
+  int32_t head_[kBuckets];
+  int32_t count_[kBuckets];
+  uint64_t waiting_[kBuckets / 64];
+  int32_t size_ = 0, counted_ = 0;
+  std::vector<Entry> entries_;
+};
+
+}  // namespace
+}  // namespace relay::index

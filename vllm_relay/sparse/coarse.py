@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An inverted file: keys in lists around centres, of which a query reads those it likes best."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm_relay import _C
+from vllm_relay.sparse import face
+from vllm_relay.sparse.calibrate import TARGET_K, smallest_width, split_queries
+from vllm_relay.sparse.elements import Elements
+from vllm_relay.sparse.index import IndexDamagedError, KeyIndex, SearchResult
+from vllm_relay.sparse.key_codes import (
+    BLOCK_KEYS,
+    KeyCodes,
+    aligned_empty,
+    encode,
+    encode_rows,
+    lay_out_blocks,
+    row_bytes,
+)
+from vllm_relay.sparse.query_types import TopK
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from typing_extensions import Self
+
+    from vllm_relay.sparse.query_types import QueryType
+
+_ITERATIONS = 8
+_KEYS_PER_CENTRE = 40
+"""Keys that k-means looks at, for each centre."""
+
+
+class CoarseIndex(KeyIndex):
+    """Eight-bit codes in `num_lists` lists; `width` of a query is how many of them it reads.
+
+    Args:
+        num_lists: None: about 3.2 sqrt(n), as is usual for inverted files.
+    """
+
+    kind = "coarse"
+    _keys: Elements
+    _codes: KeyCodes
+    _centres: np.ndarray
+    _blocks: np.ndarray
+    _starts: np.ndarray
+    _counts: np.ndarray
+    _ids: np.ndarray
+
+    def __init__(self, num_lists: int | None = None) -> None:
+        if num_lists is not None and num_lists < 1:
+            raise ValueError(f"num_lists is {num_lists}, expected at least 1")
+        self._wanted_lists = num_lists
+        self.default_width = 1
+
+    @property
+    def keys(self) -> Elements:
+        return self._keys
+
+    @property
+    def num_lists(self) -> int:
+        return len(self._counts)
+
+    def build(
+        self,
+        keys: Any,
+        train_queries: Any = None,
+        *,
+        seed: int = 0,
+        threads: int | None = None,
+    ) -> Self:
+        elements = face.check_keys(keys)
+        num_threads = face.check_threads(threads)
+        codes, rows = encode(elements, num_threads)
+        n = elements.shape[0]
+        wanted = self._wanted_lists or round(3.2 * math.sqrt(n))
+        inside = np.setdiff1d(np.arange(n, dtype=np.int32), codes.outside)
+        centres = _k_means(elements, codes, inside, max(1, min(wanted, len(inside))), seed)
+        lists = _assign(elements, codes, inside, centres)
+        self._fill(elements, codes, rows, centres, inside, lists)
+        self.default_width = max(1, self.num_lists // 6)
+        if train_queries is not None:
+            queries = face.check_queries("train_queries", train_queries, self.head_size)
+            self._calibrate(queries[split_queries(len(queries), seed)[0]])
+        return self
+
+    def _fill(
+        self,
+        keys: Elements,
+        codes: KeyCodes,
+        rows: np.ndarray,
+        centres: np.ndarray,
+        inside: np.ndarray,
+        lists: np.ndarray,
+    ) -> None:
+        counts = np.bincount(lists, minlength=len(centres))
+        used = np.flatnonzero(counts)  # a centre that lost its keys would only be in the way
+        centres, counts = centres[used], counts[used]
+        list_blocks = -(-counts // BLOCK_KEYS)
+        starts = np.concatenate([[0], np.cumsum(list_blocks)[:-1]]).astype(np.int64)
+        by_list = inside[np.argsort(lists, kind="stable")]
+        gaps = starts * BLOCK_KEYS - (np.cumsum(counts) - counts)
+        ids = np.full(int(list_blocks.sum()) * BLOCK_KEYS, -1, np.int32)
+        ids[np.arange(len(by_list)) + np.repeat(gaps, counts)] = by_list
+        self._set(
+            keys, codes, _centre_blocks(centres, codes), lay_out_blocks(rows, ids), starts,
+            counts.astype(np.int32), ids,
+        )  # fmt: skip
+
+    def _set(
+        self,
+        keys: Elements,
+        codes: KeyCodes,
+        centres: np.ndarray,
+        blocks: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        ids: np.ndarray,
+    ) -> None:
+        self._keys, self._codes = keys, codes
+        self._centres, self._blocks = centres, blocks
+        self._starts, self._counts, self._ids = starts, counts, ids
+        self._set_view = codes.key_set(keys, blocks)
+
+    def _calibrate(self, queries: np.ndarray) -> None:
+        if not len(queries):
+            return
+        k = min(TARGET_K, self.num_keys)
+        truth = self.search(queries, TopK(k, width=self.num_lists)).ids
+
+        def search(width: int) -> list[np.ndarray]:
+            return [self.search(q[None], TopK(k, width=width)).ids[0] for q in queries]
+
+        self.default_width = smallest_width(search, truth, low=1, high=self.num_lists)
+
+    def search(
+        self,
+        queries: Any,
+        query: QueryType,
+        *,
+        prefix_len: int | None = None,
+        entry: Sequence[int] | np.ndarray | None = None,
+        window_max: Any = None,
+    ) -> SearchResult:
+        queries = face.check_queries("queries", queries, self.head_size)
+        face.check_entries(entry, self.num_keys)
+        request = face.make_request(
+            queries,
+            query,
+            num_keys=self.num_keys,
+            width=self.default_width,
+            prefix_len=prefix_len,
+            window_max=window_max,
+            always=self._codes.outside,
+        )
+        outcome = _C.index.search_lists(
+            "auto", self._set_view, self._centres, self.num_lists, self._blocks, self._starts,
+            self._counts, self._ids, request,
+        )  # fmt: skip
+        return face.to_result(
+            outcome,
+            row_bytes=row_bytes(self.head_size),
+            hop_bytes=0,
+            key_bytes=face.key_bytes(self._keys),
+        )
+
+    def append(self, keys: Any) -> None:
+        new = face.check_keys(keys, head_size=self.head_size, dtype=self._keys.dtype)
+        self.build(Elements(np.concatenate([self._keys.data, new.data]), new.dtype))
+
+    def check(self) -> None:
+        members = np.sort(np.concatenate([self._ids[self._ids >= 0], self._codes.outside]))
+        if not np.array_equal(members, np.arange(self.num_keys)):
+            raise IndexDamagedError("coarse index: its lists do not hold every key once")
+        rows = aligned_empty((self.num_keys, row_bytes(self.head_size)), np.uint8)
+        outside = np.zeros(self.num_keys, np.uint8)
+        encode_rows(
+            self._keys, self._codes.mean, self._codes.step, 0, self.num_keys, rows, outside, 1
+        )
+        for start, count in zip(self._starts, self._counts, strict=True):
+            ids = self._ids[start * BLOCK_KEYS : start * BLOCK_KEYS + count]
+            if not (np.all(ids >= 0) and np.all(np.diff(ids) > 0)):
+                raise IndexDamagedError("coarse index: a list is not in the order of its keys")
+        if not np.array_equal(lay_out_blocks(rows, self._ids), self._blocks):
+            raise IndexDamagedError("coarse index: its codes do not belong to its keys")
+
+    def to_arrays(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        settings, arrays = self._codes.to_arrays()
+        arrays |= {
+            "keys": self._keys.data,
+            "centres": self._centres,
+            "blocks": self._blocks,
+            "starts": self._starts,
+            "counts": self._counts,
+            "ids": self._ids,
+        }
+        width = {"default_width": self.default_width}
+        return {"dtype": self._keys.dtype, **width, **settings}, arrays
+
+    @classmethod
+    def from_arrays(cls, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> Self:
+        keys, codes = face.restore_codes(settings, arrays)
+        try:
+            parts = [arrays[name] for name in ("centres", "blocks", "starts", "counts", "ids")]
+            width = int(settings["default_width"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise IndexDamagedError(f"coarse index: {error!r} is missing or unusable") from error
+        centres, blocks, starts, counts, ids = parts
+        block_bytes = BLOCK_KEYS * row_bytes(keys.shape[1])
+        face.require(
+            [array.dtype for array in parts] == [np.uint8, np.uint8, np.int64, np.int32, np.int32]
+            and [array.ndim for array in parts] == [2, 2, 1, 1, 1],
+            "coarse index: its arrays have the wrong types",
+        )
+        num_lists = len(counts)
+        list_blocks = -(-counts.astype(np.int64) // BLOCK_KEYS)
+        face.require(
+            1 <= width <= num_lists
+            and bool(np.all(counts >= 1))
+            and np.array_equal(starts, np.cumsum(list_blocks) - list_blocks)
+            and centres.shape == (-(-num_lists // BLOCK_KEYS), block_bytes)
+            and blocks.shape == (int(list_blocks.sum()), block_bytes)
+            and len(ids) == len(blocks) * BLOCK_KEYS
+            and int(ids.max()) < keys.shape[0],
+            "coarse index: its lists do not fit together",
+        )
+        index = cls()
+        index._set(keys, codes, centres, blocks, starts, counts, ids)
+        index.default_width = width
+        return index
+
+
+def _k_means(
+    keys: Elements, codes: KeyCodes, inside: np.ndarray, num_lists: int, seed: int
+) -> np.ndarray:
+    """float32 [num_lists, d] of centred keys, by Euclidean distance on a sample."""
+    rng = np.random.default_rng(seed)
+    chosen = rng.choice(inside, min(len(inside), num_lists * _KEYS_PER_CENTRE), replace=False)
+    sample = Elements(keys.data[np.sort(chosen)], keys.dtype).to_float32() - codes.mean
+    centres = sample[rng.choice(len(sample), num_lists, replace=False)].copy()
+    for _ in range(_ITERATIONS):
+        nearest = _nearest_centre(sample, centres)
+        counts = np.bincount(nearest, minlength=num_lists)
+        order = np.argsort(nearest, kind="stable")
+        begins = np.cumsum(counts) - counts
+        filled = np.flatnonzero(counts)
+        sums = np.add.reduceat(sample[order], begins[filled], axis=0)
+        centres[filled] = sums / counts[filled, None]
+        empty = np.flatnonzero(counts == 0)
+        centres[empty] = sample[rng.integers(0, len(sample), len(empty))]
+    return centres
+
+
+def _assign(keys: Elements, codes: KeyCodes, inside: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    """The list of each key in `inside`."""
+    lists = np.empty(len(inside), np.int64)
+    for begin in range(0, len(inside), 1 << 14):
+        part = inside[begin : begin + (1 << 14)]
+        values = Elements(keys.data[part], keys.dtype).to_float32() - codes.mean
+        lists[begin : begin + len(part)] = _nearest_centre(values, centres)
+    return lists
+
+
+def _nearest_centre(values: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    half_norms = (centres * centres).sum(axis=1) / 2
+    nearest = np.empty(len(values), np.int64)
+    for begin in range(0, len(values), 1 << 12):
+        part = values[begin : begin + (1 << 12)]
+        nearest[begin : begin + len(part)] = (part @ centres.T - half_norms).argmax(axis=1)
+    return nearest
+
+
+def _centre_blocks(centres: np.ndarray, codes: KeyCodes) -> np.ndarray:
+    values = Elements(np.ascontiguousarray(centres + codes.mean, np.float32), "float32")
+    rows = aligned_empty((len(centres), row_bytes(centres.shape[1])), np.uint8)
+    outside = np.zeros(len(centres), np.uint8)
+    encode_rows(values, codes.mean, codes.step, 0, len(centres), rows, outside, 1)
+    order = np.full(-(-len(centres) // BLOCK_KEYS) * BLOCK_KEYS, -1, np.int32)
+    order[: len(centres)] = np.arange(len(centres))
+    return lay_out_blocks(rows, order)

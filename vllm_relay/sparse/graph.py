@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RoarGraph: a graph of keys built from what queries find, searched best first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm_relay import _C
+from vllm_relay.sparse import face
+from vllm_relay.sparse.calibrate import TARGET_K, smallest_width, split_queries
+from vllm_relay.sparse.elements import Elements
+from vllm_relay.sparse.index import IndexDamagedError, KeyIndex, SearchResult
+from vllm_relay.sparse.key_codes import KeyCodes, aligned_empty, encode, encode_rows, row_bytes
+from vllm_relay.sparse.query_types import TopK
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from typing_extensions import Self
+
+    from vllm_relay.sparse.query_types import QueryType
+
+HUB_HEAVY = 0.3
+"""Below this many different best keys per training query, a few keys are everybody's best."""
+
+
+@dataclass(frozen=True)
+class GraphOptions:
+    """How a graph is built.
+
+    Attributes:
+        nearest: keys that each training query contributes (the paper's M_sq, N_q).
+        projection_degree: edges from neighbourhood-aware projection (M).
+        supply_degree: edges from connectivity enhancement, as many again for the way back.
+        build_width: beam of the searches during connectivity enhancement (L_pq).
+        pivot_rank: a key is a pivot of the queries that rank it this high; the paper takes the
+            best key only, which leaves most keys without edges where a few are everybody's best.
+        queries_per_pivot: how many queries a pivot takes candidates from.
+        norm_weight: closeness of keys is k.p - norm_weight |p|^2 / 2: inner product at 0,
+            Euclidean distance at 1.
+    """
+
+    nearest: int = 100
+    projection_degree: int = 24
+    supply_degree: int = 4
+    build_width: int = 60
+    pivot_rank: int = 30
+    queries_per_pivot: int = 16
+    norm_weight: float = 0.1
+
+
+SPREAD = GraphOptions()
+HUBS = GraphOptions(projection_degree=28, supply_degree=8, build_width=80, norm_weight=0.7)
+_SPARE_EDGES = 2
+
+
+class GraphIndex(KeyIndex):
+    """Eight-bit codes for the way, keys for the answer; `width` of a query is the beam.
+
+    Args:
+        options: None: `SPREAD` or `HUBS`, by how many different keys are the best of a training
+            query.
+    """
+
+    kind = "graph"
+    _keys: Elements
+    _codes: KeyCodes
+    _rows: np.ndarray
+    _graph: np.ndarray
+    _entries: np.ndarray
+
+    def __init__(self, options: GraphOptions | None = None) -> None:
+        self._options = options
+        self.default_width = TARGET_K
+        self.hub_statistic = 1.0
+        self.repaired_nodes = 0
+
+    @property
+    def keys(self) -> Elements:
+        return self._keys
+
+    def build(
+        self,
+        keys: Any,
+        train_queries: Any = None,
+        *,
+        seed: int = 0,
+        threads: int | None = None,
+    ) -> Self:
+        """Without training queries, the keys themselves stand in for them."""
+        elements = face.check_keys(keys)
+        num_threads = face.check_threads(threads)
+        codes, rows = encode(elements, num_threads)
+        n, d = elements.shape
+        if train_queries is None:
+            step = max(1, n // max(1, int(0.4 * n)))
+            queries = Elements(elements.data[::step], elements.dtype).to_float32()
+        else:
+            queries = face.check_queries("train_queries", train_queries, d)
+        key_set = codes.key_set(elements, rows)
+        options = self._options
+        k = min((options or SPREAD).nearest, n)
+        nearest = np.empty((len(queries), k), np.int32)
+        _C.index.nearest("auto", key_set, np.ascontiguousarray(queries), nearest, num_threads)
+        held, taught = split_queries(len(queries), seed)
+        if len(queries):
+            self.hub_statistic = len(np.unique(nearest[:, 0])) / len(queries)
+        if options is None:
+            options = HUBS if self.hub_statistic < HUB_HEAVY else SPREAD
+        self._options = options
+        entries = np.array([_most_central(elements, codes.mean)], np.int32)
+        graph = _empty_graph(n, options)
+        self.repaired_nodes = _C.index.build_graph(
+            "auto", key_set, graph, np.ascontiguousarray(nearest[taught]), entries,
+            options.projection_degree, options.supply_degree, options.build_width,
+            options.pivot_rank, options.queries_per_pivot, options.norm_weight, num_threads,
+        )  # fmt: skip
+        self._set(elements, codes, rows, graph, entries)
+        self._calibrate(queries[held], nearest[held])
+        return self
+
+    def _set(
+        self,
+        keys: Elements,
+        codes: KeyCodes,
+        rows: np.ndarray,
+        graph: np.ndarray,
+        entries: np.ndarray,
+    ) -> None:
+        self._keys, self._codes, self._rows = keys, codes, rows
+        self._graph, self._entries = graph, entries
+        self._set_view = codes.key_set(keys, rows)
+
+    def _calibrate(self, queries: np.ndarray, nearest: np.ndarray) -> None:
+        k = min(TARGET_K, nearest.shape[1])
+        self.default_width = k
+        if not len(queries) or k == 0:
+            return
+
+        def search(width: int) -> list[np.ndarray]:
+            return [self.search(q[None], TopK(k, width=width)).ids[0] for q in queries]
+
+        most = max(k, min(self.num_keys, 20 * k))
+        self.default_width = smallest_width(search, list(nearest[:, :k]), low=k, high=most)
+
+    def search(
+        self,
+        queries: Any,
+        query: QueryType,
+        *,
+        prefix_len: int | None = None,
+        entry: Sequence[int] | np.ndarray | None = None,
+        window_max: Any = None,
+    ) -> SearchResult:
+        queries = face.check_queries("queries", queries, self.head_size)
+        entries = self._entries
+        if entry is not None:
+            entries = np.concatenate([entries, face.check_entries(entry, self.num_keys)])
+        request = face.make_request(
+            queries,
+            query,
+            num_keys=self.num_keys,
+            width=self.default_width,
+            prefix_len=prefix_len,
+            window_max=window_max,
+            entries=entries,
+            always=self._codes.outside,
+        )
+        if prefix_len == 0:
+            return face.no_answers(len(queries))
+        outcome = _C.index.search_graph("auto", self._set_view, self._graph, request)
+        return face.to_result(
+            outcome,
+            row_bytes=row_bytes(self.head_size),
+            hop_bytes=4 * self._graph.shape[1],
+            key_bytes=face.key_bytes(self._keys),
+        )
+
+    def append(self, keys: Any) -> None:
+        new = face.check_keys(keys, head_size=self.head_size, dtype=self._keys.dtype)
+        self.build(Elements(np.concatenate([self._keys.data, new.data]), new.dtype))
+
+    def reachable(self) -> np.ndarray:
+        """bool [n]; which keys a search can get to from the entries."""
+        reached = np.zeros(self.num_keys, bool)
+        frontier = self._entries
+        reached[frontier] = True
+        columns = np.arange(self._graph.shape[1] - 1)
+        while len(frontier):
+            rows = self._graph[frontier]
+            neighbours = rows[:, 1:][columns < rows[:, :1]]
+            frontier = np.unique(neighbours[~reached[neighbours]])
+            reached[frontier] = True
+        return reached
+
+    def check(self) -> None:
+        _check_graph(self._graph, self.num_keys)
+        if not self.reachable().all():
+            raise IndexDamagedError(
+                f"graph index: {int((~self.reachable()).sum())} of {self.num_keys} keys cannot "
+                "be reached"
+            )
+        rows = aligned_empty(self._rows.shape, np.uint8)
+        outside = np.zeros(self.num_keys, np.uint8)
+        encode_rows(
+            self._keys, self._codes.mean, self._codes.step, 0, self.num_keys, rows, outside, 1
+        )
+        if not np.array_equal(rows, self._rows):
+            raise IndexDamagedError("graph index: its codes do not belong to its keys")
+
+    def to_arrays(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        settings, arrays = self._codes.to_arrays()
+        arrays |= {
+            "keys": self._keys.data,
+            "codes": self._rows,
+            "graph": self._graph,
+            "entries": self._entries,
+        }
+        width = {"default_width": self.default_width, "hub_statistic": self.hub_statistic}
+        return {"dtype": self._keys.dtype, **width, **settings}, arrays
+
+    @classmethod
+    def from_arrays(cls, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> Self:
+        keys, codes = face.restore_codes(settings, arrays)
+        try:
+            rows, graph, entries = arrays["codes"], arrays["graph"], arrays["entries"]
+            width, hubs = int(settings["default_width"]), float(settings["hub_statistic"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise IndexDamagedError(f"graph index: {error!r} is missing or unusable") from error
+        n, d = keys.shape
+        face.require(
+            rows.shape == (n, row_bytes(d))
+            and rows.dtype == np.uint8
+            and graph.dtype == entries.dtype == np.int32
+            and graph.ndim == 2
+            and len(graph) == n
+            and graph.shape[1] % 16 == 0
+            and entries.ndim == 1
+            and len(entries) >= 1
+            and int(entries.min()) >= 0
+            and int(entries.max()) < n
+            and width >= 1,
+            "graph index: its arrays do not fit together",
+        )
+        index = cls()
+        index._set(keys, codes, rows, graph, entries)
+        index.default_width, index.hub_statistic = width, hubs
+        return index
+
+
+def _empty_graph(num_keys: int, options: GraphOptions) -> np.ndarray:
+    slots = 1 + options.projection_degree + 2 * options.supply_degree + _SPARE_EDGES
+    graph = aligned_empty((num_keys, -(-slots // 16) * 16), np.int32)
+    graph[:] = 0
+    return graph
+
+
+def _check_graph(graph: np.ndarray, num_keys: int) -> None:
+    counts = graph[:, 0]
+    if counts.min() < 0 or counts.max() > graph.shape[1] - 1:
+        raise IndexDamagedError("graph index: a number of neighbours is out of range")
+    used = np.arange(graph.shape[1] - 1) < counts[:, None]
+    neighbours = graph[:, 1:][used]
+    if neighbours.size and not (neighbours.min() >= 0 and neighbours.max() < num_keys):
+        raise IndexDamagedError("graph index: a neighbour is none of its keys")
+
+
+def _most_central(keys: Elements, mean: np.ndarray) -> int:
+    """The key nearest to the mean."""
+    best, best_distance = 0, np.inf
+    for begin in range(0, keys.shape[0], 1 << 16):
+        values = keys.rows(begin, begin + (1 << 16)).to_float32() - mean
+        distances = np.einsum("nd,nd->n", values, values)
+        at = int(distances.argmin())
+        if distances[at] < best_distance:
+            best, best_distance = begin + at, distances[at]
+    return best
