@@ -36,8 +36,8 @@ SSE42 = ["-msse4.2", "-mpclmul"]
 INSTRUCTION_SETS = {
     "amx_bf16": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
     "avx512_bf16": [*AVX512, "-mavx512bf16"],
-    "avx512_vpclmulqdq": [*AVX512, *SSE42, "-mvpclmulqdq"],
     "avx512_vnni": [*AVX512, "-mavx512vnni"],
+    "avx512_vpclmulqdq": [*AVX512, *SSE42, "-mvpclmulqdq"],
     "avx512": AVX512,
     "sse42": SSE42,
 }

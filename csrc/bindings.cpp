@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Only this file and bindings_*.cpp know Python. Tensors arrive as addresses and sizes that the
 // Python faces have checked; plan arrays arrive as contiguous int32 arrays.
+#include "bindings.h"
+
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -11,7 +13,6 @@
 #include <vector>
 
 #include "attention/kernels.h"
-#include "bindings.h"
 #include "common/cpu_features.h"
 
 namespace nb = nanobind;
@@ -156,6 +157,6 @@ NB_MODULE(_C, module) {
       .def(nb::init<Int32Table, Int32Table, Int32Table, Int32Table, Int32Table, int, int, int>());
   module.def("attention", &run_attention);
   module.def("write_kv_cache", &run_write);
-  bind_storage(module);
   bind_index(module);
+  bind_storage(module);
 }

@@ -42,8 +42,8 @@ CpuFeatures detect() {
   const unsigned ebx7 = b, ecx7 = c, edx7 = d;
   const unsigned avx512 = (1u << 16) | (1u << 17) | (1u << 30) | (1u << 31);  // F, DQ, BW, VL
   features.avx512 = (ebx7 & avx512) == avx512 && operating_system_saves(kAvx512State);
-  features.avx512_vpclmulqdq = features.avx512 && features.sse42 && (ecx7 & (1u << 10));
   features.avx512_vnni = features.avx512 && (ecx7 & (1u << 11));
+  features.avx512_vpclmulqdq = features.avx512 && features.sse42 && (ecx7 & (1u << 10));
   if (__get_cpuid_count(7, 1, &a, &b, &c, &d))
     features.avx512_bf16 = features.avx512 && (a & (1u << 5));
   const unsigned amx = (1u << 22) | (1u << 24);  // AMX-BF16, AMX-TILE

@@ -9,7 +9,7 @@ struct CpuFeatures {
   bool avx512_bf16 = false;        // vdpbf16ps
   bool amx_bf16 = false;           // tile registers, bf16 products, and permission to use them
   bool sse42 = false;              // with PCLMULQDQ
-  bool avx512_vpclmulqdq = false;  // with avx512 and sse42
+  bool avx512_vpclmulqdq = false;  // with both of the above
 };
 
 // Asked once; asking for AMX also requests the process's permission to use tile registers.
