@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from vllm_relay.attention_backends.ops import merge_states
-from vllm_relay.sparse import reference
-from vllm_relay.sparse.elements import Elements
 
 _MAX_SCORES_BYTES = 64 << 20
 
@@ -57,17 +54,6 @@ def window_state(
     if keys.shape[1] == 0:
         return query.new_zeros(*query.shape[:2], values.shape[2], dtype=torch.float32), lse, lse
     return logits.softmax(-1) @ values.float(), lse, products.amax(-1)
-
-
-def attend(
-    queries: np.ndarray, keys: Elements, values: Elements, ids: list[np.ndarray], scale: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Attention of query i over the tokens `ids[i]`: float32 [g, value_size] and lse [g]."""
-    seen = np.unique(np.concatenate(ids))
-    places = [np.searchsorted(seen, chosen) for chosen in ids]
-    rows = [Elements(part.data[seen], part.dtype).to_float32() for part in (keys, values)]
-    output, lse = reference.attend(queries, rows[0], rows[1], places, scale=scale)
-    return output.astype(np.float32), lse.astype(np.float32)
 
 
 def merge(

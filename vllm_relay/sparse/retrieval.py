@@ -10,9 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm_relay.sparse.attention import attend
 from vllm_relay.sparse.context_store import StoredContext
 from vllm_relay.sparse.options import DBOptions
-from vllm_relay.sparse.partial_attention import attend, attention_state
+from vllm_relay.sparse.partial_attention import attention_state
 from vllm_relay.sparse.query_types import Dipr, QueryType, TopK
 from vllm_relay.sparse.tensors import to_tensor
 
@@ -78,7 +79,7 @@ def retrieve(
     for head, rows in enumerate(queries):
         ids, scores = _search(part, head, rows, query_type, tops[head], options, stats)
         keys, values, places = part.context.gather(part.layer, head, ids)
-        state = attend(rows, keys, values, places, scale)
+        state: tuple[np.ndarray, np.ndarray] = attend(rows, keys, values, places, scale)
         if options.max_dropped_mass is not None:
             bound = _dropped_mass_bound(
                 query_type,
