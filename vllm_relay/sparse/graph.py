@@ -43,7 +43,7 @@ class GraphOptions:
 
     nearest: int = 100
     projection_degree: int = 24
-    supply_degree: int = 4
+    supply_degree: int = 3
     build_width: int = 60
     pivot_rank: int = 30
     queries_per_pivot: int = 16
@@ -52,7 +52,7 @@ class GraphOptions:
 
 SPREAD = GraphOptions()
 HUBS = GraphOptions(projection_degree=28, supply_degree=8, build_width=80, norm_weight=0.7)
-_SPARE_EDGES = 2
+_SPARE_EDGES = 1
 
 
 class GraphIndex(face.CompiledIndex):
