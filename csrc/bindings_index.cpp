@@ -7,8 +7,11 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -22,6 +25,7 @@ namespace {
 
 template <class T, int Dims>
 using Array = nb::ndarray<T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
+constexpr int kBlockKeys = 16;
 using AnyRows = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 Rows rows_of(const AnyRows& array, int type) {
@@ -107,78 +111,183 @@ int64_t build_graph(const std::string& kernel, const KeySet& set, Array<int32_t,
       static_cast<int32_t>(entries.shape(0)));
 }
 
-// What to search for; keeps the arrays it points to.
-struct Request {
-  Array<const float, 2> queries;
-  std::optional<Array<const float, 1>> window_max;
-  Array<const int32_t, 1> entries, always;
-  int k;
-  float range;
-  int width;
-  int64_t prefix_len;
+// One index, ready to be searched; keeps the arrays it points to.
+class Searcher {
+ public:
+  Searcher(const std::string& kernel, KeySet set, Array<const int32_t, 1> always)
+      : kernels(index_kernels(kernel)), set(std::move(set)), always(std::move(always)) {}
+  virtual ~Searcher() = default;
+  virtual void search(const SearchRequest& request, SearchOutcome& outcome) const = 0;
 
-  SearchRequest view() const {
-    return {queries.data(),
-            static_cast<int32_t>(queries.shape(0)),
-            k,
-            range,
-            width,
-            window_max ? window_max->data() : nullptr,
-            prefix_len,
-            entries.data(),
-            static_cast<int32_t>(entries.shape(0)),
-            always.data(),
-            static_cast<int32_t>(always.shape(0))};
+  const IndexKernels& kernels;
+  const KeySet set;
+  const Array<const int32_t, 1> always;
+};
+
+class GraphSearcher : public Searcher {
+ public:
+  GraphSearcher(const std::string& kernel, KeySet set, Array<const int32_t, 1> always,
+                Array<const int32_t, 2> graph)
+      : Searcher(kernel, std::move(set), std::move(always)), graph_(std::move(graph)) {}
+  void search(const SearchRequest& request, SearchOutcome& outcome) const override {
+    kernels.search_graph(
+        set.view_codes(), set.view_rows(),
+        {const_cast<int32_t*>(graph_.data()), static_cast<int32_t>(graph_.shape(1))}, request,
+        outcome);
+  }
+
+ private:
+  Array<const int32_t, 2> graph_;
+};
+
+// Codes of a set whose rows lie in blocks.
+Codes block_codes(const KeySet& set) {
+  Codes codes = set.view_codes();
+  codes.stride /= kBlockKeys;
+  return codes;
+}
+
+class FlatSearcher : public Searcher {
+ public:
+  using Searcher::Searcher;
+  void search(const SearchRequest& request, SearchOutcome& outcome) const override {
+    std::vector<BlockRange> ranges;
+    int64_t begin = 0;
+    for (size_t i = 0; i < always.shape(0);) {  // their blocks become ranges of their own
+      const int64_t block = always.data()[i] / kBlockKeys;
+      uint32_t skip = 0;
+      for (; i < always.shape(0) && always.data()[i] / kBlockKeys == block; ++i)
+        skip |= 1u << (always.data()[i] % kBlockKeys);
+      if (block * kBlockKeys >= request.prefix_len) break;
+      add(ranges, begin, block, request.prefix_len, 0);
+      add(ranges, block, block + 1, request.prefix_len, skip);
+      begin = block + 1;
+    }
+    add(ranges, begin, INT64_MAX / kBlockKeys, request.prefix_len, 0);
+    kernels.scan(block_codes(set), set.codes.data(), set.view_rows(), ranges, request, outcome);
+  }
+
+ private:
+  static void add(std::vector<BlockRange>& ranges, int64_t begin, int64_t end, int64_t num_keys,
+                  uint32_t skip) {
+    const int64_t count = std::min(num_keys, end * kBlockKeys) - begin * kBlockKeys;
+    if (count > 0) ranges.push_back({begin, count, skip});
   }
 };
 
-nb::tuple search_graph(const std::string& kernel, const KeySet& set,
-                       const Array<const int32_t, 2>& graph, const Request& request) {
-  const IndexKernels& kernels = index_kernels(kernel);
+class ListSearcher : public Searcher {
+ public:
+  ListSearcher(const std::string& kernel, KeySet set, Array<const int32_t, 1> always,
+               Array<const uint8_t, 2> centres, Array<const int64_t, 1> starts,
+               Array<const int32_t, 1> counts, Array<const int32_t, 1> ids)
+      : Searcher(kernel, std::move(set), std::move(always)),
+        centres_(std::move(centres)),
+        starts_(std::move(starts)),
+        counts_(std::move(counts)),
+        ids_(std::move(ids)) {}
+  void search(const SearchRequest& request, SearchOutcome& outcome) const override {
+    kernels.search_lists(block_codes(set),
+                         {centres_.data(), static_cast<int32_t>(counts_.shape(0)), set.codes.data(),
+                          starts_.data(), counts_.data(), ids_.data()},
+                         set.view_rows(), request, outcome);
+  }
+
+ private:
+  Array<const uint8_t, 2> centres_;
+  Array<const int64_t, 1> starts_;
+  Array<const int32_t, 1> counts_, ids_;
+};
+
+void check_finite(const float* values, size_t count) {
+  bool finite = true;
+  for (size_t i = 0; i < count; ++i) finite &= std::isfinite(values[i]);
+  if (!finite)
+    throw std::invalid_argument("queries: NaN or infinity, expected finite numbers only");
+}
+
+SearchRequest request_of(const Searcher& searcher, const float* queries, size_t num_queries, int k,
+                         float range, int width, const float* window_max, int64_t prefix_len,
+                         const Array<const int32_t, 1>& entries) {
+  return {queries,
+          static_cast<int32_t>(num_queries),
+          k,
+          range,
+          width,
+          window_max,
+          prefix_len,
+          entries.data(),
+          static_cast<int32_t>(entries.shape(0)),
+          searcher.always.data(),
+          static_cast<int32_t>(searcher.always.shape(0))};
+}
+
+nb::tuple search(const Searcher& searcher, const Array<const float, 2>& queries, int k, float range,
+                 int width, const std::optional<Array<const float, 1>>& window_max,
+                 int64_t prefix_len, const Array<const int32_t, 1>& entries) {
+  check_finite(queries.data(), queries.size());
   SearchOutcome outcome;
   {
     nb::gil_scoped_release release;
-    kernels.search_graph(set.view_codes(), set.view_rows(),
-                         {const_cast<int32_t*>(graph.data()), static_cast<int32_t>(graph.shape(1))},
-                         request.view(), outcome);
+    searcher.search(request_of(searcher, queries.data(), queries.shape(0), k, range, width,
+                               window_max ? window_max->data() : nullptr, prefix_len, entries),
+                    outcome);
   }
   return to_python(outcome);
 }
 
-// `ranges` [ranges, 3]: first block, keys, lanes of the first block to skip.
-nb::tuple scan(const std::string& kernel, const KeySet& set, const Array<const uint8_t, 2>& blocks,
-               const Array<const int64_t, 2>& ranges, const Request& request) {
-  const IndexKernels& kernels = index_kernels(kernel);
-  SearchOutcome outcome;
-  {
-    nb::gil_scoped_release release;
-    std::vector<BlockRange> all(ranges.shape(0));
-    for (size_t i = 0; i < all.size(); ++i)
-      all[i] = {ranges.data()[3 * i], ranges.data()[3 * i + 1],
-                static_cast<uint32_t>(ranges.data()[3 * i + 2])};
-    Codes codes = set.view_codes();
-    codes.stride = static_cast<int32_t>(blocks.shape(1) / 16);
-    kernels.scan(codes, blocks.data(), set.view_rows(), all, request.view(), outcome);
+struct HeadPart {
+  const Searcher* searcher;
+  AnyRows values;
+  int type;
+  Array<const int32_t, 1> entries;
+  int width;
+};
+
+// Searches one index per kv head, `num_threads` at a time, and attends what each query found.
+// queries [kv_heads, group, size], window_max [kv_heads, group], output [kv_heads, group, value
+// size], lse [kv_heads, group], counts [kv_heads, 4]: distances, hops, rescored, found.
+void attend_heads(const std::vector<HeadPart>& heads, const Array<const float, 3>& queries, int k,
+                  float range, const std::optional<Array<const float, 2>>& window_max,
+                  int64_t prefix_len, float scale, Array<float, 3> output, Array<float, 2> lse,
+                  Array<int64_t, 2> counts, int num_threads) {
+  check_finite(queries.data(), queries.size());
+  nb::gil_scoped_release release;
+  const size_t group = queries.shape(1), size = queries.shape(2), value_size = output.shape(2);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
+  for (size_t h = 0; h < heads.size(); ++h) {
+    const HeadPart& head = heads[h];
+    SearchOutcome outcome;
+    head.searcher->search(
+        request_of(*head.searcher, queries.data() + h * group * size, group, k, range, head.width,
+                   window_max ? window_max->data() + h * group : nullptr, prefix_len, head.entries),
+        outcome);
+    int64_t found = 0;
+    for (size_t q = 0; q < group; ++q) {
+      lse.data()[h * group + q] =
+          head.searcher->kernels.attend_found(outcome.found[q], rows_of(head.values, head.type),
+                                              scale, output.data() + (h * group + q) * value_size);
+      found += outcome.found[q].size();
+    }
+    const int64_t counted[4] = {outcome.distances, outcome.hops, outcome.rescored, found};
+    std::copy(counted, counted + 4, counts.data() + 4 * h);
   }
-  return to_python(outcome);
 }
 
-nb::tuple search_lists(const std::string& kernel, const KeySet& set,
-                       const Array<const uint8_t, 2>& centres, int num_lists,
-                       const Array<const uint8_t, 2>& blocks, const Array<const int64_t, 1>& starts,
-                       const Array<const int32_t, 1>& counts, const Array<const int32_t, 1>& ids,
-                       const Request& request) {
+// ids: those of all queries one after the other; starts [num_queries + 1].
+void attend_ids(const std::string& kernel, const Array<const float, 2>& queries,
+                const AnyRows& keys, int key_type, const AnyRows& values, int value_type,
+                const Array<const int32_t, 1>& ids, const Array<const int64_t, 1>& starts,
+                float scale, Array<float, 2> output, Array<float, 1> lse) {
+  check_finite(queries.data(), queries.size());
   const IndexKernels& kernels = index_kernels(kernel);
-  SearchOutcome outcome;
-  {
-    nb::gil_scoped_release release;
-    Codes codes = set.view_codes();
-    codes.stride = static_cast<int32_t>(blocks.shape(1) / 16);
-    kernels.search_lists(
-        codes, {centres.data(), num_lists, blocks.data(), starts.data(), counts.data(), ids.data()},
-        set.view_rows(), request.view(), outcome);
+  nb::gil_scoped_release release;
+  for (size_t q = 0; q < queries.shape(0); ++q) {
+    const int64_t begin = starts.data()[q], end = starts.data()[q + 1];
+    lse.data()[q] = kernels.attend_ids(queries.data() + q * queries.shape(1),
+                                       rows_of(keys, key_type), rows_of(values, value_type),
+                                       {ids.data() + begin, static_cast<size_t>(end - begin)},
+                                       scale, output.data() + q * output.shape(1));
   }
-  return to_python(outcome);
 }
 
 // Codes in rows to codes in blocks of sixteen; `order` says which row comes where, -1: none.
@@ -212,18 +321,26 @@ void bind_index(nb::module_& module) {
   index.def("encode", &encode);
   index.def("nearest", &nearest);
   index.def("build_graph", &build_graph);
-  nb::class_<Request>(index, "Request")
+  nb::class_<Searcher>(index, "Searcher")
+      .def("search", &search, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(),
+           nb::arg(), nb::arg());
+  nb::class_<GraphSearcher, Searcher>(index, "GraphSearcher")
+      .def(
+          nb::init<const std::string&, KeySet, Array<const int32_t, 1>, Array<const int32_t, 2>>());
+  nb::class_<FlatSearcher, Searcher>(index, "FlatSearcher")
+      .def(nb::init<const std::string&, KeySet, Array<const int32_t, 1>>());
+  nb::class_<ListSearcher, Searcher>(index, "ListSearcher")
+      .def(nb::init<const std::string&, KeySet, Array<const int32_t, 1>, Array<const uint8_t, 2>,
+                    Array<const int64_t, 1>, Array<const int32_t, 1>, Array<const int32_t, 1>>());
+  nb::class_<HeadPart>(index, "HeadPart")
       .def(
           "__init__",
-          [](Request* self, Array<const float, 2> queries, int k, float range, int width,
-             std::optional<Array<const float, 1>> window_max, int64_t prefix_len,
-             Array<const int32_t, 1> entries, Array<const int32_t, 1> always) {
-            new (self) Request{queries, window_max, entries, always, k, range, width, prefix_len};
-          },
-          nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(),
-          nb::arg());
+          [](HeadPart* self, const Searcher* searcher, AnyRows values, int type,
+             Array<const int32_t, 1> entries,
+             int width) { new (self) HeadPart{searcher, values, type, entries, width}; },
+          nb::keep_alive<1, 2>());
+  index.def("attend_heads", &attend_heads, nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+            nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
+  index.def("attend_ids", &attend_ids);
   index.def("lay_out", &lay_out);
-  index.def("scan", &scan);
-  index.def("search_lists", &search_lists);
-  index.def("search_graph", &search_graph);
 }

@@ -2,6 +2,7 @@
 // Included once per instruction set: makes an IndexKernels table of the templates.
 #pragma once
 
+#include "attend.h"
 #include "encode_keys.h"
 #include "graph_build.h"
 #include "inverted_lists.h"
@@ -101,7 +102,8 @@ void rescore(const Search& search, int i, const Rows& keys, const SearchRequest&
 void search_graph(const Codes& codes, const Rows& keys, const Graph& graph,
                   const SearchRequest& request, SearchOutcome& outcome) {
   static thread_local SearchScratch scratch;
-  outcome.found.resize(request.num_queries);
+  outcome.found.assign(request.num_queries, {});
+  if (request.prefix_len <= 0) return;
   with_chunks(codes, [&](auto chunks) {
     GraphSearch<chunks()> search(codes, graph, scratch);
     for (int first = 0; first < request.num_queries; first += kMaxGroup) {

@@ -8,5 +8,6 @@ const IndexKernels kIndexKernelsAvx512Vnni = {
     "avx512_vnni", [] { return cpu_features().avx512_vnni; },
     encode,        nearest,
     build_graph,   scan,
-    search_lists,  search_graph};
+    search_lists,  search_graph,
+    attend_found,  attend_ids};
 }  // namespace relay::index

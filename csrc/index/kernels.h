@@ -73,6 +73,10 @@ struct IndexKernels {
                        SearchOutcome&);
   void (*search_graph)(const Codes&, const Rows& keys, const Graph&, const SearchRequest&,
                        SearchOutcome&);
+  // Attention over what was found, or over `ids`: writes the output, returns the log-sum-exp.
+  float (*attend_found)(std::span<const Found>, const Rows& values, float scale, float* out);
+  float (*attend_ids)(const float* query, const Rows& keys, const Rows& values,
+                      std::span<const int32_t> ids, float scale, float* out);
 };
 
 // The fastest that runs here, or the one of that name. Throws std::invalid_argument.

@@ -10,13 +10,13 @@ import numpy as np
 
 from vllm_relay import _C
 from vllm_relay.sparse import face
+from vllm_relay.sparse.aligned import aligned_empty
 from vllm_relay.sparse.calibrate import TARGET_K, smallest_width, split_queries
 from vllm_relay.sparse.elements import Elements
-from vllm_relay.sparse.index import IndexDamagedError, KeyIndex, SearchResult
+from vllm_relay.sparse.index import IndexDamagedError
 from vllm_relay.sparse.key_codes import (
     BLOCK_KEYS,
     KeyCodes,
-    aligned_empty,
     encode,
     encode_rows,
     lay_out_blocks,
@@ -25,18 +25,15 @@ from vllm_relay.sparse.key_codes import (
 from vllm_relay.sparse.query_types import TopK
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from typing_extensions import Self
 
-    from vllm_relay.sparse.query_types import QueryType
 
 _ITERATIONS = 8
 _KEYS_PER_CENTRE = 40
 """Keys that k-means looks at, for each centre."""
 
 
-class CoarseIndex(KeyIndex):
+class CoarseIndex(face.CompiledIndex):
     """Eight-bit codes in `num_lists` lists; `width` of a query is how many of them it reads.
 
     Args:
@@ -44,8 +41,6 @@ class CoarseIndex(KeyIndex):
     """
 
     kind = "coarse"
-    _keys: Elements
-    _codes: KeyCodes
     _centres: np.ndarray
     _blocks: np.ndarray
     _starts: np.ndarray
@@ -57,10 +52,6 @@ class CoarseIndex(KeyIndex):
             raise ValueError(f"num_lists is {num_lists}, expected at least 1")
         self._wanted_lists = num_lists
         self.default_width = 1
-
-    @property
-    def keys(self) -> Elements:
-        return self._keys
 
     @property
     def num_lists(self) -> int:
@@ -125,7 +116,9 @@ class CoarseIndex(KeyIndex):
         self._keys, self._codes = keys, codes
         self._centres, self._blocks = centres, blocks
         self._starts, self._counts, self._ids = starts, counts, ids
-        self._set_view = codes.key_set(keys, blocks)
+        self.searcher = _C.index.ListSearcher(
+            "auto", codes.key_set(keys, blocks), codes.outside, centres, starts, counts, ids
+        )
 
     def _calibrate(self, queries: np.ndarray) -> None:
         if not len(queries):
@@ -137,41 +130,6 @@ class CoarseIndex(KeyIndex):
             return [self.search(q[None], TopK(k, width=width)).ids[0] for q in queries]
 
         self.default_width = smallest_width(search, truth, low=1, high=self.num_lists)
-
-    def search(
-        self,
-        queries: Any,
-        query: QueryType,
-        *,
-        prefix_len: int | None = None,
-        entry: Sequence[int] | np.ndarray | None = None,
-        window_max: Any = None,
-    ) -> SearchResult:
-        queries = face.check_queries("queries", queries, self.head_size)
-        face.check_entries(entry, self.num_keys)
-        request = face.make_request(
-            queries,
-            query,
-            num_keys=self.num_keys,
-            width=self.default_width,
-            prefix_len=prefix_len,
-            window_max=window_max,
-            always=self._codes.outside,
-        )
-        outcome = _C.index.search_lists(
-            "auto", self._set_view, self._centres, self.num_lists, self._blocks, self._starts,
-            self._counts, self._ids, request,
-        )  # fmt: skip
-        return face.to_result(
-            outcome,
-            row_bytes=row_bytes(self.head_size),
-            hop_bytes=0,
-            key_bytes=face.key_bytes(self._keys),
-        )
-
-    def append(self, keys: Any) -> None:
-        new = face.check_keys(keys, head_size=self.head_size, dtype=self._keys.dtype)
-        self.build(Elements(np.concatenate([self._keys.data, new.data]), new.dtype))
 
     def check(self) -> None:
         members = np.sort(np.concatenate([self._ids[self._ids >= 0], self._codes.outside]))

@@ -75,6 +75,8 @@ def check_finite(name: str, elements: Elements) -> None:
     """Raises ValueError with the place of the first NaN or infinity."""
     if elements.dtype == "float32":
         finite = np.isfinite(elements.data)
+        if finite.all():
+            return
     else:
         exponent = 0x7C00 if elements.dtype == "float16" else 0x7F80
         finite = (elements.data & exponent) != exponent
@@ -86,9 +88,12 @@ def check_finite(name: str, elements: Elements) -> None:
 def _wrap(name: str, array: Any) -> Elements:
     if isinstance(array, Elements):
         return array
-    if type(array).__module__.startswith("torch"):
-        return _from_torch(name, array)
-    array = np.asarray(array)
+    if not isinstance(array, np.ndarray):
+        if type(array).__module__.startswith("torch"):
+            return _from_torch(name, array)
+        array = np.asarray(array)
+    elif array.dtype == np.float32 and array.flags.c_contiguous:
+        return Elements(array, "float32")
     if array.dtype == np.float16:
         return Elements(np.ascontiguousarray(array).view(np.uint16), "float16")
     if array.dtype not in (np.float32, np.float64):

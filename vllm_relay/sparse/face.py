@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the faces of the C++ indexes share: checks of arguments, requests, answers."""
+"""What the faces of the C++ indexes share: the search itself and the checks of arguments."""
 
 from __future__ import annotations
 
@@ -9,13 +9,66 @@ from typing import Any
 
 import numpy as np
 
-from vllm_relay import _C
 from vllm_relay.sparse.elements import STORAGE, Elements, as_elements
-from vllm_relay.sparse.index import IndexDamagedError, SearchResult, SearchStats
-from vllm_relay.sparse.key_codes import MAX_HEAD_SIZE, KeyCodes
+from vllm_relay.sparse.index import IndexDamagedError, KeyIndex, SearchResult, SearchStats
+from vllm_relay.sparse.key_codes import MAX_HEAD_SIZE, KeyCodes, row_bytes
 from vllm_relay.sparse.query_types import Dipr, QueryType, TopK
 
 NO_IDS = np.zeros(0, np.int32)
+
+
+class CompiledIndex(KeyIndex):
+    """What the indexes whose searches are C++ have in common.
+
+    Attributes:
+        searcher: the C++ side.
+        default_width: where a query says none.
+        entries: int32; where searches begin.
+        hop_bytes: read at every hop.
+    """
+
+    searcher: Any
+    default_width = 1
+    entries = NO_IDS
+    hop_bytes = 0
+    _keys: Elements
+    _codes: KeyCodes
+
+    @property
+    def keys(self) -> Elements:
+        return self._keys
+
+    def search(
+        self,
+        queries: Any,
+        query: QueryType,
+        *,
+        prefix_len: int | None = None,
+        entry: Sequence[int] | np.ndarray | None = None,
+        window_max: Any = None,
+    ) -> SearchResult:
+        n, d = self._keys.shape
+        queries = check_queries("queries", queries, d)
+        k, reach, width = query_numbers(query, self.default_width, n, d)
+        if window_max is not None:
+            window_max = check_window_max(window_max, (len(queries),))
+        entries = self.entries
+        if entry is not None:
+            entries = np.concatenate([entries, check_entries(entry, n)])
+        ids, scores, *counts = self.searcher.search(
+            queries, k, reach, width, window_max, check_prefix(prefix_len, n), entries
+        )
+        return SearchResult(ids, scores, self.stats(*counts))
+
+    def stats(self, distances: int, hops: int, rescored: int) -> SearchStats:
+        """What a search cost, from what the C++ side counts."""
+        n, d = self._keys.shape
+        read = distances * row_bytes(d) + hops * self.hop_bytes + rescored * key_bytes(self._keys)
+        return SearchStats(distances, hops, read)
+
+    def append(self, keys: Any) -> None:
+        new = check_keys(keys, head_size=self.head_size, dtype=self._keys.dtype)
+        self.build(Elements(np.concatenate([self._keys.data, new.data]), new.dtype))
 
 
 def check_keys(keys: Any, *, head_size: int | None = None, dtype: str | None = None) -> Elements:
@@ -35,12 +88,15 @@ def check_keys(keys: Any, *, head_size: int | None = None, dtype: str | None = N
     return elements
 
 
-def check_queries(name: str, queries: Any, head_size: int) -> np.ndarray:
-    """float32 [g, head_size], finite."""
-    array = as_elements(name, queries).to_float32()
-    if array.ndim != 2 or array.shape[1] != head_size:
-        raise ValueError(f"{name}: shape {list(array.shape)}, expected [queries, {head_size}]")
-    return np.ascontiguousarray(array)
+def check_queries(name: str, queries: Any, head_size: int, *, dims: int = 2) -> np.ndarray:
+    """float32 [..., head_size] of `dims` dimensions; the C++ side refuses what is not finite."""
+    usable = isinstance(queries, np.ndarray) and queries.dtype == np.float32
+    if not (usable and queries.flags.c_contiguous):
+        queries = as_elements(name, queries).to_float32()
+    if queries.ndim != dims or queries.shape[-1] != head_size:
+        leading = "[queries, " if dims == 2 else "[kv_heads, queries, "
+        raise ValueError(f"{name}: shape {list(queries.shape)}, expected {leading}{head_size}]")
+    return queries
 
 
 def check_threads(threads: int | None) -> int:
@@ -51,35 +107,26 @@ def check_threads(threads: int | None) -> int:
     return threads
 
 
-def make_request(
-    queries: np.ndarray,
-    query: QueryType,
-    *,
-    num_keys: int,
-    width: int,
-    prefix_len: int | None,
-    window_max: Any = None,
-    entries: np.ndarray = NO_IDS,
-    always: np.ndarray = NO_IDS,
-) -> Any:
-    """The C++ request; `width` is taken where the query says none."""
-    if not isinstance(query, TopK | Dipr):
-        raise ValueError(f"query is {query!r}, expected TopK or Dipr")
+def query_numbers(
+    query: QueryType, width: int, num_keys: int, head_size: int
+) -> tuple[int, float, int]:
+    """(k or 0, range or -1, width)."""
     if query.width is not None:
         width = query.width
-    k, reach = (query.k, -1.0) if isinstance(query, TopK) else (0, query.range(queries.shape[1]))
-    if window_max is not None:
-        window_max = np.ascontiguousarray(window_max, np.float32)
-        if window_max.shape != (len(queries),):
-            raise ValueError(
-                f"window_max: shape {list(window_max.shape)}, expected [{len(queries)}]"
-            )
-        if np.isnan(window_max).any() or np.isposinf(window_max).any():
-            raise ValueError("window_max: NaN or infinity, expected finite numbers or -infinity")
-    return _C.index.Request(
-        queries, min(k, num_keys), reach, width, window_max,
-        check_prefix(prefix_len, num_keys), entries, always,
-    )  # fmt: skip
+    if isinstance(query, TopK):
+        return min(query.k, num_keys), -1.0, width
+    if isinstance(query, Dipr):
+        return 0, query.range(head_size), width
+    raise ValueError(f"query is {query!r}, expected TopK or Dipr")
+
+
+def check_window_max(window_max: Any, shape: tuple[int, ...]) -> np.ndarray:
+    window_max = np.ascontiguousarray(window_max, np.float32)
+    if window_max.shape != shape:
+        raise ValueError(f"window_max: shape {list(window_max.shape)}, expected {list(shape)}")
+    if not (window_max < np.inf).all():
+        raise ValueError("window_max: NaN or infinity, expected finite numbers or -infinity")
+    return window_max
 
 
 def check_prefix(prefix_len: int | None, num_keys: int) -> int:
@@ -101,18 +148,6 @@ def check_entries(entry: Sequence[int] | np.ndarray | None, num_keys: int) -> np
     if ids.size and not (ids.min() >= 0 and ids.max() < num_keys):
         raise ValueError(f"entry: ids {ids.min()} to {ids.max()}, expected 0 to {num_keys - 1}")
     return np.ascontiguousarray(ids, np.int32)
-
-
-def no_answers(num_queries: int) -> SearchResult:
-    empty = [np.zeros(0, np.int32) for _ in range(num_queries)]
-    scores = [np.zeros(0, np.float32) for _ in range(num_queries)]
-    return SearchResult(empty, scores, SearchStats(0, 0, 0))
-
-
-def to_result(outcome: Any, *, row_bytes: int, hop_bytes: int, key_bytes: int) -> SearchResult:
-    ids, scores, distances, hops, rescored = outcome
-    read = distances * row_bytes + hops * hop_bytes + rescored * key_bytes
-    return SearchResult(ids, scores, SearchStats(distances, hops, read))
 
 
 def require(condition: bool, message: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from vllm_relay import _C
 from vllm_relay.sparse import face
 from vllm_relay.sparse.elements import Elements
-from vllm_relay.sparse.index import IndexDamagedError, KeyIndex, SearchResult
+from vllm_relay.sparse.index import IndexDamagedError
 from vllm_relay.sparse.key_codes import (
     BLOCK_KEYS,
     KeyCodes,
@@ -20,14 +20,10 @@ from vllm_relay.sparse.key_codes import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from typing_extensions import Self
 
-    from vllm_relay.sparse.query_types import QueryType
 
-
-class FlatIndex(KeyIndex):
+class FlatIndex(face.CompiledIndex):
     """Reads the eight-bit code of every key, and the keys themselves that could be an answer.
 
     What a code can be off by is bounded (docs/sparse.md, section 2), so the answer is the one that
@@ -35,13 +31,7 @@ class FlatIndex(KeyIndex):
     """
 
     kind = "flat"
-    _keys: Elements
-    _codes: KeyCodes
     _blocks: np.ndarray
-
-    @property
-    def keys(self) -> Elements:
-        return self._keys
 
     def build(
         self,
@@ -61,55 +51,7 @@ class FlatIndex(KeyIndex):
 
     def _set(self, keys: Elements, codes: KeyCodes, blocks: np.ndarray) -> None:
         self._keys, self._codes, self._blocks = keys, codes, blocks
-        self._set_view = codes.key_set(keys, blocks)
-
-    def search(
-        self,
-        queries: Any,
-        query: QueryType,
-        *,
-        prefix_len: int | None = None,
-        entry: Sequence[int] | np.ndarray | None = None,
-        window_max: Any = None,
-    ) -> SearchResult:
-        queries = face.check_queries("queries", queries, self.head_size)
-        face.check_entries(entry, self.num_keys)
-        request = face.make_request(
-            queries,
-            query,
-            num_keys=self.num_keys,
-            width=1,
-            prefix_len=prefix_len,
-            window_max=window_max,
-            always=self._codes.outside,
-        )
-        ranges = self._ranges(face.check_prefix(prefix_len, self.num_keys))
-        outcome = _C.index.scan("auto", self._set_view, self._blocks, ranges, request)
-        return face.to_result(
-            outcome,
-            row_bytes=row_bytes(self.head_size),
-            hop_bytes=0,
-            key_bytes=face.key_bytes(self._keys),
-        )
-
-    def _ranges(self, prefix_len: int) -> np.ndarray:
-        """int64 [ranges, 3] for the scan; a block with keys that have no code is one of its own."""
-        outside = self._codes.outside[self._codes.outside < prefix_len]
-        ranges, begin = [], 0
-        for block in np.unique(outside // BLOCK_KEYS):
-            if block > begin:
-                ranges.append((begin, (block - begin) * BLOCK_KEYS, 0))
-            lanes = outside[outside // BLOCK_KEYS == block] % BLOCK_KEYS
-            keys = min(BLOCK_KEYS, prefix_len - int(block) * BLOCK_KEYS)
-            ranges.append((int(block), keys, int((1 << lanes.astype(np.int64)).sum())))
-            begin = int(block) + 1
-        if prefix_len > begin * BLOCK_KEYS:
-            ranges.append((begin, prefix_len - begin * BLOCK_KEYS, 0))
-        return np.array(ranges, np.int64).reshape(-1, 3)
-
-    def append(self, keys: Any) -> None:
-        new = face.check_keys(keys, head_size=self.head_size, dtype=self._keys.dtype)
-        self.build(Elements(np.concatenate([self._keys.data, new.data]), new.dtype))
+        self.searcher = _C.index.FlatSearcher("auto", codes.key_set(keys, blocks), codes.outside)
 
     def check(self) -> None:
         fresh = FlatIndex().build(self._keys)

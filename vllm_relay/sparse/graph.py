@@ -10,18 +10,16 @@ import numpy as np
 
 from vllm_relay import _C
 from vllm_relay.sparse import face
+from vllm_relay.sparse.aligned import aligned_empty
 from vllm_relay.sparse.calibrate import TARGET_K, smallest_width, split_queries
 from vllm_relay.sparse.elements import Elements
-from vllm_relay.sparse.index import IndexDamagedError, KeyIndex, SearchResult
-from vllm_relay.sparse.key_codes import KeyCodes, aligned_empty, encode, encode_rows, row_bytes
+from vllm_relay.sparse.index import IndexDamagedError
+from vllm_relay.sparse.key_codes import KeyCodes, encode, encode_rows, row_bytes
 from vllm_relay.sparse.query_types import TopK
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from typing_extensions import Self
 
-    from vllm_relay.sparse.query_types import QueryType
 
 HUB_HEAVY = 0.3
 """Below this many different best keys per training query, a few keys are everybody's best."""
@@ -45,7 +43,7 @@ class GraphOptions:
 
     nearest: int = 100
     projection_degree: int = 24
-    supply_degree: int = 4
+    supply_degree: int = 3
     build_width: int = 60
     pivot_rank: int = 30
     queries_per_pivot: int = 16
@@ -54,10 +52,10 @@ class GraphOptions:
 
 SPREAD = GraphOptions()
 HUBS = GraphOptions(projection_degree=28, supply_degree=8, build_width=80, norm_weight=0.7)
-_SPARE_EDGES = 2
+_SPARE_EDGES = 1
 
 
-class GraphIndex(KeyIndex):
+class GraphIndex(face.CompiledIndex):
     """Eight-bit codes for the way, keys for the answer; `width` of a query is the beam.
 
     Args:
@@ -66,21 +64,14 @@ class GraphIndex(KeyIndex):
     """
 
     kind = "graph"
-    _keys: Elements
-    _codes: KeyCodes
     _rows: np.ndarray
     _graph: np.ndarray
-    _entries: np.ndarray
 
     def __init__(self, options: GraphOptions | None = None) -> None:
         self._options = options
         self.default_width = TARGET_K
         self.hub_statistic = 1.0
         self.repaired_nodes = 0
-
-    @property
-    def keys(self) -> Elements:
-        return self._keys
 
     def build(
         self,
@@ -131,8 +122,11 @@ class GraphIndex(KeyIndex):
         entries: np.ndarray,
     ) -> None:
         self._keys, self._codes, self._rows = keys, codes, rows
-        self._graph, self._entries = graph, entries
-        self._set_view = codes.key_set(keys, rows)
+        self._graph, self.entries = graph, entries
+        self.hop_bytes = 4 * graph.shape[1]
+        self.searcher = _C.index.GraphSearcher(
+            "auto", codes.key_set(keys, rows), codes.outside, graph
+        )
 
     def _calibrate(self, queries: np.ndarray, nearest: np.ndarray) -> None:
         k = min(TARGET_K, nearest.shape[1])
@@ -146,47 +140,10 @@ class GraphIndex(KeyIndex):
         most = max(k, min(self.num_keys, 20 * k))
         self.default_width = smallest_width(search, list(nearest[:, :k]), low=k, high=most)
 
-    def search(
-        self,
-        queries: Any,
-        query: QueryType,
-        *,
-        prefix_len: int | None = None,
-        entry: Sequence[int] | np.ndarray | None = None,
-        window_max: Any = None,
-    ) -> SearchResult:
-        queries = face.check_queries("queries", queries, self.head_size)
-        entries = self._entries
-        if entry is not None:
-            entries = np.concatenate([entries, face.check_entries(entry, self.num_keys)])
-        request = face.make_request(
-            queries,
-            query,
-            num_keys=self.num_keys,
-            width=self.default_width,
-            prefix_len=prefix_len,
-            window_max=window_max,
-            entries=entries,
-            always=self._codes.outside,
-        )
-        if prefix_len == 0:
-            return face.no_answers(len(queries))
-        outcome = _C.index.search_graph("auto", self._set_view, self._graph, request)
-        return face.to_result(
-            outcome,
-            row_bytes=row_bytes(self.head_size),
-            hop_bytes=4 * self._graph.shape[1],
-            key_bytes=face.key_bytes(self._keys),
-        )
-
-    def append(self, keys: Any) -> None:
-        new = face.check_keys(keys, head_size=self.head_size, dtype=self._keys.dtype)
-        self.build(Elements(np.concatenate([self._keys.data, new.data]), new.dtype))
-
     def reachable(self) -> np.ndarray:
         """bool [n]; which keys a search can get to from the entries."""
         reached = np.zeros(self.num_keys, bool)
-        frontier = self._entries
+        frontier = self.entries
         reached[frontier] = True
         columns = np.arange(self._graph.shape[1] - 1)
         while len(frontier):
@@ -217,7 +174,7 @@ class GraphIndex(KeyIndex):
             "keys": self._keys.data,
             "codes": self._rows,
             "graph": self._graph,
-            "entries": self._entries,
+            "entries": self.entries,
         }
         width = {"default_width": self.default_width, "hub_statistic": self.hub_statistic}
         return {"dtype": self._keys.dtype, **width, **settings}, arrays

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over chosen keys, computed where they lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vllm_relay import _C
+from vllm_relay.sparse import face
+from vllm_relay.sparse.elements import DTYPES, Elements, as_elements
+from vllm_relay.sparse.face import CompiledIndex
+from vllm_relay.sparse.index import SearchStats
+from vllm_relay.sparse.query_types import QueryType
+
+
+class AttentionState(NamedTuple):
+    """Attention over some of the keys; parts merge by log-sum-exp (`merge_states`).
+
+    Attributes:
+        output: float32 [..., value_size]; 0 where there are no keys.
+        lse: float32 [...]; natural logarithm of the softmax denominator, -inf where no keys are.
+    """
+
+    output: np.ndarray
+    lse: np.ndarray
+
+
+def attend(
+    queries: Any,
+    keys: Elements,
+    values: Elements,
+    ids: Sequence[np.ndarray],
+    scale: float | None = None,
+) -> AttentionState:
+    """Attention of query i over the keys `ids[i]`.
+
+    Args:
+        queries: [g, d].
+        keys, values: [n, d] and [n, value_size].
+        ids: g arrays of positions in `keys`.
+        scale: of the scores; 1 / sqrt(d) if None.
+
+    Returns:
+        output [g, value_size] and lse [g].
+
+    Raises:
+        ValueError: shapes do not fit or an id is none of the keys.
+
+    Source: AlayaDB (2504.10326), section 7.2, data-centric attention.
+    """
+    queries = face.check_queries("queries", queries, keys.shape[1])
+    if len(ids) != len(queries):
+        raise ValueError(f"ids: {len(ids)} arrays, expected {len(queries)}, one for each query")
+    if values.shape[0] != keys.shape[0]:
+        raise ValueError(f"values: {values.shape[0]} rows, expected {keys.shape[0]} as keys")
+    starts = np.zeros(len(ids) + 1, np.int64)
+    np.cumsum([len(each) for each in ids], out=starts[1:])
+    flat = face.check_entries(np.concatenate([face.NO_IDS, *ids]), keys.shape[0])
+    output = np.empty((len(queries), values.shape[1]), np.float32)
+    lse = np.empty(len(queries), np.float32)
+    _C.index.attend_ids(
+        "auto", queries, keys.data, DTYPES.index(keys.dtype), values.data,
+        DTYPES.index(values.dtype), flat, starts, _scale(scale, keys.shape[1]), output, lse,
+    )  # fmt: skip
+    return AttentionState(output, lse)
+
+
+class SparseLayer:
+    """The kv heads of one layer of a stored context: an index and values for each.
+
+    Args:
+        indexes: one for each kv head, all over the same tokens.
+        values: [n, value_size] for each.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
+
+    def __init__(self, indexes: Sequence[CompiledIndex], values: Sequence[Any]) -> None:
+        if not indexes or len(indexes) != len(values):
+            raise ValueError(
+                f"{len(indexes)} indexes and {len(values)} arrays of values, expected one of each "
+                "for every kv head"
+            )
+        self.indexes = list(indexes)
+        self.values = [as_elements("values", each) for each in values]
+        self.num_keys = indexes[0].num_keys
+        self.head_size = indexes[0].head_size
+        sizes = {(index.num_keys, index.head_size) for index in indexes}
+        shapes = {each.shape for each in self.values}
+        if len(sizes) > 1 or len(shapes) > 1 or self.values[0].shape[0] != self.num_keys:
+            raise ValueError(
+                f"indexes of (keys, head_size) {sorted(sizes)} and values of {sorted(shapes)}, "
+                "expected the same for all kv heads"
+            )
+
+    def attend(
+        self,
+        queries: Any,
+        query: QueryType,
+        *,
+        scale: float | None = None,
+        prefix_len: int | None = None,
+        window_max: Any = None,
+        threads: int | None = None,
+    ) -> tuple[AttentionState, SearchStats]:
+        """Searches every head's index and attends what each query found.
+
+        Args:
+            queries: [kv_heads, group, d].
+            window_max: [kv_heads, group]; as for `KeyIndex.search`.
+
+        Returns:
+            output [kv_heads, group, value_size] and lse [kv_heads, group], and what all searches
+            cost.
+        """
+        array = face.check_queries("queries", queries, self.head_size, dims=3)
+        if len(array) != len(self.indexes):
+            raise ValueError(
+                f"queries: of {len(array)} kv heads, expected {len(self.indexes)}, one for each"
+            )
+        if window_max is not None:
+            window_max = face.check_window_max(window_max, array.shape[:2])
+        k, reach, _ = face.query_numbers(query, 1, self.num_keys, self.head_size)
+        parts = [
+            _C.index.HeadPart(
+                index.searcher, values.data, DTYPES.index(values.dtype), index.entries,
+                index.default_width if query.width is None else query.width,
+            )
+            for index, values in zip(self.indexes, self.values, strict=True)
+        ]  # fmt: skip
+        heads, group, _ = array.shape
+        output = np.empty((heads, group, self.values[0].shape[1]), np.float32)
+        lse = np.empty((heads, group), np.float32)
+        counts = np.empty((heads, 4), np.int64)
+        _C.index.attend_heads(
+            parts, array, k, reach, window_max, face.check_prefix(prefix_len, self.num_keys),
+            _scale(scale, self.head_size), output, lse, counts, face.check_threads(threads),
+        )  # fmt: skip
+        costs = [
+            index.stats(*(int(n) for n in row[:3]))
+            for index, row in zip(self.indexes, counts, strict=True)
+        ]
+        value_bytes = int(counts[:, 3].sum()) * face.key_bytes(self.values[0])
+        return AttentionState(output, lse), SearchStats(
+            sum(cost.distances for cost in costs),
+            sum(cost.hops for cost in costs),
+            sum(cost.bytes for cost in costs) + value_bytes,
+        )
+
+
+def merge_states(states: Sequence[AttentionState]) -> AttentionState:
+    """One attention of parts over disjoint sets of keys, in float64 inside.
+
+    Source: FlashAttention's merging of blocks; RelayAttention (Zhu et al., 2024), equation 4.
+    """
+    lses = np.stack([np.asarray(state.lse, np.float64) for state in states])
+    top = lses.max(axis=0)
+    weights = np.exp(lses - np.where(np.isfinite(top), top, 0.0))
+    total = weights.sum(axis=0)
+    outputs = np.stack([np.asarray(state.output, np.float64) for state in states])
+    merged = (weights[..., None] * outputs).sum(axis=0)
+    total_by_row = np.where(total > 0, total, 1.0)[..., None]
+    merged = merged / total_by_row
+    with np.errstate(divide="ignore"):
+        lse = np.log(total) + np.where(np.isfinite(top), top, 0.0)
+    return AttentionState(merged.astype(np.float32), lse.astype(np.float32))
+
+
+def _scale(scale: float | None, head_size: int) -> float:
+    if scale is None:
+        return 1 / math.sqrt(head_size)
+    if not (scale > 0 and math.isfinite(scale)):
+        raise ValueError(f"scale is {scale}, expected a positive number")
+    return scale
