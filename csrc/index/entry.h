@@ -74,9 +74,7 @@ void rescore(const Search& search, int i, const Rows& keys, const SearchRequest&
   static thread_local std::vector<Candidate> promising;
   static thread_local std::vector<int32_t> ids;
   const ScoreQueue& queue = search.queue(i);
-  int32_t least = queue.bound();
-  if (!request.k && queue.best() > INT_MIN)
-    least = std::max<int64_t>(least, int64_t{queue.best()} - queue.range() - 1);
+  const int64_t least = std::max<int64_t>(queue.bound(), queue.below_range());
   promising.clear();
   for (const auto& entry : queue.entries())
     if (entry.score > least) promising.push_back({entry.id, entry.score});

@@ -83,7 +83,7 @@ inline void nearest_keys(const Codes& codes, const Rows& keys, const float* quer
         scan(sample_blocks, 0, count);
         for (int q = 0; q < count; ++q) {
           lists[q].shrink();
-          bounds[q] = lists[q].bound() - 1;
+          bounds[q] = std::max(lists[q].bound(), INT_MIN + 1) - 1;
         }
       }
       for (int q = 0; q < count; ++q) lists[q].reset_best(keep, 0, bounds[q]);
