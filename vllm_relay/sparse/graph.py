@@ -13,7 +13,7 @@ from vllm_relay.sparse import face
 from vllm_relay.sparse.calibrate import TARGET_K, smallest_width, split_queries
 from vllm_relay.sparse.elements import Elements
 from vllm_relay.sparse.index import IndexDamagedError
-from vllm_relay.sparse.key_codes import KeyCodes, aligned_empty, encode, encode_rows, row_bytes
+from vllm_relay.sparse.key_codes import KeyCodes, aligned_empty, encode, row_bytes
 from vllm_relay.sparse.query_types import TopK
 
 if TYPE_CHECKING:
@@ -159,12 +159,7 @@ class GraphIndex(face.CompiledIndex):
                 f"graph index: {int((~self.reachable()).sum())} of {self.num_keys} keys cannot "
                 "be reached"
             )
-        rows = aligned_empty(self._rows.shape, np.uint8)
-        outside = np.zeros(self.num_keys, np.uint8)
-        encode_rows(
-            self._keys, self._codes.mean, self._codes.step, 0, self.num_keys, rows, outside, 1
-        )
-        if not np.array_equal(rows, self._rows):
+        if not np.array_equal(face.check_codes(self._keys, self._codes), self._rows):
             raise IndexDamagedError("graph index: its codes do not belong to its keys")
 
     def to_arrays(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -16,6 +16,8 @@ ROW_BYTES_MULTIPLE = 64
 BLOCK_KEYS = 16
 MAX_HEAD_SIZE = 256
 MAX_OUTSIDE = 64
+MAX_MAGNITUDE = 1e38
+SMALLEST_STEP = np.finfo(np.float32).tiny
 _SAMPLE_KEYS = 4096
 _DEVIATIONS = 6.0
 
@@ -75,7 +77,11 @@ def encode(keys: Elements, threads: int) -> tuple[KeyCodes, np.ndarray]:
     """(how, codes uint8 [n, row_bytes]).
 
     A dimension's range is six deviations of its values, estimated by their median so that a few
-    outliers do not spoil it, or wider until at most `MAX_OUTSIDE` keys do not fit.
+    outliers do not spoil it, or wider until at most `MAX_OUTSIDE` keys, and an eighth of all, do
+    not fit.
+
+    Raises:
+        ValueError: a key is so large that differences of keys may overflow.
     """
     n, d = keys.shape
     mean, largest = _moments(keys)
@@ -87,13 +93,15 @@ def encode(keys: Elements, threads: int) -> tuple[KeyCodes, np.ndarray]:
     codes = aligned_empty((n, row_bytes(d)), np.uint8)
     outside = np.zeros(n, np.uint8)
     deviations = _DEVIATIONS
+    most_outside = min(MAX_OUTSIDE, n // 8)
     while True:
         reach = np.minimum(largest, deviation * np.float32(deviations))
-        step = np.where(reach > 0, reach / 127, 1).astype(np.float32)
+        # never so small that 127 steps round to something shorter
+        step = np.where(reach > 0, np.maximum(reach / 127, SMALLEST_STEP), 1).astype(np.float32)
         # 127 steps must reach the farthest value in float32 too
         step *= np.float32(1 + 1e-6)
         longest, longest_error = encode_rows(keys, mean, step, 0, n, codes, outside, threads)
-        if outside.sum() <= MAX_OUTSIDE or (reach == largest).all():
+        if outside.sum() <= most_outside or (reach == largest).all():
             break
         deviations *= 2
     ids = np.flatnonzero(outside).astype(np.int32)
@@ -126,6 +134,11 @@ def _moments(keys: Elements) -> tuple[np.ndarray, np.ndarray]:
         total += chunk.sum(axis=0, dtype=np.float64)
         np.minimum(low, chunk.min(axis=0), out=low)
         np.maximum(high, chunk.max(axis=0), out=high)
+    magnitude = max(float(high.max()), -float(low.min()))
+    if magnitude > MAX_MAGNITUDE:
+        raise ValueError(
+            f"keys: magnitudes up to {magnitude:.3g}, expected at most {MAX_MAGNITUDE:g}"
+        )
     mean = (total / n).astype(np.float32)
     return mean, np.maximum(high - mean, mean - low).astype(np.float32)
 
