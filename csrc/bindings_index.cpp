@@ -8,8 +8,10 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -196,6 +198,13 @@ class ListSearcher : public Searcher {
   Array<const int32_t, 1> counts_, ids_;
 };
 
+void check_finite(const float* values, size_t count) {
+  bool finite = true;
+  for (size_t i = 0; i < count; ++i) finite &= std::isfinite(values[i]);
+  if (!finite)
+    throw std::invalid_argument("queries: NaN or infinity, expected finite numbers only");
+}
+
 SearchRequest request_of(const Searcher& searcher, const float* queries, size_t num_queries, int k,
                          float range, int width, const float* window_max, int64_t prefix_len,
                          const Array<const int32_t, 1>& entries) {
@@ -215,6 +224,7 @@ SearchRequest request_of(const Searcher& searcher, const float* queries, size_t 
 nb::tuple search(const Searcher& searcher, const Array<const float, 2>& queries, int k, float range,
                  int width, const std::optional<Array<const float, 1>>& window_max,
                  int64_t prefix_len, const Array<const int32_t, 1>& entries) {
+  check_finite(queries.data(), queries.size());
   SearchOutcome outcome;
   {
     nb::gil_scoped_release release;
@@ -240,6 +250,7 @@ void attend_heads(const std::vector<HeadPart>& heads, const Array<const float, 3
                   float range, const std::optional<Array<const float, 2>>& window_max,
                   int64_t prefix_len, float scale, Array<float, 3> output, Array<float, 2> lse,
                   Array<int64_t, 2> counts, int num_threads) {
+  check_finite(queries.data(), queries.size());
   nb::gil_scoped_release release;
   const size_t group = queries.shape(1), size = queries.shape(2), value_size = output.shape(2);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
@@ -267,6 +278,7 @@ void attend_ids(const std::string& kernel, const Array<const float, 2>& queries,
                 const AnyRows& keys, int key_type, const AnyRows& values, int value_type,
                 const Array<const int32_t, 1>& ids, const Array<const int64_t, 1>& starts,
                 float scale, Array<float, 2> output, Array<float, 1> lse) {
+  check_finite(queries.data(), queries.size());
   const IndexKernels& kernels = index_kernels(kernel);
   nb::gil_scoped_release release;
   for (size_t q = 0; q < queries.shape(0); ++q) {

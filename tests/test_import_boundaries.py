@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pure modules stay pure: importing them loads neither torch nor vLLM."""
+"""Pure modules stay pure: importing them loads neither torch, transformers nor vLLM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
-LOADED = "import sys; print([name for name in ('torch', 'vllm') if name in sys.modules])"
+LOADED = (
+    "import sys;print([name for name in ('torch', 'transformers', 'vllm') if name in sys.modules])"
+)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +30,9 @@ LOADED = "import sys; print([name for name in ('torch', 'vllm') if name in sys.m
         "vllm_relay.prefix_cache.policies",
         "vllm_relay.scheduler.fairness",
         "vllm_relay.scheduler.order",
+        "vllm_relay.sparse",
         "vllm_relay.sparse.contexts_command",
+        "vllm_relay.sparse.reference",
     ],
 )
 def test_import_loads_neither_torch_nor_vllm(module: str) -> None:
@@ -37,3 +41,15 @@ def test_import_loads_neither_torch_nor_vllm(module: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+def test_the_context_database_registers_its_attention_when_it_is_asked_for() -> None:
+    program = (
+        "import sys; from vllm_relay.sparse import DB;"
+        "from transformers import AttentionInterface, AttentionMaskInterface;"
+        "print('relay_sparse' in AttentionInterface(), "
+        "'relay_sparse' in AttentionMaskInterface(), 'vllm' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "True", "False"]

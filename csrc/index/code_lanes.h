@@ -29,38 +29,31 @@ RELAY_INLINE __m512i sum_within_parts(__m512i a, __m512i b, __m512i c, __m512i d
   return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
 }
 
-// One query, sixteen rows. Half registers: they take half as many steps to be summed up.
+// One query, sixteen rows.
 template <int Chunks>
 RELAY_INLINE void dot_rows(const uint8_t* const* rows, const int8_t* query, int32_t* out) {
-  __m256i q[2 * Chunks], parts[4];
-  for (int c = 0; c < 2 * Chunks; ++c)
-    q[c] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(query + 32 * c));
+  __m512i q[Chunks], parts[4];
+#pragma GCC unroll 4
+  for (int c = 0; c < Chunks; ++c) q[c] = _mm512_loadu_si512(query + 64 * c);
 #pragma GCC unroll 4
   for (int four = 0; four < 4; ++four) {
-    __m256i sums[4];
+    __m512i sums[4];
 #pragma GCC unroll 4
     for (int r = 0; r < 4; ++r) {
-      sums[r] = _mm256_setzero_si256();
-#pragma GCC unroll 8
-      for (int c = 0; c < 2 * Chunks; ++c)
-        sums[r] = _mm256_dpbusd_epi32(
-            sums[r],
-            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[4 * four + r] + 32 * c)),
-            q[c]);
+      sums[r] = _mm512_setzero_si512();
+#pragma GCC unroll 4
+      for (int c = 0; c < Chunks; ++c)
+        sums[r] =
+            _mm512_dpbusd_epi32(sums[r], _mm512_loadu_si512(rows[4 * four + r] + 64 * c), q[c]);
     }
-    const __m256i ab = _mm256_add_epi32(_mm256_unpacklo_epi32(sums[0], sums[1]),
-                                        _mm256_unpackhi_epi32(sums[0], sums[1]));
-    const __m256i cd = _mm256_add_epi32(_mm256_unpacklo_epi32(sums[2], sums[3]),
-                                        _mm256_unpackhi_epi32(sums[2], sums[3]));
-    parts[four] = _mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
+    parts[four] = sum_within_parts(sums[0], sums[1], sums[2], sums[3]);
   }
-#pragma GCC unroll 2
-  for (int half = 0; half < 2; ++half) {
-    const __m256i a = parts[2 * half], b = parts[2 * half + 1];
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 8 * half),
-                        _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20),
-                                         _mm256_permute2x128_si256(a, b, 0x31)));
-  }
+  const __m512i low = _mm512_add_epi32(_mm512_shuffle_i32x4(parts[0], parts[1], 0x44),
+                                       _mm512_shuffle_i32x4(parts[0], parts[1], 0xee));
+  const __m512i high = _mm512_add_epi32(_mm512_shuffle_i32x4(parts[2], parts[3], 0x44),
+                                        _mm512_shuffle_i32x4(parts[2], parts[3], 0xee));
+  _mm512_storeu_si512(out, _mm512_add_epi32(_mm512_shuffle_i32x4(low, high, 0x88),
+                                            _mm512_shuffle_i32x4(low, high, 0xdd)));
 }
 
 // Four queries whose 16-byte pieces alternate (`interleave_quad`), sixteen rows.

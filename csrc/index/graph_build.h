@@ -304,7 +304,7 @@ class GraphBuilder {
     return true;
   }
 
-  static constexpr int32_t kSpareEdges = 2;  // kept free for repairs
+  static constexpr int32_t kSpareEdges = 1;  // kept free for repairs
 
   const Codes& codes_;
   const Rows& keys_;

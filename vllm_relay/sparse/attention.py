@@ -118,11 +118,10 @@ class SparseLayer:
             output [kv_heads, group, value_size] and lse [kv_heads, group], and what all searches
             cost.
         """
-        array = as_elements("queries", queries).to_float32()
-        if array.ndim != 3 or array.shape[::2] != (len(self.indexes), self.head_size):
+        array = face.check_queries("queries", queries, self.head_size, dims=3)
+        if len(array) != len(self.indexes):
             raise ValueError(
-                f"queries: shape {list(array.shape)}, expected [{len(self.indexes)}, group, "
-                f"{self.head_size}]"
+                f"queries: of {len(array)} kv heads, expected {len(self.indexes)}, one for each"
             )
         if window_max is not None:
             window_max = face.check_window_max(window_max, array.shape[:2])

@@ -10,13 +10,13 @@ import numpy as np
 
 from vllm_relay import _C
 from vllm_relay.sparse import face
+from vllm_relay.sparse.aligned import aligned_empty
 from vllm_relay.sparse.calibrate import TARGET_K, smallest_width, split_queries
 from vllm_relay.sparse.elements import Elements
 from vllm_relay.sparse.index import IndexDamagedError
 from vllm_relay.sparse.key_codes import (
     BLOCK_KEYS,
     KeyCodes,
-    aligned_empty,
     encode,
     encode_rows,
     lay_out_blocks,
@@ -76,7 +76,7 @@ class CoarseIndex(face.CompiledIndex):
         self._fill(elements, codes, rows, centres, inside, lists)
         self.default_width = max(1, self.num_lists // 6)
         if train_queries is not None:
-            queries = face.check_queries("train_queries", train_queries, self.head_size)
+            queries = face.check_train_queries(train_queries, self.head_size)
             self._calibrate(queries[split_queries(len(queries), seed)[0]])
         return self
 

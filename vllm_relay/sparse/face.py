@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from vllm_relay.sparse.aligned import aligned_empty
 from vllm_relay.sparse.elements import STORAGE, Elements, as_elements, check_finite
 from vllm_relay.sparse.index import IndexDamagedError, KeyIndex, SearchResult, SearchStats
 from vllm_relay.sparse.key_codes import (
     MAX_HEAD_SIZE,
     KeyCodes,
-    aligned_empty,
     encode_rows,
     row_bytes,
 )
@@ -94,12 +94,22 @@ def check_keys(keys: Any, *, head_size: int | None = None, dtype: str | None = N
     return elements
 
 
-def check_queries(name: str, queries: Any, head_size: int) -> np.ndarray:
-    """float32 [g, head_size], finite."""
-    array = as_elements(name, queries).to_float32()
-    if array.ndim != 2 or array.shape[1] != head_size:
-        raise ValueError(f"{name}: shape {list(array.shape)}, expected [queries, {head_size}]")
-    return array
+def check_queries(name: str, queries: Any, head_size: int, *, dims: int = 2) -> np.ndarray:
+    """float32 [..., head_size] of `dims` dimensions; the C++ side refuses what is not finite."""
+    usable = isinstance(queries, np.ndarray) and queries.dtype == np.float32
+    if not (usable and queries.flags.c_contiguous):
+        queries = as_elements(name, queries).to_float32()
+    if queries.ndim != dims or queries.shape[-1] != head_size:
+        leading = "[queries, " if dims == 2 else "[kv_heads, queries, "
+        raise ValueError(f"{name}: shape {list(queries.shape)}, expected {leading}{head_size}]")
+    return queries
+
+
+def check_train_queries(queries: Any, head_size: int) -> np.ndarray:
+    """float32 [m, head_size], finite."""
+    queries = check_queries("train_queries", queries, head_size)
+    check_finite("train_queries", Elements(queries, "float32"))
+    return queries
 
 
 def check_threads(threads: int | None) -> int:

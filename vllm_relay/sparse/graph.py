@@ -10,11 +10,12 @@ import numpy as np
 
 from vllm_relay import _C
 from vllm_relay.sparse import face
+from vllm_relay.sparse.aligned import aligned_empty
 from vllm_relay.sparse.calibrate import TARGET_K, smallest_width, split_queries
 from vllm_relay.sparse.elements import Elements
 from vllm_relay.sparse.index import IndexDamagedError
-from vllm_relay.sparse.key_codes import KeyCodes, aligned_empty, encode, row_bytes
-from vllm_relay.sparse.query_types import TopK
+from vllm_relay.sparse.key_codes import KeyCodes, encode, row_bytes
+from vllm_relay.sparse.query_types import MAX_COUNT, TopK
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -42,7 +43,7 @@ class GraphOptions:
 
     nearest: int = 100
     projection_degree: int = 24
-    supply_degree: int = 4
+    supply_degree: int = 3
     build_width: int = 60
     pivot_rank: int = 30
     queries_per_pivot: int = 16
@@ -51,7 +52,7 @@ class GraphOptions:
 
 SPREAD = GraphOptions()
 HUBS = GraphOptions(projection_degree=28, supply_degree=8, build_width=80, norm_weight=0.7)
-_SPARE_EDGES = 2
+_SPARE_EDGES = 1
 
 
 class GraphIndex(face.CompiledIndex):
@@ -89,7 +90,7 @@ class GraphIndex(face.CompiledIndex):
             step = max(1, n // max(1, int(0.4 * n)))
             queries = Elements(elements.data[::step], elements.dtype).to_float32()
         else:
-            queries = face.check_queries("train_queries", train_queries, d)
+            queries = face.check_train_queries(train_queries, d)
         key_set = codes.key_set(elements, rows)
         options = self._options
         k = min((options or SPREAD).nearest, n)
@@ -193,7 +194,7 @@ class GraphIndex(face.CompiledIndex):
             and len(entries) >= 1
             and int(entries.min()) >= 0
             and int(entries.max()) < n
-            and width >= 1,
+            and 1 <= width <= MAX_COUNT,
             "graph index: its arrays do not fit together",
         )
         index = cls()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from vllm_relay import _C
+from vllm_relay.sparse.aligned import aligned_empty
 from vllm_relay.sparse.elements import DTYPES, Elements
 
 ROW_BYTES_MULTIPLE = 64
@@ -63,14 +64,6 @@ class KeyCodes:
 def row_bytes(head_size: int) -> int:
     """Of one key's code."""
     return -(-head_size // ROW_BYTES_MULTIPLE) * ROW_BYTES_MULTIPLE
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """As numpy.empty, at the beginning of a cache line."""
-    size_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-    raw = np.empty(size_bytes + 64, np.uint8)
-    begin = -raw.ctypes.data % 64
-    return raw[begin : begin + size_bytes].view(dtype).reshape(shape)
 
 
 def encode(keys: Elements, threads: int) -> tuple[KeyCodes, np.ndarray]:

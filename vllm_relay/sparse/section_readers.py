@@ -16,6 +16,7 @@ from threading import Lock
 
 import numpy as np
 
+from vllm_relay.sparse.aligned import aligned_empty
 from vllm_relay.sparse.buffer_pool import BufferPool
 from vllm_relay.sparse.checksum import crc32c, find_damage
 from vllm_relay.sparse.index import IndexDamagedError
@@ -196,7 +197,7 @@ class MemoryReader(SectionReader):
         with self._lock:
             data = self._read.get(section.name)
             if data is None:
-                data = np.empty(section.num_bytes, np.uint8)
+                data = aligned_empty((section.num_bytes,), np.uint8)
                 self.file.read_into(data.data, section.offset_bytes)
                 self.check(section, data, 0)
                 data.setflags(write=False)

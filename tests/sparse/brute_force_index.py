@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An index that looks at every key in float64: the twin of the real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from vllm_relay.sparse import KeyIndex, QueryType, SearchResult, SearchStats, reference
+from vllm_relay.sparse.elements import Elements, as_elements
+
+
+class BruteForceIndex(KeyIndex):
+    """`KeyIndex` by `reference.search`; remembers what it was built with."""
+
+    kind = "brute force"
+
+    def __init__(self) -> None:
+        self._keys: Elements | None = None
+        self.train_queries: Elements | None = None
+
+    @property
+    def keys(self) -> Elements:
+        assert self._keys is not None
+        return self._keys
+
+    def build(
+        self,
+        keys: Any,
+        train_queries: Any = None,
+        *,
+        seed: int = 0,
+        threads: int | None = None,
+    ) -> BruteForceIndex:
+        self._keys = as_elements("keys", keys)
+        if train_queries is not None:
+            self.train_queries = as_elements("train_queries", train_queries)
+        return self
+
+    def search(
+        self,
+        queries: Any,
+        query: QueryType,
+        *,
+        prefix_len: int | None = None,
+        entry: Sequence[int] | np.ndarray | None = None,
+        window_max: Any = None,
+    ) -> SearchResult:
+        keys = self.keys.to_float32()[:prefix_len]
+        ids, scores = reference.search(np.asarray(queries), keys, query, window_max=window_max)
+        return SearchResult(
+            ids,
+            [row.astype(np.float32) for row in scores],
+            SearchStats(distances=len(keys), hops=1, bytes=self.keys.data[:prefix_len].nbytes),
+        )
+
+    def append(self, keys: Any) -> None:
+        added = as_elements("keys", keys, self.keys.dtype)
+        self._keys = Elements(np.concatenate([self.keys.data, added.data]), self.keys.dtype)
+
+    def check(self) -> None:
+        pass
+
+    def to_arrays(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        return {"dtype": self.keys.dtype}, {"keys": self.keys.data}
+
+    @classmethod
+    def from_arrays(
+        cls, settings: dict[str, Any], arrays: dict[str, np.ndarray]
+    ) -> BruteForceIndex:
+        return cls().build(Elements(arrays["keys"], settings["dtype"]))

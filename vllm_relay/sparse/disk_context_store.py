@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contexts in a folder: one file each, found again by the next process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from vllm_relay.sparse.buffer_pool import BufferPool
+from vllm_relay.sparse.context_file import (
+    CONTEXT_SUFFIX,
+    ContextFile,
+    ContextHead,
+    index_type,
+    write_context,
+)
+from vllm_relay.sparse.context_fingerprint import ContextFingerprint, ForeignContextError
+from vllm_relay.sparse.context_store import (
+    ContextShape,
+    ContextStore,
+    HeadStates,
+    StoredContext,
+    context_id_of,
+)
+from vllm_relay.sparse.elements import Elements
+from vllm_relay.sparse.index import IndexDamagedError, KeyIndex
+from vllm_relay.sparse.section_file import SectionFile, write_sections
+from vllm_relay.sparse.tokens import TOKEN_DTYPE
+
+# training queries lie beside the context: only a longer context that begins with it needs them
+QUERIES_SUFFIX = ".relayqueries"
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class DiskContext(StoredContext):
+    """A context in a file, of which pages are read and verified when they are needed.
+
+    Attributes:
+        path: of the file.
+        damage: what was found wrong with it; None so far.
+    """
+
+    def __init__(self, file: ContextFile, *, is_pooled: bool) -> None:
+        self.path = file.path
+        self.damage: str | None = None
+        self.tokens = file.tokens.astype(TOKEN_DTYPE)
+        self.id = context_id_of(self.tokens)
+        self.shape = ContextShape(
+            num_layers=file.fingerprint.num_layers,
+            num_kv_heads=file.fingerprint.num_kv_heads,
+            head_size=file.fingerprint.head_size,
+            value_size=file.value_rows(0, 0).shape[1],
+            dtype=file.fingerprint.dtype,
+        )
+        self._file = file
+        self._is_pooled = is_pooled
+        self._indexes: dict[tuple[int, int], KeyIndex] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return self._file.file.num_bytes
+
+    def rows(self, layer: int, head: int, begin: int, end: int) -> tuple[Elements, Elements]:
+        return self._noting_damage(
+            lambda: (
+                self._elements(self._file.key_rows(layer, head).range(begin, end)),
+                self._elements(self._file.value_rows(layer, head).range(begin, end)),
+            )
+        )
+
+    def gather(
+        self, layer: int, head: int, ids: list[np.ndarray]
+    ) -> tuple[Elements, Elements, list[np.ndarray]]:
+        seen = np.unique(np.concatenate(ids))
+        return self._noting_damage(lambda: self._gather(layer, head, ids, seen))
+
+    def index(self, layer: int, head: int) -> KeyIndex:
+        index = self._indexes.get((layer, head))
+        if index is None:
+            index = self._noting_damage(lambda: self._file.index(layer, head))
+            if not self._is_pooled:
+                self._indexes[layer, head] = index
+        return index
+
+    def train_queries(self, layer: int, head: int) -> Elements | None:
+        try:
+            with SectionFile.open(self.path.with_suffix(QUERIES_SUFFIX), mmap=False) as file:
+                name = _queries_name(layer, head)
+                return self._elements(file[name]) if name in file else None
+        except (OSError, IndexDamagedError) as error:
+            logger.warning("training queries left out: %s", error)
+            return None
+
+    def _gather(
+        self, layer: int, head: int, ids: list[np.ndarray], seen: np.ndarray
+    ) -> tuple[Elements, Elements, list[np.ndarray]]:
+        keys, values = self._file.key_rows(layer, head), self._file.value_rows(layer, head)
+        if self._is_pooled:
+            places = [np.searchsorted(seen, found).astype(np.int32) for found in ids]
+            return self._elements(keys.take(seen)), self._elements(values.take(seen)), places
+        views = []
+        for part, rows in (("keys", keys), ("values", values)):
+            rows.verify_ids(seen)
+            name = f"layers/{layer}/kv_heads/{head}/{part}"
+            views.append(self._elements(self._file.file.view(name, verified=False)))
+        return views[0], views[1], ids
+
+    def _elements(self, data: np.ndarray) -> Elements:
+        return Elements(data, self.shape.dtype)
+
+    def _noting_damage(self, read: Callable[[], T]) -> T:
+        try:
+            return read()
+        except IndexDamagedError as error:
+            self.damage = str(error)
+            raise
+
+
+class DiskContextStore(ContextStore):
+    """The contexts of one model in a folder, which several processes may share.
+
+    Opening the folder reads header, table and tokens of each file. Files that are damaged, or of
+    another model, are reported and left alone; one whose damage is found later raises
+    `IndexDamagedError` where it is read and is not used again.
+
+    Args:
+        path: the folder; made if missing.
+        fingerprint: of the model.
+        memory_limit_bytes: of the pages that are kept in memory; None maps the files.
+
+    Raises:
+        OSError: the folder cannot be made or read.
+    """
+
+    def __init__(
+        self, path: Path, fingerprint: ContextFingerprint, memory_limit_bytes: int | None = None
+    ) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._fingerprint = fingerprint
+        self._pool = None if memory_limit_bytes is None else BufferPool(memory_limit_bytes)
+        self._open: dict[Path, DiskContext] = {}
+        self._skipped: dict[Path, str] = {}
+        self._lock = threading.RLock()
+        self.contexts()
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        self.contexts()
+        with self._lock:
+            return {str(path): reason for path, reason in self._skipped.items()}
+
+    def add(self, tokens: np.ndarray, layers: Sequence[Sequence[HeadStates]]) -> StoredContext:
+        path = self._path / f"{context_id_of(tokens)}{CONTEXT_SUFFIX}"
+        _write_queries(path.with_suffix(QUERIES_SUFFIX), layers)
+        write_context(path, self._fingerprint, tokens, _heads(layers))
+        with self._lock:
+            self._skipped.pop(path, None)
+            self._open[path] = self._opened(path)
+            return self._open[path]
+
+    def contexts(self) -> list[StoredContext]:
+        """Files that came or went since the last time are noticed."""
+        with self._lock:
+            found = sorted(self._path.glob(f"*{CONTEXT_SUFFIX}"), key=_age)
+            for path, context in list(self._open.items()):
+                if context.damage is not None:
+                    self._skip(path, context.damage)
+                if context.damage is not None or path not in found:
+                    del self._open[path]
+            for path in found:
+                if path in self._open or path in self._skipped:
+                    continue
+                try:
+                    self._open[path] = self._opened(path)
+                except FileNotFoundError:
+                    continue
+                except (ForeignContextError, IndexDamagedError, OSError) as error:
+                    self._skip(path, str(error))
+            return list(self._open.values())
+
+    def delete(self, context_id: str) -> None:
+        with self._lock:
+            for path, context in list(self._open.items()):
+                if context.id == context_id:
+                    del self._open[path]
+                    path.unlink(missing_ok=True)
+                    path.with_suffix(QUERIES_SUFFIX).unlink(missing_ok=True)
+                    return
+        raise KeyError(context_id)
+
+    def close(self) -> None:
+        with self._lock:
+            self._open.clear()
+
+    def _opened(self, path: Path) -> DiskContext:
+        file = ContextFile.open(path, expected=self._fingerprint, pool=self._pool)
+        num_heads = self._fingerprint.num_layers * self._fingerprint.num_kv_heads
+        if sum(file.index_kinds.values()) < num_heads:
+            raise ForeignContextError(f"{path}: has kv heads without an index")
+        for kind in file.index_kinds:
+            try:
+                index_type(kind)
+            except ValueError as error:
+                raise ForeignContextError(f"{path}: {error}") from None
+        return DiskContext(file, is_pooled=self._pool is not None)
+
+    def _skip(self, path: Path, reason: str) -> None:
+        self._skipped[path] = reason
+        logger.warning("context left out: %s", reason)
+
+
+def _heads(layers: Sequence[Sequence[HeadStates]]) -> Iterator[ContextHead]:
+    for layer, heads in enumerate(layers):
+        for head, states in enumerate(heads):
+            yield ContextHead(layer, head, states.keys, states.values, states.index)
+
+
+def _write_queries(path: Path, layers: Sequence[Sequence[HeadStates]]) -> None:
+    arrays = {
+        _queries_name(layer, head): states.train_queries.data
+        for layer, heads in enumerate(layers)
+        for head, states in enumerate(heads)
+        if states.train_queries is not None
+    }
+    write_sections(path, {"content": "training queries"}, arrays)
+
+
+def _queries_name(layer: int, head: int) -> str:
+    return f"layers/{layer}/kv_heads/{head}/queries"
+
+
+def _age(path: Path) -> tuple[int, str]:
+    try:
+        return path.stat().st_mtime_ns, path.name
+    except FileNotFoundError:
+        return 0, path.name

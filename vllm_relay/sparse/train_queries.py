@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which queries an index learns from: an even sample over tokens and query heads."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+class TrainQueries:
+    """Takes `per_key` queries for each token, in token order, from the query heads of a group in
+    turn.
+
+    Which ones does not depend on how the tokens are cut into forward passes.
+
+    Source: AlayaDB (2504.10326), section 7.2, index sharing.
+    """
+
+    def __init__(self, per_key: float) -> None:
+        self._per_key = per_key
+        self._end = 0
+        self._positions: list[int] = []
+        self._parts: list[torch.Tensor] = []
+
+    def add(self, queries: torch.Tensor, *, first_position: int) -> None:
+        """Args: queries: [kv_heads, group, tokens, head_size]; tokens seen before are skipped."""
+        group, num_tokens = queries.shape[1], queries.shape[2]
+        begin = max(first_position, self._end)
+        self._end = max(self._end, first_position + num_tokens)
+        chosen = [
+            (position, number)
+            for position in range(begin, first_position + num_tokens)
+            for number in range(self._count(position), self._count(position + 1))
+        ]
+        if not chosen:
+            return
+        positions, numbers = zip(*chosen, strict=True)
+        tokens = torch.tensor(positions) - first_position
+        heads = torch.tensor(numbers) % group
+        self._parts.append(queries[:, heads, tokens].detach().to("cpu", copy=True))
+        self._positions.extend(positions)
+
+    def sample(self) -> torch.Tensor | None:
+        """[kv_heads, m, head_size] in token order; None if there are none."""
+        if not self._parts:
+            return None
+        return torch.cat(self._parts, 1)[:, : len(self._positions)]
+
+    def crop(self, num_tokens: int) -> None:
+        """Forgets the queries of tokens at `num_tokens` and after."""
+        self._positions = [p for p in self._positions if p < num_tokens]
+        self._end = min(self._end, num_tokens)
+        sample = self.sample()
+        self._parts = [] if sample is None or not self._positions else [sample]
+
+    def copy(self) -> TrainQueries:
+        twin = TrainQueries(self._per_key)
+        twin._end, twin._positions = self._end, list(self._positions)
+        twin._parts = list(self._parts)
+        return twin
+
+    def _count(self, num_tokens: int) -> int:
+        """How many queries the first `num_tokens` tokens give."""
+        return math.floor(num_tokens * self._per_key)
