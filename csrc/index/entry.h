@@ -36,8 +36,8 @@ std::pair<float, float> encode(const Rows& keys, const float* mean, const float*
 }
 
 void nearest(const Codes& codes, const Rows& keys, const float* queries, int64_t num_queries,
-             int32_t k, int32_t* ids, int num_threads) {
-  nearest_keys(codes, keys, queries, num_queries, k, ids, num_threads);
+             int32_t k, std::span<const int32_t> always, int32_t* ids, int num_threads) {
+  nearest_keys(codes, keys, queries, num_queries, k, always, ids, num_threads);
 }
 
 int64_t build_graph(const Codes& codes, const Rows& keys, const Graph& graph,

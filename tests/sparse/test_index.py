@@ -473,7 +473,7 @@ def test_keys_outside_are_looked_at(index_class: type[CompiledIndex]) -> None:
     data = key_set("outliers", 90, 10)
     settings_, arrays = index_class().build(data.keys).to_arrays()
     outside = arrays["outside"]
-    assert len(outside) == 3
+    assert len(outside) == 5
     for changed in (outside[:-1], outside[:0], outside[::-1].copy(), (outside + 1) % 90):
         with pytest.raises(IndexDamagedError):
             index_class.from_arrays(

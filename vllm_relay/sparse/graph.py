@@ -95,7 +95,9 @@ class GraphIndex(face.CompiledIndex):
         options = self._options
         k = min((options or SPREAD).nearest, n)
         nearest = np.empty((len(queries), k), np.int32)
-        _C.index.nearest("auto", key_set, np.ascontiguousarray(queries), nearest, num_threads)
+        _C.index.nearest(
+            "auto", key_set, np.ascontiguousarray(queries), codes.outside, nearest, num_threads
+        )
         held, taught = split_queries(len(queries), seed)
         if len(queries):
             self.hub_statistic = len(np.unique(nearest[:, 0])) / len(queries)
