@@ -77,7 +77,8 @@ void rescore(const Search& search, int i, const Rows& keys, const SearchRequest&
   const int64_t least = std::max<int64_t>(queue.bound(), queue.below_range());
   promising.clear();
   for (const auto& entry : queue.entries())
-    if (entry.score > least) promising.push_back({entry.id, entry.score});
+    if (entry.score > least && entry.id >= request.begin)
+      promising.push_back({entry.id, entry.score});
   if (request.k && promising.size() > num_rescored(request.k)) {
     const auto last = promising.begin() + num_rescored(request.k);
     std::nth_element(promising.begin(), last, promising.end(), better_candidate);
@@ -88,7 +89,7 @@ void rescore(const Search& search, int i, const Rows& keys, const SearchRequest&
   for (const Candidate& c : promising) ids.push_back(c.position);
   if (request.num_always) {
     for (int32_t a = 0; a < request.num_always; ++a)
-      if (request.always[a] < request.prefix_len) ids.push_back(request.always[a]);
+      if (counts(request, request.always[a])) ids.push_back(request.always[a]);
     std::sort(ids.begin(), ids.end());
     ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
   }

@@ -65,7 +65,7 @@ class GraphSearch {
     scratch_.begin(codes_.num_rows);
     encode(query);
     seed(query);
-    const int per_query = group_ == 1 ? 6 : 2;
+    const int per_query = group_ == 1 ? 6 : 4;
     for (;;) {
       // nodes are chosen before the last batch is scored, so that their rows arrive meanwhile
       choose(per_query);

@@ -5,8 +5,8 @@
 #include "aligned_vector.h"
 #include "candidate_list.h"
 #include "code_blocks.h"
+#include "dropped_mass.h"
 #include "query_code.h"
-#include "rescore.h"
 
 namespace relay::index {
 namespace {
@@ -16,6 +16,7 @@ struct ScanScratch {
   std::vector<QueryCode> forms;
   std::vector<CandidateList> lists;
   std::vector<int32_t> ids;
+  std::vector<Remainder> remainders;
 
   void encode(const float* queries, int num_queries, const Codes& codes) {
     query_codes.resize(static_cast<size_t>(num_queries) * codes.stride);
@@ -38,6 +39,14 @@ inline void scan_ranges(const Codes& codes, const CodeBlocks& blocks, const Rows
                         const SearchRequest& request, ScanScratch& scratch,
                         SearchOutcome& outcome) {
   scratch.encode(request.queries, request.num_queries, codes);
+  const bool certify = exact && request.scale > 0;
+  if (certify) {
+    const int64_t end =
+        ranges.empty() ? 0 : ranges.back().first_block * kBlockKeys + ranges.back().num_keys;
+    scratch.remainders.resize(request.num_queries);
+    for (Remainder& remainder : scratch.remainders) remainder.reset(end);
+    outcome.dropped_mass.resize(request.num_queries);
+  }
   for (int q = 0; q < request.num_queries; ++q) {
     const QueryCode& form = scratch.forms[q];
     const double slack = exact ? 2 * form.largest_error : kRangeErrors * form.error;
@@ -61,6 +70,7 @@ inline void scan_ranges(const Codes& codes, const CodeBlocks& blocks, const Rows
                        uint32_t valid = left >= kBlockKeys ? 0xffffu : (1u << left) - 1;
                        if (block == range.first_block) valid &= ~range.skip;
                        offer(scratch.lists[q], scores, block * kBlockKeys, valid);
+                       if (certify) scratch.remainders[q].add(scores, block, valid);
                      });
     outcome.distances += range.num_keys;
     ++outcome.hops;
@@ -74,13 +84,20 @@ inline void scan_ranges(const Codes& codes, const CodeBlocks& blocks, const Rows
       scratch.ids.push_back(ids ? ids[c.position] : c.position);
     outcome.rescored += scratch.ids.size();
     for (int32_t a = 0; a < request.num_always; ++a)
-      if (request.always[a] < request.prefix_len) scratch.ids.push_back(request.always[a]);
+      if (counts(request, request.always[a])) scratch.ids.push_back(request.always[a]);
     std::sort(scratch.ids.begin(), scratch.ids.end());
     scratch.ids.erase(std::unique(scratch.ids.begin(), scratch.ids.end()), scratch.ids.end());
     outcome.found[q].clear();
     score_exactly(request.queries + static_cast<int64_t>(q) * keys.size, keys, scratch.ids,
                   outcome.found[q]);
-    keep_answers(request, q, outcome.found[q]);
+    if (certify) {
+      Remainder& remainder = scratch.remainders[q];
+      for (const Candidate& c : std::span(list.begin(), list.end())) remainder.remove(c.position);
+      outcome.dropped_mass[q] = bound_dropped_mass(request, q, keys, scratch.forms[q], remainder,
+                                                   outcome.found[q], outcome.rescored);
+    } else {
+      keep_answers(request, q, outcome.found[q]);
+    }
   }
 }
 

@@ -12,13 +12,8 @@ import numpy as np
 from vllm_relay.sparse.aligned import aligned_empty
 from vllm_relay.sparse.elements import STORAGE, Elements, as_elements, check_finite
 from vllm_relay.sparse.index import IndexDamagedError, KeyIndex, SearchResult, SearchStats
-from vllm_relay.sparse.key_codes import (
-    MAX_HEAD_SIZE,
-    KeyCodes,
-    encode_rows,
-    row_bytes,
-)
-from vllm_relay.sparse.query_types import Dipr, QueryType, TopK
+from vllm_relay.sparse.key_codes import MAX_HEAD_SIZE, KeyCodes, encode_rows, row_bytes
+from vllm_relay.sparse.query_types import Dipr, QueryType, TopK, softmax_scale
 
 NO_IDS = np.zeros(0, np.int32)
 
@@ -39,6 +34,7 @@ class CompiledIndex(KeyIndex):
     hop_bytes = 0
     _keys: Elements
     _codes: KeyCodes
+    _exact: Any = None
 
     @property
     def keys(self) -> Elements:
@@ -49,6 +45,7 @@ class CompiledIndex(KeyIndex):
         queries: Any,
         query: QueryType,
         *,
+        begin: int = 0,
         prefix_len: int | None = None,
         entry: Sequence[int] | np.ndarray | None = None,
         window_max: Any = None,
@@ -61,16 +58,37 @@ class CompiledIndex(KeyIndex):
         entries = self.entries
         if entry is not None:
             entries = np.concatenate([entries, check_entries(entry, n)])
-        ids, scores, *counts = self.searcher.search(
-            queries, k, reach, width, window_max, check_prefix(prefix_len, n), entries
-        )
-        return SearchResult(ids, scores, self.stats(*counts))
+        scale, searcher = 0.0, self.searcher
+        if query.max_dropped_mass is not None:
+            scale, searcher = softmax_scale(query, d), self.exact_searcher
+        prefix_len = check_prefix(prefix_len, n)
+        ids, scores, dropped_mass, distances, hops, rescored = searcher.search(
+            queries, k, reach, width, window_max, check_begin(begin, prefix_len), prefix_len,
+            entries, scale, query.max_dropped_mass or 2.0,
+        )  # fmt: skip
+        stats = self.stats(distances, hops, rescored, dropped_mass if scale else None)
+        return SearchResult(ids, scores, stats)
 
-    def stats(self, distances: int, hops: int, rescored: int) -> SearchStats:
+    @property
+    def exact_searcher(self) -> Any:
+        """The C++ side of a flat index of the same keys."""
+        if self._exact is None:
+            from vllm_relay.sparse.flat import FlatIndex
+
+            self._exact = FlatIndex().build(self._keys).searcher
+        return self._exact
+
+    def stats(
+        self,
+        distances: int,
+        hops: int,
+        rescored: int,
+        dropped_mass: np.ndarray | None = None,
+    ) -> SearchStats:
         """What a search cost, from what the C++ side counts."""
         n, d = self._keys.shape
         read = distances * row_bytes(d) + hops * self.hop_bytes + rescored * key_bytes(self._keys)
-        return SearchStats(distances, hops, read)
+        return SearchStats(distances, hops, read, dropped_mass)
 
     def append(self, keys: Any) -> None:
         new = check_keys(keys, head_size=self.head_size, dtype=self._keys.dtype)
@@ -156,6 +174,12 @@ def check_prefix(prefix_len: int | None, num_keys: int) -> int:
     if not 0 <= prefix_len <= num_keys:
         raise ValueError(f"prefix_len is {prefix_len}, expected 0 to {num_keys}")
     return int(prefix_len)
+
+
+def check_begin(begin: int, prefix_len: int) -> int:
+    if isinstance(begin, bool) or not isinstance(begin, int | np.integer) or begin < 0:
+        raise ValueError(f"begin is {begin!r}, expected a whole number >= 0")
+    return min(int(begin), prefix_len)
 
 
 def check_entries(entry: Sequence[int] | np.ndarray | None, num_keys: int) -> np.ndarray:

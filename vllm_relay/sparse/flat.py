@@ -49,6 +49,7 @@ class FlatIndex(face.CompiledIndex):
     def _set(self, keys: Elements, codes: KeyCodes, blocks: np.ndarray) -> None:
         self._keys, self._codes, self._blocks = keys, codes, blocks
         self.searcher = _C.index.FlatSearcher("auto", codes.key_set(keys, blocks), codes.outside)
+        self._exact = self.searcher
 
     def check(self) -> None:
         rows = face.check_codes(self._keys, self._codes)
