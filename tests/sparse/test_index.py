@@ -23,7 +23,7 @@ from vllm_relay.sparse.elements import DTYPES, Elements, from_float32
 from vllm_relay.sparse.face import CompiledIndex
 from vllm_relay.sparse.flat import FlatIndex
 from vllm_relay.sparse.graph import GraphIndex
-from vllm_relay.sparse.index import IndexDamagedError
+from vllm_relay.sparse.index import IndexDamagedError, SearchResult
 from vllm_relay.sparse.query_types import Dipr, QueryType, TopK
 
 INDEXES: dict[str, type[CompiledIndex]] = {
@@ -119,6 +119,27 @@ def test_no_answer_lies_past_the_prefix(index_class: type[CompiledIndex], kind: 
                     # of the lists that are read none may have a key of the prefix
                     all_read = index_class is not CoarseIndex or query.width == 600
                     assert len(result.ids[i]) or prefix == 0 or not all_read
+
+
+@each_index
+@pytest.mark.parametrize("kind", ["rope", "outliers"])
+def test_no_answer_lies_before_the_beginning(index_class: type[CompiledIndex], kind: str) -> None:
+    data = key_set(kind, 600, 24)
+    index = index_class().build(data.keys, data.train)
+    for begin in (0, 1, 15, 16, 17, 299, 599, 600, 10**6):
+        for prefix in (None, 16, 17, 300):
+            end = 600 if prefix is None else prefix
+            for query in (TopK(50), Dipr(beta=5.0), TopK(600, width=600)):
+                for group in (1, 5):
+                    queries = data.queries[:group]
+                    result = index.search(queries, query, begin=begin, prefix_len=prefix)
+                    assert_well_formed(result, group, end)
+                    assert all((ids >= begin).all() for ids in result.ids)
+                    if begin < end and (query.width or index_class is FlatIndex):
+                        part = [ids - begin for ids in result.ids]
+                        moved = SearchResult(part, result.scores, result.stats)
+                        if index_class is not GraphIndex:
+                            assert_exact(moved, queries, data.keys[begin:end], query)
 
 
 @each_index
@@ -322,6 +343,8 @@ def test_unusable_sizes_are_refused(
         ({"prefix_len": 701}, "prefix_len is 701, expected 0 to 700"),
         ({"prefix_len": 3.0}, "prefix_len is 3.0"),
         ({"prefix_len": True}, "prefix_len is True"),
+        ({"begin": -1}, "begin is -1"),
+        ({"begin": 2.0}, "begin is 2.0"),
         ({"entry": [700]}, "entry: ids 700 to 700"),
         ({"entry": [-1, 3]}, "entry: ids -1 to 3"),
         ({"entry": [1.5]}, "entry: "),
