@@ -91,11 +91,12 @@ std::pair<float, float> encode(const std::string& kernel, const AnyRows& keys, i
 }
 
 void nearest(const std::string& kernel, const KeySet& set, const Array<const float, 2>& queries,
-             Array<int32_t, 2> ids, int num_threads) {
+             const Array<const int32_t, 1>& always, Array<int32_t, 2> ids, int num_threads) {
   const IndexKernels& kernels = index_kernels(kernel);
   nb::gil_scoped_release release;
   kernels.nearest(set.view_codes(), set.view_rows(), queries.data(), queries.shape(0),
-                  static_cast<int32_t>(ids.shape(1)), ids.data(), num_threads);
+                  static_cast<int32_t>(ids.shape(1)), {always.data(), always.shape(0)}, ids.data(),
+                  num_threads);
 }
 
 int64_t build_graph(const std::string& kernel, const KeySet& set, Array<int32_t, 2> graph,

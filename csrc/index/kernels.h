@@ -70,7 +70,7 @@ struct IndexKernels {
                                     int64_t begin, int64_t end, uint8_t* codes, int64_t stride,
                                     uint8_t* outside, int num_threads);
   void (*nearest)(const Codes&, const Rows& keys, const float* queries, int64_t num_queries,
-                  int32_t k, int32_t* ids, int num_threads);
+                  int32_t k, std::span<const int32_t> always, int32_t* ids, int num_threads);
   int64_t (*build_graph)(const Codes&, const Rows& keys, const Graph&, const GraphBuildOptions&,
                          const int32_t* nearest, int64_t num_queries, int32_t k,
                          const int32_t* entries, int32_t num_entries);

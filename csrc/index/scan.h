@@ -28,7 +28,7 @@ struct ScanScratch {
   }
 };
 
-inline int32_t to_steps(double score, float unit) {
+inline int32_t to_steps(double score, double unit) {
   return static_cast<int32_t>(std::clamp(std::ceil(score / unit), -1e9, 1e9));
 }
 
@@ -49,16 +49,15 @@ inline void scan_ranges(const Codes& codes, const CodeBlocks& blocks, const Rows
   }
   for (int q = 0; q < request.num_queries; ++q) {
     const QueryCode& form = scratch.forms[q];
-    const float slack = exact ? 2 * form.largest_error : kRangeErrors * form.error;
+    const double slack = exact ? 2 * form.largest_error : kRangeErrors * form.error;
     if (request.k) {
       scratch.lists[q].reset_best(exact ? request.k : static_cast<int32_t>(num_rescored(request.k)),
                                   exact ? to_steps(slack, form.unit) : 0);
     } else {
-      const float elsewhere = request.window_max ? request.window_max[q] : -INFINITY;
-      scratch.lists[q].reset_range(to_steps(double{request.range} + slack, form.unit),
-                                   elsewhere > -INFINITY
-                                       ? to_steps(double{elsewhere} - form.offset, form.unit) - 1
-                                       : INT_MIN);
+      const double elsewhere = request.window_max ? request.window_max[q] : -INFINITY;
+      const double reach = request.range + slack;
+      scratch.lists[q].reset_range(to_steps(reach, form.unit),
+                                   to_steps(elsewhere - form.offset - reach, form.unit) - 1);
     }
   }
   for (const BlockRange& range : ranges) {

@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+MAX_COUNT = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class TopK:
@@ -99,5 +101,5 @@ def _check_mass(max_dropped_mass: float | None, scale: float | None) -> None:
 
 
 def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}, expected a whole number >= 1")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
+        raise ValueError(f"{name} is {value!r}, expected a whole number from 1 to {MAX_COUNT}")
