@@ -75,7 +75,8 @@ nb::tuple to_python(const SearchOutcome& outcome) {
     ids.append(to_numpy(i));
     scores.append(to_numpy(s));
   }
-  return nb::make_tuple(ids, scores, outcome.distances, outcome.hops, outcome.rescored);
+  return nb::make_tuple(ids, scores, to_numpy(outcome.dropped_mass), outcome.distances,
+                        outcome.hops, outcome.rescored);
 }
 
 std::pair<float, float> encode(const std::string& kernel, const AnyRows& keys, int type,
@@ -90,11 +91,12 @@ std::pair<float, float> encode(const std::string& kernel, const AnyRows& keys, i
 }
 
 void nearest(const std::string& kernel, const KeySet& set, const Array<const float, 2>& queries,
-             Array<int32_t, 2> ids, int num_threads) {
+             const Array<const int32_t, 1>& always, Array<int32_t, 2> ids, int num_threads) {
   const IndexKernels& kernels = index_kernels(kernel);
   nb::gil_scoped_release release;
   kernels.nearest(set.view_codes(), set.view_rows(), queries.data(), queries.shape(0),
-                  static_cast<int32_t>(ids.shape(1)), ids.data(), num_threads);
+                  static_cast<int32_t>(ids.shape(1)), {always.data(), always.shape(0)}, ids.data(),
+                  num_threads);
 }
 
 int64_t build_graph(const std::string& kernel, const KeySet& set, Array<int32_t, 2> graph,
@@ -152,18 +154,25 @@ class FlatSearcher : public Searcher {
   using Searcher::Searcher;
   void search(const SearchRequest& request, SearchOutcome& outcome) const override {
     std::vector<BlockRange> ranges;
-    int64_t begin = 0;
-    for (size_t i = 0; i < always.shape(0);) {  // their blocks become ranges of their own
-      const int64_t block = always.data()[i] / kBlockKeys;
-      uint32_t skip = 0;
+    int64_t block = request.begin / kBlockKeys;
+    // lanes before the first key that counts
+    uint32_t skip = (1u << (request.begin % kBlockKeys)) - 1;
+    size_t i = 0;
+    while (i < always.shape(0) && always.data()[i] < block * kBlockKeys) ++i;
+    for (;;) {  // keys without a code are left out: their blocks become ranges of their own
+      const int64_t next =
+          i < always.shape(0) ? always.data()[i] / kBlockKeys : INT64_MAX / kBlockKeys;
+      if (skip && next > block) {
+        add(ranges, block, block + 1, request.prefix_len, skip);
+        ++block;
+        skip = 0;
+      }
+      add(ranges, block, next, request.prefix_len, 0);
+      if (i == always.shape(0) || next * kBlockKeys >= request.prefix_len) break;
+      block = next;
       for (; i < always.shape(0) && always.data()[i] / kBlockKeys == block; ++i)
         skip |= 1u << (always.data()[i] % kBlockKeys);
-      if (block * kBlockKeys >= request.prefix_len) break;
-      add(ranges, begin, block, request.prefix_len, 0);
-      add(ranges, block, block + 1, request.prefix_len, skip);
-      begin = block + 1;
     }
-    add(ranges, begin, INT64_MAX / kBlockKeys, request.prefix_len, 0);
     kernels.scan(block_codes(set), set.codes.data(), set.view_rows(), ranges, request, outcome);
   }
 
@@ -206,15 +215,19 @@ void check_finite(const float* values, size_t count) {
 }
 
 SearchRequest request_of(const Searcher& searcher, const float* queries, size_t num_queries, int k,
-                         float range, int width, const float* window_max, int64_t prefix_len,
-                         const Array<const int32_t, 1>& entries) {
+                         float range, int width, const float* window_max, int64_t begin,
+                         int64_t prefix_len, const Array<const int32_t, 1>& entries,
+                         float scale = 0, float max_dropped_mass = 2) {
   return {queries,
           static_cast<int32_t>(num_queries),
           k,
           range,
           width,
           window_max,
+          begin,
           prefix_len,
+          scale,
+          max_dropped_mass,
           entries.data(),
           static_cast<int32_t>(entries.shape(0)),
           searcher.always.data(),
@@ -222,14 +235,16 @@ SearchRequest request_of(const Searcher& searcher, const float* queries, size_t 
 }
 
 nb::tuple search(const Searcher& searcher, const Array<const float, 2>& queries, int k, float range,
-                 int width, const std::optional<Array<const float, 1>>& window_max,
-                 int64_t prefix_len, const Array<const int32_t, 1>& entries) {
+                 int width, const std::optional<Array<const float, 1>>& window_max, int64_t begin,
+                 int64_t prefix_len, const Array<const int32_t, 1>& entries, float scale,
+                 float max_dropped_mass) {
   check_finite(queries.data(), queries.size());
   SearchOutcome outcome;
   {
     nb::gil_scoped_release release;
     searcher.search(request_of(searcher, queries.data(), queries.shape(0), k, range, width,
-                               window_max ? window_max->data() : nullptr, prefix_len, entries),
+                               window_max ? window_max->data() : nullptr, begin, prefix_len,
+                               entries, scale, max_dropped_mass),
                     outcome);
   }
   return to_python(outcome);
@@ -245,10 +260,12 @@ struct HeadPart {
 
 // Searches one index per kv head, `num_threads` at a time, and attends what each query found.
 // queries [kv_heads, group, size], window_max [kv_heads, group], output [kv_heads, group, value
-// size], lse [kv_heads, group], counts [kv_heads, 4]: distances, hops, rescored, found.
+// size], lse and dropped_mass [kv_heads, group], counts [kv_heads, 4]: distances, hops, rescored,
+// found.
 void attend_heads(const std::vector<HeadPart>& heads, const Array<const float, 3>& queries, int k,
                   float range, const std::optional<Array<const float, 2>>& window_max,
-                  int64_t prefix_len, float scale, Array<float, 3> output, Array<float, 2> lse,
+                  int64_t begin, int64_t prefix_len, float scale, float max_dropped_mass,
+                  Array<float, 3> output, Array<float, 2> lse, Array<float, 2> dropped_mass,
                   Array<int64_t, 2> counts, int num_threads) {
   check_finite(queries.data(), queries.size());
   nb::gil_scoped_release release;
@@ -259,13 +276,16 @@ void attend_heads(const std::vector<HeadPart>& heads, const Array<const float, 3
     SearchOutcome outcome;
     head.searcher->search(
         request_of(*head.searcher, queries.data() + h * group * size, group, k, range, head.width,
-                   window_max ? window_max->data() + h * group : nullptr, prefix_len, head.entries),
+                   window_max ? window_max->data() + h * group : nullptr, begin, prefix_len,
+                   head.entries, scale, max_dropped_mass),
         outcome);
     int64_t found = 0;
     for (size_t q = 0; q < group; ++q) {
       lse.data()[h * group + q] =
           head.searcher->kernels.attend_found(outcome.found[q], rows_of(head.values, head.type),
                                               scale, output.data() + (h * group + q) * value_size);
+      dropped_mass.data()[h * group + q] =
+          outcome.dropped_mass.empty() ? NAN : outcome.dropped_mass[q];
       found += outcome.found[q].size();
     }
     const int64_t counted[4] = {outcome.distances, outcome.hops, outcome.rescored, found};
@@ -323,7 +343,7 @@ void bind_index(nb::module_& module) {
   index.def("build_graph", &build_graph);
   nb::class_<Searcher>(index, "Searcher")
       .def("search", &search, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(),
-           nb::arg(), nb::arg());
+           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
   nb::class_<GraphSearcher, Searcher>(index, "GraphSearcher")
       .def(
           nb::init<const std::string&, KeySet, Array<const int32_t, 1>, Array<const int32_t, 2>>());
@@ -340,7 +360,8 @@ void bind_index(nb::module_& module) {
              int width) { new (self) HeadPart{searcher, values, type, entries, width}; },
           nb::keep_alive<1, 2>());
   index.def("attend_heads", &attend_heads, nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-            nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
+            nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+            nb::arg(), nb::arg(), nb::arg());
   index.def("attend_ids", &attend_ids);
   index.def("lay_out", &lay_out);
 }

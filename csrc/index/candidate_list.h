@@ -28,13 +28,11 @@ class CandidateList {
     grow(2 * keep + 1024);
   }
 
-  // Keeps what may be within `reach` of the best, or of `best`.
-  void reset_range(int32_t reach, int32_t best) {
-    reset(INT_MIN);
+  // Keeps what is above `bound` and may be within `reach` of the best.
+  void reset_range(int32_t reach, int32_t bound) {
+    reset(bound);
     keep_ = 0;
     margin_ = reach;
-    best_ = best;
-    raise_to_best();
     grow(4096);
   }
 
@@ -85,8 +83,7 @@ class CandidateList {
     if (static_cast<int32_t>(items_.size()) < capacity) items_.resize(capacity);
   }
   void raise_to_best() {
-    if (best_ > INT_MIN)
-      bound_ = static_cast<int32_t>(std::max<int64_t>(int64_t{best_} - margin_ - 1, INT_MIN));
+    bound_ = static_cast<int32_t>(std::max<int64_t>(bound_, int64_t{best_} - margin_ - 1));
   }
 
   std::vector<Candidate> items_;

@@ -36,8 +36,8 @@ std::pair<float, float> encode(const Rows& keys, const float* mean, const float*
 }
 
 void nearest(const Codes& codes, const Rows& keys, const float* queries, int64_t num_queries,
-             int32_t k, int32_t* ids, int num_threads) {
-  nearest_keys(codes, keys, queries, num_queries, k, ids, num_threads);
+             int32_t k, std::span<const int32_t> always, int32_t* ids, int num_threads) {
+  nearest_keys(codes, keys, queries, num_queries, k, always, ids, num_threads);
 }
 
 int64_t build_graph(const Codes& codes, const Rows& keys, const Graph& graph,
@@ -74,12 +74,11 @@ void rescore(const Search& search, int i, const Rows& keys, const SearchRequest&
   static thread_local std::vector<Candidate> promising;
   static thread_local std::vector<int32_t> ids;
   const ScoreQueue& queue = search.queue(i);
-  int32_t least = queue.bound();
-  if (!request.k && queue.best() > INT_MIN)
-    least = std::max<int64_t>(least, int64_t{queue.best()} - queue.range() - 1);
+  const int64_t least = std::max<int64_t>(queue.bound(), queue.below_range());
   promising.clear();
   for (const auto& entry : queue.entries())
-    if (entry.score > least) promising.push_back({entry.id, entry.score});
+    if (entry.score > least && entry.id >= request.begin)
+      promising.push_back({entry.id, entry.score});
   if (request.k && promising.size() > num_rescored(request.k)) {
     const auto last = promising.begin() + num_rescored(request.k);
     std::nth_element(promising.begin(), last, promising.end(), better_candidate);
@@ -90,7 +89,7 @@ void rescore(const Search& search, int i, const Rows& keys, const SearchRequest&
   for (const Candidate& c : promising) ids.push_back(c.position);
   if (request.num_always) {
     for (int32_t a = 0; a < request.num_always; ++a)
-      if (request.always[a] < request.prefix_len) ids.push_back(request.always[a]);
+      if (counts(request, request.always[a])) ids.push_back(request.always[a]);
     std::sort(ids.begin(), ids.end());
     ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
   }

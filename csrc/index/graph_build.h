@@ -29,14 +29,14 @@ class GraphBuilder {
 #pragma omp parallel for num_threads(options_.num_threads) schedule(static)
       for (int64_t i = 0; i < n_; ++i) {
         float* query = queries_.data() + i * codes_.size;
-        float norm = 0.f;
+        double norm = 0;
         for (int32_t d = 0; d < codes_.size; ++d) {
           query[d] = to_float(rows[i * codes_.size + d]);
           if (options_.norm_weight > 0) query[d] -= codes_.mean[d];
-          norm += query[d] * query[d];
+          norm += double{query[d]} * query[d];
         }
         forms_[i] = encode_query(query, codes_, query_codes_.data() + i * codes_.stride);
-        penalty_[i] = 0.5f * options_.norm_weight * norm;
+        penalty_[i] = 0.5 * options_.norm_weight * norm;
       }
     });
   }
@@ -196,7 +196,7 @@ class GraphBuilder {
   }
 
   float closeness(int32_t from, int32_t to, int32_t product) const {
-    return forms_[from].offset + forms_[from].unit * static_cast<float>(product) - penalty_[to];
+    return static_cast<float>(forms_[from].offset + forms_[from].unit * product - penalty_[to]);
   }
 
   // The candidates closest to x, each dropped that is closer to one already taken than to x;
@@ -314,7 +314,7 @@ class GraphBuilder {
   AlignedVector<float> queries_;
   AlignedVector<int8_t> query_codes_;
   std::vector<QueryCode> forms_;
-  std::vector<float> penalty_;
+  std::vector<double> penalty_;
   std::vector<int32_t> projected_;
 };
 

@@ -65,7 +65,7 @@ class GraphSearch {
     scratch_.begin(codes_.num_rows);
     encode(query);
     seed(query);
-    const int per_query = group_ == 1 ? 6 : 2;
+    const int per_query = group_ == 1 ? 6 : 4;
     for (;;) {
       // nodes are chosen before the last batch is scored, so that their rows arrive meanwhile
       choose(per_query);
@@ -147,15 +147,15 @@ class GraphSearch {
       }
       const double mean = sum / num_samples;
       const double deviation = std::sqrt(std::max(0.0, squares / num_samples - mean * mean));
-      int32_t range = -1;
+      int64_t range = -1;
       if (query.range >= 0)
-        range = static_cast<int32_t>(std::min(
-            1e9f, std::ceil((query.range + kRangeErrors * query_[i].error) / query_[i].unit)));
+        range = static_cast<int64_t>(std::min(
+            1e15, std::ceil((query.range + kRangeErrors * query_[i].error) / query_[i].unit)));
       scratch_.queues[i].reset(static_cast<int32_t>(mean - deviation),
                                static_cast<int32_t>(11 * deviation) + 1, query.width, range);
       if (query.window_max && query.window_max[i] > -INFINITY)
-        scratch_.queues[i].raise_best(static_cast<int32_t>(
-            std::clamp((query.window_max[i] - query_[i].offset) / query_[i].unit, -1e9f, 1e9f)));
+        scratch_.queues[i].raise_best(static_cast<int64_t>(
+            std::clamp((query.window_max[i] - query_[i].offset) / query_[i].unit, -1e15, 1e15)));
       scratch_.queues[i].reserve(num_seeds);
       for (int s = 0; s < num_seeds; ++s) scratch_.queues[i].push(batch[s], mine[s]);
       scratch_.queues[i].raise_floor();

@@ -37,10 +37,14 @@ inline void search_inverted(const Codes& codes, const InvertedLists& lists, cons
   for (int32_t i = 0; i < n; ++i) {
     if (!probed[i]) continue;
     const int32_t* ids = lists.ids + lists.starts[i] * kBlockKeys;
-    int64_t count = lists.counts[i];
+    int64_t first = 0, count = lists.counts[i];
     if (request.prefix_len < codes.num_rows)
       count = std::lower_bound(ids, ids + count, request.prefix_len) - ids;
-    if (count) ranges.push_back({lists.starts[i], count, 0});
+    if (request.begin) first = std::lower_bound(ids, ids + count, request.begin) - ids;
+    if (first == count) continue;
+    const int64_t skipped_blocks = first / kBlockKeys;
+    ranges.push_back({lists.starts[i] + skipped_blocks, count - skipped_blocks * kBlockKeys,
+                      (1u << (first % kBlockKeys)) - 1});
   }
   outcome.distances += n;
   scan_ranges(codes, {lists.blocks, codes.stride}, keys, lists.ids, ranges, false, request, scratch,

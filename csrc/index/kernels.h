@@ -31,16 +31,24 @@ struct SearchRequest {
   int32_t k;  // 0: by range
   float range;
   int32_t width;
-  const float* window_max;  // [num_queries] or null
-  int64_t prefix_len;
+  const float* window_max;    // [num_queries] or null
+  int64_t begin, prefix_len;  // the keys that count
+  // Of exact scans: factor of the scores in the softmax, and how much of the attention weight may
+  // be left out; above 1: as much as the query says, but tell how much it is; scale 0: do not.
+  float scale, max_dropped_mass;
   const int32_t* entries;
   int32_t num_entries;
   const int32_t* always;  // keys whose codes are cut: scored whatever the search finds
   int32_t num_always;
 };
 
+inline bool counts(const SearchRequest& request, int64_t id) {
+  return id >= request.begin && id < request.prefix_len;
+}
+
 struct SearchOutcome {
   std::vector<std::vector<Found>> found;  // of each query, best first
+  std::vector<float> dropped_mass;        // at most; of each query, or empty
   int64_t distances = 0, hops = 0, rescored = 0;
 };
 
@@ -62,7 +70,7 @@ struct IndexKernels {
                                     int64_t begin, int64_t end, uint8_t* codes, int64_t stride,
                                     uint8_t* outside, int num_threads);
   void (*nearest)(const Codes&, const Rows& keys, const float* queries, int64_t num_queries,
-                  int32_t k, int32_t* ids, int num_threads);
+                  int32_t k, std::span<const int32_t> always, int32_t* ids, int num_threads);
   int64_t (*build_graph)(const Codes&, const Rows& keys, const Graph&, const GraphBuildOptions&,
                          const int32_t* nearest, int64_t num_queries, int32_t k,
                          const int32_t* entries, int32_t num_entries);

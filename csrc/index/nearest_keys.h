@@ -32,9 +32,11 @@ class SpreadOrder {
 
 constexpr int kSampleKeys = 4096;
 
-// ids [num_queries, k], best first, -1 past the number of keys.
+// ids [num_queries, k], best first, -1 past the number of keys. Keys in `always` are scored
+// whatever their codes say.
 inline void nearest_keys(const Codes& codes, const Rows& keys, const float* queries,
-                         int64_t num_queries, int32_t k, int32_t* ids, int num_threads) {
+                         int64_t num_queries, int32_t k, std::span<const int32_t> always,
+                         int32_t* ids, int num_threads) {
   constexpr int kBlock = 64;
   const int64_t n = codes.num_rows, num_blocks = (n + kBlockKeys - 1) / kBlockKeys;
   const SpreadOrder order(n);
@@ -83,7 +85,7 @@ inline void nearest_keys(const Codes& codes, const Rows& keys, const float* quer
         scan(sample_blocks, 0, count);
         for (int q = 0; q < count; ++q) {
           lists[q].shrink();
-          bounds[q] = lists[q].bound() - 1;
+          bounds[q] = std::max(lists[q].bound(), INT_MIN + 1) - 1;
         }
       }
       for (int q = 0; q < count; ++q) lists[q].reset_best(keep, 0, bounds[q]);
@@ -97,6 +99,11 @@ inline void nearest_keys(const Codes& codes, const Rows& keys, const float* quer
         chosen.clear();
         for (const Candidate& c : std::span(lists[q].begin(), lists[q].end()))
           chosen.push_back(static_cast<int32_t>(order[c.position]));
+        if (!always.empty()) {
+          chosen.insert(chosen.end(), always.begin(), always.end());
+          std::sort(chosen.begin(), chosen.end());
+          chosen.erase(std::unique(chosen.begin(), chosen.end()), chosen.end());
+        }
         exact.clear();
         score_exactly(queries + (begin + q) * codes.size, keys, chosen, exact);
         std::sort(exact.begin(), exact.end(), better);

@@ -33,6 +33,14 @@ RELAY_INLINE float dot_row(const float* query, const T* row, int size) {
   return total;
 }
 
+// Where float sums overflow: they can be infinity minus infinity, and NaN has no place in an order.
+template <class T>
+float dot_row_widely(const float* query, const T* row, int size) {
+  double total = 0;
+  for (int i = 0; i < size; ++i) total += double{query[i]} * to_float(row[i]);
+  return static_cast<float>(total);
+}
+
 // Calls `body` with the rows' own element type.
 template <class Body>
 void with_elements(const Rows& rows, Body&& body) {

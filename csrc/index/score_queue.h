@@ -23,13 +23,13 @@ class ScoreQueue {
   };
 
   // Scores from `low` to `low + span` get a bucket of their own kind; others join the outer ones.
-  void reset(int32_t low, int32_t span, int32_t width, int32_t range) {
+  void reset(int32_t low, int32_t span, int32_t width, int64_t range) {
     low_ = low;
     shift_ = 0;
     while ((span >> shift_) >= kBuckets) ++shift_;
     width_ = width;
     range_ = range;
-    best_ = INT_MIN;
+    best_ = kNone;
     floor_ = 0;
     total_ = 0;
     bound_ = INT_MIN;
@@ -41,8 +41,8 @@ class ScoreQueue {
 
   // Scores at or below this are not wanted.
   int32_t bound() const { return bound_; }
-  int32_t best() const { return best_; }
-  int32_t range() const { return range_; }
+  // Scores at or below this are out of range.
+  int64_t below_range() const { return range_ < 0 || best_ == kNone ? kNone : best_ - range_ - 1; }
   std::span<const Entry> entries() const { return {entries_.data(), static_cast<size_t>(size_)}; }
 
   // Makes room for `more` entries.
@@ -51,7 +51,7 @@ class ScoreQueue {
   }
 
   // A score that counts for the range but is no node.
-  void raise_best(int32_t score) {
+  void raise_best(int64_t score) {
     best_ = std::max(best_, score);
     raise_floor();
   }
@@ -65,13 +65,11 @@ class ScoreQueue {
     head_[b] = size_++;
     word |= bit;
     ++count_[b];
-    best_ = std::max(best_, score);
+    best_ = std::max<int64_t>(best_, score);
   }
 
   void raise_floor() {
-    if (range_ >= 0 && best_ > INT_MIN)
-      last_floor_ =
-          bucket(static_cast<int32_t>(std::max<int64_t>(int64_t{best_} - range_, INT_MIN)));
+    if (range_ >= 0) last_floor_ = bucket(below_range() + 1);
     total_ += size_ - counted_;
     counted_ = size_;
     if (floor_ >= last_floor_ || total_ - count_[floor_] < width_) return;
@@ -98,11 +96,15 @@ class ScoreQueue {
  private:
   static constexpr int kBuckets = 1024;
 
-  int bucket(int32_t score) const {
-    return std::min(std::max(score - low_, 0) >> shift_, kBuckets - 1);
+  static constexpr int64_t kNone = INT64_MIN / 2;
+
+  int bucket(int64_t score) const {
+    return static_cast<int>(
+        std::min<int64_t>(std::max<int64_t>(score - low_, 0) >> shift_, kBuckets - 1));
   }
 
-  int32_t low_ = 0, width_ = 0, range_ = -1, best_ = INT_MIN, bound_ = INT_MIN;
+  int32_t low_ = 0, width_ = 0, bound_ = INT_MIN;
+  int64_t range_ = -1, best_ = kNone;
   int shift_ = 0, floor_ = 0, last_floor_ = 0, total_ = 0;
   int32_t head_[kBuckets];
   int32_t count_[kBuckets];

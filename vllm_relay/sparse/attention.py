@@ -104,6 +104,7 @@ class SparseLayer:
         query: QueryType,
         *,
         scale: float | None = None,
+        begin: int = 0,
         prefix_len: int | None = None,
         window_max: Any = None,
         threads: int | None = None,
@@ -112,6 +113,7 @@ class SparseLayer:
 
         Args:
             queries: [kv_heads, group, d].
+            scale: of the scores in the softmax, also where the query says another one.
             window_max: [kv_heads, group]; as for `KeyIndex.search`.
 
         Returns:
@@ -128,7 +130,8 @@ class SparseLayer:
         k, reach, _ = face.query_numbers(query, 1, self.num_keys, self.head_size)
         parts = [
             _C.index.HeadPart(
-                index.searcher, values.data, DTYPES.index(values.dtype), index.entries,
+                index.searcher if query.max_dropped_mass is None else index.exact_searcher,
+                values.data, DTYPES.index(values.dtype), index.entries,
                 index.default_width if query.width is None else query.width,
             )
             for index, values in zip(self.indexes, self.values, strict=True)
@@ -136,20 +139,24 @@ class SparseLayer:
         heads, group, _ = array.shape
         output = np.empty((heads, group, self.values[0].shape[1]), np.float32)
         lse = np.empty((heads, group), np.float32)
+        dropped_mass = np.empty((heads, group), np.float32)
         counts = np.empty((heads, 4), np.int64)
+        prefix_len = face.check_prefix(prefix_len, self.num_keys)
         _C.index.attend_heads(
-            parts, array, k, reach, window_max, face.check_prefix(prefix_len, self.num_keys),
-            _scale(scale, self.head_size), output, lse, counts, face.check_threads(threads),
+            parts, array, k, reach, window_max, face.check_begin(begin, prefix_len), prefix_len,
+            _scale(scale, self.head_size), face.mass_limit(query), output, lse,
+            dropped_mass, counts, face.check_threads(threads),
         )  # fmt: skip
         costs = [
-            index.stats(*(int(n) for n in row[:3]))
-            for index, row in zip(self.indexes, counts, strict=True)
+            index.stats(int(distances), int(hops), int(rescored))
+            for index, (distances, hops, rescored, _) in zip(self.indexes, counts, strict=True)
         ]
         value_bytes = int(counts[:, 3].sum()) * face.key_bytes(self.values[0])
         return AttentionState(output, lse), SearchStats(
             sum(cost.distances for cost in costs),
             sum(cost.hops for cost in costs),
             sum(cost.bytes for cost in costs) + value_bytes,
+            None if query.max_dropped_mass is None else dropped_mass,
         )
 
 

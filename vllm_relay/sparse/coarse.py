@@ -76,7 +76,7 @@ class CoarseIndex(face.CompiledIndex):
         self._fill(elements, codes, rows, centres, inside, lists)
         self.default_width = max(1, self.num_lists // 6)
         if train_queries is not None:
-            queries = face.check_queries("train_queries", train_queries, self.head_size)
+            queries = face.check_train_queries(train_queries, self.head_size)
             self._calibrate(queries[split_queries(len(queries), seed)[0]])
         return self
 
@@ -132,18 +132,16 @@ class CoarseIndex(face.CompiledIndex):
         self.default_width = smallest_width(search, truth, low=1, high=self.num_lists)
 
     def check(self) -> None:
-        members = np.sort(np.concatenate([self._ids[self._ids >= 0], self._codes.outside]))
+        rows = face.check_codes(self._keys, self._codes)
+        lists = [
+            self._ids[start * BLOCK_KEYS : start * BLOCK_KEYS + count]
+            for start, count in zip(self._starts, self._counts, strict=True)
+        ]
+        members = np.sort(np.concatenate([*lists, self._codes.outside]))
         if not np.array_equal(members, np.arange(self.num_keys)):
             raise IndexDamagedError("coarse index: its lists do not hold every key once")
-        rows = aligned_empty((self.num_keys, row_bytes(self.head_size)), np.uint8)
-        outside = np.zeros(self.num_keys, np.uint8)
-        encode_rows(
-            self._keys, self._codes.mean, self._codes.step, 0, self.num_keys, rows, outside, 1
-        )
-        for start, count in zip(self._starts, self._counts, strict=True):
-            ids = self._ids[start * BLOCK_KEYS : start * BLOCK_KEYS + count]
-            if not (np.all(ids >= 0) and np.all(np.diff(ids) > 0)):
-                raise IndexDamagedError("coarse index: a list is not in the order of its keys")
+        if not all(np.all(np.diff(ids) > 0) for ids in lists):
+            raise IndexDamagedError("coarse index: a list is not in the order of its keys")
         if not np.array_equal(lay_out_blocks(rows, self._ids), self._blocks):
             raise IndexDamagedError("coarse index: its codes do not belong to its keys")
 

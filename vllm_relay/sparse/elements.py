@@ -91,7 +91,7 @@ def _wrap(name: str, array: Any) -> Elements:
     if not isinstance(array, np.ndarray):
         if type(array).__module__.startswith("torch"):
             return _from_torch(name, array)
-        array = np.asarray(array)
+        array = _as_array(name, array)
     elif array.dtype == np.float32 and array.flags.c_contiguous:
         return Elements(array, "float32")
     if array.dtype == np.float16:
@@ -101,6 +101,13 @@ def _wrap(name: str, array: Any) -> Elements:
             f"{name}: dtype {array.dtype}, expected float32, float16, bfloat16 or float64"
         )
     return Elements(np.ascontiguousarray(array, np.float32), "float32")
+
+
+def _as_array(name: str, array: Any) -> np.ndarray:
+    try:
+        return np.asarray(array)
+    except ValueError as error:  # rows of different lengths
+        raise ValueError(f"{name}: {error}") from error
 
 
 def _from_torch(name: str, tensor: Any) -> Elements:

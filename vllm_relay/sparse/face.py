@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from vllm_relay.sparse.elements import STORAGE, Elements, as_elements
+from vllm_relay.sparse.aligned import aligned_empty
+from vllm_relay.sparse.elements import STORAGE, Elements, as_elements, check_finite
 from vllm_relay.sparse.index import IndexDamagedError, KeyIndex, SearchResult, SearchStats
-from vllm_relay.sparse.key_codes import MAX_HEAD_SIZE, KeyCodes, row_bytes
-from vllm_relay.sparse.query_types import Dipr, QueryType, TopK
+from vllm_relay.sparse.key_codes import MAX_HEAD_SIZE, KeyCodes, encode_rows, row_bytes
+from vllm_relay.sparse.query_types import Dipr, QueryType, TopK, softmax_scale
 
 NO_IDS = np.zeros(0, np.int32)
 
@@ -33,6 +34,7 @@ class CompiledIndex(KeyIndex):
     hop_bytes = 0
     _keys: Elements
     _codes: KeyCodes
+    _exact: Any = None
 
     @property
     def keys(self) -> Elements:
@@ -43,6 +45,7 @@ class CompiledIndex(KeyIndex):
         queries: Any,
         query: QueryType,
         *,
+        begin: int = 0,
         prefix_len: int | None = None,
         entry: Sequence[int] | np.ndarray | None = None,
         window_max: Any = None,
@@ -55,16 +58,37 @@ class CompiledIndex(KeyIndex):
         entries = self.entries
         if entry is not None:
             entries = np.concatenate([entries, check_entries(entry, n)])
-        ids, scores, *counts = self.searcher.search(
-            queries, k, reach, width, window_max, check_prefix(prefix_len, n), entries
-        )
-        return SearchResult(ids, scores, self.stats(*counts))
+        scale, searcher = 0.0, self.searcher
+        if query.max_dropped_mass is not None:
+            scale, searcher = softmax_scale(query, d), self.exact_searcher
+        prefix_len = check_prefix(prefix_len, n)
+        ids, scores, dropped_mass, distances, hops, rescored = searcher.search(
+            queries, k, reach, width, window_max, check_begin(begin, prefix_len), prefix_len,
+            entries, scale, mass_limit(query),
+        )  # fmt: skip
+        stats = self.stats(distances, hops, rescored, dropped_mass if scale else None)
+        return SearchResult(ids, scores, stats)
 
-    def stats(self, distances: int, hops: int, rescored: int) -> SearchStats:
+    @property
+    def exact_searcher(self) -> Any:
+        """The C++ side of a flat index of the same keys."""
+        if self._exact is None:
+            from vllm_relay.sparse.flat import FlatIndex
+
+            self._exact = FlatIndex().build(self._keys).searcher
+        return self._exact
+
+    def stats(
+        self,
+        distances: int,
+        hops: int,
+        rescored: int,
+        dropped_mass: np.ndarray | None = None,
+    ) -> SearchStats:
         """What a search cost, from what the C++ side counts."""
         n, d = self._keys.shape
         read = distances * row_bytes(d) + hops * self.hop_bytes + rescored * key_bytes(self._keys)
-        return SearchStats(distances, hops, read)
+        return SearchStats(distances, hops, read, dropped_mass)
 
     def append(self, keys: Any) -> None:
         new = check_keys(keys, head_size=self.head_size, dtype=self._keys.dtype)
@@ -99,6 +123,13 @@ def check_queries(name: str, queries: Any, head_size: int, *, dims: int = 2) -> 
     return queries
 
 
+def check_train_queries(queries: Any, head_size: int) -> np.ndarray:
+    """float32 [m, head_size], finite."""
+    queries = check_queries("train_queries", queries, head_size)
+    check_finite("train_queries", Elements(queries, "float32"))
+    return queries
+
+
 def check_threads(threads: int | None) -> int:
     if threads is None:
         return len(os.sched_getaffinity(0))
@@ -111,17 +142,23 @@ def query_numbers(
     query: QueryType, width: int, num_keys: int, head_size: int
 ) -> tuple[int, float, int]:
     """(k or 0, range or -1, width)."""
+    if not isinstance(query, TopK | Dipr):
+        raise ValueError(f"query is {query!r}, expected TopK or Dipr")
     if query.width is not None:
         width = query.width
     if isinstance(query, TopK):
         return min(query.k, num_keys), -1.0, width
-    if isinstance(query, Dipr):
-        return 0, query.range(head_size), width
-    raise ValueError(f"query is {query!r}, expected TopK or Dipr")
+    return 0, query.range(head_size), width
 
 
 def check_window_max(window_max: Any, shape: tuple[int, ...]) -> np.ndarray:
-    window_max = np.ascontiguousarray(window_max, np.float32)
+    try:
+        window_max = np.asarray(window_max)
+        if window_max.dtype.kind not in "fiu":
+            raise ValueError(f"dtype {window_max.dtype}, expected numbers")
+        window_max = np.ascontiguousarray(window_max, np.float32)
+    except ValueError as error:
+        raise ValueError(f"window_max: {error}") from error
     if window_max.shape != shape:
         raise ValueError(f"window_max: shape {list(window_max.shape)}, expected {list(shape)}")
     if not (window_max < np.inf).all():
@@ -139,15 +176,56 @@ def check_prefix(prefix_len: int | None, num_keys: int) -> int:
     return int(prefix_len)
 
 
+def mass_limit(query: QueryType) -> float:
+    """What the C++ side is told; above 1: no limit."""
+    return 2.0 if query.max_dropped_mass is None else query.max_dropped_mass
+
+
+def check_begin(begin: int, prefix_len: int) -> int:
+    if isinstance(begin, bool) or not isinstance(begin, int | np.integer) or begin < 0:
+        raise ValueError(f"begin is {begin!r}, expected a whole number >= 0")
+    return min(int(begin), prefix_len)
+
+
 def check_entries(entry: Sequence[int] | np.ndarray | None, num_keys: int) -> np.ndarray:
     if entry is None:
         return NO_IDS
-    ids = np.asarray(entry)
+    try:
+        ids = np.asarray(entry)
+    except ValueError as error:
+        raise ValueError(f"entry: {error}") from error
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         raise ValueError(f"entry: {entry!r}, expected a list of key ids")
     if ids.size and not (ids.min() >= 0 and ids.max() < num_keys):
         raise ValueError(f"entry: ids {ids.min()} to {ids.max()}, expected 0 to {num_keys - 1}")
     return np.ascontiguousarray(ids, np.int32)
+
+
+def check_codes(keys: Elements, codes: KeyCodes) -> np.ndarray:
+    """The codes uint8 [n, row_bytes] that `keys` have under `codes`.
+
+    Raises:
+        IndexDamagedError: a key is not finite, or `codes` is not true of the keys.
+    """
+    try:
+        check_finite("keys", keys)
+    except ValueError as error:
+        raise IndexDamagedError(f"index: {error}") from error
+    require(
+        bool(np.isfinite(codes.mean).all() and (codes.step > 0).all()),
+        "index: a mean or step of its codes is unusable",
+    )
+    n, d = keys.shape
+    rows = aligned_empty((n, row_bytes(d)), np.uint8)
+    outside = np.zeros(n, np.uint8)
+    norms = encode_rows(keys, codes.mean, codes.step, 0, n, rows, outside, 1)
+    require(
+        np.array_equal(np.flatnonzero(outside), codes.outside)
+        and norms[0] <= codes.longest
+        and norms[1] <= codes.longest_error,
+        "index: what it says of its codes is not true of its keys",
+    )
+    return rows
 
 
 def require(condition: bool, message: str) -> None:
@@ -173,10 +251,17 @@ def restore_codes(
     except (KeyError, TypeError, ValueError) as error:
         raise IndexDamagedError(f"index: {error!r} is missing or unusable") from error
     require(
-        keys.dtype in STORAGE and keys.data.dtype == STORAGE[keys.dtype] and keys.data.ndim == 2,
+        isinstance(keys.dtype, str)
+        and keys.dtype in STORAGE
+        and keys.data.dtype == STORAGE[keys.dtype]
+        and keys.data.ndim == 2,
         f"index: keys are {keys.data.dtype} {keys.data.shape} for dtype {keys.dtype!r}",
     )
     n, d = keys.shape
+    require(
+        codes.longest >= 0 and codes.longest_error >= 0,
+        f"index: codes of length {codes.longest} with errors of {codes.longest_error}",
+    )
     require(n >= 1 and 1 <= d <= MAX_HEAD_SIZE, f"index: keys have shape {[n, d]}")
     for name, array in (("mean", codes.mean), ("step", codes.step)):
         require(

@@ -43,21 +43,18 @@ class FlatIndex(face.CompiledIndex):
     ) -> Self:
         elements = face.check_keys(keys)
         codes, rows = encode(elements, face.check_threads(threads))
-        n = len(rows)
-        order = np.full(-(-n // BLOCK_KEYS) * BLOCK_KEYS, -1, np.int32)
-        order[:n] = np.arange(n)
-        self._set(elements, codes, lay_out_blocks(rows, order))
+        self._set(elements, codes, _in_order(rows))
         return self
 
     def _set(self, keys: Elements, codes: KeyCodes, blocks: np.ndarray) -> None:
         self._keys, self._codes, self._blocks = keys, codes, blocks
         self.searcher = _C.index.FlatSearcher("auto", codes.key_set(keys, blocks), codes.outside)
+        self._exact = self.searcher
 
     def check(self) -> None:
-        fresh = FlatIndex().build(self._keys)
-        for name, array in self.to_arrays()[1].items():
-            if not np.array_equal(array, fresh.to_arrays()[1][name]):
-                raise IndexDamagedError(f"flat index: its {name} do not belong to its keys")
+        rows = face.check_codes(self._keys, self._codes)
+        if not np.array_equal(_in_order(rows), self._blocks):
+            raise IndexDamagedError("flat index: its codes do not belong to its keys")
 
     def to_arrays(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         settings, arrays = self._codes.to_arrays()
@@ -68,7 +65,7 @@ class FlatIndex(face.CompiledIndex):
     def from_arrays(cls, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> Self:
         keys, codes = face.restore_codes(settings, arrays)
         n, d = keys.shape
-        blocks = arrays["blocks"]
+        blocks = arrays.get("blocks", np.zeros(0))
         expected = (-(-n // BLOCK_KEYS), BLOCK_KEYS * row_bytes(d))
         face.require(
             blocks.shape == expected and blocks.dtype == np.uint8,
@@ -77,3 +74,10 @@ class FlatIndex(face.CompiledIndex):
         index = cls()
         index._set(keys, codes, blocks)
         return index
+
+
+def _in_order(rows: np.ndarray) -> np.ndarray:
+    """Blocks of all codes."""
+    order = np.full(-(-len(rows) // BLOCK_KEYS) * BLOCK_KEYS, -1, np.int32)
+    order[: len(rows)] = np.arange(len(rows))
+    return lay_out_blocks(rows, order)

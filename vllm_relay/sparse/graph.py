@@ -14,8 +14,8 @@ from vllm_relay.sparse.aligned import aligned_empty
 from vllm_relay.sparse.calibrate import TARGET_K, smallest_width, split_queries
 from vllm_relay.sparse.elements import Elements
 from vllm_relay.sparse.index import IndexDamagedError
-from vllm_relay.sparse.key_codes import KeyCodes, encode, encode_rows, row_bytes
-from vllm_relay.sparse.query_types import TopK
+from vllm_relay.sparse.key_codes import KeyCodes, encode, row_bytes
+from vllm_relay.sparse.query_types import MAX_COUNT, TopK
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -90,12 +90,14 @@ class GraphIndex(face.CompiledIndex):
             step = max(1, n // max(1, int(0.4 * n)))
             queries = Elements(elements.data[::step], elements.dtype).to_float32()
         else:
-            queries = face.check_queries("train_queries", train_queries, d)
+            queries = face.check_train_queries(train_queries, d)
         key_set = codes.key_set(elements, rows)
         options = self._options
         k = min((options or SPREAD).nearest, n)
         nearest = np.empty((len(queries), k), np.int32)
-        _C.index.nearest("auto", key_set, np.ascontiguousarray(queries), nearest, num_threads)
+        _C.index.nearest(
+            "auto", key_set, np.ascontiguousarray(queries), codes.outside, nearest, num_threads
+        )
         held, taught = split_queries(len(queries), seed)
         if len(queries):
             self.hub_statistic = len(np.unique(nearest[:, 0])) / len(queries)
@@ -160,12 +162,7 @@ class GraphIndex(face.CompiledIndex):
                 f"graph index: {int((~self.reachable()).sum())} of {self.num_keys} keys cannot "
                 "be reached"
             )
-        rows = aligned_empty(self._rows.shape, np.uint8)
-        outside = np.zeros(self.num_keys, np.uint8)
-        encode_rows(
-            self._keys, self._codes.mean, self._codes.step, 0, self.num_keys, rows, outside, 1
-        )
-        if not np.array_equal(rows, self._rows):
+        if not np.array_equal(face.check_codes(self._keys, self._codes), self._rows):
             raise IndexDamagedError("graph index: its codes do not belong to its keys")
 
     def to_arrays(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -199,7 +196,7 @@ class GraphIndex(face.CompiledIndex):
             and len(entries) >= 1
             and int(entries.min()) >= 0
             and int(entries.max()) < n
-            and width >= 1,
+            and 1 <= width <= MAX_COUNT,
             "graph index: its arrays do not fit together",
         )
         index = cls()

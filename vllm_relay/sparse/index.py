@@ -26,11 +26,14 @@ class SearchStats:
         distances: keys that were scored, each counted once however many queries scored it.
         hops: graph nodes expanded, lists probed or blocks read.
         bytes: of keys, codes and adjacency that were read.
+        dropped_mass: float32 [g] where the query has `max_dropped_mass`: at most this much of the
+            attention weight of the keys that count was left out.
     """
 
     distances: int
     hops: int
     bytes: int
+    dropped_mass: np.ndarray | None = None
 
 
 class SearchResult(NamedTuple):
@@ -93,6 +96,7 @@ class KeyIndex(ABC):
         queries: Any,
         query: QueryType,
         *,
+        begin: int = 0,
         prefix_len: int | None = None,
         entry: Sequence[int] | np.ndarray | None = None,
         window_max: Any = None,
@@ -102,6 +106,7 @@ class KeyIndex(ABC):
         Args:
             queries: [g, d]; the query heads of the group that shares these keys.
             query: `TopK` or `Dipr`.
+            begin: keys before this one do not count (attention sinks, which are read anyway).
             prefix_len: only keys of the first `prefix_len` tokens count; None for all.
             entry: ids to begin at, e.g. the answer of the previous token.
             window_max: [g]; the largest inner product each query has outside this index. A `Dipr`

@@ -17,6 +17,8 @@ ROW_BYTES_MULTIPLE = 64
 BLOCK_KEYS = 16
 MAX_HEAD_SIZE = 256
 MAX_OUTSIDE = 64
+MAX_MAGNITUDE = 1e38
+SMALLEST_STEP = np.finfo(np.float32).tiny
 _SAMPLE_KEYS = 4096
 _DEVIATIONS = 6.0
 
@@ -26,7 +28,8 @@ class KeyCodes:
     """How keys became codes.
 
     Attributes:
-        mean, step: float32 [d]; key = mean + step * (code - 128), about.
+        mean, step: float32 [d]; key = mean + step * (code - 128), about. Where outliers move the
+            mean by more than a deviation, `mean` is the median.
         longest, longest_error: over all keys, in steps: Euclidean norm of the code and of its
             rounding error.
         outside: int32; keys too far from the others to have a code. They are always scored.
@@ -67,30 +70,41 @@ def row_bytes(head_size: int) -> int:
 def encode(keys: Elements, threads: int) -> tuple[KeyCodes, np.ndarray]:
     """(how, codes uint8 [n, row_bytes]).
 
-    A dimension's range is six deviations of its values, estimated by their median so that a few
-    outliers do not spoil it, or wider until at most `MAX_OUTSIDE` keys do not fit.
+    A dimension's range is six deviations of its values, estimated by quantiles so that a few
+    outliers do not spoil it, or wider until at most `MAX_OUTSIDE` keys, and an eighth of all, do
+    not fit.
+
+    Raises:
+        ValueError: a key is so large that differences of keys may overflow.
     """
     n, d = keys.shape
-    mean, largest = _moments(keys)
+    mean, low, high = _moments(keys)
     sample = keys.data[np.linspace(0, n - 1, min(n, _SAMPLE_KEYS)).astype(np.int64)]
-    deviation = np.median(
-        np.abs(Elements(sample, keys.dtype).to_float32() - mean), axis=0
-    ) / np.float32(0.6745)
-    deviation = np.maximum(deviation, largest / 1000)
+    values = Elements(sample, keys.dtype).to_float32()
+    median = np.median(values, axis=0)
+    distances = np.abs(values - median)
+    half, most = np.quantile(distances, [0.5, 0.9], axis=0).astype(np.float32)
+    # the second tells where more than half of all values are the same
+    deviation = np.maximum(half / np.float32(0.6745), most / np.float32(3.3))
+    centre = np.where(np.abs(mean - median) <= deviation, mean, median)
+    largest = np.maximum(high - centre, centre - low)
+    deviation = np.where(deviation > 0, deviation, largest / 1000)
     codes = aligned_empty((n, row_bytes(d)), np.uint8)
     outside = np.zeros(n, np.uint8)
     deviations = _DEVIATIONS
+    most_outside = min(MAX_OUTSIDE, n // 8)
     while True:
         reach = np.minimum(largest, deviation * np.float32(deviations))
-        step = np.where(reach > 0, reach / 127, 1).astype(np.float32)
+        # never so small that 127 steps round to something shorter
+        step = np.where(reach > 0, np.maximum(reach / 127, SMALLEST_STEP), 1).astype(np.float32)
         # 127 steps must reach the farthest value in float32 too
         step *= np.float32(1 + 1e-6)
-        longest, longest_error = encode_rows(keys, mean, step, 0, n, codes, outside, threads)
-        if outside.sum() <= MAX_OUTSIDE or (reach == largest).all():
+        longest, longest_error = encode_rows(keys, centre, step, 0, n, codes, outside, threads)
+        if outside.sum() <= most_outside or (reach == largest).all():
             break
         deviations *= 2
     ids = np.flatnonzero(outside).astype(np.int32)
-    return KeyCodes(mean, step, longest, longest_error, ids), codes
+    return KeyCodes(centre, step, longest, longest_error, ids), codes
 
 
 def encode_rows(
@@ -109,8 +123,8 @@ def encode_rows(
     )
 
 
-def _moments(keys: Elements) -> tuple[np.ndarray, np.ndarray]:
-    """Mean of each dimension and the largest distance from it, float32 [d]."""
+def _moments(keys: Elements) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean, minimum and maximum of each dimension, float32 [d]."""
     n, d = keys.shape
     total = np.zeros(d)
     low, high = np.full(d, np.inf, np.float32), np.full(d, -np.inf, np.float32)
@@ -119,8 +133,12 @@ def _moments(keys: Elements) -> tuple[np.ndarray, np.ndarray]:
         total += chunk.sum(axis=0, dtype=np.float64)
         np.minimum(low, chunk.min(axis=0), out=low)
         np.maximum(high, chunk.max(axis=0), out=high)
-    mean = (total / n).astype(np.float32)
-    return mean, np.maximum(high - mean, mean - low).astype(np.float32)
+    magnitude = max(float(high.max()), -float(low.min()))
+    if magnitude > MAX_MAGNITUDE:
+        raise ValueError(
+            f"keys: magnitudes up to {magnitude:.3g}, expected at most {MAX_MAGNITUDE:g}"
+        )
+    return (total / n).astype(np.float32), low, high
 
 
 def lay_out_blocks(codes: np.ndarray, order: np.ndarray) -> np.ndarray:

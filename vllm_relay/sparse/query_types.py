@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+MAX_COUNT = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class TopK:
@@ -16,18 +18,26 @@ class TopK:
         width: how much an approximate index looks at: nodes kept by a graph's search, lists
             probed by an inverted file, tokens taken by a block index. None: the index's own
             default, which for an index built with training queries was measured at build.
+        max_dropped_mass: the most attention weight, among the keys of the index, that may be left
+            out: more keys are added until a computed bound says so. That takes a look at the code
+            of every key, on any index. 1.0: add none, but tell the bound.
+        scale: factor of the scores in the softmax, for `max_dropped_mass`; 1 / sqrt(head_size) if
+            not said.
 
     Raises:
-        ValueError: a number is not positive.
+        ValueError: a number is out of range.
     """
 
     k: int
     width: int | None = None
+    max_dropped_mass: float | None = None
+    scale: float | None = None
 
     def __post_init__(self) -> None:
         _check_count("k", self.k)
         if self.width is not None:
             _check_count("width", self.width)
+        _check_mass(self.max_dropped_mass, self.scale)
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,7 @@ class Dipr:
     Attributes:
         width: as for `TopK`; for a graph it is the beam floor l0: that many nodes are kept even if
             they are out of range.
+        max_dropped_mass: as for `TopK`.
 
     Raises:
         ValueError: a number is out of range, or both or none of beta and alpha are given.
@@ -52,6 +63,7 @@ class Dipr:
     alpha: float | None = None
     scale: float | None = None
     width: int | None = None
+    max_dropped_mass: float | None = None
 
     def __post_init__(self) -> None:
         if (self.beta is None) == (self.alpha is None):
@@ -62,23 +74,32 @@ class Dipr:
             raise ValueError(f"Dipr: beta is {self.beta}, expected a number >= 0")
         if self.alpha is not None and not 0 < self.alpha <= 1:
             raise ValueError(f"Dipr: alpha is {self.alpha}, expected a number in (0, 1]")
-        if self.scale is not None and not (self.scale > 0 and math.isfinite(self.scale)):
-            raise ValueError(f"Dipr: scale is {self.scale}, expected a positive number")
         if self.width is not None:
             _check_count("width", self.width)
+        _check_mass(self.max_dropped_mass, self.scale)
 
     def range(self, head_size: int) -> float:
         """beta in units of inner products."""
         if self.beta is not None:
             return self.beta
         assert self.alpha is not None
-        scale = 1 / math.sqrt(head_size) if self.scale is None else self.scale
-        return -math.log(self.alpha) / scale
+        return -math.log(self.alpha) / softmax_scale(self, head_size)
 
 
 QueryType = TopK | Dipr
 
 
+def softmax_scale(query: QueryType, head_size: int) -> float:
+    return 1 / math.sqrt(head_size) if query.scale is None else query.scale
+
+
+def _check_mass(max_dropped_mass: float | None, scale: float | None) -> None:
+    if max_dropped_mass is not None and not 0 <= max_dropped_mass <= 1:
+        raise ValueError(f"max_dropped_mass is {max_dropped_mass}, expected a number in [0, 1]")
+    if scale is not None and not (scale > 0 and math.isfinite(scale)):
+        raise ValueError(f"scale is {scale}, expected a positive number")
+
+
 def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}, expected a whole number >= 1")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
+        raise ValueError(f"{name} is {value!r}, expected a whole number from 1 to {MAX_COUNT}")
