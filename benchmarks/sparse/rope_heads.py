@@ -40,11 +40,9 @@ def make(
     """
     n, d, heads = shape.keys, shape.head_size, shape.heads
     projections = _Projections(rng, d, heads, shape.head_noise)
-    # as many tokens as it takes, each with every head, in random order
+    train_token = np.sort(rng.choice(n, shape.train, replace=shape.train > n))
     of_heads = rng.spawn(1)[0]  # keys and the first head do not depend on how many there are
-    chosen = of_heads.choice(n * heads, shape.train, replace=shape.train > n * heads)
-    order = np.argsort(chosen // heads, kind="stable")
-    train_token, train_head = np.divmod(chosen[order], heads)
+    train_head = of_heads.integers(0, heads, shape.train)
     keys, values = np.empty((n, d), np.float32), np.empty((n, d), np.float32)
     train = np.empty((shape.train, d), np.float32)
     queries = np.empty((shape.tests, heads, d), np.float32)
