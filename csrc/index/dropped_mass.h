@@ -91,8 +91,10 @@ inline float bound_dropped_mass(const SearchRequest& request, int query, const R
     std::vector<double> after(all.size() + 1, 0.0);
     for (size_t i = all.size(); i-- > 0;)
       after[i] = after[i + 1] + std::exp(request.scale * (all[i].score - top));
-    const double unread =
-        kRounding * error * remainder.weight((top - form.offset) / form.unit, rate);
+    const int32_t best = remainder.best();
+    double unread = 0;
+    if (best != Remainder::kNone)
+      unread = kRounding * error * remainder.weight((top - form.offset) / form.unit, rate);
     const auto bound = [&](size_t keep) {
       left = kRounding * after[keep] + unread;
       seen = (after[0] - after[keep]) / kRounding;
@@ -110,7 +112,6 @@ inline float bound_dropped_mass(const SearchRequest& request, int query, const R
       kept = low;
     }
     const float reached = bound(kept);
-    const int32_t best = remainder.best();
     if (reached <= request.max_dropped_mass || best == Remainder::kNone) {
       found.assign(all.begin(), all.begin() + kept);
       return reached;

@@ -10,6 +10,7 @@ import numpy as np
 
 from vllm_relay.sparse import KeyIndex, QueryType, SearchResult, SearchStats, reference
 from vllm_relay.sparse.elements import Elements, as_elements
+from vllm_relay.sparse.query_types import softmax_scale
 
 
 class BruteForceIndex(KeyIndex):
@@ -44,16 +45,26 @@ class BruteForceIndex(KeyIndex):
         queries: Any,
         query: QueryType,
         *,
+        begin: int = 0,
         prefix_len: int | None = None,
         entry: Sequence[int] | np.ndarray | None = None,
         window_max: Any = None,
     ) -> SearchResult:
-        keys = self.keys.to_float32()[:prefix_len]
-        ids, scores = reference.search(np.asarray(queries), keys, query, window_max=window_max)
+        rows, keys = np.asarray(queries), self.keys.to_float32()
+        ids, scores = reference.search(
+            rows, keys, query, begin=begin, prefix_len=prefix_len, window_max=window_max
+        )
+        counted = keys[begin:prefix_len]
+        dropped = None
+        if query.max_dropped_mass is not None:
+            scale = softmax_scale(query, self.head_size)
+            places = [row - begin for row in ids]
+            dropped = reference.dropped_mass(rows, counted, places, scale=scale)
+            dropped = np.maximum(dropped, 0).astype(np.float32)
         return SearchResult(
             ids,
             [row.astype(np.float32) for row in scores],
-            SearchStats(distances=len(keys), hops=1, bytes=self.keys.data[:prefix_len].nbytes),
+            SearchStats(len(counted), 1, self.keys.data[begin:prefix_len].nbytes, dropped),
         )
 
     def append(self, keys: Any) -> None:

@@ -144,7 +144,7 @@ class SparseLayer:
         prefix_len = face.check_prefix(prefix_len, self.num_keys)
         _C.index.attend_heads(
             parts, array, k, reach, window_max, face.check_begin(begin, prefix_len), prefix_len,
-            _scale(scale, self.head_size), query.max_dropped_mass or 2.0, output, lse,
+            _scale(scale, self.head_size), face.mass_limit(query), output, lse,
             dropped_mass, counts, face.check_threads(threads),
         )  # fmt: skip
         costs = [

@@ -64,7 +64,7 @@ class CompiledIndex(KeyIndex):
         prefix_len = check_prefix(prefix_len, n)
         ids, scores, dropped_mass, distances, hops, rescored = searcher.search(
             queries, k, reach, width, window_max, check_begin(begin, prefix_len), prefix_len,
-            entries, scale, query.max_dropped_mass or 2.0,
+            entries, scale, mass_limit(query),
         )  # fmt: skip
         stats = self.stats(distances, hops, rescored, dropped_mass if scale else None)
         return SearchResult(ids, scores, stats)
@@ -174,6 +174,11 @@ def check_prefix(prefix_len: int | None, num_keys: int) -> int:
     if not 0 <= prefix_len <= num_keys:
         raise ValueError(f"prefix_len is {prefix_len}, expected 0 to {num_keys}")
     return int(prefix_len)
+
+
+def mass_limit(query: QueryType) -> float:
+    """What the C++ side is told; above 1: no limit."""
+    return 2.0 if query.max_dropped_mass is None else query.max_dropped_mass
 
 
 def check_begin(begin: int, prefix_len: int) -> int:

@@ -50,8 +50,8 @@ class DBOptions(BaseModel):
         default=None,
         ge=0,
         le=1,
-        description="Read a kv head's whole context where a bound on the attention weight of what "
-        "was not retrieved is larger. None never does.",
+        description="How much of the attention weight of the searched tokens may be left out: more "
+        "are retrieved until a computed bound says so. None: as the query says.",
     )
     train_queries_per_key: float = Field(
         default=0.4,

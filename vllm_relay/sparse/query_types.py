@@ -94,8 +94,8 @@ def softmax_scale(query: QueryType, head_size: int) -> float:
 
 
 def _check_mass(max_dropped_mass: float | None, scale: float | None) -> None:
-    if max_dropped_mass is not None and not 0 < max_dropped_mass <= 1:
-        raise ValueError(f"max_dropped_mass is {max_dropped_mass}, expected a number in (0, 1]")
+    if max_dropped_mass is not None and not 0 <= max_dropped_mass <= 1:
+        raise ValueError(f"max_dropped_mass is {max_dropped_mass}, expected a number in [0, 1]")
     if scale is not None and not (scale > 0 and math.isfinite(scale)):
         raise ValueError(f"scale is {scale}, expected a positive number")
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_relay.sparse.query_types import QueryType, TopK
+from vllm_relay.sparse.query_types import QueryType, TopK, softmax_scale
 
 
 def scores_of(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -21,22 +21,32 @@ def search(
     keys: np.ndarray,
     query: QueryType,
     *,
+    begin: int = 0,
     prefix_len: int | None = None,
     window_max: Sequence[float] | np.ndarray | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """As `KeyIndex.search`, exactly: (ids, scores), best first, ties by id."""
-    keys = keys[:prefix_len]
+    """As `KeyIndex.search`, exactly: (ids, scores), best first, ties by id; with
+    `max_dropped_mass`, as few more as bring the weight that is left out down to it."""
+    keys = keys[begin:prefix_len]
     all_ids, all_scores = [], []
     for i, row in enumerate(scores_of(queries, keys)):
         order = np.lexsort((np.arange(len(row)), -row))
+        wanted = len(order)
         if isinstance(query, TopK):
-            order = order[: query.k]
+            wanted = min(query.k, wanted)
         elif len(order):
             best = row[order[0]]
             if window_max is not None:
                 best = max(best, window_max[i])
-            order = order[row[order] >= best - query.range(keys.shape[1])]
-        all_ids.append(order.astype(np.int32))
+            wanted = int((row >= best - query.range(keys.shape[1])).sum())
+        if query.max_dropped_mass is not None and len(order):
+            logits = row[order] * softmax_scale(query, keys.shape[1])
+            weights = np.exp(logits - logits[0])
+            left_out = 1 - np.cumsum(weights) / weights.sum()
+            enough = int((left_out > query.max_dropped_mass).sum()) + 1
+            wanted = max(wanted, min(enough, len(order)))
+        order = order[:wanted]
+        all_ids.append((order + begin).astype(np.int32))
         all_scores.append(row[order])
     return all_ids, all_scores
 

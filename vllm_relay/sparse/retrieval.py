@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -13,9 +12,7 @@ import torch
 from vllm_relay.sparse.attention import attend
 from vllm_relay.sparse.context_store import StoredContext
 from vllm_relay.sparse.options import DBOptions
-from vllm_relay.sparse.partial_attention import attention_state
-from vllm_relay.sparse.query_types import Dipr, QueryType, TopK
-from vllm_relay.sparse.tensors import to_tensor
+from vllm_relay.sparse.query_types import QueryType
 
 
 @dataclass
@@ -27,7 +24,8 @@ class SessionStats:
         searched_tokens: tokens that these searches could have returned.
         retrieved_tokens: tokens that at least one query head of a search got.
         distances, bytes: as in `SearchStats`.
-        dense_reads: searches after which the whole context was read, for `max_dropped_mass`.
+        dropped_mass: with `max_dropped_mass`, the largest bound of any search: at most this much of
+            the attention weight of the searched tokens was left out.
     """
 
     searches: int = 0
@@ -35,7 +33,7 @@ class SessionStats:
     retrieved_tokens: int = 0
     distances: int = 0
     bytes: int = 0
-    dense_reads: int = 0
+    dropped_mass: float = 0.0
 
 
 class ContextPart(NamedTuple):
@@ -51,7 +49,6 @@ def retrieve(
     part: ContextPart,
     query: torch.Tensor,
     window_max: torch.Tensor,
-    window_lse: torch.Tensor,
     *,
     scale: float,
     options: DBOptions,
@@ -61,8 +58,8 @@ def retrieve(
 
     Args:
         query: [kv_heads, group, head_size].
-        window_max, window_lse: float32 [kv_heads, group]; largest inner product and log-sum-exp of
-            what each query reads besides.
+        window_max: float32 [kv_heads, group]; largest inner product of each query with what it
+            reads besides.
         stats: counts what was read.
 
     Returns:
@@ -73,38 +70,20 @@ def retrieve(
         and a token limit filters the keys of a context of which a part is reused.
     """
     queries = query.float().cpu().numpy()
-    tops, window_lses = window_max.cpu().numpy(), window_lse.cpu().numpy()
-    query_type = _query_type(options.query, part.begin, scale)
+    tops = window_max.cpu().numpy()
+    query_type = _query_type(options, scale)
     states = []
     for head, rows in enumerate(queries):
-        ids, scores = _search(part, head, rows, query_type, tops[head], options, stats)
+        ids = _search(part, head, rows, query_type, tops[head], stats)
         keys, values, places = part.context.gather(part.layer, head, ids)
-        state: tuple[np.ndarray, np.ndarray] = attend(rows, keys, values, places, scale)
-        if options.max_dropped_mass is not None:
-            bound = _dropped_mass_bound(
-                query_type,
-                scores,
-                part.end - part.begin,
-                tops[head],
-                np.logaddexp(window_lses[head], state[1]),
-                scale,
-                rows.shape[1],
-            )
-            if (bound > options.max_dropped_mass).any():
-                stats.dense_reads += 1
-                state = _read_all(part, head, rows, scale)
-        states.append(state)
+        states.append(attend(rows, keys, values, places, scale))
     outputs, lses = (np.stack(each) for each in zip(*states, strict=True))
     return torch.from_numpy(outputs).to(query.device), torch.from_numpy(lses).to(query.device)
 
 
-def _query_type(query: QueryType, num_sinks: int, scale: float) -> QueryType:
-    if isinstance(query, TopK):
-        # the sinks are in the index too, and mostly among the best
-        return replace(query, k=query.k + num_sinks)
-    if query.alpha is not None and query.scale is None:
-        return replace(query, scale=scale)
-    return query
+def _query_type(options: DBOptions, scale: float) -> QueryType:
+    query = replace(options.query, max_dropped_mass=options.max_dropped_mass)
+    return query if query.scale is not None else replace(query, scale=scale)
 
 
 def _search(
@@ -113,63 +92,17 @@ def _search(
     queries: np.ndarray,
     query: QueryType,
     window_max: np.ndarray,
-    options: DBOptions,
     stats: SessionStats,
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Ids and scores of what one kv head's queries retrieve of the part."""
+) -> list[np.ndarray]:
+    """Ids of what each of one kv head's queries retrieves of the part."""
     result = part.context.index(part.layer, head).search(
-        queries, query, prefix_len=part.end, window_max=window_max
+        queries, query, begin=part.begin, prefix_len=part.end, window_max=window_max
     )
-    limit = options.query.k if isinstance(options.query, TopK) else None
-    ids, scores = [], []
-    for found, score in zip(result.ids, result.scores, strict=True):
-        ids.append(found[found >= part.begin][:limit])
-        scores.append(score[found >= part.begin][:limit])
     stats.searches += 1
     stats.searched_tokens += part.end - part.begin
-    stats.retrieved_tokens += len(np.unique(np.concatenate(ids)))
+    stats.retrieved_tokens += len(np.unique(np.concatenate(result.ids)))
     stats.distances += result.stats.distances
     stats.bytes += result.stats.bytes
-    return ids, scores
-
-
-def _read_all(
-    part: ContextPart, head: int, queries: np.ndarray, scale: float
-) -> tuple[np.ndarray, np.ndarray]:
-    keys, values = (
-        to_tensor(rows)[None].float()
-        for rows in part.context.rows(part.layer, head, part.begin, part.end)
-    )
-    output, lse = attention_state(torch.from_numpy(queries)[None], keys, values, scale)
-    return output[0].numpy(), lse[0].numpy()
-
-
-def _dropped_mass_bound(
-    query: QueryType,
-    scores: list[np.ndarray],
-    num_tokens: int,
-    window_max: np.ndarray,
-    total_lse: np.ndarray,
-    scale: float,
-    head_size: int,
-) -> np.ndarray:
-    """[g]; the attention weight that tokens which were not retrieved can have at most, given that
-    the index kept its promise.
-
-    Args:
-        scores: inner products of the retrieved tokens, best first.
-        num_tokens: how many tokens could have been retrieved.
-        window_max, total_lse: [g]; the largest inner product in the window, and the log-sum-exp of
-            everything that was read.
-    """
-    bounds = []
-    for i, found in enumerate(scores):
-        unseen = num_tokens - len(found)
-        if isinstance(query, Dipr):
-            best = max(float(window_max[i]), float(found[0]) if len(found) else -math.inf)
-            largest = best - query.range(head_size)
-        else:
-            largest = float(found[-1]) if len(found) else math.inf
-        weight = math.exp(min(largest * scale - float(total_lse[i]), 0.0))
-        bounds.append(min(1.0, unseen * weight))
-    return np.array(bounds)
+    if result.stats.dropped_mass is not None:
+        stats.dropped_mass = max(stats.dropped_mass, float(result.stats.dropped_mass.max()))
+    return result.ids

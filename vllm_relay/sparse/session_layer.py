@@ -288,7 +288,7 @@ class SessionLayer(CacheLayerMixin):
         part = ContextPart(self._context, self.layer_idx, begin, end)
         output, lse, window_max = window_state(query, self._local.keys, self._local.values, scale)
         found = retrieve(
-            part, query, window_max, lse, scale=scale, options=self._options, stats=self._stats
+            part, query, window_max, scale=scale, options=self._options, stats=self._stats
         )
         return merge((output, lse), found)[0]
 
