@@ -31,6 +31,8 @@ BENCHMARKS = (
     "bench_eviction",
     "bench_predictor",
     "bench_key_index",
+    "bench_sparse_layer",
+    "bench_storage",
 )
 
 

@@ -15,7 +15,7 @@ struct ScanScratch {
   AlignedVector<int8_t> query_codes;
   std::vector<QueryCode> forms;
   std::vector<CandidateList> lists;
-  std::vector<int32_t> ids;
+  std::vector<int32_t> ids, always;
   std::vector<Remainder> remainders;
 
   void encode(const float* queries, int num_queries, const Codes& codes) {
@@ -31,6 +31,20 @@ struct ScanScratch {
 inline int32_t to_steps(double score, double unit) {
   return static_cast<int32_t>(std::clamp(std::ceil(score / unit), -1e9, 1e9));
 }
+
+// The lowest exact score that can still be an answer, now that `found` is known.
+inline double least_answer(const SearchRequest& request, int query, std::vector<Found>& found) {
+  if (request.k) {
+    if (found.size() < static_cast<size_t>(request.k)) return -INFINITY;
+    std::nth_element(found.begin(), found.begin() + request.k - 1, found.end(), better);
+    return found[request.k - 1].score;
+  }
+  double best = request.window_max ? request.window_max[query] : -INFINITY;
+  for (const Found& f : found) best = std::max<double>(best, f.score);
+  return best - request.range;
+}
+
+constexpr int64_t kProbed = 8;  // candidates whose exact scores tell where a range ends
 
 // Scans `ranges` of blocks. `ids` maps positions to keys (null: they are the same). With `exact`,
 // what is found is certain: candidates reach as far down as rounding can possibly deceive.
@@ -79,20 +93,40 @@ inline void scan_ranges(const Codes& codes, const CodeBlocks& blocks, const Rows
   for (int q = 0; q < request.num_queries; ++q) {
     CandidateList& list = scratch.lists[q];
     list.shrink(!exact);
-    scratch.ids.clear();
-    for (const Candidate& c : std::span(list.begin(), list.end()))
-      scratch.ids.push_back(ids ? ids[c.position] : c.position);
-    outcome.rescored += scratch.ids.size();
+    const float* query = request.queries + static_cast<int64_t>(q) * keys.size;
+    std::vector<Found>& found = outcome.found[q];
+    found.clear();
+    const auto score_candidates = [&](const Candidate* from, const Candidate* to) {
+      scratch.ids.clear();
+      for (const Candidate* c = from; c < to; ++c)
+        scratch.ids.push_back(ids ? ids[c->position] : c->position);
+      std::sort(scratch.ids.begin(), scratch.ids.end());
+      score_exactly(query, keys, scratch.ids, found);
+      outcome.rescored += to - from;
+    };
     for (int32_t a = 0; a < request.num_always; ++a)
-      if (counts(request, request.always[a])) scratch.ids.push_back(request.always[a]);
-    std::sort(scratch.ids.begin(), scratch.ids.end());
-    scratch.ids.erase(std::unique(scratch.ids.begin(), scratch.ids.end()), scratch.ids.end());
-    outcome.found[q].clear();
-    score_exactly(request.queries + static_cast<int64_t>(q) * keys.size, keys, scratch.ids,
-                  outcome.found[q]);
+      if (counts(request, request.always[a])) scratch.always.push_back(request.always[a]);
+    score_exactly(query, keys, scratch.always, found);
+    scratch.always.clear();
+    Candidate* scored = list.begin();
+    if (exact) {
+      // the exact scores of the first ones tell which others can still be answers
+      scored += std::min<int64_t>(list.count(), request.k ? request.k : kProbed);
+      if (scored < list.end()) std::nth_element(list.begin(), scored, list.end(), better_candidate);
+      score_candidates(list.begin(), scored);
+      const double least = least_answer(request, q, found) - scratch.forms[q].largest_error;
+      const double step = std::floor((least - scratch.forms[q].offset) / scratch.forms[q].unit);
+      Candidate* const end =
+          std::partition(scored, list.end(), [&](const Candidate& c) { return c.score >= step; });
+      score_candidates(scored, end);
+      scored = end;
+    } else {
+      score_candidates(list.begin(), list.end());
+      scored = list.end();
+    }
     if (certify) {
       Remainder& remainder = scratch.remainders[q];
-      for (const Candidate& c : std::span(list.begin(), list.end())) remainder.remove(c.position);
+      for (const Candidate* c = list.begin(); c < scored; ++c) remainder.remove(c->position);
       outcome.dropped_mass[q] = bound_dropped_mass(request, q, keys, scratch.forms[q], remainder,
                                                    outcome.found[q], outcome.rescored);
     } else {
