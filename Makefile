@@ -7,10 +7,10 @@ ARGS ?=
 
 BOOTSTRAP = $(PYTHON) scripts/bootstrap.py --venv $(VENV)
 BIN = $(VENV)/bin
-CPP_FILES = $$(find csrc benchmarks -name '*.cpp' -o -name '*.h')
+CPP_FILES = $$(find csrc benchmarks tests -name '*.cpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench bench-smoke lint format clean
+.PHONY: help setup demo test sanitize bench bench-smoke lint format clean
 
 help:  ## list the targets
 	@echo "usage: make TARGET [ARGS='...'] [VENV=.venv] [PYTHON=python3]"
@@ -24,6 +24,9 @@ demo: setup  ## stock vLLM against vLLM with relay; ARGS go to `vllm-relay demo`
 
 test: setup  ## the tests; ARGS go to pytest
 	$(BIN)/python -m pytest $(ARGS)
+
+sanitize: setup  ## a random workload of the C++ index under address, undefined and thread sanitizers
+	$(BIN)/python scripts/sanitize.py $(ARGS)
 
 bench:  ## every benchmark; writes docs/benchmarks.md
 	@$(BOOTSTRAP) --extra dev

@@ -17,6 +17,7 @@
 
 #include "bindings.h"
 #include "index/kernels.h"
+#include "index/spread_order.h"
 
 namespace nb = nanobind;
 using namespace relay::index;
@@ -97,6 +98,34 @@ void nearest(const std::string& kernel, const KeySet& set, const Array<const flo
   kernels.nearest(set.view_codes(), set.view_rows(), queries.data(), queries.shape(0),
                   static_cast<int32_t>(ids.shape(1)), {always.data(), always.shape(0)}, ids.data(),
                   num_threads);
+}
+
+// The order in which `nearest` meets the keys: of equal codes the first ones win.
+nb::object spread_order(int64_t n) {
+  const SpreadOrder order(n);
+  std::vector<int32_t> ids(n);
+  for (int64_t i = 0; i < n; ++i) ids[i] = static_cast<int32_t>(order[i]);
+  return to_numpy(ids);
+}
+
+// Query codes [queries, row bytes], signed.
+void encode_queries(const std::string& kernel, const KeySet& set,
+                    const Array<const float, 2>& queries, Array<int8_t, 2> codes) {
+  const IndexKernels& kernels = index_kernels(kernel);
+  nb::gil_scoped_release release;
+  for (size_t q = 0; q < queries.shape(0); ++q)
+    kernels.encode_query(set.view_codes(), queries.data() + q * queries.shape(1),
+                         codes.data() + q * codes.shape(1));
+}
+
+void refine(const std::string& kernel, const KeySet& set, const Array<const float, 2>& queries,
+            const Array<const int32_t, 2>& candidates, const Array<const int32_t, 1>& always,
+            Array<int32_t, 2> ids, int num_threads) {
+  const IndexKernels& kernels = index_kernels(kernel);
+  nb::gil_scoped_release release;
+  kernels.refine(set.view_rows(), queries.data(), queries.shape(0), candidates.data(),
+                 candidates.shape(1), {always.data(), always.shape(0)},
+                 static_cast<int32_t>(ids.shape(1)), ids.data(), num_threads);
 }
 
 int64_t build_graph(const std::string& kernel, const KeySet& set, Array<int32_t, 2> graph,
@@ -340,6 +369,10 @@ void bind_index(nb::module_& module) {
       });
   index.def("encode", &encode);
   index.def("nearest", &nearest);
+  index.def("encode_queries", &encode_queries);
+  index.def("refine", &refine);
+  index.def("spread_order", &spread_order);
+  index.def("num_rescored", &num_rescored);
   index.def("build_graph", &build_graph);
   nb::class_<Searcher>(index, "Searcher")
       .def("search", &search, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(),

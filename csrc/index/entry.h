@@ -40,6 +40,10 @@ void nearest(const Codes& codes, const Rows& keys, const float* queries, int64_t
   nearest_keys(codes, keys, queries, num_queries, k, always, ids, num_threads);
 }
 
+void encode_query_only(const Codes& codes, const float* query, int8_t* code) {
+  encode_query(query, codes, code);
+}
+
 int64_t build_graph(const Codes& codes, const Rows& keys, const Graph& graph,
                     const GraphBuildOptions& options, const int32_t* nearest, int64_t num_queries,
                     int32_t k, const int32_t* entries, int32_t num_entries) {

@@ -4,10 +4,16 @@
 
 namespace relay::index {
 extern const IndexKernels kIndexKernelsAvx512Vnni;
-const IndexKernels kIndexKernelsAvx512Vnni = {
-    "avx512_vnni", [] { return cpu_features().avx512_vnni; },
-    encode,        nearest,
-    build_graph,   scan,
-    search_lists,  search_graph,
-    attend_found,  attend_ids};
+const IndexKernels kIndexKernelsAvx512Vnni = {"avx512_vnni",
+                                              [] { return cpu_features().avx512_vnni; },
+                                              encode,
+                                              nearest,
+                                              refine_candidates,
+                                              encode_query_only,
+                                              build_graph,
+                                              scan,
+                                              search_lists,
+                                              search_graph,
+                                              attend_found,
+                                              attend_ids};
 }  // namespace relay::index

@@ -62,6 +62,9 @@ struct InvertedLists {
   const int32_t* ids;     // of each place of the blocks
 };
 
+// How many candidates by code are scored exactly for the k best.
+inline size_t num_rescored(int32_t k) { return static_cast<size_t>(k) + (k / 8 > 12 ? k / 8 : 12); }
+
 struct IndexKernels {
   std::string_view name;
   bool (*runs_here)();
@@ -71,6 +74,11 @@ struct IndexKernels {
                                     uint8_t* outside, int num_threads);
   void (*nearest)(const Codes&, const Rows& keys, const float* queries, int64_t num_queries,
                   int32_t k, std::span<const int32_t> always, int32_t* ids, int num_threads);
+  // Of candidates [num_queries, num_candidates], as `nearest` would choose.
+  void (*refine)(const Rows& keys, const float* queries, int64_t num_queries,
+                 const int32_t* candidates, int64_t num_candidates, std::span<const int32_t> always,
+                 int32_t k, int32_t* ids, int num_threads);
+  void (*encode_query)(const Codes&, const float* query, int8_t* code);
   int64_t (*build_graph)(const Codes&, const Rows& keys, const Graph&, const GraphBuildOptions&,
                          const int32_t* nearest, int64_t num_queries, int32_t k,
                          const int32_t* entries, int32_t num_entries);

@@ -5,32 +5,33 @@
 
 #include <omp.h>
 
-#include <numeric>
-
 #include "aligned_vector.h"
 #include "candidate_list.h"
 #include "code_blocks.h"
 #include "query_code.h"
 #include "rescore.h"
+#include "spread_order.h"
 
 namespace relay::index {
 namespace {
 
-// A permutation of 0 .. n - 1 any beginning of which is spread over the whole range.
-class SpreadOrder {
- public:
-  explicit SpreadOrder(int64_t n) : n_(n) {
-    if (n < 3) return;
-    step_ = static_cast<int64_t>(static_cast<double>(n) * 0.618033988749895);
-    while (std::gcd(step_, n) != 1) ++step_;
-  }
-  int64_t operator[](int64_t position) const { return position * step_ % n_; }
-
- private:
-  int64_t n_, step_ = 1;
-};
-
 constexpr int kSampleKeys = 4096;
+
+// The best `k` of a query's candidates by exact score, -1 past their number. Clobbers `chosen`.
+inline void refine(const Rows& keys, const float* query, std::span<const int32_t> always,
+                   std::vector<int32_t>& chosen, std::vector<Found>& exact, int32_t k,
+                   int32_t* out) {
+  if (!always.empty()) {
+    chosen.insert(chosen.end(), always.begin(), always.end());
+    std::sort(chosen.begin(), chosen.end());
+    chosen.erase(std::unique(chosen.begin(), chosen.end()), chosen.end());
+  }
+  exact.clear();
+  score_exactly(query, keys, chosen, exact);
+  std::sort(exact.begin(), exact.end(), better);
+  for (int32_t i = 0; i < k; ++i)
+    out[i] = i < static_cast<int32_t>(exact.size()) ? exact[i].id : -1;
+}
 
 // ids [num_queries, k], best first, -1 past the number of keys. Keys in `always` are scored
 // whatever their codes say.
@@ -99,18 +100,26 @@ inline void nearest_keys(const Codes& codes, const Rows& keys, const float* quer
         chosen.clear();
         for (const Candidate& c : std::span(lists[q].begin(), lists[q].end()))
           chosen.push_back(static_cast<int32_t>(order[c.position]));
-        if (!always.empty()) {
-          chosen.insert(chosen.end(), always.begin(), always.end());
-          std::sort(chosen.begin(), chosen.end());
-          chosen.erase(std::unique(chosen.begin(), chosen.end()), chosen.end());
-        }
-        exact.clear();
-        score_exactly(queries + (begin + q) * codes.size, keys, chosen, exact);
-        std::sort(exact.begin(), exact.end(), better);
-        int32_t* out = ids + (begin + q) * k;
-        for (int32_t i = 0; i < k; ++i)
-          out[i] = i < static_cast<int32_t>(exact.size()) ? exact[i].id : -1;
+        refine(keys, queries + (begin + q) * codes.size, always, chosen, exact, k,
+               ids + (begin + q) * k);
       }
+    }
+  }
+}
+
+// The same from candidates [num_queries, num_candidates] that were found elsewhere.
+inline void refine_candidates(const Rows& keys, const float* queries, int64_t num_queries,
+                              const int32_t* candidates, int64_t num_candidates,
+                              std::span<const int32_t> always, int32_t k, int32_t* ids,
+                              int num_threads) {
+#pragma omp parallel num_threads(num_threads)
+  {
+    std::vector<int32_t> chosen;
+    std::vector<Found> exact;
+#pragma omp for schedule(dynamic, 64)
+    for (int64_t q = 0; q < num_queries; ++q) {
+      chosen.assign(candidates + q * num_candidates, candidates + (q + 1) * num_candidates);
+      refine(keys, queries + q * keys.size, always, chosen, exact, k, ids + q * k);
     }
   }
 }

@@ -33,7 +33,7 @@ inline QueryCode encode_query(const float* query, const Codes& codes, int8_t* ou
   double squares = 0, total = 0, residuals = 0, magnitude = 0;
   for (int i = 0; i < codes.size; ++i) {
     const double q = query[i], scaled = q * codes.scale[i];
-    const int code = static_cast<int>(std::nearbyint(scaled * inverse));
+    const int code = static_cast<int>(std::rint(scaled * inverse));
     out[i] = static_cast<int8_t>(code);
     sum += code;
     squares += scaled * scaled;

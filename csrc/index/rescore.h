@@ -54,8 +54,5 @@ inline void keep_answers(const SearchRequest& request, int query, std::vector<Fo
   std::sort(found.begin(), found.end(), better);
 }
 
-// How many candidates by code are scored exactly for the k best.
-inline size_t num_rescored(int32_t k) { return static_cast<size_t>(k) + std::max(12, k / 8); }
-
 }  // namespace
 }  // namespace relay::index

@@ -209,18 +209,18 @@ def test_threads_search_one_index_at_once(
 
 @each_index
 def test_what_a_thread_searched_before_does_not_matter(index_class: type[CompiledIndex]) -> None:
-    """A thread's scratch serves every index; its marks are one byte and wrap."""
-    sets = [key_set("random", n, 24, seed=n) for n in (40, 1200, 300)]
-    indexes = [index_class().build(each.keys, each.train) for each in sets]
-    alone = [
-        [index.search(each.queries[:group], TopK(10)) for group in (1, 5)]
-        for index, each in zip(indexes, sets, strict=True)
-    ]
-    for turn in range(700):
-        which = (turn * 7919 // 3) % 3 if turn < 350 else turn % 2
-        group = turn % 2
-        result = indexes[which].search(sets[which].queries[: (1, 5)[group]], TopK(10))
-        assert_same(result, alone[which][group])
+    """A thread's scratch serves every index, and its marks are one byte: after so many searches of
+    a small index, marks of the last search of a large one come round again."""
+    small_set, large_set = (key_set("random", n, 24, seed=n) for n in (40, 600))
+    small, large = (index_class().build(each.keys) for each in (small_set, large_set))
+    for group in (1, 5):
+        queries, few = large_set.queries[:group], small_set.queries[:group]
+        all_keys = TopK(600, width=600)
+        expected, expected_few = large.search(queries, all_keys), small.search(few, TopK(5))
+        for gap in range(250, 260):
+            assert_same(large.search(queries, all_keys), expected)
+            for _ in range(gap):
+                assert_same(small.search(few, TopK(5)), expected_few)
 
 
 @each_index

@@ -15,6 +15,7 @@ from vllm_relay.sparse.calibrate import TARGET_K, smallest_width, split_queries
 from vllm_relay.sparse.elements import Elements
 from vllm_relay.sparse.index import IndexDamagedError
 from vllm_relay.sparse.key_codes import KeyCodes, encode, row_bytes
+from vllm_relay.sparse.nearest import nearest_keys
 from vllm_relay.sparse.query_types import MAX_COUNT, TopK
 
 if TYPE_CHECKING:
@@ -61,14 +62,16 @@ class GraphIndex(face.CompiledIndex):
     Args:
         options: None: `SPREAD` or `HUBS`, by how many different keys are the best of a training
             query.
+        device: where the nearest keys of training queries are found; see `nearest_keys`.
     """
 
     kind = "graph"
     _rows: np.ndarray
     _graph: np.ndarray
 
-    def __init__(self, options: GraphOptions | None = None) -> None:
+    def __init__(self, options: GraphOptions | None = None, device: str | None = None) -> None:
         self._options = options
+        self._device = device
         self.default_width = TARGET_K
         self.hub_statistic = 1.0
         self.repaired_nodes = 0
@@ -94,9 +97,8 @@ class GraphIndex(face.CompiledIndex):
         key_set = codes.key_set(elements, rows)
         options = self._options
         k = min((options or SPREAD).nearest, n)
-        nearest = np.empty((len(queries), k), np.int32)
-        _C.index.nearest(
-            "auto", key_set, np.ascontiguousarray(queries), codes.outside, nearest, num_threads
+        nearest = nearest_keys(
+            elements, codes, rows, queries, k, threads=num_threads, device=self._device
         )
         held, taught = split_queries(len(queries), seed)
         if len(queries):

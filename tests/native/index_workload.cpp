@@ -1,0 +1,319 @@
+// SPDX-License-Identifier: Apache-2.0
+// A random workload for sanitizers (scripts/sanitize.py): builds indexes of odd sizes with every
+// kernel, searches them from several threads at once, and checks what scripts in Python cannot see.
+// Arrays are exactly as long as they have to be. Usage: index_workload CASES SEARCH_THREADS
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <numeric>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "index/encode_keys.h"
+#include "index/kernels.h"
+#include "index/query_code.h"
+#include "storage/crc32c.h"
+#include "storage/page_checksums.h"
+
+using namespace relay::index;
+
+namespace {
+
+using Random = std::mt19937_64;
+
+int64_t pick(Random& random, int64_t low, int64_t high) {
+  return std::uniform_int_distribution<int64_t>(low, high)(random);
+}
+float normal(Random& random) { return std::normal_distribution<float>()(random); }
+
+void require(bool condition, const char* what, int number) {
+  if (condition) return;
+  std::fprintf(stderr, "case %d: %s\n", number, what);
+  std::exit(1);
+}
+
+// Keys of one of the three element types, their codes, and blocks of these.
+struct Keys {
+  int32_t size, stride;
+  int64_t count;
+  ElementType type;
+  std::vector<float> floats;
+  std::vector<uint16_t> halves;
+  std::vector<float> mean, step;
+  std::vector<uint8_t> codes, outside, blocks;
+  std::vector<int32_t> always;
+  float longest = 0, longest_error = 0;
+
+  Keys(Random& random, const IndexKernels& kernels) {
+    size = static_cast<int32_t>(pick(random, 1, 256));
+    stride = (size + 63) / 64 * 64;
+    count = pick(random, 0, 3) ? pick(random, 1, 400) : pick(random, 1, 3000);
+    type = static_cast<ElementType>(pick(random, 0, 2));
+    const float magnitude = type == ElementType::kFloat32
+                                ? std::pow(10.f, static_cast<float>(pick(random, -30, 12)))
+                                : 1;
+    const auto total = static_cast<size_t>(count * size);
+    const int64_t distinct = pick(random, 0, 2) ? count : (count + 9) / 10;
+    floats.resize(total);
+    for (int64_t i = 0; i < count; ++i)
+      for (int32_t d = 0; d < size; ++d)
+        floats[i * size + d] = i < distinct ? magnitude * normal(random)
+                                            : floats[pick(random, 0, distinct - 1) * size + d];
+    for (int64_t i = pick(random, 0, 3); i > 0; --i)
+      floats[pick(random, 0, static_cast<int64_t>(total) - 1)] *= 1000;
+    if (type != ElementType::kFloat32) {
+      halves.resize(total);
+      for (size_t i = 0; i < total; ++i) {
+        uint32_t bits;
+        std::memcpy(&bits, &floats[i], 4);
+        // bfloat16 by cutting; as float16 the same bits are other numbers, of exponents up to 2^14
+        halves[i] = static_cast<uint16_t>(bits >> 16) & 0xbbff;
+      }
+    }
+    mean.assign(size, 0.f);
+    step.resize(size);
+    for (float& s : step)
+      s = magnitude * std::uniform_real_distribution<float>(0.01f, 0.06f)(random);
+    codes.resize(count * stride);
+    outside.resize(count);
+    std::tie(longest, longest_error) = kernels.encode(rows(), mean.data(), step.data(), 0, count,
+                                                      codes.data(), stride, outside.data(), 1);
+    for (int64_t i = 0; i < count; ++i)
+      if (outside[i] && always.size() < 64) always.push_back(static_cast<int32_t>(i));
+    std::vector<int32_t> order(count);
+    std::iota(order.begin(), order.end(), 0);
+    blocks = lay_out(order);
+  }
+
+  Rows rows() const {
+    const void* data = type == ElementType::kFloat32 ? static_cast<const void*>(floats.data())
+                                                     : static_cast<const void*>(halves.data());
+    return {data, type, size, count};
+  }
+  Codes view() const {
+    return {codes.data(), stride, size, count, mean.data(), step.data(), longest, longest_error};
+  }
+  std::vector<uint8_t> lay_out(const std::vector<int32_t>& order) const {
+    std::vector<uint8_t> out((order.size() + 15) / 16 * 16 * stride, 128);
+    for (size_t i = 0; i < order.size(); ++i)
+      for (int32_t s = 0; s < stride && order[i] >= 0; ++s)
+        out[i / 16 * 16 * stride + s / 4 * 64 + i % 16 * 4 + s % 4] =
+            codes[static_cast<int64_t>(order[i]) * stride + s];
+    return out;
+  }
+};
+
+std::vector<float> random_queries(Random& random, const Keys& keys, int64_t count) {
+  std::vector<float> queries(count * keys.size);
+  const float magnitude = std::pow(10.f, static_cast<float>(pick(random, -30, 6)));
+  for (float& q : queries) q = pick(random, 0, 9) ? magnitude * normal(random) : 0.f;
+  return queries;
+}
+
+// No score is further from what the codes say than `largest_error`.
+void check_bound(Random& random, const Keys& keys, int number) {
+  const std::vector<float> queries = random_queries(random, keys, 4);
+  std::vector<int8_t> code(keys.stride);
+  for (int q = 0; q < 4; ++q) {
+    const float* query = queries.data() + q * keys.size;
+    const QueryCode form = encode_query(query, keys.view(), code.data());
+    with_elements(keys.rows(), [&](const auto* rows) {
+      for (int64_t i = 0; i < keys.count; ++i) {
+        if (keys.outside[i]) continue;
+        int64_t product = 0;
+        for (int32_t d = 0; d < keys.stride; ++d)
+          product += int64_t{keys.codes[i * keys.stride + d]} * code[d];
+        long double exact = 0;
+        for (int32_t d = 0; d < keys.size; ++d)
+          exact += static_cast<long double>(query[d]) * relay::to_float(rows[i * keys.size + d]);
+        const double guess = form.offset + form.unit * static_cast<double>(product);
+        const float score = dot_row(query, rows + i * keys.size, keys.size);
+        require(std::fabs(guess - static_cast<double>(exact)) <= form.largest_error,
+                "a score is further from its code than largest_error", number);
+        require(!std::isfinite(score) || std::fabs(guess - score) <= form.largest_error,
+                "a float score is further from its code than largest_error", number);
+      }
+    });
+  }
+}
+
+struct Index {
+  const IndexKernels& kernels;
+  Keys keys;
+  std::vector<int32_t> graph;
+  int32_t graph_stride = 0;
+  // lists by position modulo their number
+  std::vector<uint8_t> centres, list_blocks;
+  std::vector<int64_t> starts;
+  std::vector<int32_t> counts, ids;
+
+  Index(Random& random, const IndexKernels& kernels, int build_threads, int number)
+      : kernels(kernels), keys(random, kernels) {
+    const int64_t num_queries = pick(random, 0, 150);
+    const auto k = static_cast<int32_t>(pick(random, 1, 130));
+    const std::vector<float> queries = random_queries(random, keys, num_queries);
+    std::vector<int32_t> nearest(num_queries * k, -7);
+    kernels.nearest(keys.view(), keys.rows(), queries.data(), num_queries, k, keys.always,
+                    nearest.data(), build_threads);
+    for (const int32_t id : nearest) require(id >= -1 && id < keys.count, "nearest", number);
+
+    const GraphBuildOptions options{static_cast<int32_t>(pick(random, 0, 30)),
+                                    static_cast<int32_t>(pick(random, 0, 8)),
+                                    static_cast<int32_t>(pick(random, 1, 80)),
+                                    static_cast<int32_t>(pick(random, 1, 30)),
+                                    static_cast<int32_t>(pick(random, 1, 16)),
+                                    static_cast<float>(pick(random, 0, 2)) / 2,
+                                    build_threads};
+    graph_stride = (3 + options.projection_degree + 2 * options.supply_degree + 15) / 16 * 16;
+    graph.assign(keys.count * graph_stride, 0);
+    const auto entry = static_cast<int32_t>(pick(random, 0, keys.count - 1));
+    kernels.build_graph(keys.view(), keys.rows(), {graph.data(), graph_stride}, options,
+                        nearest.data(), num_queries, k, &entry, 1);
+    require(count_reachable(entry) == keys.count, "a key cannot be reached", number);
+    fill_lists(random);
+  }
+
+  int64_t count_reachable(int32_t entry) const {
+    std::vector<char> seen(keys.count, 0);
+    std::vector<int32_t> stack{entry};
+    seen[entry] = 1;
+    int64_t reached = 0;
+    while (!stack.empty()) {
+      const int32_t* row = graph.data() + static_cast<int64_t>(stack.back()) * graph_stride;
+      stack.pop_back();
+      ++reached;
+      for (int32_t i = 1; i <= row[0]; ++i)
+        if (!seen[row[i]]) {
+          seen[row[i]] = 1;
+          stack.push_back(row[i]);
+        }
+    }
+    return reached;
+  }
+
+  void fill_lists(Random& random) {
+    const int64_t num_lists = pick(random, 1, std::min<int64_t>(keys.count, 60));
+    std::vector<int32_t> firsts;
+    for (int64_t list = 0; list < num_lists; ++list) {
+      starts.push_back(static_cast<int64_t>(ids.size() / 16));
+      const size_t begin = ids.size();
+      for (int64_t i = list; i < keys.count; i += num_lists) ids.push_back(static_cast<int32_t>(i));
+      counts.push_back(static_cast<int32_t>(ids.size() - begin));
+      ids.resize((ids.size() + 15) / 16 * 16, -1);
+      firsts.push_back(static_cast<int32_t>(list));
+    }
+    ids.shrink_to_fit();
+    list_blocks = keys.lay_out(ids);
+    centres = keys.lay_out(firsts);
+  }
+
+  void search(Random& random, int number) const {
+    const auto g = static_cast<int32_t>(pick(random, 0, 20));
+    const std::vector<float> queries = random_queries(random, keys, g);
+    std::vector<float> window(g);
+    for (float& w : window) w = pick(random, 0, 2) ? normal(random) : -INFINITY;
+    std::vector<int32_t> entries(pick(random, 1, 40));
+    for (int32_t& id : entries) id = static_cast<int32_t>(pick(random, 0, keys.count - 1));
+
+    SearchRequest request{};
+    request.queries = queries.data();
+    request.num_queries = g;
+    request.k = pick(random, 0, 1) ? static_cast<int32_t>(pick(random, 1, keys.count)) : 0;
+    request.range = std::pow(10.f, static_cast<float>(pick(random, -8, 20)));
+    request.width = static_cast<int32_t>(pick(random, 1, 2 * keys.count));
+    request.window_max = pick(random, 0, 1) ? window.data() : nullptr;
+    request.prefix_len = pick(random, 0, 1) ? keys.count : pick(random, 0, keys.count);
+    request.begin = pick(random, 0, 2) ? 0 : pick(random, 0, request.prefix_len);
+    request.entries = entries.data();
+    request.num_entries = static_cast<int32_t>(entries.size());
+    request.always = keys.always.data();
+    request.num_always = static_cast<int32_t>(keys.always.size());
+
+    SearchOutcome outcome;
+    kernels.search_graph(keys.view(), keys.rows(),
+                         {const_cast<int32_t*>(graph.data()), graph_stride}, request, outcome);
+    check(outcome, request, number);
+    outcome = {};
+    kernels.search_lists(keys.view(),
+                         {centres.data(), static_cast<int32_t>(counts.size()), list_blocks.data(),
+                          starts.data(), counts.data(), ids.data()},
+                         keys.rows(), request, outcome);
+    check(outcome, request, number);
+    outcome = {};
+    if (pick(random, 0, 1)) {
+      request.scale = 0.1f;
+      request.max_dropped_mass = pick(random, 0, 1) ? 2.f : 0.01f;
+    }
+    const int64_t first = request.begin / 16;
+    std::vector<BlockRange> ranges;
+    if (request.prefix_len > request.begin)
+      ranges.push_back({first, request.prefix_len - 16 * first, (1u << request.begin % 16) - 1});
+    kernels.scan(keys.view(), keys.blocks.data(), keys.rows(), ranges, request, outcome);
+    check(outcome, request, number);
+    attend(random, outcome);
+  }
+
+  void check(const SearchOutcome& outcome, const SearchRequest& request, int number) const {
+    require(static_cast<int32_t>(outcome.found.size()) == request.num_queries, "answers", number);
+    for (const auto& found : outcome.found)
+      for (size_t i = 0; i < found.size(); ++i) {
+        require(found[i].id >= request.begin && found[i].id < request.prefix_len,
+                "a key that does not count", number);
+        require(i == 0 || found[i - 1].score >= found[i].score, "not best first", number);
+      }
+  }
+
+  void attend(Random& random, const SearchOutcome& outcome) const {
+    const auto size = static_cast<int32_t>(pick(random, 1, 70));
+    const std::vector<float> values(keys.count * size, 1.f);
+    std::vector<float> out(size);
+    for (const auto& found : outcome.found)
+      kernels.attend_found(found, {values.data(), ElementType::kFloat32, size, keys.count}, 0.1f,
+                           out.data());
+  }
+};
+
+void checksums(Random& random, int number) {
+  std::vector<uint8_t> bytes(pick(random, 0, 5000));
+  for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random());
+  const uint32_t expected = relay::crc32c_portable(0, bytes.data(), bytes.size());
+  for (int i = 0; i < relay::kNumCrc32cKernels; ++i)
+    if (relay::kCrc32cKernels[i].runs_here())
+      require(relay::kCrc32cKernels[i].run(0, bytes.data(), bytes.size()) == expected, "crc32c",
+              number);
+  const relay::Pages pages{bytes.data(), bytes.size(), static_cast<size_t>(pick(random, 1, 700))};
+  std::vector<uint32_t> sums(pages.count());
+  relay::checksum_pages(pages, relay::crc32c(), sums.data());
+  std::vector<int64_t> chosen(pages.count());
+  std::iota(chosen.begin(), chosen.end(), 0);
+  require(
+      relay::find_damage(pages, relay::crc32c(), sums.data(), chosen.data(), chosen.size(), false)
+              .page == -1,
+      "checksums of pages", number);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int num_cases = argc > 1 ? std::atoi(argv[1]) : 20;
+  const int num_threads = argc > 2 ? std::atoi(argv[2]) : 2;
+  const int build_threads = argc > 3 ? std::atoi(argv[3]) : 1;
+  for (int number = 0; number < num_cases; ++number) {
+    Random random(number);
+    for (const auto name : index_kernel_names()) {
+      const Index index(random, index_kernels(name), build_threads, number);
+      check_bound(random, index.keys, number);
+      std::vector<std::thread> threads;
+      for (int t = 0; t < num_threads; ++t)
+        threads.emplace_back([&index, number, t] {
+          Random mine(1000 * number + t);
+          for (int i = 0; i < 8; ++i) index.search(mine, number);
+          checksums(mine, number);
+        });
+      for (std::thread& thread : threads) thread.join();
+    }
+  }
+  std::printf("%d cases\n", num_cases);
+}
