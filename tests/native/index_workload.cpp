@@ -72,7 +72,8 @@ struct Keys {
         halves[i] = static_cast<uint16_t>(bits >> 16) & 0xbbff;
       }
     }
-    mean.assign(size, 0.f);
+    mean.resize(size);
+    for (float& m : mean) m = pick(random, 0, 1) ? magnitude * normal(random) : 0.f;
     step.resize(size);
     for (float& s : step)
       s = magnitude * std::uniform_real_distribution<float>(0.01f, 0.06f)(random);
@@ -112,30 +113,52 @@ std::vector<float> random_queries(Random& random, const Keys& keys, int64_t coun
   return queries;
 }
 
-// No score is further from what the codes say than `largest_error`.
-void check_bound(Random& random, const Keys& keys, int number) {
-  const std::vector<float> queries = random_queries(random, keys, 4);
-  std::vector<int8_t> code(keys.stride);
-  for (int q = 0; q < 4; ++q) {
-    const float* query = queries.data() + q * keys.size;
-    const QueryCode form = encode_query(query, keys.view(), code.data());
-    with_elements(keys.rows(), [&](const auto* rows) {
-      for (int64_t i = 0; i < keys.count; ++i) {
-        if (keys.outside[i]) continue;
-        int64_t product = 0;
-        for (int32_t d = 0; d < keys.stride; ++d)
-          product += int64_t{keys.codes[i * keys.stride + d]} * code[d];
-        long double exact = 0;
-        for (int32_t d = 0; d < keys.size; ++d)
-          exact += static_cast<long double>(query[d]) * relay::to_float(rows[i * keys.size + d]);
-        const double guess = form.offset + form.unit * static_cast<double>(product);
-        const float score = dot_row(query, rows + i * keys.size, keys.size);
-        require(std::fabs(guess - static_cast<double>(exact)) <= form.largest_error,
-                "a score is further from its code than largest_error", number);
-        require(!std::isfinite(score) || std::fabs(guess - score) <= form.largest_error,
-                "a float score is further from its code than largest_error", number);
-      }
-    });
+// No score of a key with a code is further from what the code says than `largest_error`.
+void check_bound(const float* query, const Codes& codes, const Rows& keys, const uint8_t* outside,
+                 int number) {
+  std::vector<int8_t> code(codes.stride);
+  const QueryCode form = encode_query(query, codes, code.data());
+  with_elements(keys, [&](const auto* rows) {
+    for (int64_t i = 0; i < keys.num_rows; ++i) {
+      if (outside[i]) continue;
+      int64_t product = 0;
+      for (int32_t d = 0; d < codes.stride; ++d)
+        product += int64_t{codes.data[i * codes.stride + d]} * code[d];
+      long double exact = 0;
+      for (int32_t d = 0; d < keys.size; ++d)
+        exact += static_cast<long double>(query[d]) * relay::to_float(rows[i * keys.size + d]);
+      const double guess = form.offset + form.unit * static_cast<double>(product);
+      const float score = dot_row(query, rows + i * keys.size, keys.size);
+      require(std::fabs(guess - static_cast<double>(exact)) <= form.largest_error,
+              "a score is further from its code than largest_error", number);
+      require(!std::isfinite(score) || std::fabs(guess - score) <= form.largest_error,
+              "a float score is further from its code than largest_error", number);
+    }
+  });
+}
+
+// The keys whose rounding, or whose query's rounding, adds up the most.
+void check_worst_keys(const float* query, const Keys& like, const IndexKernels& kernels,
+                      int number) {
+  const int32_t size = like.size;
+  std::vector<int8_t> code(like.stride);
+  const QueryCode form = encode_query(query, like.view(), code.data());
+  for (const float steps : {0.49999f, 126.49999f, 127.f}) {
+    std::vector<float> key(size);
+    for (int32_t d = 0; d < size; ++d) {
+      const double scaled = double{query[d]} * like.step[d];
+      const double turn = steps == 127.f ? scaled - form.unit * code[d] : scaled;
+      key[d] = like.mean[d] + like.step[d] * (turn < 0 ? -steps : steps);
+    }
+    const Rows row{key.data(), ElementType::kFloat32, size, 1};
+    std::vector<uint8_t> codes(like.stride);
+    uint8_t outside;
+    const auto [longest, longest_error] = kernels.encode(row, like.mean.data(), like.step.data(), 0,
+                                                         1, codes.data(), like.stride, &outside, 1);
+    check_bound(query,
+                {codes.data(), like.stride, size, 1, like.mean.data(), like.step.data(), longest,
+                 longest_error},
+                row, &outside, number);
   }
 }
 
@@ -304,7 +327,12 @@ int main(int argc, char** argv) {
     Random random(number);
     for (const auto name : index_kernel_names()) {
       const Index index(random, index_kernels(name), build_threads, number);
-      check_bound(random, index.keys, number);
+      const std::vector<float> queries = random_queries(random, index.keys, 4);
+      for (int q = 0; q < 4; ++q) {
+        const float* query = queries.data() + q * index.keys.size;
+        check_bound(query, index.keys.view(), index.keys.rows(), index.keys.outside.data(), number);
+        check_worst_keys(query, index.keys, index.kernels, number);
+      }
       std::vector<std::thread> threads;
       for (int t = 0; t < num_threads; ++t)
         threads.emplace_back([&index, number, t] {

@@ -38,7 +38,7 @@ def test_counts_are_whole_positive_numbers(value: Any) -> None:
     ],
 )
 def test_numbers_out_of_range_are_refused(arguments: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^Dipr: .*{message}"):
+    with pytest.raises(ValueError, match=message):
         Dipr(**arguments)
 
 
