@@ -22,15 +22,21 @@ inline void search_inverted(const Codes& codes, const InvertedLists& lists, cons
         std::memcpy(scores.data() + static_cast<size_t>(q) * padded + block * kBlockKeys, products,
                     sizeof(int32_t) * kBlockKeys);
       });
+  // only lists with keys that count
+  const bool all_count = request.begin == 0 && request.prefix_len >= codes.num_rows;
+  order.clear();
+  for (int32_t i = 0; i < n; ++i) {
+    const int32_t* ids = lists.ids + lists.starts[i] * kBlockKeys;
+    if (all_count || (ids[0] < request.prefix_len && ids[lists.counts[i] - 1] >= request.begin))
+      order.push_back(i);
+  }
   probed.assign(n, 0);
-  const int32_t width = std::min(request.width, n);
+  const int32_t width = std::min(request.width, static_cast<int32_t>(order.size()));
   for (int q = 0; q < request.num_queries; ++q) {
     const int32_t* mine = scores.data() + static_cast<size_t>(q) * padded;
-    order.resize(n);
-    for (int32_t i = 0; i < n; ++i) order[i] = i;
-    std::nth_element(
-        order.begin(), order.begin() + width - 1, order.end(),
-        [&](int32_t a, int32_t b) { return mine[a] > mine[b] || (mine[a] == mine[b] && a < b); });
+    std::nth_element(order.begin(), order.begin() + width, order.end(), [&](int32_t a, int32_t b) {
+      return mine[a] > mine[b] || (mine[a] == mine[b] && a < b);
+    });
     for (int32_t i = 0; i < width; ++i) probed[order[i]] = 1;
   }
   ranges.clear();

@@ -149,3 +149,13 @@ def test_damage_is_found(damage: Callable[[Arrays], None], message: str) -> None
     damage(arrays)
     with pytest.raises(IndexDamagedError, match=message):
         CoarseIndex.from_arrays(settings, arrays).check()
+
+
+def test_a_prefix_takes_no_width_for_lists_that_have_none_of_its_keys() -> None:
+    rng = np.random.default_rng(0)
+    keys = rng.standard_normal((4000, 32)).astype(np.float32)
+    index = CoarseIndex().build(keys)
+    for begin, prefix_len in ((0, 1), (0, 5), (3999, 4000), (2000, 2003)):
+        (ids,), _, _ = index.search(keys[:1], TopK(10, width=1), begin=begin, prefix_len=prefix_len)
+        assert len(ids) > 0
+        assert ((ids >= begin) & (ids < prefix_len)).all()
