@@ -26,9 +26,9 @@ inline void search_inverted(const Codes& codes, const InvertedLists& lists, cons
   const bool all_count = request.begin == 0 && request.prefix_len >= codes.num_rows;
   order.clear();
   for (int32_t i = 0; i < n; ++i) {
-    const int32_t* ids = lists.ids + lists.starts[i] * kBlockKeys;
-    if (all_count || (ids[0] < request.prefix_len && ids[lists.counts[i] - 1] >= request.begin))
-      order.push_back(i);
+    const int32_t *ids = lists.ids + lists.starts[i] * kBlockKeys, *end = ids + lists.counts[i];
+    const int32_t* first = request.begin ? std::lower_bound(ids, end, request.begin) : ids;
+    if (all_count || (first < end && *first < request.prefix_len)) order.push_back(i);
   }
   probed.assign(n, 0);
   const int32_t width = std::min(request.width, static_cast<int32_t>(order.size()));
