@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.common import show
 from benchmarks.markdown import markdown_table
+from benchmarks.sparse.plots import plot_result
 
 Json = dict[str, Any]
 
@@ -78,7 +79,10 @@ def write_page(results: list[Json], page: Path, plot_folder: Path) -> None:
             "![Speed-up over CPU_ATTN by batch size, beside the paper's theory]"
             f"({os.path.relpath(plot, page.parent)})\n"
         )
-    parts += [_benchmark(result) for result in results]
+    for result in results:
+        figures = plot_result(result, plot_folder) if result["name"] == "bench_key_index" else {}
+        links = {title: os.path.relpath(path, page.parent) for title, path in figures.items()}
+        parts.append(_benchmark(result, links))
     parts.append(_cuda(plot_folder / "cuda.json"))
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text("\n".join(parts).rstrip() + "\n")
@@ -151,11 +155,15 @@ def _goals(results: list[Json]) -> str:
     )
 
 
-def _benchmark(result: Json) -> str:
+def _benchmark(result: Json, figures: dict[str, str]) -> str:
+    """A section; `figures` are shown in place of the tables of these titles."""
     headline, _, rest = result["description"].partition("\n")
     peak = _peak_line(result)
     parts = [f"## {headline.rstrip('.')}\n", f"`{result['command']}`{peak}\n", rest.strip() + "\n"]
     for table in result["tables"]:
+        if figure := figures.get(table["title"]):
+            parts.append(f"![{table['title']}]({figure})\n")
+            continue
         parts.append(f"**{table['title']}**\n")
         parts.append(markdown_table(table["rows"]))
         if table["note"]:

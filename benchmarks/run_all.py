@@ -30,6 +30,7 @@ BENCHMARKS = (
     "bench_scheduling",
     "bench_eviction",
     "bench_predictor",
+    "bench_key_index",
 )
 
 
