@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -38,12 +38,12 @@ _FITTED = {
     "full": ("found_ns",),
     "flat": (*_SCANNED, "rescored_ns", "found_ns"),
     "coarse": (*_SCANNED, "hop_ns", "centre_query_ns"),
-    "graph": (*_SCANNED, "hop_ns", "hop_query_ns"),
+    "graph": (*_SCANNED, "hop_ns", "hop_query_ns", "filtered_hop_ns"),
 }
 
 
 @dataclass
-class _Sample:
+class Sample:
     """Some searches of one kind: the mean work of one, and its microseconds in every round."""
 
     work: SearchWork
@@ -90,18 +90,21 @@ def _costs_at(num_keys: int) -> dict[str, KindCost]:
         index = index_class().build(keys, train, threads=1)
         build_us[index.kind] = (time.process_time() - began_s) * 1e6 / num_keys
         indexes[index.kind] = index
-    samples = [_full_sample(keys, values, queries)]
+    samples = [_full_sample(keys, values, rows) for rows in (queries[:3], queries[:3, :1])]
     # all scans of one index are as long: what a call costs besides shows in a short one
     short = FlatIndex().build(keys.rows(0, _SHORT), threads=1)
     for index in (short, *indexes.values()):
         for group in (1, GROUP):
             for query in _query_types(index):
                 samples.append(_sample(index, values, queries[:, :group], query))
+                if index.kind == "graph":
+                    rows, prefix_len = queries[:, :group], num_keys // 3
+                    samples.append(_sample(index, values, rows, query, prefix_len))
     _time_in_turn(samples)
     costs = {}
     found: dict[str, float] = {}
     for kind, names in _FITTED.items():
-        fitted = _fit([each for each in samples if each.work.kind == kind], names, found)
+        fitted = fit([each for each in samples if each.work.kind == kind], names, found)
         if kind == "flat":
             # found keys cost the same whoever found them; a flat index finds as many as one likes
             found = {name: fitted[name] for name in ("rescored_ns", "found_ns")}
@@ -152,28 +155,40 @@ def _query_types(index: CompiledIndex) -> Iterator[QueryType]:
 
 
 def _sample(
-    index: CompiledIndex, values: Elements, queries: np.ndarray, query: QueryType
-) -> _Sample:
+    index: CompiledIndex,
+    values: Elements,
+    queries: np.ndarray,
+    query: QueryType,
+    prefix_len: int | None = None,
+) -> Sample:
     groups = [np.ascontiguousarray(rows) for rows in queries]
-    work = mean_work(index, [index.search(rows, query) for rows in groups], queries.shape[1])
+    results = [index.search(rows, query, prefix_len=prefix_len) for rows in groups]
+    work = mean_work(index, results, queries.shape[1])
+    if prefix_len is not None:
+        work = replace(work, filtered_hops=work.hops * (1 - prefix_len / index.num_keys))
     layer = SparseLayer([index], [values.rows(0, index.num_keys)])
 
     def run() -> None:
         for rows in groups:
-            layer.attend(rows[None], query, threads=1)
+            layer.attend(rows[None], query, prefix_len=prefix_len, threads=1)
 
-    return _Sample(work, run, len(groups))
+    return Sample(work, run, len(groups))
 
 
-def _full_sample(keys: Elements, values: Elements, queries: np.ndarray) -> _Sample:
+def _full_sample(keys: Elements, values: Elements, queries: np.ndarray) -> Sample:
     num_keys, group = keys.shape[0], queries.shape[1]
     everything = [np.arange(num_keys, dtype=np.int32)] * group
-    rows = np.ascontiguousarray(queries[0])
+    groups = [np.ascontiguousarray(rows) for rows in queries]
     work = SearchWork("full", num_keys, group, found=num_keys * group)
-    return _Sample(work, lambda: attend(rows, keys, values, everything), 1)
+
+    def run() -> None:
+        for rows in groups:
+            attend(rows, keys, values, everything)
+
+    return Sample(work, run, len(groups))
 
 
-def _time_in_turn(samples: Sequence[_Sample]) -> None:
+def _time_in_turn(samples: Sequence[Sample]) -> None:
     """CPU time of the calling thread; all samples meet the same disturbances."""
     for number in range(_ROUNDS + 1):
         for sample in samples[:: -1 if number % 2 else 1]:
@@ -184,8 +199,8 @@ def _time_in_turn(samples: Sequence[_Sample]) -> None:
                 sample.times_us.append(spent_us / sample.searches)
 
 
-def _fit(
-    samples: Sequence[_Sample], names: Sequence[str], known: Mapping[str, float]
+def fit(
+    samples: Sequence[Sample], names: Sequence[str], known: Mapping[str, float]
 ) -> dict[str, float]:
     """The costs `names`, none below 0, that explain the times best, each by its relative error,
     beside those that are known."""
@@ -203,7 +218,7 @@ def _fit(
         solution = np.linalg.lstsq((columns / scale)[:, used], target, rcond=1e-8)[0]
         if (solution >= 0).all():
             for place, value in zip(used, solution, strict=True):
-                fitted[names[place]] = float(value / scale[place])
+                fitted[names[int(place)]] = float(value / scale[place])
             break
         used = np.delete(used, solution.argmin())
     return fitted

@@ -15,14 +15,17 @@ from vllm_relay.sparse.elements import Elements, as_elements
 from vllm_relay.sparse.query_types import Dipr, QueryType, TopK
 
 MASSES = (0.9, 0.98, 0.99)
-ALPHAS = (0.1, 0.03, 0.01, 0.003, 1e-3, 3e-4, 1e-4, 1e-5, 1e-6)
+ALPHAS = tuple(float(f"{10 ** (-power / 4):.2g}") for power in range(4, 25))
 TOP_KS = (50, 100, 200, 400, 800, 1600, 3200)
 DEFAULT_QUERIES: tuple[QueryType, ...] = (
     *(Dipr(alpha=alpha) for alpha in ALPHAS),
     *(TopK(k) for k in TOP_KS),
 )
 _BLOCK_QUERIES = 32
-_GATHERED_FRACTION = 1 / 16
+_LEAST_MASS = 0.8
+_SMALL_ERROR = 5e-4
+"""Answers that hold one that is off by less are not looked at: nobody needs them."""
+_GATHERED_FRACTION = 1 / 64
 """Below this share of the keys, the values of an answer are gathered rather than multiplied."""
 
 
@@ -42,7 +45,8 @@ class ExactAnswer:
         tokens: of one query's answer.
         mean_tokens: its mean.
         mass_mean, mass_p1: attention weight of the answer: the mean, and what 99% have at least.
-        error_p99: of the relative L2 error of the attention output; None without values.
+        error_p99, error_max: of the relative L2 error of the attention output; None without values,
+            and 1 where the answer has too little mass for that to be looked at.
     """
 
     query: QueryType
@@ -51,6 +55,7 @@ class ExactAnswer:
     mass_mean: float
     mass_p1: float
     error_p99: float | None = None
+    error_max: float | None = None
 
     @property
     def expected_error(self) -> float:
@@ -67,7 +72,7 @@ class MeasuredSearch:
         distances, hops: as in `SearchStats`, of one search of a group; means.
         rescored, found: keys scored exactly and returned, summed over the queries of the group;
             means.
-        mass_mean, mass_p1, error_p99: as in `ExactAnswer`.
+        mass_mean, mass_p1, error_p99, error_max: as in `ExactAnswer`.
     """
 
     kind: str
@@ -79,14 +84,16 @@ class MeasuredSearch:
     mass_mean: float
     mass_p1: float
     error_p99: float | None = None
+    error_max: float | None = None
 
 
 @dataclass(frozen=True)
 class HeadProfile:
-    """A kv head of a context, seen through a sample of its queries.
+    """A kv head of a context, seen through a sample of its queries; of the whole context, or of a
+    prefix with the queries of the tokens that come after that.
 
     Attributes:
-        context_len: keys it was measured over.
+        prefix_len: keys that the queries saw.
         head_size: elements of a key.
         key_bytes, value_bytes: of one row.
         group_size: query heads that share the keys.
@@ -97,7 +104,7 @@ class HeadProfile:
         searches: of indexes that were built and measured.
     """
 
-    context_len: int
+    prefix_len: int
     head_size: int
     key_bytes: int
     value_bytes: int
@@ -109,7 +116,7 @@ class HeadProfile:
     searches: tuple[MeasuredSearch, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("context_len", "head_size", "key_bytes", "value_bytes", "group_size"):
+        for name in ("prefix_len", "head_size", "key_bytes", "value_bytes", "group_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
 
@@ -120,7 +127,7 @@ class HeadProfile:
         kept = tuple(search for search in self.searches if search.kind not in kinds)
         return replace(self, searches=kept + new)
 
-    def promising(self, max_error: float, most: int = 2) -> tuple[ExactAnswer, ...]:
+    def promising(self, max_error: float, most: int = 3) -> tuple[ExactAnswer, ...]:
         """Of ranges and of top-k, the `most` smallest answers that are good enough: smaller ones
         fail even where an index finds all of it, larger ones only take longer. Without values the
         error is taken to be the mass that is lost."""
@@ -137,12 +144,10 @@ class HeadProfile:
     def to_json(self) -> dict[str, Any]:
         """What JSON can hold, for `from_json`."""
         content = asdict(self)
-        for entry, item in zip(
-            [*content["answers"], *content["searches"]],
-            [*self.answers, *self.searches],
-            strict=True,
-        ):
-            entry["query"] = query_to_json(item.query)
+        for entry, answer in zip(content["answers"], self.answers, strict=True):
+            entry["query"] = query_to_json(answer.query)
+        for entry, search in zip(content["searches"], self.searches, strict=True):
+            entry["query"] = query_to_json(search.query)
         return content
 
     @classmethod
@@ -197,7 +202,8 @@ def profile_head(
             or [m, d], of a head that shares them with no other.
         values: [n, value_size]; without them errors stay unknown, and plans go by mass.
         scale: of the scores in the softmax; 1 / sqrt(d) if None.
-        query_types: whose exact answers are looked at.
+        query_types: whose exact answers are looked at; of each type, each answer holds the one
+            before.
 
     Raises:
         ValueError: shapes do not fit, or something is not finite; names it.
@@ -214,11 +220,12 @@ def profile_head(
         len(value_elements.shape) != 2 or value_elements.shape[0] != n
     ):
         raise ValueError(f"values: shape {list(value_elements.shape)}, expected [{n}, value_size]")
-    measured = _Measured(query_types)
+    scale = 1 / math.sqrt(d) if scale is None else scale
+    measured = _Measured(query_types, [_least_weight(q, d, scale) for q in query_types])
     flat_rows = rows.reshape(-1, d)
     key_rows = key_elements.to_float32()
     value_rows = None if value_elements is None else value_elements.to_float32()
-    factor = np.float32(1 / math.sqrt(d) if scale is None else scale)
+    factor = np.float32(scale)
     for begin in range(0, len(flat_rows), _BLOCK_QUERIES):
         weights = (flat_rows[begin : begin + _BLOCK_QUERIES] * factor) @ key_rows.T
         measured.best.append(weights.argmax(axis=1))
@@ -226,7 +233,7 @@ def profile_head(
         np.exp(weights, out=weights)
         measured.add(weights, value_rows)
     return HeadProfile(
-        context_len=n,
+        prefix_len=n,
         head_size=d,
         key_bytes=d * key_elements.data.itemsize,
         value_bytes=_row_bytes(value_elements or key_elements),
@@ -266,8 +273,9 @@ def query_from_json(content: dict[str, Any]) -> QueryType:
 class _Measured:
     """Collects the answers of one block of queries after the other."""
 
-    def __init__(self, query_types: Sequence[QueryType]) -> None:
+    def __init__(self, query_types: Sequence[QueryType], least_weights: Sequence[float]) -> None:
         self._types = list(query_types)
+        self._least_weights = list(least_weights)
         self.best: list[np.ndarray] = []
         self._counts: list[list[np.ndarray]] = [[] for _ in self._types]
         self._masses: list[list[np.ndarray]] = [[] for _ in self._types]
@@ -281,19 +289,25 @@ class _Measured:
         totals = sums[:, -1]
         self._for_mass.append(
             np.array(
-                [
-                    [np.searchsorted(row, mass * row[-1]) + 1 for mass in MASSES]
-                    for row in sums
-                ]
+                [[np.searchsorted(row, mass * row[-1]) + 1 for mass in MASSES] for row in sums]
             )
         )
         whole = None if values is None else weights @ values
+        last: QueryType | None = None
         for i, query in enumerate(self._types):
-            counts = _counts(query, descending)
+            counts = _counts(query, self._least_weights[i], descending)
             self._counts[i].append(counts)
             masses = np.take_along_axis(sums, counts[:, None] - 1, axis=1)[:, 0] / totals
             self._masses[i].append(masses)
             if whole is None or values is None:
+                continue
+            if masses.mean() < _LEAST_MASS:
+                self._errors[i].append(np.ones(len(masses)))
+                continue
+            smaller = self._errors[i - 1][-1] if i and type(query) is type(last) else None
+            last = query
+            if smaller is not None and smaller.max() < _SMALL_ERROR:
+                self._errors[i].append(smaller)
                 continue
             floors = np.take_along_axis(descending, counts[:, None] - 1, axis=1)
             parts = _sums_above(weights, floors[:, 0], counts, values)
@@ -318,6 +332,7 @@ class _Measured:
                     float(masses.mean()),
                     float(np.quantile(masses, 0.01)),
                     float(np.quantile(np.concatenate(errors), 0.99)) if errors else None,
+                    float(np.concatenate(errors).max()) if errors else None,
                 )
             )
         return tuple(found)
@@ -327,15 +342,21 @@ def spread(counts: np.ndarray) -> Spread:
     return Spread(*(float(value) for value in np.quantile(counts, (0.5, 0.9, 0.99))))
 
 
-def _counts(query: QueryType, descending: np.ndarray) -> np.ndarray:
+def _least_weight(query: QueryType, head_size: int, scale: float) -> float:
+    """Of a range, relative to the largest one."""
+    if isinstance(query, TopK):
+        return 0.0
+    if query.alpha is not None and query.scale is None:
+        return query.alpha
+    return math.exp(-query.range(head_size) * scale)
+
+
+def _counts(query: QueryType, least_weight: float, descending: np.ndarray) -> np.ndarray:
     """int64 [q]; tokens of each exact answer, given the weights in falling order."""
     num_keys = descending.shape[1]
     if isinstance(query, TopK):
         return np.full(len(descending), min(query.k, num_keys))
-    alpha = query.alpha
-    if alpha is None:
-        raise ValueError(f"query is {query}, expected Dipr(alpha=...) or TopK(k) in a profile")
-    return np.array([num_keys - np.searchsorted(row[::-1], alpha) for row in descending])
+    return np.array([num_keys - np.searchsorted(row[::-1], least_weight) for row in descending])
 
 
 def _sums_above(

@@ -24,6 +24,9 @@ ENOUGH = 1.02
 """Wider searches cannot do better than the exact answer; this near to it is the end."""
 MOST_DISTANCES = 0.6
 """Of the keys: a search that scores more is slower than reading all of them in order."""
+HOPELESS = 10.0
+"""A width whose error on the first queries is this many times too large is not measured on."""
+_FIRST_TOKENS = 6
 _BLOCK_QUERIES = 32
 
 
@@ -75,30 +78,47 @@ def measure_index(
     answers: Sequence[ExactAnswer],
     *,
     scale: float | None = None,
+    prefix_len: int | None = None,
     max_error: float = 0.0,
 ) -> list[MeasuredSearch]:
     """Searches with the queries of the sample, ever wider, until the error is at most `max_error`
-    or nearly that of the exact answer, and once more.
+    or nearly that of the exact answer, and once more. Widths that are far from it are left out.
 
     Args:
         values: [n, value_size].
-        exact: `exact_attention` of the keys of the index.
+        exact: `exact_attention` of the keys of the index, or of its first `prefix_len`.
         answers: exact answers, of a profile, to the query types that are asked.
 
     Returns:
         for each query type and width what was found.
     """
     found = []
+    few = ExactAttention(*(part[:_FIRST_TOKENS] for part in exact))
+    most_distances = MOST_DISTANCES * (index.num_keys if prefix_len is None else prefix_len)
     for answer in answers:
         enough = max(max_error, ENOUGH * (answer.error_p99 or 0.0))
-        was_enough = False
+        goes_on = 2
         for width in widths(index):
-            search = _measure(index, values, exact, with_width(answer.query, width), scale)
+            query = with_width(answer.query, width)
+            search = _measure(index, values, few, query, scale, prefix_len)
+            is_last = width is None or search.distances > most_distances
+            if _error(search) > HOPELESS * enough and not is_last:
+                continue
+            search = _measure(index, values, exact, query, scale, prefix_len)
             found.append(search)
-            if was_enough or search.distances > MOST_DISTANCES * index.num_keys:
+            goes_on -= _error(search) <= enough
+            if is_last or goes_on == 0:
                 break
-            was_enough = search.error_p99 is not None and search.error_p99 <= enough
+        else:
+            # none was near: the widest says so
+            if not any(each.query is search.query for each in found):
+                found.append(search)
     return found
+
+
+def _error(search: MeasuredSearch) -> float:
+    assert search.error_p99 is not None
+    return search.error_p99
 
 
 def widths(index: CompiledIndex) -> Iterator[int | None]:
@@ -106,17 +126,16 @@ def widths(index: CompiledIndex) -> Iterator[int | None]:
     if index.kind == "flat":
         yield None
         return
-    is_coarse = isinstance(index, CoarseIndex)
-    width, most = (4.0, index.num_lists) if is_coarse else (32.0, index.num_keys)
+    width, most = 32.0, index.num_keys
+    if isinstance(index, CoarseIndex):
+        width, most = 4.0, index.num_lists
     while width < most:
         yield round(width)
         width *= WIDTH_STEP
     yield most
 
 
-def mean_work(
-    index: CompiledIndex, results: Sequence[SearchResult], group: int
-) -> SearchWork:
+def mean_work(index: CompiledIndex, results: Sequence[SearchResult], group: int) -> SearchWork:
     """Of one of these searches, of `group` queries each."""
     counts = []
     for result in results:
@@ -126,9 +145,7 @@ def mean_work(
         counts.append((stats.distances, stats.hops, rescored, sum(map(len, result.ids))))
     distances, hops, rescored, found = np.mean(counts, axis=0).tolist()
     centres = index.num_lists if isinstance(index, CoarseIndex) else 0
-    return SearchWork(
-        index.kind, index.num_keys, group, distances, hops, centres, rescored, found
-    )
+    return SearchWork(index.kind, index.num_keys, group, distances, hops, centres, rescored, found)
 
 
 def _measure(
@@ -137,10 +154,11 @@ def _measure(
     exact: ExactAttention,
     query: QueryType,
     scale: float | None,
+    prefix_len: int | None,
 ) -> MeasuredSearch:
     results, lses, outputs = [], [], []
     for rows in exact.queries:
-        results.append(index.search(rows, query))
+        results.append(index.search(rows, query, prefix_len=prefix_len))
         state = attend(rows, index.keys, values, results[-1].ids, scale)
         lses.append(state.lse)
         outputs.append(state.output)
@@ -151,4 +169,5 @@ def _measure(
     return MeasuredSearch(
         index.kind, query, work.distances, work.hops, work.rescored, work.found,
         float(masses.mean()), float(np.quantile(masses, 0.01)), float(np.quantile(errors, 0.99)),
+        float(errors.max()),
     )  # fmt: skip

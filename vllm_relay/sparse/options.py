@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from vllm_relay.sparse.query_types import Dipr, QueryType
 
-IndexKind = Literal["auto", "flat", "coarse", "graph"]
+IndexKind = Literal["auto", "rules", "flat", "coarse", "graph"]
 
 
 class DBOptions(BaseModel):
@@ -44,7 +44,17 @@ class DBOptions(BaseModel):
     )
     index: IndexKind = Field(
         default="auto",
-        description="Which index a context gets for each layer and kv head.",
+        description="Which index a context gets for each layer and kv head. auto: a plan for each "
+        "head, by what its queries need and what searches cost on this machine (docs/"
+        "sparse-planner.md); rules: flat for the first layer, graph for others.",
+    )
+    max_error: float = Field(
+        default=0.01,
+        ge=0,
+        le=1,
+        description="What a plan lets the attention output of a kv head be off by, as relative L2 "
+        "error, for 99% of the queries it was made with. With `query` given, plans keep to that "
+        "and choose index and width only.",
     )
     max_dropped_mass: float | None = Field(
         default=None,
@@ -80,7 +90,7 @@ class DBOptions(BaseModel):
         description="Makes the unbuilt `KeyIndex` of a layer, instead of `index`.",
     )
 
-    @field_validator("max_dropped_mass", "train_queries_per_key", mode="before")
+    @field_validator("max_dropped_mass", "max_error", "train_queries_per_key", mode="before")
     @classmethod
     def _check_is_no_boolean(cls, value: Any) -> Any:
         if isinstance(value, bool):

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_relay.sparse.head_profile import HeadProfile, query_from_json, query_to_json
+from vllm_relay.sparse.head_profile import HeadProfile
 from vllm_relay.sparse.query_types import Dipr, QueryType, TopK
 from vllm_relay.sparse.search_candidates import HUB_HEAVY, Candidate, candidates
 from vllm_relay.sparse.search_cost import KINDS, SearchCost, index_bytes, load_costs
 
 MAX_ERROR = 0.01
+SAMPLE_MARGIN = 0.8
+"""Of the error that is allowed, what a sample of some hundred queries may have."""
 RULES_TOP_K = 100
 RULES_RANGE = Dipr(alpha=0.01)
 SHORT_CONTEXT_TOKENS = 2048
@@ -109,33 +111,6 @@ class Plan:
             lines.append(f"not {other}: {why}")
         return "\n".join(lines)
 
-    def to_json(self) -> dict[str, Any]:
-        """What JSON can hold of the choice, without the alternatives."""
-        chosen = self.chosen
-        return {
-            "kind": chosen.kind,
-            "query": None if chosen.query is None else query_to_json(chosen.query),
-            "expected_us": chosen.expected_us,
-            "expected_error": chosen.expected_error,
-            "expected_mass": chosen.expected_mass,
-            "reason": self.reason,
-        }
-
-
-def query_of_plan(content: Any) -> tuple[str, QueryType | None]:
-    """(kind, query) of what `Plan.to_json` returned.
-
-    Raises:
-        ValueError: something else.
-    """
-    try:
-        kind, query = content["kind"], content["query"]
-        if kind not in KINDS or (query is None) != (kind == "full"):
-            raise ValueError(f"kind {kind!r} with the query {query!r}")
-        return kind, None if query is None else query_from_json(query)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"plan: {error!r}; expected what Plan.to_json() returns") from None
-
 
 def plan(
     context_len: int,
@@ -191,8 +166,8 @@ def plan(
     for kind in kinds:
         of_kind = [each for each in looked_at if each.kind == kind]
         if of_kind:
-            by_kind[kind] = min(of_kind, key=_preference)
-    chosen = min(by_kind.values(), key=_preference)
+            by_kind[kind] = min(of_kind, key=preference)
+    chosen = min(by_kind.values(), key=preference)
     reason = "nothing reaches the target, this comes nearest"
     if not chosen.problems:
         reason = "the fastest that is good enough"
@@ -289,13 +264,15 @@ def _weighed(
     min_mass: float | None,
 ) -> Alternative:
     d, kind = profile.head_size, candidate.kind
-    num_bytes = index_bytes(
-        kind, context_len, d, is_hub_heavy=profile.hub_statistic < HUB_HEAVY
-    )
+    num_bytes = index_bytes(kind, context_len, d, is_hub_heavy=profile.hub_statistic < HUB_HEAVY)
     problems = []
     if max_error is not None and candidate.error is None:
         min_mass = max(min_mass or 0.0, 1 - max_error)
-    elif max_error is not None and candidate.error is not None and candidate.error > max_error:
+    elif (
+        max_error is not None
+        and candidate.error is not None
+        and candidate.error > SAMPLE_MARGIN * max_error
+    ):
         problems.append(f"error above {max_error:.2%}")
     if min_mass is not None and candidate.mass < min_mass:
         problems.append(f"mass below {min_mass:.4f}")
@@ -314,7 +291,7 @@ def _weighed(
     )
 
 
-def _preference(each: Alternative) -> tuple[float, ...]:
+def preference(each: Alternative) -> tuple[float, ...]:
     """Smallest is best: usable ones by time, then by bytes; others by how much they miss."""
     if not each.problems:
         return (0, each.expected_us, each.index_bytes)

@@ -12,6 +12,7 @@ import torch
 
 from vllm_relay.sparse.attention import attend
 from vllm_relay.sparse.context_store import StoredContext
+from vllm_relay.sparse.head_plan import HeadPlan
 from vllm_relay.sparse.options import DBOptions
 from vllm_relay.sparse.partial_attention import attention_state
 from vllm_relay.sparse.query_types import Dipr, QueryType, TopK
@@ -74,10 +75,14 @@ def retrieve(
     """
     queries = query.float().cpu().numpy()
     tops, window_lses = window_max.cpu().numpy(), window_lse.cpu().numpy()
-    query_type = _query_type(options.query, part.begin, scale)
     states = []
     for head, rows in enumerate(queries):
-        ids, scores = _search(part, head, rows, query_type, tops[head], options, stats)
+        asked = query_of_head(part.context.plan(part.layer, head), part.end, options)
+        if asked is None:
+            states.append(_read_planned(part, head, rows, scale, stats))
+            continue
+        query_type = _query_type(asked, part.begin, scale)
+        ids, scores = _search(part, head, rows, query_type, asked, tops[head], stats)
         keys, values, places = part.context.gather(part.layer, head, ids)
         state: tuple[np.ndarray, np.ndarray] = attend(rows, keys, values, places, scale)
         if options.max_dropped_mass is not None:
@@ -98,6 +103,19 @@ def retrieve(
     return torch.from_numpy(outputs).to(query.device), torch.from_numpy(lses).to(query.device)
 
 
+def query_of_head(plan: HeadPlan | None, prefix_len: int, options: DBOptions) -> QueryType | None:
+    """What a kv head's index is asked; None to read all of the context. A query that was asked for
+    is asked; a plan made for it has the width."""
+    if plan is None or options.index != "auto":
+        return options.query
+    planned = plan.query_for(prefix_len)
+    if "query" not in options.model_fields_set:
+        return planned
+    if planned is not None and replace(planned, width=None) == options.query:
+        return planned
+    return options.query
+
+
 def _query_type(query: QueryType, num_sinks: int, scale: float) -> QueryType:
     if isinstance(query, TopK):
         # the sinks are in the index too, and mostly among the best
@@ -112,15 +130,19 @@ def _search(
     head: int,
     queries: np.ndarray,
     query: QueryType,
+    asked: QueryType,
     window_max: np.ndarray,
-    options: DBOptions,
     stats: SessionStats,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Ids and scores of what one kv head's queries retrieve of the part."""
+    """Ids and scores of what one kv head's queries retrieve of the part.
+
+    Args:
+        query: of the index; `asked`: without the sinks.
+    """
     result = part.context.index(part.layer, head).search(
         queries, query, prefix_len=part.end, window_max=window_max
     )
-    limit = options.query.k if isinstance(options.query, TopK) else None
+    limit = asked.k if isinstance(asked, TopK) else None
     ids, scores = [], []
     for found, score in zip(result.ids, result.scores, strict=True):
         ids.append(found[found >= part.begin][:limit])
@@ -131,6 +153,18 @@ def _search(
     stats.distances += result.stats.distances
     stats.bytes += result.stats.bytes
     return ids, scores
+
+
+def _read_planned(
+    part: ContextPart, head: int, queries: np.ndarray, scale: float, stats: SessionStats
+) -> tuple[np.ndarray, np.ndarray]:
+    """Attention over all of the part, where that is as fast as searching it."""
+    everything = [np.arange(part.begin, part.end, dtype=np.int32)] * len(queries)
+    stats.searches += 1
+    stats.searched_tokens += part.end - part.begin
+    stats.retrieved_tokens += part.end - part.begin
+    keys, values, places = part.context.gather(part.layer, head, everything)
+    return attend(queries, keys, values, places, scale)
 
 
 def _read_all(

@@ -12,7 +12,7 @@ from vllm_relay.sparse.query_types import QueryType
 from vllm_relay.sparse.search_cost import SearchWork, num_lists
 
 HUB_HEAVY = 0.3
-"""As `graph.HUB_HEAVY`: below this statistic a graph has more edges, and hops find fewer new keys."""
+"""As in `graph`: below this hub statistic a graph has more edges, and a hop finds fewer keys."""
 
 # how indexes that nobody has built yet do, on average over the heads of benchmarks/sparse
 _RESCORED_PER_FOUND, _RESCORED_PER_QUERY = 3.0, 20.0
@@ -52,8 +52,10 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Ways to read the first `prefix_len` of `context_len` tokens.
 
-    A shorter prefix means less work: scans read it only, and what is found lies in it. A graph's
-    search goes as far as ever, but scores no more keys than there are.
+    A shorter prefix means less work, but not for all alike: a scan reads it only, and less is
+    found. The best lists of a coarse index may lie behind it, so it takes as many more of them,
+    each with as many fewer keys. A graph's search goes as far as ever, and around the keys behind
+    the prefix. Neither scores more keys than there are.
     """
     group = profile.group_size
     for kind in kinds:
@@ -64,61 +66,62 @@ def candidates(
             continue
         measured = [search for search in profile.searches if search.kind == kind]
         for search in measured:
-            yield Candidate(
-                search.query,
-                _work(search, profile, context_len, prefix_len),
-                search.error_p99,
-                search.mass_p1,
-                True,
-            )
+            yield _candidate(search, profile, context_len, prefix_len, True)
         if measured:
             continue
         for answer in profile.answers:
             search = _expected(kind, answer, profile)
-            yield Candidate(
-                search.query,
-                _work(search, profile, context_len, prefix_len),
-                search.error_p99,
-                search.mass_p1,
-                kind == "flat",
-            )
+            yield _candidate(search, profile, context_len, prefix_len, kind == "flat")
+
+
+def _candidate(
+    search: MeasuredSearch,
+    profile: HeadProfile,
+    context_len: int,
+    prefix_len: int,
+    is_measured: bool,
+) -> Candidate:
+    query = search.query
+    if search.kind == "coarse" and query.width is not None:
+        width = math.ceil(query.width * max(1.0, profile.prefix_len / prefix_len))
+        query = replace(query, width=min(width, num_lists(context_len)))
+    work = _work(search, profile, context_len, prefix_len)
+    return Candidate(query, work, search.error_p99, search.mass_p1, is_measured)
 
 
 def _work(
     search: MeasuredSearch, profile: HeadProfile, context_len: int, prefix_len: int
 ) -> SearchWork:
-    """Of a search that was measured over the context of the profile."""
-    growth = context_len / profile.context_len
-    share = prefix_len / context_len
+    """Of a search that was measured over the prefix of the profile."""
+    ratio = prefix_len / profile.prefix_len
     most = float(prefix_len * profile.group_size)
-    found = min(search.found * math.sqrt(growth * share), most)
-    rescored = min(max(search.rescored * math.sqrt(growth * share), found), most)
+    found = min(search.found * math.sqrt(ratio), most)
+    rescored = min(search.rescored * math.sqrt(ratio), most)
     if search.kind == "flat":
-        return SearchWork(
-            "flat", prefix_len, profile.group_size, prefix_len, 1, 0, rescored, found
-        )
+        return SearchWork("flat", prefix_len, profile.group_size, prefix_len, 1, 0, rescored, found)
     if search.kind == "coarse":
         centres = num_lists(context_len)
-        scanned = max(0.0, search.distances - num_lists(profile.context_len)) * growth * share
-        hops = search.hops * math.sqrt(growth)
+        scanned = max(0.0, search.distances - centres) * max(1.0, ratio)
+        scanned, hops = min(scanned, prefix_len), search.hops
         return SearchWork(
             "coarse", context_len, profile.group_size, centres + scanned, hops, centres,
             rescored, found,
         )  # fmt: skip
-    distances = min(search.distances * growth**0.3, prefix_len)
+    distances = min(search.distances * max(1.0, ratio) ** 0.3, prefix_len)
+    hops = min(search.hops, prefix_len)
     return SearchWork(
-        "graph", context_len, profile.group_size, distances, min(search.hops, prefix_len), 0,
-        rescored, found,
+        "graph", context_len, profile.group_size, distances, hops, 0, rescored, found,
+        hops * (1 - prefix_len / context_len),
     )  # fmt: skip
 
 
 def _expected(kind: str, answer: ExactAnswer, profile: HeadProfile) -> MeasuredSearch:
-    n, group = profile.context_len, profile.group_size
+    n, group = profile.prefix_len, profile.group_size
     found = answer.mean_tokens * group
     rescored = min(_RESCORED_PER_FOUND * found + _RESCORED_PER_QUERY * group, n * group)
     exact = MeasuredSearch(
         "flat", answer.query, n, 1, rescored, found, answer.mass_mean, answer.mass_p1,
-        answer.error_p99,
+        answer.error_p99, answer.error_max,
     )  # fmt: skip
     if kind == "flat":
         return exact

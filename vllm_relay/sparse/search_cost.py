@@ -35,6 +35,8 @@ class SearchWork:
         hops: graph nodes expanded, or lists read.
         centres: of lists, of which each query chooses the best.
         rescored, found: keys scored exactly, and attended; summed over the queries.
+        filtered_hops: of hops through a graph, those to keys behind the prefix, whose neighbours
+            stand in for them; in proportion.
     """
 
     kind: str
@@ -45,6 +47,7 @@ class SearchWork:
     centres: float = 0.0
     rescored: float = 0.0
     found: float = 0.0
+    filtered_hops: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class KindCost:
     centre_query_ns: float = 0.0
     rescored_ns: float = 0.0
     found_ns: float = 0.0
+    filtered_hop_ns: float = 0.0
     build_us: float = 0.0
 
     def __post_init__(self) -> None:
@@ -82,6 +86,7 @@ class KindCost:
                 * work.distances
                 * (self.distance_ns + self.distance_query_ns * work.group)
                 + work.hops * (self.hop_ns + self.hop_query_ns * work.group)
+                + work.filtered_hops * self.filtered_hop_ns
                 + work.centres * work.group * self.centre_query_ns
                 + row_scale * (work.rescored * self.rescored_ns + work.found * self.found_ns)
             )
@@ -242,4 +247,107 @@ def write_costs(path: Path, costs: SearchCost, facts: Mapping[str, Any]) -> None
 
 
 # measured on the machine of docs/benchmarks.md
-SHIPPED = SearchCost((1,), {kind: (KindCost(),) for kind in KINDS})
+SHIPPED = SearchCost(
+    (4096, 32768, 131072),
+    {
+        "full": (
+            KindCost(found_ns=33.5),
+            KindCost(found_ns=33.5),
+            KindCost(found_ns=33.5),
+        ),
+        "flat": (
+            KindCost(
+                call_us=13.4,
+                distance_ns=1.75,
+                distance_query_ns=0.889,
+                rescored_ns=44.4,
+                found_ns=45.3,
+                build_us=4.03,
+            ),
+            KindCost(
+                call_us=13.4,
+                distance_ns=1.94,
+                distance_query_ns=0.889,
+                rescored_ns=80.7,
+                found_ns=45.3,
+                build_us=4.03,
+            ),
+            KindCost(
+                call_us=13.4,
+                distance_ns=4.9,
+                distance_query_ns=2.01,
+                rescored_ns=91.1,
+                found_ns=45.3,
+                build_us=4.03,
+            ),
+        ),
+        "coarse": (
+            KindCost(
+                call_us=14.4,
+                query_us=0.91,
+                distance_query_ns=1.96,
+                hop_ns=95.2,
+                centre_query_ns=4.44,
+                rescored_ns=44.4,
+                found_ns=45.3,
+                build_us=41.7,
+            ),
+            KindCost(
+                call_us=16.4,
+                query_us=3.92,
+                distance_query_ns=1.96,
+                hop_ns=170,
+                centre_query_ns=6.78,
+                rescored_ns=80.7,
+                found_ns=45.3,
+                build_us=41.7,
+            ),
+            KindCost(
+                call_us=16.4,
+                query_us=6.35,
+                distance_ns=2.43,
+                distance_query_ns=1.96,
+                hop_ns=445,
+                centre_query_ns=6.78,
+                rescored_ns=91.1,
+                found_ns=45.3,
+                build_us=41.7,
+            ),
+        ),
+        "graph": (
+            KindCost(
+                call_us=7.26,
+                distance_ns=16,
+                distance_query_ns=3.79,
+                hop_ns=6.31,
+                hop_query_ns=21.7,
+                rescored_ns=44.4,
+                found_ns=45.3,
+                filtered_hop_ns=1180,
+                build_us=116,
+            ),
+            KindCost(
+                call_us=7.26,
+                distance_ns=16,
+                distance_query_ns=3.79,
+                hop_ns=6.31,
+                hop_query_ns=21.7,
+                rescored_ns=80.7,
+                found_ns=45.3,
+                filtered_hop_ns=1430,
+                build_us=153,
+            ),
+            KindCost(
+                call_us=7.26,
+                distance_ns=19.5,
+                distance_query_ns=3.79,
+                hop_ns=24.6,
+                hop_query_ns=49.8,
+                rescored_ns=91.1,
+                found_ns=45.3,
+                filtered_hop_ns=2230,
+                build_us=225,
+            ),
+        ),
+    },
+)
