@@ -22,8 +22,8 @@ _GRAPH_WIDTH_PER_TOKEN, _LEAST_GRAPH_WIDTH = 1.5, 60
 _LISTS_SHARE, _LISTS_PER_TOKEN = 0.1, 0.15
 _SHARED_BY_GROUP = 0.15
 """What a further query of a group adds to the work of a search."""
-_LOST = 1.1
-"""Error of an approximate answer, relative to that of the exact one."""
+_LOST_MASS, _ERROR_GROWTH = 0.005, 1.1
+"""What an approximate answer lacks of the exact one, and its error relative to that one's."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,6 @@ def _expected(kind: str, answer: ExactAnswer, profile: HeadProfile) -> MeasuredS
         query=replace(answer.query, width=max(1, width)),
         distances=float(distances),
         hops=float(hops),
-        mass_p1=1 - _LOST * (1 - answer.mass_p1),
-        error_p99=None if answer.error_p99 is None else _LOST * answer.error_p99,
+        mass_p1=max(0.0, answer.mass_p1 - _LOST_MASS),
+        error_p99=None if answer.error_p99 is None else _ERROR_GROWTH * answer.error_p99,
     )
