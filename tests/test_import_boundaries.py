@@ -32,6 +32,8 @@ LOADED = (
         "vllm_relay.scheduler.order",
         "vllm_relay.sparse",
         "vllm_relay.sparse.contexts_command",
+        "vllm_relay.sparse.head_profile",
+        "vllm_relay.sparse.planner",
         "vllm_relay.sparse.reference",
     ],
 )

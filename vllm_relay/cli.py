@@ -205,13 +205,22 @@ def tune(
         Path | None,
         typer.Option(help="Where to store it; $VLLM_RELAY_CACHE or the user's cache if not said."),
     ] = None,
+    sparse: Annotated[
+        bool,
+        typer.Option(
+            "--sparse", help="Measure searches of key indexes on this CPU instead; minutes."
+        ),
+    ] = False,
 ) -> None:
-    """Measure the CUDA kernels on this GPU and store the fastest configuration.
+    """Measure the CUDA kernels on this GPU and store the fastest configuration; or with --sparse
+    what searches cost on this CPU, which plans of the context database go by.
 
     Exit status: 0, or 1 if there is no GPU or an option is refused.
     """
-    from vllm_relay.tune import run_tune
+    from vllm_relay.tune import run_sparse_tune, run_tune
 
+    if sparse:
+        raise typer.Exit(run_sparse_tune(folder=folder))
     status = run_tune(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-relay tune`: measures the Triton kernels on this GPU and stores what is fastest."""
+"""`vllm-relay tune`: measures the Triton kernels on this GPU and stores what is fastest; with
+`--sparse`, searches of key indexes on this CPU."""
 
 from __future__ import annotations
 
@@ -114,6 +115,34 @@ def run_tune(
         console.print("vLLM takes it when it starts")
     else:
         console.print(f"vLLM takes it when it starts with VLLM_RELAY_CACHE={path.parent}")
+    return 0
+
+
+def run_sparse_tune(*, folder: Path | None, console: Console | None = None) -> int:
+    """Measure what searches cost, show and store it. Returns the exit status."""
+    from vllm_relay.sparse.cost_calibration import GROUP, calibrate_costs
+    from vllm_relay.sparse.search_cost import SearchWork, costs_path
+
+    console = console or Console(soft_wrap=True)
+    path = costs_path(folder)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass  # it can be written: better known before minutes of measuring
+    except OSError as error:
+        console.print(f"tune: {error}", style="red")
+        return 1
+    costs = calibrate_costs(folder=folder, progress=console.print)
+    for num_keys in costs.sizes:
+        times = [
+            costs.time_us(SearchWork(kind, num_keys, GROUP, found=num_keys * GROUP, **work))
+            for kind, work in (("full", {}), ("flat", {"distances": num_keys}))
+        ]
+        console.print(
+            f"{num_keys} keys, {GROUP} queries: reading all {times[0]:.0f} us, scanning codes and "
+            f"finding all {times[1]:.0f} us"
+        )
+    console.print(f"stored in {path}")
     return 0
 
 

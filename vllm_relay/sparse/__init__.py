@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from vllm_relay.sparse.coarse import CoarseIndex
+from vllm_relay.sparse.cost_calibration import calibrate_costs
 from vllm_relay.sparse.flat import FlatIndex
 from vllm_relay.sparse.graph import GraphIndex
 from vllm_relay.sparse.index import IndexDamagedError, KeyIndex, SearchResult, SearchStats
@@ -30,6 +31,7 @@ __all__ = [
     "SearchStats",
     "Session",
     "TopK",
+    "calibrate_costs",
 ]
 
 # these load torch and transformers

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -149,6 +150,10 @@ def query_numbers(
     if isinstance(query, TopK):
         return min(query.k, num_keys), -1.0, width
     return 0, query.range(head_size), width
+
+
+def with_width(query: QueryType, width: int | None) -> QueryType:
+    return replace(query, width=width)
 
 
 def check_window_max(window_max: Any, shape: tuple[int, ...]) -> np.ndarray:

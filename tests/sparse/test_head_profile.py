@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles against plain float64, and measured indexes against their profiles."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.sparse.planned_heads import head, search
+from vllm_relay.sparse import (
+    CoarseIndex,
+    Dipr,
+    FlatIndex,
+    GraphIndex,
+    QueryType,
+    TopK,
+    index_measure,
+)
+from vllm_relay.sparse.elements import from_float32
+from vllm_relay.sparse.head_profile import HeadProfile, profile_head
+from vllm_relay.sparse.index_measure import exact_attention, measure_index
+
+KEYS, GROUP, SIZE = 700, 3, 32
+
+
+def _states(seed: int = 0, deviation: float = 1.5) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(seed)
+    keys = rng.standard_normal((KEYS, SIZE), np.float32)
+    values = rng.standard_normal((KEYS, SIZE), np.float32)
+    queries = np.float32(deviation) * rng.standard_normal((10, GROUP, SIZE), np.float32)
+    return keys, values, queries
+
+
+def _plain(
+    keys: np.ndarray, values: np.ndarray, query: np.ndarray, asked: QueryType, scale: float
+) -> tuple[int, float, float]:
+    """(tokens, mass, error) of one query."""
+    keys, values, query = (each.astype(np.float64) for each in (keys, values, query))
+    scores = keys @ query
+    if isinstance(asked, TopK):
+        chosen = np.argsort(-scores)[: asked.k]
+    else:
+        reach = -math.log(asked.alpha) / scale if asked.alpha else asked.beta
+        chosen = np.flatnonzero(scores >= scores.max() - reach)
+    weights = np.exp(scale * (scores - scores.max()))
+    whole = weights @ values / weights.sum()
+    part = weights[chosen] @ values[chosen] / weights[chosen].sum()
+    error = np.linalg.norm(part - whole) / np.linalg.norm(whole)
+    return len(chosen), weights[chosen].sum() / weights.sum(), float(error)
+
+
+@pytest.mark.parametrize("deviation", [1.5, 0.02], ids=["few tokens", "most tokens"])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_answers_are_those_of_plain_float64(deviation: float, scale: float | None) -> None:
+    keys, values, queries = _states(deviation=deviation)
+    asked = (Dipr(alpha=0.1), Dipr(alpha=0.01), Dipr(beta=9.0), TopK(40), TopK(300))
+    found = profile_head(keys, queries, values, scale=scale, query_types=asked)
+    used = scale or SIZE**-0.5
+    for answer in found.answers:
+        plain = np.array(
+            [_plain(keys, values, q, answer.query, used) for q in queries.reshape(-1, SIZE)]
+        )
+        assert answer.mean_tokens == pytest.approx(plain[:, 0].mean(), rel=0.01)
+        assert answer.tokens.median == pytest.approx(np.median(plain[:, 0]), abs=1)
+        assert answer.mass_mean == pytest.approx(plain[:, 1].mean(), abs=1e-5)
+        assert answer.mass_p1 == pytest.approx(np.quantile(plain[:, 1], 0.01), abs=1e-5)
+        if answer.mass_mean > 0.81 and answer.error_max != 1:
+            assert answer.error_p99 == pytest.approx(np.quantile(plain[:, 2], 0.99), rel=2e-3)
+            assert answer.error_max == pytest.approx(plain[:, 2].max(), rel=2e-3)
+    assert (found.prefix_len, found.group_size, found.num_queries) == (KEYS, GROUP, 30)
+
+
+def test_errors_of_answers_with_enough_mass_are_looked_at() -> None:
+    keys, values, queries = _states()
+    answers = profile_head(keys, queries, values).answers
+    known = [each for each in answers if each.error_p99 is not None and each.error_p99 < 1]
+    assert known and all(each.mass_p1 > 0.5 for each in known)
+    unknown = profile_head(keys, queries).answers
+    assert [each.error_p99 for each in unknown] == [None] * len(answers)
+    assert unknown[0].expected_error == 1 - unknown[0].mass_p1
+
+
+def test_tokens_for_mass_and_hubs() -> None:
+    keys, _, queries = _states()
+    rows = queries.reshape(-1, SIZE)
+    weights = np.exp(rows @ keys.T / SIZE**0.5)
+    shares = -np.sort(-weights, axis=1)
+    shares /= shares.sum(axis=1, keepdims=True)
+    found = profile_head(keys, queries)
+    for mass, tokens in zip((0.9, 0.98, 0.99), found.tokens_for_mass, strict=True):
+        counts = (shares.cumsum(axis=1) < mass).sum(axis=1) + 1
+        assert tokens.median == pytest.approx(np.median(counts), abs=1)
+    assert found.hub_statistic == len(set(weights.argmax(axis=1))) / len(rows)
+    one_hub = np.concatenate([keys, 100 * np.ones((1, SIZE), np.float32)])
+    assert profile_head(one_hub, np.abs(queries)).hub_statistic == pytest.approx(1 / 30)
+
+
+def test_profiles_do_not_depend_on_how_queries_are_cut() -> None:
+    keys, values, queries = _states()
+    many = np.tile(queries, (5, 1, 1))
+    grouped, single = profile_head(keys, many, values), profile_head(keys, many.reshape(-1, SIZE))
+    assert single.group_size == 1
+    assert grouped.tokens_for_mass == single.tokens_for_mass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"keys": np.zeros((0, SIZE), np.float32)}, "keys: shape .0, 32., expected"),
+        ({"queries": np.zeros((3, SIZE + 1), np.float32)}, "queries: shape .3, 33., expected"),
+        ({"queries": np.zeros((0, SIZE), np.float32)}, "at least one"),
+        ({"values": np.zeros((3, SIZE), np.float32)}, "values: shape .3, 32., expected .700"),
+        ({"queries": np.full((1, SIZE), np.nan, np.float32)}, "queries: NaN or infinity"),
+    ],
+)
+def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
+    keys, values, queries = _states()
+    with pytest.raises(ValueError, match=message):
+        profile_head(**{"keys": keys, "queries": queries, "values": values, **arguments})
+
+
+def test_a_profile_outlives_its_process() -> None:
+    keys, values, queries = _states()
+    profile = profile_head(keys, queries, values).with_searches([search("graph", 80)])
+    assert HeadProfile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+    for damage in ({"answers": None}, {"more": 1}, {"searches": [{}]}, {"prefix_len": 0}):
+        with pytest.raises(ValueError, match="head profile: .*profile the head again|prefix_len"):
+            HeadProfile.from_json({**profile.to_json(), **damage})
+
+
+def test_new_measurements_replace_those_of_the_same_kind() -> None:
+    first = head(1000).with_searches([search("graph", 80), search("coarse", 9)])
+    second = first.with_searches([search("graph", 100)])
+    assert [each.query.width for each in second.searches] == [9, 100]
+
+
+def test_promising_answers_are_the_smallest_that_are_good_enough() -> None:
+    chosen = head(1000).promising(0.01)
+    assert [each.query for each in chosen] == [Dipr(alpha=0.01), Dipr(alpha=1e-3)]
+    assert [each.query for each in head(1000).promising(0.01, most=1)] == [Dipr(alpha=0.01)]
+    assert head(1000).promising(1e-6) == ()
+
+
+@pytest.mark.parametrize("index_class", [FlatIndex, CoarseIndex, GraphIndex])
+@pytest.mark.parametrize("prefix_len", [None, 400])
+def test_measured_indexes_come_near_their_exact_answers(
+    index_class: Any, prefix_len: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_measure, "MOST_DISTANCES", 2.0)
+    keys, values, queries = _states()
+    keys, values = from_float32(keys, "bfloat16"), from_float32(values, "bfloat16")
+    train = np.random.default_rng(1).standard_normal((500, SIZE), np.float32)
+    index = index_class().build(keys, 1.5 * train)
+    seen = keys.rows(0, prefix_len or KEYS), values.rows(0, prefix_len or KEYS)
+    asked = (Dipr(alpha=1e-3), TopK(100))
+    profile = profile_head(seen[0], queries, seen[1], query_types=asked)
+    found = measure_index(
+        index, values, exact_attention(*seen, queries), profile.answers, prefix_len=prefix_len
+    )
+    for answer in profile.answers:
+        curve = [each for each in found if type(each.query) is type(answer.query)]
+        # measuring ends where the error of the output is near enough
+        assert curve[-1].mass_p1 == pytest.approx(answer.mass_p1, abs=0.1)
+        assert all(each.mass_p1 <= answer.mass_p1 + 1e-3 for each in curve)
+        assert [each.distances for each in curve] == sorted(each.distances for each in curve)
+        assert curve[-1].found <= GROUP * (answer.mean_tokens + 1)
+        assert curve[-1].error_p99 is not None and answer.error_p99 is not None
+        assert curve[-1].error_p99 <= 1.1 * answer.error_p99 + 0.02
+        if index.kind == "flat":
+            assert len(curve) == 1 and curve[0].query.width is None
+            assert curve[0].found == pytest.approx(GROUP * answer.mean_tokens, rel=0.01)
+
+
+def test_an_index_that_finds_too_little_is_known_to() -> None:
+    keys, values, queries = _states()
+    index = CoarseIndex(num_lists=200).build(keys)
+    asked = (Dipr(alpha=1e-3),)
+    profile = profile_head(keys, queries, values, query_types=asked)
+    found = measure_index(
+        index, from_float32(values, "float32"), exact_attention(keys, values, queries),
+        profile.answers, max_error=1e-6,
+    )  # fmt: skip
+    assert found and found[-1].error_p99 is not None and found[-1].error_p99 > 1e-6
