@@ -17,6 +17,8 @@ from benchmarks import machine
 
 Row = dict[str, Any]
 
+PATH_OPTIONS = ("--json", "--cache")
+
 
 def argument_parser(description: str, *, rounds: int, threads: int = 1) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
@@ -135,8 +137,10 @@ class Result:
     def begin(cls, file: str, description: str, options: argparse.Namespace) -> "Result":
         """Describes and calibrates the machine."""
         name = Path(file).stem
-        settings = {key: value for key, value in vars(options).items() if key != "json"}
-        shown = _without_json(sys.argv[1:])
+        settings = {
+            key: value for key, value in vars(options).items() if f"--{key}" not in PATH_OPTIONS
+        }
+        shown = _without_paths(sys.argv[1:])
         result = cls(
             name=name,
             description=description.strip(),
@@ -204,14 +208,13 @@ def fraction(value: float, of: float | None) -> float | None:
     return None if not of else value / of
 
 
-def _without_json(arguments: list[str]) -> list[str]:
+def _without_paths(arguments: list[str]) -> list[str]:
+    """Without the options that only say where files of this machine are."""
     kept, skip = [], False
     for argument in arguments:
-        if skip or argument.startswith("--json="):
-            skip = False
-            continue
-        if argument == "--json":
-            skip = True
+        name = argument.partition("=")[0]
+        if skip or name in PATH_OPTIONS:
+            skip = not skip and argument == name
             continue
         kept.append(argument)
     return kept
