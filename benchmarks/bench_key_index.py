@@ -170,7 +170,7 @@ class Study:
             name = f"{self.title}, Dipr(beta={RANGE_BETA:g}): "
             self.result.add_goal(
                 Goal(f"{name}keys scored for 0.98 of the mass",
-                     curves.at_recall(masses, scored, 0.98), 10_000, 6_000,
+                     curves.at_recall(masses, scored, 0.98, or_bound=True), 10_000, 6_000,
                      lower_is_better=True, unit="")
             )  # fmt: skip
             self.result.add_goal(
