@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from vllm_relay.sparse.cost_calibration import SIZES, calibrate_costs
 from vllm_relay.sparse.elements import Elements, from_float32
 from vllm_relay.sparse.face import CompiledIndex, with_width
 from vllm_relay.sparse.head_profile import ExactAnswer, HeadProfile, profile_head
-from vllm_relay.sparse.index_measure import exact_attention, measure_index, widths
+from vllm_relay.sparse.index_measure import exact_attention, measure_full, measure_index, widths
 from vllm_relay.sparse.planner import Plan, plan, plan_by_rules
 from vllm_relay.sparse.search_cost import SearchCost
 
@@ -75,11 +75,12 @@ class Built:
         """With what the indexes find."""
         keys, values = (part.rows(0, head.prefix_len) for part in (self.keys, self.values))
         exact = exact_attention(keys, values, head.queries[:PROFILE_TOKENS], head.scale)
-        searches = []
+        searches = [measure_full(keys, values, exact, head.scale)]
         for index in self.indexes.values():
             searches += measure_index(
                 index, self.values, exact, profile.promising(max_error), scale=head.scale,
                 prefix_len=head.prefix_len, max_error=max_error,
+                is_timed=True,
             )  # fmt: skip
         return profile.with_searches(searches)
 
@@ -211,12 +212,15 @@ def excess(chosen: Measured, best: Measured, max_error: float) -> float:
 def cell_plans(
     built: Built, profile: HeadProfile, measured: HeadProfile, max_error: float, costs: SearchCost
 ) -> dict[str, Plan]:
-    """The planner with and without knowing what the indexes find, and the paper's rules without
-    and with memory for a coarse index. A "flat" head is one of a first layer."""
+    """The planner, knowing what the indexes find and take; with times by the cost model; knowing
+    nothing of indexes; and the paper's rules without and with memory for a coarse index. A "flat"
+    head is one of a first layer."""
     n, prefix_len = built.head.num_keys, profile.prefix_len
+    untimed = measured.with_searches([replace(s, time_us=None) for s in measured.searches])
     layer = 0 if built.kind == "flat" else 1
     return {
         "planner": plan(n, prefix_len, measured, max_error=max_error, costs=costs),
+        "by model": plan(n, prefix_len, untimed, max_error=max_error, costs=costs),
         "unbuilt": plan(n, prefix_len, profile, max_error=max_error, costs=costs),
         "rules": plan_by_rules(n, prefix_len, profile, layer=layer, costs=costs),
         "rules, memory": plan_by_rules(n, prefix_len, profile, 1 << 40, layer=layer, costs=costs),
@@ -283,7 +287,7 @@ def main() -> None:
     shares = [
         summary(rows, name, target)
         for target in options.targets
-        for name in ("planner", "unbuilt", "rules", "rules, memory")
+        for name in ("planner", "by model", "unbuilt", "rules", "rules, memory")
     ]
     result.add_table("Cells near the best", shares)
     for share in shares:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from vllm_relay.sparse import (
 from vllm_relay.sparse.elements import from_float32
 from vllm_relay.sparse.head_plan import HeadPlan
 from vllm_relay.sparse.head_profile import HeadProfile, profile_head
-from vllm_relay.sparse.index_measure import exact_attention, measure_index
+from vllm_relay.sparse.index_measure import exact_attention, measure_full, measure_index
 
 KEYS, GROUP, SIZE = 700, 3, 32
 
@@ -126,7 +127,9 @@ def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
 
 def test_a_profile_outlives_its_process() -> None:
     keys, values, queries = _states()
-    profile = profile_head(keys, queries, values).with_searches([search("graph", 80)])
+    profile = profile_head(keys, queries, values).with_searches(
+        [search("graph", 80), search("full", None)]
+    )
     assert HeadProfile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
     for damage in ({"answers": None}, {"more": 1}, {"searches": [{}]}, {"prefix_len": 0}):
         with pytest.raises(ValueError, match="head profile: .*profile the head again|prefix_len"):
@@ -191,6 +194,21 @@ def test_a_plan_is_that_of_the_nearest_prefix() -> None:
 def test_other_content_is_no_plan(content: Any) -> None:
     with pytest.raises(ValueError, match="expected what HeadPlan"):
         HeadPlan.from_json(content)
+
+
+def test_times_are_taken_where_they_are_wanted() -> None:
+    keys, values, queries = _states()
+    index, stored = FlatIndex().build(keys), from_float32(values, "float32")
+    exact = exact_attention(keys, values, queries)
+    answers = profile_head(keys, queries, values).promising(0.2)
+    plain = measure_index(index, stored, exact, answers)
+    timed = measure_index(index, stored, exact, answers, is_timed=True)
+    assert answers and [each.time_us for each in plain] == [None] * len(answers)
+    assert all(each.time_us is not None and each.time_us > 0 for each in timed)
+    assert [replace(each, time_us=None) for each in timed] == plain
+    full = measure_full(from_float32(keys, "float32"), stored, exact)
+    assert (full.kind, full.query, full.error_p99, full.found) == ("full", None, 0, KEYS * GROUP)
+    assert full.time_us is not None and full.time_us > 0
 
 
 def test_an_index_that_finds_too_little_is_known_to() -> None:

@@ -14,12 +14,12 @@ from vllm_relay.sparse.face import CompiledIndex
 from vllm_relay.sparse.flat import FlatIndex
 from vllm_relay.sparse.graph import GraphIndex
 from vllm_relay.sparse.head_plan import HeadPlan
-from vllm_relay.sparse.head_profile import HeadProfile, profile_head
+from vllm_relay.sparse.head_profile import DEFAULT_QUERIES, MeasuredSearch, profile_head
 from vllm_relay.sparse.index import KeyIndex
 from vllm_relay.sparse.index_measure import exact_attention, measure_index
 from vllm_relay.sparse.options import DBOptions
-from vllm_relay.sparse.planner import Plan, plan, preference
-from vllm_relay.sparse.search_cost import SearchCost
+from vllm_relay.sparse.planner import Plan, plan
+from vllm_relay.sparse.search_cost import KINDS, SearchCost
 
 _CLASSES: dict[str, type[CompiledIndex]] = {
     "flat": FlatIndex,
@@ -76,19 +76,24 @@ def build_index(
         unbuilt = index_for_layer(layer_idx, options)
         return unbuilt.build(keys, train_queries, seed=seed, threads=threads), None
     planner = _HeadPlanner(keys, values, group, options, costs)
-    kind = planner.plan(planner.profile(sample), ("full", "flat", "coarse", "graph")).kind
-    index: CompiledIndex = FlatIndex()
+    # also for heads of which all keys are read: it takes least to build and to store
+    flat = FlatIndex().build(keys, threads=threads)
+    planner.indexes = [flat]
+    kind = planner.measured_plan(sample, keys.shape[0]).kind
     if kind in ("coarse", "graph"):
         built = _CLASSES[kind]().build(keys, taught, seed=seed, threads=threads)
-        if planner.measured_plan(built, sample, keys.shape[0]).kind == kind:
+        planner.indexes.append(built)
+        if planner.measured_plan(sample, keys.shape[0], ("full", "flat", kind)).kind == kind:
             return built, planner.head_plan(built, train_queries, sample)
-    # also where all keys are read: every head has an index, and this is the smallest
-    index.build(keys, threads=threads)
-    return index, planner.head_plan(index, train_queries, sample)
+    return flat, planner.head_plan(flat, train_queries, sample)
 
 
 class _HeadPlanner:
-    """Plans a kv head: once before its index is built, then with what the index finds."""
+    """Plans a kv head, by its queries and by what indexes that are built find.
+
+    Attributes:
+        indexes: those that are built.
+    """
 
     def __init__(
         self,
@@ -101,68 +106,57 @@ class _HeadPlanner:
         self._keys, self._values, self._group, self._costs = keys, values, group, costs
         self._chosen = options.query if "query" in options.model_fields_set else None
         self._max_error = options.max_error
+        self.indexes: list[CompiledIndex] = []
 
-    def profile(self, sample: np.ndarray) -> HeadProfile:
-        return self._profile(sample, self._keys.shape[0])
+    def measured_plan(
+        self, sample: np.ndarray, prefix_len: int, kinds: Sequence[str] = KINDS
+    ) -> Plan:
+        """For the first `prefix_len` keys and queries that came after them.
 
-    def plan(self, profile: HeadProfile, kinds: Sequence[str]) -> Plan:
-        """A query that was asked for is asked: the target is then what its exact answer has."""
-        num_keys = self._keys.shape[0]
-        if self._chosen is None:
-            return plan(
-                num_keys, profile.prefix_len, profile, max_error=self._max_error, kinds=kinds,
-                costs=self._costs,
-            )  # fmt: skip
-        min_mass = max(0.0, profile.answers[0].mass_p1 - _LOST_MASS)
-        kinds = [kind for kind in kinds if kind != "full"]
-        return plan(
-            num_keys, profile.prefix_len, profile, min_mass=min_mass, kinds=kinds,
-            costs=self._costs,
-        )  # fmt: skip
-
-    def measured_plan(self, index: CompiledIndex, sample: np.ndarray, prefix_len: int) -> Plan:
-        """Between the index and what needs none, for a prefix."""
-        profile = self._profile(sample, prefix_len)
+        A query that was asked for is asked: the target is then what its exact answer has.
+        """
+        keys, values = (part.rows(0, prefix_len) for part in (self._keys, self._values))
+        types = DEFAULT_QUERIES
+        if self._chosen is not None:
+            types = (replace(self._chosen, width=None),)
+        profile = profile_head(keys, sample, values, query_types=types)
         answers, max_error = profile.answers, 0.0
         if self._chosen is None:
             answers, max_error = profile.promising(self._max_error), self._max_error
-        keys, values = (part.rows(0, prefix_len) for part in (self._keys, self._values))
-        searches = measure_index(
-            index, self._values, exact_attention(keys, values, sample), answers,
-            prefix_len=prefix_len, max_error=max_error,
+        exact = exact_attention(keys, values, sample)
+        # not timed: a context that is stored again gets the same index
+        searches: list[MeasuredSearch] = []
+        for index in self.indexes:
+            searches += measure_index(
+                index, self._values, exact, answers, prefix_len=prefix_len, max_error=max_error
+            )
+        measured = profile.with_searches(searches)
+        num_keys = self._keys.shape[0]
+        if self._chosen is None:
+            return plan(
+                num_keys, prefix_len, measured, max_error=self._max_error, kinds=kinds,
+                costs=self._costs,
+            )  # fmt: skip
+        return plan(
+            num_keys, prefix_len, measured, kinds=[kind for kind in kinds if kind != "full"],
+            min_mass=max(0.0, profile.answers[0].mass_p1 - _LOST_MASS), costs=self._costs,
         )  # fmt: skip
-        kinds = {"full": None, "flat": None, index.kind: None}
-        return self.plan(profile.with_searches(searches), tuple(kinds))
 
     def head_plan(
         self, index: CompiledIndex, train_queries: Elements, sample: np.ndarray
     ) -> HeadPlan:
-        """For the whole context and for parts of it, each with the queries that came after it."""
+        """For the whole context and for parts of it, with this index."""
+        self.indexes = [index]
+        kinds = ("full", index.kind)
         num_keys, num_queries = self._keys.shape[0], train_queries.shape[0]
-        whole = self._plan_with(index, sample, num_keys)
+        whole = self.measured_plan(sample, num_keys, kinds)
         by_prefix = {num_keys: whole.query}
         for share in PLANNED_SHARES:
-            before = train_queries.rows(0, round(num_queries * share))
-            part, _ = hold_out(before, self._group)
+            part, _ = hold_out(train_queries.rows(0, round(num_queries * share)), self._group)
             prefix_len = round(num_keys * share)
             if part is not None and prefix_len >= 1:
-                by_prefix[prefix_len] = self._plan_with(index, part, prefix_len).query
+                by_prefix[prefix_len] = self.measured_plan(part, prefix_len, kinds).query
         return HeadPlan(tuple(sorted(by_prefix.items())), whole.explain())
-
-    def _plan_with(self, index: CompiledIndex, sample: np.ndarray, prefix_len: int) -> Plan:
-        """What is asked of this very index."""
-        found = self.measured_plan(index, sample, prefix_len)
-        if found.kind in (index.kind, "full"):
-            return found
-        others = [each for each in found.alternatives if each.kind in (index.kind, "full")]
-        return replace(found, chosen=min(others, key=preference))
-
-    def _profile(self, sample: np.ndarray, prefix_len: int) -> HeadProfile:
-        keys, values = (part.rows(0, prefix_len) for part in (self._keys, self._values))
-        if self._chosen is None:
-            return profile_head(keys, sample, values)
-        asked = (replace(self._chosen, width=None),)
-        return profile_head(keys, sample, values, query_types=asked)
 
 
 def hold_out(
