@@ -31,7 +31,9 @@ from vllm_relay.sparse.planner import Plan, plan, plan_by_rules
 from vllm_relay.sparse.search_cost import SearchCost
 
 REUSES = (1.0, 0.5, 0.2)
-PROFILE_TOKENS, TEST_TOKENS, WARM_UP_TOKENS = 32, 64, 4
+TOKENS, WARM_UP_TOKENS = 144, 4
+PROFILE_EVERY = 3
+"""One token in so many is for the profile, the others are for the test."""
 HEADS = 4
 FIRST_TOKENS, HOPELESS = 8, 10.0
 """Ways that are this many times above the target on the first queries are not looked at further."""
@@ -69,12 +71,12 @@ class Built:
 
     def profile(self, head: Head) -> HeadProfile:
         keys, values = (part.rows(0, head.prefix_len) for part in (self.keys, self.values))
-        return profile_head(keys, head.queries[:PROFILE_TOKENS], values, scale=head.scale)
+        return profile_head(keys, profile_queries(head), values, scale=head.scale)
 
     def measured(self, head: Head, profile: HeadProfile, max_error: float) -> HeadProfile:
         """With what the indexes find."""
         keys, values = (part.rows(0, head.prefix_len) for part in (self.keys, self.values))
-        exact = exact_attention(keys, values, head.queries[:PROFILE_TOKENS], head.scale)
+        exact = exact_attention(keys, values, profile_queries(head), head.scale)
         searches = [measure_full(keys, values, exact, head.scale)]
         for index in self.indexes.values():
             searches += measure_index(
@@ -85,16 +87,24 @@ class Built:
         return profile.with_searches(searches)
 
 
-def make(kind: str, length: int, tests: int, reuse: float = 1.0) -> Head:
-    """Its first `PROFILE_TOKENS` queries are for the profile, the others for the test."""
+def make(kind: str, length: int, tokens: int, reuse: float = 1.0) -> Head:
     return make_head(
-        kind, keys=length, train=round(0.4 * length), tests=PROFILE_TOKENS + tests, heads=HEADS,
-        reuse=reuse,
-    )  # fmt: skip
+        kind, keys=length, train=round(0.4 * length), tests=tokens, heads=HEADS, reuse=reuse
+    )
 
 
-def build(kind: str, length: int, tests: int) -> Built:
-    head = make(kind, length, tests)
+def profile_queries(head: Head) -> np.ndarray:
+    return np.ascontiguousarray(head.queries[::PROFILE_EVERY])
+
+
+def test_queries(head: Head) -> np.ndarray:
+    """Those that the profile has not seen."""
+    is_test = np.arange(len(head.queries)) % PROFILE_EVERY != 0
+    return np.ascontiguousarray(head.queries[is_test])
+
+
+def build(kind: str, length: int, tokens: int) -> Built:
+    head = make(kind, length, tokens)
     keys, values = from_float32(head.keys, "bfloat16"), from_float32(head.values, "bfloat16")
     indexes: dict[str, CompiledIndex] = {
         index_class.kind: index_class().build(keys, head.train_queries, threads=1)
@@ -143,7 +153,7 @@ def ways(built: Built, exact_answers: tuple[ExactAnswer, ...]) -> Iterator[list[
 def measure_cell(
     built: Built, head: Head, max_error: float, plans: dict[str, Plan], rounds: int
 ) -> dict[Way, Measured]:
-    queries, prefix_len = np.ascontiguousarray(head.queries[PROFILE_TOKENS:]), head.prefix_len
+    queries, prefix_len = test_queries(head), head.prefix_len
     truth = float64_outputs(built, queries, prefix_len)
     lengths = np.linalg.norm(truth, axis=2)
     measured: dict[Way, Measured] = {}
@@ -262,18 +272,18 @@ def main() -> None:
     parser.add_argument("--reuses", type=float, nargs="+", default=list(REUSES))
     parser.add_argument("--targets", type=float, nargs="+", default=[0.01, 0.1])
     options = parser.parse_args()
-    sizes, tests = SIZES, TEST_TOKENS
+    sizes, tokens = SIZES, TOKENS
     if options.smoke:
-        options.lengths, options.rounds, sizes, tests = [2048], 1, (512, 2048), 8
+        options.lengths, options.rounds, sizes, tokens = [2048], 1, (512, 2048), 24
         options.kinds, options.reuses = ["rope", "flat"], [1.0, 0.2]
     result = Result.begin(__file__, __doc__, options)
     costs = calibrate_costs(sizes=sizes, store=False)
     rows: list[Row] = []
     for kind in options.kinds:
         for length in options.lengths:
-            built = build(kind, length, tests)
+            built = build(kind, length, tokens)
             for reuse in options.reuses:
-                head = make(kind, length, tests, reuse)
+                head = make(kind, length, tokens, reuse)
                 profile = built.profile(head)
                 for target in options.targets:
                     measured = built.measured(head, profile, target)
