@@ -24,7 +24,7 @@ from vllm_relay.sparse import (
 from vllm_relay.sparse.elements import from_float32
 from vllm_relay.sparse.head_plan import HeadPlan
 from vllm_relay.sparse.head_profile import HeadProfile, profile_head
-from vllm_relay.sparse.index_measure import exact_attention, measure_full, measure_index
+from vllm_relay.sparse.index_measure import exact_attention, measure_full, measure_index, widths
 
 KEYS, GROUP, SIZE = 700, 3, 32
 
@@ -209,6 +209,21 @@ def test_times_are_taken_where_they_are_wanted() -> None:
     full = measure_full(from_float32(keys, "float32"), stored, exact)
     assert (full.kind, full.query, full.error_p99, full.found) == ("full", None, 0, KEYS * GROUP)
     assert full.time_us is not None and full.time_us > 0
+
+
+def test_widths_begin_where_they_are_told_to() -> None:
+    keys, values, queries = _states()
+    index = CoarseIndex(num_lists=60).build(keys)
+    assert list(widths(index))[:3] == [4, 6, 8] and list(widths(index))[-1] == index.num_lists
+    assert list(widths(index, 20))[:2] == [20, 28]
+    assert list(widths(index, 1000)) == [index.num_lists]
+    assert list(widths(FlatIndex().build(keys), 20)) == [None]
+    answers = profile_head(keys, queries, values).promising(0.5)
+    found = measure_index(
+        index, from_float32(values, "float32"), exact_attention(keys, values, queries), answers,
+        max_error=0.5, least_width=30,
+    )  # fmt: skip
+    assert found and min(each.query.width for each in found) >= 30  # type: ignore[union-attr,type-var]
 
 
 def test_an_index_that_finds_too_little_is_known_to() -> None:

@@ -128,7 +128,13 @@ class _HeadPlanner:
         searches: list[MeasuredSearch] = []
         for index in self.indexes:
             searches += measure_index(
-                index, self._values, exact, answers, prefix_len=prefix_len, max_error=max_error
+                index,
+                self._values,
+                exact,
+                answers,
+                prefix_len=prefix_len,
+                max_error=max_error,
+                least_width=index.default_width,
             )
         measured = profile.with_searches(searches)
         num_keys = self._keys.shape[0]

@@ -82,6 +82,7 @@ def measure_index(
     scale: float | None = None,
     prefix_len: int | None = None,
     max_error: float = 0.0,
+    least_width: int = 1,
     is_timed: bool = False,
 ) -> list[MeasuredSearch]:
     """Searches with the queries of the sample, ever wider, until the error is at most `max_error`
@@ -91,6 +92,8 @@ def measure_index(
         values: [n, value_size].
         exact: `exact_attention` of the keys of the index, or of its first `prefix_len`.
         answers: exact answers, of a profile, to the query types that are asked.
+        least_width: to begin with. The index's own default width finds the best keys of rare
+            queries too, of which a sample may hold none.
         is_timed: also take the time. Plans know more then, but depend on who else uses the machine.
 
     Returns:
@@ -102,7 +105,7 @@ def measure_index(
     for answer in answers:
         enough = max(max_error, ENOUGH * (answer.error_p99 or 0.0))
         goes_on = 2
-        for width in widths(index):
+        for width in widths(index, least_width):
             query = with_width(answer.query, width)
             search = _measure(index, values, few, query, scale, prefix_len, False)
             is_last = width is None or search.distances > most_distances
@@ -125,14 +128,15 @@ def _error(search: MeasuredSearch) -> float:
     return search.error_p99
 
 
-def widths(index: CompiledIndex) -> Iterator[int | None]:
-    """What is worth trying, rising; None for an index that has no width."""
+def widths(index: CompiledIndex, least: int = 1) -> Iterator[int | None]:
+    """What is worth trying from `least` on, rising; None for an index that has no width."""
     if index.kind == "flat":
         yield None
         return
     width, most = 32.0, index.num_keys
     if isinstance(index, CoarseIndex):
         width, most = 4.0, index.num_lists
+    width = max(width, float(min(least, most)))
     while width < most:
         yield round(width)
         width *= WIDTH_STEP
