@@ -65,7 +65,7 @@ def test_answers_are_those_of_reading_every_key(seed: int, n: int, d: int, g: in
 @pytest.mark.soak
 def test_answers_are_those_of_reading_every_key_soak() -> None:
     rng = np.random.default_rng(0)
-    for seed in range(int(os.environ.get("RELAY_SOAK_CASES", "5000"))):
+    for seed in range(int(os.environ.get("RELAY_SOAK_INDEX_CASES", "5000"))):
         n, d, g = int(rng.integers(1, 5000)), int(rng.integers(1, 257)), int(rng.integers(1, 21))
         search_and_compare(seed, n, d, g)
 

@@ -74,7 +74,7 @@ def test_every_key_can_be_reached(seed: int, n: int, d: int) -> None:
 @pytest.mark.soak
 def test_every_key_can_be_reached_soak() -> None:
     rng = np.random.default_rng(0)
-    for seed in range(int(os.environ.get("RELAY_SOAK_CASES", "5000")) // 10):
+    for seed in range(int(os.environ.get("RELAY_SOAK_INDEX_CASES", "5000")) // 10):
         build_and_check(seed, int(rng.integers(1, 6000)), int(rng.integers(1, 257)))
 
 
