@@ -18,9 +18,9 @@ inline void search_inverted(const Codes& codes, const InvertedLists& lists, cons
   scores.resize(static_cast<size_t>(request.num_queries) * padded);
   for_each_product(
       {lists.centres, codes.stride}, 0, padded / kBlockKeys, scratch.query_codes.data(),
-      codes.stride, request.num_queries, [&](int q, int64_t block, const int32_t* products) {
+      codes.stride, request.num_queries, [&](int q, int64_t block, auto count, const int32_t* products) {
         std::memcpy(scores.data() + static_cast<size_t>(q) * padded + block * kBlockKeys, products,
-                    sizeof(int32_t) * kBlockKeys);
+                    sizeof(int32_t) * kBlockKeys * count());
       });
   // only lists with keys that count
   const bool all_count = request.begin == 0 && request.prefix_len >= codes.num_rows;
