@@ -67,7 +67,7 @@ class CompiledIndex(KeyIndex):
             queries, k, reach, width, window_max, check_begin(begin, prefix_len), prefix_len,
             entries, scale, mass_limit(query),
         )  # fmt: skip
-        stats = self.stats(distances, hops, rescored, dropped_mass if scale else None)
+        stats = self.stats(distances, hops, rescored, dropped_mass)
         return SearchResult(ids, scores, stats)
 
     @property
@@ -187,8 +187,11 @@ def mass_limit(query: QueryType) -> float:
 
 
 def check_begin(begin: int, prefix_len: int) -> int:
-    if isinstance(begin, bool) or not isinstance(begin, int | np.integer) or begin < 0:
+    # most are plain ints, and unions are slow to ask about
+    if type(begin) is not int and (isinstance(begin, bool) or not isinstance(begin, np.integer)):
         raise ValueError(f"begin is {begin!r}, expected a whole number >= 0")
+    if begin < 0:
+        raise ValueError(f"begin is {begin}, expected a whole number >= 0")
     return min(int(begin), prefix_len)
 
 
