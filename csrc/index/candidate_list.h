@@ -59,7 +59,8 @@ class CandidateList {
 
   // Drops what the bound has overtaken; with `keep_best`, all but the best `keep`.
   void shrink(bool keep_best = false) {
-    if (keep_ && count_ > keep_) {
+    if (keep_) {
+      if (count_ <= keep_) return;
       std::nth_element(begin(), begin() + keep_ - 1, end(), better_candidate);
       const int64_t last = items_[keep_ - 1].score;
       if (keep_best || margin_ == 0) {

@@ -14,9 +14,9 @@ namespace {
 
 // The nodes a search has scored well, in buckets of equal width: pushing and popping cost the same
 // however many there are, and the order inside a bucket does not matter to a search. The best
-// `width` nodes are popped, and nodes that are not among the best `keep` are forgotten: each of the
-// two floors rises as soon as that many nodes lie above it, but never past the end of the range,
-// where there is one.
+// `width` nodes are popped, once there are `keep`, and nodes that are not among the best `keep` are
+// forgotten: each of the two floors rises as soon as that many nodes lie above it, but never past
+// the end of the range, where there is one.
 class ScoreQueue {
  public:
   struct Entry {
@@ -72,7 +72,7 @@ class ScoreQueue {
 
   void raise_floor() {
     if (range_ >= 0) last_floor_ = bucket(below_range() + 1);
-    raise(popped_);
+    if (kept_.above >= kept_.wanted) raise(popped_);
     if (raise(kept_)) bound_ = low_ + (kept_.floor << shift_) - 1;
   }
 
