@@ -55,29 +55,29 @@ struct KeySet {
   Rows view_rows() const { return rows_of(keys, type); }
 };
 
+template <class T, class At>
+nb::object to_numpy(size_t size, const At& at) {
+  T* copy = new T[size];
+  for (size_t i = 0; i < size; ++i) copy[i] = at(i);
+  nb::capsule owner(copy, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+  const size_t shape[1] = {size};
+  return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(copy, 1, shape, owner));
+}
+
 template <class T>
 nb::object to_numpy(const std::vector<T>& values) {
-  T* copy = new T[values.size()];
-  std::copy(values.begin(), values.end(), copy);
-  nb::capsule owner(copy, [](void* p) noexcept { delete[] static_cast<T*>(p); });
-  const size_t shape[1] = {values.size()};
-  return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(copy, 1, shape, owner));
+  return to_numpy<T>(values.size(), [&](size_t i) { return values[i]; });
 }
 
 nb::tuple to_python(const SearchOutcome& outcome) {
   nb::list ids, scores;
   for (const auto& found : outcome.found) {
-    std::vector<int32_t> i;
-    std::vector<float> s;
-    for (const Found& f : found) {
-      i.push_back(f.id);
-      s.push_back(f.score);
-    }
-    ids.append(to_numpy(i));
-    scores.append(to_numpy(s));
+    ids.append(to_numpy<int32_t>(found.size(), [&](size_t i) { return found[i].id; }));
+    scores.append(to_numpy<float>(found.size(), [&](size_t i) { return found[i].score; }));
   }
-  return nb::make_tuple(ids, scores, to_numpy(outcome.dropped_mass), outcome.distances,
-                        outcome.hops, outcome.rescored);
+  const bool certified = !outcome.dropped_mass.empty();
+  return nb::make_tuple(ids, scores, certified ? to_numpy(outcome.dropped_mass) : nb::none(),
+                        outcome.distances, outcome.hops, outcome.rescored);
 }
 
 std::pair<float, float> encode(const std::string& kernel, const AnyRows& keys, int type,

@@ -23,7 +23,8 @@ class Contender(ABC):
     """A library's index with its settings. Everything it does runs on one thread.
 
     Attributes:
-        efforts: what is swept, from fast to thorough: lists probed, nodes kept.
+        efforts: what is swept, from fast to thorough: lists probed, nodes kept or
+            expanded.
         effort_from_k: efforts below k mean k.
         whole_batch: all queries are handed over in one call instead of one by one.
     """
@@ -122,8 +123,7 @@ class Coarse(OwnIndex):
 
 class Graph(OwnIndex):
     name, class_name = "GraphIndex", "GraphIndex"
-    effort_from_k = True
-    efforts = (10, 20, 40, 70, 100, 140, 180, 220, 260, 300, 350, 400, 500, 700, 1000, 1500)
+    efforts = (10, 20, 30, 40, 50, 70, 100, 140, 180, 220, 260, 300, 350, 400, 500, 700, 1000, 1500)
 
 
 OWN: tuple[type[OwnIndex], ...] = (Graph, Coarse, Flat)

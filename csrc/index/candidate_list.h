@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <climits>
 #include <cstdint>
 #include <vector>
@@ -13,9 +14,10 @@ struct Candidate {
   int32_t position, score;
 };
 
-inline bool better_candidate(const Candidate& a, const Candidate& b) {
+// an object, not a function: calls through it are inlined into algorithms
+inline constexpr auto better_candidate = [](const Candidate& a, const Candidate& b) {
   return a.score > b.score || (a.score == b.score && a.position < b.position);
-}
+};
 
 // What a scan has found for one query: everything above a bound, which rises as more is found.
 class CandidateList {
@@ -25,7 +27,7 @@ class CandidateList {
     reset(bound);
     keep_ = keep;
     margin_ = margin;
-    grow(2 * keep + 1024);
+    grow(2 * keep + std::min(1024, 8 * keep));
   }
 
   // Keeps what is above `bound` and may be within `reach` of the best.
@@ -57,7 +59,8 @@ class CandidateList {
 
   // Drops what the bound has overtaken; with `keep_best`, all but the best `keep`.
   void shrink(bool keep_best = false) {
-    if (keep_ && count_ > keep_) {
+    if (keep_) {
+      if (count_ <= keep_) return;
       std::nth_element(begin(), begin() + keep_ - 1, end(), better_candidate);
       const int64_t last = items_[keep_ - 1].score;
       if (keep_best || margin_ == 0) {
@@ -90,13 +93,22 @@ class CandidateList {
   int32_t keep_ = 0, margin_ = 0, capacity_ = 0, count_ = 0, bound_ = INT_MIN, best_ = INT_MIN;
 };
 
-// Offers the sixteen scores of a block; those at `valid` lanes count.
+// Offers the scores of `Blocks` neighbouring blocks, at most four; those at `valid` lanes count.
+template <int Blocks>
 RELAY_INLINE void offer(CandidateList& list, const int32_t* scores, int64_t first_position,
-                        uint32_t valid) {
-  for (uint32_t left = above(scores, list.bound()) & valid; left; left &= left - 1) {
-    const int lane = __builtin_ctz(left);
+                        uint64_t valid) {
+  uint64_t left = 0;
+  for (int b = 0; b < Blocks; ++b)
+    left |= uint64_t{above(scores + b * kRowsAtOnce, list.bound())} << b * kRowsAtOnce;
+  for (left &= valid; left; left &= left - 1) {
+    const int lane = std::countr_zero(left);
     list.push(static_cast<int32_t>(first_position + lane), scores[lane]);
   }
+}
+
+// The lanes, of up to 64, that lie before the end.
+inline uint64_t first_lanes(int64_t num_keys) {
+  return num_keys >= 64 ? ~uint64_t{0} : (uint64_t{1} << num_keys) - 1;
 }
 
 }  // namespace

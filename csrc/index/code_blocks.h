@@ -75,8 +75,8 @@ inline void multiply_blocks(const uint8_t* blocks, int32_t stride, const int8_t*
 
 #endif
 
-// Calls `take(query, block, scores)` with the sixteen scores of each query and block, for
-// `num_blocks` neighbouring blocks.
+// Calls `take(query, block, count, scores)` with the sixteen scores of each of `count` neighbouring
+// blocks, a constant, until each query has met `num_blocks` of them.
 template <class Take>
 RELAY_INLINE void for_each_product(const CodeBlocks& codes, int64_t first, int64_t num_blocks,
                                    const int8_t* queries, int64_t query_stride, int num_queries,
@@ -87,8 +87,7 @@ RELAY_INLINE void for_each_product(const CodeBlocks& codes, int64_t first, int64
     multiply_blocks<kQueries, kBlocks>(codes.block(first + b), codes.stride,
                                        queries + q * query_stride, query_stride, scores);
     for (int i = 0; i < kQueries; ++i)
-      for (int j = 0; j < kBlocks; ++j)
-        take(q + i, first + b + j, scores + (i * kBlocks + j) * kBlockKeys);
+      take(q + i, first + b, at_once, scores + i * kBlocks * kBlockKeys);
   };
   const auto some_blocks = [&](auto at_once, int64_t b) {
     int q = 0;

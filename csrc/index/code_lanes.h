@@ -154,6 +154,11 @@ inline void prefetch_row(const uint8_t* row, int chunks) {
 
 #endif
 
+// Into the second-level cache: for rows that are met later.
+[[maybe_unused]] inline void prefetch_row_far(const uint8_t* row, int chunks) {
+  for (int c = 0; c < chunks; ++c) __builtin_prefetch(row + 64 * c, 0, 2);
+}
+
 // Lays four query codes of `stride` bytes out for dot_rows_quad: 4 * stride bytes.
 [[maybe_unused]] inline void interleave_quad(const int8_t* const* queries, int stride,
                                              int8_t* out) {

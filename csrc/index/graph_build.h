@@ -173,6 +173,7 @@ class GraphBuilder {
             codes_.size,
             1,
             options_.build_width,
+            0,
             -1.f,
             nullptr,
             static_cast<int32_t>(n_),

@@ -43,7 +43,8 @@ struct GraphQuery {
   const float* queries;  // [num_queries, size], `query_stride` apart
   int64_t query_stride;
   int32_t num_queries;
-  int32_t width;
+  int32_t width;            // nodes whose neighbours are looked at
+  int32_t keep;             // nodes to find, where that is more
   float range;              // below 0: none
   const float* window_max;  // [num_queries] or null
   int32_t prefix_len;
@@ -152,7 +153,8 @@ class GraphSearch {
         range = static_cast<int64_t>(std::min(
             1e15, std::ceil((query.range + kRangeErrors * query_[i].error) / query_[i].unit)));
       scratch_.queues[i].reset(static_cast<int32_t>(mean - deviation),
-                               static_cast<int32_t>(11 * deviation) + 1, query.width, range);
+                               static_cast<int32_t>(11 * deviation) + 1, query.width, query.keep,
+                               range);
       if (query.window_max && query.window_max[i] > -INFINITY)
         scratch_.queues[i].raise_best(static_cast<int64_t>(
             std::clamp((query.window_max[i] - query_[i].offset) / query_[i].unit, -1e15, 1e15)));
@@ -202,6 +204,7 @@ class GraphSearch {
           seen[id] = mark;
         }
         batch.resize(out - batch.data());
+        for (size_t i = begin; i < batch.size(); ++i) prefetch_row_far(row(batch[i]), Chunks);
       } else {
         batch.resize(begin);
         collect_filtered(list);

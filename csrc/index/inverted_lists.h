@@ -16,12 +16,13 @@ inline void search_inverted(const Codes& codes, const InvertedLists& lists, cons
   scratch.encode(request.queries, request.num_queries, codes);
   const int32_t n = lists.num_lists, padded = (n + kBlockKeys - 1) / kBlockKeys * kBlockKeys;
   scores.resize(static_cast<size_t>(request.num_queries) * padded);
-  for_each_product(
-      {lists.centres, codes.stride}, 0, padded / kBlockKeys, scratch.query_codes.data(),
-      codes.stride, request.num_queries, [&](int q, int64_t block, const int32_t* products) {
-        std::memcpy(scores.data() + static_cast<size_t>(q) * padded + block * kBlockKeys, products,
-                    sizeof(int32_t) * kBlockKeys);
-      });
+  for_each_product({lists.centres, codes.stride}, 0, padded / kBlockKeys,
+                   scratch.query_codes.data(), codes.stride, request.num_queries,
+                   [&](int q, int64_t block, auto count, const int32_t* products) {
+                     std::memcpy(
+                         scores.data() + static_cast<size_t>(q) * padded + block * kBlockKeys,
+                         products, sizeof(int32_t) * kBlockKeys * count());
+                   });
   // only lists with keys that count
   const bool all_count = request.begin == 0 && request.prefix_len >= codes.num_rows;
   order.clear();

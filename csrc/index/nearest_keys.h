@@ -17,6 +17,13 @@ namespace {
 
 constexpr int kSampleKeys = 4096;
 
+// The more, the more rarely all keys are streamed through the caches; but every thread wants its
+// share of the work.
+inline int64_t queries_at_once(int64_t num_queries, int num_threads) {
+  constexpr int64_t kFewest = 32, kMost = 512, kShares = 4;
+  return std::clamp(num_queries / (kShares * num_threads), kFewest, kMost);
+}
+
 // The best `k` of a query's candidates by exact score, -1 past their number. Clobbers `chosen`.
 inline void refine(const Rows& keys, const float* query, std::span<const int32_t> always,
                    std::vector<int32_t>& chosen, std::vector<Found>& exact, int32_t k,
@@ -38,8 +45,8 @@ inline void refine(const Rows& keys, const float* query, std::span<const int32_t
 inline void nearest_keys(const Codes& codes, const Rows& keys, const float* queries,
                          int64_t num_queries, int32_t k, std::span<const int32_t> always,
                          int32_t* ids, int num_threads) {
-  constexpr int kBlock = 64;
   const int64_t n = codes.num_rows, num_blocks = (n + kBlockKeys - 1) / kBlockKeys;
+  const int64_t at_once = queries_at_once(num_queries, num_threads);
   const SpreadOrder order(n);
   AlignedVector<uint8_t> laid_out(static_cast<size_t>(num_blocks) * kBlockKeys * codes.stride);
 #pragma omp parallel for num_threads(num_threads) schedule(static)
@@ -55,11 +62,11 @@ inline void nearest_keys(const Codes& codes, const Rows& keys, const float* quer
   const int64_t sample_blocks =
       num_blocks / 8 < kSampleKeys / kBlockKeys ? 0 : kSampleKeys / kBlockKeys;
   const double expected = static_cast<double>(sample_blocks) * kBlockKeys * keep / n;
-  const auto sample_rank = static_cast<int32_t>(expected + 5 * std::sqrt(expected) + 2);
+  const auto sample_rank = static_cast<int32_t>(expected + 3 * std::sqrt(expected) + 2);
 #pragma omp parallel num_threads(num_threads)
   {
-    std::vector<CandidateList> lists(kBlock);
-    AlignedVector<int8_t> query_codes(static_cast<size_t>(kBlock) * codes.stride);
+    std::vector<CandidateList> lists(at_once);
+    AlignedVector<int8_t> query_codes(static_cast<size_t>(at_once) * codes.stride);
     std::vector<int32_t> chosen;
     std::vector<Found> exact;
     const auto scan = [&](int64_t count_blocks, int first, int count) {
@@ -68,15 +75,15 @@ inline void nearest_keys(const Codes& codes, const Rows& keys, const float* quer
       for (int64_t b = 0; b < count_blocks; b += kStep)
         for_each_product(blocks, b, std::min(kStep, count_blocks - b),
                          query_codes.data() + static_cast<int64_t>(first) * codes.stride,
-                         codes.stride, count, [&](int q, int64_t block, const int32_t* scores) {
-                           const int64_t left = n - block * kBlockKeys;
-                           offer(lists[first + q], scores, block * kBlockKeys,
-                                 left >= kBlockKeys ? 0xffffu : (1u << left) - 1);
+                         codes.stride, count,
+                         [&](int q, int64_t block, auto at_once, const int32_t* scores) {
+                           offer<at_once()>(lists[first + q], scores, block * kBlockKeys,
+                                            first_lanes(n - block * kBlockKeys));
                          });
     };
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t begin = 0; begin < num_queries; begin += kBlock) {
-      const int count = static_cast<int>(std::min<int64_t>(kBlock, num_queries - begin));
+    for (int64_t begin = 0; begin < num_queries; begin += at_once) {
+      const int count = static_cast<int>(std::min(at_once, num_queries - begin));
       std::vector<int32_t> bounds(count, INT_MIN);
       for (int q = 0; q < count; ++q)
         encode_query(queries + (begin + q) * codes.size, codes,

@@ -11,9 +11,9 @@
 namespace relay::index {
 namespace {
 
-inline bool better(const Found& a, const Found& b) {
+inline constexpr auto better = [](const Found& a, const Found& b) {
   return a.score > b.score || (a.score == b.score && a.id < b.id);
-}
+};
 
 template <class T>
 RELAY_INLINE void prefetch_elements(const T* row, int32_t size) {

@@ -77,15 +77,17 @@ inline void scan_ranges(const Codes& codes, const CodeBlocks& blocks, const Rows
   for (const BlockRange& range : ranges) {
     const int64_t num_blocks = (range.num_keys + kBlockKeys - 1) / kBlockKeys;
     const int64_t end = range.first_block * kBlockKeys + range.num_keys;
-    for_each_product(blocks, range.first_block, num_blocks, scratch.query_codes.data(),
-                     codes.stride, request.num_queries,
-                     [&](int q, int64_t block, const int32_t* scores) {
-                       const int64_t left = end - block * kBlockKeys;
-                       uint32_t valid = left >= kBlockKeys ? 0xffffu : (1u << left) - 1;
-                       if (block == range.first_block) valid &= ~range.skip;
-                       offer(scratch.lists[q], scores, block * kBlockKeys, valid);
-                       if (certify) scratch.remainders[q].add(scores, block, valid);
-                     });
+    for_each_product(
+        blocks, range.first_block, num_blocks, scratch.query_codes.data(), codes.stride,
+        request.num_queries, [&](int q, int64_t block, auto count, const int32_t* scores) {
+          uint64_t valid = first_lanes(end - block * kBlockKeys);
+          if (block == range.first_block) valid &= ~uint64_t{range.skip};
+          offer<count()>(scratch.lists[q], scores, block * kBlockKeys, valid);
+          if (certify)
+            for (int b = 0; b < count(); ++b)
+              scratch.remainders[q].add(scores + b * kBlockKeys, block + b,
+                                        static_cast<uint32_t>(valid >> b * kBlockKeys) & 0xffffu);
+        });
     outcome.distances += range.num_keys;
     ++outcome.hops;
   }

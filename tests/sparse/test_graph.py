@@ -221,5 +221,7 @@ def test_damage_is_found(damage: Callable[[Arrays], None], message: str) -> None
 def test_more_keys_than_the_width_are_found_where_they_exist() -> None:
     keys = np.random.default_rng(0).standard_normal((3000, 32)).astype(np.float32)
     index = GraphIndex().build(keys, keys[:500])
-    (ids,), _, _ = index.search(keys[:1], TopK(1000, width=10))
+    (ids,), _, narrow = index.search(keys[:1], TopK(1000, width=10))
     assert len(ids) == 1000
+    (ids,), _, usual = index.search(keys[:1], TopK(1000))
+    assert len(ids) == 1000 and usual.hops >= 1000 > narrow.hops

@@ -17,7 +17,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     large = num_bytes >= 2 * _HUGE_PAGE_BYTES
     multiple = _HUGE_PAGE_BYTES if large else _CACHE_LINE_BYTES
     if large:
-        pages = mmap.mmap(-1, num_bytes + multiple)
+        pages = mmap.mmap(-1, num_bytes + multiple, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             pages.madvise(mmap.MADV_HUGEPAGE)
         raw = np.frombuffer(pages, np.uint8)

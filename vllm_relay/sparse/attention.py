@@ -127,12 +127,12 @@ class SparseLayer:
             )
         if window_max is not None:
             window_max = face.check_window_max(window_max, array.shape[:2])
-        k, reach, _ = face.query_numbers(query, 1, self.num_keys, self.head_size)
+        k, reach = face.query_numbers(query, self.num_keys, self.head_size)
         parts = [
             _C.index.HeadPart(
                 index.searcher if query.max_dropped_mass is None else index.exact_searcher,
                 values.data, DTYPES.index(values.dtype), index.entries,
-                index.default_width if query.width is None else query.width,
+                index.width_of(query),
             )
             for index, values in zip(self.indexes, self.values, strict=True)
         ]  # fmt: skip

@@ -53,7 +53,7 @@ class CompiledIndex(KeyIndex):
     ) -> SearchResult:
         n, d = self._keys.shape
         queries = check_queries("queries", queries, d)
-        k, reach, width = query_numbers(query, self.default_width, n, d)
+        k, reach = query_numbers(query, n, d)
         if window_max is not None:
             window_max = check_window_max(window_max, (len(queries),))
         entries = self.entries
@@ -64,11 +64,15 @@ class CompiledIndex(KeyIndex):
             scale, searcher = softmax_scale(query, d), self.exact_searcher
         prefix_len = check_prefix(prefix_len, n)
         ids, scores, dropped_mass, distances, hops, rescored = searcher.search(
-            queries, k, reach, width, window_max, check_begin(begin, prefix_len), prefix_len,
-            entries, scale, mass_limit(query),
+            queries, k, reach, self.width_of(query), window_max, check_begin(begin, prefix_len),
+            prefix_len, entries, scale, mass_limit(query),
         )  # fmt: skip
-        stats = self.stats(distances, hops, rescored, dropped_mass if scale else None)
+        stats = self.stats(distances, hops, rescored, dropped_mass)
         return SearchResult(ids, scores, stats)
+
+    def width_of(self, query: QueryType) -> int:
+        """How much a search looks at: what the query says, or as much as seems right."""
+        return self.default_width if query.width is None else query.width
 
     @property
     def exact_searcher(self) -> Any:
@@ -139,17 +143,13 @@ def check_threads(threads: int | None) -> int:
     return threads
 
 
-def query_numbers(
-    query: QueryType, width: int, num_keys: int, head_size: int
-) -> tuple[int, float, int]:
-    """(k or 0, range or -1, width)."""
-    if not isinstance(query, TopK | Dipr):
-        raise ValueError(f"query is {query!r}, expected TopK or Dipr")
-    if query.width is not None:
-        width = query.width
+def query_numbers(query: QueryType, num_keys: int, head_size: int) -> tuple[int, float]:
+    """(k or 0, range or -1)."""
     if isinstance(query, TopK):
-        return min(query.k, num_keys), -1.0, width
-    return 0, query.range(head_size), width
+        return min(query.k, num_keys), -1.0
+    if not isinstance(query, Dipr):
+        raise ValueError(f"query is {query!r}, expected TopK or Dipr")
+    return 0, query.range(head_size)
 
 
 def with_width(query: QueryType, width: int | None) -> QueryType:
@@ -187,8 +187,11 @@ def mass_limit(query: QueryType) -> float:
 
 
 def check_begin(begin: int, prefix_len: int) -> int:
-    if isinstance(begin, bool) or not isinstance(begin, int | np.integer) or begin < 0:
+    # most are plain ints, and unions are slow to ask about
+    if type(begin) is not int and (isinstance(begin, bool) or not isinstance(begin, np.integer)):
         raise ValueError(f"begin is {begin!r}, expected a whole number >= 0")
+    if begin < 0:
+        raise ValueError(f"begin is {begin}, expected a whole number >= 0")
     return min(int(begin), prefix_len)
 
 

@@ -16,7 +16,7 @@ from vllm_relay.sparse.elements import Elements
 from vllm_relay.sparse.index import IndexDamagedError
 from vllm_relay.sparse.key_codes import KeyCodes, encode, row_bytes
 from vllm_relay.sparse.nearest import nearest_keys
-from vllm_relay.sparse.query_types import MAX_COUNT, TopK
+from vllm_relay.sparse.query_types import MAX_COUNT, QueryType, TopK
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -131,6 +131,11 @@ class GraphIndex(face.CompiledIndex):
         self.searcher = _C.index.GraphSearcher(
             "auto", codes.key_set(keys, rows), codes.outside, graph
         )
+
+    def width_of(self, query: QueryType) -> int:
+        if query.width is None and isinstance(query, TopK):
+            return max(self.default_width, query.k)
+        return super().width_of(query)
 
     def _calibrate(self, queries: np.ndarray, nearest: np.ndarray) -> None:
         k = min(TARGET_K, nearest.shape[1])

@@ -15,7 +15,7 @@ class TopK:
 
     Attributes:
         k: how many; fewer come back where fewer exist.
-        width: how much an approximate index looks at: nodes kept by a graph's search, lists
+        width: how much an approximate index looks at: nodes expanded by a graph's search, lists
             probed by an inverted file, tokens taken by a block index. None: the index's own
             default, which for an index built with training queries was measured at build.
         max_dropped_mass: the most attention weight, among the keys of the index, that may be left
