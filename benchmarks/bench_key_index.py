@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.common import Goal, Result, Row, argument_parser, show
-from benchmarks.sparse import curves, exact, own_searches
+from benchmarks.sparse import curves, exact, mass_bounds, own_searches
 from benchmarks.sparse.built import Built, build
 from benchmarks.sparse.contenders import Contender, OwnIndex, Reference, own_contenders
 from benchmarks.sparse.head_corpus import KINDS, Head
@@ -26,7 +26,7 @@ from benchmarks.sparse.head_sets import HeadSet, MadeSet, Sizes, model_sets, rec
 from benchmarks.sparse.rivals import RIVALS, installed_rivals
 from vllm_relay.sparse import Dipr, QueryType, TopK
 
-PARTS = ("curves", "groups", "ranges", "prefixes", "errors")
+PARTS = ("curves", "groups", "ranges", "prefixes", "errors", "bounds")
 RECALLS = (0.95, 0.98, 0.99)
 GOAL_K, GOAL_RECALL = 100, 0.95
 RANGE_BETA = 50.0
@@ -152,8 +152,25 @@ class Study:
                     name = f"{self.title}: {label} in one search over one head"
                     cost = own_searches.group_cost(mine, GOAL_RECALL)
                     self.result.add_goal(Goal(name, cost, 2.5, 1.8, lower_is_better=True))
+                    self._sharing_goals(label, own_searches.sharing_row(
+                        self._of(one.contender.name), one, head, k, efforts
+                    ))  # fmt: skip
             if rows:
                 self.result.add_table(f"{self.title}: {label}, recall@{k}", rows)
+
+    def _of(self, name: str) -> Built:
+        return next(one for one in self.built if one.contender.name == name)
+
+    def _sharing_goals(self, label: str, row: Row) -> None:
+        self.result.add_table(f"{self.title}: {label}, one index for all against one each", [row])
+        name = f"{self.title}: {label}, one index each over one for all: "
+        for what in ("build CPU s", "bytes"):
+            ratio = row[f"{what}, one each"] / row[f"{what}, shared"]
+            self.result.add_goal(Goal(f"{name}{what}", ratio, 4, 4))
+        lost = 100 * (row["recall, one each"] - row["recall, shared"])
+        self.result.add_goal(
+            Goal(f"{name}points of recall lost", lost, 2, 1, lower_is_better=True, unit="")
+        )
 
     def _ranges(self) -> None:
         rows = []
@@ -222,6 +239,16 @@ class Study:
         ]
         if rows:
             self.result.add_table(f"{self.title}: attention error", rows)
+
+    def _bounds(self) -> None:
+        rows = [mass_bounds.bound_row(contender, self.head) for contender in self.own]
+        if not rows:
+            return
+        self.result.add_table(f"{self.title}: bounds of the dropped mass", rows)
+        checked = sum(row["queries"] for row in rows)
+        violated = sum(row["bound violated"] for row in rows)
+        name = f"{self.title}: bounds of the dropped mass violated, of {checked:,}"
+        self.result.add_goal(Goal(name, violated, 0, 0, lower_is_better=True, unit=""))
 
 
 def _around(curve: list[curves.Point]) -> list[int]:

@@ -13,12 +13,14 @@ import numpy as np
 
 from benchmarks.common import Row
 from benchmarks.sparse import exact
+from benchmarks.sparse.built import Built
 from benchmarks.sparse.contenders import OwnIndex
 from benchmarks.sparse.curves import at_recall
 from benchmarks.sparse.head_corpus import Head
-from vllm_relay.sparse import Dipr, QueryType, TopK
+from vllm_relay.sparse import Dipr, KeyIndex, QueryType, TopK
 from vllm_relay.sparse.reference import attend
 
+SHARING_RECALL = 0.95
 WINDOW_FIRST, WINDOW_LAST = 32, 64
 """Tokens whose keys are always scored."""
 
@@ -106,6 +108,40 @@ def group_cost(rows: Sequence[Row], recall: float) -> float | None:
         or_bound=True,
     )
     return together / alone if alone and together else None
+
+
+def sharing_row(own: Built, shared: Built, head: Head, k: int, efforts: Sequence[int]) -> Row:
+    """An index for all heads of a group against one each, by the group's first head.
+
+    Args:
+        own: the same keys, trained with as many queries of the first head alone.
+        efforts: the first at which `own` has nearly all recall is looked at.
+    """
+    queries = head.queries[:, 0]
+    truth = exact.top_k(queries, head.keys, k)
+    recalls = {}
+    for effort in efforts:
+        recalls = {
+            name: float(exact.recall(
+                search_all(built.contender, queries[:, None], TopK(k, width=effort)).ids,
+                queries, head.keys, truth,
+            ).mean())
+            for name, built in (("one each", own), ("shared", shared))
+        }  # fmt: skip
+        if recalls["one each"] >= SHARING_RECALL:
+            break
+    heads = head.group_size
+    row: Row = {"contender": shared.contender.name, "effort": effort}
+    for name, count, built in (("one each", heads, own), ("shared", 1, shared)):
+        row[f"build CPU s, {name}"] = count * built.build_cpu_s
+        row[f"bytes, {name}"] = count * _index_bytes(built.contender.index)
+        row[f"recall, {name}"] = recalls[name]
+    return row
+
+
+def _index_bytes(index: KeyIndex) -> int:
+    """Of what the index adds to the keys."""
+    return sum(array.nbytes for name, array in index.to_arrays()[1].items() if name != "keys")
 
 
 def window_maximum(head: Head) -> np.ndarray:
