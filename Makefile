@@ -22,8 +22,8 @@ setup:  ## a virtual environment with vLLM for the CPU, and the compiled extensi
 demo: setup  ## stock vLLM against vLLM with relay; ARGS go to `vllm-relay demo`
 	$(BIN)/vllm-relay demo $(ARGS)
 
-test: setup  ## the tests; ARGS go to pytest
-	$(BIN)/python -m pytest $(ARGS)
+test: setup  ## the tests, in a process per core; ARGS go to pytest, "-n 0" makes it one process
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 sanitize: setup  ## a random workload of the C++ index under address, undefined and thread sanitizers
 	$(BIN)/python scripts/sanitize.py $(ARGS)

@@ -33,6 +33,7 @@ BENCHMARKS = (
     "bench_key_index",
     "bench_sparse_layer",
     "bench_storage",
+    "bench_open_context",
 )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test runs under: the environment, hypothesis's profile, and which process."""
+"""What every test runs under: the environment, hypothesis's profile, and the order."""
 
 from __future__ import annotations
 
@@ -23,10 +23,5 @@ hypothesis.settings.load_profile("relay")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For pytest-xdist: engines, which use every core, run first and one after the other; of the
-    other tests, those of a file stay together because they share fixtures."""
-    for item in items:
-        uses_engine = item.get_closest_marker("integration") is not None
-        group = "engines" if uses_engine else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+    """Engines come first: the longest files end last, and processes would wait for them."""
     items.sort(key=lambda item: item.get_closest_marker("integration") is None)
