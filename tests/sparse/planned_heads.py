@@ -44,11 +44,12 @@ def search(
     found: float = 100,
     mass: float = 0.995,
     alpha: float = 0.01,
+    time_us: float | None = None,
 ) -> MeasuredSearch:
+    query = None if kind == "full" else Dipr(alpha=alpha, width=width)
     return MeasuredSearch(
-        kind, Dipr(alpha=alpha, width=width), distances, hops, found, found, mass, mass, error,
-        error,
-    )  # fmt: skip
+        kind, query, distances, hops, found, found, mass, mass, error, error, time_us
+    )
 
 
 def head(num_keys: int, *answers: ExactAnswer, **changes: Any) -> HeadProfile:

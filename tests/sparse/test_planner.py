@@ -62,6 +62,20 @@ def test_what_was_measured_counts_more_than_what_is_expected() -> None:
     assert chosen.chosen.is_measured
 
 
+def test_times_that_were_measured_count_more_than_costs() -> None:
+    graph = search("graph", 90, hops=90, distances=1500)
+    assert planned(head(LONG).with_searches([graph])).kind == "graph"
+    slow = head(LONG).with_searches([replace(graph, time_us=5000.0)])
+    assert planned(slow, kinds=("flat", "graph")).kind == "flat"
+    both = slow.with_searches([search("flat", None, time_us=9000.0)])
+    chosen = planned(both, kinds=("flat", "graph"))
+    assert (chosen.kind, chosen.chosen.expected_us) == ("graph", pytest.approx(5000))
+    fast = head(LONG).with_searches([search("full", None, time_us=10.0)])
+    assert planned(fast).kind == "full"
+    half = planned(fast, LONG // 2, kinds=("full",)).chosen
+    assert half.expected_us == pytest.approx(5, rel=0.1)
+
+
 def test_reuse_of_a_part_makes_scans_cheaper_but_hardly_graphs() -> None:
     known = head(LONG).with_searches([search("graph", 300, distances=9_000, hops=400)])
     kinds = ("flat", "graph")

@@ -166,8 +166,8 @@ def plan(
     for kind in kinds:
         of_kind = [each for each in looked_at if each.kind == kind]
         if of_kind:
-            by_kind[kind] = min(of_kind, key=preference)
-    chosen = min(by_kind.values(), key=preference)
+            by_kind[kind] = min(of_kind, key=_preference)
+    chosen = min(by_kind.values(), key=_preference)
     reason = "nothing reaches the target, this comes nearest"
     if not chosen.problems:
         reason = "the fastest that is good enough"
@@ -278,10 +278,16 @@ def _weighed(
         problems.append(f"mass below {min_mass:.4f}")
     if memory_budget is not None and num_bytes > memory_budget:
         problems.append(f"{num_bytes} bytes, more than {memory_budget}")
+    size = {"head_size": d, "key_bytes": profile.key_bytes}
+    expected_us = costs.time_us(candidate.work, **size)
+    if candidate.measured is not None:
+        # what the model does not know of this head, it knows neither of a longer or shorter prefix
+        work, measured_us = candidate.measured
+        expected_us *= measured_us / max(costs.time_us(work, **size), 1e-9)
     return Alternative(
         kind=kind,
         query=candidate.query,
-        expected_us=costs.time_us(candidate.work, head_size=d, key_bytes=profile.key_bytes),
+        expected_us=expected_us,
         expected_error=candidate.error,
         expected_mass=candidate.mass,
         index_bytes=num_bytes,
@@ -291,7 +297,7 @@ def _weighed(
     )
 
 
-def preference(each: Alternative) -> tuple[float, ...]:
+def _preference(each: Alternative) -> tuple[float, ...]:
     """Smallest is best: usable ones by time, then by bytes; others by how much they miss."""
     if not each.problems:
         return (0, each.expected_us, each.index_bytes)
