@@ -154,13 +154,17 @@ def test_the_rules_of_the_paper(
         ({"prefix_len": LONG + 1}, f"prefix_len is {LONG + 1}, expected 1 to {LONG} or None"),
         ({"memory_budget": -1}, "memory_budget is -1, expected bytes"),
         ({"slo_ms": 0}, "slo_ms is 0, expected milliseconds"),
-        ({"kinds": ("hnsw",)}, "kinds: hnsw, expected full, flat, coarse, graph"),
     ],
 )
 def test_what_is_refused(planner: Any, arguments: dict[str, Any], message: str) -> None:
     call = {"context_len": LONG, "prefix_len": None, "head_profile": head(LONG), **arguments}
     with pytest.raises(ValueError, match=message):
         planner(**call, costs=COSTS)
+
+
+def test_a_kind_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match="kinds: hnsw, expected full, flat, coarse, graph"):
+        planned(head(LONG), kinds=("flat", "hnsw"))
 
 
 @pytest.mark.parametrize("name", ["max_error", "min_mass"])
