@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_relay.sparse.head_profile import ExactAnswer, HeadProfile, MeasuredSearch, Spread
 from vllm_relay.sparse.query_types import Dipr
-from vllm_relay.sparse.search_cost import KindCost, SearchCost
+from vllm_relay.sparse.search_cost import KINDS, KindCost, SearchCost
 
 COSTS = SearchCost(
     (4096, 131072),
@@ -27,6 +27,11 @@ COSTS = SearchCost(
         ),
     },
 )
+
+
+def costs_with_cheap(cheap: str) -> SearchCost:
+    """Of which one kind is a thousand times as fast as others."""
+    return SearchCost((1000,), {kind: (KindCost(1 if kind == cheap else 1000),) for kind in KINDS})
 
 
 def answer(alpha: float, tokens: float, error: float | None, mass: float = 0.995) -> ExactAnswer:

@@ -200,10 +200,11 @@ def test_widths_begin_where_they_are_told_to() -> None:
     assert list(widths(index, 20))[:2] == [20, 28]
     assert list(widths(index, 1000)) == [index.num_lists]
     assert list(widths(FlatIndex().build(keys), 20)) == [None]
+    index.default_width = 30
     answers = profile_head(keys, queries, values).promising(0.5)
     found = measure_index(
         index, from_float32(values, "float32"), exact_attention(keys, values, queries), answers,
-        max_error=0.5, least_width=30,
+        max_error=0.5, from_default_width=True,
     )  # fmt: skip
     assert found and min(each.query.width for each in found) >= 30  # type: ignore[union-attr,type-var]
 

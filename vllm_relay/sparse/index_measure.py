@@ -82,7 +82,7 @@ def measure_index(
     scale: float | None = None,
     prefix_len: int | None = None,
     max_error: float = 0.0,
-    least_width: int = 1,
+    from_default_width: bool = False,
     is_timed: bool = False,
 ) -> list[MeasuredSearch]:
     """Searches with the queries of the sample, ever wider, until the error is at most `max_error`
@@ -92,8 +92,8 @@ def measure_index(
         values: [n, value_size].
         exact: `exact_attention` of the keys of the index, or of its first `prefix_len`.
         answers: exact answers, of a profile, to the query types that are asked.
-        least_width: to begin with. The index's own default width finds the best keys of rare
-            queries too, of which a sample may hold none.
+        from_default_width: nothing narrower than what the index searches where a query says no
+            width. That finds the best keys of rare queries too, of which a sample may hold none.
         is_timed: also take the time. Plans know more then, but depend on who else uses the machine.
 
     Returns:
@@ -105,6 +105,7 @@ def measure_index(
     for answer in answers:
         enough = max(max_error, ENOUGH * (answer.error_p99 or 0.0))
         goes_on = 2
+        least_width = index.width_of(with_width(answer.query, None)) if from_default_width else 1
         for width in widths(index, least_width):
             query = with_width(answer.query, width)
             search = _measure(index, values, few, query, scale, prefix_len, False)
