@@ -102,7 +102,8 @@ def query_of_head(plan: HeadPlan | None, prefix_len: int, options: DBOptions) ->
 
 
 def _query_type(query: QueryType, options: DBOptions, scale: float) -> QueryType:
-    query = replace(query, max_dropped_mass=options.max_dropped_mass)
+    if options.max_dropped_mass is not None:
+        query = replace(query, max_dropped_mass=options.max_dropped_mass)
     return query if query.scale is not None else replace(query, scale=scale)
 
 
