@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -26,12 +26,14 @@ from vllm_relay.sparse.cost_calibration import SIZES, calibrate_costs
 from vllm_relay.sparse.elements import Elements, from_float32
 from vllm_relay.sparse.face import CompiledIndex, with_width
 from vllm_relay.sparse.head_profile import ExactAnswer, HeadProfile, profile_head
-from vllm_relay.sparse.index_measure import exact_attention, measure_index, widths
+from vllm_relay.sparse.index_measure import exact_attention, measure_full, measure_index, widths
 from vllm_relay.sparse.planner import Plan, plan, plan_by_rules
 from vllm_relay.sparse.search_cost import SearchCost
 
 REUSES = (1.0, 0.5, 0.2)
-PROFILE_TOKENS, TEST_TOKENS, WARM_UP_TOKENS = 32, 64, 4
+TOKENS, WARM_UP_TOKENS = 144, 4
+PROFILE_EVERY = 3
+"""One token in so many is for the profile, the others are for the test."""
 HEADS = 4
 FIRST_TOKENS, HOPELESS = 8, 10.0
 """Ways that are this many times above the target on the first queries are not looked at further."""
@@ -69,31 +71,39 @@ class Built:
 
     def profile(self, head: Head) -> HeadProfile:
         keys, values = (part.rows(0, head.prefix_len) for part in (self.keys, self.values))
-        return profile_head(keys, head.queries[:PROFILE_TOKENS], values, scale=head.scale)
+        return profile_head(keys, profile_queries(head), values, scale=head.scale)
 
     def measured(self, head: Head, profile: HeadProfile, max_error: float) -> HeadProfile:
         """With what the indexes find."""
         keys, values = (part.rows(0, head.prefix_len) for part in (self.keys, self.values))
-        exact = exact_attention(keys, values, head.queries[:PROFILE_TOKENS], head.scale)
-        searches = []
+        exact = exact_attention(keys, values, profile_queries(head), head.scale)
+        searches = [measure_full(keys, values, exact, head.scale)]
         for index in self.indexes.values():
             searches += measure_index(
                 index, self.values, exact, profile.promising(max_error), scale=head.scale,
-                prefix_len=head.prefix_len, max_error=max_error,
+                prefix_len=head.prefix_len, max_error=max_error, is_timed=True,
             )  # fmt: skip
         return profile.with_searches(searches)
 
 
-def make(kind: str, length: int, tests: int, reuse: float = 1.0) -> Head:
-    """Its first `PROFILE_TOKENS` queries are for the profile, the others for the test."""
+def make(kind: str, length: int, tokens: int, reuse: float = 1.0) -> Head:
     return make_head(
-        kind, keys=length, train=round(0.4 * length), tests=PROFILE_TOKENS + tests, heads=HEADS,
-        reuse=reuse,
-    )  # fmt: skip
+        kind, keys=length, train=round(0.4 * length), tests=tokens, heads=HEADS, reuse=reuse
+    )
 
 
-def build(kind: str, length: int, tests: int) -> Built:
-    head = make(kind, length, tests)
+def profile_queries(head: Head) -> np.ndarray:
+    return np.ascontiguousarray(head.queries[::PROFILE_EVERY])
+
+
+def test_queries(head: Head) -> np.ndarray:
+    """Those that the profile has not seen."""
+    is_test = np.arange(len(head.queries)) % PROFILE_EVERY != 0
+    return np.ascontiguousarray(head.queries[is_test])
+
+
+def build(kind: str, length: int, tokens: int) -> Built:
+    head = make(kind, length, tokens)
     keys, values = from_float32(head.keys, "bfloat16"), from_float32(head.values, "bfloat16")
     indexes: dict[str, CompiledIndex] = {
         index_class.kind: index_class().build(keys, head.train_queries, threads=1)
@@ -142,7 +152,7 @@ def ways(built: Built, exact_answers: tuple[ExactAnswer, ...]) -> Iterator[list[
 def measure_cell(
     built: Built, head: Head, max_error: float, plans: dict[str, Plan], rounds: int
 ) -> dict[Way, Measured]:
-    queries, prefix_len = np.ascontiguousarray(head.queries[PROFILE_TOKENS:]), head.prefix_len
+    queries, prefix_len = test_queries(head), head.prefix_len
     truth = float64_outputs(built, queries, prefix_len)
     lengths = np.linalg.norm(truth, axis=2)
     measured: dict[Way, Measured] = {}
@@ -211,12 +221,15 @@ def excess(chosen: Measured, best: Measured, max_error: float) -> float:
 def cell_plans(
     built: Built, profile: HeadProfile, measured: HeadProfile, max_error: float, costs: SearchCost
 ) -> dict[str, Plan]:
-    """The planner with and without knowing what the indexes find, and the paper's rules without
-    and with memory for a coarse index. A "flat" head is one of a first layer."""
+    """The planner, knowing what the indexes find and take; with times by the cost model; knowing
+    nothing of indexes; and the paper's rules without and with memory for a coarse index. A "flat"
+    head is one of a first layer."""
     n, prefix_len = built.head.num_keys, profile.prefix_len
+    untimed = measured.with_searches([replace(s, time_us=None) for s in measured.searches])
     layer = 0 if built.kind == "flat" else 1
     return {
         "planner": plan(n, prefix_len, measured, max_error=max_error, costs=costs),
+        "by model": plan(n, prefix_len, untimed, max_error=max_error, costs=costs),
         "unbuilt": plan(n, prefix_len, profile, max_error=max_error, costs=costs),
         "rules": plan_by_rules(n, prefix_len, profile, layer=layer, costs=costs),
         "rules, memory": plan_by_rules(n, prefix_len, profile, 1 << 40, layer=layer, costs=costs),
@@ -258,18 +271,18 @@ def main() -> None:
     parser.add_argument("--reuses", type=float, nargs="+", default=list(REUSES))
     parser.add_argument("--targets", type=float, nargs="+", default=[0.01, 0.1])
     options = parser.parse_args()
-    sizes, tests = SIZES, TEST_TOKENS
+    sizes, tokens = SIZES, TOKENS
     if options.smoke:
-        options.lengths, options.rounds, sizes, tests = [2048], 1, (512, 2048), 8
+        options.lengths, options.rounds, sizes, tokens = [2048], 1, (512, 2048), 24
         options.kinds, options.reuses = ["rope", "flat"], [1.0, 0.2]
     result = Result.begin(__file__, __doc__, options)
     costs = calibrate_costs(sizes=sizes, store=False)
     rows: list[Row] = []
     for kind in options.kinds:
         for length in options.lengths:
-            built = build(kind, length, tests)
+            built = build(kind, length, tokens)
             for reuse in options.reuses:
-                head = make(kind, length, tests, reuse)
+                head = make(kind, length, tokens, reuse)
                 profile = built.profile(head)
                 for target in options.targets:
                     measured = built.measured(head, profile, target)
@@ -283,7 +296,7 @@ def main() -> None:
     shares = [
         summary(rows, name, target)
         for target in options.targets
-        for name in ("planner", "unbuilt", "rules", "rules, memory")
+        for name in ("planner", "by model", "unbuilt", "rules", "rules, memory")
     ]
     result.add_table("Cells near the best", shares)
     for share in shares:

@@ -31,6 +31,7 @@ BENCHMARKS = (
     "bench_eviction",
     "bench_predictor",
     "bench_key_index",
+    "bench_planner",
     "bench_sparse_layer",
     "bench_storage",
     "bench_open_context",

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_relay.sparse.head_profile import ExactAnswer, HeadProfile, MeasuredSearch, Spread
 from vllm_relay.sparse.query_types import Dipr
-from vllm_relay.sparse.search_cost import KindCost, SearchCost
+from vllm_relay.sparse.search_cost import KINDS, KindCost, SearchCost
 
 COSTS = SearchCost(
     (4096, 131072),
@@ -29,6 +29,11 @@ COSTS = SearchCost(
 )
 
 
+def costs_with_cheap(cheap: str) -> SearchCost:
+    """Of which one kind is a thousand times as fast as others."""
+    return SearchCost((1000,), {kind: (KindCost(1 if kind == cheap else 1000),) for kind in KINDS})
+
+
 def answer(alpha: float, tokens: float, error: float | None, mass: float = 0.995) -> ExactAnswer:
     counts = Spread(tokens, 2 * tokens, 3 * tokens)
     return ExactAnswer(Dipr(alpha=alpha), counts, tokens, mass, mass, error, error)
@@ -44,11 +49,12 @@ def search(
     found: float = 100,
     mass: float = 0.995,
     alpha: float = 0.01,
+    time_us: float | None = None,
 ) -> MeasuredSearch:
+    query = None if kind == "full" else Dipr(alpha=alpha, width=width)
     return MeasuredSearch(
-        kind, Dipr(alpha=alpha, width=width), distances, hops, found, found, mass, mass, error,
-        error,
-    )  # fmt: skip
+        kind, query, distances, hops, found, found, mass, mass, error, error, time_us
+    )
 
 
 def head(num_keys: int, *answers: ExactAnswer, **changes: Any) -> HeadProfile:

@@ -65,6 +65,7 @@ def test_list_and_show_say_what_a_context_is(folder: Path) -> None:
         "values": 6 * 8000,
         "index/links": 3 * 20_000,
     }
+    assert report["plans"] == {}
     status, output = run("show", folder / "a.relayctx")
     assert status == 0
     rows = [line.split() for line in output.splitlines()]

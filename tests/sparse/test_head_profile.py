@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from vllm_relay.sparse import (
 )
 from vllm_relay.sparse.elements import from_float32
 from vllm_relay.sparse.head_profile import HeadProfile, profile_head
-from vllm_relay.sparse.index_measure import exact_attention, measure_index
+from vllm_relay.sparse.index_measure import exact_attention, measure_full, measure_index, widths
 
 KEYS, GROUP, SIZE = 700, 3, 32
 
@@ -125,7 +126,9 @@ def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
 
 def test_a_profile_outlives_its_process() -> None:
     keys, values, queries = _states()
-    profile = profile_head(keys, queries, values).with_searches([search("graph", 80)])
+    profile = profile_head(keys, queries, values).with_searches(
+        [search("graph", 80), search("full", None)]
+    )
     assert HeadProfile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
     for damage in ({"answers": None}, {"more": 1}, {"searches": [{}]}, {"prefix_len": 0}):
         with pytest.raises(ValueError, match="head profile: .*profile the head again|prefix_len"):
@@ -173,6 +176,37 @@ def test_measured_indexes_come_near_their_exact_answers(
         if index.kind == "flat":
             assert len(curve) == 1 and curve[0].query.width is None
             assert curve[0].found == pytest.approx(GROUP * answer.mean_tokens, rel=0.01)
+
+
+def test_times_are_taken_where_they_are_wanted() -> None:
+    keys, values, queries = _states()
+    index, stored = FlatIndex().build(keys), from_float32(values, "float32")
+    exact = exact_attention(keys, values, queries)
+    answers = profile_head(keys, queries, values).promising(0.2)
+    plain = measure_index(index, stored, exact, answers)
+    timed = measure_index(index, stored, exact, answers, is_timed=True)
+    assert answers and [each.time_us for each in plain] == [None] * len(answers)
+    assert all(each.time_us is not None and each.time_us > 0 for each in timed)
+    assert [replace(each, time_us=None) for each in timed] == plain
+    full = measure_full(from_float32(keys, "float32"), stored, exact)
+    assert (full.kind, full.query, full.error_p99, full.found) == ("full", None, 0, KEYS * GROUP)
+    assert full.time_us is not None and full.time_us > 0
+
+
+def test_widths_begin_where_they_are_told_to() -> None:
+    keys, values, queries = _states()
+    index = CoarseIndex(num_lists=60).build(keys)
+    assert list(widths(index))[:3] == [4, 6, 8] and list(widths(index))[-1] == index.num_lists
+    assert list(widths(index, 20))[:2] == [20, 28]
+    assert list(widths(index, 1000)) == [index.num_lists]
+    assert list(widths(FlatIndex().build(keys), 20)) == [None]
+    index.default_width = 30
+    answers = profile_head(keys, queries, values).promising(0.5)
+    found = measure_index(
+        index, from_float32(values, "float32"), exact_attention(keys, values, queries), answers,
+        max_error=0.5, from_default_width=True,
+    )  # fmt: skip
+    assert found and min(each.query.width for each in found) >= 30  # type: ignore[union-attr,type-var]
 
 
 def test_an_index_that_finds_too_little_is_known_to() -> None:

@@ -62,6 +62,20 @@ def test_what_was_measured_counts_more_than_what_is_expected() -> None:
     assert chosen.chosen.is_measured
 
 
+def test_times_that_were_measured_count_more_than_costs() -> None:
+    graph = search("graph", 90, hops=90, distances=1500)
+    assert planned(head(LONG).with_searches([graph])).kind == "graph"
+    slow = head(LONG).with_searches([replace(graph, time_us=5000.0)])
+    assert planned(slow, kinds=("flat", "graph")).kind == "flat"
+    both = slow.with_searches([search("flat", None, time_us=9000.0)])
+    chosen = planned(both, kinds=("flat", "graph"))
+    assert (chosen.kind, chosen.chosen.expected_us) == ("graph", pytest.approx(5000))
+    fast = head(LONG).with_searches([search("full", None, time_us=10.0)])
+    assert planned(fast).kind == "full"
+    half = planned(fast, LONG // 2, kinds=("full",)).chosen
+    assert half.expected_us == pytest.approx(5, rel=0.1)
+
+
 def test_reuse_of_a_part_makes_scans_cheaper_but_hardly_graphs() -> None:
     known = head(LONG).with_searches([search("graph", 300, distances=9_000, hops=400)])
     kinds = ("flat", "graph")
@@ -140,13 +154,17 @@ def test_the_rules_of_the_paper(
         ({"prefix_len": LONG + 1}, f"prefix_len is {LONG + 1}, expected 1 to {LONG} or None"),
         ({"memory_budget": -1}, "memory_budget is -1, expected bytes"),
         ({"slo_ms": 0}, "slo_ms is 0, expected milliseconds"),
-        ({"kinds": ("hnsw",)}, "kinds: hnsw, expected full, flat, coarse, graph"),
     ],
 )
 def test_what_is_refused(planner: Any, arguments: dict[str, Any], message: str) -> None:
     call = {"context_len": LONG, "prefix_len": None, "head_profile": head(LONG), **arguments}
     with pytest.raises(ValueError, match=message):
         planner(**call, costs=COSTS)
+
+
+def test_a_kind_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match="kinds: hnsw, expected full, flat, coarse, graph"):
+        planned(head(LONG), kinds=("flat", "hnsw"))
 
 
 @pytest.mark.parametrize("name", ["max_error", "min_mass"])

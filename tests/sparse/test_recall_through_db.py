@@ -13,8 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.sparse.brute_force_index import BruteForceIndex
+from tests.sparse.planned_heads import costs_with_cheap
 from vllm_relay.demo.recall_model import Haystack, build_recall_model, make_haystack
 from vllm_relay.sparse import DB, Dipr, QueryType, SearchResult, TopK, hf
+from vllm_relay.sparse.context_store import MemoryContextStore
+from vllm_relay.sparse.search_cost import SHIPPED
 
 ANSWER_TOKENS = 6
 
@@ -52,11 +55,23 @@ def _generate(model: Any, haystack: Haystack, cache: Any = None) -> list[int]:
     return output[0, prompt.shape[1] :].tolist()
 
 
+@functools.cache
+def _dense_answers(directory: Path, num_tokens: int) -> list[list[int]]:
+    """All of them right."""
+    haystacks = _haystacks(num_tokens)
+    answers = [_generate(_model(directory, "sdpa"), haystack) for haystack in haystacks]
+    assert _num_right(answers, haystacks) == len(haystacks) * ANSWER_TOKENS
+    return answers
+
+
 @torch.no_grad()
 def _sparse_answers(
-    directory: Path, haystacks: list[Haystack], query: QueryType, **options: Any
+    directory: Path, haystacks: list[Haystack], query: QueryType | None, **options: Any
 ) -> tuple[list[list[int]], float]:
     """Answers, and the part of the searched tokens that was retrieved.
+
+    Args:
+        query: None leaves it to plans.
 
     The haystack up to the asked pair is stored; the pair itself is decoded token by token, so that
     no dense prefill sees the answer.
@@ -64,7 +79,7 @@ def _sparse_answers(
     model = _model(directory, "relay_sparse")
     db = DB(
         options={
-            "query": query,
+            **({} if query is None else {"query": query}),
             "min_context_tokens": 0,
             "index_factory": lambda layer: BruteForceIndex(),
             **options,
@@ -107,15 +122,45 @@ def test_retrieval_is_as_accurate_as_dense_attention(
     directory: Path, num_tokens: int, query: QueryType
 ) -> None:
     haystacks = _haystacks(num_tokens)
-    dense = [_generate(_model(directory, "sdpa"), haystack) for haystack in haystacks]
-    assert _num_right(dense, haystacks) == len(haystacks) * ANSWER_TOKENS
+    dense = _dense_answers(directory, num_tokens)
     answers, retrieved = _sparse_answers(directory, haystacks, query)
     assert answers == dense
     # half of the heads of layer 0 are not wired: all their scores are 0, and a range takes them all
     assert retrieved < (0.51 if isinstance(query, Dipr) else 0.01)
 
 
-@pytest.mark.parametrize("index", ["auto", "flat", "coarse", "graph"])
+@pytest.mark.parametrize(
+    ("costs", "query"),
+    [
+        *((costs, None) for costs in ("shipped", "full", "flat", "coarse", "graph")),
+        *((costs, Dipr(alpha=0.01)) for costs in ("shipped", "coarse", "graph")),
+    ],
+)
+def test_plans_are_as_accurate_as_dense_attention(
+    directory: Path, costs: str, query: QueryType | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever kind of index is the fastest, queries that no profile has seen find their key."""
+    search_costs = SHIPPED if costs == "shipped" else costs_with_cheap(costs)
+    monkeypatch.setattr("vllm_relay.sparse.db.load_costs", lambda: search_costs)
+    kinds_built = set()
+
+    def add(store: MemoryContextStore, tokens: Any, layers: Any) -> Any:
+        heads = [head for layer in layers for head in layer]
+        assert all(head.plan is not None for head in heads)
+        kinds_built.update(head.index.kind for head in heads)
+        return add_to_store(store, tokens, layers)
+
+    add_to_store = MemoryContextStore.add
+    monkeypatch.setattr(MemoryContextStore, "add", add)
+    answers, _ = _sparse_answers(
+        directory, _haystacks(4096), query, index="auto", index_factory=None
+    )
+    assert answers == _dense_answers(directory, 4096)
+    if costs in ("flat", "coarse", "graph"):
+        assert costs in kinds_built
+
+
+@pytest.mark.parametrize("index", ["rules", "flat", "coarse", "graph"])
 def test_every_index_finds_the_answer(directory: Path, index: str) -> None:
     haystacks = _haystacks(4096)
     query = TopK(64) if index == "coarse" else Dipr(alpha=0.01)

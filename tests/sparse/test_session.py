@@ -207,6 +207,13 @@ def test_a_bound_on_the_dropped_mass_reads_flat_heads_as_a_whole(query_type: Que
     assert tight.stats.retrieved_tokens == KV_HEADS * (70 - SINKS - RECENT)
 
 
+def test_a_query_may_bound_the_dropped_mass_itself() -> None:
+    session, keys, values = _session(70, 70, query=TopK(1, max_dropped_mass=0.0))
+    _decode(session, keys, values)
+    assert session.stats.dropped_mass < 1e-6
+    assert session.stats.retrieved_tokens == KV_HEADS * (70 - SINKS - RECENT)
+
+
 @settings(max_examples=60)
 @given(
     seed=st.integers(0, 1000),

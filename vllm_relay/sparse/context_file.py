@@ -40,6 +40,7 @@ class ContextHead:
     Attributes:
         keys: [n, head_size], values: [n, value size]; of the dtype of the fingerprint.
         index: of these keys or of some of them; None where attention is dense.
+        plan: what is to be asked of the index, as JSON can hold it.
     """
 
     layer: int
@@ -47,6 +48,7 @@ class ContextHead:
     keys: Any
     values: Any
     index: KeyIndex | None = None
+    plan: dict[str, Any] | None = None
 
 
 def write_context(
@@ -92,6 +94,8 @@ def write_context(
             writer.add(f"{place}/values", values.data, page_class="values")
             if head.index is not None:
                 indexes[place] = _write_index(writer, place, head.index, keys.data)
+                if head.plan is not None:
+                    indexes[place]["plan"] = head.plan
         num_heads = fingerprint.num_layers * fingerprint.num_kv_heads
         if len(written) != num_heads:
             missing = next(p for p in _places(fingerprint) if p not in written)
@@ -201,6 +205,16 @@ class ContextFile:
 
     def has_index(self, layer: int, kv_head: int) -> bool:
         return self._place(layer, kv_head) in self.file.header["indexes"]
+
+    @property
+    def plans(self) -> dict[str, Any]:
+        """What was written as the plan of an index, by `layers/L/kv_heads/H`."""
+        entries = self.file.header["indexes"].items()
+        return {place: entry["plan"] for place, entry in entries if "plan" in entry}
+
+    def plan(self, layer: int, kv_head: int) -> Any:
+        """Of one head; None if it has none."""
+        return self.plans.get(self._place(layer, kv_head))
 
     def index(self, layer: int, kv_head: int) -> KeyIndex:
         """The head's index, on the arrays of the file; they are verified, the index is not checked.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_relay.sparse.elements import Elements
+from vllm_relay.sparse.head_plan import HeadPlan
 from vllm_relay.sparse.index import KeyIndex
 
 
@@ -62,8 +63,12 @@ class StoredContext(ABC):
         """Over all keys of a kv head."""
 
     @abstractmethod
+    def plan(self, layer: int, head: int) -> HeadPlan | None:
+        """What the queries of a kv head are to ask, if that was planned."""
+
+    @abstractmethod
     def train_queries(self, layer: int, head: int) -> Elements | None:
-        """[m, head_size], in token order: what the index learned from, if that was kept."""
+        """[m, head_size], in token order: what index and plan were made with, if that was kept."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class HeadStates:
     values: Elements
     index: KeyIndex
     train_queries: Elements | None = None
+    plan: HeadPlan | None = None
 
 
 class ContextStore(ABC):
@@ -131,6 +137,9 @@ class MemoryContext(StoredContext):
 
     def index(self, layer: int, head: int) -> KeyIndex:
         return self._layers[layer][head].index
+
+    def plan(self, layer: int, head: int) -> HeadPlan | None:
+        return self._layers[layer][head].plan
 
     def train_queries(self, layer: int, head: int) -> Elements | None:
         return self._layers[layer][head].train_queries

@@ -144,6 +144,7 @@ def _describe_in_full(path: Path) -> dict[str, Any]:
             "page_bytes": context.file.page_bytes,
             "num_sections": len(context.file.sections),
             "bytes_of_parts": parts,
+            "plans": context.plans,
         }
 
 

@@ -22,10 +22,11 @@ from vllm_relay.sparse.context_store import (
 )
 from vllm_relay.sparse.disk_context_store import DiskContextStore
 from vllm_relay.sparse.elements import Elements
-from vllm_relay.sparse.index_choice import index_for_layer
+from vllm_relay.sparse.index_choice import build_index
 from vllm_relay.sparse.kv_cache import LayerElements, check_layer, read_kv_cache, read_queries
 from vllm_relay.sparse.model_fingerprint import ModelBinding, context_fingerprint
 from vllm_relay.sparse.options import DBOptions
+from vllm_relay.sparse.search_cost import load_costs
 from vllm_relay.sparse.session import Session
 from vllm_relay.sparse.tokens import as_tokens, common_prefix_len, drop_first
 
@@ -58,7 +59,7 @@ class DB:
             first model that computes in a session; others are refused.
 
     Raises:
-        ValueError: an option is unusable.
+        ValueError: an option, or the file of search costs that plans go by, is unusable.
 
     Source: AlayaDB (2504.10326), section 5, table 2; late materialisation and reuse of a part:
         sections 7.1 and 7.2.
@@ -72,6 +73,7 @@ class DB:
         model: Any = None,
     ) -> None:
         self.options = DBOptions.model_validate({} if options is None else options)
+        self._costs = load_costs() if self.options.index == "auto" else None
         self._model = ModelBinding(model)
         self._is_on_disk = path is not None
         self._store = _open_store(path, model, self.options)
@@ -126,7 +128,9 @@ class DB:
             return known.id
         layers = read_kv_cache(kv_cache, len(tokens))
         limit = int(len(tokens) * self.options.train_queries_per_key)
-        return self._add(tokens, layers, read_queries(queries, layers, limit))
+        train_queries = read_queries(queries, layers, limit)
+        group = 1 if queries is None else queries[0].shape[0] // len(layers[0])
+        return self._add(tokens, layers, train_queries, group)
 
     def store(self, session: Session, tokens: Any = None) -> str:
         """Makes the tokens of a session a context of its own, reused ones and new ones.
@@ -164,7 +168,7 @@ class DB:
                 )
             layers.append(layer.elements())
             queries.append(layer.train_queries())
-        return self._add(all_tokens, layers, queries)
+        return self._add(all_tokens, layers, queries, session.layers[0].group_size)
 
     def contexts(self) -> list[ContextInfo]:
         """The stored contexts, in the order in which they came."""
@@ -254,7 +258,11 @@ class DB:
         return given[:num_tokens]
 
     def _add(
-        self, tokens: np.ndarray, layers: LayerElements, queries: list[list[Elements | None]]
+        self,
+        tokens: np.ndarray,
+        layers: LayerElements,
+        queries: list[list[Elements | None]],
+        group: int,
     ) -> str:
         for i, layer in enumerate(layers):
             check_layer(i, layer)
@@ -264,9 +272,8 @@ class DB:
         for i, layer in enumerate(layers):
             built.append([])
             for (keys, values), train in zip(layer, queries[i], strict=True):
-                index = index_for_layer(i, self.options)
-                index.build(keys, train, seed=self.options.seed, threads=self.options.threads)
-                built[-1].append(HeadStates(keys, values, index, train))
+                index, plan = build_index(i, keys, values, train, group, self.options, self._costs)
+                built[-1].append(HeadStates(keys, values, index, train, plan))
         # one at a time, so that the memory limit holds; sessions are made meanwhile
         with self._adding:
             self._check_open()

@@ -28,6 +28,7 @@ from vllm_relay.sparse.context_store import (
     context_id_of,
 )
 from vllm_relay.sparse.elements import Elements
+from vllm_relay.sparse.head_plan import HeadPlan
 from vllm_relay.sparse.index import IndexDamagedError, KeyIndex
 from vllm_relay.sparse.section_file import SectionFile, write_sections
 from vllm_relay.sparse.tokens import TOKEN_DTYPE
@@ -62,6 +63,7 @@ class DiskContext(StoredContext):
         self._file = file
         self._is_pooled = is_pooled
         self._indexes: dict[tuple[int, int], KeyIndex] = {}
+        self._plans: dict[tuple[int, int], HeadPlan | None] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -88,6 +90,22 @@ class DiskContext(StoredContext):
             if not self._is_pooled:
                 self._indexes[layer, head] = index
         return index
+
+    def plan(self, layer: int, head: int) -> HeadPlan | None:
+        if (layer, head) not in self._plans:
+            self._plans[layer, head] = self._read_plan(layer, head)
+        return self._plans[layer, head]
+
+    def _read_plan(self, layer: int, head: int) -> HeadPlan | None:
+        content = self._file.plan(layer, head)
+        if content is None:
+            return None
+        try:
+            return HeadPlan.from_json(content)
+        except ValueError as error:
+            # the header is intact: another version wrote it. Without a plan it is read correctly
+            logger.warning("%s: plan left out: %s", self.path, error)
+            return None
 
     def train_queries(self, layer: int, head: int) -> Elements | None:
         try:
@@ -220,7 +238,8 @@ class DiskContextStore(ContextStore):
 def _heads(layers: Sequence[Sequence[HeadStates]]) -> Iterator[ContextHead]:
     for layer, heads in enumerate(layers):
         for head, states in enumerate(heads):
-            yield ContextHead(layer, head, states.keys, states.values, states.index)
+            plan = None if states.plan is None else states.plan.to_json()
+            yield ContextHead(layer, head, states.keys, states.values, states.index, plan)
 
 
 def _write_queries(path: Path, layers: Sequence[Sequence[HeadStates]]) -> None:

@@ -67,16 +67,18 @@ class MeasuredSearch:
     """What a built index does for a query type at a width.
 
     Attributes:
-        kind: of the index.
-        query: with its width.
+        kind: of the index; or "full", for reading all keys.
+        query: with its width; None for "full".
         distances, hops: as in `SearchStats`, of one search of a group; means.
         rescored, found: keys scored exactly and returned, summed over the queries of the group;
             means.
         mass_mean, mass_p1, error_p99, error_max: as in `ExactAnswer`.
+        time_us: of a search of a group and the attention over what it found, on one thread of the
+            machine that measured it; None if that was not measured.
     """
 
     kind: str
-    query: QueryType
+    query: QueryType | None
     distances: float
     hops: float
     rescored: float
@@ -85,6 +87,7 @@ class MeasuredSearch:
     mass_p1: float
     error_p99: float | None = None
     error_max: float | None = None
+    time_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,7 @@ class HeadProfile:
         for entry, answer in zip(content["answers"], self.answers, strict=True):
             entry["query"] = query_to_json(answer.query)
         for entry, search in zip(content["searches"], self.searches, strict=True):
-            entry["query"] = query_to_json(search.query)
+            entry["query"] = None if search.query is None else query_to_json(search.query)
         return content
 
     @classmethod
@@ -170,7 +173,9 @@ class HeadProfile:
                 for each in content["answers"]
             )
             searches = tuple(
-                MeasuredSearch(**{**each, "query": query_from_json(each["query"])})
+                MeasuredSearch(
+                    **{**each, "query": each["query"] and query_from_json(each["query"])}
+                )
                 for each in content["searches"]
             )
             masses = tuple(Spread(*each) for each in content["tokens_for_mass"])

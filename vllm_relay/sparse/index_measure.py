@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_relay.sparse.attention import attend
+from vllm_relay.sparse.attention import SparseLayer, attend
 from vllm_relay.sparse.coarse import CoarseIndex
 from vllm_relay.sparse.elements import Elements, as_elements
 from vllm_relay.sparse.face import CompiledIndex, key_bytes, with_width
@@ -27,6 +28,7 @@ MOST_DISTANCES = 0.6
 HOPELESS = 10.0
 """A width whose error on the first queries is this many times too large is not measured on."""
 _FIRST_TOKENS = 6
+_TIMED_PASSES = 2
 _BLOCK_QUERIES = 32
 
 
@@ -80,6 +82,8 @@ def measure_index(
     scale: float | None = None,
     prefix_len: int | None = None,
     max_error: float = 0.0,
+    from_default_width: bool = False,
+    is_timed: bool = False,
 ) -> list[MeasuredSearch]:
     """Searches with the queries of the sample, ever wider, until the error is at most `max_error`
     or nearly that of the exact answer, and once more. Widths that are far from it are left out.
@@ -88,6 +92,9 @@ def measure_index(
         values: [n, value_size].
         exact: `exact_attention` of the keys of the index, or of its first `prefix_len`.
         answers: exact answers, of a profile, to the query types that are asked.
+        from_default_width: nothing narrower than what the index searches where a query says no
+            width. That finds the best keys of rare queries too, of which a sample may hold none.
+        is_timed: also take the time. Plans know more then, but depend on who else uses the machine.
 
     Returns:
         for each query type and width what was found.
@@ -98,13 +105,14 @@ def measure_index(
     for answer in answers:
         enough = max(max_error, ENOUGH * (answer.error_p99 or 0.0))
         goes_on = 2
-        for width in widths(index):
+        least_width = index.width_of(with_width(answer.query, None)) if from_default_width else 1
+        for width in widths(index, least_width):
             query = with_width(answer.query, width)
-            search = _measure(index, values, few, query, scale, prefix_len)
+            search = _measure(index, values, few, query, scale, prefix_len, False)
             is_last = width is None or search.distances > most_distances
             if _error(search) > HOPELESS * enough and not is_last:
                 continue
-            search = _measure(index, values, exact, query, scale, prefix_len)
+            search = _measure(index, values, exact, query, scale, prefix_len, is_timed)
             found.append(search)
             goes_on -= _error(search) <= enough
             if is_last or goes_on == 0:
@@ -121,14 +129,15 @@ def _error(search: MeasuredSearch) -> float:
     return search.error_p99
 
 
-def widths(index: CompiledIndex) -> Iterator[int | None]:
-    """What is worth trying, rising; None for an index that has no width."""
+def widths(index: CompiledIndex, least: int = 1) -> Iterator[int | None]:
+    """What is worth trying from `least` on, rising; None for an index that has no width."""
     if index.kind == "flat":
         yield None
         return
     width, most = 32.0, index.num_keys
     if isinstance(index, CoarseIndex):
         width, most = 4.0, index.num_lists
+    width = max(width, float(min(least, most)))
     while width < most:
         yield round(width)
         width *= WIDTH_STEP
@@ -148,6 +157,22 @@ def mean_work(index: CompiledIndex, results: Sequence[SearchResult], group: int)
     return SearchWork(index.kind, index.num_keys, group, distances, hops, centres, rescored, found)
 
 
+def measure_full(
+    keys: Elements, values: Elements, exact: ExactAttention, scale: float | None = None
+) -> MeasuredSearch:
+    """Attention over all of the keys [n, d] and values [n, value_size], timed."""
+    num_keys, group = keys.shape[0], exact.queries.shape[1]
+    everything = [np.arange(num_keys, dtype=np.int32)] * group
+    groups = exact.queries[:_FIRST_TOKENS]
+
+    def run(rows: np.ndarray) -> None:
+        attend(rows, keys, values, everything, scale)
+
+    return MeasuredSearch(
+        "full", None, 0, 0, 0, num_keys * group, 1.0, 1.0, 0.0, 0.0, _cpu_us(run, groups)
+    )
+
+
 def _measure(
     index: CompiledIndex,
     values: Elements,
@@ -155,6 +180,7 @@ def _measure(
     query: QueryType,
     scale: float | None,
     prefix_len: int | None,
+    is_timed: bool,
 ) -> MeasuredSearch:
     results, lses, outputs = [], [], []
     for rows in exact.queries:
@@ -166,8 +192,27 @@ def _measure(
     masses = np.minimum(np.exp(np.stack(lses) - exact.lse), 1)
     errors = np.linalg.norm(np.stack(outputs) - exact.outputs, axis=2)
     errors /= np.maximum(np.linalg.norm(exact.outputs, axis=2), np.finfo(np.float32).tiny)
+    time_us = None
+    if is_timed:
+        layer = SparseLayer([index], [values])
+
+        def run(rows: np.ndarray) -> None:
+            layer.attend(rows[None], query, scale=scale, prefix_len=prefix_len, threads=1)
+
+        time_us = _cpu_us(run, exact.queries)
     return MeasuredSearch(
         index.kind, query, work.distances, work.hops, work.rescored, work.found,
         float(masses.mean()), float(np.quantile(masses, 0.01)), float(np.quantile(errors, 0.99)),
-        float(errors.max()),
+        float(errors.max()), time_us,
     )  # fmt: skip
+
+
+def _cpu_us(run: Callable[[np.ndarray], object], groups: np.ndarray) -> float:
+    """Of one call, on the calling thread; other users of the machine can only add to it."""
+    times = []
+    for _ in range(_TIMED_PASSES):
+        began_ns = time.thread_time_ns()
+        for rows in groups:
+            run(rows)
+        times.append((time.thread_time_ns() - began_ns) / len(groups) / 1e3)
+    return min(times)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from vllm_relay.sparse.query_types import Dipr, QueryType
 
-IndexKind = Literal["auto", "flat", "coarse", "graph"]
+IndexKind = Literal["auto", "rules", "flat", "coarse", "graph"]
 
 
 class DBOptions(BaseModel):
@@ -40,11 +40,22 @@ class DBOptions(BaseModel):
     query: QueryType = Field(
         default=Dipr(alpha=0.01),
         description="Which keys a decoded token retrieves from a reused context: Dipr(alpha=...), "
-        "Dipr(beta=...) or TopK(k).",
+        "Dipr(beta=...) or TopK(k). Unless it is given, the plan of each kv head says so, and this "
+        "is asked where there is no plan.",
     )
     index: IndexKind = Field(
         default="auto",
-        description="Which index a context gets for each layer and kv head.",
+        description="Which index a context gets for each layer and kv head. auto: a plan for each "
+        "head, by what its queries need and what searches cost on this machine; rules: flat for "
+        "the first layer, graph for others.",
+    )
+    max_error: float = Field(
+        default=0.01,
+        ge=0,
+        le=1,
+        description="What a plan lets the attention output of a kv head be off by, as relative L2 "
+        "error, for 99% of the queries it was made with. With `query` given, plans keep to that "
+        "and choose index and width only.",
     )
     max_dropped_mass: float | None = Field(
         default=None,
@@ -80,7 +91,12 @@ class DBOptions(BaseModel):
         description="Makes the unbuilt `KeyIndex` of a layer, instead of `index`.",
     )
 
-    @field_validator("max_dropped_mass", "train_queries_per_key", mode="before")
+    @property
+    def given_query(self) -> QueryType | None:
+        """`query`, unless it is the default one: then plans choose it."""
+        return self.query if "query" in self.model_fields_set else None
+
+    @field_validator("max_dropped_mass", "max_error", "train_queries_per_key", mode="before")
     @classmethod
     def _check_is_no_boolean(cls, value: Any) -> Any:
         if isinstance(value, bool):

@@ -7,7 +7,7 @@ Pure: takes a profile and costs, touches neither keys nor indexes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_relay.sparse.head_profile import HeadProfile
@@ -121,7 +121,6 @@ def plan(
     *,
     max_error: float | None = None,
     min_mass: float | None = None,
-    layer: int | None = None,
     kinds: Sequence[str] = KINDS,
     costs: SearchCost | None = None,
 ) -> Plan:
@@ -137,7 +136,6 @@ def plan(
             0.01 if neither target is given. Profiles without values know no errors: there it
             stands for a mass of 1 - max_error.
         min_mass: attention weight that 99% of queries have to get.
-        layer: not needed here; `plan_by_rules` goes by it.
         kinds: of `KINDS`; which to choose from.
         costs: None for what was measured on this machine, or ships.
 
@@ -146,17 +144,20 @@ def plan(
 
     Source: AlayaDB (2504.10326), section 6.2, which leaves choosing by cost open.
     """
-    prefix_len = _check(context_len, prefix_len, memory_budget, slo_ms, kinds)
+    prefix_len = _check(context_len, prefix_len, memory_budget, slo_ms)
+    if unknown := set(kinds) - set(KINDS):
+        raise ValueError(f"kinds: {', '.join(sorted(unknown))}, expected {', '.join(KINDS)}")
     if max_error is None and min_mass is None:
         max_error = MAX_ERROR
     for name, value in (("max_error", max_error), ("min_mass", min_mass)):
         if value is not None and not 0 <= value <= 1:
             raise ValueError(f"{name} is {value}, expected a number from 0 to 1")
     costs = load_costs() if costs is None else costs
-    looked_at = [
-        _weighed(each, head_profile, context_len, costs, memory_budget, max_error, min_mass)
-        for each in candidates(head_profile, context_len, prefix_len, tuple(kinds))
-    ]
+    looked_at = []
+    for candidate in candidates(head_profile, context_len, prefix_len, tuple(kinds)):
+        each = _alternative(candidate, head_profile, context_len, costs)
+        problems = _problems(each, memory_budget, max_error, min_mass)
+        looked_at.append(replace(each, problems=problems))
     if not looked_at:
         raise ValueError(
             f"head_profile: knows nothing of {', '.join(kinds)}: profile the head with at least "
@@ -166,8 +167,8 @@ def plan(
     for kind in kinds:
         of_kind = [each for each in looked_at if each.kind == kind]
         if of_kind:
-            by_kind[kind] = min(of_kind, key=preference)
-    chosen = min(by_kind.values(), key=preference)
+            by_kind[kind] = min(of_kind, key=_preference)
+    chosen = min(by_kind.values(), key=_preference)
     reason = "nothing reaches the target, this comes nearest"
     if not chosen.problems:
         reason = "the fastest that is good enough"
@@ -183,10 +184,7 @@ def plan_by_rules(
     memory_budget: int | None = None,
     slo_ms: float | None = None,
     *,
-    max_error: float | None = None,
-    min_mass: float | None = None,
     layer: int | None = None,
-    kinds: Sequence[str] = KINDS,
     costs: SearchCost | None = None,
 ) -> Plan:
     """The paper's rules: short contexts are read as a whole; with memory set aside for it, the 100
@@ -194,15 +192,17 @@ def plan_by_rules(
     of a graph in the others. The prefix filters whatever is asked.
 
     Args:
+        context_len, prefix_len, head_profile, slo_ms, costs: as for `plan`. The profile says what
+            to expect of the choice, not what to choose.
         memory_budget: None: none was set aside.
-        max_error, min_mass, kinds: not looked at; the arguments are those of `plan`.
+        layer: of the model; None for any but the first.
 
     Raises:
         ValueError: an argument is out of range; names it.
 
     Source: AlayaDB (2504.10326), section 6.2, figure 8.
     """
-    prefix_len = _check(context_len, prefix_len, memory_budget, slo_ms, kinds)
+    prefix_len = _check(context_len, prefix_len, memory_budget, slo_ms)
     costs = load_costs() if costs is None else costs
     coarse_bytes = index_bytes("coarse", context_len, head_profile.head_size)
     kind: str
@@ -226,9 +226,8 @@ def plan_by_rules(
     )
     if near is None:
         raise ValueError(f"head_profile: knows nothing of {kind}: profile the head again")
-    chosen = _weighed(near, head_profile, context_len, costs, None, None, None)
     # the index's own default width
-    chosen = Alternative(**{**chosen.__dict__, "query": query})
+    chosen = replace(_alternative(near, head_profile, context_len, costs), query=query)
     return Plan(chosen, (chosen,), reason, slo_ms)
 
 
@@ -237,8 +236,8 @@ def _check(
     prefix_len: int | None,
     memory_budget: int | None,
     slo_ms: float | None,
-    kinds: Sequence[str],
 ) -> int:
+    """The prefix length, all of the context if None."""
     if context_len < 1:
         raise ValueError(f"context_len is {context_len}, expected at least 1")
     if prefix_len is None:
@@ -249,49 +248,54 @@ def _check(
         raise ValueError(f"memory_budget is {memory_budget}, expected bytes or None")
     if slo_ms is not None and not slo_ms > 0:
         raise ValueError(f"slo_ms is {slo_ms}, expected milliseconds or None")
-    if unknown := set(kinds) - set(KINDS):
-        raise ValueError(f"kinds: {', '.join(sorted(unknown))}, expected {', '.join(KINDS)}")
     return prefix_len
 
 
-def _weighed(
-    candidate: Candidate,
-    profile: HeadProfile,
-    context_len: int,
-    costs: SearchCost,
-    memory_budget: int | None,
-    max_error: float | None,
-    min_mass: float | None,
+def _alternative(
+    candidate: Candidate, profile: HeadProfile, context_len: int, costs: SearchCost
 ) -> Alternative:
     d, kind = profile.head_size, candidate.kind
-    num_bytes = index_bytes(kind, context_len, d, is_hub_heavy=profile.hub_statistic < HUB_HEAVY)
-    problems = []
-    if max_error is not None and candidate.error is None:
-        min_mass = max(min_mass or 0.0, 1 - max_error)
-    elif (
-        max_error is not None
-        and candidate.error is not None
-        and candidate.error > SAMPLE_MARGIN * max_error
-    ):
-        problems.append(f"error above {max_error:.2%}")
-    if min_mass is not None and candidate.mass < min_mass:
-        problems.append(f"mass below {min_mass:.4f}")
-    if memory_budget is not None and num_bytes > memory_budget:
-        problems.append(f"{num_bytes} bytes, more than {memory_budget}")
+    size = {"head_size": d, "key_bytes": profile.key_bytes}
+    expected_us = costs.time_us(candidate.work, **size)
+    if candidate.measured is not None:
+        # what the model does not know of this head, it knows neither of a longer or shorter prefix
+        work, measured_us = candidate.measured
+        expected_us *= measured_us / max(costs.time_us(work, **size), 1e-9)
     return Alternative(
         kind=kind,
         query=candidate.query,
-        expected_us=costs.time_us(candidate.work, head_size=d, key_bytes=profile.key_bytes),
+        expected_us=expected_us,
         expected_error=candidate.error,
         expected_mass=candidate.mass,
-        index_bytes=num_bytes,
+        index_bytes=index_bytes(
+            kind, context_len, d, is_hub_heavy=profile.hub_statistic < HUB_HEAVY
+        ),
         build_s=costs.build_s(kind, context_len, head_size=d),
         is_measured=candidate.is_measured,
-        problems=tuple(problems),
     )
 
 
-def preference(each: Alternative) -> tuple[float, ...]:
+def _problems(
+    each: Alternative,
+    memory_budget: int | None,
+    max_error: float | None,
+    min_mass: float | None,
+) -> tuple[str, ...]:
+    """Why it may not be taken."""
+    problems = []
+    if max_error is not None:
+        if each.expected_error is None:
+            min_mass = max(min_mass or 0.0, 1 - max_error)
+        elif each.expected_error > SAMPLE_MARGIN * max_error:
+            problems.append(f"error above {max_error:.2%}")
+    if min_mass is not None and each.expected_mass < min_mass:
+        problems.append(f"mass below {min_mass:.4f}")
+    if memory_budget is not None and each.index_bytes > memory_budget:
+        problems.append(f"{each.index_bytes} bytes, more than {memory_budget}")
+    return tuple(problems)
+
+
+def _preference(each: Alternative) -> tuple[float, ...]:
     """Smallest is best: usable ones by time, then by bytes; others by how much they miss."""
     if not each.problems:
         return (0, each.expected_us, each.index_bytes)

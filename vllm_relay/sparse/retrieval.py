@@ -11,6 +11,8 @@ import torch
 
 from vllm_relay.sparse.attention import attend
 from vllm_relay.sparse.context_store import StoredContext
+from vllm_relay.sparse.elements import Elements
+from vllm_relay.sparse.head_plan import HeadPlan
 from vllm_relay.sparse.options import DBOptions
 from vllm_relay.sparse.query_types import QueryType
 
@@ -20,7 +22,8 @@ class SessionStats:
     """What the decode steps of a session read; summed over layers and kv heads.
 
     Attributes:
-        searches: searches of an index, one for each step, layer and kv head.
+        searches: one for each step, layer and kv head; of an index, or of no index where a plan
+            says to read everything.
         searched_tokens: tokens that these searches could have returned.
         retrieved_tokens: tokens that at least one query head of a search got.
         distances, bytes: as in `SearchStats`.
@@ -54,7 +57,8 @@ def retrieve(
     options: DBOptions,
     stats: SessionStats,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of every query over the tokens of the part that `options.query` asks for.
+    """Attention of every query over the tokens of the part that the plan of its head, or
+    `options.query`, asks for.
 
     Args:
         query: [kv_heads, group, head_size].
@@ -71,19 +75,48 @@ def retrieve(
     """
     queries = query.float().cpu().numpy()
     tops = window_max.cpu().numpy()
-    query_type = _query_type(options, scale)
     states = []
     for head, rows in enumerate(queries):
-        ids = _search(part, head, rows, query_type, tops[head], stats)
-        keys, values, places = part.context.gather(part.layer, head, ids)
+        asked = query_of_head(part.context.plan(part.layer, head), part.end, options)
+        if asked is None:
+            keys, values, places = _everything(part, head, len(rows), stats)
+        else:
+            query_type = _query_type(asked, options, scale)
+            ids = _search(part, head, rows, query_type, tops[head], stats)
+            keys, values, places = part.context.gather(part.layer, head, ids)
         states.append(attend(rows, keys, values, places, scale))
     outputs, lses = (np.stack(each) for each in zip(*states, strict=True))
     return torch.from_numpy(outputs).to(query.device), torch.from_numpy(lses).to(query.device)
 
 
-def _query_type(options: DBOptions, scale: float) -> QueryType:
-    query = replace(options.query, max_dropped_mass=options.max_dropped_mass)
+def query_of_head(plan: HeadPlan | None, prefix_len: int, options: DBOptions) -> QueryType | None:
+    """What a kv head's index is asked; None to read all of the context. A query that was given is
+    asked; a plan made for it has the width."""
+    if plan is None or options.index != "auto":
+        return options.query
+    planned = plan.query_for(prefix_len)
+    given = options.given_query
+    if given is None or (planned is not None and replace(planned, width=None) == given):
+        return planned
+    return given
+
+
+def _query_type(query: QueryType, options: DBOptions, scale: float) -> QueryType:
+    if options.max_dropped_mass is not None:
+        query = replace(query, max_dropped_mass=options.max_dropped_mass)
     return query if query.scale is not None else replace(query, scale=scale)
+
+
+def _everything(
+    part: ContextPart, head: int, num_queries: int, stats: SessionStats
+) -> tuple[Elements, Elements, list[np.ndarray]]:
+    """Keys and values of the part, and their places for each query."""
+    num_tokens = part.end - part.begin
+    stats.searches += 1
+    stats.searched_tokens += num_tokens
+    stats.retrieved_tokens += num_tokens
+    keys, values = part.context.rows(part.layer, head, part.begin, part.end)
+    return keys, values, [np.arange(num_tokens, dtype=np.int32)] * num_queries
 
 
 def _search(

@@ -34,6 +34,7 @@ class Candidate:
         query: with its width; None where everything is read.
         error, mass: as `error_p99` and `mass_p1` of a profile.
         is_measured: by searches of a built index, not expected from the profile.
+        measured: (work, microseconds) of the search it is known by, if that was timed.
     """
 
     query: QueryType | None
@@ -41,6 +42,7 @@ class Candidate:
     error: float | None
     mass: float
     is_measured: bool
+    measured: tuple[SearchWork, float] | None = None
 
     @property
     def kind(self) -> str:
@@ -59,12 +61,13 @@ def candidates(
     """
     group = profile.group_size
     for kind in kinds:
-        if kind == "full":
-            work = SearchWork("full", prefix_len, group, found=prefix_len * group)
-            error = None if profile.answers and profile.answers[0].error_p99 is None else 0.0
-            yield Candidate(None, work, error, 1.0, True)
-            continue
         measured = [search for search in profile.searches if search.kind == kind]
+        if kind == "full":
+            error = None if profile.answers and profile.answers[0].error_p99 is None else 0.0
+            times = [search.time_us for search in measured if search.time_us is not None]
+            known = (_full_work(profile.prefix_len, group), times[0]) if times else None
+            yield Candidate(None, _full_work(prefix_len, group), error, 1.0, True, known)
+            continue
         for search in measured:
             yield _candidate(search, profile, context_len, prefix_len, True)
         if measured:
@@ -82,11 +85,18 @@ def _candidate(
     is_measured: bool,
 ) -> Candidate:
     query = search.query
-    if search.kind == "coarse" and query.width is not None:
+    if search.kind == "coarse" and query is not None and query.width is not None:
         width = math.ceil(query.width * max(1.0, profile.prefix_len / prefix_len))
         query = replace(query, width=min(width, num_lists(context_len)))
     work = _work(search, profile, context_len, prefix_len)
-    return Candidate(query, work, search.error_p99, search.mass_p1, is_measured)
+    known = None
+    if search.time_us is not None:
+        known = (_work(search, profile, context_len, profile.prefix_len), search.time_us)
+    return Candidate(query, work, search.error_p99, search.mass_p1, is_measured, known)
+
+
+def _full_work(prefix_len: int, group: int) -> SearchWork:
+    return SearchWork("full", prefix_len, group, found=prefix_len * group)
 
 
 def _work(

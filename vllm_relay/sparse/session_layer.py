@@ -204,6 +204,11 @@ class SessionLayer(CacheLayerMixin):
             samples.append(to_elements(torch.cat(parts)) if parts else None)
         return samples
 
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a kv head."""
+        return self._train_queries.group
+
     def check_model(self, config: Any) -> None:
         """Raises ValueError: the stored contexts belong to a model of another configuration."""
         self._model.check(config)

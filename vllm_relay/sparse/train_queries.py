@@ -12,6 +12,9 @@ class TrainQueries:
     """Takes `per_key` queries for each token, in token order, from the query heads of a group in
     turn.
 
+    Attributes:
+        group: query heads that share a kv head; 1 as long as there were none.
+
     Which ones does not depend on how the tokens are cut into forward passes.
 
     Source: AlayaDB (2504.10326), section 7.2, index sharing.
@@ -19,6 +22,7 @@ class TrainQueries:
 
     def __init__(self, per_key: float) -> None:
         self._per_key = per_key
+        self.group = 1
         self._end = 0
         self._positions: list[int] = []
         self._parts: list[torch.Tensor] = []
@@ -26,6 +30,7 @@ class TrainQueries:
     def add(self, queries: torch.Tensor, *, first_position: int) -> None:
         """Args: queries: [kv_heads, group, tokens, head_size]; tokens seen before are skipped."""
         group, num_tokens = queries.shape[1], queries.shape[2]
+        self.group = group
         begin = max(first_position, self._end)
         self._end = max(self._end, first_position + num_tokens)
         chosen = [
@@ -56,6 +61,7 @@ class TrainQueries:
 
     def copy(self) -> TrainQueries:
         twin = TrainQueries(self._per_key)
+        twin.group = self.group
         twin._end, twin._positions = self._end, list(self._positions)
         twin._parts = list(self._parts)
         return twin
