@@ -23,7 +23,7 @@ demo: setup  ## stock vLLM against vLLM with relay; ARGS go to `vllm-relay demo`
 	$(BIN)/vllm-relay demo $(ARGS)
 
 test: setup  ## the tests, in a process per core; ARGS go to pytest, "-n 0" makes it one process
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 sanitize: setup  ## a random workload of the C++ index under address, undefined and thread sanitizers
 	$(BIN)/python scripts/sanitize.py $(ARGS)
