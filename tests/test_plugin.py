@@ -46,6 +46,7 @@ def registered() -> None:
 @pytest.fixture
 def log_lines() -> Iterator[list[str]]:
     """Messages of the logger vllm.relay, whose parent does not propagate them to caplog."""
+    vllm.logger._print_warning_once.cache_clear()
     lines: list[str] = []
     logger, handler = logging.getLogger("vllm.relay"), logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())

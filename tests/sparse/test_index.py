@@ -259,6 +259,21 @@ def test_appended_keys_are_found(index_class: type[CompiledIndex], dtype: str) -
 
 
 @each_index
+def test_the_dropped_mass_is_that_of_the_appended_keys_too(
+    index_class: type[CompiledIndex],
+) -> None:
+    data = key_set("random", 600, 32)
+    index = index_class().build(data.keys[:500], data.train)
+    whole = index_class().build(data.keys, data.train)
+    query = TopK(5, max_dropped_mass=0.1)
+    index.search(data.queries, query)
+    index.append(data.keys[500:])
+    found, expected = (each.search(data.queries, query) for each in (index, whole))
+    assert_same(found, expected)
+    assert np.array_equal(found.stats.dropped_mass, expected.stats.dropped_mass)
+
+
+@each_index
 def test_no_queries_no_answers(
     index_class: type[CompiledIndex], built: dict[Any, CompiledIndex]
 ) -> None:

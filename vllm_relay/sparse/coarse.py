@@ -17,7 +17,6 @@ from vllm_relay.sparse.index import IndexDamagedError
 from vllm_relay.sparse.key_codes import (
     BLOCK_KEYS,
     KeyCodes,
-    encode,
     encode_rows,
     lay_out_blocks,
     row_bytes,
@@ -57,17 +56,8 @@ class CoarseIndex(face.CompiledIndex):
     def num_lists(self) -> int:
         return len(self._counts)
 
-    def build(
-        self,
-        keys: Any,
-        train_queries: Any = None,
-        *,
-        seed: int = 0,
-        threads: int | None = None,
-    ) -> Self:
-        elements = face.check_keys(keys)
-        num_threads = face.check_threads(threads)
-        codes, rows = encode(elements, num_threads)
+    def _build(self, coded: face.CodedKeys, train_queries: Any, seed: int, threads: int) -> None:
+        elements, codes, rows = coded
         n = elements.shape[0]
         wanted = self._wanted_lists or round(3.2 * math.sqrt(n))
         inside = np.setdiff1d(np.arange(n, dtype=np.int32), codes.outside)
@@ -78,7 +68,6 @@ class CoarseIndex(face.CompiledIndex):
         if train_queries is not None:
             queries = face.check_train_queries(train_queries, self.head_size)
             self._calibrate(queries[split_queries(len(queries), seed)[0]])
-        return self
 
     def _fill(
         self,

@@ -4,19 +4,31 @@
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from vllm_relay.sparse.aligned import aligned_empty
 from vllm_relay.sparse.elements import STORAGE, Elements, as_elements, check_finite
 from vllm_relay.sparse.index import IndexDamagedError, KeyIndex, SearchResult, SearchStats
-from vllm_relay.sparse.key_codes import MAX_HEAD_SIZE, KeyCodes, encode_rows, row_bytes
+from vllm_relay.sparse.key_codes import MAX_HEAD_SIZE, KeyCodes, encode, encode_rows, row_bytes
 from vllm_relay.sparse.query_types import Dipr, QueryType, TopK, softmax_scale
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 NO_IDS = np.zeros(0, np.int32)
+
+
+class CodedKeys(NamedTuple):
+    """Keys [n, d], how they became codes, and these: uint8 [n, row_bytes]."""
+
+    keys: Elements
+    codes: KeyCodes
+    rows: np.ndarray
 
 
 class CompiledIndex(KeyIndex):
@@ -40,6 +52,24 @@ class CompiledIndex(KeyIndex):
     @property
     def keys(self) -> Elements:
         return self._keys
+
+    def build(
+        self,
+        keys: Any,
+        train_queries: Any = None,
+        *,
+        seed: int = 0,
+        threads: int | None = None,
+    ) -> Self:
+        elements, num_threads = check_keys(keys), check_threads(threads)
+        coded = CodedKeys(elements, *encode(elements, num_threads))
+        self._exact = None  # that of the keys before
+        self._build(coded, train_queries, seed, num_threads)
+        return self
+
+    @abstractmethod
+    def _build(self, coded: CodedKeys, train_queries: Any, seed: int, threads: int) -> None:
+        """What `build` does with keys that are usable."""
 
     def search(
         self,
@@ -195,9 +225,7 @@ def check_begin(begin: int, prefix_len: int) -> int:
     return min(int(begin), prefix_len)
 
 
-def check_entries(entry: Sequence[int] | np.ndarray | None, num_keys: int) -> np.ndarray:
-    if entry is None:
-        return NO_IDS
+def check_entries(entry: Sequence[int] | np.ndarray, num_keys: int) -> np.ndarray:
     try:
         ids = np.asarray(entry)
     except ValueError as error:

@@ -14,7 +14,6 @@ from vllm_relay.sparse.index import IndexDamagedError
 from vllm_relay.sparse.key_codes import (
     BLOCK_KEYS,
     KeyCodes,
-    encode,
     lay_out_blocks,
     row_bytes,
 )
@@ -33,23 +32,13 @@ class FlatIndex(face.CompiledIndex):
     kind = "flat"
     _blocks: np.ndarray
 
-    def build(
-        self,
-        keys: Any,
-        train_queries: Any = None,
-        *,
-        seed: int = 0,
-        threads: int | None = None,
-    ) -> Self:
-        elements = face.check_keys(keys)
-        codes, rows = encode(elements, face.check_threads(threads))
-        self._set(elements, codes, _in_order(rows))
-        return self
+    def _build(self, coded: face.CodedKeys, train_queries: Any, seed: int, threads: int) -> None:
+        self._set(coded.keys, coded.codes, _in_order(coded.rows))
 
     def _set(self, keys: Elements, codes: KeyCodes, blocks: np.ndarray) -> None:
         self._keys, self._codes, self._blocks = keys, codes, blocks
         self.searcher = _C.index.FlatSearcher("auto", codes.key_set(keys, blocks), codes.outside)
-        self._exact = self.searcher
+        self._exact = self.searcher  # it is exact itself
 
     def check(self) -> None:
         rows = face.check_codes(self._keys, self._codes)

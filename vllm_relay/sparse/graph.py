@@ -14,7 +14,7 @@ from vllm_relay.sparse.aligned import aligned_empty
 from vllm_relay.sparse.calibrate import TARGET_K, smallest_width, split_queries
 from vllm_relay.sparse.elements import Elements
 from vllm_relay.sparse.index import IndexDamagedError
-from vllm_relay.sparse.key_codes import KeyCodes, encode, row_bytes
+from vllm_relay.sparse.key_codes import KeyCodes, row_bytes
 from vllm_relay.sparse.nearest import nearest_keys
 from vllm_relay.sparse.query_types import MAX_COUNT, QueryType, TopK
 
@@ -74,20 +74,10 @@ class GraphIndex(face.CompiledIndex):
         self._device = device
         self.default_width = TARGET_K
         self.hub_statistic = 1.0
-        self.repaired_nodes = 0
 
-    def build(
-        self,
-        keys: Any,
-        train_queries: Any = None,
-        *,
-        seed: int = 0,
-        threads: int | None = None,
-    ) -> Self:
+    def _build(self, coded: face.CodedKeys, train_queries: Any, seed: int, threads: int) -> None:
         """Without training queries, the keys themselves stand in for them."""
-        elements = face.check_keys(keys)
-        num_threads = face.check_threads(threads)
-        codes, rows = encode(elements, num_threads)
+        elements, codes, rows = coded
         n, d = elements.shape
         if train_queries is None:
             step = max(1, n // max(1, int(0.4 * n)))
@@ -98,7 +88,7 @@ class GraphIndex(face.CompiledIndex):
         options = self._options
         k = min((options or SPREAD).nearest, n)
         nearest = nearest_keys(
-            elements, codes, rows, queries, k, threads=num_threads, device=self._device
+            elements, codes, rows, queries, k, threads=threads, device=self._device
         )
         held, taught = split_queries(len(queries), seed)
         if len(queries):
@@ -108,14 +98,13 @@ class GraphIndex(face.CompiledIndex):
         self._options = options
         entries = np.array([_most_central(elements, codes.mean)], np.int32)
         graph = _empty_graph(n, options)
-        self.repaired_nodes = _C.index.build_graph(
+        _C.index.build_graph(
             "auto", key_set, graph, np.ascontiguousarray(nearest[taught]), entries,
             options.projection_degree, options.supply_degree, options.build_width,
-            options.pivot_rank, options.queries_per_pivot, options.norm_weight, num_threads,
+            options.pivot_rank, options.queries_per_pivot, options.norm_weight, threads,
         )  # fmt: skip
         self._set(elements, codes, rows, graph, entries)
         self._calibrate(queries[held], nearest[held])
-        return self
 
     def _set(
         self,
