@@ -9,13 +9,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "bindings.h"
+#include "index/block_layout.h"
 #include "index/kernels.h"
 #include "index/spread_order.h"
 
@@ -26,7 +26,6 @@ namespace {
 
 template <class T, int Dims>
 using Array = nb::ndarray<T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
-constexpr int kBlockKeys = 16;
 using AnyRows = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 Rows rows_of(const AnyRows& array, int type) {
@@ -346,9 +345,8 @@ void lay_out(const Array<const uint8_t, 2>& codes, const Array<const int32_t, 1>
   const size_t stride = codes.shape(1);
   for (size_t i = 0; i < order.shape(0); ++i) {
     if (order.data()[i] < 0) continue;
-    const uint8_t* from = codes.data() + order.data()[i] * stride;
-    uint8_t* to = blocks.data() + i / 16 * 16 * stride + i % 16 * 4;
-    for (size_t s = 0; s < stride / 4; ++s) std::memcpy(to + 64 * s, from + 4 * s, 4);
+    write_lane(codes.data() + order.data()[i] * stride, static_cast<int32_t>(stride),
+               blocks.data() + i / kBlockKeys * kBlockKeys * stride, i % kBlockKeys);
   }
 }
 

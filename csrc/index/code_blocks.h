@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Key codes laid out for scanning: blocks of sixteen keys, [stride / 4][16 keys][4 bytes], so that
-// a product of a block with a query needs no sum across lanes.
+// Products of queries with blocks of key codes.
 #pragma once
 
+#include "block_layout.h"
 #include "code_lanes.h"
 
 namespace relay::index {
 namespace {
-
-constexpr int kBlockKeys = 16;
 
 struct CodeBlocks {
   const uint8_t* data;
@@ -16,11 +14,6 @@ struct CodeBlocks {
 
   const uint8_t* block(int64_t b) const { return data + b * stride * kBlockKeys; }
 };
-
-// Copies one key's code into its lane.
-inline void write_lane(const uint8_t* code, int32_t stride, uint8_t* block, int lane) {
-  for (int32_t s = 0; s < stride / 4; ++s) std::memcpy(block + 64 * s + 4 * lane, code + 4 * s, 4);
-}
 
 // out[query][block][lane]: products of `Queries` query codes, `query_stride` apart, with `Blocks`
 // neighbouring blocks.

@@ -61,6 +61,7 @@ void scan(const Codes& codes, const uint8_t* blocks, const Rows& keys,
           std::span<const BlockRange> ranges, const SearchRequest& request,
           SearchOutcome& outcome) {
   static thread_local ScanScratch scratch;
+  scratch.encode(request.queries, request.num_queries, codes);
   scan_ranges(codes, {blocks, codes.stride}, keys, nullptr, ranges, true, request, scratch,
               outcome);
 }

@@ -46,13 +46,13 @@ inline double least_answer(const SearchRequest& request, int query, std::vector<
 
 constexpr int64_t kProbed = 8;  // candidates whose exact scores tell where a range ends
 
-// Scans `ranges` of blocks. `ids` maps positions to keys (null: they are the same). With `exact`,
-// what is found is certain: candidates reach as far down as rounding can possibly deceive.
+// Scans `ranges` of blocks; `scratch` holds the codes of the queries. `ids` maps positions to keys
+// (null: they are the same). With `exact`, what is found is certain: candidates reach as far down
+// as rounding can possibly deceive.
 inline void scan_ranges(const Codes& codes, const CodeBlocks& blocks, const Rows& keys,
                         const int32_t* ids, std::span<const BlockRange> ranges, bool exact,
                         const SearchRequest& request, ScanScratch& scratch,
                         SearchOutcome& outcome) {
-  scratch.encode(request.queries, request.num_queries, codes);
   const bool certify = exact && request.scale > 0;
   if (certify) {
     const int64_t end =
@@ -91,6 +91,9 @@ inline void scan_ranges(const Codes& codes, const CodeBlocks& blocks, const Rows
     outcome.distances += range.num_keys;
     ++outcome.hops;
   }
+  scratch.always.clear();
+  for (int32_t a = 0; a < request.num_always; ++a)
+    if (counts(request, request.always[a])) scratch.always.push_back(request.always[a]);
   outcome.found.resize(request.num_queries);
   for (int q = 0; q < request.num_queries; ++q) {
     CandidateList& list = scratch.lists[q];
@@ -106,10 +109,7 @@ inline void scan_ranges(const Codes& codes, const CodeBlocks& blocks, const Rows
       score_exactly(query, keys, scratch.ids, found);
       outcome.rescored += to - from;
     };
-    for (int32_t a = 0; a < request.num_always; ++a)
-      if (counts(request, request.always[a])) scratch.always.push_back(request.always[a]);
     score_exactly(query, keys, scratch.always, found);
-    scratch.always.clear();
     Candidate* scored = list.begin();
     if (exact) {
       // the exact scores of the first ones tell which others can still be answers
