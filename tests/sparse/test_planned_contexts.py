@@ -126,7 +126,10 @@ def test_there_is_no_plan_without_queries_or_by_rules(
     assert [context.index(layer, 0).kind for layer in range(2)] == ["flat", expected]
 
 
-PLAN = HeadPlan(((100, None), (1000, Dipr(alpha=0.01, width=70))), "because")
+PLAN = HeadPlan(((100, None), (1000, Dipr(alpha=0.01, width=70))), "because", max_error=0.01)
+FAR = HeadPlan(((1000, Dipr(alpha=0.001, width=80)),), "because", max_error=0.01)
+BEST = HeadPlan(((1000, TopK(9, width=80)),), "because", max_error=0.01)
+FOR_QUERY = HeadPlan(((1000, TopK(5, width=9)),), "because", max_error=None)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +149,39 @@ def test_a_query_that_was_asked_for_is_asked(
 ) -> None:
     assert query_of_head(PLAN, prefix_len, DBOptions(**options)) == asked
     assert query_of_head(None, prefix_len, DBOptions(**options)) is not None
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "prefix_len", "asked"),
+    [
+        (PLAN, {"max_error": 0.5}, 1000, Dipr(alpha=0.01, width=70)),
+        (PLAN, {"max_error": 0.001}, 1000, Dipr(alpha=0.01, width=70)),
+        (PLAN, {"max_error": 0.001}, 100, None),
+        (FAR, {"max_error": 0.001}, 1000, Dipr(alpha=0.001, width=80)),
+        (BEST, {"max_error": 0.001}, 1000, Dipr(alpha=0.01)),
+        (FOR_QUERY, {}, 1000, Dipr(alpha=0.01)),
+        (FOR_QUERY, {"max_error": 1.0}, 1000, Dipr(alpha=0.01)),
+        (FOR_QUERY, {"query": TopK(5)}, 1000, TopK(5, width=9)),
+        (FOR_QUERY, {"query": TopK(6)}, 1000, TopK(6)),
+    ],
+)
+def test_a_plan_that_was_made_for_less_is_not_used(
+    plan: HeadPlan, options: dict[str, Any], prefix_len: int, asked: QueryType | None
+) -> None:
+    assert query_of_head(plan, prefix_len, DBOptions(**options)) == asked
+
+
+@pytest.mark.parametrize("made_with", [{"query": TopK(5)}, {"max_error": 1.0}])
+def test_a_reopened_folder_keeps_to_the_options_it_is_opened_with(
+    tmp_path: Path, made_with: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_relay.sparse.db.load_costs", lambda: costs_with_cheap("flat"))
+    stored(_db(tmp_path, **made_with), tiny_model("llama"), CONTEXT)
+    _, loose = _decoded(_db(tmp_path, **made_with))
+    outputs, stats = _decoded(_db(tmp_path))
+    by_rules, wanted = _decoded(_db(tmp_path, query=DBOptions().query))
+    assert stats == wanted and torch.equal(outputs, by_rules)
+    assert stats.retrieved_tokens > loose.retrieved_tokens
 
 
 def _head() -> tuple[Elements, Elements, Elements]:

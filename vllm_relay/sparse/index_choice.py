@@ -79,7 +79,8 @@ def build_index(
     chosen = whole.plan(searches, kinds)
     by_prefix = {part.prefix_len: part.plan(part.searches(index), kinds).query for part in parts}
     by_prefix[whole.prefix_len] = chosen.query
-    return index, HeadPlan(tuple(sorted(by_prefix.items())), chosen.explain())
+    max_error = options.max_error if options.given_query is None else None
+    return index, HeadPlan(tuple(sorted(by_prefix.items())), chosen.explain(), max_error)
 
 
 def _planners(

@@ -14,7 +14,7 @@ from vllm_relay.sparse.context_store import StoredContext
 from vllm_relay.sparse.elements import Elements
 from vllm_relay.sparse.head_plan import HeadPlan
 from vllm_relay.sparse.options import DBOptions
-from vllm_relay.sparse.query_types import QueryType
+from vllm_relay.sparse.query_types import Dipr, QueryType
 
 
 @dataclass
@@ -90,15 +90,32 @@ def retrieve(
 
 
 def query_of_head(plan: HeadPlan | None, prefix_len: int, options: DBOptions) -> QueryType | None:
-    """What a kv head's index is asked; None to read all of the context. A query that was given is
-    asked; a plan made for it has the width."""
+    """What a kv head's index is asked; None to read all of the context.
+
+    A query that was given is asked; a plan made for it has the width. Without one, a plan is asked
+    that keeps to `max_error`, or that reads at least what is asked without a plan: who reopens a
+    folder may have other options than who stored it.
+    """
     if plan is None or options.index != "auto":
         return options.query
     planned = plan.query_for(prefix_len)
-    given = options.given_query
-    if given is None or (planned is not None and replace(planned, width=None) == given):
-        return planned
-    return given
+    if options.given_query is not None:
+        has_width = planned is not None and replace(planned, width=None) == options.query
+        return planned if has_width else options.query
+    is_enough = plan.keeps_to(options.max_error) or _reaches(planned, options.query)
+    return planned if is_enough else options.query
+
+
+def _reaches(planned: QueryType | None, query: QueryType) -> bool:
+    """Whether a planned range holds that of `query`; widths of plans are never below an index's
+    default."""
+    if planned is None:
+        return True
+    if not (isinstance(planned, Dipr) and isinstance(query, Dipr)):
+        return False
+    if planned.alpha is None or query.alpha is None or planned.scale != query.scale:
+        return False
+    return planned.alpha <= query.alpha
 
 
 def _query_type(query: QueryType, options: DBOptions, scale: float) -> QueryType:
