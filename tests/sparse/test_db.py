@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from tests.sparse.tiny_models import (
 )
 from vllm_relay.sparse import DB, DBOptions, Dipr, TopK
 from vllm_relay.sparse.db import DatabaseFullError
+from vllm_relay.sparse.tensors import to_tensor
 from vllm_relay.sparse.tokens import common_prefix_len
 
 
@@ -262,11 +264,44 @@ def test_imported_training_queries_come_from_every_head() -> None:
         ([torch.zeros(4, 5, 8)], r"expected \[heads, tokens, 16\]"),
         ([torch.zeros(1, 4, 5, 16)], r"expected \[heads, tokens, 16\]"),
         ([None], "NoneType"),
+        ([torch.zeros(4, 5, 16, dtype=torch.int64)], "torch.int64, expected floating"),
+        ([torch.zeros(4, 5, 16, dtype=torch.complex64)], "torch.complex64, expected floating"),
+        ([torch.full((4, 5, 16), torch.nan)], r"kv head 0: NaN or infinity at \[0, 0\]"),
     ],
 )
 def test_unusable_training_queries(queries: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"queries.*{message}"):
         small_db().import_(range(5), _states(5), queries=queries)
+
+
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("given", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_training_queries_are_kept_in_the_dtype_of_the_keys(
+    tmp_path: Path, kept: torch.dtype, given: torch.dtype, on_disk: bool
+) -> None:
+    model = copy.deepcopy(tiny_model("llama")).to(kept)
+    options = small_db(train_queries_per_key=0.5).options
+    db = DB(tmp_path if on_disk else None, options, model=model)
+    states = [(keys.to(kept), values.to(kept)) for keys, values in _states(40, 2)]
+    queries = torch.randn(4, 40, 16).to(given)
+    context = random_tokens(40)
+    db.import_(context, states, queries=[queries, queries])
+    stored(db, model, torch.cat([context[:, :30], random_tokens(10, seed=1)], 1))
+    first, second = (context.train_queries(1, 1) for context in db._store.contexts())
+    assert first is not None and second is not None
+    wanted = queries[[2 + i % 2 for i in range(20)], torch.arange(20) * 2].to(kept)
+    assert torch.equal(to_tensor(first), wanted)
+    assert second.shape == (20, 16) and second.dtype == first.dtype
+    assert torch.equal(to_tensor(second)[:15], wanted[:15])
+
+
+def test_states_of_another_dtype_are_not_stored() -> None:
+    db = small_db()
+    session, _ = db.create_session(range(5))
+    session.update(*torch.zeros(2, 1, 2, 5, 16, dtype=torch.float64), 0)
+    with pytest.raises(ValueError, match="layer 0: keys: torch.float64, expected float32"):
+        db.store(session)
 
 
 def test_training_queries_of_a_reused_context_are_kept() -> None:

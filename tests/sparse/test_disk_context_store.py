@@ -26,6 +26,7 @@ from vllm_relay.sparse import DB, Dipr, IndexDamagedError
 from vllm_relay.sparse.context_file import CONTEXT_SUFFIX, ContextHead, write_context
 from vllm_relay.sparse.disk_context_store import QUERIES_SUFFIX
 from vllm_relay.sparse.model_fingerprint import context_fingerprint
+from vllm_relay.sparse.section_file import write_sections
 
 CONTEXT = random_tokens(60)
 PROMPT = torch.cat([CONTEXT[:, :50], random_tokens(4, seed=1)], 1)
@@ -289,6 +290,29 @@ def test_lost_training_queries_do_no_harm(tmp_path: Path) -> None:
     for queries in tmp_path.glob(f"*{QUERIES_SUFFIX}"):
         queries.write_bytes(b"damaged")
     db = _db(tmp_path)
+    stored(db, model, PROMPT)
+    assert len(db.contexts()) == 2
+
+
+@pytest.mark.parametrize(
+    "queries",
+    [np.zeros((5, 16), np.uint16), np.zeros((5, 8), np.float32), np.zeros(16, np.float32)],
+    ids=["another dtype", "another size", "no rows"],
+)
+def test_training_queries_that_do_not_fit_the_keys_are_left_out(
+    tmp_path: Path, queries: np.ndarray, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("llama")
+    stored(_db(tmp_path), model, CONTEXT)
+    arrays = {
+        f"layers/{layer}/kv_heads/{head}/queries": queries
+        for layer in range(2)
+        for head in range(2)
+    }
+    write_sections(_file(tmp_path).with_suffix(QUERIES_SUFFIX), {}, arrays)
+    db = _db(tmp_path)
+    assert db._store.contexts()[0].train_queries(1, 1) is None
+    assert "training queries left out" in caplog.text and "expected float32 [m, 16]" in caplog.text
     stored(db, model, PROMPT)
     assert len(db.contexts()) == 2
 

@@ -27,7 +27,7 @@ from vllm_relay.sparse.context_store import (
     StoredContext,
     context_id_of,
 )
-from vllm_relay.sparse.elements import Elements
+from vllm_relay.sparse.elements import STORAGE, Elements
 from vllm_relay.sparse.head_plan import HeadPlan
 from vllm_relay.sparse.index import IndexDamagedError, KeyIndex
 from vllm_relay.sparse.section_file import SectionFile, write_sections
@@ -111,8 +111,8 @@ class DiskContext(StoredContext):
         try:
             with SectionFile.open(self.path.with_suffix(QUERIES_SUFFIX), mmap=False) as file:
                 name = _queries_name(layer, head)
-                return self._elements(file[name]) if name in file else None
-        except (OSError, IndexDamagedError) as error:
+                return self._fitting(file[name]) if name in file else None
+        except (OSError, ValueError) as error:
             logger.warning("training queries left out: %s", error)
             return None
 
@@ -129,6 +129,16 @@ class DiskContext(StoredContext):
             name = f"layers/{layer}/kv_heads/{head}/{part}"
             views.append(self._elements(self._file.file.view(name, verified=False)))
         return views[0], views[1], ids
+
+    def _fitting(self, queries: np.ndarray) -> Elements:
+        """Raises ValueError: they are not of the dtype and size of the keys."""
+        size, dtype = self.shape.head_size, self.shape.dtype
+        if queries.dtype != STORAGE[dtype] or queries.ndim != 2 or queries.shape[1] != size:
+            raise ValueError(
+                f"{self.path.with_suffix(QUERIES_SUFFIX)}: {queries.dtype} {list(queries.shape)}, "
+                f"expected {dtype} [m, {size}]"
+            )
+        return self._elements(queries)
 
     def _elements(self, data: np.ndarray) -> Elements:
         return Elements(data, self.shape.dtype)

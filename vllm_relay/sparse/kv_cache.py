@@ -66,7 +66,8 @@ def _read_layer(
             f"{values.shape[1]} in {values.dtype}; expected the same"
         )
     return [
-        (to_elements(keys[0, head]), to_elements(values[0, head])) for head in range(keys.shape[1])
+        (to_elements(name, keys[0, head]), to_elements(name, values[0, head]))
+        for head in range(keys.shape[1])
     ]
 
 
@@ -81,13 +82,14 @@ def read_queries(
     queries: Sequence[Any] | None, layers: LayerElements, limit: int
 ) -> list[list[Elements | None]]:
     """Samples at most `limit` training queries for each layer and kv head, evenly over tokens and
-    over the query heads of the group.
+    over the query heads of the group. They are kept in the dtype of the keys.
 
     Args:
         queries: for each layer a tensor [heads, tokens, head_size], or None.
 
     Raises:
-        ValueError: a wrong number of layers, or a shape that does not fit the keys.
+        ValueError: a wrong number of layers, a shape that does not fit the keys, no floating
+            numbers, or some that are not finite in the dtype of the keys.
     """
     if queries is None:
         return [[None] * len(heads) for heads in layers]
@@ -124,7 +126,10 @@ def _sample(
     group = queries.shape[0] // num_kv_heads
     token = torch.arange(count) * queries.shape[1] // max(count, 1)
     chosen = rows[:, token * group + torch.arange(count) % group]
-    return [to_elements(chosen[head]) for head in range(num_kv_heads)]
+    sample = [to_elements(name, chosen[head], heads[0][0].dtype) for head in range(num_kv_heads)]
+    for head, elements in enumerate(sample):
+        check_finite(f"{name}, kv head {head}", elements)
+    return list(sample)
 
 
 def _layers_of(kv_cache: Any) -> list[tuple[Any, Any]]:

@@ -171,7 +171,11 @@ class SessionLayer(CacheLayerMixin):
         return torch.cat([old[0], new[0]], 1), torch.cat([old[1], new[1]], 1)
 
     def elements(self) -> list[tuple[Elements, Elements]]:
-        """Copies of the keys and values of all tokens, for each kv head [tokens, size]."""
+        """Copies of the keys and values of all tokens, for each kv head [tokens, size].
+
+        Raises:
+            ValueError: of a dtype that contexts are not kept in.
+        """
         assert self._local is not None
         new_begin = self._local.num_tokens - self._num_new()
         heads = []
@@ -181,19 +185,25 @@ class SessionLayer(CacheLayerMixin):
             if self._context is not None:
                 old = self._context.rows(self.layer_idx, head, 0, self.prefix_len)
                 parts = [[to_tensor(o), *part] for o, part in zip(old, parts, strict=True)]
-            keys, values = (to_elements(torch.cat(part)) for part in parts)
+            keys, values = (
+                to_elements(f"layer {self.layer_idx}: {name}", torch.cat(part))
+                for name, part in zip(("keys", "values"), parts, strict=True)
+            )
             heads.append((keys, values))
         return heads
 
     def train_queries(self) -> list[Elements | None]:
         """For each kv head [m, head_size]: a sample of the queries that its keys have met, those
-        stored with the reused context and those of the new tokens, in token order."""
+        stored with the reused context and those of the new tokens, in token order and in the dtype
+        of the keys."""
         new = self._train_queries.sample()
+        name = f"layer {self.layer_idx}: queries"
         context = self._context
         if context is None:
             assert self._local is not None
+            dtype = str(self._local.keys.dtype).removeprefix("torch.")
             heads = range(self._local.keys.shape[0])
-            return [None if new is None else to_elements(new[head]) for head in heads]
+            return [None if new is None else to_elements(name, new[head], dtype) for head in heads]
         samples: list[Elements | None] = []
         for head in range(context.shape.num_kv_heads):
             stored = context.train_queries(self.layer_idx, head)
@@ -201,7 +211,8 @@ class SessionLayer(CacheLayerMixin):
             if stored is not None:
                 reused = stored.shape[0] * self.prefix_len // context.num_tokens
                 parts.insert(0, to_tensor(stored.rows(0, reused)))
-            samples.append(to_elements(torch.cat(parts)) if parts else None)
+            dtype = context.shape.dtype
+            samples.append(to_elements(name, torch.cat(parts), dtype) if parts else None)
         return samples
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_relay.sparse.elements import Elements
+from vllm_relay.sparse.elements import DTYPES, Elements
 
 
 def to_tensor(elements: Elements) -> torch.Tensor:
@@ -22,10 +22,22 @@ def to_tensor(elements: Elements) -> torch.Tensor:
     return torch.from_numpy(data.view(np.int16)).view(getattr(torch, elements.dtype))
 
 
-def to_elements(tensor: torch.Tensor) -> Elements:
-    """A copy of a float32, float16 or bfloat16 tensor, on the CPU and contiguous."""
-    copy = tensor.detach().to("cpu", copy=True).contiguous()
-    dtype = str(copy.dtype).removeprefix("torch.")
+def to_elements(name: str, tensor: torch.Tensor, dtype: str | None = None) -> Elements:
+    """A copy of a tensor, on the CPU and contiguous.
+
+    Args:
+        dtype: of `DTYPES`, to which other floating dtypes are converted; None: the tensor has one
+            of them.
+
+    Raises:
+        ValueError: the tensor has another dtype; names the tensor.
+    """
+    if dtype is not None and not tensor.is_floating_point():
+        raise ValueError(f"{name}: {tensor.dtype}, expected floating numbers")
+    dtype = str(tensor.dtype).removeprefix("torch.") if dtype is None else dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"{name}: {tensor.dtype}, expected {', '.join(DTYPES)}")
+    copy = tensor.detach().to("cpu", getattr(torch, dtype), copy=True).contiguous()
     if dtype == "float32":
         return Elements(copy.numpy(), dtype)
     return Elements(copy.view(torch.int16).numpy().view(np.uint16), dtype)
