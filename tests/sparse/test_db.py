@@ -347,6 +347,37 @@ def test_what_store_refuses() -> None:
     assert db.contexts() == []
 
 
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("how", ["nothing computed", "cropped", "cropped after a step"])
+def test_a_session_of_reused_tokens_only_is_stored(tmp_path: Path, how: str, on_disk: bool) -> None:
+    model = tiny_model("llama")
+    options = {"min_context_tokens": 0, "sink_tokens": 4, "recent_tokens": 8, "max_error": 0.0}
+    db = DB(tmp_path if on_disk else None, options, model=model)
+    context = random_tokens(300)
+    whole_id = stored(db, model, context)
+    prompt = torch.cat([context[:, :200], random_tokens(3, seed=1)], 1)
+    session, remaining = db.create_session(prompt)
+    if how == "cropped after a step":
+        logits(model, remaining, session)
+    if how != "nothing computed":
+        session.crop(190)
+    num_tokens = session.get_seq_length()
+    assert num_tokens == (200 if how == "nothing computed" else 190)
+    context_id = db.store(session)
+    whole, part = db._store.contexts()
+    assert (whole.id, part.id) == (whole_id, context_id) and part.num_tokens == num_tokens
+    for ours, theirs in zip(part.rows(1, 1, 0, 190), whole.rows(1, 1, 0, 190), strict=True):
+        assert np.array_equal(ours.data, theirs.data)
+    queries = part.train_queries(1, 1)
+    assert queries is not None and queries.shape[0] == int(120 * num_tokens / 300)
+    plan = part.plan(1, 1)
+    assert plan is not None and plan.by_prefix[-1][0] == num_tokens
+    assert db.create_session(context[:, :180])[0].context_id == context_id
+    assert session.layers[0].group_size == 2
+    session, _ = db.create_session(torch.cat([context, prompt], 1))
+    assert db.store(session) == whole_id
+
+
 def test_a_deleted_context_serves_its_sessions_to_the_end() -> None:
     model = tiny_model("llama")
     db = small_db()

@@ -136,7 +136,7 @@ class DB:
         """Makes the tokens of a session a context of its own, reused ones and new ones.
 
         This is when new tokens are indexed; until then a session reads them one by one. The
-        session goes on as it is.
+        session goes on as it is. One that has computed nothing yet is the prefix that it reuses.
 
         Args:
             tokens: token ids of the sequence so far, e.g. the output of `generate`; may be longer

@@ -87,6 +87,15 @@ class ModelBinding:
         self.fingerprint = None if model is None else model_fingerprint(model)
         self._lock = threading.Lock()
 
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a kv head; 1 as long as there is no model."""
+        bound = self.fingerprint or {}
+        num_heads, num_kv_heads = (
+            bound.get(name) for name in ("num_attention_heads", "num_key_value_heads")
+        )
+        return num_heads // num_kv_heads if num_heads and num_kv_heads else 1
+
     def check(self, config: Any) -> None:
         """Binds to a model's configuration, or compares with the one bound to.
 

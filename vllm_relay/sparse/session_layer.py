@@ -176,15 +176,23 @@ class SessionLayer(CacheLayerMixin):
         Raises:
             ValueError: of a dtype that contexts are not kept in.
         """
-        assert self._local is not None
-        new_begin = self._local.num_tokens - self._num_new()
+        context, local = self._context, self._local
+        num_kv_heads = 0
+        if context is not None:
+            num_kv_heads = context.shape.num_kv_heads
+        elif local is not None:
+            num_kv_heads = local.keys.shape[0]
         heads = []
-        for head in range(self._local.keys.shape[0]):
-            new = self._local.keys[head, new_begin:], self._local.values[head, new_begin:]
-            parts = [[part.cpu()] for part in new]
-            if self._context is not None:
-                old = self._context.rows(self.layer_idx, head, 0, self.prefix_len)
-                parts = [[to_tensor(o), *part] for o, part in zip(old, parts, strict=True)]
+        for head in range(num_kv_heads):
+            parts: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+            if context is not None:
+                old = context.rows(self.layer_idx, head, 0, self.prefix_len)
+                for part, stored in zip(parts, old, strict=True):
+                    part.append(to_tensor(stored))
+            if local is not None:
+                new_begin = local.num_tokens - self._num_new()
+                for part, states in zip(parts, (local.keys, local.values), strict=True):
+                    part.append(states[head, new_begin:].cpu())
             keys, values = (
                 to_elements(f"layer {self.layer_idx}: {name}", torch.cat(part))
                 for name, part in zip(("keys", "values"), parts, strict=True)
@@ -217,8 +225,8 @@ class SessionLayer(CacheLayerMixin):
 
     @property
     def group_size(self) -> int:
-        """Query heads that share a kv head."""
-        return self._train_queries.group
+        """Query heads that share a kv head; 1 if neither a query nor the model says."""
+        return max(self._train_queries.group, self._model.group_size)
 
     def check_model(self, config: Any) -> None:
         """Raises ValueError: the stored contexts belong to a model of another configuration."""
