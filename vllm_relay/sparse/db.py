@@ -56,7 +56,8 @@ class DB:
         path: folder of the contexts, for which `model` is needed; None keeps them in memory.
         options: `DBOptions`, or a dict of them.
         model: the transformers model whose contexts these are, or its configuration. None: the
-            first model that computes in a session; others are refused.
+            first model that computes in a session. Models of another configuration are refused;
+            other weights of the same one are not told in a session.
 
     Raises:
         ValueError: an option, or the file of search costs that plans go by, is unusable.
