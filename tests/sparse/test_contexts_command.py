@@ -133,6 +133,19 @@ def test_delete_takes_damaged_contexts_and_nothing_else(folder: Path) -> None:
     assert [each.name for each in folder.iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.parametrize("whole_folder", [False, True])
+def test_training_queries_go_with_their_context(folder: Path, whole_folder: bool) -> None:
+    contexts = [folder / "a.relayctx", folder / "b[x].relayctx"]
+    orphan = folder / "c.relayqueries"
+    for path in (*contexts, orphan):
+        path.with_suffix(".relayqueries").write_bytes(b"queries")
+    status, output = run("delete", folder if whole_folder else contexts[0], "--yes")
+    assert status == 0 and f"{2 if whole_folder else 1} deleted" in output
+    left = {each.name for each in folder.iterdir()}
+    others = set() if whole_folder else {"b[x].relayctx", "b[x].relayqueries"}
+    assert left == {"notes.txt", orphan.name, *others}
+
+
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
     [

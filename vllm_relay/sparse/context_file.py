@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 CONTENT = "context"
 CONTEXT_SUFFIX = ".relayctx"
+# training queries lie beside the context: only a longer context that begins with it needs them
+QUERIES_SUFFIX = ".relayqueries"
 
 
 @dataclass(frozen=True)

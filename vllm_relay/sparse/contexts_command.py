@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_relay.sparse.context_file import CONTEXT_SUFFIX, ContextFile
+from vllm_relay.sparse.context_file import CONTEXT_SUFFIX, QUERIES_SUFFIX, ContextFile
 from vllm_relay.sparse.section_table import MAGIC
 
 
@@ -40,7 +40,7 @@ def run_delete(
     as_json: bool = False,
     console: Console | None = None,
 ) -> int:
-    """Deletes one context, or all of a folder; the folder stays.
+    """Deletes one context, or all of a folder, with their training queries; the folder stays.
 
     Args:
         confirm: asked once, with the question; nothing is deleted unless it says so.
@@ -59,6 +59,8 @@ def run_delete(
     for each in paths:
         try:
             each.unlink()
+            if each.suffix == CONTEXT_SUFFIX:
+                each.with_suffix(QUERIES_SUFFIX).unlink(missing_ok=True)
             reports.append({"path": str(each), "error": None})
         except OSError as error:
             reports.append({"path": str(each), "error": str(error)})

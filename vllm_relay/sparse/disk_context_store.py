@@ -14,6 +14,7 @@ import numpy as np
 from vllm_relay.sparse.buffer_pool import BufferPool
 from vllm_relay.sparse.context_file import (
     CONTEXT_SUFFIX,
+    QUERIES_SUFFIX,
     ContextFile,
     ContextHead,
     index_type,
@@ -32,9 +33,6 @@ from vllm_relay.sparse.head_plan import HeadPlan
 from vllm_relay.sparse.index import IndexDamagedError, KeyIndex
 from vllm_relay.sparse.section_file import SectionFile, write_sections
 from vllm_relay.sparse.tokens import TOKEN_DTYPE
-
-# training queries lie beside the context: only a longer context that begins with it needs them
-QUERIES_SUFFIX = ".relayqueries"
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
