@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -22,8 +23,18 @@ contexts_app = typer.Typer(
 )
 app.add_typer(contexts_app, name="contexts")
 
+
+def _contexts_path(given: str) -> Path:
+    if not given:
+        raise typer.BadParameter("given an empty path; the current folder is .")
+    return Path(given)
+
+
 ContextsPath = Annotated[
-    Path, typer.Argument(metavar="PATH", help="A context, or a folder of *.relayctx files.")
+    Path,
+    typer.Argument(
+        metavar="PATH", help="A context, or a folder of *.relayctx files.", parser=_contexts_path
+    ),
 ]
 ContextsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
@@ -280,10 +291,16 @@ def delete_contexts(
 
     status = run_delete(
         path,
-        confirm=lambda question: yes or typer.confirm(question, err=True),
+        confirm=lambda question: yes or _confirm(question),
         as_json=as_json,
     )
     raise typer.Exit(status)
+
+
+def _confirm(question: str) -> bool:
+    # err=True alone leaves the last character of the question on stdout
+    with redirect_stdout(sys.stderr):
+        return typer.confirm(question, err=True)
 
 
 def _numbers(option: str, given: str | None, kind: Callable[[str], N]) -> list[N]:

@@ -146,6 +146,25 @@ def test_training_queries_go_with_their_context(folder: Path, whole_folder: bool
     assert left == {"notes.txt", orphan.name, *others}
 
 
+def test_the_question_is_asked_beside_the_answer(folder: Path) -> None:
+    arguments = ["contexts", "delete", str(folder), "--json"]
+    result = runner.invoke(app, arguments, input="y\n")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("[") and len(json.loads(result.stdout)) == 2
+    assert f"Delete 2 contexts in {folder}" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["list", "show", "verify", "delete"])
+def test_an_empty_path_is_not_this_folder(
+    folder: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    status, output = run(command, "", answer="y\n")
+    assert status == 2 and "given an empty path" in output
+    assert (folder / "a.relayctx").exists()
+    assert run("list", ".")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
     [

@@ -322,6 +322,13 @@ def test_a_folder_needs_a_model(tmp_path: Path) -> None:
         DB(tmp_path)
 
 
+def test_an_empty_path_is_not_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="empty path"):
+        DB("", model=tiny_model("llama"))
+    DB(".", model=tiny_model("llama"))
+
+
 def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):

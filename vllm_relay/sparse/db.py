@@ -60,7 +60,7 @@ class DB:
             other weights of the same one are not told in a session.
 
     Raises:
-        ValueError: an option, or the file of search costs that plans go by, is unusable.
+        ValueError: an option, the path, or the file of search costs that plans go by, is unusable.
 
     Source: AlayaDB (2504.10326), section 5, table 2; late materialisation and reuse of a part:
         sections 7.1 and 7.2.
@@ -303,6 +303,10 @@ class DB:
 def _open_store(path: str | Path | None, model: Any, options: DBOptions) -> ContextStore:
     if path is None:
         return MemoryContextStore()
+    if path == "":
+        raise ValueError(
+            'path: given an empty path, expected a folder, or None; the current folder is "."'
+        )
     if model is None:
         raise ValueError(
             f"DB({str(path)!r}) without a model: give model=, so that contexts of other models are "
