@@ -190,6 +190,53 @@ def test_a_file_that_cannot_be_opened_is_left_out(tmp_path: Path, place: str) ->
     assert list(db.skipped) == [str(file)]
 
 
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_damaged_file_that_was_replaced_or_deleted_is_forgotten(
+    tmp_path: Path, is_open: bool
+) -> None:
+    model = tiny_model("llama")
+    stored(_db(tmp_path), model, CONTEXT)
+    file = _file(tmp_path)
+    content = file.read_bytes()
+    if is_open:
+        keys = _db(tmp_path)._store.contexts()[0].rows(0, 0, 0, 60)[0].data
+        _damage(file, content.index(np.ascontiguousarray(keys).tobytes()))
+    else:
+        _damage(file, 3)
+    db = _db(tmp_path)
+    if is_open:
+        with pytest.raises(IndexDamagedError):
+            db._store.contexts()[0].rows(0, 0, 0, 60)
+    assert db.contexts() == [] and list(db.skipped) == [str(file)]
+    assert db.contexts() == [] and list(db.skipped) == [str(file)]
+    whole = tmp_path / "whole"
+    whole.write_bytes(content)
+    whole.replace(file)
+    assert db.create_session(PROMPT)[0].prefix_len == 50
+    assert db.skipped == {}
+    _damage(file, 3)
+    other = _db(tmp_path)
+    assert list(other.skipped) == [str(file)]
+    file.unlink()
+    assert other.skipped == {}
+
+
+def test_a_file_replaced_before_its_damage_showed_is_not_left_out(tmp_path: Path) -> None:
+    stored(_db(tmp_path), tiny_model("llama"), CONTEXT)
+    file = _file(tmp_path)
+    content = file.read_bytes()
+    keys = _db(tmp_path)._store.contexts()[0].rows(0, 0, 0, 60)[0].data
+    _damage(file, content.index(np.ascontiguousarray(keys).tobytes()))
+    db = _db(tmp_path)
+    (context,) = db._store.contexts()
+    (tmp_path / "whole").write_bytes(content)
+    (tmp_path / "whole").replace(file)
+    with pytest.raises(IndexDamagedError):
+        context.rows(0, 0, 0, 60)
+    assert db.skipped == {}
+    assert db.create_session(PROMPT)[0].prefix_len == 50
+
+
 def test_a_context_whose_index_is_unknown_or_missing_is_left_out(tmp_path: Path) -> None:
     class Unheard(BruteForceIndex):
         kind = "unheard"

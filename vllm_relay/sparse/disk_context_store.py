@@ -6,8 +6,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -38,16 +39,33 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class FileVersion(NamedTuple):
+    """Differs where a file was replaced or written again; sorts by age."""
+
+    mtime_ns: int
+    name: str
+    inode: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileVersion:
+        """Raises FileNotFoundError."""
+        status = path.stat()
+        return cls(status.st_mtime_ns, path.name, status.st_ino, status.st_size)
+
+
 class DiskContext(StoredContext):
     """A context in a file, of which pages are read and verified when they are needed.
 
     Attributes:
         path: of the file.
+        version: of the file, when it was opened.
         damage: what was found wrong with it; None so far.
     """
 
-    def __init__(self, file: ContextFile, *, is_pooled: bool) -> None:
+    def __init__(self, file: ContextFile, version: FileVersion, *, is_pooled: bool) -> None:
         self.path = file.path
+        self.version = version
         self.damage: str | None = None
         self.tokens = file.tokens.astype(TOKEN_DTYPE)
         self.id = context_id_of(self.tokens)
@@ -173,7 +191,7 @@ class DiskContextStore(ContextStore):
         self._fingerprint = fingerprint
         self._pool = None if memory_limit_bytes is None else BufferPool(memory_limit_bytes)
         self._open: dict[Path, DiskContext] = {}
-        self._skipped: dict[Path, str] = {}
+        self._skipped: dict[Path, tuple[FileVersion, str]] = {}
         self._lock = threading.RLock()
         self.contexts()
 
@@ -181,7 +199,7 @@ class DiskContextStore(ContextStore):
     def skipped(self) -> dict[str, str]:
         self.contexts()
         with self._lock:
-            return {str(path): reason for path, reason in self._skipped.items()}
+            return {str(path): reason for path, (_, reason) in self._skipped.items()}
 
     def add(self, tokens: np.ndarray, layers: Sequence[Sequence[HeadStates]]) -> StoredContext:
         path = self._path / f"{context_id_of(tokens)}{CONTEXT_SUFFIX}"
@@ -189,27 +207,31 @@ class DiskContextStore(ContextStore):
         write_context(path, self._fingerprint, tokens, _heads(layers))
         with self._lock:
             self._skipped.pop(path, None)
-            self._open[path] = self._opened(path)
+            self._open[path] = self._opened(path, FileVersion.of(path))
             return self._open[path]
 
     def contexts(self) -> list[StoredContext]:
-        """Files that came or went since the last time are noticed."""
+        """Files that came or went since the last time, or took the place of one that is left out,
+        are noticed."""
         with self._lock:
-            found = sorted(self._path.glob(f"*{CONTEXT_SUFFIX}"), key=_age)
+            found = self._versions()
             for path, context in list(self._open.items()):
                 if context.damage is not None:
-                    self._skip(path, context.damage)
+                    self._skip(path, context.version, context.damage)
                 if context.damage is not None or path not in found:
                     del self._open[path]
-            for path in found:
+            for path, (version, _) in list(self._skipped.items()):
+                if found.get(path) != version:
+                    del self._skipped[path]
+            for path, version in sorted(found.items(), key=lambda each: each[1]):
                 if path in self._open or path in self._skipped:
                     continue
                 try:
-                    self._open[path] = self._opened(path)
+                    self._open[path] = self._opened(path, version)
                 except FileNotFoundError:
                     continue
                 except (ForeignContextError, IndexDamagedError, OSError) as error:
-                    self._skip(path, str(error))
+                    self._skip(path, version, str(error))
             return list(self._open.values())
 
     def delete(self, context_id: str) -> None:
@@ -226,7 +248,14 @@ class DiskContextStore(ContextStore):
         with self._lock:
             self._open.clear()
 
-    def _opened(self, path: Path) -> DiskContext:
+    def _versions(self) -> dict[Path, FileVersion]:
+        versions = {}
+        for path in self._path.glob(f"*{CONTEXT_SUFFIX}"):
+            with suppress(FileNotFoundError):
+                versions[path] = FileVersion.of(path)
+        return versions
+
+    def _opened(self, path: Path, version: FileVersion) -> DiskContext:
         file = ContextFile.open(path, expected=self._fingerprint, pool=self._pool)
         num_heads = self._fingerprint.num_layers * self._fingerprint.num_kv_heads
         if sum(file.index_kinds.values()) < num_heads:
@@ -236,10 +265,10 @@ class DiskContextStore(ContextStore):
                 index_type(kind)
             except ValueError as error:
                 raise ForeignContextError(f"{path}: {error}") from None
-        return DiskContext(file, is_pooled=self._pool is not None)
+        return DiskContext(file, version, is_pooled=self._pool is not None)
 
-    def _skip(self, path: Path, reason: str) -> None:
-        self._skipped[path] = reason
+    def _skip(self, path: Path, version: FileVersion, reason: str) -> None:
+        self._skipped[path] = version, reason
         logger.warning("context left out: %s", reason)
 
 
@@ -262,10 +291,3 @@ def _write_queries(path: Path, layers: Sequence[Sequence[HeadStates]]) -> None:
 
 def _queries_name(layer: int, head: int) -> str:
     return f"layers/{layer}/kv_heads/{head}/queries"
-
-
-def _age(path: Path) -> tuple[int, str]:
-    try:
-        return path.stat().st_mtime_ns, path.name
-    except FileNotFoundError:
-        return 0, path.name
