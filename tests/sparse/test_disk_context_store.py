@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 from tests.sparse.brute_force_index import BruteForceIndex
 from tests.sparse.tiny_models import (
+    VOCAB_SIZE,
     generate,
     logits,
     random_tokens,
@@ -23,6 +25,7 @@ from tests.sparse.tiny_models import (
     tiny_model,
 )
 from vllm_relay.sparse import DB, Dipr, IndexDamagedError
+from vllm_relay.sparse.buffer_pool import BufferPoolFullError
 from vllm_relay.sparse.context_file import CONTEXT_SUFFIX, ContextHead, write_context
 from vllm_relay.sparse.disk_context_store import QUERIES_SUFFIX
 from vllm_relay.sparse.model_fingerprint import context_fingerprint
@@ -76,6 +79,44 @@ def test_indexes_of_every_kind_come_back_as_they_were(
         outputs.append(torch.cat(steps))
         assert 0 < session.stats.retrieved_tokens < session.stats.searched_tokens
     assert torch.equal(*outputs)
+
+
+def test_a_context_that_is_too_large_for_the_limit_is_left_out_by_itself(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    db = _db(tmp_path, index="flat", index_factory=None)
+    stored(db, model, random_tokens(900, seed=3))
+    small_id = stored(db, model, CONTEXT)
+    limit = 900 * 4 - 1  # less than the token ids alone, more than all of one head of the other
+    with _db(tmp_path, index="flat", index_factory=None, memory_limit_bytes=8192) as db:
+        assert [context.id for context in db.contexts()] == [small_id]
+        session, remaining = db.create_session(PROMPT)
+        logits(model, remaining, session)
+        logits(model, torch.tensor([[1]]), session)
+        assert session.stats.searches > 0
+        (reason,) = db.skipped.values()
+        least = int(re.search(r"memory_limit_bytes is 8192, expected at least (\d+)", reason)[1])
+        files = sorted(tmp_path.iterdir())
+        with pytest.raises(ValueError, match="memory_limit_bytes is 8192, expected at least"):
+            stored(db, model, random_tokens(800, seed=4))
+        assert sorted(tmp_path.iterdir()) == files
+    db = _db(tmp_path, index="flat", index_factory=None, memory_limit_bytes=least)
+    assert len(db.contexts()) == 2
+    session, remaining = db.create_session(random_tokens(900, seed=3))
+    assert logits(model, remaining, session).shape == (1, VOCAB_SIZE)
+    db = _db(tmp_path, index="flat", index_factory=None, memory_limit_bytes=limit)
+    assert len(db.contexts()) + len(db.skipped) == 2
+
+
+def test_a_read_that_finds_no_room_names_the_limit(tmp_path: Path) -> None:
+    stored(_db(tmp_path), tiny_model("llama"), CONTEXT)
+    db = _db(tmp_path, memory_limit_bytes=1 << 20)
+    (context,) = db._store.contexts()
+    held = db._store._pool.lease("other", 0, (1 << 20) - 100, "keys", lambda buffer: None)
+    with pytest.raises(BufferPoolFullError, match="memory_limit_bytes"):
+        context.rows(0, 0, 0, 60)
+    assert db.skipped == {} and len(_db(tmp_path).contexts()) == 1
+    del held
+    context.rows(0, 0, 0, 60)
 
 
 def test_another_process_finds_it(tmp_path: Path) -> None:

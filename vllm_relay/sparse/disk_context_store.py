@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from vllm_relay.sparse.buffer_pool import BufferPool
+from vllm_relay.sparse.buffer_pool import BufferPool, BufferPoolFullError
 from vllm_relay.sparse.context_file import (
     CONTEXT_SUFFIX,
     QUERIES_SUFFIX,
@@ -67,7 +67,8 @@ class DiskContext(StoredContext):
         self.path = file.path
         self.version = version
         self.damage: str | None = None
-        self.tokens = file.tokens.astype(TOKEN_DTYPE)
+        # by pages: a pool need not have room for all of them
+        self.tokens = file.file.rows("tokens").range(0, file.num_tokens).astype(TOKEN_DTYPE)
         self.id = context_id_of(self.tokens)
         self.shape = ContextShape(
             num_layers=file.fingerprint.num_layers,
@@ -165,6 +166,10 @@ class DiskContext(StoredContext):
         except IndexDamagedError as error:
             self.damage = str(error)
             raise
+        except BufferPoolFullError as error:
+            raise BufferPoolFullError(
+                f"memory_limit_bytes is too small for what is read at the same time: {error}"
+            ) from None
 
 
 class DiskContextStore(ContextStore):
@@ -203,6 +208,8 @@ class DiskContextStore(ContextStore):
 
     def add(self, tokens: np.ndarray, layers: Sequence[Sequence[HeadStates]]) -> StoredContext:
         path = self._path / f"{context_id_of(tokens)}{CONTEXT_SUFFIX}"
+        heads = (head for heads in layers for head in heads)
+        self._check_limit(path, max(_num_index_bytes(head) for head in heads))
         _write_queries(path.with_suffix(QUERIES_SUFFIX), layers)
         write_context(path, self._fingerprint, tokens, _heads(layers))
         with self._lock:
@@ -228,8 +235,8 @@ class DiskContextStore(ContextStore):
                     continue
                 try:
                     self._open[path] = self._opened(path, version)
-                except FileNotFoundError:
-                    continue
+                except (FileNotFoundError, BufferPoolFullError):
+                    continue  # looked at again: sessions of other threads use the room for now
                 except (ForeignContextError, IndexDamagedError, OSError) as error:
                     self._skip(path, version, str(error))
             return list(self._open.values())
@@ -265,7 +272,16 @@ class DiskContextStore(ContextStore):
                 index_type(kind)
             except ValueError as error:
                 raise ForeignContextError(f"{path}: {error}") from None
+        self._check_limit(path, _num_leased_bytes(file))
         return DiskContext(file, version, is_pooled=self._pool is not None)
+
+    def _check_limit(self, path: Path, num_bytes: int) -> None:
+        """Raises ForeignContextError: the pool will never have room for that much at once."""
+        if self._pool is not None and num_bytes > self._pool.limit_bytes:
+            raise ForeignContextError(
+                f"{path}: memory_limit_bytes is {self._pool.limit_bytes}, expected at least "
+                f"{num_bytes}, which is read at once for one kv head"
+            )
 
     def _skip(self, path: Path, version: FileVersion, reason: str) -> None:
         self._skipped[path] = version, reason
@@ -277,6 +293,19 @@ def _heads(layers: Sequence[Sequence[HeadStates]]) -> Iterator[ContextHead]:
         for head, states in enumerate(heads):
             plan = None if states.plan is None else states.plan.to_json()
             yield ContextHead(layer, head, states.keys, states.values, states.index, plan)
+
+
+def _num_index_bytes(head: HeadStates) -> int:
+    _, arrays = head.index.to_arrays()
+    return sum(array.nbytes for array in arrays.values())
+
+
+def _num_leased_bytes(file: ContextFile) -> int:
+    """What has to be in memory at once: a page of anything, or an index with its keys."""
+    sections = file.file.sections
+    page = max(min(section.num_bytes, file.file.page_bytes) for section in sections.values())
+    indexes = [set(entry["arrays"].values()) for entry in file.file.header["indexes"].values()]
+    return max(page, *(sum(sections[name].num_bytes for name in names) for names in indexes))
 
 
 def _write_queries(path: Path, layers: Sequence[Sequence[HeadStates]]) -> None:
