@@ -207,6 +207,13 @@ def test_a_bound_on_the_dropped_mass_reads_flat_heads_as_a_whole(query_type: Que
     assert tight.stats.retrieved_tokens == KV_HEADS * (70 - SINKS - RECENT)
 
 
+def test_without_a_bound_no_dropped_mass_is_told() -> None:
+    session, keys, values = _session(300, 300, query=Dipr(alpha=0.5))
+    _decode(session, keys, values, 2)
+    assert session.stats.searches > 0
+    assert session.stats.dropped_mass is None
+
+
 def test_a_query_may_bound_the_dropped_mass_itself() -> None:
     session, keys, values = _session(70, 70, query=TopK(1, max_dropped_mass=0.0))
     _decode(session, keys, values)

@@ -28,7 +28,8 @@ class SessionStats:
         retrieved_tokens: tokens that at least one query head of a search got.
         distances, bytes: as in `SearchStats`.
         dropped_mass: with `max_dropped_mass`, the largest bound of any search: at most this much of
-            the attention weight of the searched tokens was left out.
+            the attention weight of the searched tokens was left out. None as long as no search was
+            asked for one.
     """
 
     searches: int = 0
@@ -36,7 +37,7 @@ class SessionStats:
     retrieved_tokens: int = 0
     distances: int = 0
     bytes: int = 0
-    dropped_mass: float = 0.0
+    dropped_mass: float | None = None
 
 
 class ContextPart(NamedTuple):
@@ -154,5 +155,6 @@ def _search(
     stats.distances += result.stats.distances
     stats.bytes += result.stats.bytes
     if result.stats.dropped_mass is not None:
-        stats.dropped_mass = max(stats.dropped_mass, float(result.stats.dropped_mass.max()))
+        largest = float(result.stats.dropped_mass.max())
+        stats.dropped_mass = max(stats.dropped_mass or 0.0, largest)
     return result.ids
