@@ -225,6 +225,8 @@ def test_an_imported_cache_is_copied_and_served(form: str) -> None:
         ([(torch.full((1, 2, 5, 16), torch.nan), torch.zeros(1, 2, 5, 16))], "kv head 0: keys"),
         ([(torch.zeros(1, 2, 5, 16), torch.full((1, 2, 5, 16), torch.inf))], "kv head 0: values"),
         ([*_states(5), (torch.zeros(1, 1, 5, 16),) * 2], "layer 1 has"),
+        ([(torch.zeros(1, 0, 5, 16),) * 2], r"keys are \[1, 0, 5, 16\], expected at least one kv"),
+        ([(torch.zeros(1, 2, 5, 16), torch.zeros(1, 2, 5, 0))], r"values are \[1, 2, 5, 0\]"),
     ],
 )
 def test_unusable_caches(kv_cache: Any, message: str) -> None:
@@ -264,6 +266,7 @@ def test_imported_training_queries_come_from_every_head() -> None:
         ([torch.zeros(4, 5, 8)], r"expected \[heads, tokens, 16\]"),
         ([torch.zeros(1, 4, 5, 16)], r"expected \[heads, tokens, 16\]"),
         ([None], "NoneType"),
+        (5, "given int, expected a tensor for each layer"),
         ([torch.zeros(4, 5, 16, dtype=torch.int64)], "torch.int64, expected floating"),
         ([torch.zeros(4, 5, 16, dtype=torch.complex64)], "torch.complex64, expected floating"),
         ([torch.full((4, 5, 16), torch.nan)], r"kv head 0: NaN or infinity at \[0, 0\]"),
@@ -485,6 +488,22 @@ def test_a_given_model_is_the_only_one() -> None:
     session, remaining = db.create_session(random_tokens(5))
     with pytest.raises(ValueError, match="contexts of another model"):
         logits(tiny_model("mistral"), remaining, session)
+
+
+@pytest.mark.parametrize("model", ["llama", 5, torch.nn.Linear(2, 2), torch.nn.Linear])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_unusable_models(tmp_path: Path, model: Any, on_disk: bool) -> None:
+    with pytest.raises(ValueError, match="model: given .*, expected a transformers model or its"):
+        DB(tmp_path / "contexts" if on_disk else None, model=model)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("made", [None, BruteForceIndex, "flat"])
+def test_unusable_index_factories(made: Any) -> None:
+    db = small_db(index_factory=lambda layer: made)
+    with pytest.raises(ValueError, match="index_factory: returned .* for layer 0, expected an un"):
+        db.import_(range(5), _states(5))
+    assert db.contexts() == []
 
 
 @pytest.mark.parametrize(

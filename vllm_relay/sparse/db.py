@@ -60,7 +60,8 @@ class DB:
             other weights of the same one are not told in a session.
 
     Raises:
-        ValueError: an option, the path, or the file of search costs that plans go by, is unusable.
+        ValueError: an option, the path, the model, or the file of search costs that plans go by, is
+            unusable.
 
     Source: AlayaDB (2504.10326), section 5, table 2; late materialisation and reuse of a part:
         sections 7.1 and 7.2.

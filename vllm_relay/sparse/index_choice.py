@@ -32,7 +32,13 @@ def index_for_layer(layer_idx: int, options: DBOptions) -> KeyIndex:
     Source: AlayaDB (2504.10326), section 6.2, the rules of figure 8.
     """
     if options.index_factory is not None:
-        return options.index_factory(layer_idx)
+        made = options.index_factory(layer_idx)
+        if not isinstance(made, KeyIndex):
+            raise ValueError(
+                f"index_factory: returned {made!r} for layer {layer_idx}, expected an unbuilt "
+                "KeyIndex"
+            )
+        return made
     kind = options.index
     if kind in ("auto", "rules"):
         kind = "flat" if layer_idx == 0 else "graph"

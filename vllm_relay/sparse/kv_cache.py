@@ -52,6 +52,11 @@ def _read_layer(
         if not isinstance(states, torch.Tensor) or states.dim() != 4 or states.shape[0] != 1:
             given = list(states.shape) if isinstance(states, torch.Tensor) else type(states)
             raise ValueError(f"{name}: {part} are {given}, expected [1, kv_heads, tokens, size]")
+        if 0 in (states.shape[1], states.shape[3]):
+            raise ValueError(
+                f"{name}: {part} are {list(states.shape)}, expected at least one kv head and "
+                "a size of at least 1"
+            )
         if str(states.dtype).removeprefix("torch.") not in DTYPES:
             raise ValueError(f"{name}: {part} are {states.dtype}, expected {', '.join(DTYPES)}")
         if states.shape[2] != num_tokens:
@@ -93,6 +98,10 @@ def read_queries(
     """
     if queries is None:
         return [[None] * len(heads) for heads in layers]
+    if not hasattr(queries, "__len__"):
+        raise ValueError(
+            f"queries: given {type(queries).__name__}, expected a tensor for each layer, or None"
+        )
     if len(queries) != len(layers):
         raise ValueError(f"queries: of {len(queries)} layers, expected {len(layers)}")
     return [

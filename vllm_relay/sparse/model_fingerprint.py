@@ -46,7 +46,14 @@ def model_fingerprint(model: Any) -> dict[str, Any]:
 
     Args:
         model: a transformers model, or its configuration (the weights are unknown then).
+
+    Raises:
+        ValueError: neither.
     """
+    if isinstance(model, type) or not hasattr(getattr(model, "config", model), "get_text_config"):
+        raise ValueError(
+            f"model: given {model!r}, expected a transformers model or its configuration"
+        )
     if not isinstance(model, torch.nn.Module):
         return {**config_fingerprint(model), "weights": None}
     digest = hashlib.sha256()
