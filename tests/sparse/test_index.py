@@ -274,6 +274,28 @@ def test_the_dropped_mass_is_that_of_the_appended_keys_too(
 
 
 @each_index
+def test_an_index_without_keys_says_so(index_class: type[CompiledIndex]) -> None:
+    for use in (
+        lambda index: index.search(np.zeros((1, 4), np.float32), TopK(1)),
+        lambda index: index.num_keys,
+        lambda index: index.check(),
+    ):
+        with pytest.raises(RuntimeError, match="holds no keys: build it or load one"):
+            use(index_class())
+
+
+@each_index
+def test_a_search_begins_at_the_answer_before(
+    index_class: type[CompiledIndex], built: dict[Any, CompiledIndex]
+) -> None:
+    index, queries = built[index_class], key_set("rope", *SIZE).queries[:4]
+    answer = index.search(queries, TopK(5))
+    again = index.search(queries, TopK(5), entry=answer.ids)
+    expected = index.search(queries, TopK(5), entry=np.concatenate(answer.ids))
+    assert_same(again, expected)
+
+
+@each_index
 def test_no_queries_no_answers(
     index_class: type[CompiledIndex], built: dict[Any, CompiledIndex]
 ) -> None:

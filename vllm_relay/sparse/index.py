@@ -78,7 +78,7 @@ class KeyIndex(ABC):
 
         Args:
             keys: [n, d] in token order; n >= 1. Kept in the dtype they are given in (float64 as
-                float32).
+                float32), and not copied where that is possible: do not write to them afterwards.
             train_queries: [m, d]; queries of the kind that will be asked, of every query head that
                 shares the index. Indexes that do not learn from queries ignore them.
             seed: the result depends on the arguments and this number only.
@@ -96,7 +96,7 @@ class KeyIndex(ABC):
         *,
         begin: int = 0,
         prefix_len: int | None = None,
-        entry: Sequence[int] | np.ndarray | None = None,
+        entry: Sequence[int] | Sequence[np.ndarray] | np.ndarray | None = None,
         window_max: Any = None,
     ) -> SearchResult:
         """Finds the keys that each query asks for, in one pass for all of them.
@@ -106,7 +106,7 @@ class KeyIndex(ABC):
             query: `TopK` or `Dipr`.
             begin: keys before this one do not count (attention sinks, which are read anyway).
             prefix_len: only keys of the first `prefix_len` tokens count; None for all.
-            entry: ids to begin at, e.g. the answer of the previous token.
+            entry: ids to begin at, or arrays of them: `ids` of the previous token's answer.
             window_max: [g]; the largest inner product each query has outside this index. A `Dipr`
                 range reaches down from the larger one of it and the index's own maximum.
 
