@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -84,16 +86,12 @@ class SectionFile:
             raise ValueError(f"verify is {verify!r}, expected 'lazy' or 'now'")
         path = Path(path)
         opened = _open(path)
-        try:
-            first = opened.read(0, min(FIXED_HEADER_BYTES, opened.num_bytes))
+        first = opened.read(0, min(FIXED_HEADER_BYTES, opened.num_bytes))
+        with _naming(path):
             fixed = decode_fixed_header(bytes(first), opened.num_bytes)
-            metadata = opened.read(fixed.metadata_offset_bytes, fixed.metadata_bytes)
+        metadata = opened.read(fixed.metadata_offset_bytes, fixed.metadata_bytes)
+        with _naming(path):
             header, sections = decode_metadata(bytes(metadata), fixed)
-        except IndexDamagedError as error:
-            message = str(error)
-            if not message.startswith(f"{path}: "):
-                message = f"{path}: {message}"
-            raise IndexDamagedError(message) from None
         reader: SectionReader
         if pool is not None:
             reader = PooledReader(opened, fixed.page_bytes, pool)
@@ -256,6 +254,15 @@ class SectionRows:
                 f"section {self._section.name!r}: rows {ids.min()} to {ids.max()} of {len(self)}"
             )
         return ids.astype(np.int64)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors of what has seen bytes only say of which file they are."""
+    try:
+        yield
+    except IndexDamagedError as error:
+        raise IndexDamagedError(f"{path}: {error}") from None
 
 
 def _open(path: Path) -> OpenFile:
