@@ -121,31 +121,9 @@ class SectionFile:
         section = self._section(name)
         return _as_array(section, self._open_reader().whole(section))
 
-    def view(self, name: str, *, verified: bool = True) -> np.ndarray:
-        """`self[name]`; with verified=False a mapped section comes as it lies in the file, and only
-        rows that `verify_rows` or `verify_ids` has passed may be read.
-        """
-        section = self._section(name)
-        reader = self._open_reader()
-        data = reader.whole(section) if verified else reader.unverified(section)
-        return _as_array(section, data)
-
     def rows(self, name: str) -> SectionRows:
         """Access to rows of which only the pages that are touched are read and verified."""
         return SectionRows(self._section(name), self._open_reader())
-
-    def verify_rows(self, name: str, begin: int, end: int) -> None:
-        """Verifies what has not been verified yet of the pages that hold rows `begin` to `end`.
-
-        Raises:
-            IndexDamagedError: names section and page.
-            IndexError: no such rows.
-        """
-        self.rows(name).verify(begin, end)
-
-    def verify_ids(self, name: str, ids: Any) -> None:
-        """As `verify_rows`, for the rows `ids` (whole numbers [m], in any order)."""
-        self.rows(name).verify_ids(ids)
 
     def verify(self) -> None:
         """Reads every section from beginning to end, whatever was verified before.
@@ -216,7 +194,10 @@ class SectionRows:
             IndexDamagedError: a page of them is damaged; names it.
             IndexError: no such rows.
         """
-        self._check_range(begin, end)
+        if not 0 <= begin <= end <= len(self):
+            raise IndexError(
+                f"section {self._section.name!r}: rows {begin} to {end} of {len(self)}"
+            )
         row_bytes = self._section.row_bytes
         data = self._reader.range(self._section, begin * row_bytes, end * row_bytes)
         return data.view(self.dtype).reshape(end - begin, *self.shape[1:])
@@ -226,24 +207,19 @@ class SectionRows:
         rows = self._reader.take(self._section, self._check_ids(ids))
         return rows.view(self.dtype).reshape(len(rows), *self.shape[1:])
 
-    def verify(self, begin: int, end: int) -> None:
-        """As `SectionFile.verify_rows`."""
-        self._check_range(begin, end)
-        self._verify(np.arange(begin, end))
-
     def verify_ids(self, ids: Any) -> None:
-        """As `SectionFile.verify_ids`."""
-        self._verify(self._check_ids(ids))
+        """Verifies what has not been verified yet of the pages that hold these rows.
 
-    def _verify(self, ids: np.ndarray) -> None:
-        pages = pages_of_rows(self._section, ids, self._reader.page_bytes)
+        Raises:
+            IndexDamagedError, IndexError: as `range`.
+        """
+        pages = pages_of_rows(self._section, self._check_ids(ids), self._reader.page_bytes)
         self._reader.verify_pages(self._section, pages)
 
-    def _check_range(self, begin: int, end: int) -> None:
-        if not 0 <= begin <= end <= len(self):
-            raise IndexError(
-                f"section {self._section.name!r}: rows {begin} to {end} of {len(self)}"
-            )
+    def unverified(self) -> np.ndarray:
+        """Read-only, all rows; a mapped section as it lies in the file, of which only rows that
+        `verify_ids` has passed may be read."""
+        return _as_array(self._section, self._reader.unverified(self._section))
 
     def _check_ids(self, ids: Any) -> np.ndarray:
         ids = np.asarray(ids)
