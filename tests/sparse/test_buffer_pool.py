@@ -272,4 +272,4 @@ def test_many_threads_stay_within_the_limit() -> None:
 @pytest.mark.parametrize("limit", [0, -5, 1.5, True])
 def test_odd_limits_are_refused(limit: object) -> None:
     with pytest.raises(ValueError, match="limit_bytes"):
-        BufferPool(limit)  # type: ignore[arg-type]
+        BufferPool(limit)

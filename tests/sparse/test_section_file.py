@@ -280,7 +280,7 @@ def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
 
 def test_wrong_arguments_are_refused(path: Path) -> None:
     with pytest.raises(ValueError, match="'never'"):
-        SectionFile.open(path, verify="never")  # type: ignore[arg-type]
+        SectionFile.open(path, verify="never")
     file = SectionFile.open(path)
     with pytest.raises(KeyError, match="no section 'tabel', it has table"):
         file["tabel"]
