@@ -20,8 +20,9 @@ from vllm_relay.sparse.context_fingerprint import (
     as_token_ids,
     token_chain,
 )
+from vllm_relay.sparse.damage import IndexDamagedError
 from vllm_relay.sparse.elements import STORAGE, Elements, as_elements
-from vllm_relay.sparse.index import IndexDamagedError, KeyIndex
+from vllm_relay.sparse.index import KeyIndex
 from vllm_relay.sparse.section_file import SectionFile, SectionRows, SectionWriter
 from vllm_relay.sparse.section_table import PAGE_BYTES
 

@@ -27,9 +27,10 @@ from vllm_relay.sparse.context_store import (
     StoredContext,
     context_id_of,
 )
+from vllm_relay.sparse.damage import IndexDamagedError
 from vllm_relay.sparse.elements import Elements
 from vllm_relay.sparse.head_plan import HeadPlan
-from vllm_relay.sparse.index import IndexDamagedError, KeyIndex
+from vllm_relay.sparse.index import KeyIndex
 from vllm_relay.sparse.section_file import SectionFile, write_sections
 from vllm_relay.sparse.tokens import TOKEN_DTYPE
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from vllm_relay.sparse.buffer_pool import BufferPool
-from vllm_relay.sparse.index import IndexDamagedError
+from vllm_relay.sparse.damage import IndexDamagedError
 from vllm_relay.sparse.section_readers import (
     MappedReader,
     MemoryReader,
