@@ -173,13 +173,6 @@ class ContextFile:
         """uint8 [num_tokens // 16, 16]; `token_chain` of the tokens."""
         return self.file["token_hashes"]
 
-    def common_prefix_tokens(self, tokens: Any) -> int:
-        """With how many of its tokens `tokens` begins."""
-        given, stored = as_token_ids(tokens), self.tokens
-        length = min(len(given), len(stored))
-        is_different = given[:length] != stored[:length]
-        return int(is_different.argmax()) if is_different.any() else length
-
     def keys(self, layer: int, kv_head: int) -> Elements:
         """[num_tokens, head_size], all of it verified."""
         return Elements(self.file[f"{self._place(layer, kv_head)}/keys"], self.fingerprint.dtype)
