@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from vllm_relay.sparse.damage import IndexDamagedError
 from vllm_relay.sparse.elements import Elements
 from vllm_relay.sparse.query_types import QueryType
+from vllm_relay.sparse.section_file import SectionFile, write_sections
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -142,8 +144,6 @@ class KeyIndex(ABC):
 
     def save(self, path: str | Path) -> None:
         """Writes one file, atomically: it is there whole or not at all."""
-        from vllm_relay.sparse.section_file import write_sections
-
         settings, arrays = self.to_arrays()
         write_sections(path, {"content": "key index", "kind": self.kind, **settings}, arrays)
 
@@ -158,15 +158,9 @@ class KeyIndex(ABC):
         Raises:
             IndexDamagedError: not such a file, damaged, or of another kind of index.
         """
-        from vllm_relay.sparse.section_file import SectionFile
-
         with SectionFile.open(path, mmap=mmap) as file:
             header = dict(file.header)
             found = (header.pop("content", None), header.pop("kind", None))
             if found != ("key index", cls.kind):
                 raise IndexDamagedError(f"{path}: holds {found}, expected a {cls.kind} key index")
             return cls.from_arrays(header, {name: file[name] for name in file.names})
-
-
-class IndexDamagedError(ValueError):
-    """An index, or a file of one, is not what it should be; it must not be searched."""
