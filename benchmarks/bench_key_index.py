@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import statistics
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.common import Goal, Result, Row, argument_parser, show
@@ -41,14 +41,22 @@ MANY_KEYS = 1_000_000
 class Study:
     """The contenders on one set of keys, and what they are asked."""
 
-    def __init__(self, result: Result, options: Namespace, head_set: HeadSet) -> None:
+    def __init__(
+        self,
+        result: Result,
+        options: Namespace,
+        head_set: HeadSet,
+        classes: Sequence[type[Contender]],
+    ) -> None:
         self.result, self.options, self.set = result, options, head_set
         self.head = head_set.head
         self.title = f"{self.head.name}, {self.head.num_keys:,} keys"
-        self.built = self._build(self.head, options.classes)
+        self.built = self._build(self.head, classes)
         self.own = [b.contender for b in self.built if isinstance(b.contender, OwnIndex)]
 
-    def _build(self, head: Head, classes: list[type[Contender]], variant: str = "") -> list[Built]:
+    def _build(
+        self, head: Head, classes: Sequence[type[Contender]], variant: str = ""
+    ) -> list[Built]:
         set_name = f"{self.set.file_name}{variant}"
         built = []
         for contender_class in classes:
@@ -139,7 +147,7 @@ class Study:
         classes = [type(contender) for contender in self.own if len(contender.efforts) > 1]
         for position, (label, head) in enumerate(self.set.groups()):
             rows = []
-            for one in self._build(head, list(classes), f"-{label}"):
+            for one in self._build(head, classes, f"-{label}"):
                 assert isinstance(one.contender, OwnIndex)
                 queries = head.queries[:, 0]
                 k = min(GOAL_K, head.num_keys)
@@ -289,7 +297,6 @@ def parse_options() -> Namespace:
         parser.error("--model is given without --text: expected a file for the model to read")
     if options.threads != 1:
         parser.error(f"--threads is {options.threads}, expected 1: searches run on one thread")
-    options.classes = choose_contenders(options.contenders)
     return options
 
 
@@ -315,15 +322,13 @@ def choose_contenders(names: list[str] | None) -> list[type[Contender]]:
 
 def main() -> None:
     options = parse_options()
-    classes = options.classes
-    del options.classes  # not a setting
+    classes = choose_contenders(options.contenders)
     result = Result.begin(__file__, __doc__, options)
-    options.classes = classes
     sizes = Sizes(options.keys, options.train, options.tests, options.seed)
     if options.smoke:
         sizes, options.rounds = Sizes(1000, 300, 10, options.seed), 1
     for head_set in head_sets(options, sizes):
-        Study(result, options, head_set).run()
+        Study(result, options, head_set, classes).run()
     result.end(options)
 
 

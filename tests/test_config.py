@@ -136,7 +136,7 @@ def test_bad_options_are_named(options: Any, message: str) -> None:
 
 def test_what_pydantic_expects_is_taken_as_it_is() -> None:
     class OtherConfig(RelayConfig):
-        kernel: Literal["{name}"] = "{name}"  # type: ignore[assignment]
+        kernel: Literal["{name}"] = "{name}"
 
     with pytest.raises(ValueError, match=r"kernel: given 'fast', expected '{name}', or"):
         OtherConfig.from_options({"kernel": "fast"})

@@ -34,6 +34,9 @@ class Contender(ABC):
     effort_from_k: ClassVar[bool] = False
     whole_batch: ClassVar[bool] = False
 
+    # keys scored; those whose library tells, or that know, begin at 0
+    _distances: int | None = None
+
     @abstractmethod
     def build(self, keys: np.ndarray, train_queries: np.ndarray) -> None:
         """Indexes float32 keys [n, d]; train_queries [m, d] are for those that learn from them."""
@@ -48,7 +51,10 @@ class Contender(ABC):
 
     def take_distances(self) -> int | None:
         """Keys scored since the last call; None if the library does not tell."""
-        return None
+        taken = self._distances
+        if taken is not None:
+            self._distances = 0
+        return taken
 
     def save(self, path: Path) -> bool:
         """Keeps the built index for later runs; False if there is no point in it."""
@@ -64,9 +70,10 @@ class Reference(Contender):
 
     name = "reference"
     efforts = (1,)
+    _distances = 0
 
     def build(self, keys: np.ndarray, train_queries: np.ndarray) -> None:
-        self._keys, self._distances = keys.astype(np.float64), 0
+        self._keys = keys.astype(np.float64)
 
     def search(self, k: int, effort: int) -> Search:
         def run(queries: np.ndarray) -> Sequence[np.ndarray]:
@@ -75,10 +82,6 @@ class Reference(Contender):
 
         return run
 
-    def take_distances(self) -> int:
-        taken, self._distances = self._distances, 0
-        return taken
-
 
 class OwnIndex(Contender):
     """One of `vllm_relay.sparse`'s indexes."""
@@ -86,6 +89,7 @@ class OwnIndex(Contender):
     class_name: ClassVar[str]
 
     index: KeyIndex
+    _distances = 0
 
     @classmethod
     def is_there(cls) -> bool:
@@ -94,7 +98,6 @@ class OwnIndex(Contender):
     def build(self, keys: np.ndarray, train_queries: np.ndarray) -> None:
         index_class = getattr(vllm_relay.sparse, self.class_name)
         self.index = index_class().build(keys, train_queries, seed=SEED, threads=1)
-        self._distances = 0
 
     def search(self, k: int, effort: int) -> Search:
         query = TopK(k, width=effort)
@@ -105,10 +108,6 @@ class OwnIndex(Contender):
             return result.ids
 
         return run
-
-    def take_distances(self) -> int:
-        taken, self._distances = self._distances, 0
-        return taken
 
 
 class Flat(OwnIndex):

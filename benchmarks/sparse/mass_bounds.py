@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from benchmarks.common import Row
 from benchmarks.sparse.contenders import OwnIndex
 from benchmarks.sparse.head_corpus import Head
-from vllm_relay.sparse import Dipr, QueryType, TopK
+from vllm_relay.sparse import Dipr, QueryType, TopK, reference
 
 QUERIES_AT_ONCE = 16
 TOLERANCE = 1e-6
@@ -33,7 +31,7 @@ def bound_row(contender: OwnIndex, head: Head) -> Row:
         query = QUERIES[number % len(QUERIES)]
         found = contender.index.search(part, query, prefix_len=head.prefix_len)
         assert found.stats.dropped_mass is not None
-        dropped = _dropped_mass(part @ keys.T * head.scale, found.ids)
+        dropped = reference.dropped_mass(part, keys, found.ids, scale=head.scale)
         over = dropped - found.stats.dropped_mass
         violated += int((over > TOLERANCE).sum())
         most_wrong = max(most_wrong, float(over.max()))
@@ -46,12 +44,3 @@ def bound_row(contender: OwnIndex, head: Head) -> Row:
         "bound minus truth, median": float(np.median(slack)),
         "bound minus truth, p99": float(np.quantile(slack, 0.99)),
     }
-
-
-def _dropped_mass(logits: np.ndarray, found: Sequence[np.ndarray]) -> np.ndarray:
-    """float64 [q]; logits [q, n]."""
-    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-    total = weights.sum(axis=1)
-    for row, ids in zip(weights, found, strict=True):
-        row[ids] = 0
-    return weights.sum(axis=1) / total

@@ -42,11 +42,11 @@ class Rival(Contender):
 
 
 class _Faiss(Rival):
-    """Stands for `index`, a faiss index; those with counters name them in `stats`."""
+    """Stands for `index`, a faiss index; `stats` are its counters, where it has some."""
 
     package = "faiss"
     index: Any
-    stats: ClassVar[str]
+    stats: ClassVar[str | None] = None
 
     @property
     def module(self) -> Any:
@@ -65,6 +65,8 @@ class _Faiss(Rival):
         return path.exists()
 
     def take_distances(self) -> int | None:
+        if self.stats is None:
+            return super().take_distances()
         stats = getattr(self.module.cvar, self.stats)
         taken = stats.ndis
         stats.reset()
@@ -119,11 +121,11 @@ class FaissHnsw(_Faiss):
 class FaissFlat(_Faiss):
     name = "faiss Flat"
     efforts = (1,)
+    _distances = 0
 
     def build(self, keys: np.ndarray, train_queries: np.ndarray) -> None:
         self.index = self.module.IndexFlatIP(keys.shape[1])
         self.index.add(keys)
-        self._distances = 0
 
     def search(self, k: int, effort: int) -> Search:
         def run(queries: np.ndarray) -> np.ndarray:
@@ -131,10 +133,6 @@ class FaissFlat(_Faiss):
             return self.index.search(queries, k)[1]
 
         return run
-
-    def take_distances(self) -> int:
-        taken, self._distances = self._distances, 0
-        return taken
 
     def save(self, path: Path) -> bool:
         return False  # building it is copying the keys
@@ -176,6 +174,7 @@ class Usearch(Rival):
     name, package = "usearch M32", "usearch"
     efforts = GRAPH_EFFORTS
     effort_from_k = True
+    _distances = 0
 
     @property
     def module(self) -> Any:
@@ -190,7 +189,6 @@ class Usearch(Rival):
             expansion_add=BUILD_WIDTH,
         )
         self._index.add(np.arange(len(keys)), keys, threads=1)
-        self._distances = 0
 
     def search(self, k: int, effort: int) -> Search:
         def run(queries: np.ndarray) -> Sequence[np.ndarray]:
@@ -201,10 +199,6 @@ class Usearch(Rival):
 
         return run
 
-    def take_distances(self) -> int:
-        taken, self._distances = self._distances, 0
-        return taken
-
     def save(self, path: Path) -> bool:
         self._index.save(str(path))
         return True
@@ -212,7 +206,6 @@ class Usearch(Rival):
     def load(self, path: Path) -> bool:
         if path.exists():
             self._index = self.module.Index.restore(str(path))
-            self._distances = 0
         return path.exists()
 
 

@@ -118,6 +118,7 @@ void search_graph(const Codes& codes, const Rows& keys, const Graph& graph,
                              request.k ? static_cast<int32_t>(num_rescored(request.k)) : 0,
                              request.k ? -1.f : request.range,
                              request.window_max ? request.window_max + first : nullptr,
+                             static_cast<int32_t>(request.begin),
                              static_cast<int32_t>(request.prefix_len),
                              request.entries,
                              request.num_entries};

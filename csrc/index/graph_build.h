@@ -176,6 +176,7 @@ class GraphBuilder {
             0,
             -1.f,
             nullptr,
+            0,
             static_cast<int32_t>(n_),
             entries,
             num_entries};

@@ -47,7 +47,7 @@ struct GraphQuery {
   int32_t keep;             // nodes to find, where that is more
   float range;              // below 0: none
   const float* window_max;  // [num_queries] or null
-  int32_t prefix_len;
+  int32_t begin, prefix_len;
   const int32_t* entries;
   int32_t num_entries;
 };
@@ -154,7 +154,7 @@ class GraphSearch {
             1e15, std::ceil((query.range + kRangeErrors * query_[i].error) / query_[i].unit)));
       scratch_.queues[i].reset(static_cast<int32_t>(mean - deviation),
                                static_cast<int32_t>(11 * deviation) + 1, query.width, query.keep,
-                               range);
+                               range, query.begin);
       if (query.window_max && query.window_max[i] > -INFINITY)
         scratch_.queues[i].raise_best(static_cast<int64_t>(
             std::clamp((query.window_max[i] - query_[i].offset) / query_[i].unit, -1e15, 1e15)));

@@ -6,11 +6,12 @@
 namespace relay::index {
 namespace {
 
-// Scans the `width` lists whose centres each query likes best; the queries of a group share them.
+// Scans the `width` lists whose centres each query likes best, or as many as hold the keys it asks
+// for; the queries of a group share them.
 inline void search_inverted(const Codes& codes, const InvertedLists& lists, const Rows& keys,
                             const SearchRequest& request, ScanScratch& scratch,
                             SearchOutcome& outcome) {
-  static thread_local std::vector<int32_t> scores, order;
+  static thread_local std::vector<int32_t> scores, order, sizes;
   static thread_local std::vector<char> probed;
   static thread_local std::vector<BlockRange> ranges;
   scratch.encode(request.queries, request.num_queries, codes);
@@ -23,34 +24,46 @@ inline void search_inverted(const Codes& codes, const InvertedLists& lists, cons
                          scores.data() + static_cast<size_t>(q) * padded + block * kBlockKeys,
                          products, sizeof(int32_t) * kBlockKeys * count());
                    });
-  // only lists with keys that count
-  const bool all_count = request.begin == 0 && request.prefix_len >= codes.num_rows;
+  // of a list, the keys that count: [first, end)
+  const auto counting = [&](int32_t i) -> std::pair<int64_t, int64_t> {
+    const int32_t* ids = lists.ids + lists.starts[i] * kBlockKeys;
+    int64_t first = 0, end = lists.counts[i];
+    if (request.prefix_len < codes.num_rows)
+      end = std::lower_bound(ids, ids + end, request.prefix_len) - ids;
+    if (request.begin) first = std::lower_bound(ids, ids + end, request.begin) - ids;
+    return {first, end};
+  };
   order.clear();
+  sizes.assign(n, 0);
   for (int32_t i = 0; i < n; ++i) {
-    const int32_t *ids = lists.ids + lists.starts[i] * kBlockKeys, *end = ids + lists.counts[i];
-    const int32_t* first = request.begin ? std::lower_bound(ids, end, request.begin) : ids;
-    if (all_count || (first < end && *first < request.prefix_len)) order.push_back(i);
+    const auto [first, end] = counting(i);
+    sizes[i] = static_cast<int32_t>(end - first);
+    if (sizes[i]) order.push_back(i);
   }
   probed.assign(n, 0);
-  const int32_t width = std::min(request.width, static_cast<int32_t>(order.size()));
+  const auto num_lists = static_cast<int32_t>(order.size());
   for (int q = 0; q < request.num_queries; ++q) {
     const int32_t* mine = scores.data() + static_cast<size_t>(q) * padded;
-    std::nth_element(order.begin(), order.begin() + width, order.end(), [&](int32_t a, int32_t b) {
-      return mine[a] > mine[b] || (mine[a] == mine[b] && a < b);
-    });
-    for (int32_t i = 0; i < width; ++i) probed[order[i]] = 1;
+    int64_t found = 0;
+    // more lists than asked for where those hold too few keys
+    for (int32_t done = 0, wanted = std::min(request.width, num_lists);
+         done < num_lists && (done == 0 || found < request.k);
+         wanted = std::min(2 * wanted, num_lists)) {
+      std::nth_element(
+          order.begin() + done, order.begin() + wanted, order.end(),
+          [&](int32_t a, int32_t b) { return mine[a] > mine[b] || (mine[a] == mine[b] && a < b); });
+      for (; done < wanted; ++done) {
+        probed[order[done]] = 1;
+        found += sizes[order[done]];
+      }
+    }
   }
   ranges.clear();
   for (int32_t i = 0; i < n; ++i) {
     if (!probed[i]) continue;
-    const int32_t* ids = lists.ids + lists.starts[i] * kBlockKeys;
-    int64_t first = 0, count = lists.counts[i];
-    if (request.prefix_len < codes.num_rows)
-      count = std::lower_bound(ids, ids + count, request.prefix_len) - ids;
-    if (request.begin) first = std::lower_bound(ids, ids + count, request.begin) - ids;
-    if (first == count) continue;
+    const auto [first, end] = counting(i);
     const int64_t skipped_blocks = first / kBlockKeys;
-    ranges.push_back({lists.starts[i] + skipped_blocks, count - skipped_blocks * kBlockKeys,
+    ranges.push_back({lists.starts[i] + skipped_blocks, end - skipped_blocks * kBlockKeys,
                       (1u << (first % kBlockKeys)) - 1});
   }
   outcome.distances += n;

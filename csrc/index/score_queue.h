@@ -24,8 +24,9 @@ class ScoreQueue {
   };
 
   // Scores from `low` to `low + span` get a bucket of their own kind; others join the outer ones.
-  void reset(int32_t low, int32_t span, int32_t width, int32_t keep, int64_t range) {
+  void reset(int32_t low, int32_t span, int32_t width, int32_t keep, int64_t range, int32_t begin) {
     low_ = low;
+    begin_ = begin;
     shift_ = 0;
     while ((span >> shift_) >= kBuckets) ++shift_;
     kept_ = {std::max(width, keep)};
@@ -64,6 +65,7 @@ class ScoreQueue {
     entries_[size_] = {id, score, word & bit ? head_[b] : -1};
     head_[b] = size_++;
     word |= bit;
+    if (id < begin_) return;
     ++count_[b];
     kept_.above += b >= kept_.floor;
     popped_.above += b >= popped_.floor;
@@ -110,7 +112,7 @@ class ScoreQueue {
         std::min<int64_t>(std::max<int64_t>(score - low_, 0) >> shift_, kBuckets - 1));
   }
 
-  int32_t low_ = 0, bound_ = INT_MIN;
+  int32_t low_ = 0, begin_ = 0, bound_ = INT_MIN;
   int64_t range_ = -1, best_ = kNone;
   int shift_ = 0, last_floor_ = 0;
   Best kept_, popped_;

@@ -194,4 +194,4 @@ def start(
     # vLLM's platform for CPUs turns it off, for its worker
     config.scheduler_config.async_scheduling = asynchronous
     executor: Callable[..., Any] = partial(SimulatedExecutor, available_bytes=available_bytes)
-    return LLMEngine(config, executor, log_stats=True)  # type: ignore[arg-type]
+    return LLMEngine(config, executor, log_stats=True)

@@ -81,7 +81,7 @@ class Soak:
         extra_args = {} if pin is None else {EXTRA_ARG: f"pin-{pin}"}
         self.engine.add_request(
             request_id,
-            {"prompt_token_ids": self.prompts[prompt], "cache_salt": salt},  # type: ignore[typeddict-unknown-key]
+            {"prompt_token_ids": self.prompts[prompt], "cache_salt": salt},
             SamplingParams(
                 temperature=0,
                 max_tokens=question.output_tokens,

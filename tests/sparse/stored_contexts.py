@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small context, and an index that is nothing but its arrays."""
+"""A small context, and an index that has an array besides its keys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
+from tests.sparse.brute_force_index import BruteForceIndex
 from vllm_relay.sparse.context_file import ContextFingerprint, ContextHead, write_context
 from vllm_relay.sparse.elements import Elements, from_float32
-from vllm_relay.sparse.index import IndexDamagedError, KeyIndex, SearchResult
+from vllm_relay.sparse.index import IndexDamagedError
 
 FINGERPRINT = ContextFingerprint(
     model="tiny",
@@ -25,30 +26,17 @@ FINGERPRINT = ContextFingerprint(
 TOKENS = (np.arange(1000) * 7919 % 32_000).astype(np.int64)
 
 
-class ArraysIndex(KeyIndex):
-    kind: ClassVar[str] = "arrays of tests"
+class ArraysIndex(BruteForceIndex):
+    kind = "arrays of tests"
 
     def __init__(self, keys: Elements, links: np.ndarray) -> None:
+        super().__init__()
         self._keys = keys
         self.links = links
 
-    @property
-    def keys(self) -> Elements:
-        return self._keys
-
-    def build(self, *arguments: Any, **options: Any) -> ArraysIndex:
-        raise NotImplementedError
-
-    def search(self, *arguments: Any, **options: Any) -> SearchResult:
-        raise NotImplementedError
-
-    def append(self, keys: Any) -> None:
-        raise NotImplementedError
-
-    def check(self) -> None: ...
-
     def to_arrays(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        return {"dtype": self._keys.dtype}, {"keys": self._keys.data, "links": self.links}
+        settings, arrays = super().to_arrays()
+        return settings, {**arrays, "links": self.links}
 
     @classmethod
     def from_arrays(cls, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> ArraysIndex:

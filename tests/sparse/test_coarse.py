@@ -159,3 +159,13 @@ def test_a_prefix_takes_no_width_for_lists_that_have_none_of_its_keys() -> None:
         (ids,), _, _ = index.search(keys[:1], TopK(10, width=1), begin=begin, prefix_len=prefix_len)
         assert len(ids) > 0
         assert ((ids >= begin) & (ids < prefix_len)).all()
+
+
+@pytest.mark.parametrize(("begin", "prefix_len"), [(0, None), (100, 900)])
+def test_lists_are_read_until_they_hold_enough(begin: int, prefix_len: int | None) -> None:
+    data = key_set("random", 1000, 32)
+    index = CoarseIndex().build(data.keys)
+    for k in (100, 2000):
+        query = TopK(k, width=1)
+        result = index.search(data.queries[:3], query, begin=begin, prefix_len=prefix_len)
+        assert [len(ids) for ids in result.ids] == 3 * [min(k, (prefix_len or 1000) - begin)]

@@ -127,15 +127,6 @@ def test_contexts_of_other_models_are_refused(path: Path, changes: dict[str, Any
         assert "rope is" in str(caught.value) and "'factor': 4" in str(caught.value)
 
 
-def test_common_prefixes_are_counted_in_tokens(path: Path) -> None:
-    context = ContextFile.open(path)
-    assert context.common_prefix_tokens(TOKENS) == 1000
-    assert context.common_prefix_tokens([*TOKENS, 5]) == 1000
-    assert context.common_prefix_tokens(TOKENS[:37]) == 37
-    assert context.common_prefix_tokens([*TOKENS[:36], 31_999, *TOKENS[37:]]) == 36
-    assert context.common_prefix_tokens([TOKENS[0] + 1]) == 0
-
-
 def wrong_key_dtype(given: ContextHead) -> ContextHead:
     return replace(given, keys=given.keys.to_float32())
 

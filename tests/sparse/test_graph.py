@@ -15,6 +15,7 @@ from tests.sparse.answers import assert_same, recall
 from tests.sparse.key_sets import KINDS, TRAPS, key_set, trap
 from vllm_relay.sparse import reference
 from vllm_relay.sparse.elements import DTYPES
+from vllm_relay.sparse.flat import FlatIndex
 from vllm_relay.sparse.graph import HUBS, SPREAD, GraphIndex, GraphOptions
 from vllm_relay.sparse.index import IndexDamagedError
 from vllm_relay.sparse.query_types import Dipr, TopK
@@ -225,3 +226,28 @@ def test_more_keys_than_the_width_are_found_where_they_exist() -> None:
     assert len(ids) == 1000
     (ids,), _, usual = index.search(keys[:1], TopK(1000))
     assert len(ids) == 1000 and usual.hops >= 1000 > narrow.hops
+
+
+@pytest.mark.parametrize(("begin", "prefix_len"), [(2900, None), (50, 200), (2999, None)])
+def test_keys_that_do_not_count_take_no_place(begin: int, prefix_len: int | None) -> None:
+    rng = np.random.default_rng(0)
+    keys, queries = (rng.standard_normal((n, 64), np.float32) for n in (3000, 4))
+    keys[:32] *= 5
+    index, exact = GraphIndex().build(keys), FlatIndex().build(keys)
+    for query in (TopK(100), Dipr(beta=5.0)):
+        found, expected = (
+            each.search(queries, query, begin=begin, prefix_len=prefix_len)
+            for each in (index, exact)
+        )
+        for ids, right in zip(found.ids, expected.ids, strict=True):
+            assert ids[0] == right[0]
+            if isinstance(query, TopK):
+                assert len(ids) == len(right) == min(100, (prefix_len or 3000) - begin)
+
+
+def test_a_build_does_not_depend_on_the_one_before() -> None:
+    hubs, random = key_set("hubs", 2000, 32), key_set("random", 500, 32)
+    index = GraphIndex().build(hubs.keys, hubs.train).build(random.keys, random.train)
+    _, arrays = index.to_arrays()
+    _, expected = GraphIndex().build(random.keys, random.train).to_arrays()
+    assert all(np.array_equal(arrays[name], expected[name]) for name in expected)

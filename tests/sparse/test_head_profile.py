@@ -206,7 +206,7 @@ def test_widths_begin_where_they_are_told_to() -> None:
         index, from_float32(values, "float32"), exact_attention(keys, values, queries), answers,
         max_error=0.5, from_default_width=True,
     )  # fmt: skip
-    assert found and min(each.query.width for each in found) >= 30  # type: ignore[union-attr,type-var]
+    assert found and min(each.query.width for each in found) >= 30
 
 
 def test_an_index_that_finds_too_little_is_known_to() -> None:

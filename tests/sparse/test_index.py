@@ -138,6 +138,7 @@ def test_no_answer_lies_before_the_beginning(index_class: type[CompiledIndex], k
                     if begin < end and (query.width or index_class is FlatIndex):
                         part = [ids - begin for ids in result.ids]
                         moved = SearchResult(part, result.scores, result.stats)
+                        assert all(len(ids) for ids in part)
                         if index_class is not GraphIndex:
                             assert_exact(moved, queries, data.keys[begin:end], query)
 
@@ -271,6 +272,28 @@ def test_the_dropped_mass_is_that_of_the_appended_keys_too(
     found, expected = (each.search(data.queries, query) for each in (index, whole))
     assert_same(found, expected)
     assert np.array_equal(found.stats.dropped_mass, expected.stats.dropped_mass)
+
+
+@each_index
+def test_an_index_without_keys_says_so(index_class: type[CompiledIndex]) -> None:
+    for use in (
+        lambda index: index.search(np.zeros((1, 4), np.float32), TopK(1)),
+        lambda index: index.num_keys,
+        lambda index: index.check(),
+    ):
+        with pytest.raises(RuntimeError, match="holds no keys: build it or load one"):
+            use(index_class())
+
+
+@each_index
+def test_a_search_begins_at_the_answer_before(
+    index_class: type[CompiledIndex], built: dict[Any, CompiledIndex]
+) -> None:
+    index, queries = built[index_class], key_set("rope", *SIZE).queries[:4]
+    answer = index.search(queries, TopK(5))
+    again = index.search(queries, TopK(5), entry=answer.ids)
+    expected = index.search(queries, TopK(5), entry=np.concatenate(answer.ids))
+    assert_same(again, expected)
 
 
 @each_index

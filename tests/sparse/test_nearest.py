@@ -87,14 +87,6 @@ def test_it_does_not_depend_on_threads_or_company() -> None:
         assert np.array_equal(part, expected[begin:end])
 
 
-def spread_order(n: int) -> np.ndarray:
-    """The order in which a sample of the keys is taken (nearest_keys.h)."""
-    step = int(n * 0.618033988749895)
-    while np.gcd(step, n) != 1:
-        step += 1
-    return np.arange(n) * step % n
-
-
 @pytest.mark.parametrize("few", [30, 300])
 def test_a_sample_that_promises_too_much(few: int) -> None:
     """All of the best keys are in the sample, so that the bound drawn from it lets too few of the
@@ -103,7 +95,7 @@ def test_a_sample_that_promises_too_much(few: int) -> None:
     rng = np.random.default_rng(0)
     keys = rng.standard_normal((n, 8)).astype(np.float32)
     direction = np.ones(8, np.float32)
-    keys[spread_order(n)[:few]] += 10 * direction
+    keys[_C.index.spread_order(n)[:few]] += 10 * direction
     queries = np.stack([direction, -direction, rng.standard_normal(8)]).astype(np.float32)
     ids = nearest(Elements(keys, "float32"), queries, k)
     scores = reference.scores_of(queries, keys)

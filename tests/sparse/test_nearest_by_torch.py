@@ -13,7 +13,6 @@ from vllm_relay.sparse.key_codes import encode
 
 def _both(keys: Elements, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     codes, rows = encode(keys, threads=1)
-    pytest.importorskip("torch")
     # a name that is not "cpu" to the dispatcher, and the CPU to torch
     by_torch = nearest.nearest_keys(keys, codes, rows, queries, k, threads=1, device="cpu:0")
     return nearest.nearest_keys(keys, codes, rows, queries, k, threads=1, device="cpu"), by_torch

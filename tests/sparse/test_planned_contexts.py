@@ -59,7 +59,7 @@ def test_planned_contexts_answer_like_dense_ones(
     stored(db, tiny_model("llama"), CONTEXT)
     plans = _plans(db)
     assert None not in plans
-    whole = [plan.query_for(400) for plan in plans]  # type: ignore[union-attr]
+    whole = [plan.query_for(400) for plan in plans]
     assert any((query is None) == (cheap == "full") for query in whole)
     outputs, stats = _decoded(db)
     ending = torch.tensor([[1, 2, 3]])

@@ -85,7 +85,7 @@ def test_reuse_of_a_part_makes_scans_cheaper_but_hardly_graphs() -> None:
 
 def test_a_coarse_index_takes_more_lists_where_fewer_of_their_keys_count() -> None:
     known = head(LONG).with_searches([search("coarse", 100, distances=11_000)])
-    widths = [planned(known, LONG // n, kinds=("coarse",)).query.width for n in (1, 2, 4)]  # type: ignore[union-attr]
+    widths = [planned(known, LONG // n, kinds=("coarse",)).query.width for n in (1, 2, 4)]
     assert widths == [100, 200, 400]
 
 

@@ -167,10 +167,9 @@ def test_only_the_pages_of_the_rows_are_verified(path: Path, mode: dict[str, Any
     flip(path, section_offset + damaged_row * 74)
     with SectionFile.open(path, **mode) as file:
         if "mmap" not in mode:  # which reads whole sections
-            file.verify_rows("table", 0, 400)
-            file.verify_ids("table", [0, 2999])
+            file.rows("table").verify_ids([0, 399, 2999])
             assert np.array_equal(file.rows("table").take([2999, 3]), TABLE[[2999, 3]])
-            assert np.array_equal(file.rows("table").range(0, 200), TABLE[:200])
+            assert np.array_equal(file.rows("table").range(0, 400), TABLE[:400])
         match = rf"{path}: section 'table', page 2 of 14 .*CRC-32C 0x\w+, expected 0x\w+"
         for touch in (
             lambda: file.rows("table").take([5, damaged_row - 3]),
@@ -182,19 +181,20 @@ def test_only_the_pages_of_the_rows_are_verified(path: Path, mode: dict[str, Any
                 touch()
 
 
-@pytest.mark.parametrize("verify", ["verify_ids", "verify_rows"])
-def test_unverified_views_are_verified_by_rows(path: Path, verify: str) -> None:
+def test_unverified_rows_are_verified_by_their_ids(path: Path) -> None:
     flip(path, SectionFile.open(path).sections["table"].offset_bytes + 700 * 74)
     with SectionFile.open(path) as file:
-        view = file.view("table", verified=False)
-        assert (view != TABLE).sum() == 1
+        rows = file.rows("table")
+        assert (rows.unverified() != TABLE).sum() == 1
+        rows.verify_ids([5, 660])
         with pytest.raises(IndexDamagedError):
-            file.view("table")
-        before, beside = ([5, 660], [0, 800]) if verify == "verify_ids" else ((0, 664), (600, 700))
-        as_arguments = (lambda ids: (ids,)) if verify == "verify_ids" else tuple
-        getattr(file, verify)("table", *as_arguments(before))
-        with pytest.raises(IndexDamagedError):
-            getattr(file, verify)("table", *as_arguments(beside))
+            rows.verify_ids([0, 800])
+
+
+@pytest.mark.parametrize("mode", modes(), ids=mode_name)
+def test_unverified_rows_of_a_whole_file_are_its_rows(path: Path, mode: dict[str, Any]) -> None:
+    with SectionFile.open(path, **mode) as file:
+        assert_same(file.rows("table").unverified(), TABLE)
 
 
 def test_verify_sees_damage_that_came_after_the_first_touch(path: Path) -> None:
@@ -280,7 +280,7 @@ def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
 
 def test_wrong_arguments_are_refused(path: Path) -> None:
     with pytest.raises(ValueError, match="'never'"):
-        SectionFile.open(path, verify="never")  # type: ignore[arg-type]
+        SectionFile.open(path, verify="never")
     file = SectionFile.open(path)
     with pytest.raises(KeyError, match="no section 'tabel', it has table"):
         file["tabel"]
@@ -291,7 +291,7 @@ def test_wrong_arguments_are_refused(path: Path) -> None:
         with pytest.raises(IndexError, match="of 3000"):
             rows.take(ids)
         with pytest.raises(IndexError, match="of 3000"):
-            file.verify_ids("table", ids)
+            rows.verify_ids(ids)
     for ids in ([0.5], [[1]], [True]):
         with pytest.raises(ValueError, match="whole numbers"):
             rows.take(ids)

@@ -230,9 +230,9 @@ def test_a_query_may_bound_the_dropped_mass_itself() -> None:
 def test_the_dropped_mass_stays_below_its_bound(
     seed: int, tau: float, query_type: QueryType
 ) -> None:
-    session, keys, values = _session(70, 70, query=query_type, max_dropped_mass=tau)
     # with the values of all dropped tokens 1 and all others 0, the dropped mass is what is missing
-    values = torch.ones_like(values)
+    keys = _random_states(70, 1)
+    values = torch.ones_like(keys)
     values[:, :, :SINKS] = values[:, :, 70 - RECENT :] = 0
     db = small_db(query=query_type, max_dropped_mass=tau)
     db.import_(range(70), [(keys, values)])

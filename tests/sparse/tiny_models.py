@@ -60,8 +60,6 @@ _SLIDING: dict[str, PreTrainedConfig] = {
 @functools.cache
 def tiny_model(family: str, attention: str = "relay_sparse", *, sliding: bool = False) -> Any:
     """The same weights for every attention; each has a model of its own."""
-    from vllm_relay.sparse import hf  # noqa: F401
-
     config = copy.deepcopy((_SLIDING if sliding else _CONFIGS)[family])
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention)

@@ -43,10 +43,6 @@ class BufferPoolStats:
     held_bytes: int = 0
     pinned_bytes: int = 0
 
-    @property
-    def hit_rate(self) -> float:
-        return self.hits / (self.hits + self.misses) if self.hits + self.misses else 0.0
-
 
 _Key = tuple[Hashable, Hashable]  # owner, and which of its bytes
 

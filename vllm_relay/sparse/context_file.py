@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -21,8 +20,9 @@ from vllm_relay.sparse.context_fingerprint import (
     as_token_ids,
     token_chain,
 )
+from vllm_relay.sparse.damage import IndexDamagedError
 from vllm_relay.sparse.elements import STORAGE, Elements, as_elements
-from vllm_relay.sparse.index import IndexDamagedError, KeyIndex
+from vllm_relay.sparse.index import KeyIndex
 from vllm_relay.sparse.section_file import SectionFile, SectionRows, SectionWriter
 from vllm_relay.sparse.section_table import PAGE_BYTES
 
@@ -175,13 +175,6 @@ class ContextFile:
         """uint8 [num_tokens // 16, 16]; `token_chain` of the tokens."""
         return self.file["token_hashes"]
 
-    def common_prefix_tokens(self, tokens: Any) -> int:
-        """With how many of its tokens `tokens` begins."""
-        given, stored = as_token_ids(tokens), self.tokens
-        length = min(len(given), len(stored))
-        is_different = given[:length] != stored[:length]
-        return int(is_different.argmax()) if is_different.any() else length
-
     def keys(self, layer: int, kv_head: int) -> Elements:
         """[num_tokens, head_size], all of it verified."""
         return Elements(self.file[f"{self._place(layer, kv_head)}/keys"], self.fingerprint.dtype)
@@ -249,12 +242,7 @@ class ContextFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def _place(self, layer: int, kv_head: int) -> str:

@@ -68,9 +68,7 @@ def run_delete(
     if as_json:
         console.print_json(json.dumps(reports))
     else:
-        for report in reports:
-            if report["error"]:
-                console.print(f"contexts: {report['error']}", style="red", markup=False)
+        _print_errors(console, reports)
         console.print(f"{len(deleted)} deleted")
     return 0 if len(deleted) == len(reports) else 1
 
@@ -127,12 +125,7 @@ def _run(
 
 def _describe(path: Path) -> dict[str, Any]:
     with ContextFile.open(path) as context:
-        return {
-            "fingerprint": asdict(context.fingerprint),
-            "num_tokens": context.num_tokens,
-            "index_kinds": context.index_kinds,
-            "num_bytes": context.file.num_bytes,
-        }
+        return _summary(context)
 
 
 def _describe_in_full(path: Path) -> dict[str, Any]:
@@ -142,12 +135,21 @@ def _describe_in_full(path: Path) -> dict[str, Any]:
             part = section.name.split("/", 4)[-1]
             parts[part] = parts.get(part, 0) + section.num_bytes
         return {
-            **_describe(path),
+            **_summary(context),
             "page_bytes": context.file.page_bytes,
             "num_sections": len(context.file.sections),
             "bytes_of_parts": parts,
             "plans": context.plans,
         }
+
+
+def _summary(context: ContextFile) -> dict[str, Any]:
+    return {
+        "fingerprint": asdict(context.fingerprint),
+        "num_tokens": context.num_tokens,
+        "index_kinds": context.index_kinds,
+        "num_bytes": context.file.num_bytes,
+    }
 
 
 def _verify(path: Path) -> dict[str, Any]:

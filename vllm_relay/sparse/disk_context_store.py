@@ -29,9 +29,10 @@ from vllm_relay.sparse.context_store import (
     StoredContext,
     context_id_of,
 )
+from vllm_relay.sparse.damage import IndexDamagedError
 from vllm_relay.sparse.elements import STORAGE, Elements
 from vllm_relay.sparse.head_plan import HeadPlan
-from vllm_relay.sparse.index import IndexDamagedError, KeyIndex
+from vllm_relay.sparse.index import KeyIndex
 from vllm_relay.sparse.section_file import SectionFile, write_sections
 from vllm_relay.sparse.tokens import TOKEN_DTYPE
 
@@ -140,12 +141,9 @@ class DiskContext(StoredContext):
         if self._is_pooled:
             places = [np.searchsorted(seen, found).astype(np.int32) for found in ids]
             return self._elements(keys.take(seen)), self._elements(values.take(seen)), places
-        views = []
-        for part, rows in (("keys", keys), ("values", values)):
+        for rows in (keys, values):
             rows.verify_ids(seen)
-            name = f"layers/{layer}/kv_heads/{head}/{part}"
-            views.append(self._elements(self._file.file.view(name, verified=False)))
-        return views[0], views[1], ids
+        return self._elements(keys.unverified()), self._elements(values.unverified()), ids
 
     def _fitting(self, queries: np.ndarray) -> Elements:
         """Raises ValueError: they are not of the dtype and size of the keys."""

@@ -75,8 +75,6 @@ def check_finite(name: str, elements: Elements) -> None:
     """Raises ValueError with the place of the first NaN or infinity."""
     if elements.dtype == "float32":
         finite = np.isfinite(elements.data)
-        if finite.all():
-            return
     else:
         exponent = 0x7C00 if elements.dtype == "float16" else 0x7F80
         finite = (elements.data & exponent) != exponent

@@ -49,6 +49,11 @@ class CompiledIndex(KeyIndex):
     _codes: KeyCodes
     _exact: Any = None
 
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__") and "_keys" not in self.__dict__:
+            raise RuntimeError(f"this {type(self).__name__} holds no keys: build it or load one")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     @property
     def keys(self) -> Elements:
         return self._keys
@@ -78,7 +83,7 @@ class CompiledIndex(KeyIndex):
         *,
         begin: int = 0,
         prefix_len: int | None = None,
-        entry: Sequence[int] | np.ndarray | None = None,
+        entry: Sequence[int] | Sequence[np.ndarray] | np.ndarray | None = None,
         window_max: Any = None,
     ) -> SearchResult:
         n, d = self._keys.shape
@@ -225,9 +230,12 @@ def check_begin(begin: int, prefix_len: int) -> int:
     return min(int(begin), prefix_len)
 
 
-def check_entries(entry: Sequence[int] | np.ndarray, num_keys: int) -> np.ndarray:
+def check_entries(
+    entry: Sequence[int] | Sequence[np.ndarray] | np.ndarray, num_keys: int
+) -> np.ndarray:
     try:
-        ids = np.asarray(entry)
+        answers = isinstance(entry, list | tuple) and any(isinstance(x, np.ndarray) for x in entry)
+        ids = np.concatenate(entry) if answers else np.asarray(entry)
     except ValueError as error:
         raise ValueError(f"entry: {error}") from error
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):

@@ -95,7 +95,6 @@ class GraphIndex(face.CompiledIndex):
             self.hub_statistic = len(np.unique(nearest[:, 0])) / len(queries)
         if options is None:
             options = HUBS if self.hub_statistic < HUB_HEAVY else SPREAD
-        self._options = options
         entries = np.array([_most_central(elements, codes.mean)], np.int32)
         graph = _empty_graph(n, options)
         _C.index.build_graph(

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from vllm_relay.sparse.damage import IndexDamagedError
 from vllm_relay.sparse.elements import Elements
 from vllm_relay.sparse.query_types import QueryType
+from vllm_relay.sparse.section_file import SectionFile, write_sections
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -78,7 +80,7 @@ class KeyIndex(ABC):
 
         Args:
             keys: [n, d] in token order; n >= 1. Kept in the dtype they are given in (float64 as
-                float32).
+                float32), and not copied where that is possible: do not write to them afterwards.
             train_queries: [m, d]; queries of the kind that will be asked, of every query head that
                 shares the index. Indexes that do not learn from queries ignore them.
             seed: the result depends on the arguments and this number only.
@@ -96,7 +98,7 @@ class KeyIndex(ABC):
         *,
         begin: int = 0,
         prefix_len: int | None = None,
-        entry: Sequence[int] | np.ndarray | None = None,
+        entry: Sequence[int] | Sequence[np.ndarray] | np.ndarray | None = None,
         window_max: Any = None,
     ) -> SearchResult:
         """Finds the keys that each query asks for, in one pass for all of them.
@@ -106,7 +108,7 @@ class KeyIndex(ABC):
             query: `TopK` or `Dipr`.
             begin: keys before this one do not count (attention sinks, which are read anyway).
             prefix_len: only keys of the first `prefix_len` tokens count; None for all.
-            entry: ids to begin at, e.g. the answer of the previous token.
+            entry: ids to begin at, or arrays of them: `ids` of the previous token's answer.
             window_max: [g]; the largest inner product each query has outside this index. A `Dipr`
                 range reaches down from the larger one of it and the index's own maximum.
 
@@ -142,8 +144,6 @@ class KeyIndex(ABC):
 
     def save(self, path: str | Path) -> None:
         """Writes one file, atomically: it is there whole or not at all."""
-        from vllm_relay.sparse.section_file import write_sections
-
         settings, arrays = self.to_arrays()
         write_sections(path, {"content": "key index", "kind": self.kind, **settings}, arrays)
 
@@ -158,15 +158,9 @@ class KeyIndex(ABC):
         Raises:
             IndexDamagedError: not such a file, damaged, or of another kind of index.
         """
-        from vllm_relay.sparse.section_file import SectionFile
-
         with SectionFile.open(path, mmap=mmap) as file:
             header = dict(file.header)
             found = (header.pop("content", None), header.pop("kind", None))
             if found != ("key index", cls.kind):
                 raise IndexDamagedError(f"{path}: holds {found}, expected a {cls.kind} key index")
             return cls.from_arrays(header, {name: file[name] for name in file.names})
-
-
-class IndexDamagedError(ValueError):
-    """An index, or a file of one, is not what it should be; it must not be searched."""

@@ -133,7 +133,7 @@ def _sample(
         return [None] * num_kv_heads
     # a head's turn comes every `group` rows: an even stride alone could always hit the same one
     group = queries.shape[0] // num_kv_heads
-    token = torch.arange(count) * queries.shape[1] // max(count, 1)
+    token = torch.arange(count) * queries.shape[1] // count
     chosen = rows[:, token * group + torch.arange(count) % group]
     sample = [to_elements(name, chosen[head], heads[0][0].dtype) for head in range(num_kv_heads)]
     for head, elements in enumerate(sample):

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from vllm_relay.sparse.buffer_pool import BufferPool
-from vllm_relay.sparse.index import IndexDamagedError
+from vllm_relay.sparse.damage import IndexDamagedError
 from vllm_relay.sparse.section_readers import (
     MappedReader,
     MemoryReader,
@@ -85,16 +86,12 @@ class SectionFile:
             raise ValueError(f"verify is {verify!r}, expected 'lazy' or 'now'")
         path = Path(path)
         opened = _open(path)
-        try:
-            first = opened.read(0, min(FIXED_HEADER_BYTES, opened.num_bytes))
+        first = opened.read(0, min(FIXED_HEADER_BYTES, opened.num_bytes))
+        with _naming(path):
             fixed = decode_fixed_header(bytes(first), opened.num_bytes)
-            metadata = opened.read(fixed.metadata_offset_bytes, fixed.metadata_bytes)
+        metadata = opened.read(fixed.metadata_offset_bytes, fixed.metadata_bytes)
+        with _naming(path):
             header, sections = decode_metadata(bytes(metadata), fixed)
-        except IndexDamagedError as error:
-            message = str(error)
-            if not message.startswith(f"{path}: "):
-                message = f"{path}: {message}"
-            raise IndexDamagedError(message) from None
         reader: SectionReader
         if pool is not None:
             reader = PooledReader(opened, fixed.page_bytes, pool)
@@ -124,31 +121,9 @@ class SectionFile:
         section = self._section(name)
         return _as_array(section, self._open_reader().whole(section))
 
-    def view(self, name: str, *, verified: bool = True) -> np.ndarray:
-        """`self[name]`; with verified=False a mapped section comes as it lies in the file, and only
-        rows that `verify_rows` or `verify_ids` has passed may be read.
-        """
-        section = self._section(name)
-        reader = self._open_reader()
-        data = reader.whole(section) if verified else reader.unverified(section)
-        return _as_array(section, data)
-
     def rows(self, name: str) -> SectionRows:
         """Access to rows of which only the pages that are touched are read and verified."""
         return SectionRows(self._section(name), self._open_reader())
-
-    def verify_rows(self, name: str, begin: int, end: int) -> None:
-        """Verifies what has not been verified yet of the pages that hold rows `begin` to `end`.
-
-        Raises:
-            IndexDamagedError: names section and page.
-            IndexError: no such rows.
-        """
-        self.rows(name).verify(begin, end)
-
-    def verify_ids(self, name: str, ids: Any) -> None:
-        """As `verify_rows`, for the rows `ids` (whole numbers [m], in any order)."""
-        self.rows(name).verify_ids(ids)
 
     def verify(self) -> None:
         """Reads every section from beginning to end, whatever was verified before.
@@ -173,12 +148,7 @@ class SectionFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def _section(self, name: str) -> Section:
@@ -224,7 +194,10 @@ class SectionRows:
             IndexDamagedError: a page of them is damaged; names it.
             IndexError: no such rows.
         """
-        self._check_range(begin, end)
+        if not 0 <= begin <= end <= len(self):
+            raise IndexError(
+                f"section {self._section.name!r}: rows {begin} to {end} of {len(self)}"
+            )
         row_bytes = self._section.row_bytes
         data = self._reader.range(self._section, begin * row_bytes, end * row_bytes)
         return data.view(self.dtype).reshape(end - begin, *self.shape[1:])
@@ -234,24 +207,19 @@ class SectionRows:
         rows = self._reader.take(self._section, self._check_ids(ids))
         return rows.view(self.dtype).reshape(len(rows), *self.shape[1:])
 
-    def verify(self, begin: int, end: int) -> None:
-        """As `SectionFile.verify_rows`."""
-        self._check_range(begin, end)
-        self._verify(np.arange(begin, end))
-
     def verify_ids(self, ids: Any) -> None:
-        """As `SectionFile.verify_ids`."""
-        self._verify(self._check_ids(ids))
+        """Verifies what has not been verified yet of the pages that hold these rows.
 
-    def _verify(self, ids: np.ndarray) -> None:
-        pages = pages_of_rows(self._section, ids, self._reader.page_bytes)
+        Raises:
+            IndexDamagedError, IndexError: as `range`.
+        """
+        pages = pages_of_rows(self._section, self._check_ids(ids), self._reader.page_bytes)
         self._reader.verify_pages(self._section, pages)
 
-    def _check_range(self, begin: int, end: int) -> None:
-        if not 0 <= begin <= end <= len(self):
-            raise IndexError(
-                f"section {self._section.name!r}: rows {begin} to {end} of {len(self)}"
-            )
+    def unverified(self) -> np.ndarray:
+        """Read-only, all rows; a mapped section as it lies in the file, of which only rows that
+        `verify_ids` has passed may be read."""
+        return _as_array(self._section, self._reader.unverified(self._section))
 
     def _check_ids(self, ids: Any) -> np.ndarray:
         ids = np.asarray(ids)
@@ -262,6 +230,15 @@ class SectionRows:
                 f"section {self._section.name!r}: rows {ids.min()} to {ids.max()} of {len(self)}"
             )
         return ids.astype(np.int64)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors of what has seen bytes only say of which file they are."""
+    try:
+        yield
+    except IndexDamagedError as error:
+        raise IndexDamagedError(f"{path}: {error}") from None
 
 
 def _open(path: Path) -> OpenFile:

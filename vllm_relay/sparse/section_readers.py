@@ -19,7 +19,7 @@ import numpy as np
 from vllm_relay.sparse.aligned import aligned_empty
 from vllm_relay.sparse.buffer_pool import BufferPool
 from vllm_relay.sparse.checksum import crc32c, find_damage
-from vllm_relay.sparse.index import IndexDamagedError
+from vllm_relay.sparse.damage import IndexDamagedError
 from vllm_relay.sparse.section_table import Section
 
 READ_BYTES = 1 << 20

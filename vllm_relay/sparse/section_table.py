@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from vllm_relay.sparse.checksum import crc32c
-from vllm_relay.sparse.index import IndexDamagedError
+from vllm_relay.sparse.damage import IndexDamagedError
 
 MAGIC = b"RELAYSEC"
 FORMAT_VERSION = 1

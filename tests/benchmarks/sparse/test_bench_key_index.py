@@ -48,14 +48,15 @@ def test_our_indexes_in_every_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     result = run(
         monkeypatch, tmp_path / "result.json", "--kinds", "hubs", "--contenders", "GraphIndex"
     )
-    titles = [table["title"].partition(": ")[2] for table in result["tables"]]
-    assert titles == [
+    tables = {table["title"].partition(": ")[2]: table["rows"] for table in result["tables"]}
+    assert list(tables) == [
         "recall@10", "cost at recall@10", "recall@100", "cost at recall@100",
+        "4 heads, noise 0.25, one index for all against one each",
         "4 heads, noise 0.25, recall@100", "4 heads, noise 0.5, recall@100",
-        "Dipr(beta=50)", "a prefix of 200 tokens", "attention error",
+        "Dipr(beta=50)", "a prefix of 200 tokens", "attention error", "bounds of the dropped mass",
     ]  # fmt: skip
-    rows = [table["rows"] for table in result["tables"]]
-    curve, groups, ranges, prefixes = rows[2], rows[4], rows[6], rows[7]
+    curve, groups = tables["recall@100"], tables["4 heads, noise 0.25, recall@100"]
+    ranges, prefixes = tables["Dipr(beta=50)"], tables["a prefix of 200 tokens"]
     assert [(row["effort"], row["distances"]) for row in curve] == [
         (100, 250), (200, 500), (400, 1000)
     ]  # fmt: skip
@@ -68,14 +69,20 @@ def test_our_indexes_in_every_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert ranges[0]["mass"] == ranges[3]["mass"] == 1 > ranges[1]["mass"]
     assert prefixes[0]["distances ratio"] == 0.2
     assert prefixes[0]["recall, whole"] == prefixes[0]["recall, prefix"] == 1
-    errors = {row["query"]: row["error, median"] for row in rows[8]}
+    errors = {row["query"]: row["error, median"] for row in tables["attention error"]}
     assert errors["1000 keys"] < 1e-5 < errors["100 keys"] < errors["10 keys"]
+    [sharing] = tables["4 heads, noise 0.25, one index for all against one each"]
+    assert sharing["effort"] == 400
+    assert sharing["bytes, one each"] == 4 * sharing["bytes, shared"] == 16_000
+    assert sharing["recall, one each"] == sharing["recall, shared"] == 1
+    [bounds] = tables["bounds of the dropped mass"]
+    assert (bounds["queries"], bounds["bound violated"]) == (10, 0)
 
 
 def test_an_index_that_ignores_the_prefix_is_caught() -> None:
     class Ignoring(ScanningIndex):
-        def search(self, queries, query, *, prefix_len=None, window_max=None):
-            return super().search(queries, query, window_max=window_max)
+        def search(self, queries, query, *, prefix_len=None, **options):
+            return super().search(queries, query, **options)
 
     contender, heads = Graph(), [make_head("flat", keys=100, tests=5, reuse=r) for r in (1, 0.2)]
     contender.index = Ignoring().build(heads[0].keys)

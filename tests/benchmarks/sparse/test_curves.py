@@ -16,9 +16,10 @@ class FirstKeys(Contender):
 
     name, efforts = "first keys", (50, 100, 200, 400, 800)
     effort_from_k = True
+    _distances = 0
 
     def build(self, keys: np.ndarray, train_queries: np.ndarray) -> None:
-        self._keys, self._distances, self.calls = keys, 0, 0
+        self._keys, self.calls = keys, 0
 
     def search(self, k: int, effort: int) -> Search:
         def run(queries: np.ndarray) -> Sequence[np.ndarray]:
@@ -27,10 +28,6 @@ class FirstKeys(Contender):
             return exact.top_k(queries, self._keys[:effort], k)
 
         return run
-
-    def take_distances(self) -> int:
-        taken, self._distances = self._distances, 0
-        return taken
 
 
 class FirstKeysAtOnce(FirstKeys):

@@ -4,7 +4,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from benchmarks.sparse import head_statistics
 from benchmarks.sparse.head_corpus import (
     COPIES_PER_KEY,
     KINDS,
@@ -14,6 +13,7 @@ from benchmarks.sparse.head_corpus import (
     Head,
     make_head,
 )
+from tests.benchmarks.sparse import head_statistics
 
 KEYS, TRAIN, TESTS, HEADS, HEAD_SIZE = 3000, 500, 40, 3, 64
 

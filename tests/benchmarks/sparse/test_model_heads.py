@@ -5,8 +5,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.sparse import model_heads
-from benchmarks.sparse.head_statistics import softmax_weights
 from benchmarks.sparse.model_heads import LayerTensors, head_of, record_attention
+from tests.benchmarks.sparse.head_statistics import softmax_weights
 
 TOKENS, HEADS, KV_HEADS, HEAD_SIZE = 150, 4, 2, 16
 

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The error of whatever is stored and not what it was."""
+
+
+class IndexDamagedError(ValueError):
+    """An index, or a file of one, is not what it should be; it must not be searched."""
