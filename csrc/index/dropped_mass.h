@@ -82,7 +82,8 @@ inline float bound_dropped_mass(const SearchRequest& request, int query, const R
   keep_answers(request, query, found);
   size_t kept = found.size();  // `found` is the beginning of `all`
   if (all.empty()) return 0.f;
-  constexpr double kRounding = 1 + 1e-4;  // of the float arithmetic in here
+  // of the float arithmetic in here, and of the exact scores
+  const double rounding = (1 + 1e-4) * std::exp(double{request.scale} * form.float_error);
   const double rate = double{request.scale} * form.unit;
   const double error = std::exp(double{request.scale} * form.largest_error);
   for (;;) {
@@ -94,10 +95,10 @@ inline float bound_dropped_mass(const SearchRequest& request, int query, const R
     const int32_t best = remainder.best();
     double unread = 0;
     if (best != Remainder::kNone)
-      unread = kRounding * error * remainder.weight((top - form.offset) / form.unit, rate);
+      unread = rounding * error * remainder.weight((top - form.offset) / form.unit, rate);
     const auto bound = [&](size_t keep) {
-      left = kRounding * after[keep] + unread;
-      seen = (after[0] - after[keep]) / kRounding;
+      left = rounding * after[keep] + unread;
+      seen = (after[0] - after[keep]) / rounding;
       return left > 0 ? static_cast<float>(std::min(1.0, left / (left + seen))) : 0.f;
     };
     if (request.max_dropped_mass < 1) {

@@ -41,22 +41,22 @@ inline void search_inverted(const Codes& codes, const InvertedLists& lists, cons
     if (sizes[i]) order.push_back(i);
   }
   probed.assign(n, 0);
-  const auto num_lists = static_cast<int32_t>(order.size());
   for (int q = 0; q < request.num_queries; ++q) {
     const int32_t* mine = scores.data() + static_cast<size_t>(q) * padded;
+    const auto better_list = [&](int32_t a, int32_t b) {
+      return mine[a] > mine[b] || (mine[a] == mine[b] && a < b);
+    };
+    const auto read = order.begin() + std::min<int64_t>(request.width, order.size());
+    std::nth_element(order.begin(), read, order.end(), better_list);
     int64_t found = 0;
-    // more lists than asked for where those hold too few keys
-    for (int32_t done = 0, wanted = std::min(request.width, num_lists);
-         done < num_lists && (done == 0 || found < request.k);
-         wanted = std::min(2 * wanted, num_lists)) {
-      std::nth_element(
-          order.begin() + done, order.begin() + wanted, order.end(),
-          [&](int32_t a, int32_t b) { return mine[a] > mine[b] || (mine[a] == mine[b] && a < b); });
-      for (; done < wanted; ++done) {
-        probed[order[done]] = 1;
-        found += sizes[order[done]];
-      }
-    }
+    const auto probe = [&](int32_t i) {
+      probed[i] = 1;
+      found += sizes[i];
+    };
+    std::for_each(order.begin(), read, probe);
+    if (found >= request.k) continue;
+    std::sort(read, order.end(), better_list);
+    for (auto next = read; next < order.end() && found < request.k; ++next) probe(*next);
   }
   ranges.clear();
   for (int32_t i = 0; i < n; ++i) {

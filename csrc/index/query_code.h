@@ -18,6 +18,7 @@ struct QueryCode {
   double offset;
   double error;          // standard deviation of that, if rounding errors are independent
   double largest_error;  // how far it can be from the score that float arithmetic gives
+  double float_error;    // how far that can be from the true score
 };
 
 // Writes `codes.stride` signed bytes.
@@ -48,8 +49,9 @@ inline QueryCode encode_query(const float* query, const Codes& codes, int8_t* ou
   form.offset = mean_dot - unit * 128 * sum;
   constexpr double kTypicalCode = 30, kFloatRounding = 4e-6, kSmallestFloat = 0x1p-149;
   form.error = std::sqrt(squares / 12.f + residuals * kTypicalCode * kTypicalCode);
+  form.float_error = kFloatRounding * magnitude;
   form.largest_error = std::min(total / 2, std::sqrt(squares) * codes.longest_error) +
-                       std::sqrt(residuals) * codes.longest + kFloatRounding * magnitude +
+                       std::sqrt(residuals) * codes.longest + form.float_error +
                        (largest > 0 ? kSmallestFloat * codes.size : 0);
   return form;
 }
