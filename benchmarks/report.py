@@ -18,13 +18,13 @@ INTRODUCTION = """\
 
 Written by `python -m benchmarks.run_all` (`make bench`) from the JSON files in `docs/benchmarks/`,
 never by hand. The rival of relay attention is vLLM's own `CPU_ATTN` on the same queries, keys and
-values, with the instruction set that vLLM chooses here and its own packing of the cache; the rivals
-of key indexes are other vector libraries and our own scans, at the same recall. What is compared was
-measured in turn, round after round, in one process (end to end: in a process each). Tables show
-medians, ratios are medians of the ratios of neighbouring measurements, and "spread" is half the
-distance of the quartiles over the median. One core, bfloat16 and KV blocks of 128 tokens unless a
-table says otherwise. No script reports times of attention unless relay's results agree with a
-float64 reference first.
+values, with the instruction set that vLLM chooses here and its own packing of the cache; the
+rivals of key indexes are other vector libraries and our own scans, at the same recall. What is
+compared was measured in turn, round after round, in one process (end to end: in a process each).
+Tables show medians, ratios are medians of the ratios of neighbouring measurements, and "spread" is
+half the distance of the quartiles over the median. One core, bfloat16 and KV blocks of 128 tokens
+unless a table says otherwise. No script reports times of attention unless relay's results agree
+with a float64 reference first.
 
 "of peak" is the fraction of what this core can multiply at best, measured by
 `benchmarks/native/peak.cpp` just before, counting the multiplications attention needs. The
