@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from vllm_relay.sparse import reference
-from vllm_relay.sparse.index import SearchResult
+from vllm_relay.sparse.index import IndexDamagedError, KeyIndex, SearchResult
 from vllm_relay.sparse.query_types import QueryType, TopK
 
 # a sum of 256 products: 16 in each lane, 4 across lanes, up to 15 past the last full lane
@@ -98,3 +99,15 @@ def assert_same(a: SearchResult, b: SearchResult) -> None:
         assert np.array_equal(x, y)
     for x, y in zip(a.scores, b.scores, strict=True):
         assert np.array_equal(x, y)
+
+
+def assert_damage_is_found(
+    index: KeyIndex, damage: Callable[[dict[str, np.ndarray]], None], message: str
+) -> None:
+    """`damage` changes the arrays of an index, which is whole before."""
+    settings, arrays = index.to_arrays()
+    arrays = {name: array.copy() for name, array in arrays.items()}
+    type(index).from_arrays(settings, arrays).check()
+    damage(arrays)
+    with pytest.raises(IndexDamagedError, match=message):
+        type(index).from_arrays(settings, arrays).check()

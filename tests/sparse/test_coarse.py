@@ -8,11 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.sparse.answers import assert_exact, assert_same, recall
+from tests.sparse.answers import assert_damage_is_found, assert_exact, assert_same, recall
 from tests.sparse.key_sets import KINDS, key_set
 from vllm_relay.sparse import reference
 from vllm_relay.sparse.coarse import CoarseIndex
-from vllm_relay.sparse.index import IndexDamagedError
 from vllm_relay.sparse.query_types import Dipr, TopK
 
 Arrays = dict[str, np.ndarray]
@@ -143,12 +142,7 @@ def a_negative_list(arrays: Arrays) -> None:
     ],
 )
 def test_damage_is_found(damage: Callable[[Arrays], None], message: str) -> None:
-    settings, arrays = CoarseIndex(7).build(key_set("random", 90, 10).keys).to_arrays()
-    arrays = {name: array.copy() for name, array in arrays.items()}
-    CoarseIndex.from_arrays(settings, arrays).check()
-    damage(arrays)
-    with pytest.raises(IndexDamagedError, match=message):
-        CoarseIndex.from_arrays(settings, arrays).check()
+    assert_damage_is_found(CoarseIndex(7).build(key_set("random", 90, 10).keys), damage, message)
 
 
 def test_a_prefix_takes_no_width_for_lists_that_have_none_of_its_keys() -> None:

@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.sparse.answers import assert_same, recall
+from tests.sparse.answers import assert_damage_is_found, assert_same, recall
 from tests.sparse.key_sets import KINDS, TRAPS, key_set, trap
 from vllm_relay.sparse import reference
 from vllm_relay.sparse.elements import DTYPES
 from vllm_relay.sparse.flat import FlatIndex
 from vllm_relay.sparse.graph import HUBS, SPREAD, GraphIndex, GraphOptions
-from vllm_relay.sparse.index import IndexDamagedError
 from vllm_relay.sparse.query_types import Dipr, TopK
 
 Arrays = dict[str, np.ndarray]
@@ -211,12 +210,7 @@ def rows_too_wide_for_their_lines(arrays: Arrays) -> None:
     ],
 )
 def test_damage_is_found(damage: Callable[[Arrays], None], message: str) -> None:
-    settings_, arrays = GraphIndex().build(key_set("random", 120, 10).keys).to_arrays()
-    arrays = {name: array.copy() for name, array in arrays.items()}
-    GraphIndex.from_arrays(settings_, arrays).check()
-    damage(arrays)
-    with pytest.raises(IndexDamagedError, match=message):
-        GraphIndex.from_arrays(settings_, arrays).check()
+    assert_damage_is_found(GraphIndex().build(key_set("random", 120, 10).keys), damage, message)
 
 
 def test_more_keys_than_the_width_are_found_where_they_exist() -> None:
