@@ -32,6 +32,10 @@ _KEYS_PER_CENTRE = 40
 """Keys that k-means looks at, for each centre."""
 
 
+def default_num_lists(num_keys: int) -> int:
+    return max(1, min(num_keys, round(3.2 * math.sqrt(num_keys))))
+
+
 class CoarseIndex(face.CompiledIndex):
     """Eight-bit codes in `num_lists` lists; `width` of a query is how many of them it reads.
 
@@ -59,7 +63,7 @@ class CoarseIndex(face.CompiledIndex):
     def _build(self, coded: face.CodedKeys, train_queries: Any, seed: int, threads: int) -> None:
         elements, codes, rows = coded
         n = elements.shape[0]
-        wanted = self._wanted_lists or round(3.2 * math.sqrt(n))
+        wanted = self._wanted_lists or default_num_lists(n)
         inside = np.setdiff1d(np.arange(n, dtype=np.int32), codes.outside)
         centres = _k_means(elements, codes, inside, max(1, min(wanted, len(inside))), seed)
         lists = _assign(elements, codes, inside, centres)

@@ -50,6 +50,12 @@ class GraphOptions:
     queries_per_pivot: int = 16
     norm_weight: float = 0.1
 
+    @property
+    def row_slots(self) -> int:
+        """int32 slots of a node: the number of its edges and these, in whole cache lines."""
+        slots = 1 + self.projection_degree + 2 * self.supply_degree + _SPARE_EDGES
+        return -(-slots // 16) * 16
+
 
 SPREAD = GraphOptions()
 HUBS = GraphOptions(projection_degree=28, supply_degree=8, build_width=80, norm_weight=0.7)
@@ -201,8 +207,7 @@ class GraphIndex(face.CompiledIndex):
 
 
 def _empty_graph(num_keys: int, options: GraphOptions) -> np.ndarray:
-    slots = 1 + options.projection_degree + 2 * options.supply_degree + _SPARE_EDGES
-    graph = aligned_empty((num_keys, -(-slots // 16) * 16), np.int32)
+    graph = aligned_empty((num_keys, options.row_slots), np.int32)
     graph[:] = 0
     return graph
 

@@ -7,9 +7,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from vllm_relay.sparse.coarse import default_num_lists
 from vllm_relay.sparse.head_profile import ExactAnswer, HeadProfile, MeasuredSearch
 from vllm_relay.sparse.query_types import QueryType
-from vllm_relay.sparse.search_cost import SearchWork, num_lists
+from vllm_relay.sparse.search_cost import SearchWork
 
 HUB_HEAVY = 0.3
 """As in `graph`: below this hub statistic a graph has more edges, and a hop finds fewer keys."""
@@ -87,7 +88,7 @@ def _candidate(
     query = search.query
     if search.kind == "coarse" and query is not None and query.width is not None:
         width = math.ceil(query.width * max(1.0, profile.prefix_len / prefix_len))
-        query = replace(query, width=min(width, num_lists(context_len)))
+        query = replace(query, width=min(width, default_num_lists(context_len)))
     work = _work(search, profile, context_len, prefix_len)
     known = None
     if search.time_us is not None:
@@ -110,7 +111,7 @@ def _work(
     if search.kind == "flat":
         return SearchWork("flat", prefix_len, profile.group_size, prefix_len, 1, 0, rescored, found)
     if search.kind == "coarse":
-        centres = num_lists(context_len)
+        centres = default_num_lists(context_len)
         scanned = max(0.0, search.distances - centres) * max(1.0, ratio)
         scanned, hops = min(scanned, prefix_len), search.hops
         return SearchWork(
@@ -138,7 +139,7 @@ def _expected(kind: str, answer: ExactAnswer, profile: HeadProfile) -> MeasuredS
     union = 1 + _SHARED_BY_GROUP * (group - 1)
     tokens = answer.tokens.p99
     if kind == "coarse":
-        centres = num_lists(n)
+        centres = default_num_lists(n)
         lists = min(centres, 4 + round(_LISTS_SHARE * centres + _LISTS_PER_TOKEN * tokens))
         read = min(centres, lists * union)
         width, distances, hops = lists, centres + n * read / centres, read

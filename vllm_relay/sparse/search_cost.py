@@ -14,6 +14,8 @@ from typing import Any
 
 from vllm_relay.attention_backends.gpu_config import tuned_path
 from vllm_relay.doctor import cpu_name
+from vllm_relay.sparse.coarse import default_num_lists
+from vllm_relay.sparse.graph import HUBS, SPREAD
 from vllm_relay.sparse.key_codes import row_bytes
 
 KINDS = ("full", "flat", "coarse", "graph")
@@ -189,16 +191,11 @@ def index_bytes(kind: str, num_keys: int, head_size: int, *, is_hub_heavy: bool 
         return num_keys * code
     if kind == "coarse":
         # a list ends within a block of sixteen keys, on average in the middle
-        lists = num_lists(num_keys)
+        lists = default_num_lists(num_keys)
         return num_keys * (code + 4) + lists * (code + 8 * (code + 4) + 12)
     if kind == "graph":
-        return num_keys * (code + 4 * (48 if is_hub_heavy else 32))
+        return num_keys * (code + 4 * (HUBS if is_hub_heavy else SPREAD).row_slots)
     raise ValueError(f"kind is {kind!r}, expected one of {', '.join(KINDS)}")
-
-
-def num_lists(num_keys: int) -> int:
-    """Of a coarse index, by default."""
-    return max(1, min(num_keys, round(3.2 * math.sqrt(num_keys))))
 
 
 def costs_path(folder: Path | None = None) -> Path:
