@@ -127,18 +127,18 @@ void refine(const std::string& kernel, const KeySet& set, const Array<const floa
                  static_cast<int32_t>(ids.shape(1)), ids.data(), num_threads);
 }
 
-int64_t build_graph(const std::string& kernel, const KeySet& set, Array<int32_t, 2> graph,
-                    const Array<const int32_t, 2>& nearest, const Array<const int32_t, 1>& entries,
-                    int projection_degree, int supply_degree, int build_width, int pivot_rank,
-                    int queries_per_pivot, float norm_weight, int num_threads) {
+void build_graph(const std::string& kernel, const KeySet& set, Array<int32_t, 2> graph,
+                 const Array<const int32_t, 2>& nearest, const Array<const int32_t, 1>& entries,
+                 int projection_degree, int supply_degree, int build_width, int pivot_rank,
+                 int queries_per_pivot, float norm_weight, int num_threads) {
   const IndexKernels& kernels = index_kernels(kernel);
   nb::gil_scoped_release release;
-  return kernels.build_graph(
-      set.view_codes(), set.view_rows(), {graph.data(), static_cast<int32_t>(graph.shape(1))},
-      {projection_degree, supply_degree, build_width, pivot_rank, queries_per_pivot, norm_weight,
-       num_threads},
-      nearest.data(), nearest.shape(0), static_cast<int32_t>(nearest.shape(1)), entries.data(),
-      static_cast<int32_t>(entries.shape(0)));
+  kernels.build_graph(set.view_codes(), set.view_rows(),
+                      {graph.data(), static_cast<int32_t>(graph.shape(1))},
+                      {projection_degree, supply_degree, build_width, pivot_rank, queries_per_pivot,
+                       norm_weight, num_threads},
+                      nearest.data(), nearest.shape(0), static_cast<int32_t>(nearest.shape(1)),
+                      entries.data(), static_cast<int32_t>(entries.shape(0)));
 }
 
 // One index, ready to be searched; keeps the arrays it points to.

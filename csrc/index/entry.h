@@ -44,17 +44,15 @@ void encode_query_only(const Codes& codes, const float* query, int8_t* code) {
   encode_query(query, codes, code);
 }
 
-int64_t build_graph(const Codes& codes, const Rows& keys, const Graph& graph,
-                    const GraphBuildOptions& options, const int32_t* nearest, int64_t num_queries,
-                    int32_t k, const int32_t* entries, int32_t num_entries) {
-  int64_t repaired = 0;
+void build_graph(const Codes& codes, const Rows& keys, const Graph& graph,
+                 const GraphBuildOptions& options, const int32_t* nearest, int64_t num_queries,
+                 int32_t k, const int32_t* entries, int32_t num_entries) {
   with_chunks(codes, [&](auto chunks) {
     GraphBuilder<chunks()> builder(codes, keys, graph, options);
     builder.project(nearest, num_queries, k);
     if (options.supply_degree) builder.connect(entries, num_entries);
-    repaired = builder.repair(entries, num_entries);
+    builder.repair(entries, num_entries);
   });
-  return repaired;
 }
 
 void scan(const Codes& codes, const uint8_t* blocks, const Rows& keys,
@@ -111,17 +109,18 @@ void search_graph(const Codes& codes, const Rows& keys, const Graph& graph,
   with_chunks(codes, [&](auto chunks) {
     GraphSearch<chunks()> search(codes, graph, scratch);
     for (int first = 0; first < request.num_queries; first += kMaxGroup) {
-      const GraphQuery query{request.queries + static_cast<int64_t>(first) * codes.size,
-                             codes.size,
-                             std::min(kMaxGroup, request.num_queries - first),
-                             request.width,
-                             request.k ? static_cast<int32_t>(num_rescored(request.k)) : 0,
-                             request.k ? -1.f : request.range,
-                             request.window_max ? request.window_max + first : nullptr,
-                             static_cast<int32_t>(request.begin),
-                             static_cast<int32_t>(request.prefix_len),
-                             request.entries,
-                             request.num_entries};
+      const GraphQuery query{
+          .queries = request.queries + static_cast<int64_t>(first) * codes.size,
+          .query_stride = codes.size,
+          .num_queries = std::min(kMaxGroup, request.num_queries - first),
+          .width = request.width,
+          .keep = request.k ? static_cast<int32_t>(num_rescored(request.k)) : 0,
+          .range = request.k ? -1.f : request.range,
+          .window_max = request.window_max ? request.window_max + first : nullptr,
+          .begin = static_cast<int32_t>(request.begin),
+          .prefix_len = static_cast<int32_t>(request.prefix_len),
+          .entries = request.entries,
+          .num_entries = request.num_entries};
       search.run(query);
       outcome.distances += search.counts().distances;
       outcome.hops += search.counts().hops;

@@ -20,7 +20,7 @@ class GraphBuilder {
  public:
   GraphBuilder(const Codes& codes, const Rows& keys, const Graph& graph,
                const GraphBuildOptions& options)
-      : codes_(codes), keys_(keys), graph_(graph), options_(options), n_(codes.num_rows) {
+      : codes_(codes), graph_(graph), options_(options), n_(codes.num_rows) {
     queries_.resize(static_cast<size_t>(n_) * codes.size);
     query_codes_.resize(static_cast<size_t>(n_) * codes.stride);
     forms_.resize(n_);
@@ -120,7 +120,7 @@ class GraphBuilder {
 
   // Gives every key that cannot be reached from the entries an edge from one that can. Returns how
   // many there were.
-  int64_t repair(const int32_t* entries, int32_t num_entries) {
+  void repair(const int32_t* entries, int32_t num_entries) {
     std::vector<char> reached(n_, 0);
     std::vector<int32_t> stack;
     const auto spread = [&](int32_t from) {
@@ -142,10 +142,8 @@ class GraphBuilder {
     GraphSearch<Chunks> search(codes_, graph_, scratch);
     std::vector<Found> candidates;
     std::vector<int32_t> ids;
-    int64_t repaired = 0;
     for (int64_t x = 0; x < n_; ++x) {
       if (reached[x]) continue;
-      ++repaired;
       search.run(query_for(static_cast<int32_t>(x), entries, num_entries));
       ids.clear();
       for (const auto& entry : search.queue(0).entries())
@@ -161,7 +159,6 @@ class GraphBuilder {
             linked = append_edge(static_cast<int32_t>(y), static_cast<int32_t>(x));
       spread(static_cast<int32_t>(x));
     }
-    return repaired;
   }
 
  private:
@@ -169,17 +166,17 @@ class GraphBuilder {
   const uint8_t* code_of(int64_t x) const { return codes_.data + x * codes_.stride; }
 
   GraphQuery query_for(int32_t x, const int32_t* entries, int32_t num_entries) const {
-    return {queries_.data() + static_cast<int64_t>(x) * codes_.size,
-            codes_.size,
-            1,
-            options_.build_width,
-            0,
-            -1.f,
-            nullptr,
-            0,
-            static_cast<int32_t>(n_),
-            entries,
-            num_entries};
+    return {.queries = queries_.data() + static_cast<int64_t>(x) * codes_.size,
+            .query_stride = codes_.size,
+            .num_queries = 1,
+            .width = options_.build_width,
+            .keep = 0,
+            .range = -1.f,
+            .window_max = nullptr,
+            .begin = 0,
+            .prefix_len = static_cast<int32_t>(n_),
+            .entries = entries,
+            .num_entries = num_entries};
   }
 
   // How close the keys `ids` are to key x; larger is closer.
@@ -309,7 +306,6 @@ class GraphBuilder {
   static constexpr int32_t kSpareEdges = 1;  // kept free for repairs
 
   const Codes& codes_;
-  const Rows& keys_;
   const Graph graph_;
   const GraphBuildOptions options_;
   const int64_t n_;

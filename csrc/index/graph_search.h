@@ -80,7 +80,6 @@ class GraphSearch {
   }
 
   const ScoreQueue& queue(int i) const { return scratch_.queues[i]; }
-  const QueryCode& code(int i) const { return query_[i]; }
   const SearchCounts& counts() const { return counts_; }
 
  private:

@@ -79,9 +79,9 @@ struct IndexKernels {
                  const int32_t* candidates, int64_t num_candidates, std::span<const int32_t> always,
                  int32_t k, int32_t* ids, int num_threads);
   void (*encode_query)(const Codes&, const float* query, int8_t* code);
-  int64_t (*build_graph)(const Codes&, const Rows& keys, const Graph&, const GraphBuildOptions&,
-                         const int32_t* nearest, int64_t num_queries, int32_t k,
-                         const int32_t* entries, int32_t num_entries);
+  void (*build_graph)(const Codes&, const Rows& keys, const Graph&, const GraphBuildOptions&,
+                      const int32_t* nearest, int64_t num_queries, int32_t k,
+                      const int32_t* entries, int32_t num_entries);
   // Exact: `blocks` hold the keys in their order.
   void (*scan)(const Codes&, const uint8_t* blocks, const Rows& keys, std::span<const BlockRange>,
                const SearchRequest&, SearchOutcome&);
