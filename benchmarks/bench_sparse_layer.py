@@ -24,7 +24,7 @@ from vllm_relay.sparse.face import CompiledIndex
 NUM_KV_HEADS, GROUP, HEAD_SIZE = 8, 4, 128
 HEAD_NOISE = 0.25
 BARS = {131_072: (5.0, 10.0), 1_048_576: (12.0, 30.0)}
-WIDTHS = (100, 150, 200, 300, 400, 600, 800)
+WIDTHS = (100, 150, 200, 300, 400, 600, 800, 1600, 3200)
 TARGET = 0.98
 RANGE = 50.0
 

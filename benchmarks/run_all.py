@@ -30,6 +30,7 @@ BENCHMARKS = (
     "bench_scheduling",
     "bench_eviction",
     "bench_predictor",
+    "bench_index_build",
     "bench_key_index",
     "bench_planner",
     "bench_sparse_layer",
