@@ -243,7 +243,7 @@ class Session(Cache):
         lengths = [layer.get_seq_length() for layer in self.layers]
         if lengths.count(lengths[0]) != len(lengths):
             raise RuntimeError(
-                f"the layers of this session hold {min(lengths)} to {max(lengths)} tokens: a "
+                f"the session's layers hold {min(lengths)} to {max(lengths)} tokens: a "
                 "forward pass over it has failed; make a new one with DB.create_session()"
             )
 
@@ -272,4 +272,4 @@ class Session(Cache):
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise RuntimeError("this session is closed: make a new one with DB.create_session()")
+            raise RuntimeError("the session is closed: make a new one with DB.create_session()")
