@@ -9,12 +9,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <exception>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "bindings.h"
+#include "bindings_guard.h"
 #include "index/block_layout.h"
 #include "index/kernels.h"
 #include "index/spread_order.h"
@@ -28,9 +30,15 @@ template <class T, int Dims>
 using Array = nb::ndarray<T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
 using AnyRows = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-Rows rows_of(const AnyRows& array, int type) {
+Rows rows_of(const AnyRows& array, int type, const relay::PageGuard* guard = nullptr) {
   return {array.data(), static_cast<ElementType>(type), static_cast<int32_t>(array.shape(1)),
-          static_cast<int64_t>(array.shape(0))};
+          static_cast<int64_t>(array.shape(0)), guard};
+}
+
+template <class Rows2D>
+GuardArgument guard_of(const Rows2D& rows, nb::object guard) {
+  return {std::move(guard), rows.data(), rows.shape(0),
+          rows.nbytes() / std::max<size_t>(1, rows.shape(0))};
 }
 
 // The keys of one head, as codes and as they were given.
@@ -40,6 +48,7 @@ struct KeySet {
   Array<const float, 1> mean, scale;
   int type;
   float longest, longest_error;
+  GuardArgument key_guard, code_guard;
 
   Codes view_codes() const {
     return {codes.data(),
@@ -49,9 +58,10 @@ struct KeySet {
             mean.data(),
             scale.data(),
             longest,
-            longest_error};
+            longest_error,
+            code_guard.guard};
   }
-  Rows view_rows() const { return rows_of(keys, type); }
+  Rows view_rows() const { return rows_of(keys, type, key_guard.guard); }
 };
 
 template <class T, class At>
@@ -157,17 +167,20 @@ class Searcher {
 class GraphSearcher : public Searcher {
  public:
   GraphSearcher(const std::string& kernel, KeySet set, Array<const int32_t, 1> always,
-                Array<const int32_t, 2> graph)
-      : Searcher(kernel, std::move(set), std::move(always)), graph_(std::move(graph)) {}
+                Array<const int32_t, 2> graph, nb::object graph_guard)
+      : Searcher(kernel, std::move(set), std::move(always)),
+        graph_(std::move(graph)),
+        graph_guard_(guard_of(graph_, std::move(graph_guard))) {}
   void search(const SearchRequest& request, SearchOutcome& outcome) const override {
-    kernels.search_graph(
-        set.view_codes(), set.view_rows(),
-        {const_cast<int32_t*>(graph_.data()), static_cast<int32_t>(graph_.shape(1))}, request,
-        outcome);
+    kernels.search_graph(set.view_codes(), set.view_rows(),
+                         {const_cast<int32_t*>(graph_.data()),
+                          static_cast<int32_t>(graph_.shape(1)), graph_guard_.guard},
+                         request, outcome);
   }
 
  private:
   Array<const int32_t, 2> graph_;
+  GuardArgument graph_guard_;
 };
 
 // Codes of a set whose rows lie in blocks.
@@ -284,6 +297,7 @@ struct HeadPart {
   int type;
   Array<const int32_t, 1> entries;
   int width;
+  GuardArgument value_guard;
 };
 
 // Searches one index per kv head, `num_threads` at a time, and attends what each query found.
@@ -298,8 +312,7 @@ void attend_heads(const std::vector<HeadPart>& heads, const Array<const float, 3
   check_finite(queries.data(), queries.size());
   nb::gil_scoped_release release;
   const size_t group = queries.shape(1), size = queries.shape(2), value_size = output.shape(2);
-#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
-  for (size_t h = 0; h < heads.size(); ++h) {
+  const auto attend = [&](size_t h) {
     const HeadPart& head = heads[h];
     SearchOutcome outcome;
     head.searcher->search(
@@ -309,16 +322,27 @@ void attend_heads(const std::vector<HeadPart>& heads, const Array<const float, 3
         outcome);
     int64_t found = 0;
     for (size_t q = 0; q < group; ++q) {
-      lse.data()[h * group + q] =
-          head.searcher->kernels.attend_found(outcome.found[q], rows_of(head.values, head.type),
-                                              scale, output.data() + (h * group + q) * value_size);
+      lse.data()[h * group + q] = head.searcher->kernels.attend_found(
+          outcome.found[q], rows_of(head.values, head.type, head.value_guard.guard), scale,
+          output.data() + (h * group + q) * value_size);
       dropped_mass.data()[h * group + q] =
           outcome.dropped_mass.empty() ? NAN : outcome.dropped_mass[q];
       found += outcome.found[q].size();
     }
     const int64_t counted[4] = {outcome.distances, outcome.hops, outcome.rescored, found};
     std::copy(counted, counted + 4, counts.data() + 4 * h);
+  };
+  std::vector<std::exception_ptr> errors(heads.size());  // they cannot leave a parallel region
+#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
+  for (size_t h = 0; h < heads.size(); ++h) {
+    try {
+      attend(h);
+    } catch (...) {
+      errors[h] = std::current_exception();
+    }
   }
+  for (const std::exception_ptr& error : errors)
+    if (error) std::rethrow_exception(error);
 }
 
 // ids: those of all queries one after the other; starts [num_queries + 1].
@@ -360,11 +384,23 @@ void bind_index(nb::module_& module) {
     return names;
   });
   nb::class_<KeySet>(index, "KeySet")
-      .def("__init__", [](KeySet* self, AnyRows keys, int type, Array<const uint8_t, 2> codes,
-                          Array<const float, 1> mean, Array<const float, 1> scale, float longest,
-                          float longest_error) {
-        new (self) KeySet{keys, codes, mean, scale, type, longest, longest_error};
-      });
+      .def(
+          "__init__",
+          [](KeySet* self, AnyRows keys, int type, Array<const uint8_t, 2> codes,
+             Array<const float, 1> mean, Array<const float, 1> scale, float longest,
+             float longest_error, nb::object key_guard, nb::object code_guard) {
+            new (self) KeySet{keys,
+                              codes,
+                              mean,
+                              scale,
+                              type,
+                              longest,
+                              longest_error,
+                              guard_of(keys, key_guard),
+                              guard_of(codes, code_guard)};
+          },
+          nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+          nb::arg("key_guard").none() = nb::none(), nb::arg("code_guard").none() = nb::none());
   index.def("encode", &encode);
   index.def("nearest", &nearest);
   index.def("encode_queries", &encode_queries);
@@ -376,8 +412,9 @@ void bind_index(nb::module_& module) {
       .def("search", &search, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(),
            nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
   nb::class_<GraphSearcher, Searcher>(index, "GraphSearcher")
-      .def(
-          nb::init<const std::string&, KeySet, Array<const int32_t, 1>, Array<const int32_t, 2>>());
+      .def(nb::init<const std::string&, KeySet, Array<const int32_t, 1>, Array<const int32_t, 2>,
+                    nb::object>(),
+           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("graph_guard").none() = nb::none());
   nb::class_<FlatSearcher, Searcher>(index, "FlatSearcher")
       .def(nb::init<const std::string&, KeySet, Array<const int32_t, 1>>());
   nb::class_<ListSearcher, Searcher>(index, "ListSearcher")
@@ -387,9 +424,12 @@ void bind_index(nb::module_& module) {
       .def(
           "__init__",
           [](HeadPart* self, const Searcher* searcher, AnyRows values, int type,
-             Array<const int32_t, 1> entries,
-             int width) { new (self) HeadPart{searcher, values, type, entries, width}; },
-          nb::keep_alive<1, 2>());
+             Array<const int32_t, 1> entries, int width, nb::object value_guard) {
+            new (self)
+                HeadPart{searcher, values, type, entries, width, guard_of(values, value_guard)};
+          },
+          nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+          nb::arg("value_guard").none() = nb::none(), nb::keep_alive<1, 2>());
   index.def("attend_heads", &attend_heads, nb::arg(), nb::arg(), nb::arg(), nb::arg(),
             nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
             nb::arg(), nb::arg(), nb::arg());

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "bindings_guard.h"
 #include "storage/crc32c.h"
 #include "storage/page_checksums.h"
 
@@ -49,46 +50,94 @@ uint32_t crc32c(const Array<const uint8_t>& data, uint32_t crc, const std::strin
   return run(crc, begin, bytes);
 }
 
+void check_checksums(const relay::Pages& pages, size_t num_checksums) {
+  if (num_checksums != pages.count())
+    throw std::invalid_argument("checksums: given " + std::to_string(num_checksums) +
+                                ", expected " + std::to_string(pages.count()));
+}
+
 void checksum_pages(const Array<const uint8_t>& data, size_t page_bytes,
                     const Array<uint32_t>& checksums) {
   const relay::Pages pages = pages_of(data, page_bytes);
-  if (checksums.size() != pages.count())
-    throw std::invalid_argument("checksums: given " + std::to_string(checksums.size()) +
-                                ", expected " + std::to_string(pages.count()));
+  check_checksums(pages, checksums.size());
   uint32_t* output = checksums.data();
   nb::gil_scoped_release release;
   relay::checksum_pages(pages, relay::crc32c(), output);
 }
 
-nb::tuple find_damage(const Array<const uint8_t>& data, size_t page_bytes,
-                      const Array<const uint32_t>& checksums, const Array<const int64_t>& chosen,
-                      bool mapped) {
-  const relay::Pages pages = pages_of(data, page_bytes);
-  if (checksums.size() != pages.count())
-    throw std::invalid_argument("checksums: given " + std::to_string(checksums.size()) +
-                                ", expected " + std::to_string(pages.count()));
-  const uint32_t* expected = checksums.data();
+void check_chosen(const relay::Pages& pages, const Array<const int64_t>& chosen) {
   const int64_t* begin = chosen.data();
-  const size_t num_chosen = chosen.size();
-  for (size_t i = 0; i < num_chosen; ++i)
+  for (size_t i = 0; i < chosen.size(); ++i)
     if (begin[i] < 0 || static_cast<size_t>(begin[i]) >= pages.count())
       throw std::invalid_argument("page " + std::to_string(begin[i]) + " of " +
                                   std::to_string(pages.count()));
+}
+
+// (-1, 0): all pages are as they should be.
+nb::tuple find_damage(const Array<const uint8_t>& data, size_t page_bytes,
+                      const Array<const uint32_t>& checksums) {
+  const relay::Pages pages = pages_of(data, page_bytes);
+  check_checksums(pages, checksums.size());
+  const uint32_t* expected = checksums.data();
   relay::PageDamage damage;
   {
     nb::gil_scoped_release release;
-    damage = relay::find_damage(pages, relay::crc32c(), expected, begin, num_chosen, mapped);
+    damage = relay::find_damage(pages, relay::crc32c(), expected, 0, pages.count(), false);
   }
-  return nb::make_tuple(damage.page, damage.found, damage.readable);
+  return nb::make_tuple(damage.page, damage.found);
+}
+
+void verify(const BoundGuard& guard, const Array<const int64_t>& chosen) {
+  check_chosen(guard.pages(), chosen);
+  nb::gil_scoped_release release;
+  for (size_t i = 0; i < chosen.size(); ++i) guard.verify(static_cast<size_t>(chosen.data()[i]));
+}
+
+void raise_damage(const std::exception_ptr& pointer, void*) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const relay::DamagedPageError& error) {
+    const auto& guard = static_cast<const BoundGuard&>(*error.guard);
+    const relay::PageDamage& damage = error.damage;
+    try {
+      const nb::object raised =
+          guard.on_damage(damage.page, damage.readable ? nb::cast(damage.found) : nb::none());
+      PyErr_SetObject(raised.type().ptr(), raised.ptr());
+    } catch (nb::python_error& other) {
+      other.restore();
+    }
+  }
 }
 
 }  // namespace
 
 void bind_storage(nb::module_& module) {
+  nb::register_exception_translator(&raise_damage);
+  nb::class_<BoundGuard>(module, "PageGuard")
+      .def(
+          "__init__",
+          [](BoundGuard* self, Array<const uint8_t> data, size_t page_bytes,
+             Array<const uint32_t> checksums, bool mapped, nb::object on_damage) {
+            check_checksums(pages_of(data, page_bytes), checksums.size());
+            new (self) BoundGuard(std::move(data), page_bytes, std::move(checksums), mapped,
+                                  std::move(on_damage));
+          },
+          nb::arg("data"), nb::arg("page_bytes"), nb::arg("checksums"), nb::arg("mapped"),
+          nb::arg("on_damage"))
+      .def("verify", &verify, nb::arg("pages"))
+      .def("verify_all",
+           [](const BoundGuard& guard) {
+             nb::gil_scoped_release release;
+             guard.verify(0, guard.pages().count());
+           })
+      .def("verify_anew", [](const BoundGuard& guard) {
+        nb::gil_scoped_release release;
+        guard.verify_anew(0, guard.pages().count());
+      });
   module.def("crc32c_kernels", &kernel_names);
   module.def("crc32c", &crc32c, nb::arg("data"), nb::arg("crc") = 0, nb::arg("kernel") = "auto");
   module.def("checksum_pages", &checksum_pages, nb::arg("data"), nb::arg("page_bytes"),
              nb::arg("checksums").noconvert());
   module.def("find_damage", &find_damage, nb::arg("data"), nb::arg("page_bytes"),
-             nb::arg("checksums"), nb::arg("chosen"), nb::arg("mapped"));
+             nb::arg("checksums"));
 }

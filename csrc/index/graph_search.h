@@ -89,6 +89,14 @@ class GraphSearch {
   const int32_t* neighbours(int32_t id) const {
     return graph_.rows + static_cast<int64_t>(id) * graph_.stride;
   }
+  const int32_t* verified_neighbours(int32_t id) const {
+    graph_.verify(id);
+    return neighbours(id);
+  }
+  void verify_batch(size_t begin, size_t end) const {
+    if (codes_.guard)
+      for (size_t i = begin; i < end; ++i) codes_.verify(scratch_.batch[i]);
+  }
 
   void encode(const GraphQuery& query) {
     const int stride = codes_.stride, quads = (group_ + kQuad - 1) / kQuad;
@@ -131,6 +139,7 @@ class GraphSearch {
     scores.resize(static_cast<size_t>(group_ + kQuad) * padded);
     pad_batch();
     for (int i = 0; i < num_seeds; ++i) prefetch_row(row(batch[i]), Chunks);
+    verify_batch(0, num_seeds);
     for (int at = 0; at < padded; at += kRowsAtOnce) {
       const uint8_t* rows[kRowsAtOnce];
       for (int r = 0; r < kRowsAtOnce; ++r) rows[r] = row(batch[at + r]);
@@ -188,7 +197,7 @@ class GraphSearch {
     counts_.hops += scratch_.chosen.size();
     const bool filtered = prefix_len_ < codes_.num_rows;
     for (const int32_t node : scratch_.chosen) {
-      const int32_t* list = neighbours(node);
+      const int32_t* list = verified_neighbours(node);
       const size_t begin = batch.size();
       batch.resize(begin + list[0]);
       int32_t* out = batch.data() + begin;
@@ -226,7 +235,7 @@ class GraphSearch {
     }
     for (int i = 1; i <= list[0] && missing > 0; ++i) {
       if (list[i] < prefix_len_ || !mark_seen(list[i])) continue;
-      const int32_t* second = neighbours(list[i]);
+      const int32_t* second = verified_neighbours(list[i]);
       for (int j = 1; j <= second[0] && missing > 0; ++j)
         if (second[j] < prefix_len_ && mark_seen(second[j])) {
           batch.push_back(second[j]);
@@ -252,6 +261,7 @@ class GraphSearch {
     for (size_t at = 0; at < batch.size(); at += kRowsAtOnce) {
       const uint8_t* rows[kRowsAtOnce];
       for (int r = 0; r < kRowsAtOnce; ++r) rows[r] = row(batch[at + r]);
+      verify_batch(at, at + kRowsAtOnce);
       for (size_t i = at + kAhead; i < std::min(at + kAhead + kRowsAtOnce, size_); ++i)
         prefetch_row(row(batch[i]), Chunks);
       const uint32_t valid = size_ - at >= kRowsAtOnce ? 0xffffu : (1u << (size_ - at)) - 1;

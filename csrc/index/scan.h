@@ -77,6 +77,9 @@ inline void scan_ranges(const Codes& codes, const CodeBlocks& blocks, const Rows
   for (const BlockRange& range : ranges) {
     const int64_t num_blocks = (range.num_keys + kBlockKeys - 1) / kBlockKeys;
     const int64_t end = range.first_block * kBlockKeys + range.num_keys;
+    if (codes.guard)
+      codes.guard->verify(static_cast<size_t>(range.first_block),
+                          static_cast<size_t>(range.first_block + num_blocks));
     for_each_product(
         blocks, range.first_block, num_blocks, scratch.query_codes.data(), codes.stride,
         request.num_queries, [&](int q, int64_t block, auto count, const int32_t* scores) {

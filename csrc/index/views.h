@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // What an index is made of, as addresses and sizes; the Python faces own the memory and check it.
+// What is read from a file row by row has a guard, whose pages are the rows: a row may be read
+// after `verify`.
 #pragma once
 
 #include <cstdint>
+
+#include "../storage/page_guard.h"
 
 namespace relay::index {
 
@@ -14,6 +18,11 @@ struct Rows {
   ElementType type;
   int32_t size;
   int64_t num_rows;
+  const PageGuard* guard = nullptr;
+
+  void verify(int64_t row) const {
+    if (guard) guard->verify(static_cast<size_t>(row));
+  }
 };
 
 // Keys in eight bits: key[i] is about mean[i] + scale[i] * (code[i] - 128). Rows are 64-byte
@@ -27,12 +36,22 @@ struct Codes {
   const float* scale;  // [size], positive
   // over all keys, in steps of the codes: the longest code and the longest rounding error
   float longest, longest_error;
+  const PageGuard* guard = nullptr;  // of rows, or of blocks where codes lie in blocks
+
+  void verify(int64_t row) const {
+    if (guard) guard->verify(static_cast<size_t>(row));
+  }
 };
 
 // Neighbours of node i: row[1 .. row[0]] of row i.
 struct Graph {
   int32_t* rows;
   int32_t stride;
+  const PageGuard* guard = nullptr;
+
+  void verify(int64_t row) const {
+    if (guard) guard->verify(static_cast<size_t>(row));
+  }
 };
 
 // Neighbouring blocks of sixteen keys; `skip` are lanes of the first one that do not count.

@@ -24,16 +24,20 @@ struct Pages {
 // checksums: [count()].
 void checksum_pages(const Pages& pages, Crc32cFunction crc32c, uint32_t* checksums);
 
+// Brings mapped bytes in. False where an access would raise SIGBUS; true also where the kernel
+// cannot say it (before Linux 5.14).
+bool populate(const uint8_t* data, std::size_t bytes);
+
 struct PageDamage {
   int64_t page = -1;     // -1: none
   uint32_t found = 0;    // its checksum
   bool readable = true;  // false: reading the page would have raised SIGBUS
 };
 
-// The first of `chosen` (ascending page numbers below count()) that differs from its checksum.
-// `mapped`: the data is a mapped file, whose pages are brought in first, so that what the disk
-// cannot read, or is no longer there, is reported and does not end the process.
+// The first page of [begin, end) that differs from its checksum. `mapped`: the data is a mapped
+// file, whose pages are brought in first, so that what the disk cannot read, or is no longer there,
+// is reported and does not end the process.
 PageDamage find_damage(const Pages& pages, Crc32cFunction crc32c, const uint32_t* checksums,
-                       const int64_t* chosen, std::size_t num_chosen, bool mapped);
+                       std::size_t begin, std::size_t end, bool mapped);
 
 }  // namespace relay

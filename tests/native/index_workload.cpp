@@ -15,7 +15,7 @@
 #include "index/kernels.h"
 #include "index/query_code.h"
 #include "storage/crc32c.h"
-#include "storage/page_checksums.h"
+#include "storage/page_guard.h"
 
 using namespace relay::index;
 
@@ -309,12 +309,13 @@ void checksums(Random& random, int number) {
   const relay::Pages pages{bytes.data(), bytes.size(), static_cast<size_t>(pick(random, 1, 700))};
   std::vector<uint32_t> sums(pages.count());
   relay::checksum_pages(pages, relay::crc32c(), sums.data());
-  std::vector<int64_t> chosen(pages.count());
-  std::iota(chosen.begin(), chosen.end(), 0);
   require(
-      relay::find_damage(pages, relay::crc32c(), sums.data(), chosen.data(), chosen.size(), false)
-              .page == -1,
+      relay::find_damage(pages, relay::crc32c(), sums.data(), 0, pages.count(), false).page == -1,
       "checksums of pages", number);
+  const relay::PageGuard guard(pages, sums.data(), false);
+#pragma omp parallel for num_threads(3)
+  for (size_t page = 0; page < pages.count(); ++page) guard.verify(pages.count() - 1 - page);
+  guard.verify(0, pages.count());
 }
 
 }  // namespace

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from vllm_relay._C import PageGuard
 from vllm_relay.sparse import KeyIndex, QueryType, SearchResult, SearchStats, reference
 from vllm_relay.sparse.elements import Elements, as_elements
+from vllm_relay.sparse.index import NO_GUARDS
 from vllm_relay.sparse.query_types import softmax_scale
 
 
@@ -79,6 +81,9 @@ class BruteForceIndex(KeyIndex):
 
     @classmethod
     def from_arrays(
-        cls, settings: dict[str, Any], arrays: dict[str, np.ndarray]
+        cls,
+        settings: dict[str, Any],
+        arrays: dict[str, np.ndarray],
+        guards: Mapping[str, PageGuard] = NO_GUARDS,
     ) -> BruteForceIndex:
         return cls().build(Elements(arrays["keys"], settings["dtype"]))

@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tests.sparse.brute_force_index import BruteForceIndex
+from vllm_relay._C import PageGuard
 from vllm_relay.sparse.context_file import ContextFingerprint, ContextHead, write_context
 from vllm_relay.sparse.elements import Elements, from_float32
-from vllm_relay.sparse.index import IndexDamagedError
+from vllm_relay.sparse.index import NO_GUARDS, IndexDamagedError
 
 FINGERPRINT = ContextFingerprint(
     model="tiny",
@@ -39,7 +40,12 @@ class ArraysIndex(BruteForceIndex):
         return settings, {**arrays, "links": self.links}
 
     @classmethod
-    def from_arrays(cls, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> ArraysIndex:
+    def from_arrays(
+        cls,
+        settings: dict[str, Any],
+        arrays: dict[str, np.ndarray],
+        guards: Mapping[str, PageGuard] = NO_GUARDS,
+    ) -> ArraysIndex:
         if len(arrays["links"]) != len(arrays["keys"]):
             raise IndexDamagedError("links do not fit")
         return cls(Elements(arrays["keys"], settings["dtype"]), arrays["links"])

@@ -29,8 +29,8 @@ def arrays_of(version: int) -> dict[str, np.ndarray]:
     }
 
 
-def write(path: Path, version: int) -> bytes:
-    with SectionWriter(path, HEADER, page_bytes=8192) as writer:
+def write(path: Path, version: int, page_bytes: int | None = 8192) -> bytes:
+    with SectionWriter(path, HEADER, page_bytes=page_bytes) as writer:
         for name, array in arrays_of(version).items():
             writer.add(name, array, page_class="values" if name == "values" else "index")
     return path.read_bytes()
@@ -44,7 +44,7 @@ def covered_bytes(content: bytes, file: SectionFile) -> np.ndarray:
     is_covered[fixed.metadata_offset_bytes :] = True
     for section in file.sections.values():
         is_covered[section.offset_bytes : section.offset_bytes + section.num_bytes] = True
-        begin, pages = section.checksums_offset_bytes, section.num_pages(file.page_bytes)
+        begin, pages = section.checksums_offset_bytes, section.num_pages
         is_covered[begin : begin + 4 * pages] = True
     return is_covered
 

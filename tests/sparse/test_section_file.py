@@ -161,7 +161,10 @@ def test_rows_without_bytes(tmp_path: Path, mode: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("mode", modes(), ids=mode_name)
-def test_only_the_pages_of_the_rows_are_verified(path: Path, mode: dict[str, Any]) -> None:
+def test_only_the_pages_of_the_rows_are_verified(tmp_path: Path, mode: dict[str, Any]) -> None:
+    path = tmp_path / "file"
+    with SectionWriter(path, {}, page_bytes=PAGE_BYTES) as writer:
+        writer.add("table", TABLE)
     section_offset = SectionFile.open(path).sections["table"].offset_bytes
     damaged_row = 2 * PAGE_BYTES // 74 + 30
     flip(path, section_offset + damaged_row * 74)
@@ -186,9 +189,9 @@ def test_unverified_rows_are_verified_by_their_ids(path: Path) -> None:
     with SectionFile.open(path) as file:
         rows = file.rows("table")
         assert (rows.unverified() != TABLE).sum() == 1
-        rows.verify_ids([5, 660])
-        with pytest.raises(IndexDamagedError):
-            rows.verify_ids([0, 800])
+        rows.verify_ids([699, 701])
+        with pytest.raises(IndexDamagedError, match="page 700 of 3000"):
+            rows.verify_ids([0, 700])
 
 
 @pytest.mark.parametrize("mode", modes(), ids=mode_name)

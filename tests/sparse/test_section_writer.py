@@ -134,7 +134,7 @@ def test_misuse_is_refused_and_leaves_what_was_there(
     assert SectionFile.open(tmp_path / "file", verify="now").names == ("old",)
 
 
-@pytest.mark.parametrize("page_bytes", [0, 100, 2048, 4097, 12288, 2**25, 4096.0, True])
+@pytest.mark.parametrize("page_bytes", [0, 63, 2**24 + 1, 4096.0, True])
 def test_odd_pages_are_refused(tmp_path: Path, page_bytes: Any) -> None:
     with pytest.raises(ValueError, match="page_bytes"):
         SectionWriter(tmp_path / "file", {}, page_bytes=page_bytes)

@@ -37,31 +37,21 @@ def checksum_pages(data: Any, page_bytes: int) -> np.ndarray:
 
 
 class PageDamage(NamedTuple):
-    """`found`: the page's checksum as it is; None if it cannot be read at all."""
+    """`found`: the page's checksum as it is."""
 
     page: int
-    found: int | None
+    found: int
 
 
-def find_damage(
-    data: np.ndarray,
-    page_bytes: int,
-    checksums: np.ndarray,
-    chosen: np.ndarray,
-    *,
-    mapped: bool,
-) -> PageDamage | None:
-    """The first of the chosen pages that differs from its checksum.
+def find_damage(data: np.ndarray, page_bytes: int, checksums: np.ndarray) -> PageDamage | None:
+    """The first page that differs from its checksum.
 
     Args:
         data: uint8 [bytes].
         checksums: uint32 [pages].
-        chosen: int64, ascending page numbers.
-        mapped: the data is a mapped file: pages are brought in such that those that cannot be read
-            are reported (Linux 5.14 or newer; on others the process ends with SIGBUS).
     """
-    page, found, readable = _C.find_damage(data, page_bytes, checksums, chosen, mapped)
-    return None if page < 0 else PageDamage(page, found if readable else None)
+    page, found = _C.find_damage(data, page_bytes, checksums)
+    return None if page < 0 else PageDamage(page, found)
 
 
 def bytes_of(data: Any) -> np.ndarray:

@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vllm_relay import _C
+from vllm_relay._C import PageGuard
 from vllm_relay.sparse import face
 from vllm_relay.sparse.aligned import aligned_empty
 from vllm_relay.sparse.calibrate import TARGET_K, smallest_width, split_queries
 from vllm_relay.sparse.elements import Elements
-from vllm_relay.sparse.index import IndexDamagedError
+from vllm_relay.sparse.index import NO_GUARDS, IndexDamagedError
 from vllm_relay.sparse.key_codes import (
     BLOCK_KEYS,
     KeyCodes,
@@ -44,6 +46,7 @@ class CoarseIndex(face.CompiledIndex):
     """
 
     kind = "coarse"
+    read_by_row = frozenset({"keys", "blocks"})
     _centres: np.ndarray
     _blocks: np.ndarray
     _starts: np.ndarray
@@ -110,7 +113,7 @@ class CoarseIndex(face.CompiledIndex):
         self._centres, self._blocks = centres, blocks
         self._starts, self._counts, self._ids = starts, counts, ids
         self.searcher = _C.index.ListSearcher(
-            "auto", codes.key_set(keys, blocks), codes.outside, centres, starts, counts, ids
+            "auto", self._key_set("blocks", blocks), codes.outside, centres, starts, counts, ids
         )
 
     def _calibrate(self, queries: np.ndarray) -> None:
@@ -125,6 +128,7 @@ class CoarseIndex(face.CompiledIndex):
         self.default_width = smallest_width(search, truth, low=1, high=self.num_lists)
 
     def check(self) -> None:
+        self._verify()
         rows = face.check_codes(self._keys, self._codes)
         lists = [
             self._ids[start * BLOCK_KEYS : start * BLOCK_KEYS + count]
@@ -139,6 +143,7 @@ class CoarseIndex(face.CompiledIndex):
             raise IndexDamagedError("coarse index: its codes do not belong to its keys")
 
     def to_arrays(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        self._verify()
         settings, arrays = self._codes.to_arrays()
         arrays |= {
             "keys": self._keys.data,
@@ -152,7 +157,12 @@ class CoarseIndex(face.CompiledIndex):
         return {"dtype": self._keys.dtype, **width, **settings}, arrays
 
     @classmethod
-    def from_arrays(cls, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> Self:
+    def from_arrays(
+        cls,
+        settings: dict[str, Any],
+        arrays: dict[str, np.ndarray],
+        guards: Mapping[str, PageGuard] = NO_GUARDS,
+    ) -> Self:
         keys, codes = face.restore_codes(settings, arrays)
         try:
             parts = [arrays[name] for name in ("centres", "blocks", "starts", "counts", "ids")]
@@ -179,6 +189,7 @@ class CoarseIndex(face.CompiledIndex):
             "coarse index: its lists do not fit together",
         )
         index = cls()
+        index._guards = guards
         index._set(keys, codes, centres, blocks, starts, counts, ids)
         index.default_width = width
         return index

@@ -24,7 +24,6 @@ from vllm_relay.sparse.damage import IndexDamagedError
 from vllm_relay.sparse.elements import STORAGE, Elements, as_elements
 from vllm_relay.sparse.index import KeyIndex
 from vllm_relay.sparse.section_file import SectionFile, SectionRows, SectionWriter
-from vllm_relay.sparse.section_table import PAGE_BYTES
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -59,7 +58,7 @@ def write_context(
     tokens: Any,
     heads: Iterable[ContextHead],
     *,
-    page_bytes: int = PAGE_BYTES,
+    page_bytes: int | None = None,
 ) -> None:
     """Writes a context, atomically: the file is there whole or not at all.
 
@@ -212,7 +211,8 @@ class ContextFile:
         return self.plans.get(self._place(layer, kv_head))
 
     def index(self, layer: int, kv_head: int) -> KeyIndex:
-        """The head's index, on the arrays of the file; they are verified, the index is not checked.
+        """The head's index, on the arrays of the file. What a search reads row by row is verified
+        when it is read, the rest now; the index is not checked.
 
         Raises:
             IndexDamagedError: arrays or settings are damaged, or do not fit together.
@@ -223,8 +223,9 @@ class ContextFile:
         if not self.has_index(layer, kv_head):
             raise KeyError(f"{self.path}: {place} has no index")
         entry = self.file.header["indexes"][place]
-        arrays = {name: self.file[section] for name, section in entry["arrays"].items()}
-        return index_type(entry["kind"]).from_arrays(dict(entry["settings"]), arrays)
+        kind = index_type(entry["kind"])
+        arrays, guards = self.file.arrays(entry["arrays"], kind.read_by_row)
+        return kind.from_arrays(dict(entry["settings"]), arrays, guards)
 
     def verify(self) -> None:
         """Reads every byte, and computes the hashes of the tokens again.

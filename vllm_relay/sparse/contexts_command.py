@@ -136,7 +136,6 @@ def _describe_in_full(path: Path) -> dict[str, Any]:
             parts[part] = parts.get(part, 0) + section.num_bytes
         return {
             **_summary(context),
-            "page_bytes": context.file.page_bytes,
             "num_sections": len(context.file.sections),
             "bytes_of_parts": parts,
             "plans": context.plans,
@@ -193,7 +192,6 @@ def _show_tables(console: Console, reports: list[dict[str, Any]]) -> None:
             "tokens": report["num_tokens"],
             "indexes": ", ".join(f"{n} {k}" for k, n in report["index_kinds"].items()) or "-",
             "size": size_text(report["num_bytes"]),
-            "page": size_text(report["page_bytes"]),
             "sections": report["num_sections"],
             **{f"stored {part}": size_text(n) for part, n in report["bytes_of_parts"].items()},
         }

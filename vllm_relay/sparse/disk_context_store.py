@@ -270,7 +270,8 @@ class DiskContextStore(ContextStore):
                 index_type(kind)
             except ValueError as error:
                 raise ForeignContextError(f"{path}: {error}") from None
-        self._check_limit(path, _num_leased_bytes(file))
+        if self._pool is not None:
+            self._check_limit(path, _num_leased_bytes(file))
         return DiskContext(file, version, is_pooled=self._pool is not None)
 
     def _check_limit(self, path: Path, num_bytes: int) -> None:
@@ -299,11 +300,11 @@ def _num_index_bytes(head: HeadStates) -> int:
 
 
 def _num_leased_bytes(file: ContextFile) -> int:
-    """What has to be in memory at once: a page of anything, or an index with its keys."""
+    """What has to be in memory at once: a block of anything, or an index with its keys."""
     sections = file.file.sections
-    page = max(min(section.num_bytes, file.file.page_bytes) for section in sections.values())
+    block = max(min(section.num_bytes, section.block_bytes) for section in sections.values())
     indexes = [set(entry["arrays"].values()) for entry in file.file.header["indexes"].values()]
-    return max(page, *(sum(sections[name].num_bytes for name in names) for names in indexes))
+    return max(block, *(sum(sections[name].num_bytes for name in names) for names in indexes))
 
 
 def _write_queries(path: Path, layers: Sequence[Sequence[HeadStates]]) -> None:

@@ -5,15 +5,22 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from vllm_relay._C import PageGuard
 from vllm_relay.sparse.aligned import aligned_empty
 from vllm_relay.sparse.elements import STORAGE, Elements, as_elements, check_finite
-from vllm_relay.sparse.index import IndexDamagedError, KeyIndex, SearchResult, SearchStats
+from vllm_relay.sparse.index import (
+    NO_GUARDS,
+    IndexDamagedError,
+    KeyIndex,
+    SearchResult,
+    SearchStats,
+)
 from vllm_relay.sparse.key_codes import MAX_HEAD_SIZE, KeyCodes, encode, encode_rows, row_bytes
 from vllm_relay.sparse.query_types import Dipr, QueryType, TopK, softmax_scale
 
@@ -48,6 +55,7 @@ class CompiledIndex(KeyIndex):
     _keys: Elements
     _codes: KeyCodes
     _exact: Any = None
+    _guards: Mapping[str, PageGuard] = NO_GUARDS
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__") and "_keys" not in self.__dict__:
@@ -56,7 +64,31 @@ class CompiledIndex(KeyIndex):
 
     @property
     def keys(self) -> Elements:
+        self._verify("keys")
         return self._keys
+
+    @property
+    def num_keys(self) -> int:
+        return self._keys.shape[0]
+
+    @property
+    def head_size(self) -> int:
+        return self._keys.shape[1]
+
+    def _key_set(self, codes_name: str, codes: np.ndarray) -> Any:
+        """Of `_keys` and their codes, the array of that name."""
+        key_guard, code_guard = self._guards.get("keys"), self._guards.get(codes_name)
+        return self._codes.key_set(self._keys, codes, key_guard=key_guard, code_guard=code_guard)
+
+    def _verify(self, *names: str) -> None:
+        """Makes sure that these arrays, or all, are whole: they may lie in a file.
+
+        Raises:
+            IndexDamagedError: names file, section and page.
+        """
+        for name in names or self._guards:
+            if name in self._guards:
+                self._guards[name].verify_all()
 
     def build(
         self,
@@ -68,7 +100,7 @@ class CompiledIndex(KeyIndex):
     ) -> Self:
         elements, num_threads = check_keys(keys), check_threads(threads)
         coded = CodedKeys(elements, *encode(elements, num_threads))
-        self._exact = None  # that of the keys before
+        self._exact, self._guards = None, NO_GUARDS  # those of the keys before
         self._build(coded, train_queries, seed, num_threads)
         return self
 
@@ -115,7 +147,7 @@ class CompiledIndex(KeyIndex):
         if self._exact is None:
             from vllm_relay.sparse.flat import FlatIndex
 
-            self._exact = FlatIndex().build(self._keys).searcher
+            self._exact = FlatIndex().build(self.keys).searcher
         return self._exact
 
     def stats(
@@ -132,7 +164,7 @@ class CompiledIndex(KeyIndex):
 
     def append(self, keys: Any) -> None:
         new = check_keys(keys, head_size=self.head_size, dtype=self._keys.dtype)
-        self.build(Elements(np.concatenate([self._keys.data, new.data]), new.dtype))
+        self.build(Elements(np.concatenate([self.keys.data, new.data]), new.dtype))
 
 
 def check_keys(keys: Any, *, head_size: int | None = None, dtype: str | None = None) -> Elements:

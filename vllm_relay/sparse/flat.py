@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vllm_relay import _C
+from vllm_relay._C import PageGuard
 from vllm_relay.sparse import face
 from vllm_relay.sparse.elements import Elements
-from vllm_relay.sparse.index import IndexDamagedError
+from vllm_relay.sparse.index import NO_GUARDS, IndexDamagedError
 from vllm_relay.sparse.key_codes import (
     BLOCK_KEYS,
     KeyCodes,
@@ -30,6 +32,7 @@ class FlatIndex(face.CompiledIndex):
     """
 
     kind = "flat"
+    read_by_row = frozenset({"keys", "blocks"})
     _blocks: np.ndarray
 
     def _build(self, coded: face.CodedKeys, train_queries: Any, seed: int, threads: int) -> None:
@@ -37,21 +40,30 @@ class FlatIndex(face.CompiledIndex):
 
     def _set(self, keys: Elements, codes: KeyCodes, blocks: np.ndarray) -> None:
         self._keys, self._codes, self._blocks = keys, codes, blocks
-        self.searcher = _C.index.FlatSearcher("auto", codes.key_set(keys, blocks), codes.outside)
+        self.searcher = _C.index.FlatSearcher(
+            "auto", self._key_set("blocks", blocks), codes.outside
+        )
         self._exact = self.searcher  # it is exact itself
 
     def check(self) -> None:
+        self._verify()
         rows = face.check_codes(self._keys, self._codes)
         if not np.array_equal(_in_order(rows), self._blocks):
             raise IndexDamagedError("flat index: its codes do not belong to its keys")
 
     def to_arrays(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        self._verify()
         settings, arrays = self._codes.to_arrays()
         arrays |= {"keys": self._keys.data, "blocks": self._blocks}
         return {"dtype": self._keys.dtype, **settings}, arrays
 
     @classmethod
-    def from_arrays(cls, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> Self:
+    def from_arrays(
+        cls,
+        settings: dict[str, Any],
+        arrays: dict[str, np.ndarray],
+        guards: Mapping[str, PageGuard] = NO_GUARDS,
+    ) -> Self:
         keys, codes = face.restore_codes(settings, arrays)
         n, d = keys.shape
         blocks = arrays.get("blocks", np.zeros(0))
@@ -61,6 +73,7 @@ class FlatIndex(face.CompiledIndex):
             f"flat index: blocks are {blocks.dtype} {blocks.shape}, expected uint8 {expected}",
         )
         index = cls()
+        index._guards = guards
         index._set(keys, codes, blocks)
         return index
 

@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vllm_relay import _C
+from vllm_relay._C import PageGuard
 from vllm_relay.sparse import face
 from vllm_relay.sparse.aligned import aligned_empty
 from vllm_relay.sparse.calibrate import TARGET_K, smallest_width, split_queries
 from vllm_relay.sparse.elements import Elements
-from vllm_relay.sparse.index import IndexDamagedError
+from vllm_relay.sparse.index import NO_GUARDS, IndexDamagedError
 from vllm_relay.sparse.key_codes import KeyCodes, row_bytes
 from vllm_relay.sparse.nearest import nearest_keys
 from vllm_relay.sparse.query_types import MAX_COUNT, QueryType, TopK
@@ -72,6 +74,7 @@ class GraphIndex(face.CompiledIndex):
     """
 
     kind = "graph"
+    read_by_row = frozenset({"keys", "codes", "graph"})
     _rows: np.ndarray
     _graph: np.ndarray
 
@@ -123,7 +126,7 @@ class GraphIndex(face.CompiledIndex):
         self._graph, self.entries = graph, entries
         self.hop_bytes = 4 * graph.shape[1]
         self.searcher = _C.index.GraphSearcher(
-            "auto", codes.key_set(keys, rows), codes.outside, graph
+            "auto", self._key_set("codes", rows), codes.outside, graph, self._guards.get("graph")
         )
 
     def width_of(self, query: QueryType) -> int:
@@ -145,6 +148,7 @@ class GraphIndex(face.CompiledIndex):
 
     def reachable(self) -> np.ndarray:
         """bool [n]; which keys a search can get to from the entries."""
+        self._verify("graph")
         reached = np.zeros(self.num_keys, bool)
         frontier = self.entries
         reached[frontier] = True
@@ -157,6 +161,7 @@ class GraphIndex(face.CompiledIndex):
         return reached
 
     def check(self) -> None:
+        self._verify()
         _check_graph(self._graph, self.num_keys)
         if not self.reachable().all():
             raise IndexDamagedError(
@@ -167,6 +172,7 @@ class GraphIndex(face.CompiledIndex):
             raise IndexDamagedError("graph index: its codes do not belong to its keys")
 
     def to_arrays(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        self._verify()
         settings, arrays = self._codes.to_arrays()
         arrays |= {
             "keys": self._keys.data,
@@ -178,7 +184,12 @@ class GraphIndex(face.CompiledIndex):
         return {"dtype": self._keys.dtype, **width, **settings}, arrays
 
     @classmethod
-    def from_arrays(cls, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> Self:
+    def from_arrays(
+        cls,
+        settings: dict[str, Any],
+        arrays: dict[str, np.ndarray],
+        guards: Mapping[str, PageGuard] = NO_GUARDS,
+    ) -> Self:
         keys, codes = face.restore_codes(settings, arrays)
         try:
             rows, graph, entries = arrays["codes"], arrays["graph"], arrays["entries"]
@@ -201,6 +212,7 @@ class GraphIndex(face.CompiledIndex):
             "graph index: its arrays do not fit together",
         )
         index = cls()
+        index._guards = guards
         index._set(keys, codes, rows, graph, entries)
         index.default_width, index.hub_statistic = width, hubs
         return index

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from vllm_relay._C import PageGuard
 from vllm_relay.sparse.damage import IndexDamagedError
 from vllm_relay.sparse.elements import Elements
 from vllm_relay.sparse.query_types import QueryType
@@ -17,6 +19,9 @@ from vllm_relay.sparse.section_file import SectionFile, write_sections
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+NO_GUARDS: Mapping[str, PageGuard] = MappingProxyType({})
 
 
 class SearchStats(NamedTuple):
@@ -53,11 +58,13 @@ class KeyIndex(ABC):
     """
 
     kind: ClassVar[str]
+    read_by_row: ClassVar[frozenset[str]] = frozenset()
+    """Of `to_arrays`, those of which a search reads rows here and there."""
 
     @property
     @abstractmethod
     def keys(self) -> Elements:
-        """[n, d], as stored; scores are inner products with these."""
+        """[n, d], as stored; scores are inner products with these. Verified as a whole."""
 
     @property
     def num_keys(self) -> int:
@@ -134,9 +141,18 @@ class KeyIndex(ABC):
 
     @classmethod
     @abstractmethod
-    def from_arrays(cls, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> Self:
+    def from_arrays(
+        cls,
+        settings: dict[str, Any],
+        arrays: dict[str, np.ndarray],
+        guards: Mapping[str, PageGuard] = NO_GUARDS,
+    ) -> Self:
         """The index that `to_arrays` described. Arrays are used where they lie (they may be
         read-only maps of a file) and not looked at.
+
+        Args:
+            guards: of arrays in `read_by_row` that are not verified yet: a row of them is read
+                after its guard has passed it.
 
         Raises:
             IndexDamagedError: shapes, dtypes or settings do not fit together.
@@ -152,8 +168,8 @@ class KeyIndex(ABC):
         """Opens what `save` wrote.
 
         Args:
-            mmap: read pages when they are needed, their checksums verified at the first touch of a
-                section; otherwise everything is read now.
+            mmap: read what is needed when it is needed, and verify it at the first touch;
+                otherwise everything is read now.
 
         Raises:
             IndexDamagedError: not such a file, damaged, or of another kind of index.
@@ -163,4 +179,5 @@ class KeyIndex(ABC):
             found = (header.pop("content", None), header.pop("kind", None))
             if found != ("key index", cls.kind):
                 raise IndexDamagedError(f"{path}: holds {found}, expected a {cls.kind} key index")
-            return cls.from_arrays(header, {name: file[name] for name in file.names})
+            names = {name: name for name in file.names}
+            return cls.from_arrays(header, *file.arrays(names, cls.read_by_row))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from vllm_relay import _C
+from vllm_relay._C import PageGuard
 from vllm_relay.sparse.aligned import aligned_empty
 from vllm_relay.sparse.elements import DTYPES, Elements
 
@@ -41,10 +42,18 @@ class KeyCodes:
     longest_error: float
     outside: np.ndarray
 
-    def key_set(self, keys: Elements, codes: np.ndarray) -> Any:
+    def key_set(
+        self,
+        keys: Elements,
+        codes: np.ndarray,
+        *,
+        key_guard: PageGuard | None = None,
+        code_guard: PageGuard | None = None,
+    ) -> Any:
+        """What the C++ side takes; guards verify rows of keys and codes at their first touch."""
         return _C.index.KeySet(
             keys.data, DTYPES.index(keys.dtype), codes, self.mean, self.step,
-            self.longest, self.longest_error,
+            self.longest, self.longest_error, key_guard, code_guard,
         )  # fmt: skip
 
     def to_arrays(self) -> tuple[dict[str, float], dict[str, np.ndarray]]:

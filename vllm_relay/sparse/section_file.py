@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from vllm_relay._C import PageGuard
 from vllm_relay.sparse.buffer_pool import BufferPool
 from vllm_relay.sparse.damage import IndexDamagedError
 from vllm_relay.sparse.section_readers import (
@@ -44,7 +45,6 @@ class SectionFile:
         path: of the file.
         header: what its writer gave.
         sections: by name, in the order they were written.
-        page_bytes: what one checksum covers.
         num_bytes: of the file.
     """
 
@@ -52,13 +52,12 @@ class SectionFile:
         self,
         path: Path,
         header: dict[str, Any],
-        sections: list[Section],
+        sections: Mapping[str, Section],
         reader: SectionReader,
     ) -> None:
         self.path = path
         self.header = header
-        self.sections = {section.name: section for section in sections}
-        self.page_bytes = reader.page_bytes
+        self.sections = sections
         self.num_bytes = reader.file.num_bytes
         self._reader: SectionReader | None = reader
 
@@ -94,9 +93,9 @@ class SectionFile:
             header, sections = decode_metadata(bytes(metadata), fixed)
         reader: SectionReader
         if pool is not None:
-            reader = PooledReader(opened, fixed.page_bytes, pool)
+            reader = PooledReader(opened, pool)
         else:
-            reader = (MappedReader if mmap else MemoryReader)(opened, fixed.page_bytes)
+            reader = (MappedReader if mmap else MemoryReader)(opened)
         file = cls(path, header, sections, reader)
         if verify == "now":
             file.verify()
@@ -124,6 +123,28 @@ class SectionFile:
     def rows(self, name: str) -> SectionRows:
         """Access to rows of which only the pages that are touched are read and verified."""
         return SectionRows(self._section(name), self._open_reader())
+
+    def arrays(
+        self, names: Mapping[str, str], by_row: Collection[str] = ()
+    ) -> tuple[dict[str, np.ndarray], dict[str, PageGuard]]:
+        """Sections as arrays, under other names: `names[name of the array]` is the section.
+
+        Those in `by_row` are not verified where that saves reading them as a whole, but have a
+        guard, which verifies a row at its first touch. These guards come second.
+
+        Raises:
+            IndexDamagedError, KeyError: as for an array.
+        """
+        arrays, guards = {}, {}
+        for name, section_name in names.items():
+            section, reader = self._section(section_name), self._open_reader()
+            guard = reader.guard(section) if name in by_row and section.has_row_pages else None
+            if guard is None:
+                arrays[name] = self[section_name]
+            else:
+                guards[name] = guard
+                arrays[name] = _as_array(section, reader.unverified(section))
+        return arrays, guards
 
     def verify(self) -> None:
         """Reads every section from beginning to end, whatever was verified before.
@@ -213,7 +234,7 @@ class SectionRows:
         Raises:
             IndexDamagedError, IndexError: as `range`.
         """
-        pages = pages_of_rows(self._section, self._check_ids(ids), self._reader.page_bytes)
+        pages = pages_of_rows(self._section, self._check_ids(ids))
         self._reader.verify_pages(self._section, pages)
 
     def unverified(self) -> np.ndarray:

@@ -11,11 +11,13 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from threading import Lock
 
 import numpy as np
 
+from vllm_relay._C import PageGuard
 from vllm_relay.sparse.aligned import aligned_empty
 from vllm_relay.sparse.buffer_pool import BufferPool
 from vllm_relay.sparse.checksum import crc32c, find_damage
@@ -64,9 +66,8 @@ class OpenFile:
 class SectionReader(ABC):
     """The sections of one open file; bytes are uint8 arrays. For any number of threads."""
 
-    def __init__(self, file: OpenFile, page_bytes: int) -> None:
+    def __init__(self, file: OpenFile) -> None:
         self.file = file
-        self.page_bytes = page_bytes
         self._checksums: dict[str, np.ndarray] = {}
 
     @abstractmethod
@@ -81,6 +82,10 @@ class SectionReader(ABC):
     def verify_pages(self, section: Section, pages: np.ndarray) -> None:
         """Makes sure that these pages (int64, ascending) of what `unverified` gives are whole."""
 
+    def guard(self, section: Section) -> PageGuard | None:
+        """Verifies pages of what `unverified` gives; None: they are verified already."""
+        return None
+
     @abstractmethod
     def range(self, section: Section, begin: int, end: int) -> np.ndarray:
         """Read-only [end - begin]: bytes `begin` to `end` of the section."""
@@ -91,27 +96,28 @@ class SectionReader(ABC):
 
     def verify(self, section: Section) -> None:
         """Reads the whole section from the file, whatever was verified before."""
-        step_bytes = max(READ_BYTES, self.page_bytes)
+        step_bytes = -(-READ_BYTES // section.page_bytes) * section.page_bytes
         buffer = np.empty(min(step_bytes, section.num_bytes), np.uint8)
         for begin in range(0, section.num_bytes, step_bytes):
             part = buffer[: section.num_bytes - begin]
             self.file.read_into(part.data, section.offset_bytes + begin)
-            self.check(section, part, begin // self.page_bytes)
+            self.check(section, part, begin // section.page_bytes)
 
     def check(self, section: Section, data: np.ndarray, first_page: int) -> None:
         """Raises IndexDamagedError unless `data` is what the file should hold from that page on."""
-        num_pages = -(-len(data) // self.page_bytes)
+        num_pages = -(-len(data) // section.page_bytes)
         checksums = self.checksums(section)[first_page : first_page + num_pages]
-        chosen = np.arange(num_pages, dtype=np.int64)
-        damage = find_damage(data, self.page_bytes, checksums, chosen, mapped=False)
+        damage = find_damage(data, section.page_bytes, checksums)
         if damage is not None:
-            raise self.damaged(section, first_page + damage.page, damage.found)
+            expected = int(checksums[damage.page])
+            page = first_page + damage.page
+            raise _damaged(self.file.path, section, expected, page, damage.found)
 
     def checksums(self, section: Section) -> np.ndarray:
         """uint32 [pages], themselves verified."""
         checksums = self._checksums.get(section.name)
         if checksums is None:
-            num_bytes = 4 * section.num_pages(self.page_bytes)
+            num_bytes = 4 * section.num_pages
             data = self.file.read(section.checksums_offset_bytes, num_bytes)
             found = crc32c(data)
             if found != section.checksums_crc:
@@ -122,33 +128,20 @@ class SectionReader(ABC):
             checksums = self._checksums[section.name] = np.frombuffer(data, np.uint32)
         return checksums
 
-    def damaged(self, section: Section, page: int, found: int | None) -> IndexDamagedError:
-        begin = section.offset_bytes + page * self.page_bytes
-        place = (
-            f"{self.file.path}: section {section.name!r}, page {page} of "
-            f"{section.num_pages(self.page_bytes)} (from byte {begin} of the file)"
-        )
-        if found is None:
-            return IndexDamagedError(
-                f"{place}: cannot be read; the file was truncated while open, or the disk fails"
-            )
-        expected = int(self.checksums(section)[page])
-        return IndexDamagedError(f"{place}: CRC-32C {found:#010x}, expected {expected:#010x}")
-
 
 class MappedReader(SectionReader):
     """Pages are verified once, when they are asked for first."""
 
-    def __init__(self, file: OpenFile, page_bytes: int) -> None:
-        super().__init__(file, page_bytes)
+    def __init__(self, file: OpenFile) -> None:
+        super().__init__(file)
         try:
             self._map = mmap.mmap(file.descriptor, file.num_bytes, access=mmap.ACCESS_READ)
         except ValueError as error:
             raise IndexDamagedError(f"{file.path}: truncated while opened: {error}") from None
-        self._is_verified: dict[str, np.ndarray] = {}
+        self._guards: dict[str, PageGuard] = {}
 
     def whole(self, section: Section) -> np.ndarray:
-        self.verify_pages(section, self._pages(section))
+        self.guard(section).verify_all()
         return self.unverified(section)
 
     def unverified(self, section: Section) -> np.ndarray:
@@ -156,40 +149,44 @@ class MappedReader(SectionReader):
         return np.frombuffer(self._map, np.uint8, section.num_bytes, section.offset_bytes)
 
     def verify_pages(self, section: Section, pages: np.ndarray) -> None:
-        is_verified = self._is_verified.get(section.name)
-        self._check_mapped(section, pages if is_verified is None else pages[~is_verified[pages]])
+        self.guard(section).verify(pages)
+
+    def guard(self, section: Section) -> PageGuard:
+        guard = self._guards.get(section.name)
+        if guard is None:
+            checksums = self.checksums(section)
+            made = PageGuard(
+                self.unverified(section),
+                section.page_bytes,
+                checksums,
+                mapped=True,
+                on_damage=partial(_damaged_page, self.file.path, section, checksums),
+            )
+            guard = self._guards.setdefault(
+                section.name, made
+            )  # of another thread, if it was first
+        return guard
 
     def range(self, section: Section, begin: int, end: int) -> np.ndarray:
         if begin < end:
-            first, last = begin // self.page_bytes, (end - 1) // self.page_bytes
+            first, last = begin // section.page_bytes, (end - 1) // section.page_bytes
             self.verify_pages(section, np.arange(first, last + 1))
         return self.unverified(section)[begin:end]
 
     def take(self, section: Section, ids: np.ndarray) -> np.ndarray:
-        self.verify_pages(section, pages_of_rows(section, ids, self.page_bytes))
+        self.verify_pages(section, pages_of_rows(section, ids))
         rows = self.unverified(section).reshape(section.shape[0], section.row_bytes)
         return rows[ids]
 
     def verify(self, section: Section) -> None:
-        self._check_mapped(section, self._pages(section))
-
-    def _pages(self, section: Section) -> np.ndarray:
-        return np.arange(section.num_pages(self.page_bytes))
-
-    def _check_mapped(self, section: Section, pages: np.ndarray) -> None:
-        data, checksums = self.unverified(section), self.checksums(section)
-        damage = find_damage(data, self.page_bytes, checksums, pages, mapped=True)
-        if damage is not None:
-            raise self.damaged(section, damage.page, damage.found)
-        is_verified = np.zeros(len(checksums), bool)
-        self._is_verified.setdefault(section.name, is_verified)[pages] = True
+        self.guard(section).verify_anew()
 
 
 class MemoryReader(SectionReader):
     """A section is read and verified at its first touch, and kept until the file is closed."""
 
-    def __init__(self, file: OpenFile, page_bytes: int) -> None:
-        super().__init__(file, page_bytes)
+    def __init__(self, file: OpenFile) -> None:
+        super().__init__(file)
         self._lock = Lock()
         self._read: dict[str, np.ndarray] = {}
 
@@ -218,11 +215,11 @@ class MemoryReader(SectionReader):
 
 
 class PooledReader(SectionReader):
-    """Pages are verified whenever they enter the pool. A whole section is one entry of it, in use
-    as long as its array lives; rows are copied out of pages."""
+    """Blocks of pages are verified whenever they enter the pool. A whole section is one entry, in
+    use as long as its array lives; rows are copied out of blocks."""
 
-    def __init__(self, file: OpenFile, page_bytes: int, pool: BufferPool) -> None:
-        super().__init__(file, page_bytes)
+    def __init__(self, file: OpenFile, pool: BufferPool) -> None:
+        super().__init__(file)
         self._pool = pool
         self._owner = object()
         weakref.finalize(self, pool.drop, self._owner)
@@ -246,58 +243,87 @@ class PooledReader(SectionReader):
 
     def range(self, section: Section, begin: int, end: int) -> np.ndarray:
         data = np.empty(max(0, end - begin), np.uint8)
-        for page in range(begin // self.page_bytes, -(-end // self.page_bytes)):
-            page_begin = page * self.page_bytes
-            with self._page(section, page) as content:
-                low, high = max(begin, page_begin), min(end, page_begin + len(content))
-                data[low - begin : high - begin] = content[low - page_begin : high - page_begin]
+        block_bytes = section.block_bytes
+        for block in range(begin // block_bytes, -(-end // block_bytes)):
+            block_begin = block * block_bytes
+            with self._block(section, block) as content:
+                low, high = max(begin, block_begin), min(end, block_begin + len(content))
+                data[low - begin : high - begin] = content[low - block_begin : high - block_begin]
         data.setflags(write=False)
         return data
 
     def take(self, section: Section, ids: np.ndarray) -> np.ndarray:
-        row_bytes = section.row_bytes
+        row_bytes, block_bytes = section.row_bytes, section.block_bytes
         rows = np.empty((len(ids), row_bytes), np.uint8)
         order = np.argsort(ids, kind="stable")
         begins = ids[order] * row_bytes
-        pages = pages_of_rows(section, ids, self.page_bytes)
-        page_begins = pages * self.page_bytes
-        first = np.searchsorted(begins + row_bytes, page_begins, "right").tolist()
-        end = np.searchsorted(begins, page_begins + self.page_bytes).tolist()
+        blocks = _areas_of_rows(ids, row_bytes, block_bytes)
+        block_begins = blocks * block_bytes
+        first = np.searchsorted(begins + row_bytes, block_begins, "right").tolist()
+        end = np.searchsorted(begins, block_begins + block_bytes).tolist()
         places = list(zip(order.tolist(), begins.tolist(), strict=True))
-        for i, page in enumerate(pages.tolist()):
-            page_begin = page * self.page_bytes
-            with self._page(section, page) as content:
+        for i, block in enumerate(blocks.tolist()):
+            block_begin = block * block_bytes
+            with self._block(section, block) as content:
                 for row, row_begin in places[first[i] : end[i]]:
-                    begin = row_begin - page_begin
-                    if begin >= 0 and begin + row_bytes <= self.page_bytes:
+                    begin = row_begin - block_begin
+                    if begin >= 0 and begin + row_bytes <= block_bytes:
                         rows[row] = content[begin : begin + row_bytes]
-                    else:  # goes on in a neighbouring page
+                    else:  # goes on in a neighbouring block
                         part = content[max(begin, 0) : begin + row_bytes]
                         offset = max(-begin, 0)
                         rows[row, offset : offset + len(part)] = part
         return rows
 
-    def _page(self, section: Section, page: int) -> AbstractContextManager[np.ndarray]:
-        begin = page * self.page_bytes
-        num_bytes = min(self.page_bytes, section.num_bytes - begin)
+    def _block(self, section: Section, block: int) -> AbstractContextManager[np.ndarray]:
+        begin = block * section.block_bytes
+        num_bytes = min(section.block_bytes, section.num_bytes - begin)
 
         def load(buffer: memoryview) -> None:
             self.file.read_into(buffer, section.offset_bytes + begin)
-            self.check(section, np.frombuffer(buffer, np.uint8), page)
+            data = np.frombuffer(buffer, np.uint8)
+            self.check(section, data, begin // section.page_bytes)
 
-        key = (section.name, page)
+        key = (section.name, block)
         return self._pool.pinned(self._owner, key, num_bytes, section.page_class, load)
 
 
-def pages_of_rows(section: Section, ids: np.ndarray, page_bytes: int) -> np.ndarray:
-    """int64, ascending: every page that holds a byte of these rows."""
-    row_bytes = section.row_bytes
+def pages_of_rows(section: Section, ids: np.ndarray) -> np.ndarray:
+    """int64: every page that holds a byte of these rows."""
+    if section.has_row_pages:
+        return ids
+    return _areas_of_rows(ids, section.row_bytes, section.page_bytes)
+
+
+def _areas_of_rows(ids: np.ndarray, row_bytes: int, area_bytes: int) -> np.ndarray:
+    """int64, ascending."""
     if len(ids) == 0 or row_bytes == 0:
         return np.empty(0, np.int64)
-    first = ids * row_bytes // page_bytes
-    last = (ids * row_bytes + row_bytes - 1) // page_bytes
+    first = ids * row_bytes // area_bytes
+    last = (ids * row_bytes + row_bytes - 1) // area_bytes
     longest = int((last - first).max())
     return np.unique(np.concatenate([np.minimum(first + i, last) for i in range(longest + 1)]))
+
+
+def _damaged_page(
+    path: Path, section: Section, checksums: np.ndarray, page: int, found: int | None
+) -> IndexDamagedError:
+    return _damaged(path, section, int(checksums[page]), page, found)
+
+
+def _damaged(
+    path: Path, section: Section, expected: int, page: int, found: int | None
+) -> IndexDamagedError:
+    begin = section.offset_bytes + page * section.page_bytes
+    place = (
+        f"{path}: section {section.name!r}, page {page} of {section.num_pages} (from byte {begin} "
+        "of the file)"
+    )
+    if found is None:
+        return IndexDamagedError(
+            f"{place}: cannot be read; the file was truncated while open, or the disk fails"
+        )
+    return IndexDamagedError(f"{place}: CRC-32C {found:#010x}, expected {expected:#010x}")
 
 
 def _empty() -> np.ndarray:

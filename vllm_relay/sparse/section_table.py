@@ -13,7 +13,7 @@ import json
 import math
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +23,15 @@ from vllm_relay.sparse.checksum import crc32c
 from vllm_relay.sparse.damage import IndexDamagedError
 
 MAGIC = b"RELAYSEC"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 BYTE_ORDER_MARK = 0x01020304
 FIXED_HEADER_BYTES = 4096
 ALIGNMENT_BYTES = 4096
 LARGE_ALIGNMENT_BYTES = 2 << 20
 LARGE_SECTION_BYTES = 8 << 20  # from here on the alignment is that of huge pages
 PAGE_BYTES = 16 << 10
-MIN_PAGE_BYTES, MAX_PAGE_BYTES = 4096, 16 << 20
+MIN_PAGE_BYTES, MAX_PAGE_BYTES = 64, 16 << 20
+MAX_ROW_PAGE_BYTES = 4096
 MAX_FILE_BYTES = 2**63 - 1
 MAX_DIMENSIONS = 32
 MAX_NAME_CHARACTERS = 255
@@ -47,9 +48,64 @@ DTYPES = {
 PAGE_CLASSES = ("values", "keys", "index")
 """What a section is to a `BufferPool`, in the order of eviction."""
 
-# magic, byte order, version, bytes of the file, offset and bytes of the metadata, bytes of a page,
-# CRC-32C of the metadata
-_FIXED = struct.Struct("=8sIIQQQII")
+_MAX_ITEM_BYTES = max(dtype.itemsize for dtype in DTYPES.values())
+
+# magic, byte order, version, bytes of the file, offset and bytes of the metadata, its CRC-32C
+_FIXED = struct.Struct("=8sIIQQQI")
+
+
+def is_page_bytes(value: object) -> bool:
+    return type(value) is int and MIN_PAGE_BYTES <= value <= MAX_PAGE_BYTES
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_FILE_BYTES
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_NAME_CHARACTERS
+
+
+def _is_dtype(value: object) -> bool:
+    return isinstance(value, str) and value in DTYPES
+
+
+def _is_class(value: object) -> bool:
+    return value in PAGE_CLASSES
+
+
+def _is_shape(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) <= MAX_DIMENSIONS
+        and all(map(_is_count, value))
+        and math.prod(size for size in value if size) <= MAX_FILE_BYTES // _MAX_ITEM_BYTES
+    )
+
+
+def _is_offset(value: object) -> bool:
+    return _is_count(value) and value % ALIGNMENT_BYTES == 0  # type: ignore[operator]
+
+
+def _is_checksums_offset(value: object) -> bool:
+    return _is_count(value) and value % 4 == 0  # type: ignore[operator]
+
+
+def _is_crc(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**32
+
+
+# of the table: what an entry may be
+_COLUMNS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "name": (_is_name, f"1 to {MAX_NAME_CHARACTERS} characters"),
+    "dtype": (_is_dtype, f"one of {', '.join(DTYPES)}"),
+    "shape": (_is_shape, "a list of sizes that fit in memory"),
+    "class": (_is_class, f"one of {', '.join(PAGE_CLASSES)}"),
+    "page": (is_page_bytes, f"{MIN_PAGE_BYTES} to {MAX_PAGE_BYTES} bytes"),
+    "offset": (_is_offset, f"a multiple of {ALIGNMENT_BYTES}"),
+    "checksums": (_is_checksums_offset, "a multiple of 4"),
+    "checksums_crc": (_is_crc, "32 bits"),
+}
 
 
 @dataclass(frozen=True)
@@ -57,6 +113,7 @@ class Section:
     """Where an array lies in the file, and how to tell whether it is whole.
 
     Attributes:
+        page_bytes: what one checksum covers.
         offset_bytes, checksums_offset_bytes: from the beginning of the file.
         checksums_crc: CRC-32C of the section's page checksums.
     """
@@ -65,6 +122,7 @@ class Section:
     dtype: np.dtype
     shape: tuple[int, ...]
     page_class: str
+    page_bytes: int
     offset_bytes: int
     checksums_offset_bytes: int
     checksums_crc: int
@@ -78,8 +136,19 @@ class Section:
         """Of one entry of the first dimension."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
-    def num_pages(self, page_bytes: int) -> int:
-        return -(-self.num_bytes // page_bytes)
+    @property
+    def num_pages(self) -> int:
+        return -(-self.num_bytes // self.page_bytes)
+
+    @property
+    def block_bytes(self) -> int:
+        """What a `BufferPool` reads at once: whole pages, about `PAGE_BYTES`."""
+        return max(1, PAGE_BYTES // self.page_bytes) * self.page_bytes
+
+    @property
+    def has_row_pages(self) -> bool:
+        """Whether each row is a page of its own."""
+        return len(self.shape) > 1 and self.row_bytes == self.page_bytes
 
 
 @dataclass(frozen=True)
@@ -87,7 +156,6 @@ class FixedHeader:
     file_bytes: int
     metadata_offset_bytes: int
     metadata_bytes: int
-    page_bytes: int
     metadata_crc: int
 
 
@@ -95,12 +163,12 @@ def alignment_bytes(num_bytes: int) -> int:
     return LARGE_ALIGNMENT_BYTES if num_bytes >= LARGE_SECTION_BYTES else ALIGNMENT_BYTES
 
 
-def is_page_bytes(value: object) -> bool:
-    return (
-        type(value) is int
-        and MIN_PAGE_BYTES <= value <= MAX_PAGE_BYTES
-        and value & (value - 1) == 0
-    )
+def default_page_bytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:
+    """A row where rows are of a size to be read one by one, else `PAGE_BYTES`."""
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    if len(shape) > 1 and MIN_PAGE_BYTES <= row_bytes <= MAX_ROW_PAGE_BYTES:
+        return row_bytes
+    return PAGE_BYTES
 
 
 def encode_fixed_header(fixed: FixedHeader) -> bytes:
@@ -111,7 +179,6 @@ def encode_fixed_header(fixed: FixedHeader) -> bytes:
         fixed.file_bytes,
         fixed.metadata_offset_bytes,
         fixed.metadata_bytes,
-        fixed.page_bytes,
         fixed.metadata_crc,
     ).ljust(FIXED_HEADER_BYTES - 4, b"\0")
     return content + struct.pack("=I", crc32c(content))
@@ -134,9 +201,7 @@ def decode_fixed_header(data: bytes, file_bytes: int) -> FixedHeader:
         raise IndexDamagedError(
             f"{file_bytes} bytes, fewer than the {FIXED_HEADER_BYTES} of the header: truncated"
         )
-    _, mark, version, stated_bytes, offset, metadata_bytes, page_bytes, crc = _FIXED.unpack_from(
-        data
-    )
+    _, mark, version, stated_bytes, offset, metadata_bytes, crc = _FIXED.unpack_from(data)
     if mark != BYTE_ORDER_MARK:
         swapped = int.from_bytes(BYTE_ORDER_MARK.to_bytes(4, "little"), "big")
         raise IndexDamagedError(
@@ -161,12 +226,7 @@ def decode_fixed_header(data: bytes, file_bytes: int) -> FixedHeader:
         raise IndexDamagedError(
             f"metadata of {metadata_bytes} bytes at {offset} in a file of {file_bytes} bytes"
         )
-    if not is_page_bytes(page_bytes):
-        raise IndexDamagedError(
-            f"pages of {page_bytes} bytes, expected a power of two of {MIN_PAGE_BYTES} to "
-            f"{MAX_PAGE_BYTES}"
-        )
-    return FixedHeader(file_bytes, offset, metadata_bytes, page_bytes, crc)
+    return FixedHeader(file_bytes, offset, metadata_bytes, crc)
 
 
 def encode_metadata(header: Mapping[str, Any], sections: list[Section]) -> bytes:
@@ -175,25 +235,24 @@ def encode_metadata(header: Mapping[str, Any], sections: list[Section]) -> bytes
         ValueError: the header is not what JSON can hold.
     """
     check_json("header", header)
-    entries = [
-        {
-            "name": section.name,
-            "dtype": section.dtype.name,
-            "shape": section.shape,
-            "class": section.page_class,
-            "offset": section.offset_bytes,
-            "bytes": section.num_bytes,
-            "checksums": section.checksums_offset_bytes,
-            "checksums_crc": section.checksums_crc,
-        }
-        for section in sections
-    ]
+    columns = {
+        "name": [section.name for section in sections],
+        "dtype": [section.dtype.name for section in sections],
+        "shape": [section.shape for section in sections],
+        "class": [section.page_class for section in sections],
+        "page": [section.page_bytes for section in sections],
+        "offset": [section.offset_bytes for section in sections],
+        "checksums": [section.checksums_offset_bytes for section in sections],
+        "checksums_crc": [section.checksums_crc for section in sections],
+    }
     return json.dumps(
-        {"header": header, "sections": entries}, sort_keys=True, separators=(",", ":")
+        {"header": header, "sections": columns}, sort_keys=True, separators=(",", ":")
     ).encode()
 
 
-def decode_metadata(data: bytes, fixed: FixedHeader) -> tuple[dict[str, Any], list[Section]]:
+def decode_metadata(
+    data: bytes, fixed: FixedHeader
+) -> tuple[dict[str, Any], Mapping[str, Section]]:
     """
     Raises:
         IndexDamagedError: says what was found and expected; the caller names the file.
@@ -208,14 +267,10 @@ def decode_metadata(data: bytes, fixed: FixedHeader) -> tuple[dict[str, Any], li
     except (ValueError, RecursionError) as error:
         raise IndexDamagedError(f"metadata: not JSON: {error}") from None
     header = metadata.get("header") if isinstance(metadata, dict) else None
-    entries = metadata.get("sections") if isinstance(metadata, dict) else None
-    if not isinstance(header, dict) or not isinstance(entries, list):
-        raise IndexDamagedError('metadata: expected {"header": {...}, "sections": [...]}')
-    sections = [_decode_section(number, entry, fixed) for number, entry in enumerate(entries)]
-    if len({section.name for section in sections}) != len(sections):
-        raise IndexDamagedError("metadata: two sections of the same name")
-    _check_apart(sections, fixed)
-    return header, sections
+    columns = metadata.get("sections") if isinstance(metadata, dict) else None
+    if not isinstance(header, dict) or not isinstance(columns, dict):
+        raise IndexDamagedError('metadata: expected {"header": {...}, "sections": {...}}')
+    return header, SectionTable(columns, fixed)
 
 
 def check_json(name: str, value: Any) -> None:
@@ -239,68 +294,89 @@ def check_json(name: str, value: Any) -> None:
 
 
 def check_name(name: object) -> None:
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARACTERS:
+    if not _is_name(name):
         raise ValueError(
             f"section name {name!r}, expected a text of 1 to {MAX_NAME_CHARACTERS} characters"
         )
 
 
-def _decode_section(number: int, entry: Any, fixed: FixedHeader) -> Section:
-    def refuse(what: str) -> IndexDamagedError:
-        return IndexDamagedError(f"metadata: section {number}: {what}")
+class SectionTable(Mapping[str, Section]):
+    """The sections of a file by name, in the order they were written. A context has thousands:
+    they are checked column by column, and made when they are asked for.
 
-    if not isinstance(entry, dict):
-        raise refuse(f"a {type(entry).__name__}, expected a dict")
-    name: Any = entry.get("name")
-    dtype: Any = entry.get("dtype")
-    shape: Any = entry.get("shape")
-    try:
-        check_name(name)
-    except ValueError as error:
-        raise refuse(str(error)) from None
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise refuse(f"dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
-    if (
-        not isinstance(shape, list)
-        or len(shape) > MAX_DIMENSIONS
-        or not all(_is_count(size) for size in shape)
-        or math.prod(size for size in shape if size) > MAX_FILE_BYTES // DTYPES[dtype].itemsize
-    ):
-        raise refuse(f"shape {str(shape)[:200]}, expected a list of sizes that fit in memory")
-    if entry.get("class") not in PAGE_CLASSES:
-        raise refuse(f"class {entry.get('class')!r}, expected one of {', '.join(PAGE_CLASSES)}")
-    numbers: list[Any] = [entry.get(key) for key in ("offset", "checksums", "checksums_crc")]
-    if not all(_is_count(value) for value in numbers) or numbers[2] >= 2**32:
-        raise refuse(f"offsets and checksum {numbers}, expected whole numbers")
-    section = Section(name, DTYPES[dtype], tuple(shape), entry["class"], *numbers)
-    if entry.get("bytes") != section.num_bytes:
-        raise refuse(f"{entry.get('bytes')!r} bytes, expected {section.num_bytes}")
-    if section.offset_bytes % ALIGNMENT_BYTES or section.checksums_offset_bytes % 4:
-        raise refuse(f"offsets {numbers[:2]}, expected multiples of {ALIGNMENT_BYTES} and of 4")
-    return section
+    Raises:
+        IndexDamagedError: a column is missing, an entry unusable, or two sections overlap.
+    """
+
+    def __init__(self, columns: dict[str, Any], fixed: FixedHeader) -> None:
+        lists: list[list[Any]] = []
+        for column, (is_good, expected) in _COLUMNS.items():
+            entries = columns.get(column)
+            if not isinstance(entries, list):
+                raise IndexDamagedError(f"metadata: sections: no list {column!r}")
+            if not all(map(is_good, entries)):
+                number, bad = next((i, x) for i, x in enumerate(entries) if not is_good(x))
+                raise IndexDamagedError(
+                    f"metadata: section {number}: {column} {str(bad)[:200]!r}, expected {expected}"
+                )
+            lists.append(entries)
+        if len({len(entries) for entries in lists}) > 1:
+            raise IndexDamagedError(
+                f"metadata: sections: lists of {[len(entries) for entries in lists]} entries"
+            )
+        names, dtypes, shapes, _, pages, offsets, checksums, _ = lists
+        self._columns = lists
+        self._number = {name: number for number, name in enumerate(names)}
+        if len(self._number) < len(names):
+            raise IndexDamagedError("metadata: two sections of the same name")
+        sizes = [
+            math.prod(shape) * DTYPES[dtype].itemsize
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        ]
+        _check_apart(names, pages, offsets, checksums, sizes, fixed)
+
+    def __getitem__(self, name: str) -> Section:
+        number = self._number[name]
+        name, dtype, shape, *rest = (column[number] for column in self._columns)
+        return Section(name, DTYPES[dtype], tuple(shape), *rest)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._number)
+
+    def __len__(self) -> int:
+        return len(self._number)
 
 
-def _check_apart(sections: list[Section], fixed: FixedHeader) -> None:
+def _check_apart(
+    names: list[str],
+    pages: list[int],
+    offsets: list[int],
+    checksums: list[int],
+    sizes: list[int],
+    fixed: FixedHeader,
+) -> None:
     """Everything lies between fixed header and metadata, and nothing on anything else."""
-    areas = [(0, FIXED_HEADER_BYTES, "the fixed header")]
-    for section in sections:
-        checksum_bytes = 4 * section.num_pages(fixed.page_bytes)
-        areas.append((section.offset_bytes, section.num_bytes, section.name))
-        areas.append(
-            (section.checksums_offset_bytes, checksum_bytes, f"checksums of {section.name}")
-        )
-    areas.append((fixed.metadata_offset_bytes, fixed.metadata_bytes, "the metadata"))
-    areas.sort(key=lambda area: area[:2])
-    end, before = 0, ""
-    for offset, num_bytes, name in areas:
-        if offset < end:
-            raise IndexDamagedError(f"metadata: {name} at {offset} lies on {before}")
-        end, before = offset + num_bytes, name
+
+    def described(area: int) -> str:
+        if area < len(names):
+            return names[area]
+        area -= len(names)
+        if area < len(names):
+            return f"checksums of {names[area]}"
+        return ("the fixed header", "the metadata")[area - len(names)]
+
+    checksum_sizes = [4 * -(-size // page) for size, page in zip(sizes, pages, strict=True)]
+    begins: Iterable[int] = [*offsets, *checksums, 0, fixed.metadata_offset_bytes]
+    lengths = [*sizes, *checksum_sizes, FIXED_HEADER_BYTES, fixed.metadata_bytes]
+    areas = sorted(zip(begins, lengths, range(len(lengths)), strict=True))
+    end, before = 0, 0
+    for begin, num_bytes, area in areas:
+        if begin < end:
+            raise IndexDamagedError(
+                f"metadata: {described(area)} at {begin} lies on {described(before)}"
+            )
+        end, before = begin + num_bytes, area
     if end > fixed.file_bytes:
         raise IndexDamagedError(
-            f"metadata: {before} ends at {end}, the file has {fixed.file_bytes} bytes"
+            f"metadata: {described(before)} ends at {end}, the file has {fixed.file_bytes} bytes"
         )
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value <= MAX_FILE_BYTES

@@ -23,13 +23,13 @@ from vllm_relay.sparse.section_table import (
     MAX_METADATA_BYTES,
     MAX_PAGE_BYTES,
     MIN_PAGE_BYTES,
-    PAGE_BYTES,
     PAGE_CLASSES,
     FixedHeader,
     Section,
     alignment_bytes,
     check_json,
     check_name,
+    default_page_bytes,
     encode_fixed_header,
     encode_metadata,
     is_page_bytes,
@@ -74,19 +74,19 @@ class SectionWriter:
     under another name, which a writer that was killed leaves behind and the next one removes.
 
     Args:
-        page_bytes: what one checksum covers; a power of two. Reading one row verifies that much.
+        page_bytes: what one checksum covers; reading one row verifies that much. None: one row of
+            64 to 4,096 bytes; 16 KiB of a section whose rows are of another size.
 
     Raises:
         ValueError, OSError: as `write_sections`.
     """
 
     def __init__(
-        self, path: str | Path, header: Mapping[str, Any], *, page_bytes: int = PAGE_BYTES
+        self, path: str | Path, header: Mapping[str, Any], *, page_bytes: int | None = None
     ) -> None:
-        if not is_page_bytes(page_bytes):
+        if page_bytes is not None and not is_page_bytes(page_bytes):
             raise ValueError(
-                f"page_bytes is {page_bytes!r}, expected a power of two of {MIN_PAGE_BYTES} to "
-                f"{MAX_PAGE_BYTES}"
+                f"page_bytes is {page_bytes!r}, expected {MIN_PAGE_BYTES} to {MAX_PAGE_BYTES}"
             )
         check_json("header", header)
         self.path = Path(path)
@@ -140,8 +140,9 @@ class SectionWriter:
             )
         num_bytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
         offset = _rounded_up(self._end_bytes, alignment_bytes(num_bytes))
-        section = Section(name, dtype, shape, page_class, offset, 0, 0)
-        stream = SectionStream(self._descriptor, section, self.page_bytes)
+        page_bytes = self.page_bytes or default_page_bytes(dtype, shape)
+        section = Section(name, dtype, shape, page_class, page_bytes, offset, 0, 0)
+        stream = SectionStream(self._descriptor, section)
         self._open_section = name
         yield stream  # an error goes on to the file's own `with`, which removes it
         self._open_section = None
@@ -173,7 +174,6 @@ class SectionWriter:
             file_bytes=end + len(metadata),
             metadata_offset_bytes=end,
             metadata_bytes=len(metadata),
-            page_bytes=self.page_bytes,
             metadata_crc=crc32c(metadata),
         )
         write_at(self._descriptor, encode_fixed_header(fixed), 0)
@@ -207,12 +207,11 @@ class SectionWriter:
 class SectionStream:
     """Takes the bytes of one section in order, in parts of any size."""
 
-    def __init__(self, descriptor: int, section: Section, page_bytes: int) -> None:
+    def __init__(self, descriptor: int, section: Section) -> None:
         self._descriptor = descriptor
         self._section = section
-        self._page_bytes = page_bytes
         self._written_bytes = 0
-        self._checksums = np.empty(section.num_pages(page_bytes), np.uint32)
+        self._checksums = np.empty(section.num_pages, np.uint32)
         self._page_crc = 0  # of what the page that is begun holds so far
 
     def write(self, part: np.ndarray) -> None:
@@ -239,7 +238,7 @@ class SectionStream:
 
     def _write(self, data: np.ndarray) -> None:
         write_at(self._descriptor, data, self._section.offset_bytes + self._written_bytes)
-        page_bytes = self._page_bytes
+        page_bytes = self._section.page_bytes
         while len(data):
             page, used_bytes = divmod(self._written_bytes, page_bytes)
             whole = len(data) // page_bytes
