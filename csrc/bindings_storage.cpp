@@ -117,12 +117,12 @@ void bind_storage(nb::module_& module) {
       .def(
           "__init__",
           [](BoundGuard* self, Array<const uint8_t> data, size_t page_bytes,
-             Array<const uint32_t> checksums, bool mapped, nb::object on_damage) {
+             Array<const uint32_t> checksums, size_t around_bytes, nb::object on_damage) {
             check_checksums(pages_of(data, page_bytes), checksums.size());
-            new (self) BoundGuard(std::move(data), page_bytes, std::move(checksums), mapped,
+            new (self) BoundGuard(std::move(data), page_bytes, std::move(checksums), around_bytes,
                                   std::move(on_damage));
           },
-          nb::arg("data"), nb::arg("page_bytes"), nb::arg("checksums"), nb::arg("mapped"),
+          nb::arg("data"), nb::arg("page_bytes"), nb::arg("checksums"), nb::arg("around_bytes"),
           nb::arg("on_damage"))
       .def("verify", &verify, nb::arg("pages"))
       .def("verify_all",

@@ -18,7 +18,7 @@ class PageGuard:
         data: np.ndarray,
         page_bytes: int,
         checksums: np.ndarray,
-        mapped: bool,
+        around_bytes: int,
         on_damage: Callable[[int, int | None], Exception],
     ) -> None: ...
     def verify(self, pages: np.ndarray) -> None: ...

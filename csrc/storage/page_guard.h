@@ -40,8 +40,9 @@ class OnceBits {
 
 class PageGuard {
  public:
-  // checksums: [pages.count()], verified. `mapped`: as for `find_damage`.
-  PageGuard(const Pages& pages, const uint32_t* checksums, bool mapped);
+  // checksums: [pages.count()], verified. `around_bytes`: of a mapped file, what is brought in
+  // together with a page (see `find_damage`); 0: it is not mapped.
+  PageGuard(const Pages& pages, const uint32_t* checksums, std::size_t around_bytes);
   PageGuard(const PageGuard&) = delete;
 
   const Pages& pages() const { return pages_; }
@@ -62,10 +63,10 @@ class PageGuard {
 
   const Pages pages_;
   const uint32_t* const checksums_;
-  const bool mapped_;
+  const std::size_t around_bytes_;
   const Crc32cFunction crc32c_;
   mutable OnceBits is_verified_;
-  mutable OnceBits is_brought_in_;  // neighbourhoods of a mapped file
+  mutable OnceBits is_brought_in_;  // each `around_bytes_`
 };
 
 }  // namespace relay

@@ -312,7 +312,7 @@ void checksums(Random& random, int number) {
   require(
       relay::find_damage(pages, relay::crc32c(), sums.data(), 0, pages.count(), false).page == -1,
       "checksums of pages", number);
-  const relay::PageGuard guard(pages, sums.data(), false);
+  const relay::PageGuard guard(pages, sums.data(), 0);
 #pragma omp parallel for num_threads(3)
   for (size_t page = 0; page < pages.count(); ++page) guard.verify(pages.count() - 1 - page);
   guard.verify(0, pages.count());

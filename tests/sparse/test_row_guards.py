@@ -144,7 +144,7 @@ def test_the_guard_of_other_rows_is_refused() -> None:
 
     def guard(data: np.ndarray, page_bytes: int) -> PageGuard:
         sums = checksum_pages(data, page_bytes)
-        return PageGuard(data, page_bytes, sums, False, lambda page, found: ValueError())
+        return PageGuard(data, page_bytes, sums, 0, lambda page, found: ValueError())
 
     codes = INDEXES["graph"]._codes
     rows = INDEXES["graph"]._rows
@@ -162,7 +162,7 @@ def test_the_guard_of_other_rows_is_refused() -> None:
 def test_a_guard_looks_once(tmp_path: Path) -> None:
     data = np.arange(10_000, dtype=np.uint8)
     sums = checksum_pages(data, 100)
-    guard = PageGuard(data, 100, sums, False, lambda page, found: KeyError((page, found)))
+    guard = PageGuard(data, 100, sums, 0, lambda page, found: KeyError((page, found)))
     guard.verify(np.array([3, 7]))
     for page in (3, 50):
         data[100 * page] ^= 1
@@ -177,4 +177,4 @@ def test_a_guard_looks_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="page 100 of 100"):
         guard.verify(np.array([100]))
     with pytest.raises(ValueError, match="given 99, expected 100"):
-        PageGuard(data, 100, sums[1:], False, lambda page, found: ValueError())
+        PageGuard(data, 100, sums[1:], 0, lambda page, found: ValueError())

@@ -308,17 +308,17 @@ def _places(fingerprint: ContextFingerprint) -> Iterable[str]:
 def _check_layout(file: SectionFile, fingerprint: ContextFingerprint) -> None:
     """Every section that the accessors name is there and has its shape and dtype."""
 
-    def check(name: str, dtype: Any, *shape: int | None) -> None:
+    def check(name: str, dtype: np.dtype, *shape: int | None) -> None:
         section = file.sections.get(name)
-        found = None if section is None else (section.dtype.name, *section.shape)
-        if found is None or (
-            found[0] != np.dtype(dtype).name
-            or len(found) != 1 + len(shape)
-            or any(b is not None and a != b for a, b in zip(found[1:], shape, strict=True))
+        if (
+            section is None
+            or section.dtype != dtype
+            or len(section.shape) != len(shape)
+            or any(b is not None and a != b for a, b in zip(section.shape, shape, strict=True))
         ):
+            found = None if section is None else (section.dtype.name, *section.shape)
             raise IndexDamagedError(
-                f"{file.path}: section {name!r}: found {found}, expected {np.dtype(dtype).name} "
-                f"{list(shape)}"
+                f"{file.path}: section {name!r}: found {found}, expected {dtype.name} {list(shape)}"
             )
 
     num_tokens = file.header.get("num_tokens")
@@ -329,9 +329,9 @@ def _check_layout(file: SectionFile, fingerprint: ContextFingerprint) -> None:
         raise IndexDamagedError(
             f"{file.path}: {len(file.sections)} sections, expected more for {num_heads} kv heads"
         )
-    check("tokens", np.int32, num_tokens)
-    check("token_hashes", np.uint8, num_tokens // CHAIN_TOKENS, CHAIN_HASH_BYTES)
-    storage = STORAGE[fingerprint.dtype]
+    check("tokens", np.dtype(np.int32), num_tokens)
+    check("token_hashes", np.dtype(np.uint8), num_tokens // CHAIN_TOKENS, CHAIN_HASH_BYTES)
+    storage = np.dtype(STORAGE[fingerprint.dtype])
     places = set(_places(fingerprint))
     for place in places:
         check(f"{place}/keys", storage, num_tokens, fingerprint.head_size)

@@ -28,6 +28,10 @@ READ_BYTES = 1 << 20
 MAX_READ_BYTES = 1 << 30  # Linux reads less than 2 GiB at once
 
 
+# what is mapped together: of indexes a search touches nearly all, of keys and values a few rows
+_AROUND_BYTES = {"index": 64 << 10, "keys": mmap.PAGESIZE, "values": mmap.PAGESIZE}
+
+
 class OpenFile:
     """A file that stays open until the last user lets go of it."""
 
@@ -36,6 +40,15 @@ class OpenFile:
         self.num_bytes = num_bytes
         self.descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
+
+    def check_size(self) -> None:
+        """Raises IndexDamagedError where mapped bytes are no longer there."""
+        num_bytes = os.fstat(self.descriptor).st_size
+        if num_bytes < self.num_bytes:
+            raise IndexDamagedError(
+                f"{self.path}: {num_bytes} bytes, expected {self.num_bytes}: it was truncated "
+                "while open"
+            )
 
     def read_into(self, buffer: memoryview, offset_bytes: int) -> None:
         """
@@ -117,16 +130,16 @@ class SectionReader(ABC):
         """uint32 [pages], themselves verified."""
         checksums = self._checksums.get(section.name)
         if checksums is None:
-            num_bytes = 4 * section.num_pages
-            data = self.file.read(section.checksums_offset_bytes, num_bytes)
-            found = crc32c(data)
-            if found != section.checksums_crc:
-                raise IndexDamagedError(
-                    f"{self.file.path}: page checksums of section {section.name!r}: CRC-32C "
-                    f"{found:#010x}, expected {section.checksums_crc:#010x}"
-                )
+            data = self._read_checksums(section)
             checksums = self._checksums[section.name] = np.frombuffer(data, np.uint32)
         return checksums
+
+    def _read_checksums(self, section: Section) -> bytearray | np.ndarray:
+        data = self.file.read(section.checksums_offset_bytes, 4 * section.num_pages)
+        found = crc32c(data)
+        if found != section.checksums_crc:
+            raise _damaged_checksums(self.file.path, section, 0, found)
+        return data
 
 
 class MappedReader(SectionReader):
@@ -151,7 +164,20 @@ class MappedReader(SectionReader):
     def verify_pages(self, section: Section, pages: np.ndarray) -> None:
         self.guard(section).verify(pages)
 
+    def _read_checksums(self, section: Section) -> np.ndarray:
+        num_bytes = 4 * section.num_pages
+        data = np.frombuffer(self._map, np.uint8, num_bytes, section.checksums_offset_bytes)
+        PageGuard(
+            data,
+            max(1, num_bytes),
+            np.array([section.checksums_crc] if num_bytes else [], np.uint32),
+            around_bytes=max(1, num_bytes),
+            on_damage=partial(_damaged_checksums, self.file.path, section),
+        ).verify_all()
+        return data
+
     def guard(self, section: Section) -> PageGuard:
+        self.file.check_size()
         guard = self._guards.get(section.name)
         if guard is None:
             checksums = self.checksums(section)
@@ -159,7 +185,7 @@ class MappedReader(SectionReader):
                 self.unverified(section),
                 section.page_bytes,
                 checksums,
-                mapped=True,
+                around_bytes=_AROUND_BYTES[section.page_class],
                 on_damage=partial(_damaged_page, self.file.path, section, checksums),
             )
             guard = self._guards.setdefault(
@@ -309,6 +335,16 @@ def _damaged_page(
     path: Path, section: Section, checksums: np.ndarray, page: int, found: int | None
 ) -> IndexDamagedError:
     return _damaged(path, section, int(checksums[page]), page, found)
+
+
+def _damaged_checksums(
+    path: Path, section: Section, page: int, found: int | None
+) -> IndexDamagedError:
+    crc = "they cannot be read" if found is None else f"CRC-32C {found:#010x}"
+    return IndexDamagedError(
+        f"{path}: page checksums of section {section.name!r}: {crc}, expected "
+        f"{section.checksums_crc:#010x}"
+    )
 
 
 def _damaged(

@@ -337,8 +337,11 @@ class SectionTable(Mapping[str, Section]):
 
     def __getitem__(self, name: str) -> Section:
         number = self._number[name]
-        name, dtype, shape, *rest = (column[number] for column in self._columns)
+        name, dtype, shape, *rest = [column[number] for column in self._columns]
         return Section(name, DTYPES[dtype], tuple(shape), *rest)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._number
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._number)
