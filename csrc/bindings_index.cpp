@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 #include <exception>
+#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -291,46 +292,87 @@ nb::tuple search(const Searcher& searcher, const Array<const float, 2>& queries,
   return to_python(outcome);
 }
 
+// What one kv head's queries ask of its index.
 struct HeadPart {
   const Searcher* searcher;
   AnyRows values;
   int type;
-  Array<const int32_t, 1> entries;
-  int width;
   GuardArgument value_guard;
+  Array<const int32_t, 1> entries;
+  bool everything;  // attend all keys that count, without a search
+  int k;
+  float range;
+  int width;
+  float max_dropped_mass;  // above 1: as much as there is, but say how much; NaN: do not say
+
+  Rows view_values() const { return rows_of(values, type, value_guard.guard); }
 };
+
+// How many keys at least one query found.
+int64_t count_distinct(const std::vector<std::vector<Found>>& found, int64_t num_keys) {
+  static thread_local std::vector<char> is_seen;
+  if (static_cast<int64_t>(is_seen.size()) < num_keys) is_seen.resize(num_keys);
+  int64_t count = 0;
+  for (const auto& each : found)
+    for (const Found& f : each) {
+      count += !is_seen[f.id];
+      is_seen[f.id] = 1;
+    }
+  for (const auto& each : found)
+    for (const Found& f : each) is_seen[f.id] = 0;
+  return count;
+}
 
 // Searches one index per kv head, `num_threads` at a time, and attends what each query found.
 // queries [kv_heads, group, size], window_max [kv_heads, group], output [kv_heads, group, value
-// size], lse and dropped_mass [kv_heads, group], counts [kv_heads, 4]: distances, hops, rescored,
-// found.
-void attend_heads(const std::vector<HeadPart>& heads, const Array<const float, 3>& queries, int k,
-                  float range, const std::optional<Array<const float, 2>>& window_max,
-                  int64_t begin, int64_t prefix_len, float scale, float max_dropped_mass,
-                  Array<float, 3> output, Array<float, 2> lse, Array<float, 2> dropped_mass,
-                  Array<int64_t, 2> counts, int num_threads) {
+// size], lse and dropped_mass [kv_heads, group], counts [kv_heads, 5]: distances, hops, rescored,
+// found by all queries together, distinct ones of these.
+void attend_heads(const std::vector<HeadPart>& heads, const Array<const float, 3>& queries,
+                  const std::optional<Array<const float, 2>>& window_max, int64_t begin,
+                  int64_t prefix_len, float scale, Array<float, 3> output, Array<float, 2> lse,
+                  Array<float, 2> dropped_mass, Array<int64_t, 2> counts, int num_threads) {
   check_finite(queries.data(), queries.size());
   nb::gil_scoped_release release;
   const size_t group = queries.shape(1), size = queries.shape(2), value_size = output.shape(2);
   const auto attend = [&](size_t h) {
     const HeadPart& head = heads[h];
+    const float* rows = queries.data() + h * group * size;
+    float* const outputs = output.data() + h * group * value_size;
+    float* const lses = lse.data() + h * group;
+    float* const dropped = dropped_mass.data() + h * group;
+    int64_t* const counted = counts.data() + 5 * h;
+    const Rows values = head.view_values();
+    if (head.everything) {
+      std::vector<int32_t> ids(std::max<int64_t>(0, prefix_len - begin));
+      std::iota(ids.begin(), ids.end(), static_cast<int32_t>(begin));
+      const Rows keys = head.searcher->set.view_rows();
+      for (size_t q = 0; q < group; ++q) {
+        lses[q] = head.searcher->kernels.attend_ids(rows + q * size, keys, values, ids, scale,
+                                                    outputs + q * value_size);
+        dropped[q] = 0;
+      }
+      const auto num_ids = static_cast<int64_t>(ids.size());
+      const int64_t all[5] = {0, 0, num_ids, num_ids * static_cast<int64_t>(group), num_ids};
+      std::copy(all, all + 5, counted);
+      return;
+    }
+    const bool certify = !std::isnan(head.max_dropped_mass);
     SearchOutcome outcome;
     head.searcher->search(
-        request_of(*head.searcher, queries.data() + h * group * size, group, k, range, head.width,
+        request_of(*head.searcher, rows, group, head.k, head.range, head.width,
                    window_max ? window_max->data() + h * group : nullptr, begin, prefix_len,
-                   head.entries, scale, max_dropped_mass),
+                   head.entries, certify ? scale : 0, certify ? head.max_dropped_mass : 2),
         outcome);
     int64_t found = 0;
     for (size_t q = 0; q < group; ++q) {
-      lse.data()[h * group + q] = head.searcher->kernels.attend_found(
-          outcome.found[q], rows_of(head.values, head.type, head.value_guard.guard), scale,
-          output.data() + (h * group + q) * value_size);
-      dropped_mass.data()[h * group + q] =
-          outcome.dropped_mass.empty() ? NAN : outcome.dropped_mass[q];
+      lses[q] = head.searcher->kernels.attend_found(outcome.found[q], values, scale,
+                                                    outputs + q * value_size);
+      dropped[q] = outcome.dropped_mass.empty() ? NAN : outcome.dropped_mass[q];
       found += outcome.found[q].size();
     }
-    const int64_t counted[4] = {outcome.distances, outcome.hops, outcome.rescored, found};
-    std::copy(counted, counted + 4, counts.data() + 4 * h);
+    const int64_t some[5] = {outcome.distances, outcome.hops, outcome.rescored, found,
+                             count_distinct(outcome.found, values.num_rows)};
+    std::copy(some, some + 5, counted);
   };
   std::vector<std::exception_ptr> errors(heads.size());  // they cannot leave a parallel region
 #pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
@@ -424,15 +466,17 @@ void bind_index(nb::module_& module) {
       .def(
           "__init__",
           [](HeadPart* self, const Searcher* searcher, AnyRows values, int type,
-             Array<const int32_t, 1> entries, int width, nb::object value_guard) {
-            new (self)
-                HeadPart{searcher, values, type, entries, width, guard_of(values, value_guard)};
+             nb::object value_guard, Array<const int32_t, 1> entries, bool everything, int k,
+             float range, int width, float max_dropped_mass) {
+            GuardArgument guard = guard_of(values, std::move(value_guard));
+            new (self) HeadPart{searcher, values, type,  std::move(guard), entries, everything,
+                                k,        range,  width, max_dropped_mass};
           },
-          nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-          nb::arg("value_guard").none() = nb::none(), nb::keep_alive<1, 2>());
-  index.def("attend_heads", &attend_heads, nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-            nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-            nb::arg(), nb::arg(), nb::arg());
+          nb::arg("searcher"), nb::arg("values"), nb::arg("type"), nb::arg("value_guard").none(),
+          nb::arg("entries"), nb::arg("everything"), nb::arg("k"), nb::arg("range"),
+          nb::arg("width"), nb::arg("max_dropped_mass"), nb::keep_alive<1, 2>());
+  index.def("attend_heads", &attend_heads, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(),
+            nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
   index.def("attend_ids", &attend_ids);
   index.def("lay_out", &lay_out);
 }

@@ -202,3 +202,26 @@ def test_layers_that_do_not_fit_are_refused() -> None:
         layer.attend(queries, TopK(3), window_max=np.zeros(GROUP))
     with pytest.raises(ValueError, match="scale is 0"):
         layer.attend(queries, TopK(3), scale=0)
+
+
+@each_index
+def test_each_kv_head_has_a_query_of_its_own(index_class: type[CompiledIndex]) -> None:
+    layer, queries = make_layer(index_class, 300, 32, 20)
+    asked: list[QueryType | None] = [TopK(7), None, Dipr(beta=1.0, max_dropped_mass=0.3)]
+    state, stats = layer.attend(queries, asked, begin=10, prefix_len=250)
+    retrieved = 0
+    for head, query in enumerate(asked):
+        index = layer.indexes[head]
+        if query is None:
+            ids = [np.arange(10, 250, dtype=np.int32)] * GROUP
+        else:
+            ids = index.search(queries[head], query, begin=10, prefix_len=250).ids
+        retrieved += len(np.unique(np.concatenate(ids)))
+        alone = attend(queries[head], index.keys, layer.values[head], ids)
+        assert np.array_equal(state.output[head], alone.output)
+        assert np.array_equal(state.lse[head], alone.lse)
+    assert stats.retrieved_tokens == retrieved
+    assert np.isnan(stats.dropped_mass[0]).all() and (stats.dropped_mass[1] == 0).all()
+    assert (stats.dropped_mass[2] <= 0.3).all()
+    with pytest.raises(ValueError, match="query: 2 of them, expected one or 3"):
+        layer.attend(queries, asked[:2])

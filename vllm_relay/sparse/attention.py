@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_relay import _C
+from vllm_relay._C import PageGuard
 from vllm_relay.sparse import face
 from vllm_relay.sparse.elements import DTYPES, Elements, as_elements
 from vllm_relay.sparse.face import CompiledIndex
-from vllm_relay.sparse.index import SearchStats
 from vllm_relay.sparse.query_types import QueryType
 
 
@@ -69,18 +69,42 @@ def attend(
     return AttentionState(output, lse)
 
 
+class LayerStats(NamedTuple):
+    """What the searches of a layer cost, all kv heads together.
+
+    Attributes:
+        distances, hops: as in `SearchStats`.
+        bytes: of keys, codes, adjacency and values that were read.
+        dropped_mass: float32 [kv_heads, group] where a query has `max_dropped_mass`, NaN for heads
+            whose query has none.
+        retrieved_tokens: tokens that at least one query of a kv head attends, summed over these.
+    """
+
+    distances: int
+    hops: int
+    bytes: int
+    dropped_mass: np.ndarray | None
+    retrieved_tokens: int
+
+
 class SparseLayer:
     """The kv heads of one layer of a stored context: an index and values for each.
 
     Args:
         indexes: one for each kv head, all over the same tokens.
         values: [n, value_size] for each.
+        value_guards: of values in a file; each verifies a row at its first touch.
 
     Raises:
         ValueError: they do not fit together.
     """
 
-    def __init__(self, indexes: Sequence[CompiledIndex], values: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        indexes: Sequence[CompiledIndex],
+        values: Sequence[Any],
+        value_guards: Sequence[PageGuard | None] | None = None,
+    ) -> None:
         if not indexes or len(indexes) != len(values):
             raise ValueError(
                 f"{len(indexes)} indexes and {len(values)} arrays of values, expected one of each "
@@ -88,6 +112,7 @@ class SparseLayer:
             )
         self.indexes = list(indexes)
         self.values = [as_elements("values", each) for each in values]
+        self._value_guards = list(value_guards or [None] * len(values))
         self.num_keys = indexes[0].num_keys
         self.head_size = indexes[0].head_size
         sizes = {(index.num_keys, index.head_size) for index in indexes}
@@ -101,63 +126,78 @@ class SparseLayer:
     def attend(
         self,
         queries: Any,
-        query: QueryType,
+        query: QueryType | Sequence[QueryType | None],
         *,
         scale: float | None = None,
         begin: int = 0,
         prefix_len: int | None = None,
         window_max: Any = None,
         threads: int | None = None,
-    ) -> tuple[AttentionState, SearchStats]:
+    ) -> tuple[AttentionState, LayerStats]:
         """Searches every head's index and attends what each query found.
 
         Args:
             queries: [kv_heads, group, d].
+            query: of all kv heads, or one for each; None attends all keys that count.
             scale: of the scores in the softmax, also where the query says another one.
             window_max: [kv_heads, group]; as for `KeyIndex.search`.
 
         Returns:
             output [kv_heads, group, value_size] and lse [kv_heads, group], and what all searches
             cost.
+
+        Raises:
+            ValueError: an argument is unusable; names it.
+            IndexDamagedError: what lies in a file is damaged.
         """
         array = face.check_queries("queries", queries, self.head_size, dims=3)
         if len(array) != len(self.indexes):
             raise ValueError(
                 f"queries: of {len(array)} kv heads, expected {len(self.indexes)}, one for each"
             )
+        asked = list(query) if isinstance(query, Sequence) else [query] * len(array)
+        if len(asked) != len(array):
+            raise ValueError(f"query: {len(asked)} of them, expected one or {len(array)}")
         if window_max is not None:
             window_max = face.check_window_max(window_max, array.shape[:2])
-        k, reach = face.query_numbers(query, self.num_keys, self.head_size)
-        parts = [
-            _C.index.HeadPart(
-                index.searcher if query.max_dropped_mass is None else index.exact_searcher,
-                values.data, DTYPES.index(values.dtype), index.entries,
-                index.width_of(query),
-            )
-            for index, values in zip(self.indexes, self.values, strict=True)
-        ]  # fmt: skip
+        parts = [self._part(head, each) for head, each in enumerate(asked)]
         heads, group, _ = array.shape
         output = np.empty((heads, group, self.values[0].shape[1]), np.float32)
         lse = np.empty((heads, group), np.float32)
         dropped_mass = np.empty((heads, group), np.float32)
-        counts = np.empty((heads, 4), np.int64)
+        counts = np.empty((heads, 5), np.int64)
         prefix_len = face.check_prefix(prefix_len, self.num_keys)
         _C.index.attend_heads(
-            parts, array, k, reach, window_max, face.check_begin(begin, prefix_len), prefix_len,
-            _scale(scale, self.head_size), face.mass_limit(query), output, lse,
-            dropped_mass, counts, face.check_threads(threads),
+            parts, array, window_max, face.check_begin(begin, prefix_len), prefix_len,
+            _scale(scale, self.head_size), output, lse, dropped_mass, counts,
+            face.check_threads(threads),
         )  # fmt: skip
         costs = [
             index.stats(int(distances), int(hops), int(rescored))
-            for index, (distances, hops, rescored, _) in zip(self.indexes, counts, strict=True)
+            for index, (distances, hops, rescored, _, _) in zip(self.indexes, counts, strict=True)
         ]
         value_bytes = int(counts[:, 3].sum()) * face.key_bytes(self.values[0])
-        return AttentionState(output, lse), SearchStats(
+        is_bounded = any(each is not None and each.max_dropped_mass is not None for each in asked)
+        return AttentionState(output, lse), LayerStats(
             sum(cost.distances for cost in costs),
             sum(cost.hops for cost in costs),
             sum(cost.bytes for cost in costs) + value_bytes,
-            None if query.max_dropped_mass is None else dropped_mass,
+            dropped_mass if is_bounded else None,
+            int(counts[:, 4].sum()),
         )
+
+    def _part(self, head: int, query: QueryType | None) -> Any:
+        """What the C++ side is told of a kv head."""
+        index, values = self.indexes[head], self.values[head]
+        place = values.data, DTYPES.index(values.dtype), self._value_guards[head], index.entries
+        if query is None:
+            return _C.index.HeadPart(index.searcher, *place, True, 0, 0.0, 0, math.nan)
+        k, reach = face.query_numbers(query, self.num_keys, self.head_size)
+        limit = query.max_dropped_mass
+        return _C.index.HeadPart(
+            index.searcher if limit is None else index.exact_searcher, *place, False, k, reach,
+            index.width_of(query), math.nan if limit is None else limit,
+        )  # fmt: skip
 
 
 def merge_states(states: Sequence[AttentionState]) -> AttentionState:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from vllm_relay._C import PageGuard
 from vllm_relay.sparse.buffer_pool import BufferPool
 from vllm_relay.sparse.context_fingerprint import (
     CHAIN_HASH_BYTES,
@@ -190,6 +191,12 @@ class ContextFile:
         """As `values`, of which only what is touched is read and verified; bits as in `Elements`.
         Attention reads few of them."""
         return self.file.rows(f"{self._place(layer, kv_head)}/values")
+
+    def guarded_values(self, layer: int, kv_head: int) -> tuple[Elements, PageGuard | None]:
+        """As `values`; with a guard, a row is to be verified by it before it is read."""
+        name = f"{self._place(layer, kv_head)}/values"
+        arrays, guards = self.file.arrays({name: name}, [name])
+        return Elements(arrays[name], self.fingerprint.dtype), guards.get(name)
 
     @property
     def index_kinds(self) -> dict[str, int]:

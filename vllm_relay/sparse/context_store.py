@@ -6,12 +6,16 @@ from __future__ import annotations
 import hashlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_relay._C import PageGuard
+from vllm_relay.sparse.attention import SparseLayer
 from vllm_relay.sparse.elements import Elements
+from vllm_relay.sparse.face import CompiledIndex
 from vllm_relay.sparse.head_plan import HeadPlan
 from vllm_relay.sparse.index import KeyIndex
 
@@ -61,6 +65,16 @@ class StoredContext(ABC):
     @abstractmethod
     def index(self, layer: int, head: int) -> KeyIndex:
         """Over all keys of a kv head."""
+
+    def layer(self, layer: int) -> SparseLayer | None:
+        """All kv heads of a layer, which are searched and attended in one call; None where indexes
+        are of other kinds or rows have to be gathered."""
+        return None
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around searches of `index` or `layer`: damage that they find is remembered."""
+        yield
 
     @abstractmethod
     def plan(self, layer: int, head: int) -> HeadPlan | None:
@@ -117,6 +131,7 @@ class MemoryContext(StoredContext):
         self.tokens = tokens
         self.shape = shape_of(layers)
         self._layers = [list(heads) for heads in layers]
+        self._sparse_layers: dict[int, SparseLayer | None] = {}
         self._num_bytes = tokens.nbytes + sum(
             num_bytes_of(head) for heads in layers for head in heads
         )
@@ -137,6 +152,13 @@ class MemoryContext(StoredContext):
 
     def index(self, layer: int, head: int) -> KeyIndex:
         return self._layers[layer][head].index
+
+    def layer(self, layer: int) -> SparseLayer | None:
+        if layer not in self._sparse_layers:
+            heads = self._layers[layer]
+            indexes = [head.index for head in heads]
+            self._sparse_layers[layer] = sparse_layer(indexes, [head.values for head in heads])
+        return self._sparse_layers[layer]
 
     def plan(self, layer: int, head: int) -> HeadPlan | None:
         return self._layers[layer][head].plan
@@ -169,6 +191,18 @@ class MemoryContextStore(ContextStore):
     def close(self) -> None:
         with self._lock:
             self._contexts.clear()
+
+
+def sparse_layer(
+    indexes: Sequence[KeyIndex],
+    values: Sequence[Elements],
+    value_guards: Sequence[PageGuard | None] | None = None,
+) -> SparseLayer | None:
+    """None: an index of the user's own."""
+    compiled = [index for index in indexes if isinstance(index, CompiledIndex)]
+    if len(compiled) < len(indexes):
+        return None
+    return SparseLayer(compiled, values, value_guards)
 
 
 def context_id_of(tokens: np.ndarray) -> str:

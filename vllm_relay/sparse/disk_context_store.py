@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
+from vllm_relay.sparse.attention import SparseLayer
 from vllm_relay.sparse.buffer_pool import BufferPool, BufferPoolFullError
 from vllm_relay.sparse.context_file import (
     CONTEXT_SUFFIX,
@@ -28,6 +29,7 @@ from vllm_relay.sparse.context_store import (
     HeadStates,
     StoredContext,
     context_id_of,
+    sparse_layer,
 )
 from vllm_relay.sparse.damage import IndexDamagedError
 from vllm_relay.sparse.elements import STORAGE, Elements
@@ -37,7 +39,6 @@ from vllm_relay.sparse.section_file import SectionFile, write_sections
 from vllm_relay.sparse.tokens import TOKEN_DTYPE
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class FileVersion(NamedTuple):
@@ -81,6 +82,7 @@ class DiskContext(StoredContext):
         self._file = file
         self._is_pooled = is_pooled
         self._indexes: dict[tuple[int, int], KeyIndex] = {}
+        self._layers: dict[int, SparseLayer | None] = {}
         self._plans: dict[tuple[int, int], HeadPlan | None] = {}
 
     @property
@@ -88,26 +90,59 @@ class DiskContext(StoredContext):
         return self._file.file.num_bytes
 
     def rows(self, layer: int, head: int, begin: int, end: int) -> tuple[Elements, Elements]:
-        return self._noting_damage(
-            lambda: (
+        with self.reading():
+            return (
                 self._elements(self._file.key_rows(layer, head).range(begin, end)),
                 self._elements(self._file.value_rows(layer, head).range(begin, end)),
             )
-        )
 
     def gather(
         self, layer: int, head: int, ids: list[np.ndarray]
     ) -> tuple[Elements, Elements, list[np.ndarray]]:
         seen = np.unique(np.concatenate(ids))
-        return self._noting_damage(lambda: self._gather(layer, head, ids, seen))
+        keys, values = self._file.key_rows(layer, head), self._file.value_rows(layer, head)
+        with self.reading():
+            if self._is_pooled:
+                places = [np.searchsorted(seen, found).astype(np.int32) for found in ids]
+                return self._elements(keys.take(seen)), self._elements(values.take(seen)), places
+            for rows in (keys, values):
+                rows.verify_ids(seen)
+            return self._elements(keys.unverified()), self._elements(values.unverified()), ids
 
     def index(self, layer: int, head: int) -> KeyIndex:
         index = self._indexes.get((layer, head))
         if index is None:
-            index = self._noting_damage(lambda: self._file.index(layer, head))
+            with self.reading():
+                index = self._file.index(layer, head)
             if not self._is_pooled:
                 self._indexes[layer, head] = index
         return index
+
+    def layer(self, layer: int) -> SparseLayer | None:
+        if self._is_pooled:
+            return None
+        if layer not in self._layers:
+            indexes = [self.index(layer, head) for head in range(self.shape.num_kv_heads)]
+            with self.reading():
+                values = [self._file.guarded_values(layer, head) for head in range(len(indexes))]
+            self._layers[layer] = sparse_layer(
+                indexes, [each for each, _ in values], [guard for _, guard in values]
+            )
+        return self._layers[layer]
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        try:
+            if not self._is_pooled:
+                self._file.file.check_size()
+            yield
+        except IndexDamagedError as error:
+            self.damage = str(error)
+            raise
+        except BufferPoolFullError as error:
+            raise BufferPoolFullError(
+                f"memory_limit_bytes is too small for what is read at the same time: {error}"
+            ) from None
 
     def plan(self, layer: int, head: int) -> HeadPlan | None:
         if (layer, head) not in self._plans:
@@ -134,17 +169,6 @@ class DiskContext(StoredContext):
             logger.warning("training queries left out: %s", error)
             return None
 
-    def _gather(
-        self, layer: int, head: int, ids: list[np.ndarray], seen: np.ndarray
-    ) -> tuple[Elements, Elements, list[np.ndarray]]:
-        keys, values = self._file.key_rows(layer, head), self._file.value_rows(layer, head)
-        if self._is_pooled:
-            places = [np.searchsorted(seen, found).astype(np.int32) for found in ids]
-            return self._elements(keys.take(seen)), self._elements(values.take(seen)), places
-        for rows in (keys, values):
-            rows.verify_ids(seen)
-        return self._elements(keys.unverified()), self._elements(values.unverified()), ids
-
     def _fitting(self, queries: np.ndarray) -> Elements:
         """Raises ValueError: they are not of the dtype and size of the keys."""
         size, dtype = self.shape.head_size, self.shape.dtype
@@ -157,17 +181,6 @@ class DiskContext(StoredContext):
 
     def _elements(self, data: np.ndarray) -> Elements:
         return Elements(data, self.shape.dtype)
-
-    def _noting_damage(self, read: Callable[[], T]) -> T:
-        try:
-            return read()
-        except IndexDamagedError as error:
-            self.damage = str(error)
-            raise
-        except BufferPoolFullError as error:
-            raise BufferPoolFullError(
-                f"memory_limit_bytes is too small for what is read at the same time: {error}"
-            ) from None
 
 
 class DiskContextStore(ContextStore):

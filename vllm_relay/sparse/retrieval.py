@@ -9,12 +9,21 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_relay.sparse.attention import attend
+from vllm_relay.sparse.attention import AttentionState, LayerStats, attend
 from vllm_relay.sparse.context_store import StoredContext
-from vllm_relay.sparse.elements import Elements
+from vllm_relay.sparse.face import key_bytes
 from vllm_relay.sparse.head_plan import HeadPlan
 from vllm_relay.sparse.options import DBOptions
 from vllm_relay.sparse.query_types import Dipr, QueryType
+
+
+class ContextPart(NamedTuple):
+    """The tokens `begin` to `end` of one layer of a context."""
+
+    context: StoredContext
+    layer: int
+    begin: int
+    end: int
 
 
 @dataclass
@@ -26,7 +35,7 @@ class SessionStats:
             says to read everything.
         searched_tokens: tokens that these searches could have returned.
         retrieved_tokens: tokens that at least one query head of a search got.
-        distances, bytes: as in `SearchStats`.
+        distances, bytes: as in `LayerStats`.
         dropped_mass: with `max_dropped_mass`, the largest bound of any search: at most this much of
             the attention weight of the searched tokens was left out. None as long as no search was
             asked for one.
@@ -39,14 +48,16 @@ class SessionStats:
     bytes: int = 0
     dropped_mass: float | None = None
 
-
-class ContextPart(NamedTuple):
-    """The tokens `begin` to `end` of one layer of a context."""
-
-    context: StoredContext
-    layer: int
-    begin: int
-    end: int
+    def count(self, part: ContextPart, cost: LayerStats, num_heads: int) -> None:
+        """Adds what `num_heads` kv heads read of a part."""
+        self.searches += num_heads
+        self.searched_tokens += num_heads * (part.end - part.begin)
+        self.retrieved_tokens += cost.retrieved_tokens
+        self.distances += cost.distances
+        self.bytes += cost.bytes
+        if cost.dropped_mass is not None:
+            largest = float(np.nanmax(cost.dropped_mass))
+            self.dropped_mass = max(self.dropped_mass or 0.0, largest)
 
 
 def retrieve(
@@ -76,18 +87,25 @@ def retrieve(
     """
     queries = query.float().cpu().numpy()
     tops = window_max.cpu().numpy()
-    states = []
-    for head, rows in enumerate(queries):
-        asked = query_of_head(part.context.plan(part.layer, head), part.end, options)
-        if asked is None:
-            keys, values, places = _everything(part, head, len(rows), stats)
+    asked = []
+    for head in range(len(queries)):
+        planned = query_of_head(part.context.plan(part.layer, head), part.end, options)
+        asked.append(None if planned is None else _query_type(planned, options, scale))
+    with part.context.reading():
+        layer = part.context.layer(part.layer)
+        if layer is None:
+            states = [
+                _attend_head(part, head, rows, asked[head], tops[head], scale, stats)
+                for head, rows in enumerate(queries)
+            ]
+            state = AttentionState(*(np.stack(each) for each in zip(*states, strict=True)))
         else:
-            query_type = _query_type(asked, options, scale)
-            ids = _search(part, head, rows, query_type, tops[head], stats)
-            keys, values, places = part.context.gather(part.layer, head, ids)
-        states.append(attend(rows, keys, values, places, scale))
-    outputs, lses = (np.stack(each) for each in zip(*states, strict=True))
-    return torch.from_numpy(outputs).to(query.device), torch.from_numpy(lses).to(query.device)
+            state, cost = layer.attend(
+                queries, asked, scale=scale, begin=part.begin, prefix_len=part.end, window_max=tops
+            )
+            stats.count(part, cost, len(queries))
+    output, lse = (torch.from_numpy(each).to(query.device) for each in state)
+    return output, lse
 
 
 def query_of_head(plan: HeadPlan | None, prefix_len: int, options: DBOptions) -> QueryType | None:
@@ -125,36 +143,30 @@ def _query_type(query: QueryType, options: DBOptions, scale: float) -> QueryType
     return query if query.scale is not None else replace(query, scale=scale)
 
 
-def _everything(
-    part: ContextPart, head: int, num_queries: int, stats: SessionStats
-) -> tuple[Elements, Elements, list[np.ndarray]]:
-    """Keys and values of the part, and their places for each query."""
-    num_tokens = part.end - part.begin
-    stats.searches += 1
-    stats.searched_tokens += num_tokens
-    stats.retrieved_tokens += num_tokens
-    keys, values = part.context.rows(part.layer, head, part.begin, part.end)
-    return keys, values, [np.arange(num_tokens, dtype=np.int32)] * num_queries
-
-
-def _search(
+def _attend_head(
     part: ContextPart,
     head: int,
     queries: np.ndarray,
-    query: QueryType,
+    query: QueryType | None,
     window_max: np.ndarray,
+    scale: float,
     stats: SessionStats,
-) -> list[np.ndarray]:
-    """Ids of what each of one kv head's queries retrieves of the part."""
-    result = part.context.index(part.layer, head).search(
-        queries, query, begin=part.begin, prefix_len=part.end, window_max=window_max
-    )
-    stats.searches += 1
-    stats.searched_tokens += part.end - part.begin
-    stats.retrieved_tokens += len(np.unique(np.concatenate(result.ids)))
-    stats.distances += result.stats.distances
-    stats.bytes += result.stats.bytes
-    if result.stats.dropped_mass is not None:
-        largest = float(result.stats.dropped_mass.max())
-        stats.dropped_mass = max(stats.dropped_mass or 0.0, largest)
-    return result.ids
+) -> AttentionState:
+    """One kv head, whose rows may have to be gathered first."""
+    if query is None:
+        keys, values = part.context.rows(part.layer, head, part.begin, part.end)
+        num_tokens = part.end - part.begin
+        places = [np.arange(num_tokens, dtype=np.int32)] * len(queries)
+        read_bytes = keys.data.nbytes + len(queries) * values.data.nbytes
+        cost = LayerStats(0, 0, read_bytes, None, num_tokens)
+    else:
+        found = part.context.index(part.layer, head).search(
+            queries, query, begin=part.begin, prefix_len=part.end, window_max=window_max
+        )
+        keys, values, places = part.context.gather(part.layer, head, found.ids)
+        distances, hops, read_bytes, dropped_mass = found.stats
+        read_bytes += sum(map(len, found.ids)) * key_bytes(values)
+        num_retrieved = len(np.unique(np.concatenate(found.ids)))
+        cost = LayerStats(distances, hops, read_bytes, dropped_mass, num_retrieved)
+    stats.count(part, cost, 1)
+    return attend(queries, keys, values, places, scale)

@@ -146,6 +146,10 @@ class SectionFile:
                 arrays[name] = _as_array(section, reader.unverified(section))
         return arrays, guards
 
+    def check_size(self) -> None:
+        """Raises IndexDamagedError: the file was truncated while open."""
+        self._open_reader().file.check_size()
+
     def verify(self) -> None:
         """Reads every section from beginning to end, whatever was verified before.
 
