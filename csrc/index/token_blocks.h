@@ -47,11 +47,11 @@ inline void search_token_blocks(const Codes& codes, const TokenBlocks& blocks, c
   scratch.encode(request.queries, request.num_queries, codes);
   choice.reset(n, request.num_queries);
   score_token_blocks(codes, blocks, first, end, scratch.query_codes, choice);
-  // of a token block, the keys that count: [begin, end)
+  // of a token block, the keys that count: [first, end)
   const auto counting = [&](int32_t i) -> std::pair<int64_t, int64_t> {
     return {std::max(request.begin, i * tokens), std::min(request.prefix_len, (i + 1) * tokens)};
   };
-  sizes.assign(n, 0);
+  sizes.assign(n, 0);  // those with a code
   for (int32_t i = first; i < end; ++i)
     sizes[i] = static_cast<int32_t>(counting(i).second - counting(i).first);
   for (const int32_t id : always)

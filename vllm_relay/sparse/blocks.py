@@ -36,9 +36,9 @@ class BlockIndex(face.CompiledIndex):
     Raises:
         ValueError: an argument is unusable; names it.
 
-    Source: Quest (2406.10774), section 3.3, for the bounds; blocks of adjacent tokens with
-        representatives are the units of InfLLM (2402.04617), section 3.2, where these are the keys
-        of the block that get the most attention from their neighbours.
+    Source: Quest (2406.10774) for the bounds; blocks of adjacent tokens with representatives are
+        the memory units of InfLLM (2402.04617), where these are the keys of a block that the tokens
+        after them score highest.
     """
 
     kind = "blocks"
@@ -46,7 +46,7 @@ class BlockIndex(face.CompiledIndex):
     _representatives: np.ndarray
 
     def __init__(
-        self, block_tokens: int = 16, representative: str = "bounds", *, exact: bool = False
+        self, block_tokens: int = 16, representative: str = "mean", *, exact: bool = False
     ) -> None:
         if (
             type(block_tokens) is not int
@@ -88,9 +88,11 @@ class BlockIndex(face.CompiledIndex):
     ) -> None:
         self._keys, self._codes = keys, codes
         self._blocks, self._representatives = blocks, representatives
+        key_set = codes.key_set(keys, blocks)
         self.searcher = _C.index.BlockSearcher(
-            "auto", codes.key_set(keys, blocks), codes.outside, representatives, self.block_tokens
+            "auto", key_set, codes.outside, representatives, self.block_tokens
         )
+        self._exact = _C.index.FlatSearcher("auto", key_set, codes.outside)  # of the same blocks
 
     def width_of(self, query: QueryType) -> int:
         """0 where as many blocks are read as it takes."""
