@@ -52,7 +52,7 @@ def with_largest_padding(index: BlockIndex) -> BlockIndex:
 def test_the_default_width_finds_most(kind: str, representative: str) -> None:
     """Measured with 150 training queries for a recall of 0.95 at k = 100."""
     data = key_set(kind, 3000, 64)
-    index = BlockIndex(representative=representative).build(data.keys, data.train)
+    index = BlockIndex(16, representative).build(data.keys, data.train)
     truth, _ = reference.search(data.queries, data.keys, TopK(100))
     found = [index.search(row[None], TopK(100)).ids[0] for row in data.queries]
     assert recall(found, truth) >= 0.9
@@ -63,7 +63,7 @@ def test_a_context_that_drifts_needs_few_blocks() -> None:
     rng = np.random.default_rng(0)
     keys = np.cumsum(rng.standard_normal((4096, 32)), axis=0).astype(np.float32)
     for representative in REPRESENTATIVES:
-        index = BlockIndex(representative=representative).build(keys)
+        index = BlockIndex(16, representative).build(keys)
         query = TopK(30, width=16)
         truth, _ = reference.search(keys[:20], keys, query)
         result = index.search(keys[:1], query)
@@ -159,7 +159,7 @@ def test_exact_answers_are_those_of_a_scan(
 def test_an_exact_search_ends_when_no_unread_block_can_have_an_answer() -> None:
     rng = np.random.default_rng(0)
     keys = np.cumsum(rng.standard_normal((20_000, 16)), axis=0).astype(np.float32)
-    index = BlockIndex(representative="bounds", exact=True).build(keys)
+    index = BlockIndex(16, "bounds", exact=True).build(keys)
     flat = FlatIndex().build(keys)
     queries = rng.standard_normal((4, 16)).astype(np.float32)
     for query in (TopK(50), TopK(50, width=1), Dipr(beta=1.0)):
@@ -173,7 +173,7 @@ def test_an_exact_search_ends_when_no_unread_block_can_have_an_answer() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_blocks_find_more(kind: str, representative: str) -> None:
     data = key_set(kind, 3000, 64)
-    index = BlockIndex(representative=representative).build(data.keys)
+    index = BlockIndex(16, representative).build(data.keys)
     widths = (1, 10, 40, index.num_blocks, 10 * index.num_blocks)
     results = [index.search(data.queries[:1], TopK(20, width=width)) for width in widths]
     assert [result.stats.hops for result in results[1:]] == [10, 40, *2 * [index.num_blocks]]
@@ -190,7 +190,7 @@ def test_blocks_are_read_until_they_hold_enough(
     begin: int, prefix_len: int | None, representative: str
 ) -> None:
     data = key_set("random", 1000, 32)
-    index = BlockIndex(representative=representative).build(data.keys)
+    index = BlockIndex(16, representative).build(data.keys)
     for k in (1, 100, 2000):
         query = TopK(k, width=1)
         result = index.search(data.queries[:3], query, begin=begin, prefix_len=prefix_len)
@@ -200,7 +200,7 @@ def test_blocks_are_read_until_they_hold_enough(
 def test_a_prefix_takes_no_width_for_blocks_that_have_none_of_its_keys() -> None:
     data = key_set("random", 4000, 32)
     for representative in REPRESENTATIVES:
-        index = BlockIndex(representative=representative).build(data.keys)
+        index = BlockIndex(16, representative).build(data.keys)
         for begin, end in ((0, 1), (0, 5), (3999, 4000), (15, 17), (2000, 2003), (160, 3000)):
             query = TopK(4000, width=(end - 1) // 16 - begin // 16 + 1)
             result = index.search(data.queries[:3], query, begin=begin, prefix_len=end)
@@ -214,7 +214,7 @@ def test_keys_outside_are_scored_whatever_is_read(places: list[int], exact: bool
     rng = np.random.default_rng(5)
     keys = rng.standard_normal((200, 32)).astype(np.float32)
     keys[places] *= 1e5
-    index = BlockIndex(representative="bounds", exact=exact).build(keys)
+    index = BlockIndex(16, "bounds", exact=exact).build(keys)
     assert index._codes.outside.tolist() == places
     index.check()
     queries = np.stack([keys[places].sum(axis=0) / 1e5, -keys[places].sum(axis=0) / 1e5])
@@ -334,7 +334,7 @@ def signed_bounds(arrays: Arrays) -> None:
 @pytest.mark.parametrize("exact", [False, True])
 def test_damage_is_found(damage: Callable[[Arrays], None], message: str, exact: bool) -> None:
     keys = key_set("random", 90, 10).keys
-    index = BlockIndex(representative="bounds", exact=exact).build(keys)
+    index = BlockIndex(16, "bounds", exact=exact).build(keys)
     assert_damage_is_found(index, damage, message)
 
 
@@ -353,7 +353,7 @@ def test_damage_is_found(damage: Callable[[Arrays], None], message: str, exact: 
 )
 def test_settings_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
     keys = key_set("random", 900, 10).keys
-    settings_, arrays = BlockIndex(representative="bounds").build(keys).to_arrays()
+    settings_, arrays = BlockIndex(16, "bounds").build(keys).to_arrays()
     with pytest.raises(IndexDamagedError):
         BlockIndex.from_arrays(settings_ | change, arrays).check()
     without = {name: value for name, value in settings_.items() if name not in change}

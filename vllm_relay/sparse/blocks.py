@@ -46,7 +46,7 @@ class BlockIndex(face.CompiledIndex):
     _representatives: np.ndarray
 
     def __init__(
-        self, block_tokens: int = 16, representative: str = "mean", *, exact: bool = False
+        self, block_tokens: int = 32, representative: str = "mean", *, exact: bool = False
     ) -> None:
         if (
             type(block_tokens) is not int
