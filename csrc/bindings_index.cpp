@@ -19,6 +19,7 @@
 #include "bindings.h"
 #include "bindings_guard.h"
 #include "index/block_layout.h"
+#include "index/block_ranges.h"
 #include "index/kernels.h"
 #include "index/spread_order.h"
 
@@ -196,33 +197,8 @@ class FlatSearcher : public Searcher {
   using Searcher::Searcher;
   void search(const SearchRequest& request, SearchOutcome& outcome) const override {
     std::vector<BlockRange> ranges;
-    int64_t block = request.begin / kBlockKeys;
-    // lanes before the first key that counts
-    uint32_t skip = (1u << (request.begin % kBlockKeys)) - 1;
-    size_t i = 0;
-    while (i < always.shape(0) && always.data()[i] < block * kBlockKeys) ++i;
-    for (;;) {  // keys without a code are left out: their blocks become ranges of their own
-      const int64_t next =
-          i < always.shape(0) ? always.data()[i] / kBlockKeys : INT64_MAX / kBlockKeys;
-      if (skip && next > block) {
-        add(ranges, block, block + 1, request.prefix_len, skip);
-        ++block;
-        skip = 0;
-      }
-      add(ranges, block, next, request.prefix_len, 0);
-      if (i == always.shape(0) || next * kBlockKeys >= request.prefix_len) break;
-      block = next;
-      for (; i < always.shape(0) && always.data()[i] / kBlockKeys == block; ++i)
-        skip |= 1u << (always.data()[i] % kBlockKeys);
-    }
+    append_ranges(request.begin, request.prefix_len, {always.data(), always.shape(0)}, ranges);
     kernels.scan(block_codes(set), set.codes.data(), set.view_rows(), ranges, request, outcome);
-  }
-
- private:
-  static void add(std::vector<BlockRange>& ranges, int64_t begin, int64_t end, int64_t num_keys,
-                  uint32_t skip) {
-    const int64_t count = std::min(num_keys, end * kBlockKeys) - begin * kBlockKeys;
-    if (count > 0) ranges.push_back({begin, count, skip});
   }
 };
 
@@ -247,6 +223,28 @@ class ListSearcher : public Searcher {
   Array<const uint8_t, 2> centres_;
   Array<const int64_t, 1> starts_;
   Array<const int32_t, 1> counts_, ids_;
+};
+
+class BlockSearcher : public Searcher {
+ public:
+  // representatives [1, ...]: means; [2, ...]: largest and smallest codes.
+  BlockSearcher(const std::string& kernel, KeySet set, Array<const int32_t, 1> always,
+                Array<const uint8_t, 3> representatives, int block_tokens)
+      : Searcher(kernel, std::move(set), std::move(always)),
+        representatives_(std::move(representatives)),
+        block_tokens_(block_tokens) {}
+  void search(const SearchRequest& request, SearchOutcome& outcome) const override {
+    const uint8_t* first = representatives_.data();
+    const size_t size = representatives_.shape(1) * representatives_.shape(2);
+    kernels.search_blocks(block_codes(set),
+                          {set.codes.data(), first,
+                           representatives_.shape(0) == 2 ? first + size : nullptr, block_tokens_},
+                          set.view_rows(), request, outcome);
+  }
+
+ private:
+  Array<const uint8_t, 3> representatives_;
+  int block_tokens_;
 };
 
 void check_finite(const float* values, size_t count) {
@@ -462,6 +460,9 @@ void bind_index(nb::module_& module) {
   nb::class_<ListSearcher, Searcher>(index, "ListSearcher")
       .def(nb::init<const std::string&, KeySet, Array<const int32_t, 1>, Array<const uint8_t, 2>,
                     Array<const int64_t, 1>, Array<const int32_t, 1>, Array<const int32_t, 1>>());
+  nb::class_<BlockSearcher, Searcher>(index, "BlockSearcher")
+      .def(nb::init<const std::string&, KeySet, Array<const int32_t, 1>, Array<const uint8_t, 3>,
+                    int>());
   nb::class_<HeadPart>(index, "HeadPart")
       .def(
           "__init__",

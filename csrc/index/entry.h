@@ -8,6 +8,7 @@
 #include "inverted_lists.h"
 #include "kernels.h"
 #include "nearest_keys.h"
+#include "token_blocks.h"
 
 namespace relay::index {
 namespace {
@@ -60,14 +61,24 @@ void scan(const Codes& codes, const uint8_t* blocks, const Rows& keys,
           SearchOutcome& outcome) {
   static thread_local ScanScratch scratch;
   scratch.encode(request.queries, request.num_queries, codes);
-  scan_ranges(codes, {blocks, codes.stride}, keys, nullptr, ranges, true, request, scratch,
-              outcome);
+  BlockScan scan(codes, {blocks, codes.stride}, keys, nullptr, true, request, scratch, outcome);
+  if (request.scale > 0)
+    scan.certify(ranges.empty() ? 0
+                                : ranges.back().first_block * kBlockKeys + ranges.back().num_keys);
+  scan.read(ranges);
+  scan.finish();
 }
 
 void search_lists(const Codes& codes, const InvertedLists& lists, const Rows& keys,
                   const SearchRequest& request, SearchOutcome& outcome) {
   static thread_local ScanScratch scratch;
   search_inverted(codes, lists, keys, request, scratch, outcome);
+}
+
+void search_blocks(const Codes& codes, const TokenBlocks& blocks, const Rows& keys,
+                   const SearchRequest& request, SearchOutcome& outcome) {
+  static thread_local ScanScratch scratch;
+  search_token_blocks(codes, blocks, keys, request, scratch, outcome);
 }
 
 // The exact scores of what the codes promise, and the best of them.

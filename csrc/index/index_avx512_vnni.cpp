@@ -13,6 +13,7 @@ const IndexKernels kIndexKernelsAvx512Vnni = {"avx512_vnni",
                                               build_graph,
                                               scan,
                                               search_lists,
+                                              search_blocks,
                                               search_graph,
                                               attend_found,
                                               attend_ids};

@@ -62,6 +62,15 @@ struct InvertedLists {
   const int32_t* ids;     // of each place of the blocks
 };
 
+// Keys in their order, in blocks of adjacent tokens.
+struct TokenBlocks {
+  const uint8_t* codes;  // blocks of the keys' codes
+  // blocks of codes, one code for each token block: the mean, or the largest of each dimension
+  const uint8_t* representatives;
+  const uint8_t* smallest;  // of each dimension; null: representatives are means
+  int32_t block_tokens;     // a multiple of kBlockKeys
+};
+
 // How many candidates by code are scored exactly for the k best.
 inline size_t num_rescored(int32_t k) { return static_cast<size_t>(k) + (k / 8 > 12 ? k / 8 : 12); }
 
@@ -87,6 +96,9 @@ struct IndexKernels {
                const SearchRequest&, SearchOutcome&);
   void (*search_lists)(const Codes&, const InvertedLists&, const Rows& keys, const SearchRequest&,
                        SearchOutcome&);
+  // With a `width` of 0, exact: takes bounds.
+  void (*search_blocks)(const Codes&, const TokenBlocks&, const Rows& keys, const SearchRequest&,
+                        SearchOutcome&);
   void (*search_graph)(const Codes&, const Rows& keys, const Graph&, const SearchRequest&,
                        SearchOutcome&);
   // Attention over what was found, or over `ids`: writes the output, returns the log-sum-exp.

@@ -46,99 +46,133 @@ inline double least_answer(const SearchRequest& request, int query, std::vector<
 
 constexpr int64_t kProbed = 8;  // candidates whose exact scores tell where a range ends
 
-// Scans `ranges` of blocks; `scratch` holds the codes of the queries. `ids` maps positions to keys
-// (null: they are the same). With `exact`, what is found is certain: candidates reach as far down
-// as rounding can possibly deceive.
-inline void scan_ranges(const Codes& codes, const CodeBlocks& blocks, const Rows& keys,
-                        const int32_t* ids, std::span<const BlockRange> ranges, bool exact,
-                        const SearchRequest& request, ScanScratch& scratch,
-                        SearchOutcome& outcome) {
-  const bool certify = exact && request.scale > 0;
-  if (certify) {
-    const int64_t end =
-        ranges.empty() ? 0 : ranges.back().first_block * kBlockKeys + ranges.back().num_keys;
-    scratch.remainders.resize(request.num_queries);
-    for (Remainder& remainder : scratch.remainders) remainder.reset(end);
-    outcome.dropped_mass.resize(request.num_queries);
-  }
-  for (int q = 0; q < request.num_queries; ++q) {
-    const QueryCode& form = scratch.forms[q];
-    const double slack = exact ? 2 * form.largest_error : kRangeErrors * form.error;
-    if (request.k) {
-      scratch.lists[q].reset_best(exact ? request.k : static_cast<int32_t>(num_rescored(request.k)),
-                                  exact ? to_steps(slack, form.unit) : 0);
-    } else {
-      const double elsewhere = request.window_max ? request.window_max[q] : -INFINITY;
-      const double reach = request.range + slack;
-      scratch.lists[q].reset_range(to_steps(reach, form.unit),
-                                   to_steps(elsewhere - form.offset - reach, form.unit) - 1);
+// A scan of blocks for queries whose codes are in `scratch`: any number of `read`, then `finish`.
+class BlockScan {
+ public:
+  // `ids` maps positions to keys (null: they are the same). With `exact`, what is found in the
+  // blocks that are read is certain: candidates reach as far down as rounding can possibly deceive.
+  BlockScan(const Codes& codes, const CodeBlocks& blocks, const Rows& keys, const int32_t* ids,
+            bool exact, const SearchRequest& request, ScanScratch& scratch, SearchOutcome& outcome)
+      : codes_(codes),
+        blocks_(blocks),
+        keys_(keys),
+        ids_(ids),
+        exact_(exact),
+        request_(request),
+        scratch_(scratch),
+        outcome_(outcome) {
+    for (int q = 0; q < request.num_queries; ++q) {
+      const QueryCode& form = scratch.forms[q];
+      const double slack = exact ? 2 * form.largest_error : kRangeErrors * form.error;
+      if (request.k) {
+        scratch.lists[q].reset_best(
+            exact ? request.k : static_cast<int32_t>(num_rescored(request.k)),
+            exact ? to_steps(slack, form.unit) : 0);
+      } else {
+        const double elsewhere = request.window_max ? request.window_max[q] : -INFINITY;
+        const double reach = request.range + slack;
+        scratch.lists[q].reset_range(to_steps(reach, form.unit),
+                                     to_steps(elsewhere - form.offset - reach, form.unit) - 1);
+      }
     }
   }
-  for (const BlockRange& range : ranges) {
-    const int64_t num_blocks = (range.num_keys + kBlockKeys - 1) / kBlockKeys;
-    const int64_t end = range.first_block * kBlockKeys + range.num_keys;
-    if (codes.guard)
-      codes.guard->verify(static_cast<size_t>(range.first_block),
-                          static_cast<size_t>(range.first_block + num_blocks));
-    for_each_product(
-        blocks, range.first_block, num_blocks, scratch.query_codes.data(), codes.stride,
-        request.num_queries, [&](int q, int64_t block, auto count, const int32_t* scores) {
-          uint64_t valid = first_lanes(end - block * kBlockKeys);
-          if (block == range.first_block) valid &= ~uint64_t{range.skip};
-          offer<count()>(scratch.lists[q], scores, block * kBlockKeys, valid);
-          if (certify)
-            for (int b = 0; b < count(); ++b)
-              scratch.remainders[q].add(scores + b * kBlockKeys, block + b,
-                                        static_cast<uint32_t>(valid >> b * kBlockKeys) & 0xffffu);
-        });
-    outcome.distances += range.num_keys;
-    ++outcome.hops;
+  // Also bounds what is left out of the `num_positions` first keys, which are all read.
+  void certify(int64_t num_positions) {
+    certified_ = true;
+    scratch_.remainders.resize(request_.num_queries);
+    for (Remainder& remainder : scratch_.remainders) remainder.reset(num_positions);
+    outcome_.dropped_mass.resize(request_.num_queries);
   }
-  scratch.always.clear();
-  for (int32_t a = 0; a < request.num_always; ++a)
-    if (counts(request, request.always[a])) scratch.always.push_back(request.always[a]);
-  outcome.found.resize(request.num_queries);
-  for (int q = 0; q < request.num_queries; ++q) {
-    CandidateList& list = scratch.lists[q];
-    list.shrink(!exact);
-    const float* query = request.queries + static_cast<int64_t>(q) * keys.size;
-    std::vector<Found>& found = outcome.found[q];
+
+  void read(std::span<const BlockRange> ranges) {
+    const bool certified = certified_;
+    for (const BlockRange& range : ranges) {
+      const int64_t num_blocks = (range.num_keys + kBlockKeys - 1) / kBlockKeys;
+      const int64_t end = range.first_block * kBlockKeys + range.num_keys;
+      if (codes_.guard)
+        codes_.guard->verify(static_cast<size_t>(range.first_block),
+                             static_cast<size_t>(range.first_block + num_blocks));
+      for_each_product(blocks_, range.first_block, num_blocks, scratch_.query_codes.data(),
+                       codes_.stride, request_.num_queries,
+                       [&](int q, int64_t block, auto count, const int32_t* scores) {
+                         uint64_t valid = first_lanes(end - block * kBlockKeys);
+                         if (block == range.first_block) valid &= ~uint64_t{range.skip};
+                         offer<count()>(scratch_.lists[q], scores, block * kBlockKeys, valid);
+                         if (certified)
+                           for (int b = 0; b < count(); ++b)
+                             scratch_.remainders[q].add(
+                                 scores + b * kBlockKeys, block + b,
+                                 static_cast<uint32_t>(valid >> b * kBlockKeys) & 0xffffu);
+                       });
+      outcome_.distances += range.num_keys;
+      ++outcome_.hops;
+    }
+  }
+
+  void finish() {
+    scratch_.always.clear();
+    for (int32_t a = 0; a < request_.num_always; ++a)
+      if (counts(request_, request_.always[a])) scratch_.always.push_back(request_.always[a]);
+    outcome_.found.resize(request_.num_queries);
+    for (int q = 0; q < request_.num_queries; ++q) finish(q);
+  }
+
+ private:
+  void finish(int q) {
+    CandidateList& list = scratch_.lists[q];
+    list.shrink(!exact_);
+    const QueryCode& form = scratch_.forms[q];
+    std::vector<Found>& found = outcome_.found[q];
     found.clear();
-    const auto score_candidates = [&](const Candidate* from, const Candidate* to) {
-      scratch.ids.clear();
-      for (const Candidate* c = from; c < to; ++c)
-        scratch.ids.push_back(ids ? ids[c->position] : c->position);
-      std::sort(scratch.ids.begin(), scratch.ids.end());
-      score_exactly(query, keys, scratch.ids, found);
-      outcome.rescored += to - from;
-    };
-    score_exactly(query, keys, scratch.always, found);
-    Candidate* scored = list.begin();
-    if (exact) {
+    score_exactly(query(q), keys_, scratch_.always, found);
+    Candidate* scored = list.end();
+    if (exact_) {
       // the exact scores of the first ones tell which others can still be answers
-      scored += std::min<int64_t>(list.count(), request.k ? request.k : kProbed);
-      if (scored < list.end()) std::nth_element(list.begin(), scored, list.end(), better_candidate);
-      score_candidates(list.begin(), scored);
-      const double least = least_answer(request, q, found) - scratch.forms[q].largest_error;
-      const double step = std::floor((least - scratch.forms[q].offset) / scratch.forms[q].unit);
-      Candidate* const end =
-          std::partition(scored, list.end(), [&](const Candidate& c) { return c.score >= step; });
-      score_candidates(scored, end);
-      scored = end;
+      Candidate* first =
+          list.begin() + std::min<int64_t>(list.count(), request_.k ? request_.k : kProbed);
+      if (first < list.end()) std::nth_element(list.begin(), first, list.end(), better_candidate);
+      score_candidates(q, list.begin(), first);
+      const double least = least_answer(request_, q, found) - form.largest_error;
+      const double step = std::floor((least - form.offset) / form.unit);
+      scored =
+          std::partition(first, list.end(), [&](const Candidate& c) { return c.score >= step; });
+      score_candidates(q, first, scored);
     } else {
-      score_candidates(list.begin(), list.end());
-      scored = list.end();
+      score_candidates(q, list.begin(), scored);
     }
-    if (certify) {
-      Remainder& remainder = scratch.remainders[q];
+    if (certified_) {
+      Remainder& remainder = scratch_.remainders[q];
       for (const Candidate* c = list.begin(); c < scored; ++c) remainder.remove(c->position);
-      outcome.dropped_mass[q] = bound_dropped_mass(request, q, keys, scratch.forms[q], remainder,
-                                                   outcome.found[q], outcome.rescored);
+      outcome_.dropped_mass[q] =
+          bound_dropped_mass(request_, q, keys_, form, remainder, found, outcome_.rescored);
     } else {
-      keep_answers(request, q, outcome.found[q]);
+      keep_answers(request_, q, found);
     }
   }
-}
+
+  void score_candidates(int q, const Candidate* from, const Candidate* to) {
+    scratch_.ids.clear();
+    for (const Candidate* c = from; c < to; ++c)
+      scratch_.ids.push_back(ids_ ? ids_[c->position] : c->position);
+    std::sort(scratch_.ids.begin(), scratch_.ids.end());
+    score_exactly(query(q), keys_, scratch_.ids, outcome_.found[q]);
+    outcome_.rescored += to - from;
+  }
+
+  const float* query(int q) const {
+    return request_.queries + static_cast<int64_t>(q) * keys_.size;
+  }
+
+  const Codes& codes_;
+  const CodeBlocks blocks_;
+  const Rows& keys_;
+  const int32_t* const ids_;
+  const bool exact_;
+  const SearchRequest& request_;
+  ScanScratch& scratch_;
+  SearchOutcome& outcome_;
+  bool certified_ = false;
+};
 
 }  // namespace
 }  // namespace relay::index

@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "index/block_ranges.h"
 #include "index/encode_keys.h"
 #include "index/kernels.h"
 #include "index/query_code.h"
@@ -171,6 +172,9 @@ struct Index {
   std::vector<uint8_t> centres, list_blocks;
   std::vector<int64_t> starts;
   std::vector<int32_t> counts, ids;
+  // codes of one key for each block of tokens, or the largest and the smallest of each dimension
+  int32_t block_tokens = 0;
+  std::vector<uint8_t> members, largest, smallest;
 
   Index(Random& random, const IndexKernels& kernels, int build_threads, int number)
       : kernels(kernels), keys(random, kernels) {
@@ -196,6 +200,7 @@ struct Index {
                         nearest.data(), num_queries, k, &entry, 1);
     require(count_reachable(entry) == keys.count, "a key cannot be reached", number);
     fill_lists(random);
+    fill_token_blocks(random);
   }
 
   int64_t count_reachable(int32_t entry) const {
@@ -232,6 +237,27 @@ struct Index {
     centres = keys.lay_out(firsts);
   }
 
+  void fill_token_blocks(Random& random) {
+    block_tokens = 16 * static_cast<int32_t>(pick(random, 1, 5));
+    const int64_t count = (keys.count + block_tokens - 1) / block_tokens;
+    const int64_t size = (count + 15) / 16 * 16 * keys.stride;
+    largest.assign(size, 0);
+    smallest.assign(size, 255);
+    std::vector<int32_t> firsts;
+    for (int64_t i = 0; i < count; ++i) {
+      firsts.push_back(static_cast<int32_t>(i * block_tokens));
+      for (int64_t key = i * block_tokens; key < std::min(keys.count, (i + 1) * block_tokens);
+           ++key)
+        for (int32_t d = 0; d < keys.stride; ++d) {
+          const int64_t at = i / 16 * 16 * keys.stride + d / 4 * 64 + i % 16 * 4 + d % 4;
+          const uint8_t code = keys.codes[key * keys.stride + d];
+          largest[at] = std::max(largest[at], code);
+          smallest[at] = std::min(smallest[at], code);
+        }
+    }
+    members = keys.lay_out(firsts);
+  }
+
   void search(Random& random, int number) const {
     const auto g = static_cast<int32_t>(pick(random, 0, 20));
     const std::vector<float> queries = random_queries(random, keys, g);
@@ -264,18 +290,43 @@ struct Index {
                           starts.data(), counts.data(), ids.data()},
                          keys.rows(), request, outcome);
     check(outcome, request, number);
+    const bool bounded = pick(random, 0, 1);
+    if (bounded && pick(random, 0, 1)) request.width = 0;  // exact
+    outcome = {};
+    kernels.search_blocks(keys.view(),
+                          {keys.blocks.data(), bounded ? largest.data() : members.data(),
+                           bounded ? smallest.data() : nullptr, block_tokens},
+                          keys.rows(), request, outcome);
+    check(outcome, request, number);
+    if (request.width == 0) check_same_as_scan(outcome, request, number);
     outcome = {};
     if (pick(random, 0, 1)) {
       request.scale = 0.1f;
       request.max_dropped_mass = pick(random, 0, 1) ? 2.f : 0.01f;
     }
-    const int64_t first = request.begin / 16;
-    std::vector<BlockRange> ranges;
-    if (request.prefix_len > request.begin)
-      ranges.push_back({first, request.prefix_len - 16 * first, (1u << request.begin % 16) - 1});
-    kernels.scan(keys.view(), keys.blocks.data(), keys.rows(), ranges, request, outcome);
+    scan(request, outcome);
     check(outcome, request, number);
     attend(random, outcome);
+  }
+
+  void scan(const SearchRequest& request, SearchOutcome& outcome) const {
+    std::vector<BlockRange> ranges;
+    append_ranges(request.begin, request.prefix_len, keys.always, ranges);
+    kernels.scan(keys.view(), keys.blocks.data(), keys.rows(), ranges, request, outcome);
+  }
+
+  void check_same_as_scan(const SearchOutcome& outcome, const SearchRequest& request,
+                          int number) const {
+    SearchOutcome expected;
+    scan(request, expected);
+    const auto same = [](const Found& a, const Found& b) {
+      return a.id == b.id && a.score == b.score;
+    };
+    for (size_t q = 0; q < outcome.found.size(); ++q) {
+      const auto &found = outcome.found[q], &other = expected.found[q];
+      require(std::equal(found.begin(), found.end(), other.begin(), other.end(), same),
+              "blocks and a scan answer differently", number);
+    }
   }
 
   void check(const SearchOutcome& outcome, const SearchRequest& request, int number) const {

@@ -12,7 +12,10 @@ import pytest
 from vllm_relay import _C
 
 KERNELS = _C.index.kernels()
-NAMED = ("encode", "nearest", "build_graph", "FlatSearcher", "ListSearcher", "GraphSearcher")
+NAMED = (
+    "encode", "nearest", "build_graph",
+    "FlatSearcher", "BlockSearcher", "ListSearcher", "GraphSearcher",
+)  # fmt: skip
 
 
 @contextmanager

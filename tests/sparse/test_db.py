@@ -510,7 +510,7 @@ def test_unusable_index_factories(made: Any) -> None:
         ({"sink_tokens": -1}, "greater than or equal to 0"),
         ({"sink_tokens": 1.5}, "valid integer"),
         ({"recent_tokens": True}, "valid integer"),
-        ({"index": "hnsw"}, "'auto', 'rules', 'flat', 'coarse' or 'graph'"),
+        ({"index": "hnsw"}, "'auto', 'rules', 'flat', 'blocks', 'coarse' or 'graph'"),
         ({"max_dropped_mass": 1.5}, "less than or equal to 1"),
         ({"max_dropped_mass": True}, "expected a number"),
         ({"train_queries_per_key": 2}, "less than or equal to 1"),

@@ -59,7 +59,7 @@ def test_a_context_is_found_again(tmp_path: Path, memory_limit_bytes: int | None
 
 
 @pytest.mark.parametrize("memory_limit_bytes", [None, 1 << 20])
-@pytest.mark.parametrize("index", ["auto", "flat", "coarse", "graph"])
+@pytest.mark.parametrize("index", ["auto", "flat", "blocks", "coarse", "graph"])
 def test_indexes_of_every_kind_come_back_as_they_were(
     tmp_path: Path, index: str, memory_limit_bytes: int | None
 ) -> None:

@@ -13,12 +13,20 @@ from hypothesis import strategies as st
 
 from tests.sparse.answers import assert_same
 from tests.sparse.key_sets import KINDS, TRAPS, key_set, trap
-from vllm_relay.sparse import CoarseIndex, Dipr, FlatIndex, GraphIndex, TopK, reference
+from vllm_relay.sparse import (
+    BlockIndex,
+    CoarseIndex,
+    Dipr,
+    FlatIndex,
+    GraphIndex,
+    TopK,
+    reference,
+)
 from vllm_relay.sparse.elements import DTYPES, from_float32
 from vllm_relay.sparse.face import CompiledIndex
 from vllm_relay.sparse.query_types import QueryType
 
-INDEXES = (FlatIndex, CoarseIndex, GraphIndex)
+INDEXES = (FlatIndex, BlockIndex, CoarseIndex, GraphIndex)
 QUERIES: tuple[QueryType, ...] = (
     TopK(1),
     TopK(30),
@@ -86,7 +94,7 @@ def test_the_bound_of_keys_made_to_mislead(
         TRAPS[rng.integers(len(TRAPS))], rng, n, d, group,
         query_magnitude=magnitude, dtype=DTYPES[rng.integers(3)],
     )  # fmt: skip
-    index = INDEXES[rng.integers(3)]().build(keys, queries, threads=1)
+    index = INDEXES[rng.integers(len(INDEXES))]().build(keys, queries, threads=1)
     begin, prefix_len = sorted(rng.integers(0, n + 1, 2).tolist())
     for query in QUERIES:
         limited = replace(query, max_dropped_mass=limit)

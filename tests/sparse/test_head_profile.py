@@ -13,6 +13,7 @@ import pytest
 
 from tests.sparse.planned_heads import head, search
 from vllm_relay.sparse import (
+    BlockIndex,
     CoarseIndex,
     Dipr,
     FlatIndex,
@@ -148,7 +149,7 @@ def test_promising_answers_are_the_smallest_that_are_good_enough() -> None:
     assert head(1000).promising(1e-6) == ()
 
 
-@pytest.mark.parametrize("index_class", [FlatIndex, CoarseIndex, GraphIndex])
+@pytest.mark.parametrize("index_class", [FlatIndex, BlockIndex, CoarseIndex, GraphIndex])
 @pytest.mark.parametrize("prefix_len", [None, 400])
 def test_measured_indexes_come_near_their_exact_answers(
     index_class: Any, prefix_len: int | None, monkeypatch: pytest.MonkeyPatch

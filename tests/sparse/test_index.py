@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tests.sparse.answers import assert_exact, assert_same, assert_well_formed, recall
 from tests.sparse.key_sets import KINDS, TRAPS, key_set, trap
 from vllm_relay.sparse import reference
+from vllm_relay.sparse.blocks import BlockIndex
 from vllm_relay.sparse.coarse import CoarseIndex
 from vllm_relay.sparse.elements import DTYPES, Elements, from_float32
 from vllm_relay.sparse.face import CompiledIndex
@@ -28,11 +29,12 @@ from vllm_relay.sparse.query_types import Dipr, QueryType, TopK
 
 INDEXES: dict[str, type[CompiledIndex]] = {
     "flat": FlatIndex,
+    "blocks": BlockIndex,
     "coarse": CoarseIndex,
     "graph": GraphIndex,
 }
 each_index = pytest.mark.parametrize("index_class", INDEXES.values(), ids=INDEXES)
-OTHERS = (CoarseIndex, GraphIndex)
+OTHERS = (BlockIndex, CoarseIndex, GraphIndex)
 SIZE = (700, 48)
 
 
@@ -309,8 +311,10 @@ def test_costs_are_counted(
     index_class: type[CompiledIndex], built: dict[Any, CompiledIndex]
 ) -> None:
     queries = key_set("rope", *SIZE).queries[:4]
-    stats = built[index_class].search(queries, TopK(5)).stats
-    assert 0 < stats.distances <= SIZE[0] + getattr(built[index_class], "num_lists", 0)
+    index = built[index_class]
+    stats = index.search(queries, TopK(5)).stats
+    representatives = getattr(index, "num_lists", 0) + getattr(index, "num_blocks", 0)
+    assert 0 < stats.distances <= SIZE[0] + representatives
     assert stats.hops > 0
     assert stats.bytes > stats.distances * 48
     if index_class is FlatIndex:

@@ -16,6 +16,7 @@ from tests.sparse.answers import FLOAT_ROUNDING, assert_exact
 from tests.sparse.kernel_variants import KERNELS, kernel
 from tests.sparse.key_sets import KINDS, TRAPS, key_set, trap
 from vllm_relay import _C
+from vllm_relay.sparse.blocks import BlockIndex
 from vllm_relay.sparse.coarse import CoarseIndex
 from vllm_relay.sparse.elements import DTYPES, Elements, from_float32
 from vllm_relay.sparse.face import CompiledIndex
@@ -24,7 +25,7 @@ from vllm_relay.sparse.graph import GraphIndex
 from vllm_relay.sparse.key_codes import encode
 from vllm_relay.sparse.query_types import Dipr, QueryType, TopK
 
-INDEXES = (FlatIndex, CoarseIndex, GraphIndex)
+INDEXES = (FlatIndex, BlockIndex, CoarseIndex, GraphIndex)
 FAST = [name for name in KERNELS if name != "portable"]
 each_fast_kernel = pytest.mark.parametrize("fast", FAST)
 

@@ -160,7 +160,7 @@ def test_plans_are_as_accurate_as_dense_attention(
         assert costs in kinds_built
 
 
-@pytest.mark.parametrize("index", ["rules", "flat", "coarse", "graph"])
+@pytest.mark.parametrize("index", ["rules", "flat", "blocks", "coarse", "graph"])
 def test_every_index_finds_the_answer(directory: Path, index: str) -> None:
     haystacks = _haystacks(4096)
     query = TopK(64) if index == "coarse" else Dipr(alpha=0.01)

@@ -16,6 +16,7 @@ from tests.sparse.answers import assert_same
 from tests.sparse.key_sets import key_set
 from vllm_relay._C import PageGuard
 from vllm_relay.sparse.attention import SparseLayer
+from vllm_relay.sparse.blocks import BlockIndex
 from vllm_relay.sparse.checksum import checksum_pages
 from vllm_relay.sparse.coarse import CoarseIndex
 from vllm_relay.sparse.elements import Elements, from_float32
@@ -29,7 +30,7 @@ from vllm_relay.sparse.section_file import SectionFile
 HEADS = key_set("random", 700, 64)
 INDEXES: dict[str, CompiledIndex] = {
     index.kind: index.build(HEADS.keys, HEADS.queries)
-    for index in (FlatIndex(), CoarseIndex(), GraphIndex())
+    for index in (FlatIndex(), CoarseIndex(), BlockIndex(), GraphIndex())
 }
 READ_BY_ROW = [
     (kind, name) for kind, index in INDEXES.items() for name in sorted(index.read_by_row)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.sparse.key_sets import key_set
-from vllm_relay.sparse import CoarseIndex, Dipr, FlatIndex, GraphIndex, TopK, reference
+from vllm_relay.sparse import BlockIndex, CoarseIndex, Dipr, FlatIndex, GraphIndex, TopK, reference
 from vllm_relay.sparse.attention import AttentionState, SparseLayer, attend, merge_states
 from vllm_relay.sparse.elements import DTYPES, Elements, from_float32
 from vllm_relay.sparse.face import CompiledIndex
@@ -29,7 +29,9 @@ QUERIES: tuple[QueryType, ...] = (
 )
 
 each_index = pytest.mark.parametrize(
-    "index_class", [FlatIndex, CoarseIndex, GraphIndex], ids=lambda index_class: index_class.kind
+    "index_class",
+    [FlatIndex, BlockIndex, CoarseIndex, GraphIndex],
+    ids=lambda index_class: index_class.kind,
 )
 
 

@@ -5,6 +5,7 @@ what matters (docs/sparse.md)."""
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from vllm_relay.sparse.blocks import BlockIndex
 from vllm_relay.sparse.coarse import CoarseIndex
 from vllm_relay.sparse.cost_calibration import calibrate_costs
 from vllm_relay.sparse.flat import FlatIndex
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DB",
     "DBOptions",
+    "BlockIndex",
     "CoarseIndex",
     "Dipr",
     "FlatIndex",

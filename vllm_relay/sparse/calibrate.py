@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from vllm_relay.sparse.index import KeyIndex
+from vllm_relay.sparse.query_types import TopK
+
 TARGET_K = 100
 TARGET_RECALL = 0.95
 
@@ -48,3 +51,14 @@ def smallest_width(
         else:
             low = middle
     return width
+
+
+def calibrate_width(index: KeyIndex, queries: np.ndarray, widest: int) -> int:
+    """`smallest_width` for the `TARGET_K` best keys that `index` finds at its widest."""
+    k = min(TARGET_K, index.num_keys)
+    truth = index.search(queries, TopK(k, width=widest)).ids
+
+    def search(width: int) -> list[np.ndarray]:
+        return [index.search(query[None], TopK(k, width=width)).ids[0] for query in queries]
+
+    return smallest_width(search, truth, low=1, high=widest)

@@ -13,17 +13,17 @@ from vllm_relay import _C
 from vllm_relay._C import PageGuard
 from vllm_relay.sparse import face
 from vllm_relay.sparse.aligned import aligned_empty
-from vllm_relay.sparse.calibrate import TARGET_K, smallest_width, split_queries
+from vllm_relay.sparse.calibrate import calibrate_width, split_queries
 from vllm_relay.sparse.elements import Elements
 from vllm_relay.sparse.index import NO_GUARDS, IndexDamagedError
 from vllm_relay.sparse.key_codes import (
     BLOCK_KEYS,
     KeyCodes,
+    blocks_in_order,
     encode_rows,
     lay_out_blocks,
     row_bytes,
 )
-from vllm_relay.sparse.query_types import TopK
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -74,7 +74,9 @@ class CoarseIndex(face.CompiledIndex):
         self.default_width = max(1, self.num_lists // 6)
         if train_queries is not None:
             queries = face.check_train_queries(train_queries, self.head_size)
-            self._calibrate(queries[split_queries(len(queries), seed)[0]])
+            held_out = queries[split_queries(len(queries), seed)[0]]
+            if len(held_out):
+                self.default_width = calibrate_width(self, held_out, self.num_lists)
 
     def _fill(
         self,
@@ -115,17 +117,6 @@ class CoarseIndex(face.CompiledIndex):
         self.searcher = _C.index.ListSearcher(
             "auto", self._key_set("blocks", blocks), codes.outside, centres, starts, counts, ids
         )
-
-    def _calibrate(self, queries: np.ndarray) -> None:
-        if not len(queries):
-            return
-        k = min(TARGET_K, self.num_keys)
-        truth = self.search(queries, TopK(k, width=self.num_lists)).ids
-
-        def search(width: int) -> list[np.ndarray]:
-            return [self.search(q[None], TopK(k, width=width)).ids[0] for q in queries]
-
-        self.default_width = smallest_width(search, truth, low=1, high=self.num_lists)
 
     def check(self) -> None:
         self._verify()
@@ -240,6 +231,4 @@ def _centre_blocks(centres: np.ndarray, codes: KeyCodes) -> np.ndarray:
     rows = aligned_empty((len(centres), row_bytes(centres.shape[1])), np.uint8)
     outside = np.zeros(len(centres), np.uint8)
     encode_rows(values, codes.mean, codes.step, 0, len(centres), rows, outside, 1)
-    order = np.full(-(-len(centres) // BLOCK_KEYS) * BLOCK_KEYS, -1, np.int32)
-    order[: len(centres)] = np.arange(len(centres))
-    return lay_out_blocks(rows, order)
+    return blocks_in_order(rows)

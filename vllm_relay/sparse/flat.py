@@ -16,7 +16,7 @@ from vllm_relay.sparse.index import NO_GUARDS, IndexDamagedError
 from vllm_relay.sparse.key_codes import (
     BLOCK_KEYS,
     KeyCodes,
-    lay_out_blocks,
+    blocks_in_order,
     row_bytes,
 )
 
@@ -36,7 +36,7 @@ class FlatIndex(face.CompiledIndex):
     _blocks: np.ndarray
 
     def _build(self, coded: face.CodedKeys, train_queries: Any, seed: int, threads: int) -> None:
-        self._set(coded.keys, coded.codes, _in_order(coded.rows))
+        self._set(coded.keys, coded.codes, blocks_in_order(coded.rows))
 
     def _set(self, keys: Elements, codes: KeyCodes, blocks: np.ndarray) -> None:
         self._keys, self._codes, self._blocks = keys, codes, blocks
@@ -48,7 +48,7 @@ class FlatIndex(face.CompiledIndex):
     def check(self) -> None:
         self._verify()
         rows = face.check_codes(self._keys, self._codes)
-        if not np.array_equal(_in_order(rows), self._blocks):
+        if not np.array_equal(blocks_in_order(rows), self._blocks):
             raise IndexDamagedError("flat index: its codes do not belong to its keys")
 
     def to_arrays(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -76,10 +76,3 @@ class FlatIndex(face.CompiledIndex):
         index._guards = guards
         index._set(keys, codes, blocks)
         return index
-
-
-def _in_order(rows: np.ndarray) -> np.ndarray:
-    """Blocks of all codes."""
-    order = np.full(-(-len(rows) // BLOCK_KEYS) * BLOCK_KEYS, -1, np.int32)
-    order[: len(rows)] = np.arange(len(rows))
-    return lay_out_blocks(rows, order)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from vllm_relay.sparse.blocks import BlockIndex
 from vllm_relay.sparse.coarse import CoarseIndex
 from vllm_relay.sparse.elements import Elements
 from vllm_relay.sparse.face import CompiledIndex
@@ -18,6 +19,7 @@ from vllm_relay.sparse.search_cost import KINDS, SearchCost
 
 _CLASSES: dict[str, type[CompiledIndex]] = {
     "flat": FlatIndex,
+    "blocks": BlockIndex,
     "coarse": CoarseIndex,
     "graph": GraphIndex,
 }

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_relay.sparse.attention import SparseLayer, attend
+from vllm_relay.sparse.blocks import BlockIndex
 from vllm_relay.sparse.coarse import CoarseIndex
 from vllm_relay.sparse.elements import Elements, as_elements
 from vllm_relay.sparse.face import CompiledIndex, key_bytes, with_width
@@ -137,6 +138,8 @@ def widths(index: CompiledIndex, least: int = 1) -> Iterator[int | None]:
     width, most = 32.0, index.num_keys
     if isinstance(index, CoarseIndex):
         width, most = 4.0, index.num_lists
+    elif isinstance(index, BlockIndex):
+        width, most = 4.0, index.num_blocks
     width = max(width, float(min(least, most)))
     while width < most:
         yield round(width)

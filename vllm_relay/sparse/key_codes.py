@@ -163,3 +163,10 @@ def lay_out_blocks(codes: np.ndarray, order: np.ndarray) -> np.ndarray:
     blocks[:] = 128
     _C.index.lay_out(codes, np.ascontiguousarray(order, np.int32), blocks)
     return blocks
+
+
+def blocks_in_order(codes: np.ndarray) -> np.ndarray:
+    """All codes [n, row_bytes] in blocks of sixteen."""
+    order = np.full(-(-len(codes) // BLOCK_KEYS) * BLOCK_KEYS, -1, np.int32)
+    order[: len(codes)] = np.arange(len(codes))
+    return lay_out_blocks(codes, order)

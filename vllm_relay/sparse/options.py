@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from vllm_relay.sparse.query_types import Dipr, QueryType
 
-IndexKind = Literal["auto", "rules", "flat", "coarse", "graph"]
+IndexKind = Literal["auto", "rules", "flat", "blocks", "coarse", "graph"]
 
 
 class DBOptions(BaseModel):
