@@ -77,12 +77,15 @@ def ratio(slower: Timing, faster: Timing) -> float:
 
 
 def interleaved(
-    contenders: dict[str, Callable[[], Any]], rounds: int, min_sample_s: float = 2e-3
+    contenders: dict[str, Callable[[], Any]],
+    rounds: int,
+    min_sample_s: float = 2e-3,
+    prepare: Callable[[], None] = lambda: None,
 ) -> dict[str, Timing]:
     """Times contenders in turn, round after round, so that all meet the same disturbances.
 
-    A sample repeats a short call until it takes about `min_sample_s`. Every second round goes
-    backwards.
+    A sample repeats a short call until it takes about `min_sample_s`; `prepare` is called before
+    it. Every second round goes backwards.
     """
     repeats = {}
     for name, call in contenders.items():
@@ -95,6 +98,7 @@ def interleaved(
     for index in range(rounds):
         for name in list(contenders)[:: -1 if index % 2 else 1]:
             call = contenders[name]
+            prepare()
             began_s = time.perf_counter()
             for _ in range(repeats[name]):
                 call()

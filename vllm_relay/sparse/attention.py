@@ -92,7 +92,7 @@ class SparseLayer:
 
     Args:
         indexes: one for each kv head, all over the same tokens.
-        values: [n, value_size] for each.
+        values: [n, value_size] for each; `Elements` are not looked at.
         value_guards: of values in a file; each verifies a row at its first touch.
 
     Raises:
@@ -111,7 +111,9 @@ class SparseLayer:
                 "for every kv head"
             )
         self.indexes = list(indexes)
-        self.values = [as_elements("values", each) for each in values]
+        self.values = [
+            each if isinstance(each, Elements) else as_elements("values", each) for each in values
+        ]
         self._value_guards = list(value_guards or [None] * len(values))
         self.num_keys = indexes[0].num_keys
         self.head_size = indexes[0].head_size

@@ -75,12 +75,14 @@ def _is_class(value: object) -> bool:
 
 
 def _is_shape(value: object) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) <= MAX_DIMENSIONS
-        and all(map(_is_count, value))
-        and math.prod(size for size in value if size) <= MAX_FILE_BYTES // _MAX_ITEM_BYTES
-    )
+    if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
+        return False
+    product = 1
+    for size in value:
+        if not _is_count(size):
+            return False
+        product *= size or 1
+    return product <= MAX_FILE_BYTES // _MAX_ITEM_BYTES
 
 
 def _is_offset(value: object) -> bool:
