@@ -32,6 +32,7 @@ BENCHMARKS = (
     "bench_predictor",
     "bench_index_build",
     "bench_key_index",
+    "bench_model_heads",
     "bench_planner",
     "bench_sparse_layer",
     "bench_storage",
