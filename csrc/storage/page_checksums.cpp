@@ -16,22 +16,42 @@ constexpr std::size_t kPopulateBytes = std::size_t{1} << 20;  // stays in the L2
 
 }  // namespace
 
-bool populate(const uint8_t* data, std::size_t bytes) {
 #if defined(__linux__)
-  constexpr int kPopulateRead = 22;  // MADV_POPULATE_READ; glibc's headers have it since 2.35
-  static const uintptr_t system_page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-  const uintptr_t address = reinterpret_cast<uintptr_t>(data);
-  const uintptr_t begin = address / system_page * system_page;
+namespace {
+
+constexpr int kPopulateRead = 22;  // MADV_POPULATE_READ; glibc's headers have it since 2.35
+
+bool bring_in(uintptr_t begin, std::size_t bytes) {
   int status;
-  do status = madvise(reinterpret_cast<void*>(begin), address + bytes - begin, kPopulateRead);
+  do status = madvise(reinterpret_cast<void*>(begin), bytes, kPopulateRead);
   while (status != 0 && errno == EINTR);
   return status == 0 || (errno != EFAULT && errno != EHWPOISON);
-#else
-  (void)data;
-  (void)bytes;
-  return true;
-#endif
 }
+
+// Whether all of it lies in memory. Of files that the user may not write to Linux does not tell and
+// says yes.
+bool is_resident(uintptr_t begin, std::size_t bytes, std::size_t system_page) {
+  constexpr std::size_t kPages = 256;
+  unsigned char resident[kPages];
+  const std::size_t pages = (bytes + system_page - 1) / system_page;
+  if (pages > kPages || mincore(reinterpret_cast<void*>(begin), bytes, resident) != 0) return false;
+  return std::all_of(resident, resident + pages, [](unsigned char page) { return page & 1; });
+}
+
+}  // namespace
+
+bool populate(const uint8_t* data, std::size_t bytes) {
+  static const auto system_page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t begin = address / system_page * system_page;
+  bytes += address - begin;
+  if (bytes <= system_page) return bring_in(begin, bytes);
+  // one page maps its neighbours that lie in memory, which is cheaper than asking for each
+  return bring_in(begin, 1) && (is_resident(begin, bytes, system_page) || bring_in(begin, bytes));
+}
+#else
+bool populate(const uint8_t*, std::size_t) { return true; }
+#endif
 
 void checksum_pages(const Pages& pages, Crc32cFunction crc32c, uint32_t* checksums) {
   for (std::size_t i = 0; i < pages.count(); ++i)
