@@ -5,15 +5,12 @@
 #include <cmath>
 #include <span>
 
+#include "found_order.h"
 #include "kernels.h"
 #include "row_dot.h"
 
 namespace relay::index {
 namespace {
-
-inline constexpr auto better = [](const Found& a, const Found& b) {
-  return a.score > b.score || (a.score == b.score && a.id < b.id);
-};
 
 template <class T>
 RELAY_INLINE void prefetch_elements(const T* row, int32_t size) {
@@ -41,18 +38,11 @@ inline void score_exactly(const float* query, const Rows& keys, std::span<const 
 
 // Sorts `found` and leaves what the request asks for.
 inline void keep_answers(const SearchRequest& request, int query, std::vector<Found>& found) {
-  if (request.k) {
-    if (found.size() > static_cast<size_t>(request.k)) {
-      std::nth_element(found.begin(), found.begin() + request.k, found.end(), better);
-      found.resize(request.k);
-    }
-    std::sort(found.begin(), found.end(), better);
-    return;
-  }
+  if (request.k) return sort_best(found, request.k);
   float best = request.window_max ? request.window_max[query] : -INFINITY;
   for (const Found& f : found) best = std::max(best, f.score);
   std::erase_if(found, [&](const Found& f) { return f.score < best - request.range; });
-  std::sort(found.begin(), found.end(), better);
+  sort_best(found, found.size());
 }
 
 }  // namespace

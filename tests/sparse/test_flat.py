@@ -185,3 +185,17 @@ def test_width_and_entries_change_nothing() -> None:
     index = FlatIndex().build(keys)
     expected = index.search(queries, TopK(10))
     assert_same(index.search(queries, TopK(10, width=1), entry=[5, 399]), expected)
+
+
+@given(
+    values=st.lists(st.sampled_from([-2.0, -1.0, -0.0, 0.0, 1.0, 2.0]), min_size=1, max_size=300),
+    query=st.sampled_from([-1.0, 1.0, 3e38, -0.0]),
+    k=st.integers(1, 300),
+)
+def test_answers_with_ties_are_in_order(values: list[float], query: float, k: int) -> None:
+    keys = np.array(values, np.float32)[:, None]
+    found = FlatIndex().build(keys).search(np.array([[query]], np.float32), TopK(k))
+    with np.errstate(over="ignore"):
+        scores = keys[:, 0] * np.float32(query)
+    order = np.lexsort((np.arange(len(keys)), -scores))[:k]
+    assert found.ids[0].tolist() == order.tolist()
