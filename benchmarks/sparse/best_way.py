@@ -24,10 +24,12 @@ FULL: Way = ("full", None)
 TIMED_TOKENS = 96
 _STAGES = ((8, 10.0), (64, 1.5))
 """Tokens, and how many times the target their p99 may be for more of them to be looked at."""
-_FEW_TOKENS, _FEW_ROUNDS = 12, 2
+_FEW_TOKENS = 48
 _GOOD_OF_A_ROW = 2
 _NEAR = 1.25
-"""Times of a few calls: a way that takes so many times as long is no faster with all of them."""
+"""Times of a few calls: a way that takes so many times as long is no faster with all of them. Only
+that of reading everything, which takes as long for each, may compare in another way: it is always
+among the ways that are timed to the end."""
 _ANSWER_TOKENS, _ANSWER_ERROR, _MOST_ANSWERS = 96, 1.4, 5
 """Query types that are tried: their exact answer has, for so many tokens, at most so many times
 the error; of these the smallest answers."""
@@ -109,13 +111,13 @@ class Cell:
             if good_of_row[i] < _GOOD_OF_A_ROW:
                 for wider in itertools.islice(rows[i], 1):
                     heapq.heappush(waiting, (self._few_us(wider), i, wider))
-        return good
+        return list(dict.fromkeys([*good, FULL]))
 
     def _few_us(self, way: Way) -> float:
         """Microseconds, roughly."""
         if way not in self._few_times_us:
             few = self._queries[:: max(1, len(self._queries) // _FEW_TOKENS)]
-            self._few_times_us[way] = float(in_turn([self._run(way)], few, _FEW_ROUNDS).min())
+            self._few_times_us[way] = float(in_turn([self._run(way)], few, 1)[0, 0])
         return self._few_times_us[way]
 
     def _rows(self, max_error: float) -> Iterator[list[Way]]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.sparse.planned_heads import answer as made_answer
 from tests.sparse.planned_heads import head, search
 from vllm_relay.sparse import (
     CoarseIndex,
@@ -148,6 +149,14 @@ def test_promising_answers_are_the_smallest_that_are_good_enough() -> None:
     assert [each.query for each in chosen] == [Dipr(alpha=0.01), Dipr(alpha=1e-3)]
     assert [each.query for each in head(1000).promising(0.01, most=1)] == [Dipr(alpha=0.01)]
     assert head(1000).promising(1e-6) == ()
+    answers = (
+        made_answer(0.01, 600, 0.009),
+        made_answer(1e-3, 800, 1e-3),
+        made_answer(1e-4, 900, 0),
+    )
+    most = head(1000, *answers)
+    assert [each.query for each in most.promising(0.01)] == [Dipr(alpha=0.01)]
+    assert [each.query for each in most.promising(0.005)] == [Dipr(alpha=1e-3)]
 
 
 @pytest.mark.parametrize("index_class", [FlatIndex, CoarseIndex, GraphIndex])

@@ -59,16 +59,25 @@ def test_all_take_turns_and_every_second_round_goes_backwards(clock: Clock) -> N
 def test_the_least_disturbed_round_counts(clock: Clock) -> None:
     groups = np.zeros((8, 1, 4), np.float32)
     # a neighbour disturbs one call in 20, and a round has 8 that are timed
-    disturbed = clock.run("a", 500, *[20] * 19)
+    disturbed = clock.run("a", *[20] * 4, 500, *[20] * 15)
     assert times_us([disturbed], groups) == [20]
 
 
-def test_slow_ones_are_timed_with_few_queries(clock: Clock) -> None:
-    groups = np.zeros((80, 1, 4), np.float32)
+def test_slow_ones_are_timed_less_often_but_with_the_same_queries(clock: Clock) -> None:
+    groups = np.zeros((9, 1, 4), np.float32)
     found = times_us([clock.run(*each) for each in (("a", 100), ("b", 120), ("c", 900))], groups)
     assert found == [100, 120, 900]
-    assert clock.calls.count("a") == clock.calls.count("b") > 5 * clock.calls.count("c")
+    assert clock.calls.count("a") == clock.calls.count("b") == 5 * clock.calls.count("c")
     assert times_us([], groups) == []
+
+
+def test_queries_that_take_longer_than_others_count_for_all(clock: Clock) -> None:
+    # a search whose first queries are quick, and one that always takes as long
+    uneven = clock.run("uneven", *[10] * 9, *[300] * 9)
+    assert times_us([uneven, clock.run("even", 100)], np.zeros((17, 1, 4), np.float32)) == [
+        pytest.approx((8 * 10 + 9 * 300) / 17),
+        pytest.approx(100),
+    ]
 
 
 def _measured() -> tuple[list[MeasuredSearch], list[MeasuredSearch]]:

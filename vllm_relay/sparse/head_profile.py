@@ -23,6 +23,8 @@ DEFAULT_QUERIES: tuple[QueryType, ...] = (
     *(Dipr(alpha=alpha) for alpha in ALPHAS),
     *(TopK(k) for k in TOP_KS),
 )
+_MOST_KEYS = 0.7
+"""Of the keys: attending more of them one by one takes longer than attending all in order."""
 _BLOCK_QUERIES = 32
 _LEAST_MASS = 0.8
 _SMALL_ERROR = 5e-4
@@ -146,8 +148,9 @@ class HeadProfile:
 
     def promising(self, max_error: float, most: int = 3) -> tuple[ExactAnswer, ...]:
         """Of ranges and of top-k, the `most` smallest answers that are good enough: smaller ones
-        fail even where an index finds all of it, larger ones only take longer. Without values the
-        error is taken to be the mass that is lost."""
+        fail even where an index finds all of it, larger ones only take longer; so does reading
+        everything, for answers of most of the keys, of which only one is returned. Without values
+        the error is taken to be the mass that is lost."""
         chosen: list[ExactAnswer] = []
         for query_type in (Dipr, TopK):
             good = [
@@ -155,7 +158,9 @@ class HeadProfile:
                 for answer in self.answers
                 if isinstance(answer.query, query_type) and answer.expected_error <= max_error
             ]
-            chosen += sorted(good, key=lambda answer: answer.mean_tokens)[:most]
+            for answer in sorted(good, key=lambda answer: answer.mean_tokens)[:most]:
+                if not chosen or answer.mean_tokens <= _MOST_KEYS * self.prefix_len:
+                    chosen.append(answer)
         return tuple(chosen)
 
     def to_json(self) -> dict[str, Any]:

@@ -17,10 +17,9 @@ from vllm_relay.sparse.query_types import QueryType
 
 Run = Callable[[np.ndarray], np.ndarray]
 """Attention [group, value_size] of the queries [group, d] of one token."""
-_FIRST_TOKENS, _FIRST_ROUNDS = 8, 3
-_ROUNDS = 5
-_SLOWER = 1.3
-"""What takes so many times as long as the fastest on the first queries is not timed further."""
+_FIRST_ROUNDS, _ROUNDS = 1, 4
+_SLOWER = 1.4
+"""What takes so many times as long as the fastest in the first rounds is not timed further."""
 
 
 def full_run(
@@ -90,15 +89,16 @@ def with_times(
 
 def times_us(runs: Sequence[Run], groups: np.ndarray) -> list[float]:
     """Of one call of each, on the calling thread; other users of the machine can only add to it.
-    Those that may be the fastest are timed with all queries, in turn, others with a few.
+    Those that may be the fastest are timed more often, all with the same queries: one query may
+    take many times as long as another.
 
     Args:
         groups: [tokens, group, d], queries.
     """
-    first = groups[:: max(1, len(groups) // _FIRST_TOKENS)]
-    times = in_turn(runs, first, _FIRST_ROUNDS).min(axis=1, initial=np.inf)
+    times = in_turn(runs, groups, _FIRST_ROUNDS).min(axis=1, initial=np.inf)
     near = np.flatnonzero(times <= _SLOWER * times.min(initial=np.inf))
-    times[near] = in_turn([runs[i] for i in near], groups, _ROUNDS).min(axis=1, initial=np.inf)
+    more = in_turn([runs[i] for i in near], groups, _ROUNDS).min(axis=1, initial=np.inf)
+    times[near] = np.minimum(times[near], more)
     return times.tolist()
 
 
