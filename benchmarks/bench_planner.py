@@ -9,7 +9,7 @@ keeps for it, and costs that were measured in this process. Times are CPU times 
 one group of query heads, search and attention.
 
 Best and planner are judged by the same test queries, and the best is chosen with hindsight. So
-these are eight times as many as those of a profile: of 100 tokens alone, the p99 is uncertain by a
+these are four times as many as those of a profile: of 100 tokens alone, the p99 is uncertain by a
 seventh for heads with long tails, the best would be what was lucky with these, and a good choice
 would miss the target as often as not.
 """
@@ -36,7 +36,7 @@ from vllm_relay.sparse.prefix_planner import PROFILE_TOKENS
 from vllm_relay.sparse.search_cost import SearchCost
 
 REUSES = (1.0, 0.5, 0.2)
-PROFILE_EVERY = 9
+PROFILE_EVERY = 5
 """One token in so many is for the profile, the others are for the test."""
 TOKENS = PROFILE_EVERY * PROFILE_TOKENS
 HEADS = 4

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vllm_relay.sparse.answer_errors import AnswerErrors
 from vllm_relay.sparse.elements import Elements, as_elements
 from vllm_relay.sparse.error_bound import error_p99, error_p99_upper
 from vllm_relay.sparse.query_types import Dipr, QueryType, TopK
@@ -27,10 +28,6 @@ _MOST_KEYS = 0.7
 """Of the keys: attending more of them one by one takes longer than attending all in order."""
 _BLOCK_QUERIES = 32
 _LEAST_MASS = 0.8
-_SMALL_ERROR = 5e-4
-"""Answers that hold one that is off by less are not looked at: nobody needs them."""
-_GATHERED_FRACTION = 1 / 16
-"""Below this share of the keys, the values of answers are gathered rather than multiplied."""
 
 
 class Spread(NamedTuple):
@@ -301,43 +298,43 @@ class _Measured:
         self._types = list(query_types)
         self._least_weights = list(least_weights)
         self.best: list[np.ndarray] = []
-        self._counts: list[list[np.ndarray]] = [[] for _ in self._types]
-        self._masses: list[list[np.ndarray]] = [[] for _ in self._types]
-        self._errors: list[list[np.ndarray]] = [[] for _ in self._types]
+        # of each block [q, types]
+        self._counts: list[np.ndarray] = []
+        self._masses: list[np.ndarray] = []
+        self._errors: list[np.ndarray] = []
         self._for_mass: list[np.ndarray] = []
 
     def add(self, weights: np.ndarray, values: np.ndarray | None) -> None:
         """Args: weights: [q, n], 1 for the best key of each query."""
-        descending = np.sort(weights, axis=1)[:, ::-1]
+        order = np.argsort(weights, axis=1)[:, ::-1]
+        descending = np.take_along_axis(weights, order, axis=1)
         sums = np.cumsum(descending, axis=1, dtype=np.float64)
-        totals = sums[:, -1]
+        totals = sums[:, -1:]
         self._for_mass.append(
             np.array(
                 [[np.searchsorted(row, mass * row[-1]) + 1 for mass in MASSES] for row in sums]
             )
         )
-        whole = None if values is None else weights @ values
-        last: QueryType | None = None
-        for i, query in enumerate(self._types):
-            counts = _counts(query, self._least_weights[i], descending)
-            self._counts[i].append(counts)
-            masses = np.take_along_axis(sums, counts[:, None] - 1, axis=1)[:, 0] / totals
-            self._masses[i].append(masses)
-            if whole is None or values is None:
-                continue
-            if masses.mean() < _LEAST_MASS:
-                self._errors[i].append(np.ones(len(masses)))
-                continue
-            smaller = self._errors[i - 1][-1] if i and type(query) is type(last) else None
-            last = query
-            if smaller is not None and smaller.max() < _SMALL_ERROR:
-                self._errors[i].append(smaller)
-                continue
-            floors = np.take_along_axis(descending, counts[:, None] - 1, axis=1)
-            parts = _sums_above(weights, floors[:, 0], counts, values)
-            parts /= masses[:, None]
-            lengths = np.maximum(np.linalg.norm(whole, axis=1), np.finfo(np.float32).tiny)
-            self._errors[i].append(np.linalg.norm(parts - whole, axis=1) / lengths)
+        counts = np.stack(
+            [
+                _counts(query, least, descending)
+                for query, least in zip(self._types, self._least_weights, strict=True)
+            ],
+            axis=1,
+        )
+        masses = np.take_along_axis(sums, counts - 1, axis=1) / totals
+        self._counts.append(counts)
+        self._masses.append(masses)
+        if values is None:
+            return
+        errors = np.ones(counts.shape)
+        looked_at = np.flatnonzero(masses.mean(axis=0) >= _LEAST_MASS)
+        if len(looked_at):
+            wholes, of_answers = weights @ values, AnswerErrors(values)
+            for i, whole in enumerate(wholes):
+                ends = counts[i, looked_at]
+                errors[i, looked_at] = of_answers.of_query(order[i], descending[i], ends, whole)
+        self._errors.append(errors)
 
     def tokens_for_mass(self) -> tuple[Spread, ...]:
         counts = np.concatenate(self._for_mass)
@@ -345,9 +342,11 @@ class _Measured:
 
     def answers(self) -> tuple[ExactAnswer, ...]:
         found = []
+        all_counts, all_masses = np.concatenate(self._counts), np.concatenate(self._masses)
+        all_errors = np.concatenate(self._errors) if self._errors else None
         for i, query in enumerate(self._types):
-            counts, masses = (np.concatenate(each[i]) for each in (self._counts, self._masses))
-            errors = np.concatenate(self._errors[i]) if self._errors[i] else None
+            counts, masses = all_counts[:, i], all_masses[:, i]
+            errors = None if all_errors is None else all_errors[:, i]
             found.append(
                 ExactAnswer(
                     query,
@@ -382,19 +381,6 @@ def _counts(query: QueryType, least_weight: float, descending: np.ndarray) -> np
     if isinstance(query, TopK):
         return np.full(len(descending), min(query.k, num_keys))
     return np.array([num_keys - np.searchsorted(row[::-1], least_weight) for row in descending])
-
-
-def _sums_above(
-    weights: np.ndarray, floors: np.ndarray, counts: np.ndarray, values: np.ndarray
-) -> np.ndarray:
-    """[q, value_size]: weighted sums of the values whose weight is at least the floor."""
-    if counts.mean() > _GATHERED_FRACTION * weights.shape[1]:
-        return np.where(weights >= floors[:, None], weights, np.float32(0)) @ values
-    sums = np.empty((len(weights), values.shape[1]), np.float32)
-    for i, row in enumerate(weights):
-        chosen = np.flatnonzero(row >= floors[i])
-        sums[i] = row[chosen] @ values[chosen]
-    return sums
 
 
 def _row_bytes(elements: Elements) -> int:
