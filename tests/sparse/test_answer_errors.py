@@ -29,7 +29,9 @@ def test_each_answer_errs_as_it_does_alone(deviation: float) -> None:
         if end == KEYS and error == 0:
             continue
         # larger answers than one that errs little are said to err as much
-        assert error == pytest.approx(expected, rel=1e-3, abs=1e-6) or expected <= error < SMALL_ERROR
+        assert (
+            error == pytest.approx(expected, rel=1e-3, abs=1e-6) or expected <= error < SMALL_ERROR
+        )
     assert found[0] == found[6]
 
 

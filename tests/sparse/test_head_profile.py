@@ -209,6 +209,24 @@ def test_lists_are_measured_up_to_all_of_them_and_graphs_while_they_score_few_ke
     assert [each.distances > most for each in of_graph[:-1]] == [False] * (len(of_graph) - 1)
 
 
+def test_what_a_narrow_search_loses_widens_its_margin() -> None:
+    keys, values, queries = _states()
+    profile = profile_head(keys, queries, values, query_types=(Dipr(alpha=1e-3),))
+    (exact,) = profile.answers
+    found = measure_index(
+        CoarseIndex(num_lists=20).build(keys), from_float32(values, "float32"),
+        exact_attention(keys, values, queries), profile.answers, max_error=0.2,
+    )  # fmt: skip
+    assert exact.error_p99 is not None and exact.error_p99_upper is not None
+    losing = 0
+    for each in found:
+        assert each.error_p99 is not None and each.error_bound is not None
+        lost = each.error_p99 - exact.error_p99
+        losing += lost > 0.01
+        assert each.error_bound >= each.error_p99 + 2 * lost
+    assert losing and found[-1].error_bound == pytest.approx(exact.error_p99_upper, rel=0.01)
+
+
 def test_an_index_that_is_exact_errs_as_the_profile_says() -> None:
     keys, values, queries = _states()
     profile = profile_head(keys, queries, values)
