@@ -4,59 +4,42 @@
 A cell is a kind of head, a context length and how much of the context is reused. In each, every
 index is searched with ranges and top-k at every width that may do; the best is the fastest whose
 attention output is off by at most the target for 99% of the queries, against float64. The planner
-sees profile and measured curves of other queries of the same prefix, and costs that were measured
-in this process. Times are CPU times of one thread for one group of query heads, search and
-attention.
+sees profile and measured curves of other queries of the same prefix, as many as a stored context
+keeps for it, and costs that were measured in this process. Times are CPU times of one thread for
+one group of query heads, search and attention.
+
+Best and planner are judged by the same test queries, and the best is chosen with hindsight. So
+these are four times as many as those of a profile: of 100 tokens alone, the p99 is uncertain by a
+seventh for heads with long tails, the best would be what was lucky with these, and a good choice
+would miss the target as often as not.
 """
 
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.common import Goal, Result, Row, Timing, argument_parser
+from benchmarks.common import Goal, Result, Row, argument_parser
+from benchmarks.sparse.best_way import Cell, Measured, Way
 from benchmarks.sparse.head_corpus import KINDS, Head, make_head
-from vllm_relay.sparse import CoarseIndex, FlatIndex, GraphIndex, QueryType
-from vllm_relay.sparse.attention import SparseLayer, attend
+from vllm_relay.sparse import CoarseIndex, FlatIndex, GraphIndex
 from vllm_relay.sparse.cost_calibration import SIZES, calibrate_costs
 from vllm_relay.sparse.elements import Elements, from_float32
-from vllm_relay.sparse.face import CompiledIndex, with_width
-from vllm_relay.sparse.head_profile import ExactAnswer, HeadProfile, profile_head
-from vllm_relay.sparse.index_measure import exact_attention, measure_full, measure_index, widths
+from vllm_relay.sparse.face import CompiledIndex
+from vllm_relay.sparse.head_profile import HeadProfile, profile_head
+from vllm_relay.sparse.index_measure import exact_attention, measure_full, measure_index
+from vllm_relay.sparse.index_timing import with_times
 from vllm_relay.sparse.planner import Plan, plan, plan_by_rules
+from vllm_relay.sparse.prefix_planner import PROFILE_TOKENS
 from vllm_relay.sparse.search_cost import SearchCost
 
 REUSES = (1.0, 0.5, 0.2)
-TOKENS, WARM_UP_TOKENS = 144, 4
-PROFILE_EVERY = 3
+PROFILE_EVERY = 5
 """One token in so many is for the profile, the others are for the test."""
+TOKENS = PROFILE_EVERY * PROFILE_TOKENS
 HEADS = 4
-FIRST_TOKENS, HOPELESS = 8, 10.0
-"""Ways that are this many times above the target on the first queries are not looked at further."""
-Way = tuple[str, QueryType | None]
-
-
-@dataclass
-class Measured:
-    """One way in one cell.
-
-    Attributes:
-        error_p99: of the attention output.
-        cpu_s: of one group, in every round.
-    """
-
-    way: Way
-    run: Callable[[np.ndarray], np.ndarray]
-    error_p99: float
-    cpu_s: list[float] = field(default_factory=list)
-
-    @property
-    def us(self) -> float:
-        return Timing(self.cpu_s).median_s * 1e6
 
 
 @dataclass(frozen=True)
@@ -77,13 +60,17 @@ class Built:
         """With what the indexes find."""
         keys, values = (part.rows(0, head.prefix_len) for part in (self.keys, self.values))
         exact = exact_attention(keys, values, profile_queries(head), head.scale)
-        searches = [measure_full(keys, values, exact, head.scale)]
+        searches = [measure_full(head.prefix_len, HEADS)]
         for index in self.indexes.values():
             searches += measure_index(
                 index, self.values, exact, profile.promising(max_error), scale=head.scale,
-                prefix_len=head.prefix_len, max_error=max_error, is_timed=True,
+                prefix_len=head.prefix_len, max_error=max_error,
             )  # fmt: skip
-        return profile.with_searches(searches)
+        timed = with_times(
+            searches, list(self.indexes.values()), self.keys, self.values, exact.queries,
+            scale=head.scale, prefix_len=head.prefix_len, max_error=max_error,
+        )  # fmt: skip
+        return profile.with_searches(timed)
 
 
 def make(kind: str, length: int, tokens: int, reuse: float = 1.0) -> Head:
@@ -110,94 +97,6 @@ def build(kind: str, length: int, tokens: int) -> Built:
         for index_class in (FlatIndex, CoarseIndex, GraphIndex)
     }
     return Built(kind, head, keys, values, indexes)
-
-
-def runner(built: Built, way: Way, prefix_len: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Attention [heads, d] of a group of queries."""
-    kind, query = way
-    scale = built.head.scale
-    if query is None:
-        keys, values = built.keys.rows(0, prefix_len), built.values.rows(0, prefix_len)
-        everything = [np.arange(prefix_len, dtype=np.int32)] * HEADS
-        return lambda rows: attend(rows, keys, values, everything, scale).output
-    layer = SparseLayer([built.indexes[kind]], [built.values])
-    prefix = prefix_len if prefix_len < built.keys.shape[0] else None
-
-    def run(rows: np.ndarray) -> np.ndarray:
-        state, _ = layer.attend(rows[None], query, scale=scale, prefix_len=prefix, threads=1)
-        return state.output[0]
-
-    return run
-
-
-def float64_outputs(built: Built, queries: np.ndarray, prefix_len: int) -> np.ndarray:
-    keys = built.keys.rows(0, prefix_len).to_float32().astype(np.float64)
-    values = built.values.rows(0, prefix_len).to_float32().astype(np.float64)
-    outputs = []
-    for rows in queries:
-        logits = (rows.astype(np.float64) * built.head.scale) @ keys.T
-        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-        outputs.append((weights @ values) / weights.sum(axis=1, keepdims=True))
-    return np.stack(outputs)
-
-
-def ways(built: Built, exact_answers: tuple[ExactAnswer, ...]) -> Iterator[list[Way]]:
-    """For each index and query type its widths, rising. Query types whose exact answer is not
-    good enough for the test queries themselves are left out."""
-    for kind, index in built.indexes.items():
-        for answer in exact_answers:
-            yield [(kind, with_width(answer.query, width)) for width in widths(index)]
-
-
-def measure_cell(
-    built: Built, head: Head, max_error: float, plans: dict[str, Plan], rounds: int
-) -> dict[Way, Measured]:
-    queries, prefix_len = test_queries(head), head.prefix_len
-    truth = float64_outputs(built, queries, prefix_len)
-    lengths = np.linalg.norm(truth, axis=2)
-    measured: dict[Way, Measured] = {}
-
-    def add(way: Way) -> Measured:
-        if way not in measured:
-            run = runner(built, way, prefix_len)
-            error_p99 = 0.0
-            for tokens in (slice(FIRST_TOKENS), slice(None)):
-                outputs = np.stack([run(rows) for rows in queries[tokens]])
-                errors = np.linalg.norm(outputs - truth[tokens], axis=2) / lengths[tokens]
-                error_p99 = float(np.quantile(errors, 0.99))
-                if error_p99 > HOPELESS * max_error:
-                    break
-            measured[way] = Measured(way, run, error_p99)
-        return measured[way]
-
-    seen = profile_head(
-        built.keys.rows(0, prefix_len), queries, built.values.rows(0, prefix_len),
-        scale=built.head.scale,
-    )  # fmt: skip
-    add(("full", None))
-    for each in plans.values():
-        add((each.kind, each.query))
-    for rising in ways(built, seen.promising(max_error)):
-        good = 0
-        for way in rising:
-            search = add(way)
-            good += search.error_p99 <= max_error
-            # wider ones are slower and were good enough before
-            if good == 2 or way[1] is not None and (way[1].width or 0) > prefix_len:
-                break
-    timed = [m for m in measured.values() if m.error_p99 <= max_error]
-    timed += [measured[p.kind, p.query] for p in plans.values()]
-    timed = list({m.way: m for m in timed}.values())
-    for number in range(rounds + 1):
-        for each in timed[:: -1 if number % 2 else 1]:
-            for rows in queries[:WARM_UP_TOKENS]:
-                each.run(rows)
-            began_s = time.thread_time()
-            for rows in queries:
-                each.run(rows)
-            if number:
-                each.cpu_s.append((time.thread_time() - began_s) / len(queries))
-    return {m.way: m for m in timed}
 
 
 def described(way: Way) -> str:
@@ -271,9 +170,11 @@ def main() -> None:
     parser.add_argument("--reuses", type=float, nargs="+", default=list(REUSES))
     parser.add_argument("--targets", type=float, nargs="+", default=[0.01, 0.1])
     options = parser.parse_args()
-    sizes, tokens = SIZES, TOKENS
+    # those that the lengths lie between
+    sizes = SIZES[: 1 + sum(size < max(options.lengths) for size in SIZES[:-1])]
+    tokens = TOKENS
     if options.smoke:
-        options.lengths, options.rounds, sizes, tokens = [2048], 1, (512, 2048), 24
+        options.lengths, options.rounds, sizes, tokens = [2048], 1, (512, 2048), 5 * PROFILE_EVERY
         options.kinds, options.reuses = ["rope", "flat"], [1.0, 0.2]
     result = Result.begin(__file__, __doc__, options)
     costs = calibrate_costs(sizes=sizes, store=False)
@@ -284,10 +185,12 @@ def main() -> None:
             for reuse in options.reuses:
                 head = make(kind, length, tokens, reuse)
                 profile = built.profile(head)
+                cell = Cell(head, built.keys, built.values, built.indexes, test_queries(head))
                 for target in options.targets:
                     measured = built.measured(head, profile, target)
                     plans = cell_plans(built, profile, measured, target, costs)
-                    found = measure_cell(built, head, target, plans, options.rounds)
+                    chosen = [(each.kind, each.query) for each in plans.values()]
+                    found = cell.measure(target, chosen, options.rounds)
                     rows.append(cell_row(built, reuse, plans, found, target))
             print(f"{kind}, {length} keys: done", file=sys.stderr, flush=True)
     result.add_table(

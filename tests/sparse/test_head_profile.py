@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.sparse.planned_heads import answer as made_answer
 from tests.sparse.planned_heads import head, search
 from vllm_relay.sparse import (
     BlockIndex,
@@ -23,8 +23,9 @@ from vllm_relay.sparse import (
     index_measure,
 )
 from vllm_relay.sparse.elements import from_float32
+from vllm_relay.sparse.error_bound import error_p99_upper
 from vllm_relay.sparse.head_profile import HeadProfile, profile_head
-from vllm_relay.sparse.index_measure import exact_attention, measure_full, measure_index, widths
+from vllm_relay.sparse.index_measure import exact_attention, measure_index, widths
 
 KEYS, GROUP, SIZE = 700, 3, 32
 
@@ -73,6 +74,8 @@ def test_answers_are_those_of_plain_float64(deviation: float, scale: float | Non
         if answer.mass_mean > 0.81 and answer.error_max != 1:
             assert answer.error_p99 == pytest.approx(np.quantile(plain[:, 2], 0.99), rel=2e-3)
             assert answer.error_max == pytest.approx(plain[:, 2].max(), rel=2e-3)
+            upper = error_p99_upper(plain[:, 2])
+            assert answer.error_p99_upper == pytest.approx(upper, rel=2e-3)
     assert (found.prefix_len, found.group_size, found.num_queries) == (KEYS, GROUP, 30)
 
 
@@ -147,6 +150,14 @@ def test_promising_answers_are_the_smallest_that_are_good_enough() -> None:
     assert [each.query for each in chosen] == [Dipr(alpha=0.01), Dipr(alpha=1e-3)]
     assert [each.query for each in head(1000).promising(0.01, most=1)] == [Dipr(alpha=0.01)]
     assert head(1000).promising(1e-6) == ()
+    answers = (
+        made_answer(0.01, 600, 0.009),
+        made_answer(1e-3, 800, 1e-3),
+        made_answer(1e-4, 900, 0),
+    )
+    most = head(1000, *answers)
+    assert [each.query for each in most.promising(0.01)] == [Dipr(alpha=0.01)]
+    assert [each.query for each in most.promising(0.005)] == [Dipr(alpha=1e-3)]
 
 
 @pytest.mark.parametrize("index_class", [FlatIndex, BlockIndex, CoarseIndex, GraphIndex])
@@ -179,19 +190,59 @@ def test_measured_indexes_come_near_their_exact_answers(
             assert curve[0].found == pytest.approx(GROUP * answer.mean_tokens, rel=0.01)
 
 
-def test_times_are_taken_where_they_are_wanted() -> None:
+def test_lists_are_measured_up_to_all_of_them_and_graphs_while_they_score_few_keys() -> None:
     keys, values, queries = _states()
-    index, stored = FlatIndex().build(keys), from_float32(values, "float32")
-    exact = exact_attention(keys, values, queries)
-    answers = profile_head(keys, queries, values).promising(0.2)
-    plain = measure_index(index, stored, exact, answers)
-    timed = measure_index(index, stored, exact, answers, is_timed=True)
-    assert answers and [each.time_us for each in plain] == [None] * len(answers)
-    assert all(each.time_us is not None and each.time_us > 0 for each in timed)
-    assert [replace(each, time_us=None) for each in timed] == plain
-    full = measure_full(from_float32(keys, "float32"), stored, exact)
-    assert (full.kind, full.query, full.error_p99, full.found) == ("full", None, 0, KEYS * GROUP)
-    assert full.time_us is not None and full.time_us > 0
+    stored = from_float32(values, "float32")
+    prefix_len = KEYS // 5
+    exact = exact_attention(keys[:prefix_len], values[:prefix_len], queries)
+    asked = (Dipr(alpha=1e-4),)
+    answers = profile_head(
+        keys[:prefix_len], queries, values[:prefix_len], query_types=asked
+    ).answers
+    coarse = CoarseIndex(num_lists=20).build(keys)
+    found = measure_index(coarse, stored, exact, answers, prefix_len=prefix_len)
+    # all lists find what a scan finds; fewer miss some of what so small a prefix has
+    assert found[-1].query == Dipr(alpha=1e-4, width=coarse.num_lists)
+    assert found[-1].error_p99 == pytest.approx(answers[0].error_p99, abs=1e-3)
+    graph = GraphIndex().build(keys)
+    of_graph = measure_index(graph, stored, exact, answers, prefix_len=prefix_len)
+    most = index_measure.MOST_DISTANCES * prefix_len
+    assert [each.distances > most for each in of_graph[:-1]] == [False] * (len(of_graph) - 1)
+
+
+def test_what_a_narrow_search_loses_widens_its_margin() -> None:
+    keys, values, queries = _states()
+    profile = profile_head(keys, queries, values, query_types=(Dipr(alpha=1e-3),))
+    (exact,) = profile.answers
+    found = measure_index(
+        CoarseIndex(num_lists=20).build(keys), from_float32(values, "float32"),
+        exact_attention(keys, values, queries), profile.answers, max_error=0.2,
+    )  # fmt: skip
+    assert exact.error_p99 is not None and exact.error_p99_upper is not None
+    losing = 0
+    for each in found:
+        assert each.error_p99 is not None and each.error_bound is not None
+        lost = each.error_p99 - exact.error_p99
+        losing += lost > 0.01
+        assert each.error_bound >= each.error_p99 + 2 * lost
+    assert losing and found[-1].error_bound == pytest.approx(exact.error_p99_upper, rel=0.01)
+
+
+def test_an_index_that_is_exact_errs_as_the_profile_says() -> None:
+    keys, values, queries = _states()
+    profile = profile_head(keys, queries, values)
+    answers = profile.promising(0.3)
+    found = measure_index(
+        FlatIndex().build(keys), from_float32(values, "float32"),
+        exact_attention(keys, values, queries), answers,
+    )  # fmt: skip
+    assert answers and len(found) == len(answers)
+    for each, answer in zip(found, answers, strict=True):
+        assert each.query == answer.query
+        for name in ("error_p99", "error_p99_upper", "error_max", "mass_p1", "mass_mean"):
+            assert getattr(each, name) == getattr(answer, name)
+        assert each.found == GROUP * answer.mean_tokens
+        assert each.rescored >= each.found / GROUP and each.distances == KEYS
 
 
 def test_widths_begin_where_they_are_told_to() -> None:

@@ -62,6 +62,19 @@ def test_what_was_measured_counts_more_than_what_is_expected() -> None:
     assert chosen.chosen.is_measured
 
 
+def test_what_a_sample_may_have_missed_counts_against_a_search() -> None:
+    graph = search("graph", 90, hops=90, distances=1500, error=0.009)
+    assert planned(head(LONG).with_searches([graph])).query == graph.query
+    unsure = replace(graph, error_p99_upper=0.011)
+    wider = replace(search("graph", 120, hops=120, distances=2000), error_p99_upper=0.0095)
+    chosen = planned(head(LONG).with_searches([unsure, wider]))
+    assert (chosen.query, chosen.chosen.expected_error) == (wider.query, 0.0095)
+    unsure_answer = replace(answer(0.01, 50, 0.009), error_p99_upper=0.011)
+    known = head(LONG, unsure_answer, answer(1e-3, 200, 1e-3))
+    assert planned(known, kinds=("flat",)).query == Dipr(alpha=1e-3)
+    assert [each.query for each in known.promising(0.01)] == [Dipr(alpha=1e-3)]
+
+
 def test_times_that_were_measured_count_more_than_costs() -> None:
     graph = search("graph", 90, hops=90, distances=1500)
     assert planned(head(LONG).with_searches([graph])).kind == "graph"

@@ -11,22 +11,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vllm_relay.sparse.answer_errors import AnswerErrors
 from vllm_relay.sparse.elements import Elements, as_elements
+from vllm_relay.sparse.error_bound import error_p99, error_p99_upper
 from vllm_relay.sparse.query_types import Dipr, QueryType, TopK
 
 MASSES = (0.9, 0.98, 0.99)
-ALPHAS = tuple(float(f"{10 ** (-power / 4):.2g}") for power in range(4, 25))
+ALPHAS = tuple(float(f"{10 ** (-power / 8):.2g}") for power in range(8, 49))
+"""One step errs about 1.2 times less, and takes up to a tenth longer."""
 TOP_KS = (50, 100, 200, 400, 800, 1600, 3200)
 DEFAULT_QUERIES: tuple[QueryType, ...] = (
     *(Dipr(alpha=alpha) for alpha in ALPHAS),
     *(TopK(k) for k in TOP_KS),
 )
+_MOST_KEYS = 0.7
+"""Of the keys: attending more of them one by one takes longer than attending all in order."""
 _BLOCK_QUERIES = 32
 _LEAST_MASS = 0.8
-_SMALL_ERROR = 5e-4
-"""Answers that hold one that is off by less are not looked at: nobody needs them."""
-_GATHERED_FRACTION = 1 / 64
-"""Below this share of the keys, the values of an answer are gathered rather than multiplied."""
 
 
 class Spread(NamedTuple):
@@ -47,6 +48,8 @@ class ExactAnswer:
         mass_mean, mass_p1: attention weight of the answer: the mean, and what 99% have at least.
         error_p99, error_max: of the relative L2 error of the attention output; None without values,
             and 1 where the answer has too little mass for that to be looked at.
+        error_p99_upper: what 99% of all queries are expected to keep to (`error_bound`); None if
+            only `error_p99` is known.
     """
 
     query: QueryType
@@ -56,10 +59,15 @@ class ExactAnswer:
     mass_p1: float
     error_p99: float | None = None
     error_max: float | None = None
+    error_p99_upper: float | None = None
+
+    @property
+    def error_bound(self) -> float | None:
+        return self.error_p99 if self.error_p99_upper is None else self.error_p99_upper
 
     @property
     def expected_error(self) -> float:
-        return 1 - self.mass_p1 if self.error_p99 is None else self.error_p99
+        return 1 - self.mass_p1 if self.error_bound is None else self.error_bound
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ class MeasuredSearch:
         distances, hops: as in `SearchStats`, of one search of a group; means.
         rescored, found: keys scored exactly and returned, summed over the queries of the group;
             means.
-        mass_mean, mass_p1, error_p99, error_max: as in `ExactAnswer`.
+        mass_mean, mass_p1, error_p99, error_max, error_p99_upper: as in `ExactAnswer`.
         time_us: of a search of a group and the attention over what it found, on one thread of the
             machine that measured it; None if that was not measured.
     """
@@ -88,6 +96,11 @@ class MeasuredSearch:
     error_p99: float | None = None
     error_max: float | None = None
     time_us: float | None = None
+    error_p99_upper: float | None = None
+
+    @property
+    def error_bound(self) -> float | None:
+        return self.error_p99 if self.error_p99_upper is None else self.error_p99_upper
 
 
 @dataclass(frozen=True)
@@ -132,8 +145,9 @@ class HeadProfile:
 
     def promising(self, max_error: float, most: int = 3) -> tuple[ExactAnswer, ...]:
         """Of ranges and of top-k, the `most` smallest answers that are good enough: smaller ones
-        fail even where an index finds all of it, larger ones only take longer. Without values the
-        error is taken to be the mass that is lost."""
+        fail even where an index finds all of it, larger ones only take longer; so does reading
+        everything, for answers of most of the keys, of which only one is returned. Without values
+        the error is taken to be the mass that is lost."""
         chosen: list[ExactAnswer] = []
         for query_type in (Dipr, TopK):
             good = [
@@ -141,7 +155,9 @@ class HeadProfile:
                 for answer in self.answers
                 if isinstance(answer.query, query_type) and answer.expected_error <= max_error
             ]
-            chosen += sorted(good, key=lambda answer: answer.mean_tokens)[:most]
+            for answer in sorted(good, key=lambda answer: answer.mean_tokens)[:most]:
+                if not chosen or answer.mean_tokens <= _MOST_KEYS * self.prefix_len:
+                    chosen.append(answer)
         return tuple(chosen)
 
     def to_json(self) -> dict[str, Any]:
@@ -282,43 +298,43 @@ class _Measured:
         self._types = list(query_types)
         self._least_weights = list(least_weights)
         self.best: list[np.ndarray] = []
-        self._counts: list[list[np.ndarray]] = [[] for _ in self._types]
-        self._masses: list[list[np.ndarray]] = [[] for _ in self._types]
-        self._errors: list[list[np.ndarray]] = [[] for _ in self._types]
+        # of each block [q, types]
+        self._counts: list[np.ndarray] = []
+        self._masses: list[np.ndarray] = []
+        self._errors: list[np.ndarray] = []
         self._for_mass: list[np.ndarray] = []
 
     def add(self, weights: np.ndarray, values: np.ndarray | None) -> None:
         """Args: weights: [q, n], 1 for the best key of each query."""
-        descending = np.sort(weights, axis=1)[:, ::-1]
+        order = np.argsort(weights, axis=1)[:, ::-1]
+        descending = np.take_along_axis(weights, order, axis=1)
         sums = np.cumsum(descending, axis=1, dtype=np.float64)
-        totals = sums[:, -1]
+        totals = sums[:, -1:]
         self._for_mass.append(
             np.array(
                 [[np.searchsorted(row, mass * row[-1]) + 1 for mass in MASSES] for row in sums]
             )
         )
-        whole = None if values is None else weights @ values
-        last: QueryType | None = None
-        for i, query in enumerate(self._types):
-            counts = _counts(query, self._least_weights[i], descending)
-            self._counts[i].append(counts)
-            masses = np.take_along_axis(sums, counts[:, None] - 1, axis=1)[:, 0] / totals
-            self._masses[i].append(masses)
-            if whole is None or values is None:
-                continue
-            if masses.mean() < _LEAST_MASS:
-                self._errors[i].append(np.ones(len(masses)))
-                continue
-            smaller = self._errors[i - 1][-1] if i and type(query) is type(last) else None
-            last = query
-            if smaller is not None and smaller.max() < _SMALL_ERROR:
-                self._errors[i].append(smaller)
-                continue
-            floors = np.take_along_axis(descending, counts[:, None] - 1, axis=1)
-            parts = _sums_above(weights, floors[:, 0], counts, values)
-            parts /= masses[:, None]
-            lengths = np.maximum(np.linalg.norm(whole, axis=1), np.finfo(np.float32).tiny)
-            self._errors[i].append(np.linalg.norm(parts - whole, axis=1) / lengths)
+        counts = np.stack(
+            [
+                _counts(query, least, descending)
+                for query, least in zip(self._types, self._least_weights, strict=True)
+            ],
+            axis=1,
+        )
+        masses = np.take_along_axis(sums, counts - 1, axis=1) / totals
+        self._counts.append(counts)
+        self._masses.append(masses)
+        if values is None:
+            return
+        errors = np.ones(counts.shape)
+        looked_at = np.flatnonzero(masses.mean(axis=0) >= _LEAST_MASS)
+        if len(looked_at):
+            wholes, of_answers = weights @ values, AnswerErrors(values)
+            for i, whole in enumerate(wholes):
+                ends = counts[i, looked_at]
+                errors[i, looked_at] = of_answers.of_query(order[i], descending[i], ends, whole)
+        self._errors.append(errors)
 
     def tokens_for_mass(self) -> tuple[Spread, ...]:
         counts = np.concatenate(self._for_mass)
@@ -326,9 +342,11 @@ class _Measured:
 
     def answers(self) -> tuple[ExactAnswer, ...]:
         found = []
+        all_counts, all_masses = np.concatenate(self._counts), np.concatenate(self._masses)
+        all_errors = np.concatenate(self._errors) if self._errors else None
         for i, query in enumerate(self._types):
-            counts, masses = (np.concatenate(each[i]) for each in (self._counts, self._masses))
-            errors = self._errors[i]
+            counts, masses = all_counts[:, i], all_masses[:, i]
+            errors = None if all_errors is None else all_errors[:, i]
             found.append(
                 ExactAnswer(
                     query,
@@ -336,8 +354,9 @@ class _Measured:
                     float(counts.mean()),
                     float(masses.mean()),
                     float(np.quantile(masses, 0.01)),
-                    float(np.quantile(np.concatenate(errors), 0.99)) if errors else None,
-                    float(np.concatenate(errors).max()) if errors else None,
+                    None if errors is None else error_p99(errors),
+                    None if errors is None else float(errors.max()),
+                    None if errors is None else error_p99_upper(errors),
                 )
             )
         return tuple(found)
@@ -362,19 +381,6 @@ def _counts(query: QueryType, least_weight: float, descending: np.ndarray) -> np
     if isinstance(query, TopK):
         return np.full(len(descending), min(query.k, num_keys))
     return np.array([num_keys - np.searchsorted(row[::-1], least_weight) for row in descending])
-
-
-def _sums_above(
-    weights: np.ndarray, floors: np.ndarray, counts: np.ndarray, values: np.ndarray
-) -> np.ndarray:
-    """[q, value_size]: weighted sums of the values whose weight is at least the floor."""
-    if counts.max() > _GATHERED_FRACTION * weights.shape[1]:
-        return np.where(weights >= floors[:, None], weights, np.float32(0)) @ values
-    sums = np.empty((len(weights), values.shape[1]), np.float32)
-    for i, row in enumerate(weights):
-        chosen = np.flatnonzero(row >= floors[i])
-        sums[i] = row[chosen] @ values[chosen]
-    return sums
 
 
 def _row_bytes(elements: Elements) -> int:

@@ -16,8 +16,6 @@ from vllm_relay.sparse.search_candidates import HUB_HEAVY, Candidate, candidates
 from vllm_relay.sparse.search_cost import KINDS, SearchCost, index_bytes, load_costs
 
 MAX_ERROR = 0.01
-SAMPLE_MARGIN = 0.8
-"""Of the error that is allowed, what a sample of some hundred queries may have."""
 RULES_TOP_K = 100
 RULES_RANGE = Dipr(alpha=0.01)
 SHORT_CONTEXT_TOKENS = 2048
@@ -31,8 +29,9 @@ class Alternative:
         kind: of the index, or "full".
         query: with its width; None for "full".
         expected_us: of one thread, for a search of the group and the attention over its answer.
-        expected_error: 99% of queries have less: relative L2 error of the attention output; None
-            if not known.
+        expected_error: 99% of queries are expected to have less, with a margin for what the sample
+            may have missed (`error_bound`): relative L2 error of the attention output; None if not
+            known.
         expected_mass: 99% of queries get more of their attention weight.
         index_bytes: besides keys and values.
         build_s: of one core.
@@ -286,7 +285,7 @@ def _problems(
     if max_error is not None:
         if each.expected_error is None:
             min_mass = max(min_mass or 0.0, 1 - max_error)
-        elif each.expected_error > SAMPLE_MARGIN * max_error:
+        elif each.expected_error > max_error:
             problems.append(f"error above {max_error:.2%}")
     if min_mass is not None and each.expected_mass < min_mass:
         problems.append(f"mass below {min_mass:.4f}")

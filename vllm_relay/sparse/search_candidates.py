@@ -33,7 +33,7 @@ class Candidate:
 
     Attributes:
         query: with its width; None where everything is read.
-        error, mass: as `error_p99` and `mass_p1` of a profile.
+        error, mass: as `error_bound` and `mass_p1` of a profile.
         is_measured: by searches of a built index, not expected from the profile.
         measured: (work, microseconds) of the search it is known by, if that was timed.
     """
@@ -93,7 +93,7 @@ def _candidate(
     known = None
     if search.time_us is not None:
         known = (_work(search, profile, context_len, profile.prefix_len), search.time_us)
-    return Candidate(query, work, search.error_p99, search.mass_p1, is_measured, known)
+    return Candidate(query, work, search.error_bound, search.mass_p1, is_measured, known)
 
 
 def _full_work(prefix_len: int, group: int) -> SearchWork:
@@ -132,7 +132,7 @@ def _expected(kind: str, answer: ExactAnswer, profile: HeadProfile) -> MeasuredS
     rescored = min(_RESCORED_PER_FOUND * found + _RESCORED_PER_QUERY * group, n * group)
     exact = MeasuredSearch(
         "flat", answer.query, n, 1, rescored, found, answer.mass_mean, answer.mass_p1,
-        answer.error_p99, answer.error_max,
+        answer.error_p99, answer.error_max, error_p99_upper=answer.error_p99_upper,
     )  # fmt: skip
     if kind == "flat":
         return exact
@@ -156,5 +156,10 @@ def _expected(kind: str, answer: ExactAnswer, profile: HeadProfile) -> MeasuredS
         distances=float(distances),
         hops=float(hops),
         mass_p1=max(0.0, answer.mass_p1 - _LOST_MASS),
-        error_p99=None if answer.error_p99 is None else _ERROR_GROWTH * answer.error_p99,
+        error_p99=_grown(answer.error_p99),
+        error_p99_upper=_grown(answer.error_p99_upper),
     )
+
+
+def _grown(error: float | None) -> float | None:
+    return None if error is None else _ERROR_GROWTH * error
