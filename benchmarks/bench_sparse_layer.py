@@ -11,20 +11,21 @@ error of the output against attention over all keys in float64.
 import argparse
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from benchmarks.common import Goal, Result, Row, argument_parser, interleaved, ratio
 from benchmarks.sparse.head_corpus import Head, make_head
 from vllm_relay.sparse import Dipr, FlatIndex, GraphIndex, QueryType, TopK, reference
-from vllm_relay.sparse.attention import SparseLayer
+from vllm_relay.sparse.attention import SparseLayer, attend
 from vllm_relay.sparse.elements import as_elements, from_float32
 from vllm_relay.sparse.face import CompiledIndex
 
 NUM_KV_HEADS, GROUP, HEAD_SIZE = 8, 4, 128
 HEAD_NOISE = 0.25
 BARS = {131_072: (5.0, 10.0), 1_048_576: (12.0, 30.0)}
-WIDTHS = (100, 150, 200, 300, 400, 600, 800, 1600, 3200)
+WIDTHS = (100, 150, 200, 300, 400, 600, 800)
 TARGET = 0.98
 RANGE = 50.0
 
@@ -73,27 +74,45 @@ def build(num_keys: int, options: argparse.Namespace) -> tuple[Layer, Row]:
     return layer, {"keys": num_keys, "heads built": len(heads), "CPU s per head": built_s}
 
 
-def quality(layer: Layer, query: QueryType, num_checked: int) -> Row:
-    """Of the first kv heads: mass of the true answer that was found, error of the output."""
-    masses, recalls, errors = [], [], []
-    for head, index, values in zip(
-        layer.heads, layer.graph.indexes, layer.graph.values, strict=False
-    ):
-        keys, all_values = index.keys.to_float32(), values.to_float32()
-        for rows in head.queries[:num_checked]:
-            found = index.search(rows, query).ids
-            true, _ = reference.search(rows, keys, query)
+class Truth(NamedTuple):
+    """Of the queries of one kv head and step: the true answers, all scores and the true output."""
+
+    head: int
+    queries: np.ndarray
+    ids: list[np.ndarray]
+    scores: np.ndarray
+    output: np.ndarray
+
+
+def truths(layer: Layer, query: QueryType, num_checked: int) -> list[Truth]:
+    """Of the first steps, for each head that was made."""
+    found = []
+    for head, made in enumerate(layer.heads):
+        keys = layer.graph.indexes[head].keys.to_float32()
+        values = layer.graph.values[head].to_float32()
+        everything = [np.arange(len(keys))] * GROUP
+        for rows in made.queries[:num_checked]:
+            ids, _ = reference.search(rows, keys, query)
             scores = reference.scores_of(rows, keys) / np.sqrt(HEAD_SIZE)
-            everything = [np.arange(len(keys))] * len(rows)
-            exact, _ = reference.attend(rows, keys, all_values, everything)
-            output, _ = reference.attend(rows, keys, all_values, found)
-            for i in range(len(rows)):
-                weights = np.exp(scores[i] - scores[i].max())
-                both = np.intersect1d(found[i], true[i])
-                masses.append(weights[both].sum() / weights[true[i]].sum())
-                recalls.append(len(both) / len(true[i]))
-            norms = np.linalg.norm(exact, axis=1)
-            errors += list(np.linalg.norm(output - exact, axis=1) / norms)
+            output, _ = reference.attend(rows, keys, values, everything)
+            found.append(Truth(head, rows, ids, scores, output))
+    return found
+
+
+def quality(layer: Layer, query: QueryType, truth: list[Truth]) -> Row:
+    """Mass of the true answer that was found, error of the output."""
+    masses, recalls, errors = [], [], []
+    for true in truth:
+        index, values = layer.graph.indexes[true.head], layer.graph.values[true.head]
+        ids = index.search(true.queries, query).ids
+        output = attend(true.queries, index.keys, values, ids).output
+        for found, wanted, scores in zip(ids, true.ids, true.scores, strict=True):
+            weights = np.exp(scores[wanted] - scores[wanted].max())
+            is_found = np.isin(wanted, found)
+            masses.append(weights[is_found].sum() / weights.sum())
+            recalls.append(is_found.mean())
+        norms = np.linalg.norm(true.output, axis=1)
+        errors += list(np.linalg.norm(output - true.output, axis=1) / norms)
     return {
         "mass": float(np.mean(masses)),
         "recall": float(np.mean(recalls)),
@@ -142,6 +161,7 @@ def main() -> None:
     parser.add_argument("--kind", default="rope", help="of benchmarks.sparse.head_corpus")
     parser.add_argument("--heads", type=int, default=NUM_KV_HEADS, help="heads of their own")
     parser.add_argument("--train", type=int, default=40_000, help="training queries, at most")
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--checked", type=int, default=8, help="steps whose quality is checked")
     options = parser.parse_args()
@@ -155,12 +175,13 @@ def main() -> None:
         result.add_table(f"{num_keys:,} keys: building a graph", [row])
         for query in (Dipr(beta=RANGE), TopK(100)):
             rows = []
-            for width in WIDTHS[: 2 if options.smoke else None]:
+            truth = truths(layer, query, options.checked)
+            for width in options.widths[: 2 if options.smoke else None]:
                 wide = type(query)(**{**vars(query), "width": width})
                 rows.append(
                     {
                         **measure(layer, query, width, options),
-                        **quality(layer, wide, options.checked),
+                        **quality(layer, wide, truth),
                     }
                 )
             what = "mass" if isinstance(query, Dipr) else "recall"

@@ -60,8 +60,12 @@ bfloat16 with the L2 cache flushed:
 
 
 def load_results(folder: Path, names: Iterable[str]) -> list[Json]:
-    """The results that there are, in this order."""
-    paths = (folder / f"{name}.json" for name in names)
+    """The results that there are, in this order; NAME_*.json are of NAME with other arguments."""
+    paths = (
+        path
+        for name in names
+        for path in (folder / f"{name}.json", *sorted(folder.glob(f"{name}_*.json")))
+    )
     return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 

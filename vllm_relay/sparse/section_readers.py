@@ -93,7 +93,7 @@ class SectionReader(ABC):
 
     @abstractmethod
     def verify_pages(self, section: Section, pages: np.ndarray) -> None:
-        """Makes sure that these pages (int64, ascending) of what `unverified` gives are whole."""
+        """Makes sure that these pages (int64) of what `unverified` gives are whole."""
 
     def guard(self, section: Section) -> PageGuard | None:
         """Verifies pages of what `unverified` gives; None: they are verified already."""
@@ -188,9 +188,8 @@ class MappedReader(SectionReader):
                 around_bytes=_AROUND_BYTES[section.page_class],
                 on_damage=partial(_damaged_page, self.file.path, section, checksums),
             )
-            guard = self._guards.setdefault(
-                section.name, made
-            )  # of another thread, if it was first
+            # that of another thread, if it came first
+            guard = self._guards.setdefault(section.name, made)
         return guard
 
     def range(self, section: Section, begin: int, end: int) -> np.ndarray:
