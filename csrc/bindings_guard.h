@@ -18,8 +18,8 @@ class BoundGuard : public relay::PageGuard {
   using Array = nanobind::ndarray<T, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
 
   BoundGuard(Array<const uint8_t> data, size_t page_bytes, Array<const uint32_t> checksums,
-             size_t around_bytes, nanobind::object on_damage)
-      : PageGuard({data.data(), data.size(), page_bytes}, checksums.data(), around_bytes),
+             relay::Mapping mapping, size_t around_bytes, nanobind::object on_damage)
+      : PageGuard({data.data(), data.size(), page_bytes}, checksums.data(), mapping, around_bytes),
         on_damage(std::move(on_damage)),
         data_(std::move(data)),
         checksums_(std::move(checksums)) {}

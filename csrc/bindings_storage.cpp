@@ -82,7 +82,8 @@ nb::tuple find_damage(const Array<const uint8_t>& data, size_t page_bytes,
   relay::PageDamage damage;
   {
     nb::gil_scoped_release release;
-    damage = relay::find_damage(pages, relay::crc32c(), expected, 0, pages.count(), false);
+    damage = relay::find_damage(pages, relay::crc32c(), expected, 0, pages.count(),
+                                relay::Mapping::kNone);
   }
   return nb::make_tuple(damage.page, damage.found);
 }
@@ -117,13 +118,20 @@ void bind_storage(nb::module_& module) {
       .def(
           "__init__",
           [](BoundGuard* self, Array<const uint8_t> data, size_t page_bytes,
-             Array<const uint32_t> checksums, size_t around_bytes, nb::object on_damage) {
+             Array<const uint32_t> checksums, nb::object on_damage, bool is_mapped, bool is_own,
+             size_t around_bytes) {
             check_checksums(pages_of(data, page_bytes), checksums.size());
-            new (self) BoundGuard(std::move(data), page_bytes, std::move(checksums), around_bytes,
-                                  std::move(on_damage));
+            if (is_mapped && around_bytes == 0)
+              throw std::invalid_argument("around_bytes is 0, expected a positive number");
+            const auto mapping = !is_mapped ? relay::Mapping::kNone
+                                 : is_own   ? relay::Mapping::kOwnFile
+                                            : relay::Mapping::kFile;
+            new (self) BoundGuard(std::move(data), page_bytes, std::move(checksums), mapping,
+                                  around_bytes, std::move(on_damage));
           },
-          nb::arg("data"), nb::arg("page_bytes"), nb::arg("checksums"), nb::arg("around_bytes"),
-          nb::arg("on_damage"))
+          nb::arg("data"), nb::arg("page_bytes"), nb::arg("checksums"), nb::arg("on_damage"),
+          nb::kw_only(), nb::arg("is_mapped") = false, nb::arg("is_own") = false,
+          nb::arg("around_bytes") = 4096)
       .def("verify", &verify, nb::arg("pages"))
       .def("verify_all",
            [](const BoundGuard& guard) {

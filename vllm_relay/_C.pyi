@@ -18,8 +18,11 @@ class PageGuard:
         data: np.ndarray,
         page_bytes: int,
         checksums: np.ndarray,
-        around_bytes: int,
         on_damage: Callable[[int, int | None], Exception],
+        *,
+        is_mapped: bool = False,
+        is_own: bool = False,
+        around_bytes: int = 4096,
     ) -> None: ...
     def verify(self, pages: np.ndarray) -> None: ...
     def verify_all(self) -> None: ...

@@ -40,7 +40,6 @@ class CandidateList {
 
   // Scores at or below this are not wanted.
   int32_t bound() const { return bound_; }
-  int32_t best() const { return best_; }
   Candidate* begin() { return items_.data(); }
   Candidate* end() { return items_.data() + count_; }
   int32_t count() const { return count_; }

@@ -24,9 +24,13 @@ struct Pages {
 // checksums: [count()].
 void checksum_pages(const Pages& pages, Crc32cFunction crc32c, uint32_t* checksums);
 
+// Where bytes lie. Linux tells what of a file is in memory to its owner and those who may write to
+// it; to others it says that all is.
+enum class Mapping { kNone, kOwnFile, kFile };
+
 // Brings mapped bytes in. False where an access would raise SIGBUS; true also where the kernel
 // cannot say it (before Linux 5.14).
-bool populate(const uint8_t* data, std::size_t bytes);
+bool populate(const uint8_t* data, std::size_t bytes, Mapping mapping);
 
 struct PageDamage {
   int64_t page = -1;     // -1: none
@@ -34,10 +38,10 @@ struct PageDamage {
   bool readable = true;  // false: reading the page would have raised SIGBUS
 };
 
-// The first page of [begin, end) that differs from its checksum. `mapped`: the data is a mapped
-// file, whose pages are brought in first, so that what the disk cannot read, or is no longer there,
-// is reported and does not end the process.
+// The first page of [begin, end) that differs from its checksum. Pages of a mapped file are brought
+// in first, so that what the disk cannot read, or is no longer there, is reported and does not end
+// the process.
 PageDamage find_damage(const Pages& pages, Crc32cFunction crc32c, const uint32_t* checksums,
-                       std::size_t begin, std::size_t end, bool mapped);
+                       std::size_t begin, std::size_t end, Mapping mapping);
 
 }  // namespace relay

@@ -41,8 +41,9 @@ class OnceBits {
 class PageGuard {
  public:
   // checksums: [pages.count()], verified. `around_bytes`: of a mapped file, what is brought in
-  // together with a page (see `find_damage`); 0: it is not mapped.
-  PageGuard(const Pages& pages, const uint32_t* checksums, std::size_t around_bytes);
+  // together with a page.
+  PageGuard(const Pages& pages, const uint32_t* checksums, Mapping mapping,
+            std::size_t around_bytes);
   PageGuard(const PageGuard&) = delete;
 
   const Pages& pages() const { return pages_; }
@@ -59,10 +60,11 @@ class PageGuard {
 
  private:
   void verify_first(std::size_t page) const;
-  void bring_in(std::size_t page) const;
+  void bring_in_around(std::size_t page) const;
 
   const Pages pages_;
   const uint32_t* const checksums_;
+  const Mapping mapping_;
   const std::size_t around_bytes_;
   const Crc32cFunction crc32c_;
   mutable OnceBits is_verified_;

@@ -360,10 +360,11 @@ void checksums(Random& random, int number) {
   const relay::Pages pages{bytes.data(), bytes.size(), static_cast<size_t>(pick(random, 1, 700))};
   std::vector<uint32_t> sums(pages.count());
   relay::checksum_pages(pages, relay::crc32c(), sums.data());
-  require(
-      relay::find_damage(pages, relay::crc32c(), sums.data(), 0, pages.count(), false).page == -1,
-      "checksums of pages", number);
-  const relay::PageGuard guard(pages, sums.data(), 0);
+  require(relay::find_damage(pages, relay::crc32c(), sums.data(), 0, pages.count(),
+                             relay::Mapping::kNone)
+                  .page == -1,
+          "checksums of pages", number);
+  const relay::PageGuard guard(pages, sums.data(), relay::Mapping::kNone, 0);
 #pragma omp parallel for num_threads(3)
   for (size_t page = 0; page < pages.count(); ++page) guard.verify(pages.count() - 1 - page);
   guard.verify(0, pages.count());

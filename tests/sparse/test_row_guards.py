@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -109,6 +110,29 @@ def test_an_index_that_is_built_anew_forgets_its_file(tmp_path: Path) -> None:
     index.check()
 
 
+def test_a_build_that_fails_leaves_an_index_that_still_knows_its_file(tmp_path: Path) -> None:
+    INDEXES["graph"].save(tmp_path / "index")
+    flip(tmp_path / "index", "codes", 699 * 64)
+    index = GraphIndex.load(tmp_path / "index")
+    with pytest.raises(ValueError, match="train_queries"):
+        index.build(HEADS.keys[:50], np.zeros((3, 2), np.float32))
+    assert index.num_keys == 700
+    with pytest.raises(IndexDamagedError, match="section 'codes', page 699"):
+        index.check()
+
+
+def test_files_of_others_are_verified_like_own_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = INDEXES["graph"]
+    index.save(tmp_path / "index")
+    monkeypatch.setattr(os, "geteuid", lambda: -1)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    loaded = GraphIndex.load(tmp_path / "index")
+    assert_same(loaded.search(QUERIES, TopK(9)), index.search(QUERIES, TopK(9)))
+    loaded.check()
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_layer_reports_damage_of_any_head(tmp_path: Path, threads: int) -> None:
     values = [HEADS.keys] * 3
@@ -145,7 +169,7 @@ def test_the_guard_of_other_rows_is_refused() -> None:
 
     def guard(data: np.ndarray, page_bytes: int) -> PageGuard:
         sums = checksum_pages(data, page_bytes)
-        return PageGuard(data, page_bytes, sums, 0, lambda page, found: ValueError())
+        return PageGuard(data, page_bytes, sums, lambda page, found: ValueError())
 
     codes = INDEXES["graph"]._codes
     rows = INDEXES["graph"]._rows
@@ -163,7 +187,7 @@ def test_the_guard_of_other_rows_is_refused() -> None:
 def test_a_guard_looks_once(tmp_path: Path) -> None:
     data = np.arange(10_000, dtype=np.uint8)
     sums = checksum_pages(data, 100)
-    guard = PageGuard(data, 100, sums, 0, lambda page, found: KeyError((page, found)))
+    guard = PageGuard(data, 100, sums, lambda page, found: KeyError((page, found)))
     guard.verify(np.array([3, 7]))
     for page in (3, 50):
         data[100 * page] ^= 1
@@ -178,4 +202,4 @@ def test_a_guard_looks_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="page 100 of 100"):
         guard.verify(np.array([100]))
     with pytest.raises(ValueError, match="given 99, expected 100"):
-        PageGuard(data, 100, sums[1:], 0, lambda page, found: ValueError())
+        PageGuard(data, 100, sums[1:], lambda page, found: ValueError())

@@ -215,7 +215,8 @@ class ContextFile:
 
     def plan(self, layer: int, kv_head: int) -> Any:
         """Of one head; None if it has none."""
-        return self.plans.get(self._place(layer, kv_head))
+        entry = self.file.header["indexes"].get(self._place(layer, kv_head), {})
+        return entry.get("plan")
 
     def index(self, layer: int, kv_head: int) -> KeyIndex:
         """The head's index, on the arrays of the file. What a search reads row by row is verified

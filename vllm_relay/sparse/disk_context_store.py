@@ -234,9 +234,10 @@ class DiskContextStore(ContextStore):
         with self._lock:
             found = self._versions()
             for path, context in list(self._open.items()):
-                if context.damage is not None:
-                    self._skip(path, context.version, context.damage)
-                if context.damage is not None or path not in found:
+                damage = context.damage  # which another thread may find meanwhile
+                if damage is not None:
+                    self._skip(path, context.version, damage)
+                if damage is not None or path not in found:
                     del self._open[path]
             for path, (version, _) in list(self._skipped.items()):
                 if found.get(path) != version:

@@ -100,8 +100,14 @@ class CompiledIndex(KeyIndex):
     ) -> Self:
         elements, num_threads = check_keys(keys), check_threads(threads)
         coded = CodedKeys(elements, *encode(elements, num_threads))
+        keys_before, before = self.__dict__.get("_keys"), (self._exact, self._guards)
         self._exact, self._guards = None, NO_GUARDS  # those of the keys before
-        self._build(coded, train_queries, seed, num_threads)
+        try:
+            self._build(coded, train_queries, seed, num_threads)
+        except BaseException:
+            if self.__dict__.get("_keys") is keys_before:  # it still is what it was
+                self._exact, self._guards = before
+            raise
         return self
 
     @abstractmethod

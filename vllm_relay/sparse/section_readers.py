@@ -33,12 +33,18 @@ _AROUND_BYTES = {"index": 64 << 10, "keys": mmap.PAGESIZE, "values": mmap.PAGESI
 
 
 class OpenFile:
-    """A file that stays open until the last user lets go of it."""
+    """A file that stays open until the last user lets go of it.
+
+    Attributes:
+        is_own: this process owns it or may write to it: the system tells what of it is in memory.
+    """
 
     def __init__(self, path: Path, descriptor: int, num_bytes: int) -> None:
         self.path = path
         self.num_bytes = num_bytes
         self.descriptor = descriptor
+        is_owner = os.fstat(descriptor).st_uid == os.geteuid()
+        self.is_own = is_owner or os.access(path, os.W_OK)
         weakref.finalize(self, os.close, descriptor)
 
     def check_size(self) -> None:
@@ -171,8 +177,10 @@ class MappedReader(SectionReader):
             data,
             max(1, num_bytes),
             np.array([section.checksums_crc] if num_bytes else [], np.uint32),
+            partial(_damaged_checksums, self.file.path, section),
+            is_mapped=True,
+            is_own=self.file.is_own,
             around_bytes=max(1, num_bytes),
-            on_damage=partial(_damaged_checksums, self.file.path, section),
         ).verify_all()
         return data
 
@@ -185,8 +193,10 @@ class MappedReader(SectionReader):
                 self.unverified(section),
                 section.page_bytes,
                 checksums,
+                partial(_damaged_page, self.file.path, section, checksums),
+                is_mapped=True,
+                is_own=self.file.is_own,
                 around_bytes=_AROUND_BYTES[section.page_class],
-                on_damage=partial(_damaged_page, self.file.path, section, checksums),
             )
             # that of another thread, if it came first
             guard = self._guards.setdefault(section.name, made)
