@@ -227,7 +227,13 @@ struct Index {
     for (int64_t list = 0; list < num_lists; ++list) {
       starts.push_back(static_cast<int64_t>(ids.size() / 16));
       const size_t begin = ids.size();
-      for (int64_t i = list; i < keys.count; i += num_lists) ids.push_back(static_cast<int32_t>(i));
+      for (int64_t i = list; i < keys.count; i += num_lists)
+        if (std::find(keys.always.begin(), keys.always.end(), i) == keys.always.end())
+          ids.push_back(static_cast<int32_t>(i));
+      if (ids.size() == begin) {  // all of them have no code
+        starts.pop_back();
+        continue;
+      }
       counts.push_back(static_cast<int32_t>(ids.size() - begin));
       ids.resize((ids.size() + 15) / 16 * 16, -1);
       firsts.push_back(static_cast<int32_t>(list));
@@ -365,8 +371,12 @@ void checksums(Random& random, int number) {
                   .page == -1,
           "checksums of pages", number);
   const relay::PageGuard guard(pages, sums.data(), relay::Mapping::kNone, 0);
-#pragma omp parallel for num_threads(3)
-  for (size_t page = 0; page < pages.count(); ++page) guard.verify(pages.count() - 1 - page);
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 3; ++t)
+    threads.emplace_back([&] {
+      for (size_t page = pages.count(); page-- > 0;) guard.verify(page);
+    });
+  for (std::thread& thread : threads) thread.join();
   guard.verify(0, pages.count());
 }
 
