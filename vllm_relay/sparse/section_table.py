@@ -15,7 +15,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -58,7 +58,7 @@ def is_page_bytes(value: object) -> bool:
     return type(value) is int and MIN_PAGE_BYTES <= value <= MAX_PAGE_BYTES
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= MAX_FILE_BYTES
 
 
@@ -86,11 +86,11 @@ def _is_shape(value: object) -> bool:
 
 
 def _is_offset(value: object) -> bool:
-    return _is_count(value) and value % ALIGNMENT_BYTES == 0  # type: ignore[operator]
+    return _is_count(value) and value % ALIGNMENT_BYTES == 0
 
 
 def _is_checksums_offset(value: object) -> bool:
-    return _is_count(value) and value % 4 == 0  # type: ignore[operator]
+    return _is_count(value) and value % 4 == 0
 
 
 def _is_crc(value: object) -> bool:
