@@ -6,7 +6,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from benchmarks.common import Timing
 from benchmarks.sparse.head_corpus import Head
 from vllm_relay.sparse import QueryType
 from vllm_relay.sparse.elements import Elements
-from vllm_relay.sparse.face import CompiledIndex, with_width
+from vllm_relay.sparse.face import CompiledIndex
 from vllm_relay.sparse.head_profile import ExactAnswer, profile_head
 from vllm_relay.sparse.index_measure import widths
 from vllm_relay.sparse.index_timing import Run, full_run, in_turn, search_run
@@ -131,7 +131,7 @@ class Cell:
             ]
             for answer in sorted(near, key=lambda each: each.mean_tokens)[:_MOST_ANSWERS]:
                 for kind, index in self._indexes.items():
-                    yield [(kind, with_width(answer.query, width)) for width in widths(index)]
+                    yield [(kind, replace(answer.query, width=width)) for width in widths(index)]
 
     def _is_good(self, way: Way, max_error: float) -> bool:
         for tokens, factor in _STAGES:

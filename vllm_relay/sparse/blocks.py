@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vllm_relay import _C
-from vllm_relay._C import PageGuard
 from vllm_relay.sparse import face
 from vllm_relay.sparse.calibrate import calibrate_width, split_queries
 from vllm_relay.sparse.elements import Elements
-from vllm_relay.sparse.index import NO_GUARDS, IndexDamagedError
+from vllm_relay.sparse.index import IndexDamagedError
 from vllm_relay.sparse.key_codes import BLOCK_KEYS, KeyCodes, blocks_in_order, row_bytes
 from vllm_relay.sparse.query_types import QueryType
 
@@ -128,57 +126,37 @@ class BlockIndex(face.CompiledIndex):
         if not np.array_equal(self._represent(rows, self._codes.outside), self._representatives):
             raise IndexDamagedError("block index: its representatives are not those of its blocks")
 
-    def to_arrays(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        self._verify()
-        settings, arrays = self._codes.to_arrays()
-        arrays |= {
-            "keys": self._keys.data,
-            "blocks": self._blocks,
-            "representatives": self._representatives,
-        }
-        own = {
+    @classmethod
+    def _unbuilt(cls, settings: dict[str, Any]) -> Self:
+        return cls(settings["block_tokens"], settings["representative"], exact=settings["exact"])
+
+    def _own_parts(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        settings = {
             "block_tokens": self.block_tokens,
             "representative": self.representative,
             "exact": self.exact,
             "default_width": self.default_width,
         }
-        return {"dtype": self._keys.dtype, **own, **settings}, arrays
+        return settings, {"blocks": self._blocks, "representatives": self._representatives}
 
-    @classmethod
-    def from_arrays(
-        cls,
-        settings: dict[str, Any],
-        arrays: dict[str, np.ndarray],
-        guards: Mapping[str, PageGuard] = NO_GUARDS,
-    ) -> Self:
-        keys, codes = face.restore_codes(settings, arrays)
-        try:
-            index = cls(
-                settings["block_tokens"], settings["representative"], exact=settings["exact"]
-            )
-            width = settings["default_width"]
-            blocks, representatives = arrays["blocks"], arrays["representatives"]
-        except (KeyError, ValueError) as error:
-            raise IndexDamagedError(f"block index: {error!r} is missing or unusable") from error
-        n, d = keys.shape
-        num_blocks = -(-n // index.block_tokens)
-        num_representatives = 2 if index.representative == "bounds" else 1
-        block_bytes = BLOCK_KEYS * row_bytes(d)
+    def _restore(self, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        width = settings["default_width"]
+        blocks, representatives = arrays["blocks"], arrays["representatives"]
+        num_representatives = 2 if self.representative == "bounds" else 1
+        block_bytes = BLOCK_KEYS * row_bytes(self.head_size)
         shapes = (
-            (-(-n // BLOCK_KEYS), block_bytes),
-            (num_representatives, -(-num_blocks // BLOCK_KEYS), block_bytes),
+            (-(-self.num_keys // BLOCK_KEYS), block_bytes),
+            (num_representatives, -(-self.num_blocks // BLOCK_KEYS), block_bytes),
         )
         face.require(
             (blocks.shape, representatives.shape) == shapes
             and blocks.dtype == representatives.dtype == np.uint8
             and type(width) is int
-            and 1 <= width <= num_blocks,
+            and 1 <= width <= self.num_blocks,
             "block index: its blocks and representatives do not fit together",
         )
-        index._guards = guards
-        index._set(keys, codes, blocks, representatives)
-        index.default_width = width
-        return index
+        self._set(self._keys, self._codes, blocks, representatives)
+        self.default_width = width
 
 
 def _means(rows: np.ndarray, begins: Any, axis: int) -> np.ndarray:

@@ -4,18 +4,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vllm_relay import _C
-from vllm_relay._C import PageGuard
 from vllm_relay.sparse import face
 from vllm_relay.sparse.aligned import aligned_empty
 from vllm_relay.sparse.calibrate import calibrate_width, split_queries
 from vllm_relay.sparse.elements import Elements
-from vllm_relay.sparse.index import NO_GUARDS, IndexDamagedError
+from vllm_relay.sparse.index import IndexDamagedError
 from vllm_relay.sparse.key_codes import (
     BLOCK_KEYS,
     KeyCodes,
@@ -26,7 +24,7 @@ from vllm_relay.sparse.key_codes import (
 )
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    pass
 
 
 _ITERATIONS = 8
@@ -133,35 +131,21 @@ class CoarseIndex(face.CompiledIndex):
         if not np.array_equal(lay_out_blocks(rows, self._ids), self._blocks):
             raise IndexDamagedError("coarse index: its codes do not belong to its keys")
 
-    def to_arrays(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        self._verify()
-        settings, arrays = self._codes.to_arrays()
-        arrays |= {
-            "keys": self._keys.data,
+    def _own_parts(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        arrays = {
             "centres": self._centres,
             "blocks": self._blocks,
             "starts": self._starts,
             "counts": self._counts,
             "ids": self._ids,
         }
-        width = {"default_width": self.default_width}
-        return {"dtype": self._keys.dtype, **width, **settings}, arrays
+        return {"default_width": self.default_width}, arrays
 
-    @classmethod
-    def from_arrays(
-        cls,
-        settings: dict[str, Any],
-        arrays: dict[str, np.ndarray],
-        guards: Mapping[str, PageGuard] = NO_GUARDS,
-    ) -> Self:
-        keys, codes = face.restore_codes(settings, arrays)
-        try:
-            parts = [arrays[name] for name in ("centres", "blocks", "starts", "counts", "ids")]
-            width = int(settings["default_width"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise IndexDamagedError(f"coarse index: {error!r} is missing or unusable") from error
-        centres, blocks, starts, counts, ids = parts
-        block_bytes = BLOCK_KEYS * row_bytes(keys.shape[1])
+    def _restore(self, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        names = ("centres", "blocks", "starts", "counts", "ids")
+        centres, blocks, starts, counts, ids = parts = [arrays[name] for name in names]
+        width = int(settings["default_width"])
+        block_bytes = BLOCK_KEYS * row_bytes(self.head_size)
         face.require(
             [array.dtype for array in parts] == [np.uint8, np.uint8, np.int64, np.int32, np.int32]
             and [array.ndim for array in parts] == [2, 2, 1, 1, 1],
@@ -176,14 +160,11 @@ class CoarseIndex(face.CompiledIndex):
             and centres.shape == (-(-num_lists // BLOCK_KEYS), block_bytes)
             and blocks.shape == (int(list_blocks.sum()), block_bytes)
             and len(ids) == len(blocks) * BLOCK_KEYS
-            and int(ids.max()) < keys.shape[0],
+            and int(ids.max()) < self.num_keys,
             "coarse index: its lists do not fit together",
         )
-        index = cls()
-        index._guards = guards
-        index._set(keys, codes, centres, blocks, starts, counts, ids)
-        index.default_width = width
-        return index
+        self._set(self._keys, self._codes, centres, blocks, starts, counts, ids)
+        self.default_width = width
 
 
 def _k_means(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -113,6 +112,50 @@ class CompiledIndex(KeyIndex):
     @abstractmethod
     def _build(self, coded: CodedKeys, train_queries: Any, seed: int, threads: int) -> None:
         """What `build` does with keys that are usable."""
+
+    def to_arrays(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        self._verify()
+        settings, arrays = self._codes.to_arrays()
+        own_settings, own_arrays = self._own_parts()
+        arrays |= {"keys": self._keys.data, **own_arrays}
+        return {"dtype": self._keys.dtype, **own_settings, **settings}, arrays
+
+    @classmethod
+    def from_arrays(
+        cls,
+        settings: dict[str, Any],
+        arrays: dict[str, np.ndarray],
+        guards: Mapping[str, PageGuard] = NO_GUARDS,
+    ) -> Self:
+        keys, codes = restore_codes(settings, arrays)
+        try:
+            index = cls._unbuilt(settings)
+            index._keys, index._codes, index._guards = keys, codes, guards
+            index._restore(settings, arrays)
+        except IndexDamagedError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise IndexDamagedError(
+                f"{cls.kind} index: {error!r} is missing or unusable"
+            ) from error
+        return index
+
+    @classmethod
+    def _unbuilt(cls, settings: dict[str, Any]) -> Self:
+        """An index like the one that has these settings."""
+        return cls()
+
+    @abstractmethod
+    def _own_parts(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Settings and arrays besides keys and what makes codes of them."""
+
+    @abstractmethod
+    def _restore(self, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        """Takes what `_own_parts` gave; keys, codes and guards are there.
+
+        Raises:
+            IndexDamagedError, KeyError, TypeError, ValueError: it does not fit together.
+        """
 
     def search(
         self,
@@ -223,10 +266,6 @@ def query_numbers(query: QueryType, num_keys: int, head_size: int) -> tuple[int,
     if not isinstance(query, Dipr):
         raise ValueError(f"query is {query!r}, expected TopK or Dipr")
     return 0, query.range(head_size)
-
-
-def with_width(query: QueryType, width: int | None) -> QueryType:
-    return replace(query, width=width)
 
 
 def check_window_max(window_max: Any, shape: tuple[int, ...]) -> np.ndarray:

@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vllm_relay import _C
-from vllm_relay._C import PageGuard
 from vllm_relay.sparse import face
 from vllm_relay.sparse.elements import Elements
-from vllm_relay.sparse.index import NO_GUARDS, IndexDamagedError
+from vllm_relay.sparse.index import IndexDamagedError
 from vllm_relay.sparse.key_codes import (
     BLOCK_KEYS,
     KeyCodes,
@@ -21,7 +19,7 @@ from vllm_relay.sparse.key_codes import (
 )
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    pass
 
 
 class FlatIndex(face.CompiledIndex):
@@ -51,28 +49,15 @@ class FlatIndex(face.CompiledIndex):
         if not np.array_equal(blocks_in_order(rows), self._blocks):
             raise IndexDamagedError("flat index: its codes do not belong to its keys")
 
-    def to_arrays(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        self._verify()
-        settings, arrays = self._codes.to_arrays()
-        arrays |= {"keys": self._keys.data, "blocks": self._blocks}
-        return {"dtype": self._keys.dtype, **settings}, arrays
+    def _own_parts(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        return {}, {"blocks": self._blocks}
 
-    @classmethod
-    def from_arrays(
-        cls,
-        settings: dict[str, Any],
-        arrays: dict[str, np.ndarray],
-        guards: Mapping[str, PageGuard] = NO_GUARDS,
-    ) -> Self:
-        keys, codes = face.restore_codes(settings, arrays)
-        n, d = keys.shape
-        blocks = arrays.get("blocks", np.zeros(0))
+    def _restore(self, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        n, d = self._keys.shape
+        blocks = arrays["blocks"]
         expected = (-(-n // BLOCK_KEYS), BLOCK_KEYS * row_bytes(d))
         face.require(
             blocks.shape == expected and blocks.dtype == np.uint8,
             f"flat index: blocks are {blocks.dtype} {blocks.shape}, expected uint8 {expected}",
         )
-        index = cls()
-        index._guards = guards
-        index._set(keys, codes, blocks)
-        return index
+        self._set(self._keys, self._codes, blocks)

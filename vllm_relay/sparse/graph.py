@@ -3,25 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vllm_relay import _C
-from vllm_relay._C import PageGuard
 from vllm_relay.sparse import face
 from vllm_relay.sparse.aligned import aligned_empty
 from vllm_relay.sparse.calibrate import TARGET_K, smallest_width, split_queries
 from vllm_relay.sparse.elements import Elements
-from vllm_relay.sparse.index import NO_GUARDS, IndexDamagedError
+from vllm_relay.sparse.index import IndexDamagedError
 from vllm_relay.sparse.key_codes import KeyCodes, row_bytes
 from vllm_relay.sparse.nearest import nearest_keys
 from vllm_relay.sparse.query_types import MAX_COUNT, QueryType, TopK
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    pass
 
 
 HUB_HEAVY = 0.3
@@ -171,32 +169,14 @@ class GraphIndex(face.CompiledIndex):
         if not np.array_equal(face.check_codes(self._keys, self._codes), self._rows):
             raise IndexDamagedError("graph index: its codes do not belong to its keys")
 
-    def to_arrays(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        self._verify()
-        settings, arrays = self._codes.to_arrays()
-        arrays |= {
-            "keys": self._keys.data,
-            "codes": self._rows,
-            "graph": self._graph,
-            "entries": self.entries,
-        }
-        width = {"default_width": self.default_width, "hub_statistic": self.hub_statistic}
-        return {"dtype": self._keys.dtype, **width, **settings}, arrays
+    def _own_parts(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        settings = {"default_width": self.default_width, "hub_statistic": self.hub_statistic}
+        return settings, {"codes": self._rows, "graph": self._graph, "entries": self.entries}
 
-    @classmethod
-    def from_arrays(
-        cls,
-        settings: dict[str, Any],
-        arrays: dict[str, np.ndarray],
-        guards: Mapping[str, PageGuard] = NO_GUARDS,
-    ) -> Self:
-        keys, codes = face.restore_codes(settings, arrays)
-        try:
-            rows, graph, entries = arrays["codes"], arrays["graph"], arrays["entries"]
-            width, hubs = int(settings["default_width"]), float(settings["hub_statistic"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise IndexDamagedError(f"graph index: {error!r} is missing or unusable") from error
-        n, d = keys.shape
+    def _restore(self, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        rows, graph, entries = arrays["codes"], arrays["graph"], arrays["entries"]
+        width, hubs = int(settings["default_width"]), float(settings["hub_statistic"])
+        n, d = self._keys.shape
         face.require(
             rows.shape == (n, row_bytes(d))
             and rows.dtype == np.uint8
@@ -211,11 +191,8 @@ class GraphIndex(face.CompiledIndex):
             and 1 <= width <= MAX_COUNT,
             "graph index: its arrays do not fit together",
         )
-        index = cls()
-        index._guards = guards
-        index._set(keys, codes, rows, graph, entries)
-        index.default_width, index.hub_statistic = width, hubs
-        return index
+        self._set(self._keys, self._codes, rows, graph, entries)
+        self.default_width, self.hub_statistic = width, hubs
 
 
 def _empty_graph(num_keys: int, options: GraphOptions) -> np.ndarray:

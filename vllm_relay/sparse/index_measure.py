@@ -15,7 +15,7 @@ from vllm_relay.sparse.blocks import BlockIndex
 from vllm_relay.sparse.coarse import CoarseIndex
 from vllm_relay.sparse.elements import Elements, as_elements
 from vllm_relay.sparse.error_bound import error_p99, error_p99_upper
-from vllm_relay.sparse.face import CompiledIndex, key_bytes, with_width
+from vllm_relay.sparse.face import CompiledIndex, key_bytes
 from vllm_relay.sparse.head_profile import ExactAnswer, MeasuredSearch, grouped_queries
 from vllm_relay.sparse.index import SearchResult
 from vllm_relay.sparse.key_codes import row_bytes
@@ -115,9 +115,9 @@ def measure_index(
             continue
         enough = max(max_error, ENOUGH * (answer.error_bound or 0.0))
         goes_on = 2
-        least_width = index.width_of(with_width(answer.query, None)) if from_default_width else 1
+        least_width = index.width_of(replace(answer.query, width=None)) if from_default_width else 1
         for width in widths(index, least_width):
-            query = with_width(answer.query, width)
+            query = replace(answer.query, width=width)
             measured = _Searches(index, values, exact, query, scale, prefix_len)
             is_last = is_hopeless = False
             for tokens, factor in HOPELESS:
@@ -200,7 +200,7 @@ def _exact_search(
 ) -> MeasuredSearch:
     """Of an index that finds the exact answer: the profile knows its errors."""
     some = ExactAttention(*(part[::_WORK_EVERY] for part in exact))
-    query = with_width(answer.query, None)
+    query = replace(answer.query, width=None)
     search = _Searches(index, values, some, query, scale, prefix_len).of_first(len(some.queries))
     return replace(
         search,
