@@ -29,7 +29,7 @@ inline float attend_found(std::span<const Found> found, const Rows& values, floa
       prefetch_elements(row(i), values.size);
     for (size_t i = 0; i < found.size(); ++i) {
       if (i + ahead < found.size()) prefetch_elements(row(i + ahead), values.size);
-      values.verify(found[i].id);
+      verify_row(values.guard, found[i].id);
       const float weight = weight_of(found[i]);
       denominator += weight;
       const auto* value = row(i);

@@ -90,12 +90,13 @@ class GraphSearch {
     return graph_.rows + static_cast<int64_t>(id) * graph_.stride;
   }
   const int32_t* verified_neighbours(int32_t id) const {
-    graph_.verify(id);
+    verify_row(graph_.guard, id);
     return neighbours(id);
   }
   void verify_batch(size_t begin, size_t end) const {
     if (codes_.guard)
-      for (size_t i = begin; i < end; ++i) codes_.verify(scratch_.batch[i]);
+      for (size_t i = begin; i < end; ++i)
+        codes_.guard->verify(static_cast<size_t>(scratch_.batch[i]));
   }
 
   void encode(const GraphQuery& query) {

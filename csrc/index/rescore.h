@@ -28,7 +28,7 @@ inline void score_exactly(const float* query, const Rows& keys, std::span<const 
       prefetch_elements(row(ids[i]), keys.size);
     for (size_t i = 0; i < ids.size(); ++i) {
       if (i + ahead < ids.size()) prefetch_elements(row(ids[i + ahead]), keys.size);
-      keys.verify(ids[i]);
+      verify_row(keys.guard, ids[i]);
       float score = dot_row(query, row(ids[i]), keys.size);
       if (!std::isfinite(score)) score = dot_row_widely(query, row(ids[i]), keys.size);
       found.push_back({ids[i], score});

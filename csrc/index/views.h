@@ -10,6 +10,10 @@
 
 namespace relay::index {
 
+inline void verify_row(const PageGuard* guard, int64_t row) {
+  if (guard) guard->verify(static_cast<size_t>(row));
+}
+
 enum class ElementType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 
 // Rows of keys or values: [num_rows, size].
@@ -19,10 +23,6 @@ struct Rows {
   int32_t size;
   int64_t num_rows;
   const PageGuard* guard = nullptr;
-
-  void verify(int64_t row) const {
-    if (guard) guard->verify(static_cast<size_t>(row));
-  }
 };
 
 // Keys in eight bits: key[i] is about mean[i] + scale[i] * (code[i] - 128). Rows are 64-byte
@@ -37,10 +37,6 @@ struct Codes {
   // over all keys, in steps of the codes: the longest code and the longest rounding error
   float longest, longest_error;
   const PageGuard* guard = nullptr;  // of rows, or of blocks where codes lie in blocks
-
-  void verify(int64_t row) const {
-    if (guard) guard->verify(static_cast<size_t>(row));
-  }
 };
 
 // Neighbours of node i: row[1 .. row[0]] of row i.
@@ -48,10 +44,6 @@ struct Graph {
   int32_t* rows;
   int32_t stride;
   const PageGuard* guard = nullptr;
-
-  void verify(int64_t row) const {
-    if (guard) guard->verify(static_cast<size_t>(row));
-  }
 };
 
 // Neighbouring blocks of sixteen keys; `skip` are lanes of the first one that do not count.

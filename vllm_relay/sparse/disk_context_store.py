@@ -90,7 +90,7 @@ class DiskContext(StoredContext):
         return self._file.file.num_bytes
 
     def rows(self, layer: int, head: int, begin: int, end: int) -> tuple[Elements, Elements]:
-        with self.reading():
+        with self._reading_file():
             return (
                 self._elements(self._file.key_rows(layer, head).range(begin, end)),
                 self._elements(self._file.value_rows(layer, head).range(begin, end)),
@@ -101,7 +101,7 @@ class DiskContext(StoredContext):
     ) -> tuple[Elements, Elements, list[np.ndarray]]:
         seen = np.unique(np.concatenate(ids))
         keys, values = self._file.key_rows(layer, head), self._file.value_rows(layer, head)
-        with self.reading():
+        with self._reading_file():
             if self._is_pooled:
                 places = [np.searchsorted(seen, found).astype(np.int32) for found in ids]
                 return self._elements(keys.take(seen)), self._elements(values.take(seen)), places
@@ -112,7 +112,7 @@ class DiskContext(StoredContext):
     def index(self, layer: int, head: int) -> KeyIndex:
         index = self._indexes.get((layer, head))
         if index is None:
-            with self.reading():
+            with self._reading_file():
                 index = self._file.index(layer, head)
             if not self._is_pooled:
                 self._indexes[layer, head] = index
@@ -139,6 +139,13 @@ class DiskContext(StoredContext):
         except IndexDamagedError as error:
             self.damage = str(error)
             raise
+
+    @contextmanager
+    def _reading_file(self) -> Iterator[None]:
+        """`reading`, and a pool that is full is told of as the option that limits it."""
+        try:
+            with self.reading():
+                yield
         except BufferPoolFullError as error:
             raise BufferPoolFullError(
                 f"memory_limit_bytes is too small for what is read at the same time: {error}"
