@@ -16,6 +16,9 @@ namespace {
 
 constexpr int kMaxGroup = 16;
 constexpr int kSamples = 128;  // keys whose scores tell where those of all keys lie
+// Every search looks at the first and the last keys of the prefix: heads with a sink want the ones,
+// a token that follows its prefix wants the others, which no training query stood next to.
+constexpr int kFirstKeys = 4, kLastKeys = 16;
 
 struct SearchCounts {
   int64_t distances = 0, hops = 0;
@@ -120,7 +123,7 @@ class GraphSearch {
     return fresh;
   }
 
-  // Scores the entries and keys from all over the context, and lays the queues out by them.
+  // Scores the entries, the ends and keys from all over the context; lays the queues out by them.
   void seed(const GraphQuery& query) {
     auto& batch = scratch_.batch;
     batch.clear();
@@ -131,8 +134,13 @@ class GraphSearch {
       if (id < n && mark_seen(id)) batch.push_back(id);
     }
     const auto num_samples = static_cast<int>(batch.size());
-    for (int i = 0; i < query.num_entries; ++i)
-      if (query.entries[i] < n && mark_seen(query.entries[i])) batch.push_back(query.entries[i]);
+    const auto add = [&](int64_t id) {
+      if (id >= 0 && id < n && mark_seen(static_cast<int32_t>(id)))
+        batch.push_back(static_cast<int32_t>(id));
+    };
+    for (int i = 0; i < query.num_entries; ++i) add(query.entries[i]);
+    for (int i = 0; i < kFirstKeys; ++i) add(i);
+    for (int i = 1; i <= kLastKeys; ++i) add(n - i);
     const auto num_seeds = static_cast<int>(batch.size());
     counts_.distances += num_seeds;
     const int padded = (num_seeds + kRowsAtOnce - 1) / kRowsAtOnce * kRowsAtOnce;

@@ -127,6 +127,21 @@ def test_a_search_can_begin_at_the_last_answer() -> None:
     assert_same(nowhere, index.search(data.queries[:1], query))
 
 
+@pytest.mark.parametrize("prefix_len", [None, 2000])
+def test_the_ends_of_a_prefix_are_always_looked_at(prefix_len: int | None) -> None:
+    keys = np.random.default_rng(0).standard_normal((3000, 64), np.float32)
+    index = GraphIndex().build(keys)
+
+    def found(wanted: np.ndarray) -> np.ndarray:
+        query = TopK(1, width=1)
+        results = [index.search(keys[i][None], query, prefix_len=prefix_len) for i in wanted]
+        return np.array([result.ids[0][0] == i for i, result in zip(wanted, results, strict=True)])
+
+    end = prefix_len or 3000
+    assert found(np.arange(4)).all() and found(np.arange(end - 16, end)).all()
+    assert not found(np.arange(4, end - 16)).all()
+
+
 def test_no_training_queries_at_all() -> None:
     keys = key_set("random", 200, 16).keys
     index = GraphIndex().build(keys, np.zeros((0, 16), np.float32))
