@@ -9,8 +9,8 @@ keeps for it, and costs that were measured in this process. Times are CPU times 
 one group of query heads, search and attention.
 
 Best and planner are judged by the same test queries, and the best is chosen with hindsight. So
-these are four times as many as those of a profile: of 100 tokens alone, the p99 is uncertain by a
-seventh for heads with long tails, the best would be what was lucky with these, and a good choice
+these are four times as many as those of a profile: of 200 tokens alone, the p99 is uncertain by a
+tenth for heads with long tails, the best would be what was lucky with these, and a good choice
 would miss the target as often as not.
 """
 

@@ -21,7 +21,8 @@ def test_each_answer_errs_as_it_does_alone(deviation: float) -> None:
     ends = np.array([50, 1, 7, 2999, 700, KEYS, 50, 1500])
     chosen, exact = values[order].astype(np.float64), weights.astype(np.float64)
     whole = exact @ chosen
-    found = AnswerErrors(values).of_query(order, weights, ends, whole.astype(np.float32))
+    masses = np.cumsum(exact)[ends - 1] / exact.sum()
+    found = AnswerErrors(values).of_query(order, weights, ends, masses, whole.astype(np.float32))
     truth = whole / exact.sum()
     for end, error in zip(ends, found, strict=True):
         part = exact[:end] @ chosen[:end] / exact[:end].sum()
@@ -39,6 +40,6 @@ def test_an_answer_of_all_keys_is_exact() -> None:
     values = np.ones((5, 3), np.float32) * np.arange(1, 6, dtype=np.float32)[:, None]
     weights = np.ones(5, np.float32)
     errors = AnswerErrors(values).of_query(
-        np.arange(5), weights, np.array([5, 1]), weights @ values
+        np.arange(5), weights, np.array([5, 1]), np.array([1.0, 0.2]), weights @ values
     )
     assert errors.tolist() == [0, pytest.approx(2 / 3)]

@@ -23,21 +23,26 @@ class AnswerErrors:
         self._rows = np.empty((min(_CHUNK_KEYS, len(values)), values.shape[1]), np.float32)
 
     def of_query(
-        self, order: np.ndarray, weights: np.ndarray, ends: np.ndarray, whole: np.ndarray
+        self,
+        order: np.ndarray,
+        weights: np.ndarray,
+        ends: np.ndarray,
+        masses: np.ndarray,
+        whole: np.ndarray,
     ) -> np.ndarray:
         """float64 [answers]; relative L2 errors of attention over each of `order[:end]`.
 
         Each answer adds to the one before, so that a value is read once.
 
         Args:
-            order: int64 [n], keys by falling weight.
-            weights: float32 [n], of these, before they are normalised.
-            ends: [answers], from 1 to n, in any order.
+            order: int64; keys by falling weight, as many as the largest answer holds.
+            weights: float32; theirs, before they are normalised.
+            ends: [answers], from 1 to the length of `order`, in any order.
+            masses: [answers], the part of the weight of all keys that each holds.
             whole: [value_size], the sum of all values by these weights.
         """
-        rising, places = np.unique(ends, return_inverse=True)
-        masses = np.cumsum(weights, dtype=np.float64)
-        shares = masses[rising - 1] / masses[-1]
+        rising, firsts, places = np.unique(ends, return_index=True, return_inverse=True)
+        shares = masses[firsts]
         length = max(float(np.linalg.norm(whole)), float(np.finfo(np.float32).tiny))
         parts = np.empty((len(rising), len(whole)))
         part = np.zeros(len(whole))
@@ -50,7 +55,7 @@ class AnswerErrors:
                 known = i + 1
                 break
         errors = np.linalg.norm(parts[:known] / shares[:known, None] - whole, axis=1) / length
-        errors[rising[:known] == len(order)] = 0.0
+        errors[rising[:known] == len(self._values)] = 0.0
         return errors[np.minimum(places, known - 1)]
 
     def _sum(self, keys: np.ndarray, weights: np.ndarray) -> np.ndarray:

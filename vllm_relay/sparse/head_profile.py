@@ -291,12 +291,27 @@ def query_from_json(content: dict[str, Any]) -> QueryType:
     return TopK(**content) if "k" in content else Dipr(**content)
 
 
+class _Largest(NamedTuple):
+    """Of one query: the keys that answers hold, int64 by falling weight, and their weights; where
+    each answer ends and which part of the weight of all keys it holds; tokens for `MASSES`."""
+
+    order: np.ndarray
+    weights: np.ndarray
+    ends: np.ndarray
+    masses: np.ndarray
+    tokens_for_mass: np.ndarray
+
+
 class _Measured:
     """Collects the answers of one block of queries after the other."""
 
     def __init__(self, query_types: Sequence[QueryType], least_weights: Sequence[float]) -> None:
         self._types = list(query_types)
-        self._least_weights = list(least_weights)
+        self._ks = np.array([query.k if isinstance(query, TopK) else 0 for query in query_types])
+        self._least_weights = np.array(least_weights, np.float32)
+        ranges = self._least_weights[self._ks == 0]
+        self._least_weight = ranges.min() if len(ranges) else np.float32(np.inf)
+        self._most_tokens = int(self._ks.max(initial=1))
         self.best: list[np.ndarray] = []
         # of each block [q, types]
         self._counts: list[np.ndarray] = []
@@ -306,23 +321,10 @@ class _Measured:
 
     def add(self, weights: np.ndarray, values: np.ndarray | None) -> None:
         """Args: weights: [q, n], 1 for the best key of each query."""
-        order = np.argsort(weights, axis=1)[:, ::-1]
-        descending = np.take_along_axis(weights, order, axis=1)
-        sums = np.cumsum(descending, axis=1, dtype=np.float64)
-        totals = sums[:, -1:]
-        self._for_mass.append(
-            np.array(
-                [[np.searchsorted(row, mass * row[-1]) + 1 for mass in MASSES] for row in sums]
-            )
-        )
-        counts = np.stack(
-            [
-                _counts(query, least, descending)
-                for query, least in zip(self._types, self._least_weights, strict=True)
-            ],
-            axis=1,
-        )
-        masses = np.take_along_axis(sums, counts - 1, axis=1) / totals
+        queries = [self._largest(row) for row in weights]
+        self._for_mass.append(np.stack([query.tokens_for_mass for query in queries]))
+        counts = np.stack([query.ends for query in queries])
+        masses = np.stack([query.masses for query in queries])
         self._counts.append(counts)
         self._masses.append(masses)
         if values is None:
@@ -331,10 +333,38 @@ class _Measured:
         looked_at = np.flatnonzero(masses.mean(axis=0) >= _LEAST_MASS)
         if len(looked_at):
             wholes, of_answers = weights @ values, AnswerErrors(values)
-            for i, whole in enumerate(wholes):
-                ends = counts[i, looked_at]
-                errors[i, looked_at] = of_answers.of_query(order[i], descending[i], ends, whole)
+            for i, query in enumerate(queries):
+                errors[i, looked_at] = of_answers.of_query(
+                    query.order,
+                    query.weights,
+                    query.ends[looked_at],
+                    query.masses[looked_at],
+                    wholes[i],
+                )
         self._errors.append(errors)
+
+    def _largest(self, weights: np.ndarray) -> _Largest:
+        """Args: weights: [n], of one query."""
+        total = weights.sum(dtype=np.float64)
+        chosen = np.flatnonzero(weights >= self._least_weight)
+        needed = min(self._most_tokens, len(weights))
+        if len(chosen) < needed:
+            chosen = np.argpartition(weights, len(weights) - needed)[len(weights) - needed :]
+        if weights[chosen].sum(dtype=np.float64) < MASSES[-1] * total:
+            chosen = np.arange(len(weights))
+        order = chosen[np.argsort(weights[chosen])[::-1]]
+        falling = weights[order]
+        sums = np.cumsum(falling, dtype=np.float64)
+        in_range = len(order) - np.searchsorted(falling[::-1], self._least_weights)
+        ends = np.where(self._ks > 0, np.minimum(self._ks, len(order)), in_range)
+        for_mass = np.searchsorted(sums, np.multiply(MASSES, total)) + 1
+        return _Largest(
+            order,
+            falling,
+            ends,
+            np.minimum(sums[ends - 1] / total, 1.0),
+            np.minimum(for_mass, len(order)),
+        )
 
     def tokens_for_mass(self) -> tuple[Spread, ...]:
         counts = np.concatenate(self._for_mass)
@@ -373,14 +403,6 @@ def _least_weight(query: QueryType, head_size: int, scale: float) -> float:
     if query.alpha is not None and query.scale is None:
         return query.alpha
     return math.exp(-query.range(head_size) * scale)
-
-
-def _counts(query: QueryType, least_weight: float, descending: np.ndarray) -> np.ndarray:
-    """int64 [q]; tokens of each exact answer, given the weights in falling order."""
-    num_keys = descending.shape[1]
-    if isinstance(query, TopK):
-        return np.full(len(descending), min(query.k, num_keys))
-    return np.array([num_keys - np.searchsorted(row[::-1], least_weight) for row in descending])
 
 
 def _row_bytes(elements: Elements) -> int:

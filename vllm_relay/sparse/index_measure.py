@@ -28,7 +28,7 @@ ENOUGH = 1.02
 MOST_DISTANCES = 0.6
 """Of the keys: a graph whose search scores more is slower than reading all of them in order. Lists
 are read in order: all of them take no longer than a flat index, which has to be exact."""
-HOPELESS = ((6, 10.0), (18, 2.5))
+HOPELESS = ((6, 10.0), (18, 2.5), (64, 1.5))
 """Tokens, and how many times too large their p99 may be for a width to be measured with more."""
 _LOST_GROWTH = 2.0
 """A narrow search loses much for few queries, but then for all heads of a token. What it adds to

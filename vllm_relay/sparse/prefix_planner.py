@@ -16,7 +16,7 @@ from vllm_relay.sparse.options import DBOptions
 from vllm_relay.sparse.planner import Plan, plan
 from vllm_relay.sparse.search_cost import SearchCost
 
-PROFILE_TOKENS = 96
+PROFILE_TOKENS = 192
 """Of which the queries of all heads of the group are looked at."""
 _PROFILE_SHARE = 8
 """One of so many training queries of a prefix, at most, is kept back for its profile."""
