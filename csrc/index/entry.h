@@ -81,19 +81,28 @@ void search_blocks(const Codes& codes, const TokenBlocks& blocks, const Rows& ke
   search_token_blocks(codes, blocks, keys, request, scratch, outcome);
 }
 
+struct RescoreScratch {
+  std::vector<Candidate> promising;
+  std::vector<int32_t> ids;
+};
+
 // The exact scores of what the codes promise, and the best of them.
 template <class Search>
 void rescore(const Search& search, int i, const Rows& keys, const SearchRequest& request,
-             SearchOutcome& outcome, std::vector<Found>& found) {
-  static thread_local std::vector<Candidate> promising;
-  static thread_local std::vector<int32_t> ids;
+             RescoreScratch& scratch, SearchOutcome& outcome, std::vector<Found>& found) {
   const ScoreQueue& queue = search.queue(i);
+  const auto entries = queue.entries();
   const int64_t least = std::max<int64_t>(queue.bound(), queue.below_range());
-  promising.clear();
-  for (const auto& entry : queue.entries())
-    if (entry.score > least && entry.id >= request.begin)
-      promising.push_back({entry.id, entry.score});
-  if (request.k && promising.size() > num_rescored(request.k)) {
+  auto& [promising, ids] = scratch;
+  promising.resize(entries.size());
+  size_t count = 0;
+  for (const auto& entry : entries) {
+    promising[count] = {entry.id, entry.score};
+    count += (entry.score > least) & (entry.id >= request.begin);
+  }
+  promising.resize(count);
+  // a few too many are scored faster than they are told apart
+  if (request.k && count > num_rescored(request.k) + num_rescored(request.k) / 8) {
     const auto last = promising.begin() + num_rescored(request.k);
     std::nth_element(promising.begin(), last, promising.end(), better_candidate);
     promising.erase(last, promising.end());
@@ -115,6 +124,7 @@ void rescore(const Search& search, int i, const Rows& keys, const SearchRequest&
 void search_graph(const Codes& codes, const Rows& keys, const Graph& graph,
                   const SearchRequest& request, SearchOutcome& outcome) {
   static thread_local SearchScratch scratch;
+  static thread_local RescoreScratch rescore_scratch;
   outcome.found.assign(request.num_queries, {});
   if (request.prefix_len <= 0) return;
   with_chunks(codes, [&](auto chunks) {
@@ -139,7 +149,7 @@ void search_graph(const Codes& codes, const Rows& keys, const Graph& graph,
       part.queries = query.queries;
       part.window_max = query.window_max;
       for (int i = 0; i < query.num_queries; ++i)
-        rescore(search, i, keys, part, outcome, outcome.found[first + i]);
+        rescore(search, i, keys, part, rescore_scratch, outcome, outcome.found[first + i]);
     }
   });
 }

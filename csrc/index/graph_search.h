@@ -24,13 +24,22 @@ struct SearchCounts {
   int64_t distances = 0, hops = 0;
 };
 
+// Neighbours that passed the bound of a query. The bound may have risen before they are looked at,
+// so they never become many.
+struct Passed {
+  static constexpr int kMany = 64;
+  int32_t ids[kMany + 2 * kRowsAtOnce], scores[kMany + 2 * kRowsAtOnce];
+  int count = 0;
+};
+
 // What one thread needs to search; sized by the largest index it met.
 struct SearchScratch {
   std::vector<uint8_t> seen, expanded;  // `mark`: in this search
   uint8_t mark = 0;
   std::unique_ptr<ScoreQueue[]> queues{new ScoreQueue[kMaxGroup]};
   std::vector<int8_t> query_codes, quads;
-  std::vector<int32_t> batch, chosen, scores, passed_ids, passed_scores;
+  std::vector<int32_t> batch, chosen, scores;
+  Passed passed[kMaxGroup];
 
   void begin(int64_t num_rows) {
     const auto size = static_cast<size_t>(num_rows);
@@ -67,9 +76,11 @@ class GraphSearch {
     prefix_len_ = query.prefix_len;
     counts_ = {};
     scratch_.begin(codes_.num_rows);
+    for (int i = 0; i < group_; ++i)
+      scratch_.passed[i].count = 0;  // the search before may have thrown
     encode(query);
     seed(query);
-    const int per_query = group_ == 1 ? 6 : 4;
+    const int per_query = group_ == 1 ? 6 : 2;
     for (;;) {
       // nodes are chosen before the last batch is scored, so that their rows arrive meanwhile
       choose(per_query);
@@ -158,13 +169,14 @@ class GraphSearch {
     }
     for (int i = 0; i < group_; ++i) {
       const int32_t* mine = scores.data() + static_cast<size_t>(i) * padded;
-      double sum = 0, squares = 0;
+      int64_t sum = 0, squares = 0;
       for (int s = 0; s < num_samples; ++s) {
         sum += mine[s];
-        squares += static_cast<double>(mine[s]) * mine[s];
+        squares += int64_t{mine[s]} * mine[s];
       }
-      const double mean = sum / num_samples;
-      const double deviation = std::sqrt(std::max(0.0, squares / num_samples - mean * mean));
+      const double mean = static_cast<double>(sum) / num_samples;
+      const double deviation =
+          std::sqrt(std::max(0.0, static_cast<double>(squares) / num_samples - mean * mean));
       int64_t range = -1;
       if (query.range >= 0)
         range = static_cast<int64_t>(std::min(
@@ -176,7 +188,7 @@ class GraphSearch {
         scratch_.queues[i].raise_best(static_cast<int64_t>(
             std::clamp((query.window_max[i] - query_[i].offset) / query_[i].unit, -1e15, 1e15)));
       scratch_.queues[i].reserve(num_seeds);
-      for (int s = 0; s < num_seeds; ++s) scratch_.queues[i].push(batch[s], mine[s]);
+      scratch_.queues[i].push(batch.data(), mine, num_seeds);
       scratch_.queues[i].raise_floor();
     }
     batch.clear();
@@ -263,10 +275,6 @@ class GraphSearch {
     auto& batch = scratch_.batch;
     if (batch.empty()) return;
     counts_.distances += size_;
-    const size_t room = batch.size() + kRowsAtOnce;
-    scratch_.passed_ids.resize(group_ * room);
-    scratch_.passed_scores.resize(group_ * room);
-    int passed[kMaxGroup] = {};
     for (size_t at = 0; at < batch.size(); at += kRowsAtOnce) {
       const uint8_t* rows[kRowsAtOnce];
       for (int r = 0; r < kRowsAtOnce; ++r) rows[r] = row(batch[at + r]);
@@ -284,21 +292,25 @@ class GraphSearch {
         for (int q = 0; q < in_quad; ++q) {
           const int i = first + q;
           const uint32_t mask = above(scores[q], scratch_.queues[i].bound()) & valid;
-          passed[i] += append(mask, batch.data() + at, scores[q],
-                              scratch_.passed_ids.data() + i * room + passed[i],
-                              scratch_.passed_scores.data() + i * room + passed[i]);
+          Passed& passed = scratch_.passed[i];
+          passed.count += append(mask, batch.data() + at, scores[q], passed.ids + passed.count,
+                                 passed.scores + passed.count);
+          if (passed.count >= Passed::kMany) queue_passed(i);
         }
       }
     }
-    for (int i = 0; i < group_; ++i) {
-      ScoreQueue& queue = scratch_.queues[i];
-      queue.reserve(passed[i]);
-      const int32_t* ids = scratch_.passed_ids.data() + i * room;
-      const int32_t* scores = scratch_.passed_scores.data() + i * room;
-      for (int p = 0; p < passed[i]; ++p) queue.push(ids[p], scores[p]);
-      queue.raise_floor();
-    }
+    for (int i = 0; i < group_; ++i) queue_passed(i);
     batch.clear();
+  }
+
+  // Puts what passed the bound of query i into its queue.
+  void queue_passed(int i) {
+    Passed& passed = scratch_.passed[i];
+    ScoreQueue& queue = scratch_.queues[i];
+    queue.reserve(passed.count);
+    queue.push(passed.ids, passed.scores, passed.count);
+    queue.raise_floor();
+    passed.count = 0;
   }
 
   static constexpr size_t kAhead = 16;  // rows fetched before they are scored

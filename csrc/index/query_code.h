@@ -21,36 +21,58 @@ struct QueryCode {
   double float_error;    // how far that can be from the true score
 };
 
+constexpr int kSumLanes = 8;  // sums of their own, so that one need not wait for the other
+
+struct LaneSum {
+  double of[kSumLanes] = {};
+  double total() const {
+    double sum = 0;
+    for (const double each : of) sum += each;
+    return sum;
+  }
+};
+
+// Calls `body` with the number of an element and that of its lane.
+template <class Body>
+RELAY_INLINE void for_each_lane(int size, Body&& body) {
+  int i = 0;
+  for (; i + kSumLanes <= size; i += kSumLanes)
+    for (int lane = 0; lane < kSumLanes; ++lane) body(i + lane, lane);
+  for (int lane = 0; i + lane < size; ++lane) body(i + lane, lane);
+}
+
 // Writes `codes.stride` signed bytes.
 inline QueryCode encode_query(const float* query, const Codes& codes, int8_t* out) {
-  double largest = 0, mean_dot = 0;
-  for (int i = 0; i < codes.size; ++i) {
+  LaneSum largest_of, mean_dots;
+  for_each_lane(codes.size, [&](int i, int lane) {
     const double q = query[i];
-    largest = std::max(largest, std::fabs(q * codes.scale[i]));
-    mean_dot += q * codes.mean[i];
-  }
+    largest_of.of[lane] = std::max(largest_of.of[lane], std::fabs(q * codes.scale[i]));
+    mean_dots.of[lane] += q * codes.mean[i];
+  });
+  const double largest = *std::max_element(std::begin(largest_of.of), std::end(largest_of.of));
   const double unit = largest > 0 ? largest / 127 : 1, inverse = 1 / unit;
-  int32_t sum = 0;
-  double squares = 0, total = 0, residuals = 0, magnitude = 0;
-  for (int i = 0; i < codes.size; ++i) {
+  LaneSum sums, all_squares, totals, all_residuals, magnitudes;
+  for_each_lane(codes.size, [&](int i, int lane) {
     const double q = query[i], scaled = q * codes.scale[i];
-    const int code = static_cast<int>(std::rint(scaled * inverse));
+    const double code = std::rint(scaled * inverse);
     out[i] = static_cast<int8_t>(code);
-    sum += code;
-    squares += scaled * scaled;
-    total += std::fabs(scaled);
+    sums.of[lane] += code;
+    all_squares.of[lane] += scaled * scaled;
+    totals.of[lane] += std::fabs(scaled);
     const double residual = scaled - unit * code;
-    residuals += residual * residual;
-    magnitude += std::fabs(q) * (std::fabs(double{codes.mean[i]}) + 128.0 * codes.scale[i]);
-  }
+    all_residuals.of[lane] += residual * residual;
+    magnitudes.of[lane] +=
+        std::fabs(q) * (std::fabs(double{codes.mean[i]}) + 128.0 * codes.scale[i]);
+  });
+  const double squares = all_squares.total(), residuals = all_residuals.total();
   for (int i = codes.size; i < codes.stride; ++i) out[i] = 0;
   QueryCode form;
   form.unit = unit;
-  form.offset = mean_dot - unit * 128 * sum;
+  form.offset = mean_dots.total() - unit * 128 * sums.total();
   constexpr double kTypicalCode = 30, kFloatRounding = 4e-6, kSmallestFloat = 0x1p-149;
   form.error = std::sqrt(squares / 12.f + residuals * kTypicalCode * kTypicalCode);
-  form.float_error = kFloatRounding * magnitude;
-  form.largest_error = std::min(total / 2, std::sqrt(squares) * codes.longest_error) +
+  form.float_error = kFloatRounding * magnitudes.total();
+  form.largest_error = std::min(totals.total() / 2, std::sqrt(squares) * codes.longest_error) +
                        std::sqrt(residuals) * codes.longest + form.float_error +
                        (largest > 0 ? kSmallestFloat * codes.size : 0);
   return form;

@@ -24,6 +24,8 @@ inline void score_exactly(const float* query, const Rows& keys, std::span<const 
   with_elements(keys, [&](const auto* rows) {
     const auto row = [&](int32_t id) { return rows + static_cast<int64_t>(id) * keys.size; };
     constexpr size_t ahead = 8;
+    const size_t before = found.size();
+    found.resize(before + ids.size());
     for (size_t i = 0; i < std::min(ahead, ids.size()); ++i)
       prefetch_elements(row(ids[i]), keys.size);
     for (size_t i = 0; i < ids.size(); ++i) {
@@ -31,7 +33,7 @@ inline void score_exactly(const float* query, const Rows& keys, std::span<const 
       verify_row(keys.guard, ids[i]);
       float score = dot_row(query, row(ids[i]), keys.size);
       if (!std::isfinite(score)) score = dot_row_widely(query, row(ids[i]), keys.size);
-      found.push_back({ids[i], score});
+      found[before + i] = {ids[i], score};
     }
   });
 }

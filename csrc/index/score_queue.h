@@ -2,10 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
 #include <climits>
 #include <cstdint>
-#include <cstring>
 #include <span>
 #include <vector>
 
@@ -35,8 +33,8 @@ class ScoreQueue {
     best_ = kNone;
     bound_ = INT_MIN;
     last_floor_ = range < 0 ? kBuckets - 1 : 0;
-    std::memset(count_, 0, sizeof count_);
-    std::memset(waiting_, 0, sizeof waiting_);
+    std::fill(std::begin(buckets_), std::end(buckets_), Bucket{});
+    top_ = 0;
     size_ = 0;
   }
 
@@ -58,67 +56,77 @@ class ScoreQueue {
   }
 
   // There must be room. The floor stays where it is until `raise_floor`.
-  void push(int32_t id, int32_t score) {
-    const int b = bucket(score);
-    const uint64_t bit = uint64_t{1} << (b % 64);
-    uint64_t& word = waiting_[b / 64];
-    entries_[size_] = {id, score, word & bit ? head_[b] : -1};
-    head_[b] = size_++;
-    word |= bit;
-    if (id < begin_) return;
-    ++count_[b];
-    kept_.above += b >= kept_.floor;
-    popped_.above += b >= popped_.floor;
-    best_ = std::max<int64_t>(best_, score);
+  void push(const int32_t* ids, const int32_t* scores, int32_t count) {
+    const int32_t kept_floor = kept_.floor, popped_floor = popped_.floor;
+    int32_t kept = 0, popped = 0, best = INT_MIN, top = top_;
+    Entry* const out = entries_.data() + size_;
+    for (int32_t i = 0; i < count; ++i) {
+      const int32_t score = scores[i], b = bucket(score);
+      Bucket& in = buckets_[b];
+      out[i] = {ids[i], score, in.last};
+      in.last = size_ + i;
+      top = std::max(top, b);
+      const int32_t counts = ids[i] >= begin_;
+      in.count += counts;
+      kept += counts & (b >= kept_floor);
+      popped += counts & (b >= popped_floor);
+      best = std::max(best, counts ? score : INT_MIN);
+    }
+    size_ += count;
+    top_ = top;
+    kept_.above += kept;
+    popped_.above += popped;
+    if (best > INT_MIN) best_ = std::max<int64_t>(best_, best);
   }
 
   void raise_floor() {
-    if (range_ >= 0) last_floor_ = bucket(below_range() + 1);
+    if (range_ >= 0)
+      last_floor_ =
+          bucket(static_cast<int32_t>(std::clamp<int64_t>(below_range() + 1, low_, INT_MAX)));
     if (kept_.above >= kept_.wanted) raise(popped_);
     if (raise(kept_)) bound_ = low_ + (kept_.floor << shift_) - 1;
   }
 
   // The id of one of the best nodes not yet popped; -1: none above the floor.
   int32_t pop() {
-    for (int word = kBuckets / 64 - 1; word >= popped_.floor / 64; --word) {
-      if (!waiting_[word]) continue;
-      const int b = 64 * word + 63 - std::countl_zero(waiting_[word]);
-      if (b < popped_.floor) return -1;
-      const Entry& entry = entries_[head_[b]];
-      head_[b] = entry.next;
-      if (entry.next < 0) waiting_[word] &= ~(uint64_t{1} << (b % 64));
-      return entry.id;
-    }
-    return -1;
+    while (buckets_[top_].last < 0 && top_ > popped_.floor) --top_;
+    int32_t& last = buckets_[top_].last;
+    if (last < 0 || top_ < popped_.floor) return -1;
+    const Entry& entry = entries_[last];
+    last = entry.next;
+    return entry.id;
   }
 
  private:
   static constexpr int kBuckets = 1024;
   static constexpr int64_t kNone = INT64_MIN / 2;
 
+  struct Bucket {
+    int32_t last = -1;  // of the entries that wait
+    int32_t count = 0;  // of all that ever came, and count
+  };
   struct Best {
     int32_t wanted = 0, floor = 0, above = 0;
   };
 
   bool raise(Best& best) {
     const int32_t before = best.floor;
-    while (best.floor < last_floor_ && best.above - count_[best.floor] >= best.wanted)
-      best.above -= count_[best.floor++];
+    while (best.floor < last_floor_ && best.above - buckets_[best.floor].count >= best.wanted)
+      best.above -= buckets_[best.floor++].count;
     return best.floor > before;
   }
 
-  int bucket(int64_t score) const {
-    return static_cast<int>(
-        std::min<int64_t>(std::max<int64_t>(score - low_, 0) >> shift_, kBuckets - 1));
+  int32_t bucket(int32_t score) const {
+    return std::min(static_cast<int32_t>(std::max<int64_t>(int64_t{score} - low_, 0) >> shift_),
+                    kBuckets - 1);
   }
 
   int32_t low_ = 0, begin_ = 0, bound_ = INT_MIN;
   int64_t range_ = -1, best_ = kNone;
   int shift_ = 0, last_floor_ = 0;
+  int32_t top_ = 0;  // no entry waits in a bucket above
   Best kept_, popped_;
-  int32_t head_[kBuckets];
-  int32_t count_[kBuckets];
-  uint64_t waiting_[kBuckets / 64];
+  Bucket buckets_[kBuckets];
   int32_t size_ = 0;
   std::vector<Entry> entries_;
 };
