@@ -81,35 +81,24 @@ void search_blocks(const Codes& codes, const TokenBlocks& blocks, const Rows& ke
   search_token_blocks(codes, blocks, keys, request, scratch, outcome);
 }
 
-struct RescoreScratch {
-  std::vector<Candidate> promising;
-  std::vector<int32_t> ids;
-};
-
 // The exact scores of what the codes promise, and the best of them.
 template <class Search>
 void rescore(const Search& search, int i, const Rows& keys, const SearchRequest& request,
-             RescoreScratch& scratch, SearchOutcome& outcome, std::vector<Found>& found) {
+             std::vector<int32_t>& ids, SearchOutcome& outcome, std::vector<Found>& found) {
   const ScoreQueue& queue = search.queue(i);
   const auto entries = queue.entries();
-  const int64_t least = std::max<int64_t>(queue.bound(), queue.below_range());
-  auto& [promising, ids] = scratch;
-  promising.resize(entries.size());
+  int64_t least = std::max<int64_t>(queue.bound(), queue.below_range());
+  if (request.k)
+    least = std::max<int64_t>(least,
+                              queue.bound_of_best(static_cast<int32_t>(num_rescored(request.k))));
+  ids.resize(entries.size());
   size_t count = 0;
   for (const auto& entry : entries) {
-    promising[count] = {entry.id, entry.score};
+    ids[count] = entry.id;
     count += (entry.score > least) & (entry.id >= request.begin);
   }
-  promising.resize(count);
-  // a few too many are scored faster than they are told apart
-  if (request.k && count > num_rescored(request.k) + num_rescored(request.k) / 8) {
-    const auto last = promising.begin() + num_rescored(request.k);
-    std::nth_element(promising.begin(), last, promising.end(), better_candidate);
-    promising.erase(last, promising.end());
-  }
-  outcome.rescored += promising.size();
-  ids.clear();
-  for (const Candidate& c : promising) ids.push_back(c.position);
+  ids.resize(count);
+  outcome.rescored += static_cast<int64_t>(count);
   if (request.num_always) {
     for (int32_t a = 0; a < request.num_always; ++a)
       if (counts(request, request.always[a])) ids.push_back(request.always[a]);
@@ -124,7 +113,7 @@ void rescore(const Search& search, int i, const Rows& keys, const SearchRequest&
 void search_graph(const Codes& codes, const Rows& keys, const Graph& graph,
                   const SearchRequest& request, SearchOutcome& outcome) {
   static thread_local SearchScratch scratch;
-  static thread_local RescoreScratch rescore_scratch;
+  static thread_local std::vector<int32_t> ids;
   outcome.found.assign(request.num_queries, {});
   if (request.prefix_len <= 0) return;
   with_chunks(codes, [&](auto chunks) {
@@ -149,7 +138,7 @@ void search_graph(const Codes& codes, const Rows& keys, const Graph& graph,
       part.queries = query.queries;
       part.window_max = query.window_max;
       for (int i = 0; i < query.num_queries; ++i)
-        rescore(search, i, keys, part, rescore_scratch, outcome, outcome.found[first + i]);
+        rescore(search, i, keys, part, ids, outcome, outcome.found[first + i]);
     }
   });
 }

@@ -16,19 +16,20 @@ namespace {
 
 constexpr int kMaxGroup = 16;
 constexpr int kSamples = 128;  // keys whose scores tell where those of all keys lie
-// Every search looks at the first and the last keys of the prefix: heads with a sink want the ones,
-// a token that follows its prefix wants the others, which no training query stood next to.
+// Searches look at the first and the last keys of the prefix, unless a window of the caller has the
+// first: heads with a sink want these, a token that follows its prefix wants the last ones, which
+// no training query stood next to.
 constexpr int kFirstKeys = 4, kLastKeys = 16;
 
 struct SearchCounts {
   int64_t distances = 0, hops = 0;
 };
 
-// Neighbours that passed the bound of a query. The bound may have risen before they are looked at,
-// so they never become many.
+// Neighbours that passed the bound of a query. They are queued before they are many, so that the
+// bound rises within a batch.
 struct Passed {
   static constexpr int kMany = 64;
-  int32_t ids[kMany + 2 * kRowsAtOnce], scores[kMany + 2 * kRowsAtOnce];
+  int32_t ids[kMany + kRowsAtOnce], scores[kMany + kRowsAtOnce];
   int count = 0;
 };
 
@@ -38,7 +39,8 @@ struct SearchScratch {
   uint8_t mark = 0;
   std::unique_ptr<ScoreQueue[]> queues{new ScoreQueue[kMaxGroup]};
   std::vector<int8_t> query_codes, quads;
-  std::vector<int32_t> batch, chosen, scores;
+  std::vector<int32_t> chosen, scores;
+  std::vector<int32_t> batch;  // never shrinks: GraphSearch knows how many count
   Passed passed[kMaxGroup];
 
   void begin(int64_t num_rows) {
@@ -80,7 +82,7 @@ class GraphSearch {
       scratch_.passed[i].count = 0;  // the search before may have thrown
     encode(query);
     seed(query);
-    const int per_query = group_ == 1 ? 6 : 2;
+    const int per_query = group_ == 1 ? 8 : 2;
     for (;;) {
       // nodes are chosen before the last batch is scored, so that their rows arrive meanwhile
       choose(per_query);
@@ -136,23 +138,22 @@ class GraphSearch {
 
   // Scores the entries, the ends and keys from all over the context; lays the queues out by them.
   void seed(const GraphQuery& query) {
-    auto& batch = scratch_.batch;
-    batch.clear();
+    make_room(kSamples + query.num_entries + kFirstKeys + kLastKeys);
     const int64_t n = prefix_len_;
     for (int64_t i = 0; i < kSamples; ++i) {
       const auto id =
           static_cast<int32_t>((i * n + (i * 40503 % kSamples) * n / kSamples) / kSamples);
-      if (id < n && mark_seen(id)) batch.push_back(id);
+      if (id < n) add_unseen(id);
     }
-    const auto num_samples = static_cast<int>(batch.size());
+    const auto num_samples = static_cast<int>(size_);
     const auto add = [&](int64_t id) {
-      if (id >= 0 && id < n && mark_seen(static_cast<int32_t>(id)))
-        batch.push_back(static_cast<int32_t>(id));
+      if (id >= 0 && id < n) add_unseen(static_cast<int32_t>(id));
     };
     for (int i = 0; i < query.num_entries; ++i) add(query.entries[i]);
-    for (int i = 0; i < kFirstKeys; ++i) add(i);
+    for (int i = 0; i < kFirstKeys && query.begin == 0; ++i) add(i);
     for (int i = 1; i <= kLastKeys; ++i) add(n - i);
-    const auto num_seeds = static_cast<int>(batch.size());
+    const auto num_seeds = static_cast<int>(size_);
+    const std::vector<int32_t>& batch = scratch_.batch;
     counts_.distances += num_seeds;
     const int padded = (num_seeds + kRowsAtOnce - 1) / kRowsAtOnce * kRowsAtOnce;
     auto& scores = scratch_.scores;
@@ -191,7 +192,7 @@ class GraphSearch {
       scratch_.queues[i].push(batch.data(), mine, num_seeds);
       scratch_.queues[i].raise_floor();
     }
-    batch.clear();
+    size_ = 0;
   }
 
   void choose(int per_query) {
@@ -213,18 +214,17 @@ class GraphSearch {
   }
 
   void collect() {
-    auto& batch = scratch_.batch;
-    batch.clear();
+    make_room(scratch_.chosen.size() * (graph_.stride - 1));
+    int32_t* const batch = scratch_.batch.data();
     counts_.hops += scratch_.chosen.size();
     const bool filtered = prefix_len_ < codes_.num_rows;
     for (const int32_t node : scratch_.chosen) {
       const int32_t* list = verified_neighbours(node);
-      const size_t begin = batch.size();
-      batch.resize(begin + list[0]);
-      int32_t* out = batch.data() + begin;
-      const uint8_t mark = scratch_.mark;
-      uint8_t* const seen = scratch_.seen.data();
       if (!filtered) {
+        const size_t begin = size_;
+        int32_t* out = batch + begin;
+        const uint8_t mark = scratch_.mark;
+        uint8_t* const seen = scratch_.seen.data();
         for (int i = 1; i <= list[0]; ++i) {
           const int32_t id = list[i];
           const uint8_t before = seen[id];
@@ -232,10 +232,9 @@ class GraphSearch {
           out += before != mark;
           seen[id] = mark;
         }
-        batch.resize(out - batch.data());
-        for (size_t i = begin; i < batch.size(); ++i) prefetch_row_far(row(batch[i]), Chunks);
+        size_ = out - batch;
+        for (size_t i = begin; i < size_; ++i) prefetch_row_far(row(batch[i]), Chunks);
       } else {
-        batch.resize(begin);
         collect_filtered(list);
       }
     }
@@ -246,36 +245,40 @@ class GraphSearch {
 
   // Neighbours outside the prefix are not scored; their own neighbours stand in for them.
   void collect_filtered(const int32_t* list) {
-    auto& batch = scratch_.batch;
     int missing = 0;
     for (int i = 1; i <= list[0]; ++i) {
       if (list[i] >= prefix_len_)
         ++missing;
-      else if (mark_seen(list[i]))
-        batch.push_back(list[i]);
+      else
+        add_unseen(list[i]);
     }
     for (int i = 1; i <= list[0] && missing > 0; ++i) {
       if (list[i] < prefix_len_ || !mark_seen(list[i])) continue;
       const int32_t* second = verified_neighbours(list[i]);
       for (int j = 1; j <= second[0] && missing > 0; ++j)
-        if (second[j] < prefix_len_ && mark_seen(second[j])) {
-          batch.push_back(second[j]);
-          --missing;
-        }
+        if (second[j] < prefix_len_ && add_unseen(second[j])) --missing;
     }
   }
 
+  void make_room(size_t ids) {
+    if (scratch_.batch.size() < ids + kRowsAtOnce) scratch_.batch.resize(ids + kRowsAtOnce);
+  }
+
+  bool add_unseen(int32_t id) {
+    const bool fresh = mark_seen(id);
+    if (fresh) scratch_.batch[size_++] = id;
+    return fresh;
+  }
+
+  // Repeats the last id up to a whole number of rows that are scored at once.
   void pad_batch() {
-    auto& batch = scratch_.batch;
-    size_ = batch.size();
-    while (batch.size() % kRowsAtOnce) batch.push_back(batch.back());
+    for (size_t i = size_; i % kRowsAtOnce; ++i) scratch_.batch[i] = scratch_.batch[size_ - 1];
   }
 
   void score_batch() {
-    auto& batch = scratch_.batch;
-    if (batch.empty()) return;
+    const int32_t* const batch = scratch_.batch.data();
     counts_.distances += size_;
-    for (size_t at = 0; at < batch.size(); at += kRowsAtOnce) {
+    for (size_t at = 0; at < size_; at += kRowsAtOnce) {
       const uint8_t* rows[kRowsAtOnce];
       for (int r = 0; r < kRowsAtOnce; ++r) rows[r] = row(batch[at + r]);
       verify_batch(at, at + kRowsAtOnce);
@@ -293,14 +296,15 @@ class GraphSearch {
           const int i = first + q;
           const uint32_t mask = above(scores[q], scratch_.queues[i].bound()) & valid;
           Passed& passed = scratch_.passed[i];
-          passed.count += append(mask, batch.data() + at, scores[q], passed.ids + passed.count,
+          passed.count += append(mask, batch + at, scores[q], passed.ids + passed.count,
                                  passed.scores + passed.count);
           if (passed.count >= Passed::kMany) queue_passed(i);
         }
       }
     }
-    for (int i = 0; i < group_; ++i) queue_passed(i);
-    batch.clear();
+    if (size_)
+      for (int i = 0; i < group_; ++i) queue_passed(i);
+    size_ = 0;
   }
 
   // Puts what passed the bound of query i into its queue.
@@ -313,7 +317,7 @@ class GraphSearch {
     passed.count = 0;
   }
 
-  static constexpr size_t kAhead = 16;  // rows fetched before they are scored
+  static constexpr size_t kAhead = 32;  // rows fetched before they are scored
 
   const Codes& codes_;
   const Graph& graph_;
@@ -321,7 +325,7 @@ class GraphSearch {
   QueryCode query_[kMaxGroup];
   SearchCounts counts_;
   int32_t group_ = 1, prefix_len_ = 0;
-  size_t size_ = 0;  // of the batch, without padding
+  size_t size_ = 0;  // ids in the batch, without those that pad it
 };
 
 }  // namespace

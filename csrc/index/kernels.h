@@ -71,7 +71,8 @@ struct TokenBlocks {
   int32_t block_tokens;     // a multiple of kBlockKeys
 };
 
-// How many candidates by code are scored exactly for the k best.
+// How many candidates by code are scored exactly for the k best; a graph scores all of a bucket.
+// more.
 inline size_t num_rescored(int32_t k) { return static_cast<size_t>(k) + (k / 8 > 12 ? k / 8 : 12); }
 
 struct IndexKernels {

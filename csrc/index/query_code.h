@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "../attention/vec16.h"
 #include "views.h"
 
 namespace relay::index {

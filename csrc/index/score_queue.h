@@ -42,6 +42,12 @@ class ScoreQueue {
   int32_t bound() const { return bound_; }
   // Scores at or below this are out of range.
   int64_t below_range() const { return range_ < 0 || best_ == kNone ? kNone : best_ - range_ - 1; }
+  // A score with at least `wanted` of those that count above it, or none where there are fewer.
+  int32_t bound_of_best(int32_t wanted) const {
+    int32_t b = kBuckets - 1;
+    for (int32_t above = buckets_[b].count; above < wanted && b > 0;) above += buckets_[--b].count;
+    return b > 0 ? low_ + (b << shift_) - 1 : INT_MIN;
+  }
   std::span<const Entry> entries() const { return {entries_.data(), static_cast<size_t>(size_)}; }
 
   // Makes room for `more` entries.
@@ -81,8 +87,8 @@ class ScoreQueue {
 
   void raise_floor() {
     if (range_ >= 0)
-      last_floor_ =
-          bucket(static_cast<int32_t>(std::clamp<int64_t>(below_range() + 1, low_, INT_MAX)));
+      last_floor_ = bucket(static_cast<int32_t>(
+          std::clamp<int64_t>(below_range() + 1, low_, low_ + (int64_t{kBuckets} << shift_))));
     if (kept_.above >= kept_.wanted) raise(popped_);
     if (raise(kept_)) bound_ = low_ + (kept_.floor << shift_) - 1;
   }

@@ -34,6 +34,12 @@ def test_each_answer_errs_as_it_does_alone(deviation: float) -> None:
             error == pytest.approx(expected, rel=1e-3, abs=1e-6) or expected <= error < SMALL_ERROR
         )
     assert found[0] == found[6]
+    is_part = ends <= 1500
+    of_part = AnswerErrors(values).of_query(
+        order[:1500], weights[:1500], ends[is_part], masses[is_part], whole.astype(np.float32)
+    )
+    np.testing.assert_allclose(of_part, found[is_part], rtol=1e-4)
+    assert of_part[-1] > 0
 
 
 def test_an_answer_of_all_keys_is_exact() -> None:

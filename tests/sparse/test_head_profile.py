@@ -22,6 +22,7 @@ from vllm_relay.sparse import (
     TopK,
     index_measure,
 )
+from vllm_relay.sparse.answer_errors import SMALL_ERROR
 from vllm_relay.sparse.elements import from_float32
 from vllm_relay.sparse.error_bound import error_p99_upper
 from vllm_relay.sparse.head_profile import HeadProfile, profile_head
@@ -56,7 +57,7 @@ def _plain(
     return len(chosen), weights[chosen].sum() / weights.sum(), float(error)
 
 
-@pytest.mark.parametrize("deviation", [1.5, 0.02], ids=["few tokens", "most tokens"])
+@pytest.mark.parametrize("deviation", [5.0, 1.5, 0.02], ids=["few", "some", "most tokens"])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_answers_are_those_of_plain_float64(deviation: float, scale: float | None) -> None:
     keys, values, queries = _states(deviation=deviation)
@@ -72,10 +73,14 @@ def test_answers_are_those_of_plain_float64(deviation: float, scale: float | Non
         assert answer.mass_mean == pytest.approx(plain[:, 1].mean(), abs=1e-5)
         assert answer.mass_p1 == pytest.approx(np.quantile(plain[:, 1], 0.01), abs=1e-5)
         if answer.mass_mean > 0.81 and answer.error_max != 1:
-            assert answer.error_p99 == pytest.approx(np.quantile(plain[:, 2], 0.99), rel=2e-3)
-            assert answer.error_max == pytest.approx(plain[:, 2].max(), rel=2e-3)
-            upper = error_p99_upper(plain[:, 2])
-            assert answer.error_p99_upper == pytest.approx(upper, rel=2e-3)
+            # an answer that holds one that errs little is said to err as much
+            errors = plain[:, 2]
+            for said, exact in (
+                (answer.error_p99, np.quantile(errors, 0.99)),
+                (answer.error_max, errors.max()),
+                (answer.error_p99_upper, error_p99_upper(errors)),
+            ):
+                assert said == pytest.approx(exact, rel=2e-3) or exact <= said <= 4 * SMALL_ERROR
     assert (found.prefix_len, found.group_size, found.num_queries) == (KEYS, GROUP, 30)
 
 

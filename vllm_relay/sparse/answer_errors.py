@@ -39,7 +39,7 @@ class AnswerErrors:
             weights: float32; theirs, before they are normalised.
             ends: [answers], from 1 to the length of `order`, in any order.
             masses: [answers], the part of the weight of all keys that each holds.
-            whole: [value_size], the sum of all values by these weights.
+            whole: [value_size], the sum of all values, each by the weight of its key.
         """
         rising, firsts, places = np.unique(ends, return_index=True, return_inverse=True)
         shares = masses[firsts]

@@ -291,7 +291,7 @@ def query_from_json(content: dict[str, Any]) -> QueryType:
     return TopK(**content) if "k" in content else Dipr(**content)
 
 
-class _Largest(NamedTuple):
+class _Ranked(NamedTuple):
     """Of one query: the keys that answers hold, int64 by falling weight, and their weights; where
     each answer ends and which part of the weight of all keys it holds; tokens for `MASSES`."""
 
@@ -308,7 +308,8 @@ class _Measured:
     def __init__(self, query_types: Sequence[QueryType], least_weights: Sequence[float]) -> None:
         self._types = list(query_types)
         self._ks = np.array([query.k if isinstance(query, TopK) else 0 for query in query_types])
-        self._least_weights = np.array(least_weights, np.float32)
+        tiny = np.finfo(np.float32).tiny  # weights below are no different from 0
+        self._least_weights = np.maximum(np.array(least_weights, np.float32), tiny)
         ranges = self._least_weights[self._ks == 0]
         self._least_weight = ranges.min() if len(ranges) else np.float32(np.inf)
         self._most_tokens = int(self._ks.max(initial=1))
@@ -321,10 +322,10 @@ class _Measured:
 
     def add(self, weights: np.ndarray, values: np.ndarray | None) -> None:
         """Args: weights: [q, n], 1 for the best key of each query."""
-        queries = [self._largest(row) for row in weights]
-        self._for_mass.append(np.stack([query.tokens_for_mass for query in queries]))
-        counts = np.stack([query.ends for query in queries])
-        masses = np.stack([query.masses for query in queries])
+        rankings = [self._rank(row) for row in weights]
+        self._for_mass.append(np.stack([each.tokens_for_mass for each in rankings]))
+        counts = np.stack([each.ends for each in rankings])
+        masses = np.stack([each.masses for each in rankings])
         self._counts.append(counts)
         self._masses.append(masses)
         if values is None:
@@ -333,17 +334,17 @@ class _Measured:
         looked_at = np.flatnonzero(masses.mean(axis=0) >= _LEAST_MASS)
         if len(looked_at):
             wholes, of_answers = weights @ values, AnswerErrors(values)
-            for i, query in enumerate(queries):
+            for i, ranked in enumerate(rankings):
                 errors[i, looked_at] = of_answers.of_query(
-                    query.order,
-                    query.weights,
-                    query.ends[looked_at],
-                    query.masses[looked_at],
+                    ranked.order,
+                    ranked.weights,
+                    ranked.ends[looked_at],
+                    ranked.masses[looked_at],
                     wholes[i],
                 )
         self._errors.append(errors)
 
-    def _largest(self, weights: np.ndarray) -> _Largest:
+    def _rank(self, weights: np.ndarray) -> _Ranked:
         """Args: weights: [n], of one query."""
         total = weights.sum(dtype=np.float64)
         chosen = np.flatnonzero(weights >= self._least_weight)
@@ -355,10 +356,12 @@ class _Measured:
         order = chosen[np.argsort(weights[chosen])[::-1]]
         falling = weights[order]
         sums = np.cumsum(falling, dtype=np.float64)
+        if len(order) == len(weights):
+            total = sums[-1]  # an answer of all keys holds all
         in_range = len(order) - np.searchsorted(falling[::-1], self._least_weights)
         ends = np.where(self._ks > 0, np.minimum(self._ks, len(order)), in_range)
         for_mass = np.searchsorted(sums, np.multiply(MASSES, total)) + 1
-        return _Largest(
+        return _Ranked(
             order,
             falling,
             ends,

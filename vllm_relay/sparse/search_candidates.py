@@ -19,6 +19,7 @@ HUB_HEAVY = 0.3
 _RESCORED_PER_FOUND, _RESCORED_PER_QUERY = 3.0, 20.0
 _NEW_KEYS_PER_HOP, _NEW_KEYS_PER_HUB_HOP = 15.0, 7.0
 _SEEDS = 148
+"""As many keys as every search of a graph begins with (csrc/index/graph_search.h)."""
 _GRAPH_WIDTH_PER_TOKEN, _LEAST_GRAPH_WIDTH = 1.5, 60
 _LISTS_SHARE, _LISTS_PER_TOKEN = 0.1, 0.15
 _SHARED_BY_GROUP = 0.15
