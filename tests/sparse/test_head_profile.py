@@ -125,6 +125,9 @@ def test_profiles_do_not_depend_on_how_queries_are_cut() -> None:
         ({"queries": np.zeros((0, SIZE), np.float32)}, "at least one"),
         ({"values": np.zeros((3, SIZE), np.float32)}, "values: shape .3, 32., expected .700"),
         ({"queries": np.full((1, SIZE), np.nan, np.float32)}, "queries: NaN or infinity"),
+        ({"scale": 0}, "scale is 0, expected a positive number"),
+        ({"scale": np.nan}, "scale is nan, expected"),
+        ({"query_types": ()}, "query_types: there are none, expected at least one"),
     ],
 )
 def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:

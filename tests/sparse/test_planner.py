@@ -178,6 +178,14 @@ def test_what_is_refused(planner: Any, arguments: dict[str, Any], message: str) 
 def test_a_kind_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="kinds: hnsw, expected full, flat, coarse, graph"):
         planned(head(LONG), kinds=("flat", "hnsw"))
+    for none in ("flat", ()):
+        with pytest.raises(ValueError, match="^kinds is .*, expected a list of full, flat"):
+            planned(head(LONG), kinds=none)
+
+
+def test_a_plan_needs_a_profile() -> None:
+    with pytest.raises(ValueError, match="head_profile is None, expected what profile_head"):
+        plan(LONG, None, None, costs=COSTS)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["max_error", "min_mass"])

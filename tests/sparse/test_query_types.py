@@ -32,12 +32,17 @@ def test_counts_are_whole_positive_numbers(value: Any) -> None:
         ({"alpha": 0.0}, "alpha is 0.0"),
         ({"alpha": 1.0001}, "alpha is 1.0001"),
         ({"alpha": math.nan}, "alpha is nan"),
+        ({"alpha": "0.5"}, "alpha is '0.5', expected a number"),
+        ({"alpha": True}, "alpha is True"),
+        ({"beta": [1.0]}, "beta is .1.0., expected a number"),
+        ({"alpha": 0.5, "max_dropped_mass": "all"}, "max_dropped_mass is 'all'"),
+        ({"alpha": 0.5, "scale": "1"}, "scale is '1'"),
         ({"alpha": 0.5, "scale": 0.0}, "scale is 0.0"),
         ({"alpha": 0.5, "scale": -1.0}, "scale is -1.0"),
         ({"alpha": 0.5, "scale": math.inf}, "scale is inf"),
     ],
 )
-def test_numbers_out_of_range_are_refused(arguments: dict[str, float], message: str) -> None:
+def test_numbers_out_of_range_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Dipr(**arguments)
 

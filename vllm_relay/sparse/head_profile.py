@@ -14,7 +14,7 @@ import numpy as np
 from vllm_relay.sparse.answer_errors import AnswerErrors
 from vllm_relay.sparse.elements import Elements, as_elements
 from vllm_relay.sparse.error_bound import error_p99, error_p99_upper
-from vllm_relay.sparse.query_types import Dipr, QueryType, TopK
+from vllm_relay.sparse.query_types import Dipr, QueryType, TopK, check_scale
 
 MASSES = (0.9, 0.98, 0.99)
 ALPHAS = tuple(float(f"{10 ** (-power / 8):.2g}") for power in range(8, 49))
@@ -241,6 +241,9 @@ def profile_head(
         len(value_elements.shape) != 2 or value_elements.shape[0] != n
     ):
         raise ValueError(f"values: shape {list(value_elements.shape)}, expected [{n}, value_size]")
+    check_scale(scale)
+    if not query_types:
+        raise ValueError("query_types: there are none, expected at least one TopK or Dipr")
     scale = 1 / math.sqrt(d) if scale is None else scale
     measured = _Measured(query_types, [_least_weight(q, d, scale) for q in query_types])
     flat_rows = rows.reshape(-1, d)

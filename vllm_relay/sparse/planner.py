@@ -144,6 +144,10 @@ def plan(
     Source: AlayaDB (2504.10326), section 6.2, which leaves choosing by cost open.
     """
     prefix_len = _check(context_len, prefix_len, memory_budget, slo_ms)
+    if not isinstance(head_profile, HeadProfile):
+        raise ValueError(f"head_profile is {head_profile!r}, expected what profile_head returns")
+    if isinstance(kinds, str) or not kinds:
+        raise ValueError(f"kinds is {kinds!r}, expected a list of {', '.join(KINDS)}")
     if unknown := set(kinds) - set(KINDS):
         raise ValueError(f"kinds: {', '.join(sorted(unknown))}, expected {', '.join(KINDS)}")
     if max_error is None and min_mass is None:

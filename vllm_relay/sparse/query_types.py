@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 MAX_COUNT = 2**31 - 1
 
@@ -48,6 +49,9 @@ class Dipr:
     of interest relative to the largest one, and beta = -ln(alpha) / scale, where `scale` is the
     factor of the scores in the softmax (1 / sqrt(head_size) if not said).
 
+    Exact on a flat index. Other indexes tell by their codes what is in range, with a margin of two
+    standard deviations, and may miss a key at the edge of the range at any width.
+
     Attributes:
         width: as for `TopK`; for a graph it is the beam floor l0: that many nodes are kept even if
             they are out of range.
@@ -70,10 +74,10 @@ class Dipr:
             raise ValueError(
                 f"Dipr: given beta={self.beta} and alpha={self.alpha}, expected one of them"
             )
-        if self.beta is not None and not (self.beta >= 0 and math.isfinite(self.beta)):
-            raise ValueError(f"Dipr: beta is {self.beta}, expected a number >= 0")
-        if self.alpha is not None and not 0 < self.alpha <= 1:
-            raise ValueError(f"Dipr: alpha is {self.alpha}, expected a number in (0, 1]")
+        if self.beta is not None and not (_is_number(self.beta) and self.beta >= 0):
+            raise ValueError(f"Dipr: beta is {self.beta!r}, expected a number >= 0")
+        if self.alpha is not None and not (_is_number(self.alpha) and 0 < self.alpha <= 1):
+            raise ValueError(f"Dipr: alpha is {self.alpha!r}, expected a number in (0, 1]")
         if self.width is not None:
             _check_count("width", self.width)
         _check_mass(self.max_dropped_mass, self.scale)
@@ -93,11 +97,25 @@ def softmax_scale(query: QueryType, head_size: int) -> float:
     return 1 / math.sqrt(head_size) if query.scale is None else query.scale
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_scale(scale: float | None) -> None:
+    """
+    Raises:
+        ValueError: given, and no positive number.
+    """
+    if scale is not None and not (_is_number(scale) and scale > 0):
+        raise ValueError(f"scale is {scale!r}, expected a positive number")
+
+
 def _check_mass(max_dropped_mass: float | None, scale: float | None) -> None:
-    if max_dropped_mass is not None and not 0 <= max_dropped_mass <= 1:
-        raise ValueError(f"max_dropped_mass is {max_dropped_mass}, expected a number in [0, 1]")
-    if scale is not None and not (scale > 0 and math.isfinite(scale)):
-        raise ValueError(f"scale is {scale}, expected a positive number")
+    if max_dropped_mass is not None and not (
+        _is_number(max_dropped_mass) and 0 <= max_dropped_mass <= 1
+    ):
+        raise ValueError(f"max_dropped_mass is {max_dropped_mass!r}, expected a number in [0, 1]")
+    check_scale(scale)
 
 
 def _check_count(name: str, value: object) -> None:
