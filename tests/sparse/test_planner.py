@@ -165,6 +165,7 @@ def test_the_rules_of_the_paper(
     [
         ({"context_len": 0}, "context_len is 0, expected at least 1"),
         ({"prefix_len": LONG + 1}, f"prefix_len is {LONG + 1}, expected 1 to {LONG} or None"),
+        ({"head_profile": None}, "head_profile is None, expected what profile_head returns"),
         ({"memory_budget": -1}, "memory_budget is -1, expected bytes"),
         ({"slo_ms": 0}, "slo_ms is 0, expected milliseconds"),
     ],
@@ -181,11 +182,6 @@ def test_a_kind_that_does_not_exist_is_refused() -> None:
     for none in ("flat", ()):
         with pytest.raises(ValueError, match="^kinds is .*, expected a list of full, flat"):
             planned(head(LONG), kinds=none)
-
-
-def test_a_plan_needs_a_profile() -> None:
-    with pytest.raises(ValueError, match="head_profile is None, expected what profile_head"):
-        plan(LONG, None, None, costs=COSTS)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["max_error", "min_mass"])

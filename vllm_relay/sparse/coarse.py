@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,10 +22,6 @@ from vllm_relay.sparse.key_codes import (
     lay_out_blocks,
     row_bytes,
 )
-
-if TYPE_CHECKING:
-    pass
-
 
 _ITERATIONS = 8
 _KEYS_PER_CENTRE = 40

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +17,6 @@ from vllm_relay.sparse.key_codes import (
     blocks_in_order,
     row_bytes,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 class FlatIndex(face.CompiledIndex):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,10 +17,6 @@ from vllm_relay.sparse.index import IndexDamagedError
 from vllm_relay.sparse.key_codes import KeyCodes, row_bytes
 from vllm_relay.sparse.nearest import nearest_keys
 from vllm_relay.sparse.query_types import MAX_COUNT, QueryType, TopK
-
-if TYPE_CHECKING:
-    pass
-
 
 HUB_HEAVY = 0.3
 """Below this many different best keys per training query, a few keys are everybody's best."""

@@ -143,9 +143,7 @@ def plan(
 
     Source: AlayaDB (2504.10326), section 6.2, which leaves choosing by cost open.
     """
-    prefix_len = _check(context_len, prefix_len, memory_budget, slo_ms)
-    if not isinstance(head_profile, HeadProfile):
-        raise ValueError(f"head_profile is {head_profile!r}, expected what profile_head returns")
+    prefix_len = _check(context_len, prefix_len, head_profile, memory_budget, slo_ms)
     if isinstance(kinds, str) or not kinds:
         raise ValueError(f"kinds is {kinds!r}, expected a list of {', '.join(KINDS)}")
     if unknown := set(kinds) - set(KINDS):
@@ -205,7 +203,7 @@ def plan_by_rules(
 
     Source: AlayaDB (2504.10326), section 6.2, figure 8.
     """
-    prefix_len = _check(context_len, prefix_len, memory_budget, slo_ms)
+    prefix_len = _check(context_len, prefix_len, head_profile, memory_budget, slo_ms)
     costs = load_costs() if costs is None else costs
     coarse_bytes = index_bytes("coarse", context_len, head_profile.head_size)
     kind: str
@@ -237,10 +235,13 @@ def plan_by_rules(
 def _check(
     context_len: int,
     prefix_len: int | None,
+    head_profile: object,
     memory_budget: int | None,
     slo_ms: float | None,
 ) -> int:
     """The prefix length, all of the context if None."""
+    if not isinstance(head_profile, HeadProfile):
+        raise ValueError(f"head_profile is {head_profile!r}, expected what profile_head returns")
     if context_len < 1:
         raise ValueError(f"context_len is {context_len}, expected at least 1")
     if prefix_len is None:
