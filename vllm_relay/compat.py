@@ -9,21 +9,30 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 _MARK = "_replaced_by_vllm_relay"
 
 
-def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace ``owner.name`` by ``make(original)`` once; classmethods stay classmethods."""
+def _wrap(
+    owner: Any,
+    name: str,
+    make: Callable[[Callable[..., Any]], Callable[..., Any]],
+    mark: str = _MARK,
+) -> None:
+    """Replace ``owner.name`` by ``make(original)`` once; classmethods stay classmethods.
+
+    Args:
+        mark: tells two replacements of one function apart; the later one wraps the earlier one.
+    """
     original = inspect.getattr_static(owner, name)
     is_classmethod = isinstance(original, classmethod)
     function = original.__func__ if is_classmethod else original
-    if getattr(function, _MARK, False):
+    if getattr(function, mark, False):
         return
-    replacement = functools.wraps(function)(make(function))
-    setattr(replacement, _MARK, True)
+    replacement = functools.wraps(function)(make(function))  # with the marks of `function`
+    setattr(replacement, mark, True)
     setattr(owner, name, classmethod(replacement) if is_classmethod else replacement)
 
 
@@ -39,10 +48,10 @@ def pickle_backend_by_restoring(member: Any, restore: Callable[[], Any]) -> None
 
 
 def let_platform_select(
-    platform_cls: type, backend_name: str, path_for_layer: Callable[[Any, Any], str]
+    platform_cls: type, path_for_layer: Mapping[str, Callable[[Any, Any], str]]
 ) -> None:
-    """Make a platform return ``path_for_layer(backend, selector_config)`` for the layers that are
-    to run on the backend ``backend_name``; it raises where the backend cannot serve the layer.
+    """Make a platform return ``path_for_layer[name](backend, selector_config)`` for the layers that
+    are to run on the backend ``name``; it raises where the backend cannot serve the layer.
 
     Reason: CpuPlatform.get_attn_backend_cls falls back to CPU_ATTN, or an MLA backend, for any
     backend it does not know, with no more than a log line. CudaPlatform takes the one class that is
@@ -54,9 +63,10 @@ def let_platform_select(
         def get_attn_backend_cls(
             cls: type, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
         ) -> str:
-            if getattr(selected_backend, "name", None) != backend_name:
+            find_path = path_for_layer.get(getattr(selected_backend, "name", ""))
+            if find_path is None:
                 return original(cls, selected_backend, attn_selector_config, *args, **kwargs)
-            return path_for_layer(selected_backend, attn_selector_config)
+            return find_path(selected_backend, attn_selector_config)
 
         return get_attn_backend_cls
 
@@ -316,6 +326,25 @@ def attach_stats_to_worker_output() -> None:
 
     _wrap(Worker, "execute_model", make_execute_model)
     _wrap(Worker, "sample_tokens", make_sample_tokens)
+
+
+def call_before_each_step(on_step: Callable[[Any, Any], None]) -> None:
+    """Call ``on_step(worker, scheduler_output)`` before a worker executes a step.
+
+    Reason: an attention backend is told the block table of a step, not whose rows these are.
+    Called in a worker process only, when its first RELAY_SPARSE layers are set up.
+    Remove when: attention metadata builders are given the step's requests.
+    """
+    from vllm.v1.worker.gpu_worker import Worker
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            on_step(self, scheduler_output)
+            return original(self, scheduler_output, *args, **kwargs)
+
+        return execute_model
+
+    _wrap(Worker, "execute_model", make, mark="_steps_are_reported")
 
 
 def add_stat_logger_to_every_front_end() -> None:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from pydantic_core import PydanticKnownError
 
 from vllm_relay.limits import KernelChoice
+from vllm_relay.long_context.options import LongContextOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,19 +27,14 @@ EvictionPolicyName = Literal["queue", "lru", "fifo", "gdsf"]
 _NUMBER_ERRORS: dict[Any, Literal["int_type", "float_type"]] = {
     int: "int_type",
     float: "float_type",
+    float | None: "float_type",
 }
 
 SCHEDULER_OPTIONS = frozenset({"max_hold_s", "max_overtakes", "warm_up", "eviction"})
 
 
-class RelayConfig(BaseModel):
-    """Options of the RELAY attention backend, of the scheduler and of the prefix cache.
-
-    Given as ``--additional-config.relay.min_shared_tokens 256`` or
-    ``LLM(additional_config={"relay": {"min_shared_tokens": 256}})``.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class SharingOptions(BaseModel):
+    """What the RELAY and RELAY_SPARSE backends read."""
 
     sharing: bool = Field(
         default=True,
@@ -63,6 +59,10 @@ class RelayConfig(BaseModel):
         allow_inf_nan=False,
         description="Seconds between two log lines with the sharing statistics. 0 logs none.",
     )
+
+
+class SchedulerOptions(BaseModel):
+    """What selects RelayScheduler, and what it reads."""
 
     scheduler: bool = Field(
         default=False,
@@ -98,6 +98,16 @@ class RelayConfig(BaseModel):
         description="Prompts that are computed before the first request is served and never "
         "evicted: text, or @ and the path of a file with the text.",
     )
+
+
+class RelayConfig(LongContextOptions, SchedulerOptions, SharingOptions):
+    """Options of the attention backends, of the scheduler and of the prefix cache.
+
+    Given as ``--additional-config.relay.min_shared_tokens 256`` or
+    ``LLM(additional_config={"relay": {"min_shared_tokens": 256}})``.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     @field_validator("*", mode="before")
     @classmethod

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 BACKEND_NAME = "RELAY"
+SPARSE_BACKEND_NAME = "RELAY_SPARSE"
+BACKEND_NAMES = (BACKEND_NAME, SPARSE_BACKEND_NAME)
 HEAD_SIZES = tuple(range(32, 257, 16))
 BLOCK_SIZE_MULTIPLE_TOKENS = 32
 CUDA_BLOCK_SIZE_MULTIPLE_TOKENS = 16
@@ -40,12 +42,21 @@ class RelayUnsupportedError(ValueError):
 
 
 def relay_is_selected(vllm_config: VllmConfig) -> bool:
-    """Whether any layer of this configuration is asked to run on RELAY."""
+    """Whether any layer of this configuration is asked to run on RELAY or RELAY_SPARSE."""
+    return not _selected_backends(vllm_config).isdisjoint(BACKEND_NAMES)
+
+
+def sparse_is_selected(vllm_config: VllmConfig) -> bool:
+    """Whether any layer of this configuration is asked to run on RELAY_SPARSE."""
+    return SPARSE_BACKEND_NAME in _selected_backends(vllm_config)
+
+
+def _selected_backends(vllm_config: VllmConfig) -> set[str | None]:
     attention_config = vllm_config.attention_config
     selected = [attention_config.backend, *attention_config.backend_per_kind.values()]
     speculative_config = vllm_config.speculative_config
     selected.append(getattr(speculative_config, "attention_backend", None))
-    return any(getattr(backend, "name", None) == BACKEND_NAME for backend in selected)
+    return {getattr(backend, "name", None) for backend in selected}
 
 
 def check_config(vllm_config: VllmConfig, device_type: str) -> None:
@@ -96,7 +107,7 @@ def check_config(vllm_config: VllmConfig, device_type: str) -> None:
         )
     if (
         model_config is not None
-        and getattr(backend, "name", None) == BACKEND_NAME
+        and getattr(backend, "name", None) in BACKEND_NAMES
         and not model_config.is_attention_free
         and (reason := _head_size_reason(model_config.get_head_size(), device_type))
     ):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
@@ -10,6 +11,8 @@ from packaging.version import InvalidVersion, Version
 
 from vllm_relay.limits import (
     BACKEND_NAME,
+    BACKEND_NAMES,
+    SPARSE_BACKEND_NAME,
     check_capability,
     check_config,
     check_layer,
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
 SUPPORTED_VLLM = SpecifierSet(">=0.32,<0.34")
 CPU_BACKEND_PATH = "vllm_relay.attention_backends.relay.RelayBackend"
+SPARSE_BACKEND_PATH = "vllm_relay.attention_backends.relay_sparse.RelaySparseBackend"
 CUDA_BACKEND_PATH = "vllm_relay.attention_backends.relay_cuda.RelayCudaBackend"
 
 
@@ -55,15 +59,15 @@ def register() -> None:
         logger.warning("vllm-relay: the metrics relay:* are not available", exc_info=True)
 
 
-def restore_backend() -> Any:
-    """The RELAY member of vLLM's AttentionBackendEnum, registered first where it is not yet.
+def restore_backend(name: str) -> Any:
+    """A member of vLLM's AttentionBackendEnum, registered first where it is not yet.
 
     Pickled configurations name this function: a spawned process calls it before it loads plugins.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     register()
-    return AttentionBackendEnum[BACKEND_NAME]
+    return AttentionBackendEnum[name]
 
 
 def is_supported(vllm_version: str) -> bool:
@@ -83,15 +87,20 @@ def _register_backend() -> None:
     platform_cls = type(current_platform)
     compat.run_on_new_config(platform_cls, check_new_config)
     compat.mark_offline_engines()
+    relay_path = CPU_BACKEND_PATH
     if current_platform.is_cpu():
-        compat.let_platform_select(platform_cls, BACKEND_NAME, cpu_backend_path)
+        path_for_layer = dict.fromkeys(BACKEND_NAMES, cpu_backend_path)
+        compat.let_platform_select(platform_cls, path_for_layer)
     elif current_platform.is_cuda():
-        compat.let_platform_select(platform_cls, BACKEND_NAME, cuda_backend_path)
-    if BACKEND_NAME not in AttentionBackendEnum.__members__:
-        register_backend(
-            BACKEND_NAME, CUDA_BACKEND_PATH if current_platform.is_cuda() else CPU_BACKEND_PATH
+        relay_path = CUDA_BACKEND_PATH
+        compat.let_platform_select(platform_cls, {BACKEND_NAME: cuda_backend_path})
+    paths = {BACKEND_NAME: relay_path, SPARSE_BACKEND_NAME: SPARSE_BACKEND_PATH}
+    for name, path in paths.items():
+        if name not in AttentionBackendEnum.__members__:
+            register_backend(name, path)
+        compat.pickle_backend_by_restoring(
+            AttentionBackendEnum[name], functools.partial(restore_backend, name)
         )
-    compat.pickle_backend_by_restoring(AttentionBackendEnum[BACKEND_NAME], restore_backend)
 
 
 def cpu_backend_path(backend: Any, selector_config: Any) -> str:

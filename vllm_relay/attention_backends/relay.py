@@ -132,11 +132,24 @@ class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
         num_tokens = int(query_start_loc[common_attn_metadata.num_reqs])
         # rows that pad the batch come last and have no query tokens
         num_requests = int(np.searchsorted(query_start_loc, num_tokens))
-        block_table = common_attn_metadata.block_table_tensor[:num_requests]
-        plan = plan_step(
-            block_table.numpy(),
+        return self._plan(
+            num_tokens,
+            common_attn_metadata.block_table_tensor[:num_requests],
             query_start_loc[: num_requests + 1],
             common_attn_metadata.seq_lens[:num_requests].numpy(),
+        )
+
+    def _plan(
+        self,
+        num_tokens: int,
+        block_table: torch.Tensor,
+        query_start_loc: np.ndarray,
+        seq_lens: np.ndarray,
+    ) -> RelayMetadata:
+        plan = plan_step(
+            block_table.numpy(),
+            query_start_loc,
+            seq_lens,
             block_size=self.block_size,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -230,6 +243,18 @@ class RelayImpl(AttentionImpl[RelayMetadata]):
             raise NotImplementedError("relay cannot quantize its output: disable output fusion")
         if attn_metadata is None:
             return output
+        self._attend(query, kv_cache, attn_metadata, output)
+        return output
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: RelayMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """As ``forward``; writes float32 [tokens, num_heads] to ``lse`` if it is given."""
         num_tokens = attn_metadata.num_tokens
         cpu.relay_attention(
             query[:num_tokens],
@@ -237,6 +262,7 @@ class RelayImpl(AttentionImpl[RelayMetadata]):
             attn_metadata.block_table,
             attn_metadata.plan,
             output[:num_tokens],
+            lse=lse,
             scale=self.scale,
             num_kv_heads=self.num_kv_heads,
             sliding_window=self.sliding_window,
@@ -245,4 +271,3 @@ class RelayImpl(AttentionImpl[RelayMetadata]):
             # cast each time: weights may be loaded again
             sinks=None if self.sinks is None else self.sinks.float(),
         )
-        return output

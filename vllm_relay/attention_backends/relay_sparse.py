@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The RELAY_SPARSE attention backend: vLLM's hooks. Long contexts live in `long_context`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.v1.attention.backend import AttentionLayer
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+
+from vllm_relay import compat
+from vllm_relay.attention_backends.reference import unpack_kv_cache
+from vllm_relay.attention_backends.relay import (
+    RelayBackend,
+    RelayImpl,
+    RelayMetadata,
+    RelayMetadataBuilder,
+)
+from vllm_relay.config import RelayConfig
+from vllm_relay.limits import SPARSE_BACKEND_NAME
+from vllm_relay.long_context import worker
+from vllm_relay.long_context.host_attention import Retrieval, attend_host
+from vllm_relay.long_context.host_sequence import HostLayer
+from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
+from vllm_relay.long_context.window import WindowPolicy
+from vllm_relay.sparse.partial_attention import merge
+
+
+class RelaySparseBackend(RelayBackend):
+    """RELAY, and a window on the device for long contexts."""
+
+    @staticmethod
+    def get_name() -> str:
+        return SPARSE_BACKEND_NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[RelayImpl]:
+        return RelaySparseImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[RelayMetadataBuilder]:
+        return RelaySparseMetadataBuilder
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        if type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
+            return spec
+        vllm_config = _config_of_process()
+        options = RelayConfig.from_vllm_config(vllm_config)
+        policy = WindowPolicy(
+            block_size_tokens=spec.block_size,
+            sink_tokens=options.sink_tokens,
+            window_tokens=options.window_tokens,
+            min_context_tokens=options.min_context_tokens,
+            prefill=options.prefill,
+        )
+        max_blocks = policy.max_blocks(
+            vllm_config.model_config.max_model_len, vllm_config.max_in_flight_tokens
+        )
+        return RelaySparseSpec.of(spec, policy, max_blocks)
+
+
+@dataclass
+class RelaySparseMetadata(RelayMetadata):
+    """One step of one KV cache group; `mirrored` are its long requests."""
+
+    mirrored: list[worker.MirroredRow] = field(default_factory=list)
+
+
+class RelaySparseMetadataBuilder(RelayMetadataBuilder):
+    """Plans what is on the device; the rows of long requests name only the blocks they hold."""
+
+    def __init__(self, kv_cache_spec: AttentionSpec, *args: Any, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, *args, **kwargs)
+        self.policy = kv_cache_spec.policy if isinstance(kv_cache_spec, RelaySparseSpec) else None
+        compat.call_before_each_step(worker.state.begin_step)
+
+    def _plan(
+        self,
+        num_tokens: int,
+        block_table: torch.Tensor,
+        query_start_loc: np.ndarray,
+        seq_lens: np.ndarray,
+    ) -> RelayMetadata:
+        rows = self._mirrored(block_table, query_start_loc, seq_lens)
+        if any(row.residency.num_host_tokens for row in rows.values()):
+            block_table, seq_lens = block_table.clone(), seq_lens.copy()
+            for number, row in rows.items():
+                self._compact(block_table[number].numpy(), row)
+                seq_lens[number] -= row.residency.num_host_tokens
+        dense = super()._plan(num_tokens, block_table, query_start_loc, seq_lens)
+        return RelaySparseMetadata(
+            dense.num_tokens, dense.block_table, dense.plan, list(rows.values())
+        )
+
+    def _mirrored(
+        self, block_table: torch.Tensor, query_start_loc: np.ndarray, seq_lens: np.ndarray
+    ) -> dict[int, worker.MirroredRow]:
+        """By row of the block table."""
+        rows: dict[int, worker.MirroredRow] = {}
+        if self.policy is None:
+            return rows
+        for number, request in enumerate(worker.state.rows(len(seq_lens))):
+            first, last = query_start_loc[number : number + 2].tolist()
+            num_computed = int(seq_lens[number]) - (last - first)
+            if request is None:
+                continue
+            sequence = worker.state.mirrored(request, self.policy, num_computed, last - first)
+            if sequence is None:
+                continue
+            residency = self.policy.residency(
+                num_computed, request.num_prompt_tokens, request.first_resident_token
+            )
+            rows[number] = worker.MirroredRow(
+                sequence, first, last, num_computed, residency, block_table[number].numpy()
+            )
+        return rows
+
+    def _compact(self, blocks: np.ndarray, row: worker.MirroredRow) -> None:
+        """Moves the blocks of the window to those of the sinks."""
+        sink_end, window_begin = (each // self.block_size for each in row.residency)
+        if window_begin > sink_end:
+            kept = blocks[window_begin:].copy()
+            blocks[sink_end : sink_end + len(kept)] = kept
+
+
+class RelaySparseImpl(RelayImpl):
+    """Attention of one layer: the device's part by RELAY, the host's part beside it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        vllm_config = get_current_vllm_config()
+        _remember(vllm_config)
+        options = RelayConfig.from_vllm_config(vllm_config)
+        self.retrieval = Retrieval(options.alpha, options.max_dropped_mass)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: RelayMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        rows = getattr(attn_metadata, "mirrored", None)
+        if not rows:
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale,
+                output_block_scale,
+            )  # fmt: skip
+        assert attn_metadata is not None
+        name = self.kv_sharing_target_layer_name or layer.layer_name
+        lse = query.new_empty(attn_metadata.num_tokens, self.num_heads, dtype=torch.float32)
+        self._attend(query, kv_cache, attn_metadata, output, lse)
+        for row in rows:
+            at = slice(row.first_query, row.last_query)
+            host = row.sequence.layer(name, key[at])
+            if self.kv_sharing_target_layer_name is None:
+                _mirror(row, host, key[at], value[at], kv_cache)
+            if row.residency.num_host_tokens:
+                num_tokens = row.num_computed_tokens + row.last_query - row.first_query
+                found = attend_host(
+                    host, row.residency, query[at], num_tokens, self.scale, self.retrieval
+                )
+                merged, _ = merge((output[at].float(), lse[at]), found)
+                output[at] = merged.to(output.dtype)
+        return output
+
+
+def _mirror(
+    row: worker.MirroredRow,
+    host: HostLayer,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+) -> None:
+    """Copies the step's keys and values to the host, and those before that are not there yet: of
+    blocks that other requests have computed, and of a request that was short so far."""
+    if host.end < row.num_computed_tokens:
+        size = kv_cache.shape[2]
+        first, last = host.end // size, -(-row.num_computed_tokens // size)
+        blocks = torch.from_numpy(row.blocks[first:last].astype(np.int64))
+        keys, values = (
+            part.transpose(1, 2).flatten(0, 1)[
+                host.end - first * size : row.num_computed_tokens - first * size
+            ]
+            for part in unpack_kv_cache(kv_cache[blocks])
+        )
+        host.write(host.end, keys, values)
+    host.write(row.num_computed_tokens, key, value)
+
+
+_config: list[VllmConfig] = []
+
+
+def _remember(vllm_config: VllmConfig) -> None:
+    _config[:] = [vllm_config]
+
+
+def _config_of_process() -> VllmConfig:
+    """That of the engine whose layers were built last: `customize_spec` is given none."""
+    return _config[0]

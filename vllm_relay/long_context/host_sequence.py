@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values of a running request in host memory."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_relay.sparse.attention import SparseLayer
+from vllm_relay.sparse.elements import Elements
+from vllm_relay.sparse.flat import FlatIndex
+
+MAX_UNINDEXED_TOKENS = 1024
+"""Tokens that are attended one by one before they get an index."""
+MAX_SEGMENTS = 4
+
+
+class HostLayer:
+    """One layer of a request: keys and values of the tokens from `begin` on, by position.
+
+    Attributes:
+        begin: of the request; the tokens before it belong to a stored context.
+        end: tokens up to here are written.
+        keys, values: [kv_heads, capacity, size], of position `begin` and after. Memory is taken
+            when it is first written.
+        segments: indexes over adjacent ranges of positions.
+    """
+
+    def __init__(
+        self, begin: int, capacity: int, num_kv_heads: int, head_size: int, dtype: torch.dtype
+    ) -> None:
+        self.begin = self.end = begin
+        self.keys = torch.empty(num_kv_heads, capacity, head_size, dtype=dtype)
+        self.values = torch.empty_like(self.keys)
+        self.segments: list[tuple[int, int, SparseLayer]] = []
+
+    def write(self, position: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Args: keys, values: [tokens, kv_heads, size], of `position` and after."""
+        first = position - self.begin
+        last = first + keys.shape[0]
+        self.keys[:, first:last] = keys.transpose(0, 1)
+        self.values[:, first:last] = values.transpose(0, 1)
+        self.end = position + keys.shape[0]
+
+    def rows(self, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the positions `begin` to `end`: [kv_heads, tokens, size], views."""
+        first, last = begin - self.begin, end - self.begin
+        return self.keys[:, first:last], self.values[:, first:last]
+
+    def index_up_to(self, begin: int, end: int) -> int:
+        """Indexes positions from `begin` on; returns up to where, at most to `end`.
+
+        What is indexed depends on positions only, not on when this is called.
+        """
+        indexed = self.segments[-1][1] if self.segments else begin
+        if end - indexed < MAX_UNINDEXED_TOKENS:
+            return indexed
+        first = indexed
+        if len(self.segments) == MAX_SEGMENTS:
+            # the small ones become one with the new one
+            first = self.segments[1][0]
+            del self.segments[1:]
+        self.segments.append((first, end, self._flat(first, end)))
+        return end
+
+    def _flat(self, begin: int, end: int) -> SparseLayer:
+        keys, values = self.rows(begin, end)
+        indexes = [FlatIndex().build(_elements(head)) for head in keys]
+        return SparseLayer(indexes, [_elements(head) for head in values])
+
+
+class HostSequence:
+    """All layers of a request. Layers are made when they are first written."""
+
+    def __init__(self, begin: int, capacity: int) -> None:
+        self.begin, self.capacity = begin, capacity
+        self.layers: dict[str, HostLayer] = {}
+
+    def layer(self, name: str, keys: torch.Tensor) -> HostLayer:
+        """Args: keys: [tokens, kv_heads, size], of the layer."""
+        if name not in self.layers:
+            _, num_kv_heads, head_size = keys.shape
+            self.layers[name] = HostLayer(
+                self.begin, self.capacity, num_kv_heads, head_size, keys.dtype
+            )
+        return self.layers[name]
+
+
+def _elements(states: torch.Tensor) -> Elements:
+    """[tokens, size], where it lies."""
+    dtype = str(states.dtype).removeprefix("torch.")
+    if dtype == "float32":
+        return Elements(states.numpy(), dtype)
+    return Elements(states.view(torch.int16).numpy().view("uint16"), dtype)

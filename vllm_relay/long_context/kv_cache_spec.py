@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's bookkeeping of KV blocks for layers whose middle tokens leave the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from vllm_relay.long_context.window import WindowPolicy
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelaySparseSpec(FullAttentionSpec):
+    """Full attention of which the device keeps sinks and a window of long requests.
+
+    Attributes:
+        policy: says what is kept.
+        max_blocks_per_request: the most blocks one request holds.
+    """
+
+    policy: WindowPolicy
+    max_blocks_per_request: int
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        return self.max_blocks_per_request * self.page_size_bytes
+
+    @classmethod
+    def merge(cls, specs: list[Any]) -> RelaySparseSpec:
+        own = {(spec.policy, spec.max_blocks_per_request) for spec in specs}
+        assert len(own) == 1, f"layers of one KV cache group with different windows: {own}"
+        [(policy, max_blocks)] = own
+        base = FullAttentionSpec.merge([_as_full_attention(spec) for spec in specs])
+        return cls.of(base, policy, max_blocks)
+
+    @classmethod
+    def of(
+        cls, spec: FullAttentionSpec, policy: WindowPolicy, max_blocks_per_request: int
+    ) -> RelaySparseSpec:
+        """The spec of a layer with full attention, with a window."""
+        return cls(**_fields_of(spec), policy=policy, max_blocks_per_request=max_blocks_per_request)
+
+
+class RelaySparseManager(FullAttentionManager):
+    """Frees the blocks between sinks and window.
+
+    The worker copies every block to the host in the step that computes it, so that a block may be
+    freed as soon as that step is processed.
+    """
+
+    kv_cache_spec: RelaySparseSpec
+
+    def __init__(self, kv_cache_spec: RelaySparseSpec, **kwargs: Any) -> None:
+        kwargs["max_admission_blocks_per_request"] = kv_cache_spec.max_blocks_per_request
+        super().__init__(kv_cache_spec, **kwargs)
+        self.first_resident_tokens: dict[str, int] = {}
+
+    def remove_skipped_blocks(
+        self,
+        request_id: str,
+        processed_computed_tokens: int,
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        size = self.kv_cache_spec.policy.block_size_tokens
+        sink_end, window_begin = self.kv_cache_spec.policy.residency(
+            processed_computed_tokens,
+            num_prompt_tokens or 0,
+            self.first_resident_tokens.get(request_id, 0),
+        )
+        self._remove_blocks_in_range(request_id, sink_end // size, window_begin // size)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[Any]:
+        self.first_resident_tokens.pop(request_id, None)
+        return super().pop_blocks_for_free(request_id)
+
+
+def register_kv_cache_spec() -> None:
+    """Tell vLLM's registry which manager serves these layers; may be called again."""
+    # it does not register its own specs once it holds any other
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(RelaySparseSpec, RelaySparseManager, FullAttentionSpec)
+
+
+def _as_full_attention(spec: RelaySparseSpec) -> FullAttentionSpec:
+    return FullAttentionSpec(**_fields_of(spec))
+
+
+def _fields_of(spec: KVCacheSpec) -> dict[str, Any]:
+    return {
+        field.name: getattr(spec, field.name) for field in fields(FullAttentionSpec) if field.init
+    }
+
+
+register_kv_cache_spec()  # every process that unpickles such a spec needs it

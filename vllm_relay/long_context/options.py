@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of the RELAY_SPARSE backend."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, Field
+
+from vllm_relay.long_context.window import PrefillMode
+
+
+class LongContextOptions(BaseModel):
+    """What `--attention-backend relay_sparse` reads of ``additional_config["relay"]``."""
+
+    min_context_tokens: int = Field(
+        default=4096,
+        ge=1,
+        description="A request of fewer tokens stays on the device and is computed densely.",
+    )
+    sink_tokens: int = Field(
+        default=64,
+        ge=0,
+        description="First tokens of a context, which stay on the device and every query reads.",
+    )
+    window_tokens: int = Field(
+        default=256,
+        ge=1,
+        description="Last tokens of a context, which stay on the device and every query reads.",
+    )
+    prefill: PrefillMode = Field(
+        default="exact_offload",
+        description="exact_offload frees a prompt's KV blocks while it is computed, and reads what "
+        "has left from host memory; exact_resident frees them when all of it is computed.",
+    )
+    alpha: float = Field(
+        default=0.01,
+        ge=0,
+        le=1,
+        description="Tokens in host memory are read if their attention weight is at least this "
+        "share of the largest one. 0 reads all of them.",
+    )
+    max_dropped_mass: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="The most attention weight of the tokens in host memory that may be left out: "
+        "more are read until a computed bound says so. None: as alpha says.",
+    )
+    host_memory_gib: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Host memory for keys, values and indexes. None: half of what is available "
+        "when the engine starts.",
+    )
+    index_threads: int = Field(
+        default=1,
+        ge=1,
+        description="Threads that build graphs and plans beside the steps of the engine.",
+    )
