@@ -166,6 +166,63 @@ def _patch_scheduler() -> None:
 
     _wrap(Scheduler, "update_from_output", make_update)
     _wrap(Scheduler, "make_stats", make_make_stats)
+    _keep_long_contexts_beside(Scheduler)
+
+
+def _keep_long_contexts_beside(scheduler_cls: type) -> None:
+    """Give schedulers of RELAY_SPARSE a LongContextScheduler, and send its orders to the workers.
+
+    Reason: which tokens of a request the host has decides where it starts, what a preemption costs
+    and who is admitted, and a KV connector would bring tokens back to the device for that.
+    Remove when: KV cache managers of plug-ins can count tokens as computed that have no blocks,
+    are told of preemptions, and SchedulerOutput carries data of plug-ins.
+    """
+    from vllm_relay.limits import sparse_is_selected
+    from vllm_relay.long_context.orders import ATTRIBUTE
+
+    def make_init(original: Callable[..., Any]) -> Callable[..., Any]:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            self.relay_long_contexts = None
+            if sparse_is_selected(self.vllm_config):
+                from vllm_relay.long_context.scheduler import LongContextScheduler
+
+                self.relay_long_contexts = LongContextScheduler(self)
+
+        return __init__
+
+    def make_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
+        def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+            scheduler_output = original(self, *args, **kwargs)
+            if self.relay_long_contexts is not None:
+                orders = self.relay_long_contexts.take_orders()
+                if orders:
+                    setattr(scheduler_output, ATTRIBUTE, orders)
+            return scheduler_output
+
+        return schedule
+
+    def make_free(original: Callable[..., Any]) -> Callable[..., Any]:
+        def _free_request_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.relay_long_contexts is not None:
+                self.relay_long_contexts.before_free(request)
+            return original(self, request, *args, **kwargs)
+
+        return _free_request_blocks
+
+    def make_reset(original: Callable[..., Any]) -> Callable[..., Any]:
+        def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+            done = original(self, *args, **kwargs)
+            if self.relay_long_contexts is not None:
+                self.relay_long_contexts.forget_preempted()
+            return done
+
+        return reset_prefix_cache
+
+    _wrap(scheduler_cls, "__init__", make_init)
+    _wrap(scheduler_cls, "schedule", make_schedule)
+    _wrap(scheduler_cls, "_free_request_blocks", make_free)
+    _wrap(scheduler_cls, "reset_prefix_cache", make_reset)
 
 
 def report_admissions(kv_cache_manager: Any, on_admitted: Callable[[Any, int], None]) -> None:

@@ -13,6 +13,7 @@ from vllm.v1.attention.backend import AttentionLayer
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from vllm_relay import compat
+from vllm_relay.attention_backends import cpu
 from vllm_relay.attention_backends.reference import unpack_kv_cache
 from vllm_relay.attention_backends.relay import (
     RelayBackend,
@@ -115,8 +116,13 @@ class RelaySparseMetadataBuilder(RelayMetadataBuilder):
             residency = self.policy.residency(
                 num_computed, request.num_prompt_tokens, request.first_resident_token
             )
+            placement, request.placement = request.placement, None
+            fill_from = None
+            if placement is not None and placement.first_resident_token < placement.num_tokens:
+                fill_from = placement.first_resident_token
+            blocks = block_table[number].numpy()
             rows[number] = worker.MirroredRow(
-                sequence, first, last, num_computed, residency, block_table[number].numpy()
+                sequence, first, last, num_computed, residency, fill_from, blocks
             )
         return rows
 
@@ -159,12 +165,15 @@ class RelaySparseImpl(RelayImpl):
         assert attn_metadata is not None
         name = self.kv_sharing_target_layer_name or layer.layer_name
         lse = query.new_empty(attn_metadata.num_tokens, self.num_heads, dtype=torch.float32)
-        self._attend(query, kv_cache, attn_metadata, output, lse)
-        for row in rows:
-            at = slice(row.first_query, row.last_query)
-            host = row.sequence.layer(name, key[at])
-            if self.kv_sharing_target_layer_name is None:
+        hosts = [row.sequence.layer(name, key[row.first_query : row.last_query]) for row in rows]
+        if self.kv_sharing_target_layer_name is None:
+            for row, host in zip(rows, hosts, strict=True):
+                at = slice(row.first_query, row.last_query)
+                _fill(row, host, kv_cache)
                 _mirror(row, host, key[at], value[at], kv_cache)
+        self._attend(query, kv_cache, attn_metadata, output, lse)
+        for row, host in zip(rows, hosts, strict=True):
+            at = slice(row.first_query, row.last_query)
             if row.residency.num_host_tokens:
                 num_tokens = row.num_computed_tokens + row.last_query - row.first_query
                 found = attend_host(
@@ -173,6 +182,17 @@ class RelaySparseImpl(RelayImpl):
                 merged, _ = merge((output[at].float(), lse[at]), found)
                 output[at] = merged.to(output.dtype)
         return output
+
+
+def _fill(row: worker.MirroredRow, host: HostLayer, kv_cache: torch.Tensor) -> None:
+    """Brings the first tokens of the first block that the device has back from the host."""
+    if row.fill_from is None:
+        return
+    size = kv_cache.shape[2]
+    keys, values = host.rows(row.fill_from, row.num_computed_tokens)
+    slot = int(row.blocks[row.fill_from // size]) * size
+    slots = torch.arange(slot, slot + keys.shape[1])
+    cpu.write_kv_cache(keys.transpose(0, 1), values.transpose(0, 1), kv_cache, slots)
 
 
 def _mirror(

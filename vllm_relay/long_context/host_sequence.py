@@ -35,11 +35,18 @@ class HostLayer:
 
     def write(self, position: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Args: keys, values: [tokens, kv_heads, size], of `position` and after."""
+        if position < self.end:
+            self._truncate(position)
         first = position - self.begin
         last = first + keys.shape[0]
         self.keys[:, first:last] = keys.transpose(0, 1)
         self.values[:, first:last] = values.transpose(0, 1)
         self.end = position + keys.shape[0]
+
+    def _truncate(self, end: int) -> None:
+        """The request began again, or tokens of it were rejected."""
+        self.end = end
+        self.segments = [segment for segment in self.segments if segment[1] <= end]
 
     def rows(self, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the positions `begin` to `end`: [kv_heads, tokens, size], views."""

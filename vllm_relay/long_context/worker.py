@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_relay.long_context.host_sequence import HostSequence
+from vllm_relay.long_context.orders import Placement, StepOrders, orders_of
 from vllm_relay.long_context.window import Residency, WindowPolicy
 
 
@@ -18,12 +19,14 @@ class LongRequest:
     Attributes:
         first_resident_token: the tokens before it were never on the device.
         sequence: in host memory; None as long as all tokens are on the device.
+        placement: where it began, in the step in which it begins.
     """
 
     num_prompt_tokens: int
     max_tokens: int
     first_resident_token: int = 0
     sequence: HostSequence | None = None
+    placement: Placement | None = None
 
 
 @dataclass
@@ -34,6 +37,8 @@ class MirroredRow:
         first_query, last_query: its rows in the query.
         num_computed_tokens: before the step.
         residency: what the device holds of it.
+        fill_from: the tokens from here to `num_computed_tokens` are the host's, and have to be
+            brought to their block on the device; None: there are none.
         blocks: int32; its row of the block table, before it was compacted.
     """
 
@@ -42,6 +47,7 @@ class MirroredRow:
     last_query: int
     num_computed_tokens: int
     residency: Residency
+    fill_from: int | None
     blocks: Any
 
 
@@ -57,19 +63,30 @@ class LongContextWorker:
         """Takes over what the scheduler says of the step: its requests, and those that ended."""
         self._runner = worker.model_runner
         self.max_model_len = worker.model_config.max_model_len
+        orders = orders_of(scheduler_output)
         for request_id in scheduler_output.finished_req_ids:
             self.requests.pop(request_id, None)
-        resident = getattr(scheduler_output, "relay_first_resident_tokens", {})
+        for request_id in orders.dropped:
+            if request_id in self.requests:
+                self.requests[request_id].sequence = None
         for new in scheduler_output.scheduled_new_reqs:
-            if new.req_id not in self.requests:  # else it was preempted
+            if new.req_id not in self.requests:
                 max_tokens = getattr(new.sampling_params, "max_tokens", None)
                 self.requests[new.req_id] = LongRequest(
                     num_prompt_tokens=_num_prompt_tokens(new),
                     max_tokens=self.max_model_len if max_tokens is None else max_tokens,
                 )
-        for request_id in scheduler_output.num_scheduled_tokens:
-            if request_id in resident and request_id in self.requests:
-                self.requests[request_id].first_resident_token = resident[request_id]
+            self._place(new.req_id, orders)
+        for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
+            self._place(request_id, orders)
+
+    def _place(self, request_id: str, orders: StepOrders) -> None:
+        """The request begins, or begins again after it was preempted."""
+        request, placement = self.requests[request_id], orders.placed.get(request_id)
+        request.placement = placement
+        request.first_resident_token = 0
+        if placement is not None:
+            request.first_resident_token = placement.first_resident_token
 
     def rows(self, num_requests: int) -> Sequence[LongRequest | None]:
         """The requests of the running step in the order of its block table; none in a dummy run."""

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler tells the workers with a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+ATTRIBUTE = "relay_long_contexts"
+"""Of vLLM's SchedulerOutput, a dataclass that is pickled with all its attributes."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A request that begins, or begins again, with tokens which the host has.
+
+    Attributes:
+        num_tokens: that the host has.
+        first_resident_token: the device has the tokens from here on, of the last block that
+            `num_tokens` begins: a multiple of the block size.
+        context_id: of the stored context that they are read from; None: the request itself had
+            computed them before it was preempted.
+    """
+
+    num_tokens: int
+    first_resident_token: int
+    context_id: str | None
+
+
+@dataclass
+class StepOrders:
+    """
+    Attributes:
+        placed: by request.
+        dropped: preempted requests whose host memory is needed by others.
+        kept: requests that have ended and whose tokens become a context.
+    """
+
+    placed: dict[str, Placement] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+    kept: dict[str, KeptContext] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.placed or self.dropped or self.kept)
+
+
+@dataclass(frozen=True)
+class KeptContext:
+    """A context that is made of a request: its first `len(tokens)` tokens."""
+
+    context_id: str
+    tokens: list[int]
+
+
+def orders_of(scheduler_output: Any) -> StepOrders:
+    """Empty ones if there are none."""
+    return getattr(scheduler_output, ATTRIBUTE, None) or StepOrders()
