@@ -95,9 +95,9 @@ class SimulatedExecutor(StubExecutor):
         assert starts.keys() == counts.keys()
         ends = {request_id: starts[request_id] + counts[request_id] for request_id in starts}
         for request_id, end in ends.items():
-            self._write(self._sequences[request_id], starts[request_id], end)
+            self._write(request_id, starts[request_id], end)
         for request_id, end in ends.items():
-            self._read(request_id, end)
+            self._read(request_id, starts[request_id], end)
         request_ids = list(counts)
         self._output = ModelRunnerOutput(
             req_ids=request_ids,
@@ -138,22 +138,26 @@ class SimulatedExecutor(StubExecutor):
         blocks = np.array(sequence.block_ids[group])[positions // block_size]
         return blocks * block_size + positions % block_size
 
-    def _write(self, sequence: _Sequence, start: int, end: int) -> None:
+    def _write(self, request_id: str, start: int, end: int) -> None:
+        sequence = self._sequences[request_id]
         assert end <= len(sequence.text), "a token was scheduled before it was sampled"
         for group, memory in enumerate(self._memory):
             slots = self._slots(sequence, group, start, end)
             memory.reshape(-1)[slots] = sequence.text.states[start:end]
 
-    def _read(self, request_id: str, end: int) -> None:
-        sequence = self._sequences[request_id]
-        for group, (memory, window) in enumerate(zip(self._memory, self._windows, strict=True)):
-            start = max(0, end - window)
-            found = memory.reshape(-1)[self._slots(sequence, group, start, end)]
-            wrong = np.flatnonzero(found != sequence.text.states[start:end])
-            assert not wrong.size, (
-                f"request {request_id} reads the KV of another text in group {group}, at "
-                f"{wrong.size} of the positions {start} to {end}, first at {start + wrong[0]}"
-            )
+    def _read(self, request_id: str, start: int, end: int) -> None:
+        """What the queries from `start` on need."""
+        for group, window in enumerate(self._windows):
+            self._read_range(request_id, group, max(0, end - window), end)
+
+    def _read_range(self, request_id: str, group: int, begin: int, end: int) -> None:
+        sequence, memory = self._sequences[request_id], self._memory[group]
+        found = memory.reshape(-1)[self._slots(sequence, group, begin, end)]
+        wrong = np.flatnonzero(found != sequence.text.states[begin:end])
+        assert not wrong.size, (
+            f"request {request_id} reads the KV of another text in group {group}, at "
+            f"{wrong.size} of the positions {begin} to {end}, first at {begin + wrong[0]}"
+        )
 
     def _sample(self, request_id: str, end: int) -> list[int]:
         text = self._sequences[request_id].text
@@ -173,7 +177,12 @@ def _result(value: Any, non_block: bool) -> Any:
 
 
 def start(
-    model: str, *, asynchronous: bool, available_bytes: int = 1 << 28, **engine_args: Any
+    model: str,
+    *,
+    asynchronous: bool,
+    available_bytes: int = 1 << 28,
+    executor_class: type[SimulatedExecutor] = SimulatedExecutor,
+    **engine_args: Any,
 ) -> LLMEngine:
     """An engine of an online kind, in this process."""
     args = {
@@ -193,5 +202,5 @@ def start(
     config: VllmConfig = EngineArgs(**args).create_engine_config(UsageContext.ENGINE_CONTEXT)
     # vLLM's platform for CPUs turns it off, for its worker
     config.scheduler_config.async_scheduling = asynchronous
-    executor: Callable[..., Any] = partial(SimulatedExecutor, available_bytes=available_bytes)
+    executor: Callable[..., Any] = partial(executor_class, available_bytes=available_bytes)
     return LLMEngine(config, executor, log_stats=True)
