@@ -128,6 +128,7 @@ def carry_stats_through_scheduler() -> None:
         def get_scheduler_cls(self: Any, *args: Any, **kwargs: Any) -> Any:
             _patch_scheduler()
             _add_relay_command()
+            _load_contexts_of_new_engines()
             return original(self, *args, **kwargs)
 
         return get_scheduler_cls
@@ -255,9 +256,49 @@ def _add_relay_command() -> None:
     from vllm_relay.prefix_cache import commands
 
     def relay_command(self: Any, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        from vllm_relay.long_context import commands as context_commands
+
+        if name in context_commands.COMMANDS:
+            return context_commands.run(self, name, arguments)
         return commands.run(self.scheduler, name, arguments)
 
     EngineCore.relay_command = relay_command
+
+
+def _load_contexts_of_new_engines() -> None:
+    """Tell the scheduler of an engine core which contexts its workers find in their folder, before
+    its first request and when the prefix cache was reset.
+
+    Reason: the scheduler has no way to the workers.
+    Called when EngineCore asks for its scheduler class: other processes never import it.
+    Remove when: schedulers of plug-ins can call workers.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    def make_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
+        def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+            _load_contexts(self)
+            return original(self, *args, **kwargs)
+
+        return add_request
+
+    def make_reset(original: Callable[..., Any]) -> Callable[..., Any]:
+        def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+            done = original(self, *args, **kwargs)
+            _load_contexts(self, again=True)
+            return done
+
+        return reset_prefix_cache
+
+    _wrap(EngineCore, "add_request", make_add_request)
+    _wrap(EngineCore, "reset_prefix_cache", make_reset)
+
+
+def _load_contexts(engine_core: Any, *, again: bool = False) -> None:
+    if getattr(engine_core.scheduler, "relay_long_contexts", None) is not None:
+        from vllm_relay.long_context import commands
+
+        commands.load_contexts(engine_core, again=again)
 
 
 def pin_system_prompts_of_new_engines() -> None:
