@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from vllm_relay.attention_backends.relay import (
     RelayMetadataBuilder,
 )
 from vllm_relay.config import RelayConfig
-from vllm_relay.limits import SPARSE_BACKEND_NAME
+from vllm_relay.limits import SPARSE_BACKEND_NAME, check_sparse_layer
 from vllm_relay.long_context import worker
 from vllm_relay.long_context.host_attention import (
     HostPart,
@@ -36,6 +37,7 @@ from vllm_relay.long_context.window import WindowPolicy
 from vllm_relay.long_context.worker_contexts import db_options
 from vllm_relay.sparse.partial_attention import merge
 from vllm_relay.sparse.query_types import Dipr
+from vllm_relay.stats import recorder
 
 
 class RelaySparseBackend(RelayBackend):
@@ -89,6 +91,7 @@ class RelaySparseMetadataBuilder(RelayMetadataBuilder):
             self.policy = kv_cache_spec.policy
             worker.state.set_layers(kv_cache_spec, self.layer_names)
         compat.call_before_each_step(worker.state.begin_step)
+        recorder.take_long_contexts = worker.state.take_stats
 
     def _plan(
         self,
@@ -153,6 +156,12 @@ class RelaySparseImpl(RelayImpl):
         vllm_config = get_current_vllm_config()
         _remember(vllm_config)
         self.retrieval = _retrieval_of(vllm_config, self.scale)
+        if self.sliding_window is None:
+            check_sparse_layer(
+                has_alibi=self.alibi_slopes is not None,
+                logits_soft_cap=self.logits_soft_cap,
+                has_sinks=self.sinks is not None,
+            )
 
     def forward(
         self,
@@ -184,7 +193,9 @@ class RelaySparseImpl(RelayImpl):
                 if row.request.is_kept:
                     grouped = query[at].unflatten(1, (self.num_kv_heads, -1)).permute(1, 2, 0, 3)
                     part.own.train_queries.add(grouped, first_position=row.num_computed_tokens)
+        begin_s = time.perf_counter()
         self._attend(query, kv_cache, attn_metadata, output, lse)
+        device_done_s = time.perf_counter()
         decoded: list[int] = []
         for number, row in enumerate(rows):
             if not row.residency.num_host_tokens:
@@ -207,6 +218,8 @@ class RelaySparseImpl(RelayImpl):
             )
             merged, _ = merge((output[at_tokens].float(), lse[at_tokens]), found)
             output[at_tokens] = merged.to(output.dtype)
+        worker.state.device_seconds += device_done_s - begin_s
+        worker.state.host_seconds += time.perf_counter() - device_done_s
         return output
 
     def _part(self, row: worker.MirroredRow, name: str, key: torch.Tensor) -> HostPart:

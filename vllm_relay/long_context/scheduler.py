@@ -27,6 +27,7 @@ from vllm_relay.long_context.orders import (
     Placement,
     StepOrders,
 )
+from vllm_relay.long_context.stats import COUNTERS, GAUGES, LONG_CONTEXTS, LongContextStats
 from vllm_relay.sparse.context_store import context_id_of
 
 
@@ -69,6 +70,11 @@ class LongContextScheduler:
         self._disk_bytes = _bytes_of(options.context_disk_gib)
         self._num_ranks = num_ranks
         self._preempted: dict[str, int] = {}  # request -> tokens in host memory
+        self._num_kept_tokens = 0
+        self._block_bytes = sum(
+            len(group.layer_names) * group.kv_cache_spec.page_size_bytes
+            for group in manager.kv_cache_config.kv_cache_groups
+        ) // len(manager.kv_cache_config.kv_cache_groups)
         self._orders = StepOrders()
         if self._block_managers:
             self._policy = self._block_managers[0].kv_cache_spec.policy
@@ -125,6 +131,8 @@ class LongContextScheduler:
         context_id = new_computed_blocks.context_id
         if context_id is not None:
             self.catalog.use(context_id)
+        else:
+            self._num_kept_tokens += new_computed_blocks.num_tokens
         self._orders.placed[request.request_id] = Placement(
             new_computed_blocks.num_tokens, first_resident, context_id
         )
@@ -150,6 +158,22 @@ class LongContextScheduler:
         for request_id in self._preempted:
             self.memory.release(request_id)
         self._preempted.clear()
+
+    def numbers(self, counted: LongContextStats) -> dict[str, Any]:
+        """The metrics of `stats`, under their key: what workers have counted, and what is here."""
+        numbers = {name: getattr(counted, name, 0) for name in (*COUNTERS, *GAUGES)}
+        pool = self._manager.block_pool
+        num_held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # without the null block
+        numbers |= {
+            "preempted_kept_tokens": self._num_kept_tokens,
+            "host_kv_bytes": self.memory.used_bytes,
+            "host_kv_limit_bytes": self.memory.capacity_bytes,
+            "device_kv_bytes": num_held * self._block_bytes,
+            "contexts": len(self.catalog),
+            "context_file_bytes": sum(self._file_bytes.values()),
+        }
+        self._num_kept_tokens = 0
+        return {LONG_CONTEXTS: numbers}
 
     def take_orders(self) -> StepOrders:
         """What has to be said to the workers with the step that was just scheduled."""

@@ -13,6 +13,7 @@ from vllm_relay.long_context.host_sequence import HostSequence
 from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.model_identity import fingerprint_of
 from vllm_relay.long_context.orders import KEEP_ARG, Placement, StepOrders, orders_of
+from vllm_relay.long_context.stats import LongContextStats
 from vllm_relay.long_context.window import Residency, WindowPolicy
 from vllm_relay.long_context.worker_contexts import WorkerContexts, db_options
 from vllm_relay.sparse.context_store import StoredContext
@@ -81,6 +82,8 @@ class LongContextWorker:
     requests: dict[str, LongRequest] = field(default_factory=dict)
     contexts: WorkerContexts | None = None
     stats: SessionStats = field(default_factory=SessionStats)
+    host_seconds: float = 0.0
+    device_seconds: float = 0.0
     max_model_len: int = 0
     _layer_names: list[str] = field(default_factory=list)
     _spec: RelaySparseSpec | None = None
@@ -99,6 +102,24 @@ class LongContextWorker:
         if self.contexts is None:
             self.contexts = _open_contexts(worker, self._spec, self._layer_names)
         return self.contexts
+
+    def take_stats(self) -> LongContextStats:
+        """What was counted since the last call."""
+        stats, self.stats = self.stats, SessionStats()
+        taken = LongContextStats(
+            host_searches=stats.searches,
+            host_searched_tokens=stats.searched_tokens,
+            host_retrieved_tokens=stats.retrieved_tokens,
+            host_read_bytes=stats.bytes,
+            host_seconds=self.host_seconds,
+            device_seconds=self.device_seconds,
+            host_dropped_mass=stats.dropped_mass or 0.0,
+        )
+        self.host_seconds = self.device_seconds = 0.0
+        if self.contexts is not None:
+            taken.index_builds_queued = self.contexts.num_queued
+            taken.reports = self.contexts.take_changes()
+        return taken
 
     def close_contexts(self) -> None:
         """Lets go of all contexts; requests that read one go on."""

@@ -66,6 +66,7 @@ class WorkerContexts:
         self._lock = threading.Lock()
         self._builders = ThreadPoolExecutor(threads, "relay-index", initializer=_be_nice)
         self.num_queued = 0
+        self._changed: list[str] = []
 
     def get(self, context_id: str) -> StoredContext | None:
         """The best there is of a context."""
@@ -112,6 +113,14 @@ class WorkerContexts:
             contexts |= {c.id: c for c in self._store.contexts()}
             return [(self._report(each), each.tokens) for each in contexts.values()]
 
+    def take_changes(self) -> list[ContextReport]:
+        """Of contexts whose indexes were built since the last call, or could not be."""
+        if not self._changed:
+            return []
+        with self._lock:
+            changed, self._changed = self._changed, []
+        return [report for report, _ in self.reports() if report.context_id in changed]
+
     def close(self) -> None:
         self._builders.shutdown(wait=False, cancel_futures=True)
         self._store.close()
@@ -146,6 +155,7 @@ class WorkerContexts:
         finally:
             with self._lock:
                 self.num_queued -= 1
+                self._changed.append(context.id)
 
     def _delete_stored(self, context_id: str) -> None:
         with contextlib.suppress(KeyError):
