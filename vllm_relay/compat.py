@@ -128,6 +128,7 @@ def carry_stats_through_scheduler() -> None:
         def get_scheduler_cls(self: Any, *args: Any, **kwargs: Any) -> Any:
             _patch_scheduler()
             _add_relay_command()
+            _load_contexts_of_new_engines()
             return original(self, *args, **kwargs)
 
         return get_scheduler_cls
@@ -149,6 +150,8 @@ def _patch_scheduler() -> None:
                 if getattr(self, "relay_stats", None) is None:
                     self.relay_stats = RelayStats()
                 self.relay_stats.merge(step)
+                if step.long_contexts is not None and self.relay_long_contexts is not None:
+                    self.relay_long_contexts.update_contexts(step.long_contexts.reports)
             return original(self, scheduler_output, model_runner_output, *args, **kwargs)
 
         return update_from_output
@@ -158,7 +161,10 @@ def _patch_scheduler() -> None:
             scheduler_stats = original(self, *args, **kwargs)
             relay_stats = getattr(self, "relay_stats", None)
             if scheduler_stats is not None and relay_stats is not None:
+                long_contexts, relay_stats.long_contexts = relay_stats.long_contexts, None
                 scheduler_stats.relay = relay_stats.to_dict()
+                if long_contexts is not None and self.relay_long_contexts is not None:
+                    scheduler_stats.relay |= self.relay_long_contexts.numbers(long_contexts)
                 self.relay_stats = None
             return scheduler_stats
 
@@ -255,17 +261,57 @@ def _add_relay_command() -> None:
     from vllm_relay.prefix_cache import commands
 
     def relay_command(self: Any, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        from vllm_relay.long_context import commands as context_commands
+
+        if name in context_commands.COMMANDS:
+            return context_commands.run(self, name, arguments)
         return commands.run(self.scheduler, name, arguments)
 
     EngineCore.relay_command = relay_command
 
 
-def pin_system_prompts_of_new_engines() -> None:
-    """Pin the configured system prompts when an LLMEngine of a RelayScheduler has started, and
-    before the first request of an AsyncLLM.
+def _load_contexts_of_new_engines() -> None:
+    """Tell the scheduler of an engine core which contexts its workers find in their folder, before
+    its first request and when the prefix cache was reset.
+
+    Reason: the scheduler has no way to the workers.
+    Called when EngineCore asks for its scheduler class: other processes never import it.
+    Remove when: schedulers of plug-ins can call workers.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    def make_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
+        def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+            _load_contexts(self)
+            return original(self, *args, **kwargs)
+
+        return add_request
+
+    def make_reset(original: Callable[..., Any]) -> Callable[..., Any]:
+        def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+            done = original(self, *args, **kwargs)
+            _load_contexts(self, again=True)
+            return done
+
+        return reset_prefix_cache
+
+    _wrap(EngineCore, "add_request", make_add_request)
+    _wrap(EngineCore, "reset_prefix_cache", make_reset)
+
+
+def _load_contexts(engine_core: Any, *, again: bool = False) -> None:
+    if getattr(engine_core.scheduler, "relay_long_contexts", None) is not None:
+        from vllm_relay.long_context import commands
+
+        commands.load_contexts(engine_core, again=again)
+
+
+def prepare_new_engines() -> None:
+    """Pin the configured system prompts and compute the configured contexts when an LLMEngine has
+    started, and before the first request of an AsyncLLM.
 
     Reason: there is no hook between the start of an engine and its first request, and LLM loads
-    plugins when it is too late to wrap it. A server pins earlier, in `PinEndpoints`.
+    plugins when it is too late to wrap it. A server does it earlier, in its endpoint plugins.
     Remove when: vLLM calls plugins when an engine has started.
     """
     from vllm.exceptions import VLLMValidationError
@@ -273,15 +319,18 @@ def pin_system_prompts_of_new_engines() -> None:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from vllm_relay.config import scheduler_is_selected
+    from vllm_relay.limits import sparse_is_selected
+    from vllm_relay.long_context.preload import preload_contexts, preload_contexts_async
     from vllm_relay.prefix_cache.system_prompts import pin_system_prompts, pin_system_prompts_async
 
     def make_init(original: Callable[..., Any]) -> Callable[..., Any]:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
-            if not scheduler_is_selected(self.vllm_config):
-                return
             try:
-                pin_system_prompts(self)
+                if scheduler_is_selected(self.vllm_config):
+                    pin_system_prompts(self)
+                if sparse_is_selected(self.vllm_config):
+                    preload_contexts(self)
             except BaseException:
                 self.engine_core.shutdown()
                 raise
@@ -291,7 +340,10 @@ def pin_system_prompts_of_new_engines() -> None:
     def make_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
         async def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                await pin_system_prompts_async(self)
+                if scheduler_is_selected(self.vllm_config):
+                    await pin_system_prompts_async(self)
+                if sparse_is_selected(self.vllm_config):
+                    await preload_contexts_async(self)
             except ValueError as error:  # whose message AsyncLLM.generate would drop
                 raise VLLMValidationError(str(error)) from error
             return await original(self, *args, **kwargs)
@@ -302,24 +354,25 @@ def pin_system_prompts_of_new_engines() -> None:
     _wrap(AsyncLLM, "add_request", make_add_request)
 
 
-def serve_pin_endpoints() -> None:
-    """Add relay's endpoint plugin to every server, and its routes to those the API key guards.
+def serve_relay_endpoints() -> None:
+    """Add relay's endpoint plugins to every server, and their routes to those the API key guards.
 
     Reason: vLLM loads endpoint plugins only if VLLM_PLUGINS names them, which would make a server
-    that asks for RelayScheduler start without its routes and its system prompts. Its API key
-    guards a fixed list of prefixes, and who may not generate may not fill the KV cache either.
+    start without its routes, its system prompts and its contexts. Its API key guards a fixed list
+    of prefixes, and who may not generate may not fill the KV cache either.
     Remove when: endpoint plugins can be selected by the configuration and ask for the API key.
     """
     from vllm import plugins
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def load_endpoint_plugins(supported_tasks: Any = None, *args: Any, **kwargs: Any) -> Any:
+            from vllm_relay.long_context.http import ContextEndpoints
             from vllm_relay.prefix_cache.http import PinEndpoints
 
             loaded = original(supported_tasks, *args, **kwargs)
-            if set(PinEndpoints.required_tasks) & set(supported_tasks or ()):
+            if "generate" in (supported_tasks or ()):
                 _guard_by_api_key("/relay")
-                loaded = [*loaded, PinEndpoints()]
+                loaded = [*loaded, PinEndpoints(), ContextEndpoints()]
             return loaded
 
         return load_endpoint_plugins
@@ -328,7 +381,7 @@ def serve_pin_endpoints() -> None:
 
 
 def _guard_by_api_key(prefix: str) -> None:
-    """See serve_pin_endpoints."""
+    """See serve_relay_endpoints."""
     from vllm.entrypoints.serve.middleware import authenticate
 
     if prefix not in authenticate.GUARDED_PREFIX:

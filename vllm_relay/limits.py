@@ -116,6 +116,58 @@ def check_config(vllm_config: VllmConfig, device_type: str) -> None:
         raise RelayUnsupportedError(reasons)
 
 
+def check_sparse_config(vllm_config: VllmConfig, device_type: str) -> None:
+    """Refuse a configuration that RELAY can serve and RELAY_SPARSE cannot.
+
+    Raises:
+        RelayUnsupportedError: with every reason found and the way out of each.
+    """
+    reasons = []
+    if device_type != "cpu":
+        reasons.append(f"long contexts on {device_type} devices yet: use --attention-backend relay")
+    if vllm_config.speculative_config is not None:
+        reasons.append(
+            "drafts of speculative decoding over long contexts: remove --speculative-config, or "
+            "use --attention-backend relay"
+        )
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        reasons.append(
+            "long contexts with pipeline parallelism: set --pipeline-parallel-size 1, or use "
+            "--attention-backend relay"
+        )
+    if vllm_config.use_v2_model_runner:
+        reasons.append(
+            "long contexts on vLLM's model runner V2 yet: set VLLM_USE_V2_MODEL_RUNNER=0, or use "
+            "--attention-backend relay"
+        )
+    if reasons:
+        raise RelayUnsupportedError(reasons)
+
+
+def check_sparse_layer(*, has_alibi: bool, logits_soft_cap: float | None, has_sinks: bool) -> None:
+    """Refuse a layer with full attention whose tokens may not leave the device.
+
+    Args:
+        has_alibi, logits_soft_cap, has_sinks: of the layer; those with a sliding window stay on the
+            device, and are not asked about.
+
+    Raises:
+        RelayUnsupportedError: with every reason found and the way out of each.
+    """
+    features = {
+        "position biases (ALiBi)": has_alibi,
+        f"scores with a soft cap of {logits_soft_cap}": bool(logits_soft_cap),
+        "attention sinks of the model": has_sinks,
+    }
+    reasons = [
+        f"long contexts of layers with {feature}: use --attention-backend relay"
+        for feature, is_there in features.items()
+        if is_there
+    ]
+    if reasons:
+        raise RelayUnsupportedError(reasons)
+
+
 def check_layer(selector_config: Any, device_type: str) -> None:
     """Refuse a layer that RELAY cannot serve.
 

@@ -11,7 +11,8 @@ from vllm.v1.metrics import reader
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 from vllm_relay.config import scheduler_is_selected
-from vllm_relay.limits import relay_is_selected
+from vllm_relay.limits import relay_is_selected, sparse_is_selected
+from vllm_relay.long_context import stats as long_contexts
 from vllm_relay.prefix_cache import stats as prefix_cache
 from vllm_relay.stats import COUNTERS, GAUGES, prometheus_name
 
@@ -21,13 +22,15 @@ _LABELS = ("model_name", "engine")
 class RelayStatLogger(AggregateStatLoggerBase):
     """Publishes the statistics that arrive with each step's SchedulerStats.
 
-    Those of attention only for the RELAY backend, those of the prefix cache only for
-    RelayScheduler. With neither it registers no metric and records nothing.
+    Those of attention only for the backends RELAY and RELAY_SPARSE, those of long contexts only for
+    RELAY_SPARSE, those of the prefix cache only for RelayScheduler. With none of these it registers
+    no metric and records nothing.
     """
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
         backend, scheduler = relay_is_selected(vllm_config), scheduler_is_selected(vllm_config)
         self._attention: dict[int, dict[str, Any]] = {}
+        self._long_contexts: dict[int, dict[str, Any]] = {}
         self._prefix_cache: dict[int, dict[str, Any]] = {}
         if not (backend or scheduler):
             return
@@ -39,6 +42,8 @@ class RelayStatLogger(AggregateStatLoggerBase):
         self._engine_labels = {index: (model_name, str(index)) for index in engine_indexes}
         if backend:
             self._attention = self._register(COUNTERS, GAUGES)
+        if sparse_is_selected(vllm_config):
+            self._long_contexts = self._register(long_contexts.COUNTERS, long_contexts.GAUGES)
         if scheduler:
             self._prefix_cache = self._register(prefix_cache.COUNTERS, prefix_cache.GAUGES)
             self._evicted_blocks = Counter(
@@ -62,6 +67,7 @@ class RelayStatLogger(AggregateStatLoggerBase):
         if not stats:
             return
         _record(self._attention.get(engine_idx), stats)
+        _record(self._long_contexts.get(engine_idx), stats.get(long_contexts.LONG_CONTEXTS, {}))
         stats = stats.get(prefix_cache.PREFIX_CACHE)
         if stats and engine_idx in self._prefix_cache:
             _record(self._prefix_cache[engine_idx], stats)

@@ -16,7 +16,9 @@ from vllm_relay.limits import (
     check_capability,
     check_config,
     check_layer,
+    check_sparse_config,
     relay_is_selected,
+    sparse_is_selected,
 )
 
 if TYPE_CHECKING:
@@ -155,7 +157,8 @@ def check_new_config(vllm_config: VllmConfig) -> None:
         options_of,
         scheduler_is_selected,
     )
-    from vllm_relay.prefix_cache.prompts import check_system_prompts
+    from vllm_relay.long_context.options import LongContextOptions
+    from vllm_relay.prefix_cache.prompts import check_contexts, check_system_prompts
 
     logger = init_logger("vllm.relay")
     options = RelayConfig.from_vllm_config(vllm_config)
@@ -173,6 +176,15 @@ def check_new_config(vllm_config: VllmConfig) -> None:
             f"{SECTION}.{min(unused)} is given but only RelayScheduler reads it: add "
             f"{SECTION}.scheduler=true, or leave it away"
         )
+    if not sparse_is_selected(vllm_config):
+        unused = options.model_fields_set & LongContextOptions.model_fields.keys()
+        if backend and unused:
+            raise ValueError(
+                f"{SECTION}.{min(unused)} is given but only RELAY_SPARSE reads it: use "
+                "--attention-backend relay_sparse, or leave it away"
+            )
+    else:
+        check_contexts(vllm_config, options)
     if (name := misspelled_section(vllm_config)) is not None:
         message = f"additional_config.{name}: nobody reads this section; did you mean {SECTION}?"
         if backend or scheduler:
@@ -189,6 +201,8 @@ def check_new_config(vllm_config: VllmConfig) -> None:
         # vLLM calls the devices of ROCm "cuda" too
         device_type = "rocm" if current_platform.is_rocm() else current_platform.device_type
         check_config(vllm_config, device_type)
+        if sparse_is_selected(vllm_config):
+            check_sparse_config(vllm_config, device_type)
         if current_platform.is_cpu():
             _check_kernel(vllm_config, options)
         elif options.kernel != "auto":
@@ -201,9 +215,9 @@ def check_new_config(vllm_config: VllmConfig) -> None:
             "vllm-relay: prefix caching is off, so requests share no KV blocks and relay has "
             "nothing to read once for several of them"
         )
-    if scheduler:
-        compat.pin_system_prompts_of_new_engines()
-        compat.serve_pin_endpoints()
+    if scheduler or sparse_is_selected(vllm_config):
+        compat.prepare_new_engines()
+        compat.serve_relay_endpoints()
     try:
         compat.add_stat_logger_to_every_front_end()
         compat.report_relay_metrics()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_relay.attention_backends.plan import PlanStats
+    from vllm_relay.long_context.stats import LongContextStats
 
 COUNTERS = {
     "steps": "Engine steps whose attention relay computed.",
@@ -34,7 +35,8 @@ def prometheus_name(field: str) -> str:
 class RelayStats:
     """Counters summed over ``steps`` steps; ``forest_depth`` and ``groups`` of the last one.
 
-    Tokens, groups and planning time are summed over the model's KV cache groups.
+    Tokens, groups and planning time are summed over the model's KV cache groups. `long_contexts` is
+    there with RELAY_SPARSE only.
     """
 
     steps: int = 0
@@ -45,6 +47,7 @@ class RelayStats:
     planning_seconds: float = 0.0
     forest_depth: int = 0
     groups: int = 0
+    long_contexts: LongContextStats | None = None
 
     def add_plan(self, plan: PlanStats) -> None:
         """Add one KV cache group's plan to the statistics of the step it belongs to."""
@@ -63,6 +66,10 @@ class RelayStats:
             setattr(self, name, getattr(self, name) + getattr(later, name))
         for name in GAUGES:
             setattr(self, name, getattr(later, name))
+        if self.long_contexts is None:
+            self.long_contexts = later.long_contexts
+        elif later.long_contexts is not None:
+            self.long_contexts.merge(later.long_contexts)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -86,6 +93,8 @@ class StepRecorder:
         """Steps of requests, not those that warm up or pad a data-parallel group."""
         self._since_log = RelayStats()
         self._last_log_s = time.monotonic()
+        self.take_long_contexts: Callable[[], LongContextStats] | None = None
+        """Gives the numbers of the running step, where a backend has any."""
 
     def begin_step(self) -> None:
         self._step = RelayStats()
@@ -101,6 +110,8 @@ class StepRecorder:
         if step.steps == 0:
             return None
         self._since_log.merge(step)
+        if self.take_long_contexts is not None:
+            step.long_contexts = self.take_long_contexts()
         return step
 
     def log_if_due(self, every_s: float, log: Callable[[str], None]) -> None:

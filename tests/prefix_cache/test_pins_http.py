@@ -246,7 +246,7 @@ def test_without_its_system_prompt_an_async_engine_takes_no_request() -> None:
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    compat.pin_system_prompts_of_new_engines()
+    compat.prepare_new_engines()
     engine: Any = Engine(system_prompts=["x" * 50])
 
     async def ask() -> None:
@@ -264,15 +264,16 @@ def test_server_gets_the_routes_and_guards_them() -> None:
     from vllm import plugins
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-    compat.serve_pin_endpoints()
+    compat.serve_relay_endpoints()
     assert not plugins.load_endpoint_plugins(("render",))
-    [endpoints] = plugins.load_endpoint_plugins(("generate",))
     app = FastAPI()
-    endpoints.attach_router(app)
+    for endpoints in plugins.load_endpoint_plugins(("generate",)):
+        endpoints.attach_router(app)
     app.state.engine_client = Engine()
     app.add_middleware(AuthenticationMiddleware, tokens=["secret"])
     http = TestClient(app)
     assert http.get("/relay/pins").status_code == 401
     assert http.delete("/relay/pins/a").status_code == 401
+    assert http.get("/relay/contexts").status_code == 401
     headers = {"Authorization": "Bearer secret"}
     assert http.get("/relay/pins", headers=headers).json() == {"pins": []}

@@ -18,7 +18,7 @@ from vllm_relay.prefix_cache.prompts import (
     continued_conversations,
     continued_texts,
     is_tokens,
-    read_system_prompts,
+    read_texts,
 )
 
 
@@ -63,7 +63,7 @@ def test_texts_and_files(tmp_path: Path) -> None:
     path = tmp_path / "prompt.txt"
     path.write_text("from a file\n", encoding="utf-8")
     options = RelayConfig(system_prompts=("text", f"@{path}"))
-    assert read_system_prompts(options) == ["text", "from a file\n"]
+    assert read_texts("system_prompts", options.system_prompts) == ["text", "from a file\n"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +23,21 @@ from vllm_relay.attention_backends.relay import (
     RelayMetadataBuilder,
 )
 from vllm_relay.config import RelayConfig
-from vllm_relay.limits import SPARSE_BACKEND_NAME
+from vllm_relay.limits import SPARSE_BACKEND_NAME, check_sparse_layer
 from vllm_relay.long_context import worker
-from vllm_relay.long_context.host_attention import Retrieval, attend_host
+from vllm_relay.long_context.host_attention import (
+    HostPart,
+    Retrieval,
+    attend_everything,
+    attend_retrieved,
+)
 from vllm_relay.long_context.host_sequence import HostLayer
 from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.window import WindowPolicy
+from vllm_relay.long_context.worker_contexts import db_options
 from vllm_relay.sparse.partial_attention import merge
+from vllm_relay.sparse.query_types import Dipr
+from vllm_relay.stats import recorder
 
 
 class RelaySparseBackend(RelayBackend):
@@ -77,8 +86,12 @@ class RelaySparseMetadataBuilder(RelayMetadataBuilder):
 
     def __init__(self, kv_cache_spec: AttentionSpec, *args: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, *args, **kwargs)
-        self.policy = kv_cache_spec.policy if isinstance(kv_cache_spec, RelaySparseSpec) else None
+        self.policy = None
+        if isinstance(kv_cache_spec, RelaySparseSpec):
+            self.policy = kv_cache_spec.policy
+            worker.state.set_layers(kv_cache_spec, self.layer_names)
         compat.call_before_each_step(worker.state.begin_step)
+        recorder.take_long_contexts = worker.state.take_stats
 
     def _plan(
         self,
@@ -122,8 +135,9 @@ class RelaySparseMetadataBuilder(RelayMetadataBuilder):
                 fill_from = placement.first_resident_token
             blocks = block_table[number].numpy()
             rows[number] = worker.MirroredRow(
-                sequence, first, last, num_computed, residency, fill_from, blocks
-            )
+                request, sequence, first, last, num_computed, residency, fill_from, blocks,
+                self.policy.sink_blocks * self.block_size,
+            )  # fmt: skip
         return rows
 
     def _compact(self, blocks: np.ndarray, row: worker.MirroredRow) -> None:
@@ -141,8 +155,13 @@ class RelaySparseImpl(RelayImpl):
         super().__init__(*args, **kwargs)
         vllm_config = get_current_vllm_config()
         _remember(vllm_config)
-        options = RelayConfig.from_vllm_config(vllm_config)
-        self.retrieval = Retrieval(options.alpha, options.max_dropped_mass)
+        self.retrieval = _retrieval_of(vllm_config, self.scale)
+        if self.sliding_window is None:
+            check_sparse_layer(
+                has_alibi=self.alibi_slopes is not None,
+                logits_soft_cap=self.logits_soft_cap,
+                has_sinks=self.sinks is not None,
+            )
 
     def forward(
         self,
@@ -156,7 +175,7 @@ class RelaySparseImpl(RelayImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        rows = getattr(attn_metadata, "mirrored", None)
+        rows: list[worker.MirroredRow] = getattr(attn_metadata, "mirrored", [])
         if not rows:
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale,
@@ -165,33 +184,67 @@ class RelaySparseImpl(RelayImpl):
         assert attn_metadata is not None
         name = self.kv_sharing_target_layer_name or layer.layer_name
         lse = query.new_empty(attn_metadata.num_tokens, self.num_heads, dtype=torch.float32)
-        hosts = [row.sequence.layer(name, key[row.first_query : row.last_query]) for row in rows]
+        parts = [self._part(row, name, key) for row in rows]
         if self.kv_sharing_target_layer_name is None:
-            for row, host in zip(rows, hosts, strict=True):
+            for row, part in zip(rows, parts, strict=True):
+                _fill(row, part, kv_cache)
                 at = slice(row.first_query, row.last_query)
-                _fill(row, host, kv_cache)
-                _mirror(row, host, key[at], value[at], kv_cache)
+                _mirror(row, part.own, key[at], value[at], kv_cache)
+                if row.request.is_kept:
+                    grouped = query[at].unflatten(1, (self.num_kv_heads, -1)).permute(1, 2, 0, 3)
+                    part.own.train_queries.add(grouped, first_position=row.num_computed_tokens)
+        begin_s = time.perf_counter()
         self._attend(query, kv_cache, attn_metadata, output, lse)
-        for row, host in zip(rows, hosts, strict=True):
+        device_done_s = time.perf_counter()
+        decoded: list[int] = []
+        for number, row in enumerate(rows):
+            if not row.residency.num_host_tokens:
+                continue
+            if row.num_queries == 1 and self.retrieval.query is not None:
+                decoded.append(number)
+                continue
             at = slice(row.first_query, row.last_query)
-            if row.residency.num_host_tokens:
-                num_tokens = row.num_computed_tokens + row.last_query - row.first_query
-                found = attend_host(
-                    host, row.residency, query[at], num_tokens, self.scale, self.retrieval
-                )
-                merged, _ = merge((output[at].float(), lse[at]), found)
-                output[at] = merged.to(output.dtype)
+            found = attend_everything(parts[number], query[at], self.scale)
+            merged, _ = merge((output[at].float(), lse[at]), found)
+            output[at] = merged.to(output.dtype)
+        if decoded:
+            at_tokens = torch.tensor([rows[number].first_query for number in decoded])
+            found = attend_retrieved(
+                [parts[number] for number in decoded],
+                query[at_tokens],
+                self.scale,
+                self.retrieval,
+                worker.state.stats,
+            )
+            merged, _ = merge((output[at_tokens].float(), lse[at_tokens]), found)
+            output[at_tokens] = merged.to(output.dtype)
+        worker.state.device_seconds += device_done_s - begin_s
+        worker.state.host_seconds += time.perf_counter() - device_done_s
         return output
 
+    def _part(self, row: worker.MirroredRow, name: str, key: torch.Tensor) -> HostPart:
+        return HostPart(
+            own=row.sequence.layer(name, key[row.first_query : row.last_query]),
+            context=row.request.context,
+            layer=worker.state.layer_number(name),
+            residency=row.residency,
+            num_tokens=row.num_tokens,
+            sink_end=row.sink_end,
+        )
 
-def _fill(row: worker.MirroredRow, host: HostLayer, kv_cache: torch.Tensor) -> None:
+
+def _fill(row: worker.MirroredRow, part: HostPart, kv_cache: torch.Tensor) -> None:
     """Brings the first tokens of the first block that the device has back from the host."""
     if row.fill_from is None:
         return
+    begin, end, own = row.fill_from, row.num_computed_tokens, part.own
+    states = [own.rows(max(begin, own.begin), end)]
+    if begin < own.begin:
+        states.insert(0, part.context_rows(begin, own.begin))
+    keys, values = (torch.cat(parts, 1) for parts in zip(*states, strict=True))
     size = kv_cache.shape[2]
-    keys, values = host.rows(row.fill_from, row.num_computed_tokens)
-    slot = int(row.blocks[row.fill_from // size]) * size
-    slots = torch.arange(slot, slot + keys.shape[1])
+    slot = int(row.blocks[begin // size]) * size
+    slots = torch.arange(slot, slot + end - begin)
     cpu.write_kv_cache(keys.transpose(0, 1), values.transpose(0, 1), kv_cache, slots)
 
 
@@ -216,6 +269,14 @@ def _mirror(
         )
         host.write(host.end, keys, values)
     host.write(row.num_computed_tokens, key, value)
+
+
+def _retrieval_of(vllm_config: VllmConfig, scale: float) -> Retrieval:
+    options = RelayConfig.from_vllm_config(vllm_config)
+    query = None
+    if options.alpha > 0:
+        query = Dipr(alpha=options.alpha, scale=scale, max_dropped_mass=options.max_dropped_mass)
+    return Retrieval(query, db_options(options))
 
 
 _config: list[VllmConfig] = []

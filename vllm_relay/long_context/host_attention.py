@@ -3,14 +3,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from vllm_relay.long_context.host_sequence import HostLayer
 from vllm_relay.long_context.window import Residency
+from vllm_relay.sparse.context_store import StoredContext
+from vllm_relay.sparse.options import DBOptions
 from vllm_relay.sparse.partial_attention import attention_state, merge
-from vllm_relay.sparse.query_types import Dipr, QueryType
+from vllm_relay.sparse.query_types import Dipr
+from vllm_relay.sparse.retrieval import ContextPart, SessionStats, retrieve
+from vllm_relay.sparse.tensors import to_tensor
+
+RECENT_TOKENS = 64
+"""Last tokens of a stored context that every query reads."""
 
 State = tuple[torch.Tensor, torch.Tensor]
 """Output float32 [kv_heads, rows, size] and log-sum-exp float32 [kv_heads, rows]."""
@@ -21,81 +29,207 @@ class Retrieval:
     """What a decoded token reads of the tokens in host memory.
 
     Attributes:
-        alpha: those with at least this share of the largest attention weight; 0: all.
-        max_dropped_mass: the most attention weight that may be left out; None: as alpha says.
+        query: what is asked of indexes that are built while a request runs; None: all is read.
+        options: how stored contexts are asked, whose heads may have plans.
     """
 
-    alpha: float
-    max_dropped_mass: float | None = None
-
-    def query_type(self, scale: float) -> QueryType | None:
-        """None to read everything."""
-        if self.alpha == 0:
-            return None
-        return Dipr(alpha=self.alpha, scale=scale, max_dropped_mass=self.max_dropped_mass)
+    query: Dipr | None
+    options: DBOptions
 
 
-def attend_host(
-    layer: HostLayer,
-    residency: Residency,
-    query: torch.Tensor,
-    num_tokens: int,
-    scale: float,
-    retrieval: Retrieval,
-) -> State:
-    """Attention over the tokens that have left the device.
+@dataclass
+class HostPart:
+    """The host's part of a request in one layer: a stored context, and what was computed since.
 
-    Several query tokens read all of them; one reads what `retrieval` says.
+    Attributes:
+        own: of the tokens behind the context.
+        context: None if there is none; then `own` begins with the first token.
+        layer: number of the layer in the context.
+        num_tokens: of the request, those of the step included.
+        sink_end: the tokens before it are always read, here or on the device.
+    """
+
+    own: HostLayer
+    context: StoredContext | None
+    layer: int
+    residency: Residency
+    num_tokens: int
+    sink_end: int
+
+    @property
+    def context_end(self) -> int:
+        """Tokens of the context that are read here: those behind are on the device."""
+        return min(self.own.begin, self.residency.window_begin)
+
+    def context_rows(self, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the context, [kv_heads, tokens, size]: a copy."""
+        assert self.context is not None
+        heads = range(self.context.shape.num_kv_heads)
+        rows = [self.context.rows(self.layer, head, begin, end) for head in heads]
+        keys, values = zip(*rows, strict=True)
+        return (
+            torch.stack([to_tensor(each) for each in keys]),
+            torch.stack([to_tensor(each) for each in values]),
+        )
+
+    def context_window(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the tokens of the context that every query reads; kept."""
+        end = self.context_end
+        if self.own.context_window is None or self.own.context_window[0] != end:
+            first = self.context_rows(0, min(self.sink_end, end))
+            last = self.context_rows(self.searched_end, end)
+            window = [torch.cat(parts, 1) for parts in zip(first, last, strict=True)]
+            self.own.context_window = end, window[0], window[1]
+        return self.own.context_window[1:]
+
+    @property
+    def searched_end(self) -> int:
+        """Up to where the context is searched, from `sink_end` on."""
+        return max(min(self.sink_end, self.context_end), self.context_end - RECENT_TOKENS)
+
+
+def attend_everything(part: HostPart, query: torch.Tensor, scale: float) -> State:
+    """Attention over all tokens that are not on the device.
 
     Args:
         query: [tokens, heads, head_size], of one request.
-        num_tokens: of the request, those of the step included; all are in `layer`.
 
     Returns:
         output float32 [tokens, heads, head_size] and log-sum-exp float32 [tokens, heads].
     """
-    num_queries, num_heads, _ = query.shape
-    num_kv_heads = layer.keys.shape[0]
-    # [kv_heads, group * tokens, size]
-    grouped = query.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
-    rows = grouped.flatten(1, 2)
-    query_type = retrieval.query_type(scale) if num_queries == 1 else None
-    begin, end = residency
-    if query_type is None:
-        state = attention_state(rows, *layer.rows(begin, end), scale)
-    else:
-        state = _retrieve(layer, residency, rows, num_tokens, scale, query_type)
-    output, lse = (part.unflatten(1, (-1, num_queries)) for part in state)
-    return output.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1, 2)
+    num_queries = query.shape[0]
+    rows = _by_kv_head(query, part.own.keys.shape[0])
+    begin, end = part.residency
+    own_begin = max(begin, part.own.begin)
+    state = attention_state(rows, *part.own.rows(own_begin, max(own_begin, end)), scale)
+    if part.context is not None:
+        heads = []
+        for head in range(len(rows)):
+            keys, values = part.context.rows(part.layer, head, begin, part.context_end)
+            heads.append(
+                attention_state(
+                    rows[head : head + 1], to_tensor(keys)[None], to_tensor(values)[None], scale
+                )
+            )
+        outputs, lses = zip(*heads, strict=True)
+        state = merge(state, (torch.cat(outputs), torch.cat(lses)))
+    return _by_token(state, num_queries)
 
 
-def _retrieve(
-    layer: HostLayer,
-    residency: Residency,
-    rows: torch.Tensor,
-    num_tokens: int,
+def attend_retrieved(
+    parts: Sequence[HostPart],
+    query: torch.Tensor,
     scale: float,
-    query_type: QueryType,
+    retrieval: Retrieval,
+    stats: SessionStats,
 ) -> State:
-    begin, end = residency
-    indexed = layer.index_up_to(begin, end)
-    state = attention_state(rows, *layer.rows(indexed, end), scale)
-    window_max = _largest_products(layer, rows, [(0, begin), (indexed, num_tokens)])
-    queries, tops = rows.float().numpy(), window_max.numpy()
-    for _, _, segment in layer.segments:
-        found, _ = segment.attend(queries, query_type, scale=scale, window_max=tops)
-        state = merge(state, (torch.from_numpy(found.output), torch.from_numpy(found.lse)))
+    """Attention of one query token of each request over what its heads need of the host's tokens.
+
+    Requests that read the same context to the same token search it together.
+
+    Args:
+        query: [requests, heads, head_size].
+
+    Returns:
+        as `attend_everything`, [requests, ...].
+    """
+    num_kv_heads = parts[0].own.keys.shape[0]
+    states: list[State] = []
+    tops: list[torch.Tensor] = []
+    for number, part in enumerate(parts):
+        rows = _by_kv_head(query[number : number + 1], num_kv_heads)
+        state, top = _read_exactly(part, rows, scale)
+        state = _search_own(part, rows, top, state, scale, retrieval, stats)
+        states.append(state)
+        tops.append(top)
+    for numbers in _sharing(parts):
+        first = parts[numbers[0]]
+        rows = _by_kv_head(query[numbers], num_kv_heads)  # the requests of a query head in turn
+        top = torch.stack([tops[number] for number in numbers], 2).flatten(1)
+        assert first.context is not None
+        found = retrieve(
+            ContextPart(
+                first.context,
+                first.layer,
+                first.sink_end,
+                first.searched_end,
+            ),
+            rows,
+            top,
+            scale=scale,
+            options=retrieval.options,
+            stats=stats,
+        )
+        outputs = found[0].unflatten(1, (-1, len(numbers)))
+        lses = found[1].unflatten(1, (-1, len(numbers)))
+        for place, number in enumerate(numbers):
+            states[number] = merge(states[number], (outputs[:, :, place], lses[:, :, place]))
+    outputs = torch.stack([output for output, _ in states])  # [requests, kv_heads, group, size]
+    lses = torch.stack([lse for _, lse in states])
+    return outputs.flatten(1, 2), lses.flatten(1, 2)
+
+
+def _sharing(parts: Sequence[HostPart]) -> list[list[int]]:
+    """Requests that search the same tokens of the same context."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for number, part in enumerate(parts):
+        if part.context is not None:
+            groups.setdefault((id(part.context), part.context_end), []).append(number)
+    return list(groups.values())
+
+
+def _read_exactly(part: HostPart, rows: torch.Tensor, scale: float) -> tuple[State, torch.Tensor]:
+    """Attention over the host's tokens that every query reads, and the largest inner product with
+    these and with those on the device, [kv_heads, rows]."""
+    begin, end = part.residency
+    sink_end, own = part.sink_end, part.own
+    if part.context is not None:
+        keys, values = part.context_window()
+        state = attention_state(rows, keys, values, scale)
+        top = _largest_products(rows, keys)
+    else:
+        state = attention_state(rows, *own.rows(begin, max(begin, min(sink_end, end))), scale)
+        top = _largest_products(rows, own.rows(0, min(sink_end, part.num_tokens))[0])
+    indexed = own.index_up_to(max(sink_end, own.begin), end)
+    if indexed < end:
+        state = merge(state, attention_state(rows, *own.rows(indexed, end), scale))
+    # the host has a copy of what is on the device
+    recent, _ = own.rows(max(indexed, own.begin), part.num_tokens)
+    return state, torch.maximum(top, _largest_products(rows, recent))
+
+
+def _search_own(
+    part: HostPart,
+    rows: torch.Tensor,
+    top: torch.Tensor,
+    state: State,
+    scale: float,
+    retrieval: Retrieval,
+    stats: SessionStats,
+) -> State:
+    if part.own.segments:
+        assert retrieval.query is not None
+        queries, tops = rows.float().numpy(), top.numpy()
+        for first, last, segment in part.own.segments:
+            found, cost = segment.attend(queries, retrieval.query, scale=scale, window_max=tops)
+            state = merge(state, (torch.from_numpy(found.output), torch.from_numpy(found.lse)))
+            stats.add(last - first, cost, len(rows))
     return state
 
 
-def _largest_products(
-    layer: HostLayer, rows: torch.Tensor, ranges: list[tuple[int, int]]
-) -> torch.Tensor:
-    """[kv_heads, rows]; of the keys that are read anyway."""
-    largest = torch.full(rows.shape[:2], -torch.inf)
-    for begin, end in ranges:
-        if begin < end:
-            keys, _ = layer.rows(begin, end)
-            products = rows @ keys.transpose(1, 2)
-            largest = torch.maximum(largest, products.amax(-1).float())
-    return largest
+def _largest_products(rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """float32 [kv_heads, rows]; -inf without keys."""
+    if not keys.shape[1]:
+        return torch.full(rows.shape[:2], -torch.inf)
+    return (rows @ keys.transpose(1, 2)).amax(-1).float()
+
+
+def _by_kv_head(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """[tokens, heads, size] -> [kv_heads, group * tokens, size]: the tokens of a head in turn."""
+    return query.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+
+
+def _by_token(state: State, num_tokens: int) -> State:
+    """The reverse: [tokens, heads, ...]."""
+    output, lse = (part.unflatten(1, (-1, num_tokens)) for part in state)
+    return output.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1, 2)

@@ -8,10 +8,12 @@ import torch
 from vllm_relay.sparse.attention import SparseLayer
 from vllm_relay.sparse.elements import Elements
 from vllm_relay.sparse.flat import FlatIndex
+from vllm_relay.sparse.train_queries import TrainQueries
 
 MAX_UNINDEXED_TOKENS = 1024
 """Tokens that are attended one by one before they get an index."""
 MAX_SEGMENTS = 4
+TRAIN_QUERIES_PER_KEY = 0.4
 
 
 class HostLayer:
@@ -23,6 +25,8 @@ class HostLayer:
         keys, values: [kv_heads, capacity, size], of position `begin` and after. Memory is taken
             when it is first written.
         segments: indexes over adjacent ranges of positions.
+        train_queries: that its keys have met, if it is to be kept.
+        context_window: where the context ends, and keys and values of its first and last tokens.
     """
 
     def __init__(
@@ -32,6 +36,8 @@ class HostLayer:
         self.keys = torch.empty(num_kv_heads, capacity, head_size, dtype=dtype)
         self.values = torch.empty_like(self.keys)
         self.segments: list[tuple[int, int, SparseLayer]] = []
+        self.train_queries = TrainQueries(TRAIN_QUERIES_PER_KEY)
+        self.context_window: tuple[int, torch.Tensor, torch.Tensor] | None = None
 
     def write(self, position: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Args: keys, values: [tokens, kv_heads, size], of `position` and after."""
@@ -71,8 +77,8 @@ class HostLayer:
 
     def _flat(self, begin: int, end: int) -> SparseLayer:
         keys, values = self.rows(begin, end)
-        indexes = [FlatIndex().build(_elements(head)) for head in keys]
-        return SparseLayer(indexes, [_elements(head) for head in values])
+        indexes = [FlatIndex().build(as_elements_of(head)) for head in keys]
+        return SparseLayer(indexes, [as_elements_of(head) for head in values])
 
 
 class HostSequence:
@@ -92,7 +98,7 @@ class HostSequence:
         return self.layers[name]
 
 
-def _elements(states: torch.Tensor) -> Elements:
+def as_elements_of(states: torch.Tensor) -> Elements:
     """[tokens, size], where it lies."""
     dtype = str(states.dtype).removeprefix("torch.")
     if dtype == "float32":

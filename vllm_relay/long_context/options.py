@@ -57,3 +57,21 @@ class LongContextOptions(BaseModel):
         ge=1,
         description="Threads that build graphs and plans beside the steps of the engine.",
     )
+    context_dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of stored contexts, found again by the next engine. None keeps them in "
+        "memory.",
+    )
+    context_disk_gib: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Most that context_dir may hold: those used least recently leave. None: no "
+        "limit.",
+    )
+    contexts: tuple[str, ...] = Field(
+        default=(),
+        description="Contexts that are computed and stored before the first request is served: "
+        "text, or @ and the path of a file with the text.",
+    )

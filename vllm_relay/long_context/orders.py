@@ -6,6 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+KEEP_ARG = "relay_keep_context"
+"""The key in ``SamplingParams.extra_args`` under which a request asks to become a context."""
+
 ATTRIBUTE = "relay_long_contexts"
 """Of vLLM's SchedulerOutput, a dataclass that is pickled with all its attributes."""
 
@@ -34,14 +37,16 @@ class StepOrders:
         placed: by request.
         dropped: preempted requests whose host memory is needed by others.
         kept: requests that have ended and whose tokens become a context.
+        deleted: contexts that make room for others.
     """
 
     placed: dict[str, Placement] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
     kept: dict[str, KeptContext] = field(default_factory=dict)
+    deleted: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.placed or self.dropped or self.kept)
+        return bool(self.placed or self.dropped or self.kept or self.deleted)
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,24 @@ class KeptContext:
 
     context_id: str
     tokens: list[int]
+
+
+@dataclass(frozen=True)
+class ContextReport:
+    """What a worker says of a context.
+
+    Attributes:
+        state: "indexing" as long as a thread builds its indexes; then "stored" in a file, or
+            "memory" if there is no folder, or with a `problem`.
+        memory_bytes: of host memory that only it takes; what is mapped from a file is not counted.
+    """
+
+    context_id: str
+    num_tokens: int
+    state: str
+    memory_bytes: int
+    file_bytes: int
+    problem: str | None = None
 
 
 def orders_of(scheduler_output: Any) -> StepOrders:

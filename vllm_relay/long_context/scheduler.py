@@ -7,17 +7,28 @@ block for them, which nobody reads, and a block of its own for what is left of t
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_relay.config import RelayConfig
+from vllm_relay.long_context.catalog import ContextCatalog
 from vllm_relay.long_context.host_memory import HostMemory
 from vllm_relay.long_context.kv_cache_spec import RelaySparseManager, RelaySparseSpec
 from vllm_relay.long_context.memory import default_capacity_bytes
-from vllm_relay.long_context.orders import Placement, StepOrders
+from vllm_relay.long_context.orders import (
+    KEEP_ARG,
+    ContextReport,
+    KeptContext,
+    Placement,
+    StepOrders,
+)
+from vllm_relay.long_context.stats import COUNTERS, GAUGES, LONG_CONTEXTS, LongContextStats
+from vllm_relay.sparse.context_store import context_id_of
 
 
 class HostBlocks(KVCacheBlocks):
@@ -37,6 +48,7 @@ class LongContextScheduler:
     def __init__(self, scheduler: Any) -> None:
         options = RelayConfig.from_vllm_config(scheduler.vllm_config)
         self._manager = manager = scheduler.kv_cache_manager
+        num_ranks = scheduler.vllm_config.parallel_config.tensor_parallel_size
         self._max_model_len = scheduler.max_model_len
         self._block_managers = [
             each
@@ -49,13 +61,20 @@ class LongContextScheduler:
         )
         self.memory = HostMemory(
             _capacity_bytes(options.host_memory_gib),
-            _bytes_per_token(
-                manager.kv_cache_config,
-                scheduler.vllm_config.parallel_config.tensor_parallel_size,
-            ),
+            _bytes_per_token(manager.kv_cache_config, num_ranks),
         )
         self._check_capacity()
+        self.catalog = ContextCatalog()
+        self.has_loaded = False
+        self._file_bytes: dict[str, int] = {}
+        self._disk_bytes = _bytes_of(options.context_disk_gib)
+        self._num_ranks = num_ranks
         self._preempted: dict[str, int] = {}  # request -> tokens in host memory
+        self._num_kept_tokens = 0
+        self._block_bytes = sum(
+            len(group.layer_names) * group.kv_cache_spec.page_size_bytes
+            for group in manager.kv_cache_config.kv_cache_groups
+        ) // len(manager.kv_cache_config.kv_cache_groups)
         self._orders = StepOrders()
         if self._block_managers:
             self._policy = self._block_managers[0].kv_cache_spec.policy
@@ -109,8 +128,13 @@ class LongContextScheduler:
                 each.first_resident_tokens.pop(request.request_id, None)
             return None
         self._preempted.pop(request.request_id, None)
+        context_id = new_computed_blocks.context_id
+        if context_id is not None:
+            self.catalog.use(context_id)
+        else:
+            self._num_kept_tokens += new_computed_blocks.num_tokens
         self._orders.placed[request.request_id] = Placement(
-            new_computed_blocks.num_tokens, first_resident, new_computed_blocks.context_id
+            new_computed_blocks.num_tokens, first_resident, context_id
         )
         return allocated
 
@@ -121,6 +145,8 @@ class LongContextScheduler:
         if request.status != RequestStatus.RUNNING:
             self.memory.release(request_id)
             self._preempted.pop(request_id, None)
+            if _is_kept(request) and self.can_keep(num_tokens):
+                self._keep(request, num_tokens)
         elif self._can_skip_tokens and self._policy.mirrors(num_tokens, request.num_prompt_tokens):
             self._preempted[request_id] = num_tokens
             self.memory.preempt(request_id)
@@ -133,22 +159,140 @@ class LongContextScheduler:
             self.memory.release(request_id)
         self._preempted.clear()
 
+    def numbers(self, counted: LongContextStats) -> dict[str, Any]:
+        """The metrics of `stats`, under their key: what workers have counted, and what is here."""
+        numbers = {name: getattr(counted, name, 0) for name in (*COUNTERS, *GAUGES)}
+        pool = self._manager.block_pool
+        num_held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # without the null block
+        numbers |= {
+            "preempted_kept_tokens": self._num_kept_tokens,
+            "host_kv_bytes": self.memory.used_bytes,
+            "host_kv_limit_bytes": self.memory.capacity_bytes,
+            "device_kv_bytes": num_held * self._block_bytes,
+            "contexts": len(self.catalog),
+            "context_file_bytes": sum(self._file_bytes.values()),
+        }
+        self._num_kept_tokens = 0
+        return {LONG_CONTEXTS: numbers}
+
     def take_orders(self) -> StepOrders:
         """What has to be said to the workers with the step that was just scheduled."""
         orders, self._orders = self._orders, StepOrders()
         return orders
 
+    def refuse_context(self, num_tokens: int) -> tuple[int, str] | None:
+        """Why a prompt of so many tokens cannot become a context, with an HTTP status; or None."""
+        if not self._can_skip_tokens:
+            return 501, (
+                "contexts are kept only with prefix caching, and of models whose layers all have "
+                "full attention"
+            )
+        least = self._policy.min_context_tokens
+        if num_tokens < least:
+            return 400, (
+                f"a prompt of {num_tokens} tokens was given, expected at least min_context_tokens="
+                f"{least}: a shorter one is computed faster than it is looked up"
+            )
+        if num_tokens >= self._max_model_len:
+            return 400, (
+                f"a prompt of {num_tokens} tokens was given, expected fewer than max_model_len="
+                f"{self._max_model_len}"
+            )
+        # what is left must hold the longest request, else that would wait forever
+        needed = self.memory.bytes_for(num_tokens)
+        free = self.memory.capacity_bytes - self.memory.context_bytes
+        free -= self.memory.bytes_for(self._max_model_len)
+        if needed > free:
+            return 507, (
+                f"a context of {num_tokens} tokens takes {needed} bytes of host memory, and "
+                f"{max(0, free)} are left beside the longest request: delete contexts, or raise "
+                "host_memory_gib"
+            )
+        return None
+
+    def can_keep(self, num_tokens: int) -> bool:
+        """Whether a request of so many computed tokens can become a context."""
+        return self.refuse_context(num_tokens) is None
+
+    def delete_context(self, context_id: str) -> None:
+        """No later request reuses it."""
+        self.catalog.remove(context_id)
+        self.memory.set_context(context_id, 0)
+        self._file_bytes.pop(context_id, None)
+
+    def load_contexts(self, contexts: Mapping[str, Sequence[int]]) -> None:
+        """The contexts that the workers have, by id, are all there are."""
+        self.has_loaded = True
+        pending = {report.context_id for report in self.pending_contexts()}
+        for context_id in self.catalog.by_last_use():
+            if context_id not in contexts and context_id not in pending:
+                self.delete_context(context_id)
+        for context_id, tokens in contexts.items():
+            if context_id not in self.catalog:
+                self.catalog.add(context_id, np.asarray(tokens, np.int64))
+
+    def pending_contexts(self) -> list[ContextReport]:
+        """Those that the workers are told of with the next step."""
+        return [
+            ContextReport(
+                context_id=kept.context_id,
+                num_tokens=len(kept.tokens),
+                state="indexing",
+                memory_bytes=self.memory.bytes_for(len(kept.tokens)) // self._num_ranks,
+                file_bytes=0,
+            )
+            for kept in self._orders.kept.values()
+        ]
+
+    def update_contexts(self, reports: Iterable[ContextReport]) -> None:
+        """What contexts take has changed; those used least recently leave a folder that is full."""
+        for report in reports:
+            if report.context_id in self.catalog:
+                self.memory.set_context(report.context_id, report.memory_bytes * self._num_ranks)
+                self._file_bytes[report.context_id] = report.file_bytes * self._num_ranks
+        if self._disk_bytes is None:
+            return
+        for context_id in self.catalog.by_last_use():
+            if sum(self._file_bytes.values()) <= self._disk_bytes:
+                return
+            if self._file_bytes.get(context_id):
+                self.delete_context(context_id)
+                self._orders.deleted.append(context_id)
+
+    def _keep(self, request: Request, num_tokens: int) -> None:
+        tokens = list(request.all_token_ids[:num_tokens])
+        array = np.asarray(tokens, np.int64)
+        context_id = context_id_of(array)
+        if context_id in self.catalog:
+            return
+        self.catalog.add(context_id, array)
+        self.memory.set_context(context_id, self.memory.bytes_for(num_tokens))
+        self._orders.kept[request.request_id] = KeptContext(context_id, tokens)
+
     def _placement(self, request: Request) -> Placement | None:
         if not self._can_skip_tokens:
             return None
-        num_tokens = min(self._preempted.get(request.request_id, 0), request.num_tokens - 1)
+        num_tokens = self._preempted.get(request.request_id, 0)
+        context_id = None
+        if num_tokens == 0 and len(self.catalog) and self._may_reuse(request):
+            tokens = np.asarray(request.all_token_ids, np.int64)
+            context_id, num_tokens = self.catalog.longest_prefix(tokens)
+        # the logits of the last token have to be computed
+        num_tokens = min(num_tokens, request.num_tokens - 1)
         if num_tokens < self._policy.min_context_tokens:
             return None
-        return self._placed(num_tokens, None)
-
-    def _placed(self, num_tokens: int, context_id: str | None) -> Placement:
         size = self._policy.block_size_tokens
         return Placement(num_tokens, num_tokens // size * size, context_id)
+
+    def _may_reuse(self, request: Request) -> bool:
+        """Whether equal tokens mean equal keys and values."""
+        return (
+            self._manager.prefix_cache_lookup_enabled(request)
+            and request.lora_request is None
+            and not request.cache_salt
+            and not request.mm_features
+            and request.prompt_token_ids is not None
+        )
 
     def _reserve(self, request: Request, num_tokens: int) -> bool:
         num_tokens = min(num_tokens, self._max_model_len)
@@ -174,10 +318,26 @@ class LongContextScheduler:
             )
 
 
+def _is_kept(request: Request) -> bool:
+    """Whether a request that has ended asked to become a context, and was not aborted."""
+    params = request.sampling_params
+    asked = params is not None and KEEP_ARG in (params.extra_args or {})
+    return (
+        asked
+        and request.lora_request is None
+        and not request.cache_salt
+        and not request.mm_features
+        and request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+    )
+
+
+def _bytes_of(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * (1 << 30))
+
+
 def _capacity_bytes(host_memory_gib: float | None) -> int:
-    if host_memory_gib is None:
-        return default_capacity_bytes()
-    return int(host_memory_gib * (1 << 30))
+    num_bytes = _bytes_of(host_memory_gib)
+    return default_capacity_bytes() if num_bytes is None else num_bytes
 
 
 def _bytes_per_token(kv_cache_config: KVCacheConfig, num_ranks: int) -> int:

@@ -5,11 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from vllm_relay.config import RelayConfig
 from vllm_relay.long_context.host_sequence import HostSequence
-from vllm_relay.long_context.orders import Placement, StepOrders, orders_of
+from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
+from vllm_relay.long_context.model_identity import fingerprint_of
+from vllm_relay.long_context.orders import KEEP_ARG, Placement, StepOrders, orders_of
+from vllm_relay.long_context.stats import LongContextStats
 from vllm_relay.long_context.window import Residency, WindowPolicy
+from vllm_relay.long_context.worker_contexts import WorkerContexts, db_options
+from vllm_relay.sparse.context_store import StoredContext
+from vllm_relay.sparse.retrieval import SessionStats
 
 
 @dataclass
@@ -17,15 +25,19 @@ class LongRequest:
     """A request, as far as its tokens may leave the device.
 
     Attributes:
+        is_kept: it becomes a context when it has ended.
         first_resident_token: the tokens before it were never on the device.
         sequence: in host memory; None as long as all tokens are on the device.
+        context: whose tokens it reuses: those before `sequence.begin`.
         placement: where it began, in the step in which it begins.
     """
 
     num_prompt_tokens: int
     max_tokens: int
+    is_kept: bool = False
     first_resident_token: int = 0
     sequence: HostSequence | None = None
+    context: StoredContext | None = None
     placement: Placement | None = None
 
 
@@ -40,8 +52,10 @@ class MirroredRow:
         fill_from: the tokens from here to `num_computed_tokens` are the host's, and have to be
             brought to their block on the device; None: there are none.
         blocks: int32; its row of the block table, before it was compacted.
+        sink_end: the tokens before it are read by every query, wherever they are.
     """
 
+    request: LongRequest
     sequence: HostSequence
     first_query: int
     last_query: int
@@ -49,15 +63,69 @@ class MirroredRow:
     residency: Residency
     fill_from: int | None
     blocks: Any
+    sink_end: int
+
+    @property
+    def num_queries(self) -> int:
+        return self.last_query - self.first_query
+
+    @property
+    def num_tokens(self) -> int:
+        """Those of the step included."""
+        return self.num_computed_tokens + self.num_queries
 
 
 @dataclass
 class LongContextWorker:
-    """The requests of one worker process."""
+    """The requests of one worker process, and its contexts."""
 
     requests: dict[str, LongRequest] = field(default_factory=dict)
+    contexts: WorkerContexts | None = None
+    stats: SessionStats = field(default_factory=SessionStats)
+    host_seconds: float = 0.0
+    device_seconds: float = 0.0
     max_model_len: int = 0
+    _layer_names: list[str] = field(default_factory=list)
+    _spec: RelaySparseSpec | None = None
     _runner: Any = None
+
+    def set_layers(self, spec: RelaySparseSpec, layer_names: Sequence[str]) -> None:
+        """Names the layers whose tokens leave the device: those of one KV cache group."""
+        self._spec, self._layer_names = spec, list(layer_names)
+
+    def layer_number(self, name: str) -> int:
+        """Of a layer, in stored contexts."""
+        return self._layer_names.index(name)
+
+    def open_contexts(self, worker: Any) -> WorkerContexts:
+        """The contexts of this worker, and of its folder; read at the first call."""
+        if self.contexts is None:
+            self.contexts = _open_contexts(worker, self._spec, self._layer_names)
+        return self.contexts
+
+    def take_stats(self) -> LongContextStats:
+        """What was counted since the last call."""
+        stats, self.stats = self.stats, SessionStats()
+        taken = LongContextStats(
+            host_searches=stats.searches,
+            host_searched_tokens=stats.searched_tokens,
+            host_retrieved_tokens=stats.retrieved_tokens,
+            host_read_bytes=stats.bytes,
+            host_seconds=self.host_seconds,
+            device_seconds=self.device_seconds,
+            host_dropped_mass=stats.dropped_mass or 0.0,
+        )
+        self.host_seconds = self.device_seconds = 0.0
+        if self.contexts is not None:
+            taken.index_builds_queued = self.contexts.num_queued
+            taken.reports = self.contexts.take_changes()
+        return taken
+
+    def close_contexts(self) -> None:
+        """Lets go of all contexts; requests that read one go on."""
+        if self.contexts is not None:
+            self.contexts.close()
+            self.contexts = None
 
     def begin_step(self, worker: Any, scheduler_output: Any) -> None:
         """Takes over what the scheduler says of the step: its requests, and those that ended."""
@@ -65,28 +133,48 @@ class LongContextWorker:
         self.max_model_len = worker.model_config.max_model_len
         orders = orders_of(scheduler_output)
         for request_id in scheduler_output.finished_req_ids:
-            self.requests.pop(request_id, None)
+            request = self.requests.pop(request_id, None)
+            kept = orders.kept.get(request_id)
+            if kept is not None and request is not None and request.sequence is not None:
+                self.open_contexts(worker).keep(kept, request.sequence, request.context)
         for request_id in orders.dropped:
             if request_id in self.requests:
                 self.requests[request_id].sequence = None
+        for context_id in orders.deleted:
+            self.open_contexts(worker).delete(context_id)
         for new in scheduler_output.scheduled_new_reqs:
             if new.req_id not in self.requests:
-                max_tokens = getattr(new.sampling_params, "max_tokens", None)
-                self.requests[new.req_id] = LongRequest(
-                    num_prompt_tokens=_num_prompt_tokens(new),
-                    max_tokens=self.max_model_len if max_tokens is None else max_tokens,
-                )
+                self.requests[new.req_id] = self._new_request(new)
             self._place(new.req_id, orders)
         for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             self._place(request_id, orders)
+
+    def _new_request(self, new: Any) -> LongRequest:
+        params = new.sampling_params
+        max_tokens = getattr(params, "max_tokens", None)
+        return LongRequest(
+            num_prompt_tokens=_num_prompt_tokens(new),
+            max_tokens=self.max_model_len if max_tokens is None else max_tokens,
+            is_kept=KEEP_ARG in (getattr(params, "extra_args", None) or {}),
+        )
 
     def _place(self, request_id: str, orders: StepOrders) -> None:
         """The request begins, or begins again after it was preempted."""
         request, placement = self.requests[request_id], orders.placed.get(request_id)
         request.placement = placement
         request.first_resident_token = 0
-        if placement is not None:
-            request.first_resident_token = placement.first_resident_token
+        if placement is None:
+            request.sequence = request.context = None
+            return
+        request.first_resident_token = placement.first_resident_token
+        if placement.context_id is not None:
+            assert self.contexts is not None
+            request.context = self.contexts.get(placement.context_id)
+            request.sequence = self._new_sequence(request, placement.num_tokens)
+
+    def _new_sequence(self, request: LongRequest, begin: int) -> HostSequence:
+        end = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        return HostSequence(begin, end - begin)
 
     def rows(self, num_requests: int) -> Sequence[LongRequest | None]:
         """The requests of the running step in the order of its block table; none in a dummy run."""
@@ -107,8 +195,7 @@ class LongContextWorker:
         if not policy.mirrors(end, request.num_prompt_tokens):
             return None
         if request.sequence is None:
-            capacity = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-            request.sequence = HostSequence(0, max(capacity, end))
+            request.sequence = self._new_sequence(request, 0)
         return request.sequence
 
 
@@ -116,6 +203,34 @@ def _num_prompt_tokens(new_request: Any) -> int:
     if new_request.prompt_token_ids is not None:
         return len(new_request.prompt_token_ids)
     return new_request.prompt_embeds.shape[0]
+
+
+def _open_contexts(
+    worker: Any, spec: RelaySparseSpec | None, layer_names: Sequence[str]
+) -> WorkerContexts:
+    if spec is None:
+        raise RuntimeError("the layers of RELAY_SPARSE are not set up yet")
+    vllm_config = worker.vllm_config
+    options = RelayConfig.from_vllm_config(vllm_config)
+    num_ranks = vllm_config.parallel_config.tensor_parallel_size
+    rank = worker.rank % num_ranks
+    path = None
+    if options.context_dir is not None:
+        path = Path(options.context_dir).expanduser()
+        if num_ranks > 1:
+            path = path / f"rank-{rank}-of-{num_ranks}"
+    fingerprint = fingerprint_of(
+        vllm_config,
+        worker.model_runner.get_model(),
+        num_layers=len(layer_names),
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        dtype=spec.dtype,
+        rank=rank,
+    )
+    return WorkerContexts(
+        path, fingerprint, layer_names, db_options(options), options.index_threads
+    )
 
 
 state = LongContextWorker()

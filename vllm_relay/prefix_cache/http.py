@@ -24,24 +24,30 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from starlette.datastructures import State
+    from typing_extensions import Self
 
 
-class PinRequest(BaseModel):
-    """The body of ``POST /relay/pins``: one of the three forms of a prompt, and its id."""
+class PromptRequest(BaseModel):
+    """A body with one of the three forms of a prompt."""
 
     model_config = ConfigDict(extra="forbid")
 
-    id: str | None = None
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     prompt_token_ids: list[Annotated[int, Field(strict=True, ge=0, lt=2**31)]] | None = None
 
     @model_validator(mode="after")
-    def _check_prompt(self) -> PinRequest:
+    def _check_prompt(self) -> Self:
         given = (self.text, self.messages, self.prompt_token_ids)
         if sum(each is not None for each in given) != 1:
             raise ValueError("expected one of text, messages and prompt_token_ids")
         return self
+
+
+class PinRequest(PromptRequest):
+    """The body of ``POST /relay/pins``."""
+
+    id: str | None = None
 
 
 class PinEndpoints:
@@ -74,11 +80,11 @@ def _router() -> APIRouter:
         try:
             request = PinRequest.model_validate_json(await raw_request.body())
         except ValidationError as error:
-            return _error(400, _describe(error))
+            return error_response(400, describe(error))
         try:
             return JSONResponse(asdict(await _pin(raw_request.app.state, request)), 201)
         except PinError as error:
-            return _error(error.status, str(error))
+            return error_response(error.status, str(error))
 
     @router.get("/pins")
     async def pins(raw_request: Request) -> Response:
@@ -87,7 +93,7 @@ def _router() -> APIRouter:
             engine = raw_request.app.state.engine_client
             return JSONResponse({"pins": await command_async(engine, "pins", {})})
         except PinError as error:
-            return _error(error.status, str(error))
+            return error_response(error.status, str(error))
 
     @router.delete("/pins/{pin_id}", status_code=204)
     async def unpin(pin_id: str, raw_request: Request) -> Response:
@@ -96,31 +102,39 @@ def _router() -> APIRouter:
             engine = raw_request.app.state.engine_client
             await command_async(engine, "unpin", {"pin_id": pin_id})
         except PinError as error:
-            return _error(error.status, str(error))
+            return error_response(error.status, str(error))
         return Response(status_code=204)
 
     return router
 
 
-async def _pin(state: State, request: PinRequest) -> Pin:
-    engine = state.engine_client
+async def tokens_of_request(state: State, request: PromptRequest) -> list[int]:
+    """The tokens with which prompts begin that begin like this one.
+
+    Raises:
+        PinError: they cannot be found.
+    """
     if request.text is not None:
-        token_ids = await text_tokens_async(engine.renderer, request.text)
-    elif request.messages is not None:
-        token_ids = await conversation_tokens_async(state.online_renderer, request.messages)
-    else:
-        token_ids = request.prompt_token_ids or []
-    return await pin_tokens_async(engine, token_ids, request.id)
+        return await text_tokens_async(state.engine_client.renderer, request.text)
+    if request.messages is not None:
+        return await conversation_tokens_async(state.online_renderer, request.messages)
+    return request.prompt_token_ids or []
 
 
-def _error(status: int, message: str) -> JSONResponse:
+async def _pin(state: State, request: PinRequest) -> Pin:
+    token_ids = await tokens_of_request(state, request)
+    return await pin_tokens_async(state.engine_client, token_ids, request.id)
+
+
+def error_response(status: int, message: str) -> JSONResponse:
+    """In the form of vLLM's errors."""
     kinds = {400: "BadRequestError", 404: "NotFoundError", 409: "ConflictError"}
     kinds |= {501: "NotImplementedError", 507: "InsufficientStorageError"}
     error = {"message": message, "type": kinds.get(status, "Error"), "code": status}
     return JSONResponse({"error": error}, status)
 
 
-def _describe(error: ValidationError) -> str:
+def describe(error: ValidationError) -> str:
     """The first of what is wrong: a prompt may have a thousand bad tokens."""
     first, *others = error.errors(include_url=False, include_input=False)
     where = ".".join(map(str, first["loc"]))

@@ -57,15 +57,15 @@ def is_tokens(prompt: Prompt) -> TypeGuard[Sequence[int]]:
     return not isinstance(prompt, str) and all(isinstance(each, int) for each in prompt)
 
 
-def read_system_prompts(options: RelayConfig) -> list[str]:
-    """The texts of ``system_prompts``, those of files read.
+def read_texts(option: str, given_texts: Sequence[str]) -> list[str]:
+    """The texts of an option, those of files read.
 
     Raises:
         ValueError: a file cannot be read, or a text is empty.
     """
     texts = []
-    for number, given in enumerate(options.system_prompts):
-        option = f"additional_config.relay.system_prompts[{number}]"
+    for number, given in enumerate(given_texts):
+        place = f"additional_config.relay.{option}[{number}]"
         text = given
         if given.startswith("@"):
             try:
@@ -73,11 +73,10 @@ def read_system_prompts(options: RelayConfig) -> list[str]:
                     text = file.read()
             except (OSError, UnicodeDecodeError) as error:
                 raise ValueError(
-                    f"{option}: {given!r} was given, expected @ and the path of a text file: "
-                    f"{error}"
+                    f"{place}: {given!r} was given, expected @ and the path of a text file: {error}"
                 ) from None
         if not text.strip():
-            raise ValueError(f"{option}: {given!r} was given, expected a text that is not empty")
+            raise ValueError(f"{place}: {given!r} was given, expected a text that is not empty")
         texts.append(text)
     return texts
 
@@ -90,7 +89,7 @@ def check_system_prompts(vllm_config: VllmConfig, options: RelayConfig) -> None:
     """
     if not options.system_prompts:
         return
-    read_system_prompts(options)
+    read_texts("system_prompts", options.system_prompts)
     model_config = vllm_config.model_config
     reason = None
     if not scheduler_is_selected(vllm_config):
@@ -108,3 +107,27 @@ def check_system_prompts(vllm_config: VllmConfig, options: RelayConfig) -> None:
         )
     if reason is not None:
         raise ValueError(f"additional_config.relay.system_prompts needs {reason}")
+
+
+def check_contexts(vllm_config: VllmConfig, options: RelayConfig) -> None:
+    """Refuse ``contexts`` that no engine of this configuration can keep.
+
+    Raises:
+        ValueError: with the reason and the way out.
+    """
+    if not options.contexts:
+        return
+    read_texts("contexts", options.contexts)
+    model_config = vllm_config.model_config
+    reason = None
+    if not vllm_config.cache_config.enable_prefix_caching:
+        reason = "prefix caching: set --enable-prefix-caching"
+    elif vllm_config.parallel_config.data_parallel_size > 1:
+        reason = "one engine: set --data-parallel-size 1"
+    elif model_config is not None and model_config.skip_tokenizer_init:
+        reason = (
+            "a tokenizer: remove --skip-tokenizer-init, or keep token ids with "
+            "vllm_relay.long_context.client.keep_context"
+        )
+    if reason is not None:
+        raise ValueError(f"additional_config.relay.contexts needs {reason}")

@@ -19,7 +19,7 @@ from vllm_relay.prefix_cache.pin_client import (
     tokens_of,
 )
 from vllm_relay.prefix_cache.pins import PinError
-from vllm_relay.prefix_cache.prompts import read_system_prompts
+from vllm_relay.prefix_cache.prompts import read_texts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,7 +34,7 @@ def pin_system_prompts(engine: Any) -> None:
     pins = []
     for number, text in enumerate(_system_prompts(engine.vllm_config)):
         with _naming_the_option(number):
-            token_ids = _system_prompt_tokens(engine, text)
+            token_ids = system_prompt_tokens(engine, text)
             pins.append(pin_tokens(engine, token_ids, f"system-{number}"))
     if pins:
         _log_system_prompts(pins, command(engine, "size", {}))
@@ -66,19 +66,29 @@ async def _pin_system_prompts_async(engine: Any, online_renderer: Any) -> None:
     pins = []
     for number, text in enumerate(_system_prompts(engine.vllm_config)):
         with _naming_the_option(number):
-            if online_renderer is None:
-                token_ids = _system_prompt_tokens(engine, text)
-            elif _has_chat_template(engine.renderer, online_renderer.chat_template):
-                messages = [{"role": "system", "content": text}]
-                token_ids = await conversation_tokens_async(online_renderer, messages)
-            else:
-                token_ids = await text_tokens_async(engine.renderer, text)
+            token_ids = await system_prompt_tokens_async(engine, online_renderer, text)
             pins.append(await pin_tokens_async(engine, token_ids, f"system-{number}"))
     if pins:
         _log_system_prompts(pins, await command_async(engine, "size", {}))
 
 
-def _system_prompt_tokens(engine: Any, text: str) -> list[int]:
+async def system_prompt_tokens_async(engine: Any, online_renderer: Any, text: str) -> list[int]:
+    """:func:`system_prompt_tokens` for an AsyncLLM, with the chat template of its server."""
+    if online_renderer is None:
+        return system_prompt_tokens(engine, text)
+    if _has_chat_template(engine.renderer, online_renderer.chat_template):
+        messages = [{"role": "system", "content": text}]
+        return await conversation_tokens_async(online_renderer, messages)
+    return await text_tokens_async(engine.renderer, text)
+
+
+def system_prompt_tokens(engine: Any, text: str) -> list[int]:
+    """The tokens with which prompts begin whose system prompt is, or begins with, ``text``; of a
+    model without a chat template, those that begin with it.
+
+    Raises:
+        PinError: they cannot be found.
+    """
     if _has_chat_template(engine.renderer, None):
         return tokens_of(engine, [{"role": "system", "content": text}])
     return tokens_of(engine, text)
@@ -99,7 +109,8 @@ def _has_chat_template(renderer: Any, chat_template: str | None) -> bool:
 def _system_prompts(vllm_config: VllmConfig) -> list[str]:
     from vllm_relay.config import RelayConfig
 
-    return read_system_prompts(RelayConfig.from_vllm_config(vllm_config))
+    options = RelayConfig.from_vllm_config(vllm_config)
+    return read_texts("system_prompts", options.system_prompts)
 
 
 def _log_system_prompts(pins: Sequence[Pin], size: dict[str, int]) -> None:

@@ -56,13 +56,18 @@ def model_fingerprint(model: Any) -> dict[str, Any]:
         )
     if not isinstance(model, torch.nn.Module):
         return {**config_fingerprint(model), "weights": None}
+    return {**config_fingerprint(model.config), "weights": weights_digest(model)}
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """Of a sample of every parameter."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         flat = parameter.detach().flatten()
         stride = max(1, flat.numel() // _SAMPLES_PER_PARAMETER)
         digest.update(f"{name} {tuple(parameter.shape)} ".encode())
         digest.update(flat[::stride].float().cpu().numpy().tobytes())
-    return {**config_fingerprint(model.config), "weights": digest.hexdigest()}
+    return digest.hexdigest()
 
 
 def context_fingerprint(model: Any) -> ContextFingerprint:

@@ -50,8 +50,12 @@ class SessionStats:
 
     def count(self, part: ContextPart, cost: LayerStats, num_heads: int) -> None:
         """Adds what `num_heads` kv heads read of a part."""
+        self.add(part.end - part.begin, cost, num_heads)
+
+    def add(self, num_tokens: int, cost: LayerStats, num_heads: int) -> None:
+        """Adds what `num_heads` kv heads read of `num_tokens` tokens."""
         self.searches += num_heads
-        self.searched_tokens += num_heads * (part.end - part.begin)
+        self.searched_tokens += num_heads * num_tokens
         self.retrieved_tokens += cost.retrieved_tokens
         self.distances += cost.distances
         self.bytes += cost.bytes

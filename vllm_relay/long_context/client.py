@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contexts from the front end: through an ``LLM``, an LLMEngine or an AsyncLLM.
+
+A prompt is computed by an ordinary request for one token that asks to become a context when it has
+ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm_relay.limits import sparse_is_selected
+from vllm_relay.long_context.commands import HOW_TO_SELECT, ContextError, result_of
+from vllm_relay.long_context.orders import KEEP_ARG
+from vllm_relay.prefix_cache.pin_client import tokens_of
+from vllm_relay.prefix_cache.pins import PinError
+from vllm_relay.prefix_cache.prompts import Prompt
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Context:
+    """A stored context, as its first worker sees it.
+
+    Attributes:
+        state: "indexing" as long as its indexes are built (it is read exactly, or by a scan,
+            meanwhile); then "stored" in a file, or "memory" without a folder.
+        memory_bytes, file_bytes: of host memory that only it takes, and of its file.
+        problem: why it could not be stored, if so.
+    """
+
+    context_id: str
+    num_tokens: int
+    state: str
+    memory_bytes: int
+    file_bytes: int
+    problem: str | None = None
+
+
+def keep_context(llm: Any, prompt: Prompt) -> Context:
+    """Compute a prompt and keep it: later prompts that begin like it reuse it to the token.
+
+    Args:
+        llm: an ``LLM`` or LLMEngine without unfinished requests.
+        prompt: token ids; a text, as for ``LLM.generate``; or messages, as for ``LLM.chat``.
+
+    Raises:
+        ContextError: it cannot be kept; the message says why.
+        RuntimeError: the engine has unfinished requests.
+    """
+    engine = getattr(llm, "llm_engine", llm)
+    with _as_context_errors():
+        token_ids = tokens_of(llm, prompt)
+    _check_config(engine.vllm_config)
+    if engine.has_unfinished_requests():
+        raise RuntimeError(
+            "a context cannot be computed while the engine has unfinished requests: finish them "
+            "first"
+        )
+    declared = command(engine, "declare_context", {"token_ids": token_ids})
+    if not declared["is_known"]:
+        [rendered] = engine.renderer.render_cmpl([{"prompt_token_ids": token_ids}])
+        engine.add_request(_request_id(), rendered, _params())
+        while engine.has_unfinished_requests():
+            engine.step()
+    return _kept(list_contexts(engine), declared["id"])
+
+
+async def keep_context_async(engine: Any, token_ids: Sequence[int]) -> Context:
+    """:func:`keep_context` for the tokens of a prompt and an AsyncLLM, whatever else it does."""
+    _check_config(engine.vllm_config)
+    declared = await command_async(engine, "declare_context", {"token_ids": list(token_ids)})
+    if not declared["is_known"]:
+        [rendered] = await engine.renderer.render_cmpl_async(
+            [{"prompt_token_ids": list(token_ids)}]
+        )
+        async for _ in engine.generate(rendered, _params(), _request_id()):
+            pass
+    return _kept(await list_contexts_async(engine), declared["id"])
+
+
+def list_contexts(llm: Any) -> list[Context]:
+    """The stored contexts."""
+    entries = command(getattr(llm, "llm_engine", llm), "contexts", {})
+    return [Context(**entry) for entry in entries]
+
+
+async def list_contexts_async(engine: Any) -> list[Context]:
+    """:func:`list_contexts` for an AsyncLLM."""
+    return [Context(**entry) for entry in await command_async(engine, "contexts", {})]
+
+
+def delete_context(llm: Any, context_id: str) -> None:
+    """Forget a context, and delete its file; requests that read it go on.
+
+    Raises:
+        ContextError: there is no such context.
+    """
+    command(getattr(llm, "llm_engine", llm), "delete_context", {"context_id": context_id})
+
+
+def command(engine: Any, name: str, arguments: dict[str, Any]) -> Any:
+    """Run one of `commands` in the engine core of an LLMEngine.
+
+    Raises:
+        ContextError: the command's.
+    """
+    from vllm.v1.engine.core_client import InprocClient
+
+    _check_config(engine.vllm_config)
+    client = engine.engine_core
+    if isinstance(client, InprocClient):
+        return result_of(client.engine_core.relay_command(name, arguments))
+    return result_of(client.call_utility("relay_command", name, arguments))
+
+
+async def command_async(engine: Any, name: str, arguments: dict[str, Any]) -> Any:
+    """Run one of `commands` in the engine core of an AsyncLLM.
+
+    Raises:
+        ContextError: the command's.
+    """
+    _check_config(engine.vllm_config)
+    return result_of(await engine.engine_core.call_utility_async("relay_command", name, arguments))
+
+
+def _kept(contexts: Sequence[Context], context_id: str) -> Context:
+    for context in contexts:
+        if context.context_id == context_id:
+            return context
+    raise ContextError(
+        409, "the request that computed the context ended before all of it was computed: try again"
+    )
+
+
+def _check_config(vllm_config: VllmConfig) -> None:
+    if not sparse_is_selected(vllm_config):
+        raise ContextError(501, f"contexts are kept by RELAY_SPARSE only: {HOW_TO_SELECT}")
+    engines = vllm_config.parallel_config.data_parallel_size
+    if engines > 1:
+        raise ContextError(
+            501, f"contexts are kept in one engine only, but --data-parallel-size is {engines}"
+        )
+
+
+@contextlib.contextmanager
+def _as_context_errors() -> Iterator[None]:
+    try:
+        yield
+    except PinError as error:
+        raise ContextError(error.status, str(error)) from error
+
+
+def _params() -> SamplingParams:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        max_tokens=1, temperature=0.0, detokenize=False, extra_args={KEEP_ARG: True}
+    )
+
+
+def _request_id() -> str:
+    return f"relay-context-{uuid.uuid4().hex[:8]}"

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a front end can ask the engine core about contexts: plain types in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from vllm_relay.long_context.scheduler import LongContextScheduler
+from vllm_relay.sparse.context_store import context_id_of
+
+HOW_TO_SELECT = "start vLLM with --attention-backend relay_sparse"
+
+
+class ContextError(Exception):
+    """A context that cannot be made or found.
+
+    Args:
+        status: the HTTP status that says so: 400, 404, 409, 501 or 507.
+        message: what was given, what was expected, what to do.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def run(engine_core: Any, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Run a command of `COMMANDS` in the engine core.
+
+    Returns:
+        ``{"result": ...}``, or ``{"error": {"status": ..., "message": ...}}`` for a ContextError.
+    """
+    try:
+        return {"result": COMMANDS[name](engine_core, **arguments)}
+    except ContextError as error:
+        return {"error": {"status": error.status, "message": str(error)}}
+
+
+def result_of(answer: dict[str, Any]) -> Any:
+    """The result in what :func:`run` returned.
+
+    Raises:
+        ContextError: the one the command raised.
+    """
+    if "error" in answer:
+        raise ContextError(**answer["error"])
+    return answer["result"]
+
+
+def load_contexts(engine_core: Any, *, again: bool = False) -> None:
+    """Tell the scheduler which contexts all workers have; done once.
+
+    Args:
+        again: read their folder again: the weights may have changed, and with them whose contexts
+            are the model's.
+    """
+    long_contexts = engine_core.scheduler.relay_long_contexts
+    if again or not long_contexts.has_loaded:
+        _update(engine_core, reopen=again)
+
+
+def _update(engine_core: Any, *, reopen: bool = False) -> list[Any]:
+    """The reports of the first worker, about the contexts that all workers have, and of those that
+    they are told of with the next step."""
+    scheduler = engine_core.scheduler
+    if not scheduler.get_num_unfinished_requests() and scheduler.has_finished_requests():
+        engine_core.step_fn()  # an empty step, which tells the workers what has ended
+    first, *others = engine_core.model_executor.collective_rpc(_reports_of_worker, args=(reopen,))
+    ids = [{report.context_id for report, _ in each} for each in others]
+    common = [each for each in first if all(each[0].context_id in known for known in ids)]
+    long_contexts = scheduler.relay_long_contexts
+    long_contexts.load_contexts({report.context_id: tokens for report, tokens in common})
+    reports = [report for report, _ in common]
+    long_contexts.update_contexts(reports)
+    return [*reports, *long_contexts.pending_contexts()]
+
+
+def _declare(engine_core: Any, token_ids: list[int]) -> dict[str, Any]:
+    """Whether a prompt can become a context, and whether it is one."""
+    long_contexts = _long_contexts(engine_core)
+    tokens = np.asarray(token_ids, np.int64)
+    context_id = context_id_of(tokens)
+    if context_id in long_contexts.catalog:
+        return {"id": context_id, "is_known": True}
+    refused = long_contexts.refuse_context(len(tokens))
+    if refused is not None:
+        raise ContextError(*refused)
+    return {"id": context_id, "is_known": False}
+
+
+def _contexts(engine_core: Any) -> list[dict[str, Any]]:
+    """What every context is and takes, in the first worker."""
+    _long_contexts(engine_core)
+    return [asdict(report) for report in _update(engine_core)]
+
+
+def _delete(engine_core: Any, context_id: str) -> None:
+    long_contexts = _long_contexts(engine_core)
+    if context_id not in long_contexts.catalog:
+        raise ContextError(
+            404, f"there is no context {context_id!r}: GET /relay/contexts lists those there are"
+        )
+    long_contexts.delete_context(context_id)
+    engine_core.model_executor.collective_rpc(_delete_in_worker, args=(context_id,))
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "declare_context": _declare,
+    "contexts": _contexts,
+    "delete_context": _delete,
+}
+
+
+def _long_contexts(engine_core: Any) -> LongContextScheduler:
+    long_contexts = getattr(engine_core.scheduler, "relay_long_contexts", None)
+    if long_contexts is None:
+        raise ContextError(501, f"contexts are kept by RELAY_SPARSE only: {HOW_TO_SELECT}")
+    load_contexts(engine_core)
+    return long_contexts
+
+
+def _reports_of_worker(worker: Any, reopen: bool) -> list[tuple[Any, Any]]:
+    from vllm_relay.long_context.worker import state
+
+    if reopen:
+        state.close_contexts()
+    return state.open_contexts(worker).reports()
+
+
+def _delete_in_worker(worker: Any, context_id: str) -> None:
+    from vllm_relay.long_context.worker import state
+
+    state.open_contexts(worker).delete(context_id)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's routes for stored contexts, as an endpoint plug-in of vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import ValidationError
+
+from vllm_relay.limits import sparse_is_selected
+from vllm_relay.long_context.client import (
+    command_async,
+    keep_context_async,
+    list_contexts_async,
+)
+from vllm_relay.long_context.commands import ContextError
+from vllm_relay.long_context.preload import preload_contexts_async
+from vllm_relay.prefix_cache.http import PromptRequest, describe, error_response, tokens_of_request
+from vllm_relay.prefix_cache.pins import PinError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from starlette.datastructures import State
+
+
+class ContextEndpoints:
+    """Implements vLLM's EndpointPlugin."""
+
+    name = "relay-contexts"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        app.include_router(_router())
+
+    async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
+        """Compute the configured contexts; the server is not listening yet.
+
+        Raises:
+            ValueError: one cannot be kept.
+        """
+        if engine_client is not None and sparse_is_selected(engine_client.vllm_config):
+            await preload_contexts_async(engine_client, state.online_renderer)
+
+
+def _router() -> APIRouter:
+    router = APIRouter(prefix="/relay", tags=["relay"])
+
+    @router.post("/contexts", status_code=201)
+    async def keep(raw_request: Request) -> Response:
+        """Compute a prompt and keep it."""
+        try:
+            request = PromptRequest.model_validate_json(await raw_request.body())
+        except ValidationError as error:
+            return error_response(400, describe(error))
+        state = raw_request.app.state
+        try:
+            token_ids = await tokens_of_request(state, request)
+            context = await keep_context_async(state.engine_client, token_ids)
+        except (ContextError, PinError) as error:
+            return error_response(error.status, str(error))
+        return JSONResponse(asdict(context), 201)
+
+    @router.get("/contexts")
+    async def contexts(raw_request: Request) -> Response:
+        """The stored contexts."""
+        try:
+            found = await list_contexts_async(raw_request.app.state.engine_client)
+        except ContextError as error:
+            return error_response(error.status, str(error))
+        return JSONResponse({"contexts": [asdict(each) for each in found]})
+
+    @router.delete("/contexts/{context_id}", status_code=204)
+    async def delete(context_id: str, raw_request: Request) -> Response:
+        """Forget a context, and delete its file."""
+        try:
+            engine = raw_request.app.state.engine_client
+            await command_async(engine, "delete_context", {"context_id": context_id})
+        except ContextError as error:
+            return error_response(error.status, str(error))
+        return Response(status_code=204)
+
+    return router

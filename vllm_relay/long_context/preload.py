@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Computing the contexts of ``additional_config.relay.contexts`` when an engine starts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm_relay.config import SECTION, RelayConfig
+from vllm_relay.long_context.client import Context, keep_context, keep_context_async
+from vllm_relay.long_context.commands import ContextError
+from vllm_relay.prefix_cache.pins import PinError
+from vllm_relay.prefix_cache.prompts import read_texts
+from vllm_relay.prefix_cache.system_prompts import (
+    system_prompt_tokens,
+    system_prompt_tokens_async,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def preload_contexts(engine: Any) -> None:
+    """Compute and keep the configured contexts in an LLMEngine; those that are stored are found.
+
+    Raises:
+        ValueError: one cannot be kept.
+    """
+    contexts = []
+    for number, text in enumerate(_texts(engine.vllm_config)):
+        with _naming_the_option(number):
+            contexts.append(keep_context(engine, system_prompt_tokens(engine, text)))
+    _log(contexts)
+
+
+async def preload_contexts_async(engine: Any, online_renderer: Any = None) -> None:
+    """:func:`preload_contexts` for an AsyncLLM, before its first request.
+
+    The first call computes them; all others wait for it and share its error.
+
+    Args:
+        online_renderer: the server's OnlineRenderer, which knows its chat template.
+    """
+    loading = getattr(engine, "relay_preloading", None)
+    if loading is None:
+        loading = asyncio.create_task(_preload_async(engine, online_renderer))
+        engine.relay_preloading = loading
+    if loading is not asyncio.current_task():
+        await asyncio.shield(loading)
+
+
+async def _preload_async(engine: Any, online_renderer: Any) -> None:
+    contexts = []
+    for number, text in enumerate(_texts(engine.vllm_config)):
+        with _naming_the_option(number):
+            token_ids = await system_prompt_tokens_async(engine, online_renderer, text)
+            contexts.append(await keep_context_async(engine, token_ids))
+    _log(contexts)
+
+
+def _texts(vllm_config: VllmConfig) -> list[str]:
+    return read_texts("contexts", RelayConfig.from_vllm_config(vllm_config).contexts)
+
+
+def _log(contexts: Sequence[Context]) -> None:
+    from vllm.logger import init_logger
+
+    if contexts:
+        init_logger("vllm.relay").info(
+            "vllm-relay: contexts are ready: %d, tokens: %s",
+            len(contexts),
+            f"{sum(context.num_tokens for context in contexts):,}",
+        )
+
+
+@contextlib.contextmanager
+def _naming_the_option(number: int) -> Iterator[None]:
+    try:
+        yield
+    except (ContextError, PinError) as error:
+        raise ValueError(f"{SECTION}.contexts[{number}]: {error}") from error

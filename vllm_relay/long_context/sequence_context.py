@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request that has ended, as a context: in memory, with exact indexes, until better ones are
+built."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from vllm_relay.long_context.host_sequence import HostLayer, HostSequence, as_elements_of
+from vllm_relay.sparse.attention import SparseLayer
+from vllm_relay.sparse.context_store import ContextShape, StoredContext, context_id_of
+from vllm_relay.sparse.elements import Elements
+from vllm_relay.sparse.flat import FlatIndex
+from vllm_relay.sparse.head_plan import HeadPlan
+from vllm_relay.sparse.index import KeyIndex
+from vllm_relay.sparse.tensors import to_elements
+
+
+class SequenceContext(StoredContext):
+    """The first `len(tokens)` tokens of a request.
+
+    Args:
+        tokens: int64 [n].
+        sequence: begins with the first token and has all of them.
+        layer_names: of the model, in order.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, sequence: HostSequence, layer_names: Sequence[str]
+    ) -> None:
+        self.id = context_id_of(tokens)
+        self.tokens = tokens
+        self._layers: list[HostLayer] = [sequence.layers[name] for name in layer_names]
+        keys = self._layers[0].keys
+        self.shape = ContextShape(
+            num_layers=len(self._layers),
+            num_kv_heads=keys.shape[0],
+            head_size=keys.shape[2],
+            value_size=keys.shape[2],
+            dtype=str(keys.dtype).removeprefix("torch."),
+        )
+        self._sparse_layers: dict[int, SparseLayer] = {}
+        self._building = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        shape = self.shape
+        row = shape.num_kv_heads * (shape.head_size + shape.value_size)
+        return shape.num_layers * self.num_tokens * row * self._layers[0].keys.element_size()
+
+    def rows(self, layer: int, head: int, begin: int, end: int) -> tuple[Elements, Elements]:
+        keys, values = self._layers[layer].rows(begin, end)
+        return as_elements_of(keys[head]), as_elements_of(values[head])
+
+    def gather(
+        self, layer: int, head: int, ids: list[np.ndarray]
+    ) -> tuple[Elements, Elements, list[np.ndarray]]:
+        return *self.rows(layer, head, 0, self.num_tokens), ids
+
+    def index(self, layer: int, head: int) -> KeyIndex:
+        return self.layer(layer).indexes[head]
+
+    def layer(self, layer: int) -> SparseLayer:
+        with self._building:
+            if layer not in self._sparse_layers:
+                heads = range(self.shape.num_kv_heads)
+                states = [self.rows(layer, head, 0, self.num_tokens) for head in heads]
+                self._sparse_layers[layer] = SparseLayer(
+                    [FlatIndex().build(keys) for keys, _ in states],
+                    [values for _, values in states],
+                )
+            return self._sparse_layers[layer]
+
+    def plan(self, layer: int, head: int) -> HeadPlan | None:
+        return None
+
+    def train_queries(self, layer: int, head: int) -> Elements | None:
+        sample = self._layers[layer].train_queries.sample()
+        if sample is None:
+            return None
+        return to_elements("queries", sample[head], self.shape.dtype)
+
+    def group_size(self, layer: int) -> int:
+        """Query heads that share a kv head."""
+        return self._layers[layer].train_queries.group
+
+
+def whole_sequence(
+    context: StoredContext,
+    num_reused_tokens: int,
+    sequence: HostSequence,
+    layer_names: Sequence[str],
+    num_tokens: int,
+) -> HostSequence:
+    """A copy of a sequence that began behind a stored context, with the tokens of both."""
+    whole = HostSequence(0, num_tokens)
+    for number, name in enumerate(layer_names):
+        own = sequence.layers[name]
+        layer = whole.layer(name, own.keys.transpose(0, 1))
+        layer.train_queries = own.train_queries
+        for head in range(context.shape.num_kv_heads):
+            keys, values = context.rows(number, head, 0, num_reused_tokens)
+            for target, part in ((layer.keys, keys), (layer.values, values)):
+                stored = torch.from_numpy(part.data.view(_storage_dtype(part)))
+                target[head, :num_reused_tokens] = stored.view(target.dtype)
+        keys, values = own.rows(num_reused_tokens, num_tokens)
+        layer.end = num_reused_tokens
+        layer.write(num_reused_tokens, keys.transpose(0, 1), values.transpose(0, 1))
+    return whole
+
+
+def _storage_dtype(elements: Elements) -> type[np.generic]:
+    return np.float32 if elements.dtype == "float32" else np.int16

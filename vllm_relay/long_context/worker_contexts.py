@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contexts that a worker keeps, and the threads that build their indexes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_relay.config import RelayConfig
+from vllm_relay.long_context.host_sequence import HostSequence
+from vllm_relay.long_context.orders import ContextReport, KeptContext
+from vllm_relay.long_context.sequence_context import SequenceContext, whole_sequence
+from vllm_relay.sparse.context_fingerprint import ContextFingerprint
+from vllm_relay.sparse.context_store import (
+    ContextStore,
+    HeadStates,
+    MemoryContextStore,
+    StoredContext,
+)
+from vllm_relay.sparse.disk_context_store import DiskContextStore
+from vllm_relay.sparse.index_choice import build_index
+from vllm_relay.sparse.options import DBOptions
+from vllm_relay.sparse.query_types import Dipr
+from vllm_relay.sparse.search_cost import SearchCost, load_costs
+
+logger = logging.getLogger(__name__)
+
+_BUILDER_NICENESS = 10
+
+
+class WorkerContexts:
+    """Contexts by id: in memory at first, with exact indexes; then with those that were planned,
+    and in a file if there is a folder.
+
+    Args:
+        path: of the folder; None keeps contexts in memory.
+        threads: that build indexes, beside the steps of the engine.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        fingerprint: ContextFingerprint,
+        layer_names: Sequence[str],
+        options: DBOptions,
+        threads: int,
+    ) -> None:
+        self.layer_names = list(layer_names)
+        self._is_on_disk = path is not None
+        self._store: ContextStore = (
+            MemoryContextStore() if path is None else DiskContextStore(path, fingerprint)
+        )
+        self._options = options
+        self._costs: SearchCost | None = None
+        self._fresh: dict[str, SequenceContext] = {}
+        self._problems: dict[str, str] = {}
+        self._deleted: set[str] = set()
+        self._lock = threading.Lock()
+        self._builders = ThreadPoolExecutor(threads, "relay-index", initializer=_be_nice)
+        self.num_queued = 0
+        self._changed: list[str] = []
+
+    def get(self, context_id: str) -> StoredContext | None:
+        """The best there is of a context."""
+        with self._lock:
+            for context in self._store.contexts():
+                if context.id == context_id:
+                    return context
+            return self._fresh.get(context_id)
+
+    def keep(
+        self,
+        kept: KeptContext,
+        sequence: HostSequence,
+        reused: StoredContext | None,
+    ) -> None:
+        """Makes a context of a request that has ended; its index is built later."""
+        tokens = np.asarray(kept.tokens, np.int64)
+        if sequence.begin:
+            assert reused is not None
+            sequence = whole_sequence(
+                reused, sequence.begin, sequence, self.layer_names, len(tokens)
+            )
+        with self._lock:
+            if kept.context_id in self._fresh:
+                return
+            context = SequenceContext(tokens, sequence, self.layer_names)
+            self._fresh[context.id] = context
+            self._deleted.discard(context.id)
+            self.num_queued += 1
+        self._builders.submit(self._build, context)
+
+    def delete(self, context_id: str) -> None:
+        """Forgets a context, here and in the folder. Requests that read it go on."""
+        with self._lock:
+            self._deleted.add(context_id)
+            self._fresh.pop(context_id, None)
+            self._problems.pop(context_id, None)
+            self._delete_stored(context_id)
+
+    def reports(self) -> list[tuple[ContextReport, np.ndarray]]:
+        """Of every context, with its tokens."""
+        with self._lock:
+            contexts: dict[str, StoredContext] = {c.id: c for c in self._fresh.values()}
+            contexts |= {c.id: c for c in self._store.contexts()}
+            return [(self._report(each), each.tokens) for each in contexts.values()]
+
+    def take_changes(self) -> list[ContextReport]:
+        """Of contexts whose indexes were built since the last call, or could not be."""
+        if not self._changed:
+            return []
+        with self._lock:
+            changed, self._changed = self._changed, []
+        return [report for report, _ in self.reports() if report.context_id in changed]
+
+    def close(self) -> None:
+        self._builders.shutdown(wait=False, cancel_futures=True)
+        self._store.close()
+
+    def _report(self, context: StoredContext) -> ContextReport:
+        is_fresh = isinstance(context, SequenceContext)
+        problem = self._problems.get(context.id)
+        in_file = self._is_on_disk and not is_fresh
+        state = "indexing" if is_fresh and problem is None else "stored" if in_file else "memory"
+        return ContextReport(
+            context_id=context.id,
+            num_tokens=context.num_tokens,
+            state=state,
+            memory_bytes=0 if in_file else context.num_bytes,
+            file_bytes=context.num_bytes if in_file else 0,
+            problem=problem,
+        )
+
+    def _build(self, context: SequenceContext) -> None:
+        try:
+            built = self._indexed(context)
+            if built is not None:
+                self._store.add(context.tokens, built)
+            with self._lock:
+                self._fresh.pop(context.id, None)
+                if context.id in self._deleted:
+                    self._delete_stored(context.id)
+        except Exception as error:
+            logger.exception("context %s stays in memory", context.id)
+            with self._lock:
+                self._problems[context.id] = f"{type(error).__name__}: {error}"
+        finally:
+            with self._lock:
+                self.num_queued -= 1
+                self._changed.append(context.id)
+
+    def _delete_stored(self, context_id: str) -> None:
+        with contextlib.suppress(KeyError):
+            self._store.delete(context_id)
+
+    def _indexed(self, context: SequenceContext) -> list[list[HeadStates]] | None:
+        """None: it was deleted meanwhile."""
+        if self._costs is None:
+            self._costs = load_costs()
+        built: list[list[HeadStates]] = []
+        for layer in range(context.shape.num_layers):
+            built.append([])
+            for head in range(context.shape.num_kv_heads):
+                if context.id in self._deleted:
+                    return None
+                keys, values = context.rows(layer, head, 0, context.num_tokens)
+                train = context.train_queries(layer, head)
+                group = context.group_size(layer)
+                index, plan = build_index(
+                    layer, keys, values, train, group, self._options, self._costs
+                )
+                built[-1].append(HeadStates(keys, values, index, train, plan))
+        return built
+
+
+def db_options(options: RelayConfig) -> DBOptions:
+    """How stored contexts are indexed and asked."""
+    given: dict[str, Any] = {"threads": 1, "max_dropped_mass": options.max_dropped_mass}
+    if "alpha" in options.model_fields_set and options.alpha > 0:
+        given["query"] = Dipr(alpha=options.alpha)
+    return DBOptions(**given)
+
+
+def _be_nice() -> None:
+    """Builders leave the cores to the steps of the engine; on Linux, threads have priorities."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BUILDER_NICENESS)
+    except OSError:
+        logger.debug("index builders run at normal priority", exc_info=True)
