@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values in host memory, by position, and the indexes over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_relay.long_context import host_sequence
+from vllm_relay.long_context.host_sequence import MAX_SEGMENTS, HostLayer, HostSequence
+
+KV_HEADS, HEAD_SIZE = 2, 32
+UNINDEXED_TOKENS = 10
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_indexes() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_sequence, "MAX_UNINDEXED_TOKENS", UNINDEXED_TOKENS)
+        yield
+
+
+def states(num_tokens: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """[tokens, kv_heads, size]"""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_tokens, KV_HEADS, HEAD_SIZE, generator=generator).to(dtype)
+
+
+def layer_of(num_tokens: int, begin: int = 0, dtype: torch.dtype = torch.float32) -> HostLayer:
+    """With random keys and values, and NaN behind them."""
+    layer = HostLayer(begin, num_tokens + 50, KV_HEADS, HEAD_SIZE, dtype)
+    layer.keys.fill_(torch.nan)
+    layer.values.fill_(torch.nan)
+    layer.write(begin, states(num_tokens, 1, dtype), states(num_tokens, 2, dtype))
+    return layer
+
+
+def check_segments(layer: HostLayer, begin: int, indexed: int) -> None:
+    """They are adjacent, from `begin` on, and have the keys and values of their positions."""
+    at = begin
+    for first, last, segment in layer.segments:
+        assert first == at < last
+        at = last
+        keys, values = layer.rows(first, last)
+        for head in range(KV_HEADS):
+            index = segment.indexes[head]
+            np.testing.assert_array_equal(index.keys.to_float32(), keys[head].float())
+            np.testing.assert_array_equal(segment.values[head].to_float32(), values[head].float())
+    assert at == indexed
+    assert len(layer.segments) <= MAX_SEGMENTS
+
+
+@settings(max_examples=80)
+@given(
+    st.sampled_from([0, 7]),
+    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), max_size=12),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_rows_are_what_was_written_last(
+    begin: int, writes: list[tuple[int, int]], dtype: torch.dtype
+) -> None:
+    layer = HostLayer(begin, 200, KV_HEADS, HEAD_SIZE, dtype)
+    keys, values = states(0, 0, dtype), states(0, 0, dtype)
+    for seed, (back, num_tokens) in enumerate(writes):
+        position = max(begin, layer.end - (0 if seed % 2 else back))
+        new_keys, new_values = states(num_tokens, seed, dtype), states(num_tokens, -seed, dtype)
+        if position - begin + num_tokens > 200:
+            break
+        layer.write(position, new_keys, new_values)
+        keys = torch.cat([keys[: position - begin], new_keys])
+        values = torch.cat([values[: position - begin], new_values])
+        assert layer.end == begin + len(keys)
+        for first in (begin, (begin + layer.end) // 2):
+            found = layer.rows(first, layer.end)
+            assert torch.equal(found[0], keys[first - begin :].transpose(0, 1))
+            assert torch.equal(found[1], values[first - begin :].transpose(0, 1))
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from([0, 5]),
+    st.lists(st.integers(0, 35), min_size=1, max_size=12),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_indexes_are_adjacent_and_leave_less_than_a_segment(
+    begin: int, strides: list[int], dtype: torch.dtype
+) -> None:
+    layer = layer_of(begin + sum(strides), 0, dtype)
+    end = begin
+    for stride in strides:
+        end += stride
+        indexed = layer.index_up_to(begin, end)
+        assert end - UNINDEXED_TOKENS < indexed <= end
+        check_segments(layer, begin, indexed)
+
+
+def test_the_first_segment_stays_when_the_small_ones_become_one() -> None:
+    layer = layer_of(500)
+    layer.index_up_to(32, 300)
+    first = layer.segments[0]
+    for end in range(310, 350, 10):
+        layer.index_up_to(32, end)
+    assert [segment[:2] for segment in layer.segments] == [(32, 300), (300, 340)]
+    assert layer.segments[0] is first
+    layer.index_up_to(32, 350)
+    assert [segment[:2] for segment in layer.segments] == [(32, 300), (300, 340), (340, 350)]
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="a segment ends where the window began when it was made, so that what is indexed, and "
+    "with it what is read, depends on the steps in which the request came there",
+)
+def test_what_is_indexed_does_not_depend_on_the_steps() -> None:
+    at_once, in_steps = layer_of(100), layer_of(100)
+    in_steps.index_up_to(0, 3 * UNINDEXED_TOKENS // 2)
+    end = 2 * UNINDEXED_TOKENS
+    assert at_once.index_up_to(0, end) == in_steps.index_up_to(0, end)
+
+
+def test_a_request_that_begins_again_has_no_old_indexes() -> None:
+    layer = layer_of(100)
+    assert layer.index_up_to(32, 90) == 90
+    layer.write(0, states(40, 3), states(40, 4))
+    assert layer.end == 40 and not layer.segments
+    layer.write(40, states(30, 5), states(30, 6))
+    assert layer.index_up_to(32, 60) == 60
+    check_segments(layer, 32, 60)
+
+
+def test_indexes_of_rejected_tokens_go_and_those_before_stay() -> None:
+    layer = layer_of(100)
+    for end in (20, 40, 60):
+        layer.index_up_to(0, end)
+    layer.write(50, states(1, 3), states(1, 4))
+    assert [segment[:2] for segment in layer.segments] == [(0, 20), (20, 40)]
+    layer.write(40, states(50, 5), states(50, 6))
+    assert layer.index_up_to(0, 85) == 85
+    check_segments(layer, 0, 85)
+
+
+def test_a_sequence_makes_its_layers_when_they_are_written() -> None:
+    sequence = HostSequence(64, 30)
+    assert not sequence.layers
+    layer = sequence.layer("a", states(3, 0, torch.bfloat16))
+    assert sequence.layer("a", states(5, 1, torch.bfloat16)) is layer
+    other = sequence.layer("b", states(3, 0)[:, :1])
+    assert list(sequence.layers) == ["a", "b"]
+    assert (layer.begin, layer.end) == (64, 64)
+    assert layer.keys.shape == layer.values.shape == (KV_HEADS, 30, HEAD_SIZE)
+    assert layer.keys.dtype == layer.values.dtype == torch.bfloat16
+    assert other.keys.shape == (1, 30, HEAD_SIZE)
