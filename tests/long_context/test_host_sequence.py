@@ -140,6 +140,7 @@ def test_indexes_of_rejected_tokens_go_and_those_before_stay() -> None:
     layer.write(50, states(1, 3), states(1, 4))
     assert [segment[:2] for segment in layer.segments] == [(0, 20), (20, 40)]
     layer.write(40, states(50, 5), states(50, 6))
+    assert [segment[:2] for segment in layer.segments] == [(0, 20), (20, 40)]
     assert layer.index_up_to(0, 85) == 85
     check_segments(layer, 0, 85)
 

@@ -96,6 +96,11 @@ def test_a_preempted_request_goes_on_where_it_was(model: str, asynchronous: bool
         if asynchronous:
             num_computed -= 1  # was in flight
         assert engine.executor.placements == []
+        while not engine.executor.placements:
+            engine.step()
+        a, b = sorted(engine.scheduler.requests)
+        engine.long_contexts.forget_preempted()  # it is none any more
+        assert engine.long_contexts.memory.holds(a) and engine.long_contexts.memory.holds(b)
         engine.run()
         assert sorted(engine.ended) == ["a", "b"]
         assert engine.executor.dropped == []
