@@ -184,7 +184,9 @@ class WorkerContexts:
 def db_options(options: RelayConfig) -> DBOptions:
     """How stored contexts are indexed and asked."""
     given: dict[str, Any] = {"threads": 1, "max_dropped_mass": options.max_dropped_mass}
-    if "alpha" in options.model_fields_set and options.alpha > 0:
+    if options.max_error is not None:
+        given["max_error"] = options.max_error
+    elif options.alpha > 0:
         given["query"] = Dipr(alpha=options.alpha)
     return DBOptions(**given)
 
