@@ -13,6 +13,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 
 from benchmarks.sparse.head_corpus import Head, make_head
 from benchmarks.sparse.rope_heads import ROPE_THETA
+from vllm_relay.sparse.elements import from_float32
 
 HEAD_SIZE = 128
 HEAD_NOISE = 0.25
@@ -130,3 +132,28 @@ def _unrotated(head: Head) -> np.ndarray:
     first, second = head.queries[..., :half], head.queries[..., half:]
     raw = np.concatenate([first * cosine + second * sine, second * cosine - first * sine], axis=2)
     return raw.astype(np.float32)
+
+
+def store_context(llm: Any, geometry: Geometry, heads: list[Head], tokens: np.ndarray) -> list[str]:
+    """Makes `tokens` a stored context of an engine in this process, with the heads' keys.
+
+    Returns:
+        the kinds of the indexes that the heads got.
+    """
+    from vllm_relay.long_context.worker import state
+    from vllm_relay.sparse.context_store import HeadStates
+    from vllm_relay.sparse.index_choice import build_index
+
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    contexts = state.open_contexts(worker)
+    options = contexts.options.model_copy(update={"threads": torch.get_num_threads()})
+    built = []
+    for head in heads:
+        keys, values, train = (
+            from_float32(each, "bfloat16") for each in (head.keys, head.values, head.train_queries)
+        )
+        index, plan = build_index(1, keys, values, train, geometry.group, options)
+        built.append(HeadStates(keys, values, index, train, plan))
+    layer = [built[i % len(built)] for i in range(geometry.num_kv_heads)]
+    contexts.add(tokens, [layer] * geometry.num_layers)
+    return [states.index.kind for states in built]

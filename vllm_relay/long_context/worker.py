@@ -97,7 +97,9 @@ class LongContextWorker:
     _runner: Any = None
 
     def set_layers(self, spec: RelaySparseSpec, layer_names: Sequence[str]) -> None:
-        """Names the layers whose tokens leave the device: those of one KV cache group."""
+        """A new engine's layers whose tokens leave the device: those of one KV cache group."""
+        self.close_contexts()
+        self.requests.clear()
         self._spec, self._layer_names = spec, list(layer_names)
 
     def layer_number(self, name: str) -> int:

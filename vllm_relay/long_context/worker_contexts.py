@@ -58,7 +58,7 @@ class WorkerContexts:
         self._store: ContextStore = (
             MemoryContextStore() if path is None else DiskContextStore(path, fingerprint)
         )
-        self._options = options
+        self.options = options
         self._costs: SearchCost | None = None
         self._fresh: dict[str, SequenceContext] = {}
         self._problems: dict[str, str] = {}
@@ -75,6 +75,10 @@ class WorkerContexts:
                 if context.id == context_id:
                     return context
             return self._fresh.get(context_id)
+
+    def add(self, tokens: np.ndarray, layers: Sequence[Sequence[HeadStates]]) -> None:
+        """Stores a context that was made elsewhere, `layers[layer][kv head]`."""
+        self._store.add(tokens, layers)
 
     def keep(
         self,
@@ -143,7 +147,7 @@ class WorkerContexts:
         try:
             built = self._indexed(context)
             if built is not None:
-                self._store.add(context.tokens, built)
+                self.add(context.tokens, built)
             with self._lock:
                 self._fresh.pop(context.id, None)
                 if context.id in self._deleted:
@@ -175,7 +179,7 @@ class WorkerContexts:
                 train = context.train_queries(layer, head)
                 group = context.group_size(layer)
                 index, plan = build_index(
-                    layer, keys, values, train, group, self._options, self._costs
+                    layer, keys, values, train, group, self.options, self._costs
                 )
                 built[-1].append(HeadStates(keys, values, index, train, plan))
         return built
