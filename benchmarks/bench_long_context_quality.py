@@ -9,11 +9,13 @@ process of its own, one after the other, and cache prefixes. KV blocks are those
 holds while it is answered. Counts, not times.
 """
 
+import os
 import tempfile
 from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from benchmarks import machine
 from benchmarks.common import Goal, Result, Row, argument_parser
 from vllm_relay.demo.engine import EngineSettings
 from vllm_relay.demo.long_engine import LongAnswer, LongEngine
@@ -58,6 +60,8 @@ def main() -> None:
     result = Result.begin(__file__, __doc__, options)
     if options.smoke:
         options.documents, options.questions = [4096], 2
+    cores = machine.available_cores()[: options.threads]
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
 
     with tempfile.TemporaryDirectory(prefix="relay-bench-") as folder:
         model = str(build_recall_model(Path(folder, "model"), dtype=options.dtype))
@@ -78,12 +82,12 @@ def main() -> None:
         found: dict[str, dict[int, list[LongAnswer]]] = {}
         for backend in (DENSE, SPARSE):
             settings = EngineSettings(model, backend, options.dtype, MAX_POSITIONS, max_num_seqs=1)
+            found[backend] = {}
             with LongEngine(backend, settings, Path(folder, f"{backend}.log")) as engine:
                 engine.wait()
-                found[backend] = {
-                    tokens: answers(engine, asked, options.output_tokens)
-                    for tokens, asked in requests.items()
-                }
+                for tokens, asked in requests.items():
+                    print(f"# {backend} reads a document of {tokens:,} tokens", flush=True)
+                    found[backend][tokens] = answers(engine, asked, options.output_tokens)
 
     rows: list[Row] = []
     for tokens, asked in requests.items():
