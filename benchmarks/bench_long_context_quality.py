@@ -59,7 +59,7 @@ def main() -> None:
     options = parser.parse_args()
     result = Result.begin(__file__, __doc__, options)
     if options.smoke:
-        options.documents, options.questions = [4096], 2
+        options.documents, options.questions = [4096], 3
     cores = machine.available_cores()[: options.threads]
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
 
