@@ -227,7 +227,7 @@ class RelaySparseImpl(RelayImpl):
         for row, part in zip(rows, parts, strict=True):
             if not is_readable(row):
                 continue
-            if row.num_queries == 1 and self.retrieval.query is not None:
+            if row.retrieves and self.retrieval.query is not None:
                 decoded.append((row, part))
                 continue
             at = slice(row.first_query, row.last_query)

@@ -77,6 +77,17 @@ class MirroredRow:
         return self.last_query - self.first_query
 
     @property
+    def retrieves(self) -> bool:
+        """Whether it is a generated token that asks, or the last one of a prompt of which a stored
+        context has all others; tokens of prompts read everything."""
+        request = self.request
+        is_decoded = self.num_computed_tokens >= request.num_prompt_tokens
+        follows_context = (
+            request.context is not None and self.num_computed_tokens == self.sequence.begin
+        )
+        return self.num_queries == 1 and (is_decoded or follows_context)
+
+    @property
     def num_tokens(self) -> int:
         """Those of the step included."""
         return self.num_computed_tokens + self.num_queries

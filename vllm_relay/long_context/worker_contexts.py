@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from vllm_relay.config import RelayConfig
 from vllm_relay.long_context.host_sequence import HostSequence
@@ -196,8 +197,13 @@ def db_options(options: RelayConfig) -> DBOptions:
 
 
 def _be_nice() -> None:
-    """Builders leave the cores to the steps of the engine; on Linux, threads have priorities."""
+    """Builders leave the cores to the steps of the engine, and use all of them: vLLM binds the
+    thread that starts them to one core. On Linux, threads have priorities and cores of their own.
+    """
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BUILDER_NICENESS)
-    except OSError:
+        threads = psutil.Process().threads()
+        cores = set().union(*(os.sched_getaffinity(thread.id) for thread in threads))
+        os.sched_setaffinity(0, cores)
+    except (OSError, psutil.Error):
         logger.debug("index builders run at normal priority", exc_info=True)
