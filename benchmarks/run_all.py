@@ -37,6 +37,7 @@ BENCHMARKS = (
     "bench_sparse_layer",
     "bench_storage",
     "bench_open_context",
+    "bench_long_context_quality",
 )
 
 

@@ -86,7 +86,42 @@ def test_demo_has_an_option_for_each_of_run_demo() -> None:
     from vllm_relay.demo.run import run_demo
 
     options = {parameter.name for parameter in typer.main.get_command(app).commands["demo"].params}
+    options -= {"long", "document_tokens"}
     assert options == set(inspect.signature(run_demo).parameters) - {"console"}
+
+
+def test_demo_of_long_contexts_has_sizes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def run_long_demo(**options: Any) -> int:
+        given.update(options)
+        return 3
+
+    monkeypatch.setattr("vllm_relay.demo.long_run.run_long_demo", run_long_demo)
+    assert runner.invoke(app, ["demo", "--long", "--seed", "7"]).exit_code == 3
+    assert given["document_tokens"] == 24_000
+    assert (given["num_questions"], given["output_tokens"]) == (6, 8)
+    assert (given["dtype"], given["seed"]) == ("bfloat16", 7)
+    sizes = ["--document-tokens", "5000", "--questions", "24", "--output-tokens", "4"]
+    runner.invoke(app, ["demo", "--long", *sizes])
+    assert given["document_tokens"] == 5000
+    assert (given["num_questions"], given["output_tokens"]) == (24, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (["--long", "--model", "a-model"], "--model"),
+        (["--long", "--rounds", "2"], "--rounds"),
+        (["--long", "--system-prompts", "1"], "--system-prompts"),
+        (["--document-tokens", "5000"], "--document-tokens"),
+    ],
+)
+def test_demo_refuses_options_without_effect(arguments: list[str], option: str) -> None:
+    result = runner.invoke(app, ["demo", *arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert option in result.output
+    assert "--long" in result.output
 
 
 def test_demo_refuses_a_count_below_one() -> None:

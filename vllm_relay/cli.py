@@ -14,6 +14,8 @@ import typer
 
 N = TypeVar("N", int, float)
 
+_NOT_WITH_LONG = ["model", "num_system_prompts", "system_prompt_tokens", "rounds"]
+
 app = typer.Typer(
     help="Shared-prefix attention for vLLM.", no_args_is_help=True, add_completion=False
 )
@@ -58,6 +60,7 @@ def main(
 
 @app.command()
 def demo(
+    context: typer.Context,
     model: Annotated[
         str | None,
         typer.Option(help="A model folder or hub id; without one, a small model is made here."),
@@ -81,12 +84,41 @@ def demo(
     json_path: Annotated[
         Path | None, typer.Option("--json", help="File to write the results to.", dir_okay=False)
     ] = None,
+    long: Annotated[
+        bool,
+        typer.Option(
+            "--long",
+            help="Ask one long document instead, and compare relay with relay_sparse; 6 questions "
+            "and 8 tokens of each answer if not said.",
+        ),
+    ] = False,
+    document_tokens: Annotated[
+        int, typer.Option(help="With --long: length of the document, 4096 to 32000.")
+    ] = 24_000,
 ) -> None:
-    """Answer the same questions with stock vLLM and with relay, and compare."""
-    from vllm_relay.demo.run import run_demo
+    """Answer the same questions with stock vLLM and with relay, and compare.
 
+    With --long: one document of tens of thousands of tokens, all of it on the device or a window.
+    """
     # so that the engines are stopped and their files removed, as after Ctrl-C
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if long:
+        from vllm_relay.demo.long_run import run_long_demo
+
+        _refuse_given(context, "has no effect with --long", _NOT_WITH_LONG)
+        status = run_long_demo(
+            document_tokens=document_tokens,
+            num_questions=questions_per_prompt if _is_given(context, "questions_per_prompt") else 6,
+            output_tokens=output_tokens if _is_given(context, "output_tokens") else 8,
+            dtype=dtype,
+            seed=seed,
+            keep=keep,
+            json_path=json_path,
+        )
+        raise typer.Exit(status)
+    from vllm_relay.demo.run import run_demo
+
+    _refuse_given(context, "needs --long", ["document_tokens"])
     status = run_demo(
         model,
         num_system_prompts=num_system_prompts,
@@ -295,6 +327,17 @@ def delete_contexts(
         as_json=as_json,
     )
     raise typer.Exit(status)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
+def _refuse_given(context: typer.Context, why: str, names: list[str]) -> None:
+    for parameter in context.command.params:
+        if parameter.name in names and _is_given(context, parameter.name):
+            raise typer.BadParameter(why, param_hint=parameter.opts[0])
 
 
 def _confirm(question: str) -> bool:

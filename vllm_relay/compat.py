@@ -152,6 +152,7 @@ def _patch_scheduler() -> None:
                 self.relay_stats.merge(step)
                 if step.long_contexts is not None and self.relay_long_contexts is not None:
                     self.relay_long_contexts.update_contexts(step.long_contexts.reports)
+                    self.relay_long_contexts.restart(self, step.long_contexts.lost)
             return original(self, scheduler_output, model_runner_output, *args, **kwargs)
 
         return update_from_output

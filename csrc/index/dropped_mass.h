@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // How much attention weight a selection leaves out, at most, from the codes of all keys
-// (docs/sparse.md, section 2).
+// (docs/key-index.md, section 2).
 #pragma once
 
 #include <climits>

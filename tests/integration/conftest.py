@@ -14,7 +14,7 @@ from tests.integration.tiny_models import save_model
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("models")
-    return {kind: save_model(kind, directory / kind) for kind in ("llama", "gemma2")}
+    return {kind: save_model(kind, directory / kind) for kind in ("llama", "gemma2", "windows")}
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,111 @@ def run_salts(llm: LLM) -> Any:
     return [completion(request.outputs[0]) for request in outputs]
 
 
+def run_logits(llm: LLM) -> Any:
+    """All logits of the first generated tokens; wants logprobs_mode="raw_logits"."""
+    outputs = llm.generate(shared_prompts()[::3], greedy(12, logprobs=-1), use_tqdm=False)
+    return [
+        [
+            [step[token].logprob for token in range(VOCAB_SIZE)]
+            for step in output.outputs[0].logprobs
+        ]
+        for output in outputs
+    ]
+
+
+def _evict_everything(llm: LLM) -> None:
+    """Empties the device's prefix cache. In a process of its own a core can only be told to reset
+    it, after which contexts are known only if they are in a folder."""
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    if core is None:
+        llm.reset_prefix_cache()
+    else:
+        core.scheduler.kv_cache_manager.reset_prefix_cache()
+
+
+def run_damaged_context(llm: LLM) -> Any:
+    """A kept context whose file is damaged after it was opened, and one whose file is gone."""
+    from vllm_relay.long_context.client import keep_context, list_contexts
+
+    folder = Path(llm.llm_engine.vllm_config.additional_config["relay"]["context_dir"])
+    answers = []
+    for seed in range(2):
+        document = tokens(50 + seed, 203)
+        prompts = [{"prompt_token_ids": [*document, *tokens(60 + i, 5 + 40 * i)]} for i in range(4)]
+        keep_context(llm, document)
+        while any(each.state == "indexing" for each in list_contexts(llm)):
+            time.sleep(0.01)
+        for path in folder.glob("*.relayctx"):
+            if seed:
+                path.unlink()
+            else:
+                content = bytearray(path.read_bytes())
+                content[len(content) // 3 :: 4096] = b"!" * len(content[len(content) // 3 :: 4096])
+                with path.open("r+b") as file:  # the same file: it is mapped already
+                    file.write(content)
+        _evict_everything(llm)
+        outputs = llm.generate(prompts, greedy(12, logprobs=2), use_tqdm=False)
+        _evict_everything(llm)
+        again = llm.generate(prompts, greedy(12, logprobs=2), use_tqdm=False)
+        answers.append(
+            [[completion(each.outputs[0]) for each in round_] for round_ in (outputs, again)]
+        )
+    return answers
+
+
+def run_contexts(llm: LLM) -> Any:
+    """Prompts that begin like a kept one, before it is kept, then, and when it is deleted."""
+    from vllm_relay.long_context.client import delete_context, keep_context, list_contexts
+
+    document = tokens(50, 203)  # ends in the middle of a block
+    prompts = [{"prompt_token_ids": [*document, *tokens(60 + i, 5 + 40 * i)]} for i in range(4)]
+    prompts.append({"prompt_token_ids": [*document[:150], *tokens(70, 9)]})
+
+    def ask() -> Any:
+        _evict_everything(llm)
+        outputs = llm.generate(prompts, greedy(12, logprobs=2), use_tqdm=False)
+        return {
+            "completions": [completion(output.outputs[0]) for output in outputs],
+            "cached_tokens": [output.num_cached_tokens for output in outputs],
+        }
+
+    before = ask()
+    known = keep_context(llm, document)
+    fresh = ask()
+    while list_contexts(llm)[0].state == "indexing":
+        time.sleep(0.01)
+    [indexed] = list_contexts(llm)
+    kept = ask()
+    delete_context(llm, indexed.context_id)
+    return {
+        "before": before,
+        "fresh": fresh,
+        "kept": kept,
+        "deleted": ask(),
+        "states": [known.state, indexed.state],
+        "left": len(list_contexts(llm)),
+    }
+
+
+def run_preempted(llm: LLM) -> Any:
+    """Every request is preempted once in the middle of its output."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    engine, finished, steps = llm.llm_engine, {}, 0
+    for index, prompt in enumerate(shared_prompts()):
+        engine.add_request(f"preempted-{index}", prompt, greedy(20, logprobs=2))
+    while engine.has_unfinished_requests():
+        for request in engine.step():
+            if request.finished:
+                finished[request.request_id] = completion(request.outputs[0])
+        steps += 1
+        if steps in (9, 17):
+            while scheduler.running:
+                request = scheduler.running.pop()
+                scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
+                scheduler._preempt_request(request, time.monotonic())
+    return finished
+
+
 def run_reset(llm: LLM) -> Any:
     """Whether every block has come back."""
     return llm.reset_prefix_cache()
@@ -128,6 +234,10 @@ SCENARIOS = {
     "priorities": run_priorities,
     "salts": run_salts,
     "reset": run_reset,
+    "logits": run_logits,
+    "contexts": run_contexts,
+    "damaged_context": run_damaged_context,
+    "preempted": run_preempted,
     "shared": run_shared,
     "few_tokens": run_few_tokens,
     "parallel_sampling": run_parallel_sampling,

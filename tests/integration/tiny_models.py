@@ -14,10 +14,10 @@ _NUM_HEADS, _NUM_KV_HEADS, _HEAD_SIZE = 4, 2, 32
 
 
 def save_model(kind: str, directory: Path) -> Path:
-    """Write a model of ``kind`` ("llama" or "gemma2") to ``directory``.
+    """Write a model of ``kind`` ("llama", "gemma2" or "windows") to ``directory``.
 
     gemma2 has soft-capped scores and alternates between full attention and a window of 64 tokens,
-    so that vLLM keeps two KV cache groups.
+    so that vLLM keeps two KV cache groups; windows is the same without the soft cap.
     """
     import torch
     from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -38,18 +38,18 @@ def save_model(kind: str, directory: Path) -> Path:
     torch.manual_seed(0)
     if kind == "llama":
         model = LlamaForCausalLM(LlamaConfig(**shape))
-    elif kind == "gemma2":
+    elif kind in ("gemma2", "windows"):
         model = Gemma2ForCausalLM(
             Gemma2Config(
                 **shape,
                 sliding_window=64,
-                attn_logit_softcapping=20.0,
+                attn_logit_softcapping=20.0 if kind == "gemma2" else None,
                 query_pre_attn_scalar=32,
                 attn_implementation="eager",
             )
         )
     else:
-        raise ValueError(f"model kind {kind!r} was given, expected 'llama' or 'gemma2'")
+        raise ValueError(f"model kind {kind!r} was given, expected 'llama', 'gemma2' or 'windows'")
     model.save_pretrained(directory)
     return directory
 

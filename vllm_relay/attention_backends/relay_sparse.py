@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +30,7 @@ from vllm_relay.long_context import worker
 from vllm_relay.long_context.host_attention import (
     HostPart,
     Retrieval,
+    State,
     attend_everything,
     attend_retrieved,
 )
@@ -35,6 +38,7 @@ from vllm_relay.long_context.host_sequence import HostLayer
 from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.window import WindowPolicy
 from vllm_relay.long_context.worker_contexts import db_options
+from vllm_relay.sparse.damage import IndexDamagedError
 from vllm_relay.sparse.partial_attention import merge
 from vllm_relay.sparse.query_types import Dipr
 from vllm_relay.stats import recorder
@@ -187,7 +191,8 @@ class RelaySparseImpl(RelayImpl):
         parts = [self._part(row, name, key) for row in rows]
         if self.kv_sharing_target_layer_name is None:
             for row, part in zip(rows, parts, strict=True):
-                _fill(row, part, kv_cache)
+                with _losing_damaged([row]):
+                    _fill(row, part, kv_cache)
                 at = slice(row.first_query, row.last_query)
                 _mirror(row, part.own, key[at], value[at], kv_cache)
                 if row.request.is_kept:
@@ -196,31 +201,51 @@ class RelaySparseImpl(RelayImpl):
         begin_s = time.perf_counter()
         self._attend(query, kv_cache, attn_metadata, output, lse)
         device_done_s = time.perf_counter()
-        decoded: list[int] = []
-        for number, row in enumerate(rows):
-            if not row.residency.num_host_tokens:
-                continue
-            if row.num_queries == 1 and self.retrieval.query is not None:
-                decoded.append(number)
-                continue
-            at = slice(row.first_query, row.last_query)
-            found = attend_everything(parts[number], query[at], self.scale)
-            merged, _ = merge((output[at].float(), lse[at]), found)
-            output[at] = merged.to(output.dtype)
-        if decoded:
-            at_tokens = torch.tensor([rows[number].first_query for number in decoded])
-            found = attend_retrieved(
-                [parts[number] for number in decoded],
-                query[at_tokens],
-                self.scale,
-                self.retrieval,
-                worker.state.stats,
-            )
-            merged, _ = merge((output[at_tokens].float(), lse[at_tokens]), found)
-            output[at_tokens] = merged.to(output.dtype)
+        self._add_host_attention(rows, parts, query, output, lse)
         worker.state.device_seconds += device_done_s - begin_s
         worker.state.host_seconds += time.perf_counter() - device_done_s
         return output
+
+    def _add_host_attention(
+        self,
+        rows: list[worker.MirroredRow],
+        parts: list[HostPart],
+        query: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Merges what the host has into the output of what the device has."""
+
+        def is_readable(row: worker.MirroredRow) -> bool:
+            return row.residency.num_host_tokens > 0 and row.request.lost_context_id is None
+
+        def merge_into_output(at: Any, found: State) -> None:
+            merged, _ = merge((output[at].float(), lse[at]), found)
+            output[at] = merged.to(output.dtype)
+
+        decoded: list[tuple[worker.MirroredRow, HostPart]] = []
+        for row, part in zip(rows, parts, strict=True):
+            if not is_readable(row):
+                continue
+            if row.retrieves and self.retrieval.query is not None:
+                decoded.append((row, part))
+                continue
+            at = slice(row.first_query, row.last_query)
+            with _losing_damaged([row]):
+                merge_into_output(at, attend_everything(part, query[at], self.scale))
+        while decoded:
+            at_tokens = torch.tensor([row.first_query for row, _ in decoded])
+            with _losing_damaged([row for row, _ in decoded]):
+                found = attend_retrieved(
+                    [part for _, part in decoded],
+                    query[at_tokens],
+                    self.scale,
+                    self.retrieval,
+                    worker.state.stats,
+                )
+                merge_into_output(at_tokens, found)
+                return
+            decoded = [each for each in decoded if is_readable(each[0])]
 
     def _part(self, row: worker.MirroredRow, name: str, key: torch.Tensor) -> HostPart:
         return HostPart(
@@ -233,9 +258,25 @@ class RelaySparseImpl(RelayImpl):
         )
 
 
+@contextlib.contextmanager
+def _losing_damaged(rows: list[worker.MirroredRow]) -> Iterator[None]:
+    """Where a stored context is damaged, the requests that read it begin again without it."""
+    try:
+        yield
+    except IndexDamagedError as error:
+        contexts = {row.request.context for row in rows if row.request.context is not None}
+        damaged = {each for each in contexts if getattr(each, "damage", None)} or contexts
+        if not damaged:
+            raise
+        for row in rows:
+            if row.request.context in damaged:
+                assert row.request.context is not None
+                worker.state.lose(row.request, row.request.context.id, f"is damaged: {error}")
+
+
 def _fill(row: worker.MirroredRow, part: HostPart, kv_cache: torch.Tensor) -> None:
     """Brings the first tokens of the first block that the device has back from the host."""
-    if row.fill_from is None:
+    if row.fill_from is None or row.request.lost_context_id is not None:
         return
     begin, end, own = row.fill_from, row.num_computed_tokens, part.own
     states = [own.rows(max(begin, own.begin), end)]

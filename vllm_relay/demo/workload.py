@@ -16,18 +16,17 @@ import numpy as np
 
 from vllm_relay.demo.words import ADJECTIVES, CITIES, NOUNS, PLACES
 
-WORDS_PER_ENTRY = 4
-_MAX_ENTRIES = 2000
-
-_LEAGUES = ["northern", "southern", "golden", "silver", "noble", "ancient", "violet", "iron"]
-_QUESTIONS = [
+QUESTION_TEMPLATES = [
     "What are the watchwords of the {key}?",
     "Which two words open the {key}?",
     "Please tell us the words for the {key}.",
     "A traveller is asked for the words at the gate. Which words are written for the {key}?",
     "Find the page of the ledger and read the watchwords of the {key}.",
 ]
+WORDS_PER_ENTRY = 4
+_MAX_ENTRIES = 2000
 
+_LEAGUES = ["northern", "southern", "golden", "silver", "noble", "ancient", "violet", "iron"]
 _TOPICS = ["billing", "shipping", "returns", "warranty", "privacy", "installation", "accounts"]
 _RULES = [
     "Section {n}. When a customer asks about {topic}, confirm the order number {number} first.",
@@ -140,7 +139,7 @@ def _ledger_conversations(
     words = [word for entry in entries for word in entry]
     questions = []
     for i in rng.choice(num_askable, num_questions, replace=False):
-        template = _QUESTIONS[rng.integers(len(_QUESTIONS))]
+        template = QUESTION_TEMPLATES[rng.integers(len(QUESTION_TEMPLATES))]
         answer_begin = i * WORDS_PER_ENTRY + 2
         questions.append(
             Question(

@@ -159,6 +159,7 @@ def attend_retrieved(
             scale=scale,
             options=retrieval.options,
             stats=stats,
+            threads=torch.get_num_threads(),
         )
         outputs = found[0].unflatten(1, (-1, len(numbers)))
         lses = found[1].unflatten(1, (-1, len(numbers)))

@@ -77,7 +77,9 @@ class HostLayer:
 
     def _flat(self, begin: int, end: int) -> SparseLayer:
         keys, values = self.rows(begin, end)
-        indexes = [FlatIndex().build(as_elements_of(head)) for head in keys]
+        # not as many as the cores this thread may use: vLLM binds it to one of them
+        threads = torch.get_num_threads()
+        indexes = [FlatIndex().build(as_elements_of(head), threads=threads) for head in keys]
         return SparseLayer(indexes, [as_elements_of(head) for head in values])
 
 

@@ -38,6 +38,14 @@ class LongContextOptions(BaseModel):
         description="Tokens in host memory are read if their attention weight is at least this "
         "share of the largest one. 0 reads all of them.",
     )
+    max_error: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="For stored contexts, instead of alpha: each kv head reads what keeps its "
+        "attention output within this relative error for 99% of the queries it has seen. None: "
+        "as alpha says.",
+    )
     max_dropped_mass: float | None = Field(
         default=None,
         ge=0,

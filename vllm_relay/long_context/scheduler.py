@@ -7,6 +7,7 @@ block for them, which nobody reads, and a block of its own for what is left of t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -151,6 +152,26 @@ class LongContextScheduler:
             self._preempted[request_id] = num_tokens
             self.memory.preempt(request_id)
         else:
+            self.memory.release(request_id)
+
+    def restart(self, scheduler: Any, lost: Mapping[str, str]) -> None:
+        """Lets requests begin again whose context cannot be read; it is not used any more.
+
+        Args:
+            lost: request -> context.
+        """
+        for request_id, context_id in lost.items():
+            self.delete_context(context_id)
+            request = scheduler.requests.get(request_id)
+            if request is None or request.status != RequestStatus.RUNNING:
+                continue
+            scheduler.running.remove(request)
+            # vLLM has hashed the blocks when it scheduled them
+            block_ids = {each for ids in self._manager.get_block_ids(request_id) for each in ids}
+            self._manager.evict_blocks(block_ids - {self._manager.block_pool.null_block.block_id})
+            # what the step has computed is dropped, as for a reset of the prefix cache
+            scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+            self._preempted.pop(request_id, None)
             self.memory.release(request_id)
 
     def forget_preempted(self) -> None:

@@ -70,7 +70,10 @@ class SequenceContext(StoredContext):
                 heads = range(self.shape.num_kv_heads)
                 states = [self.rows(layer, head, 0, self.num_tokens) for head in heads]
                 self._sparse_layers[layer] = SparseLayer(
-                    [FlatIndex().build(keys) for keys, _ in states],
+                    [
+                        FlatIndex().build(keys, threads=torch.get_num_threads())
+                        for keys, _ in states
+                    ],
                     [values for _, values in states],
                 )
             return self._sparse_layers[layer]

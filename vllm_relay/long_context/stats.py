@@ -32,7 +32,13 @@ GAUGES = {
 
 @dataclass
 class LongContextStats:
-    """What a worker counts in a step; `reports` tell contexts that changed."""
+    """What a worker counts in a step.
+
+    Attributes:
+        reports: of contexts that have changed.
+        lost: requests whose context cannot be read: what they computed in the step is void. With
+            the ids of the contexts.
+    """
 
     host_searches: int = 0
     host_searched_tokens: int = 0
@@ -43,6 +49,7 @@ class LongContextStats:
     host_dropped_mass: float = 0.0
     index_builds_queued: int = 0
     reports: list[ContextReport] = field(default_factory=list)
+    lost: dict[str, str] = field(default_factory=dict)
 
     def merge(self, later: LongContextStats) -> None:
         """Add the statistics of later steps."""

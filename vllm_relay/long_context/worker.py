@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ from vllm_relay.long_context.worker_contexts import WorkerContexts, db_options
 from vllm_relay.sparse.context_store import StoredContext
 from vllm_relay.sparse.retrieval import SessionStats
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class LongRequest:
@@ -30,8 +33,11 @@ class LongRequest:
         sequence: in host memory; None as long as all tokens are on the device.
         context: whose tokens it reuses: those before `sequence.begin`.
         placement: where it began, in the step in which it begins.
+        lost_context_id: of the context that it reuses and that cannot be read; the scheduler lets
+            it begin again.
     """
 
+    id: str
     num_prompt_tokens: int
     max_tokens: int
     is_kept: bool = False
@@ -39,6 +45,7 @@ class LongRequest:
     sequence: HostSequence | None = None
     context: StoredContext | None = None
     placement: Placement | None = None
+    lost_context_id: str | None = None
 
 
 @dataclass
@@ -70,6 +77,17 @@ class MirroredRow:
         return self.last_query - self.first_query
 
     @property
+    def retrieves(self) -> bool:
+        """Whether it is a generated token that asks, or the last one of a prompt of which a stored
+        context has all others; tokens of prompts read everything."""
+        request = self.request
+        is_decoded = self.num_computed_tokens >= request.num_prompt_tokens
+        follows_context = (
+            request.context is not None and self.num_computed_tokens == self.sequence.begin
+        )
+        return self.num_queries == 1 and (is_decoded or follows_context)
+
+    @property
     def num_tokens(self) -> int:
         """Those of the step included."""
         return self.num_computed_tokens + self.num_queries
@@ -90,7 +108,9 @@ class LongContextWorker:
     _runner: Any = None
 
     def set_layers(self, spec: RelaySparseSpec, layer_names: Sequence[str]) -> None:
-        """Names the layers whose tokens leave the device: those of one KV cache group."""
+        """A new engine's layers whose tokens leave the device: those of one KV cache group."""
+        self.close_contexts()
+        self.requests.clear()
         self._spec, self._layer_names = spec, list(layer_names)
 
     def layer_number(self, name: str) -> int:
@@ -115,6 +135,11 @@ class LongContextWorker:
             device_seconds=self.device_seconds,
             host_dropped_mass=stats.dropped_mass or 0.0,
         )
+        taken.lost = {
+            each.id: each.lost_context_id
+            for each in self.requests.values()
+            if each.lost_context_id is not None
+        }
         self.host_seconds = self.device_seconds = 0.0
         if self.contexts is not None:
             taken.index_builds_queued = self.contexts.num_queued
@@ -153,6 +178,7 @@ class LongContextWorker:
         params = new.sampling_params
         max_tokens = getattr(params, "max_tokens", None)
         return LongRequest(
+            id=new.req_id,
             num_prompt_tokens=_num_prompt_tokens(new),
             max_tokens=self.max_model_len if max_tokens is None else max_tokens,
             is_kept=KEEP_ARG in (getattr(params, "extra_args", None) or {}),
@@ -163,6 +189,7 @@ class LongContextWorker:
         request, placement = self.requests[request_id], orders.placed.get(request_id)
         request.placement = placement
         request.first_resident_token = 0
+        request.lost_context_id = None
         if placement is None:
             request.sequence = request.context = None
             return
@@ -171,6 +198,16 @@ class LongContextWorker:
             assert self.contexts is not None
             request.context = self.contexts.get(placement.context_id)
             request.sequence = self._new_sequence(request, placement.num_tokens)
+            if request.context is None:
+                self.lose(request, placement.context_id, "is not there any more")
+
+    def lose(self, request: LongRequest, context_id: str, reason: str) -> None:
+        """A request cannot read its context: it has to begin again."""
+        logger.warning(
+            "context %s of request %s %s: its tokens are computed again",
+            context_id, request.id, reason,
+        )  # fmt: skip
+        request.lost_context_id = context_id
 
     def _new_sequence(self, request: LongRequest, begin: int) -> HostSequence:
         end = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)

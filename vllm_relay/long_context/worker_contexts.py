@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from vllm_relay.config import RelayConfig
 from vllm_relay.long_context.host_sequence import HostSequence
@@ -58,7 +59,7 @@ class WorkerContexts:
         self._store: ContextStore = (
             MemoryContextStore() if path is None else DiskContextStore(path, fingerprint)
         )
-        self._options = options
+        self.options = options
         self._costs: SearchCost | None = None
         self._fresh: dict[str, SequenceContext] = {}
         self._problems: dict[str, str] = {}
@@ -75,6 +76,10 @@ class WorkerContexts:
                 if context.id == context_id:
                     return context
             return self._fresh.get(context_id)
+
+    def add(self, tokens: np.ndarray, layers: Sequence[Sequence[HeadStates]]) -> None:
+        """Stores a context that was made elsewhere, `layers[layer][kv head]`."""
+        self._store.add(tokens, layers)
 
     def keep(
         self,
@@ -143,7 +148,7 @@ class WorkerContexts:
         try:
             built = self._indexed(context)
             if built is not None:
-                self._store.add(context.tokens, built)
+                self.add(context.tokens, built)
             with self._lock:
                 self._fresh.pop(context.id, None)
                 if context.id in self._deleted:
@@ -175,7 +180,7 @@ class WorkerContexts:
                 train = context.train_queries(layer, head)
                 group = context.group_size(layer)
                 index, plan = build_index(
-                    layer, keys, values, train, group, self._options, self._costs
+                    layer, keys, values, train, group, self.options, self._costs
                 )
                 built[-1].append(HeadStates(keys, values, index, train, plan))
         return built
@@ -184,14 +189,21 @@ class WorkerContexts:
 def db_options(options: RelayConfig) -> DBOptions:
     """How stored contexts are indexed and asked."""
     given: dict[str, Any] = {"threads": 1, "max_dropped_mass": options.max_dropped_mass}
-    if "alpha" in options.model_fields_set and options.alpha > 0:
+    if options.max_error is not None:
+        given["max_error"] = options.max_error
+    elif options.alpha > 0:
         given["query"] = Dipr(alpha=options.alpha)
     return DBOptions(**given)
 
 
 def _be_nice() -> None:
-    """Builders leave the cores to the steps of the engine; on Linux, threads have priorities."""
+    """Builders leave the cores to the steps of the engine, and use all of them: vLLM binds the
+    thread that starts them to one core. On Linux, threads have priorities and cores of their own.
+    """
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BUILDER_NICENESS)
-    except OSError:
+        threads = psutil.Process().threads()
+        cores = set().union(*(os.sched_getaffinity(thread.id) for thread in threads))
+        os.sched_setaffinity(0, cores)
+    except (OSError, psutil.Error):
         logger.debug("index builders run at normal priority", exc_info=True)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse attention: the keys of long contexts in an index on the CPU, of which a query reads only
-what matters (docs/sparse.md)."""
+what matters (docs/key-index.md)."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -22,8 +22,8 @@ from vllm_relay.sparse.key_codes import (
 class FlatIndex(face.CompiledIndex):
     """Reads the eight-bit code of every key, and the keys themselves that could be an answer.
 
-    What a code can be off by is bounded (docs/sparse.md, section 2), so the answer is the one that
-    reading all keys would give, for half the bytes of bfloat16 keys.
+    What a code can be off by is bounded (docs/key-index.md, section 2), so the answer is the one
+    that reading all keys would give, for half the bytes of bfloat16 keys.
     """
 
     kind = "flat"

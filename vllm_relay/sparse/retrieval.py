@@ -72,6 +72,7 @@ def retrieve(
     scale: float,
     options: DBOptions,
     stats: SessionStats,
+    threads: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every query over the tokens of the part that the plan of its head, or
     `options.query`, asks for.
@@ -81,6 +82,7 @@ def retrieve(
         window_max: float32 [kv_heads, group]; largest inner product of each query with what it
             reads besides.
         stats: counts what was read.
+        threads: None: every core of this thread.
 
     Returns:
         output float32 [kv_heads, group, value_size] and the natural logarithm of the softmax
@@ -105,8 +107,9 @@ def retrieve(
             state = AttentionState(*(np.stack(each) for each in zip(*states, strict=True)))
         else:
             state, cost = layer.attend(
-                queries, asked, scale=scale, begin=part.begin, prefix_len=part.end, window_max=tops
-            )
+                queries, asked, scale=scale, begin=part.begin, prefix_len=part.end, window_max=tops,
+                threads=threads,
+            )  # fmt: skip
             stats.count(part, cost, len(queries))
     output, lse = (torch.from_numpy(each).to(query.device) for each in state)
     return output, lse
