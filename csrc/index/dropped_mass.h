@@ -81,6 +81,17 @@ inline float bound_dropped_mass(const SearchRequest& request, int query, const R
   std::sort(all.begin(), all.end(), better);
   keep_answers(request, query, found);
   size_t kept = found.size();  // `found` is the beginning of `all`
+  // everything within a factor of e of the best that was not scored exactly
+  const auto read_more = [&] {
+    std::vector<int32_t> more;
+    const double step = 1 / std::max(double{request.scale} * form.unit, 1e-30);
+    remainder.take_above(static_cast<int32_t>(std::max(remainder.best() - step - 1, -2e9)), more);
+    rescored += more.size();
+    score_exactly(request.queries + static_cast<int64_t>(query) * keys.size, keys, more, all);
+    std::sort(all.begin(), all.end(), better);
+  };
+  // what is read besides may put all keys out of range
+  if (all.empty() && remainder.best() != Remainder::kNone) read_more();
   if (all.empty()) return 0.f;
   // of the float arithmetic in here, and of the exact scores
   const double rounding = (1 + 1e-4) * std::exp(double{request.scale} * form.float_error);
@@ -117,13 +128,7 @@ inline float bound_dropped_mass(const SearchRequest& request, int query, const R
       found.assign(all.begin(), all.begin() + kept);
       return reached;
     }
-    // everything within a factor of e of the best that was not scored exactly
-    std::vector<int32_t> more;
-    const double step = 1 / std::max(rate, 1e-30);
-    remainder.take_above(static_cast<int32_t>(std::max(best - step - 1, -2e9)), more);
-    rescored += more.size();
-    score_exactly(request.queries + static_cast<int64_t>(query) * keys.size, keys, more, all);
-    std::sort(all.begin(), all.end(), better);
+    read_more();
   }
 }
 

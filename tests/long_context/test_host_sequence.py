@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_relay.long_context import host_sequence
-from vllm_relay.long_context.host_sequence import MAX_SEGMENTS, HostLayer, HostSequence
+from vllm_relay.long_context.host_sequence import HostLayer, HostSequence
 
 KV_HEADS, HEAD_SIZE = 2, 32
 UNINDEXED_TOKENS = 10
@@ -21,7 +21,7 @@ UNINDEXED_TOKENS = 10
 @pytest.fixture(autouse=True, scope="module")
 def small_indexes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_sequence, "MAX_UNINDEXED_TOKENS", UNINDEXED_TOKENS)
+        patch.setattr(host_sequence, "GRANULE_TOKENS", UNINDEXED_TOKENS)
         yield
 
 
@@ -52,7 +52,7 @@ def check_segments(layer: HostLayer, begin: int, indexed: int) -> None:
             np.testing.assert_array_equal(index.keys.to_float32(), keys[head].float())
             np.testing.assert_array_equal(segment.values[head].to_float32(), values[head].float())
     assert at == indexed
-    assert len(layer.segments) <= MAX_SEGMENTS
+    assert len(layer.segments) <= 2
 
 
 @settings(max_examples=80)
@@ -99,23 +99,18 @@ def test_indexes_are_adjacent_and_leave_less_than_a_segment(
         check_segments(layer, begin, indexed)
 
 
-def test_the_first_segment_stays_when_the_small_ones_become_one() -> None:
+def test_the_large_segment_stays_while_the_small_one_grows() -> None:
     layer = layer_of(500)
-    layer.index_up_to(32, 300)
-    first = layer.segments[0]
-    for end in range(310, 350, 10):
-        layer.index_up_to(32, end)
-    assert [segment[:2] for segment in layer.segments] == [(32, 300), (300, 340)]
-    assert layer.segments[0] is first
-    layer.index_up_to(32, 350)
-    assert [segment[:2] for segment in layer.segments] == [(32, 300), (300, 340), (340, 350)]
+    layer.index_up_to(32, 32 + 17 * UNINDEXED_TOKENS)
+    large = layer.segments[0][2]
+    for granules in range(18, 24):
+        layer.index_up_to(32, 32 + granules * UNINDEXED_TOKENS + 3)
+        assert layer.segments[0][2] is large
+    assert [segment[:2] for segment in layer.segments] == [(32, 192), (192, 262)]
+    layer.index_up_to(32, 32 + 24 * UNINDEXED_TOKENS)
+    assert [segment[:2] for segment in layer.segments] == [(32, 272)]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a segment ends where the window began when it was made, so that what is indexed, and "
-    "with it what is read, depends on the steps in which the request came there",
-)
 def test_what_is_indexed_does_not_depend_on_the_steps() -> None:
     at_once, in_steps = layer_of(100), layer_of(100)
     in_steps.index_up_to(0, 3 * UNINDEXED_TOKENS // 2)
@@ -125,24 +120,23 @@ def test_what_is_indexed_does_not_depend_on_the_steps() -> None:
 
 def test_a_request_that_begins_again_has_no_old_indexes() -> None:
     layer = layer_of(100)
-    assert layer.index_up_to(32, 90) == 90
+    assert layer.index_up_to(32, 90) == 82
     layer.write(0, states(40, 3), states(40, 4))
     assert layer.end == 40 and not layer.segments
     layer.write(40, states(30, 5), states(30, 6))
-    assert layer.index_up_to(32, 60) == 60
-    check_segments(layer, 32, 60)
+    assert layer.index_up_to(32, 60) == 52
+    check_segments(layer, 32, 52)
 
 
 def test_indexes_of_rejected_tokens_go_and_those_before_stay() -> None:
-    layer = layer_of(100)
-    for end in (20, 40, 60):
-        layer.index_up_to(0, end)
-    layer.write(50, states(1, 3), states(1, 4))
-    assert [segment[:2] for segment in layer.segments] == [(0, 20), (20, 40)]
-    layer.write(40, states(50, 5), states(50, 6))
-    assert [segment[:2] for segment in layer.segments] == [(0, 20), (20, 40)]
-    assert layer.index_up_to(0, 85) == 85
-    check_segments(layer, 0, 85)
+    layer = layer_of(200)
+    layer.index_up_to(0, 120)
+    assert [segment[:2] for segment in layer.segments] == [(0, 80), (80, 120)]
+    layer.write(110, states(1, 3), states(1, 4))
+    assert [segment[:2] for segment in layer.segments] == [(0, 80)]
+    layer.write(111, states(50, 5), states(50, 6))
+    assert layer.index_up_to(0, 155) == 150
+    check_segments(layer, 0, 150)
 
 
 def test_a_sequence_makes_its_layers_when_they_are_written() -> None:

@@ -133,11 +133,6 @@ def test_the_prefix_cache_hits_what_is_left_without_a_gap() -> None:
     blocks.check_all_are_free()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="all cached blocks of a hit are held until its second step, so that a hit as long as "
-    "the pool leaves no block for the tokens behind it: such a request waits for ever",
-)
 def test_a_request_whose_hit_fills_the_pool_is_admitted() -> None:
     spec = spec_of()
     blocks = Blocks(spec, 1 + spec.max_blocks_per_request)
@@ -193,13 +188,6 @@ def test_layers_of_different_kinds_are_not_merged() -> None:
         assert not is_kv_cache_spec_uniform({"a": spec, "b": other})
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AttributeError,
-    reason="merge() asks every spec for its policy; vLLM calls it with the specs of all layers "
-    "and expects an AssertionError, so that models whose first layer is full attention and "
-    "others slide do not start",
-)
 def test_a_full_layer_before_a_sliding_one_is_another_kind() -> None:
     assert not is_kv_cache_spec_uniform(
         {"full": spec_of(), "window": SlidingWindowSpec(**SHAPE, sliding_window=8)}

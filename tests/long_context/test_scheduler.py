@@ -141,12 +141,6 @@ def test_requests_wait_while_host_memory_is_full(model: str) -> None:
         assert sorted(engine.ended) == ["a", "b", "c"]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a request that gets host memory and no blocks keeps the memory while it waits; the "
-    "running one that needs it is preempted, is first in the queue, and never comes back",
-)
 def test_waiting_requests_keep_no_host_memory_from_running_ones(model: str) -> None:
     with long_engine(
         model, num_blocks=8, host_tokens=MAX_MODEL_LEN_TOKENS, max_num_batched_tokens=64
@@ -213,11 +207,6 @@ def test_a_reset_forgets_what_preempted_requests_had(
         assert sorted(engine.ended) == ["a", "b"]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the workers are not told what was forgotten: they keep tokens for which others may "
-    "have reserved the memory, until the request begins again",
-)
 def test_workers_let_go_of_what_was_forgotten(model: str) -> None:
     with long_engine(model, num_blocks=10) as engine:
         engine.add("a", tokens(1, 50), 300)

@@ -190,9 +190,11 @@ class RelaySparseImpl(RelayImpl):
         lse = query.new_empty(attn_metadata.num_tokens, self.num_heads, dtype=torch.float32)
         parts = [self._part(row, name, key) for row in rows]
         if self.kv_sharing_target_layer_name is None:
+            # first, since a block that one request fills may be a prefix of another
             for row, part in zip(rows, parts, strict=True):
                 with _losing_damaged([row]):
                     _fill(row, part, kv_cache)
+            for row, part in zip(rows, parts, strict=True):
                 at = slice(row.first_query, row.last_query)
                 _mirror(row, part.own, key[at], value[at], kv_cache)
                 if row.request.is_kept:

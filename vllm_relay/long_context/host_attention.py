@@ -219,10 +219,12 @@ def _search_own(
 
 
 def _largest_products(rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """float32 [kv_heads, rows]; -inf without keys."""
+    """float32 [kv_heads, rows]; -inf without keys. Rounded down: a range that reaches down from a
+    product that is too large would leave keys out."""
     if not keys.shape[1]:
         return torch.full(rows.shape[:2], -torch.inf)
-    return (rows @ keys.transpose(1, 2)).amax(-1).float()
+    largest = (rows @ keys.transpose(1, 2)).amax(-1)
+    return largest.float() - largest.float().abs() * torch.finfo(rows.dtype).eps
 
 
 def _by_kv_head(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

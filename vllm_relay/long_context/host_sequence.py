@@ -10,9 +10,9 @@ from vllm_relay.sparse.elements import Elements
 from vllm_relay.sparse.flat import FlatIndex
 from vllm_relay.sparse.train_queries import TrainQueries
 
-MAX_UNINDEXED_TOKENS = 1024
-"""Tokens that are attended one by one before they get an index."""
-MAX_SEGMENTS = 4
+GRANULE_TOKENS = 1024
+"""Fewer tokens than this at the end are attended one by one, without an index."""
+GRANULES_PER_SEGMENT = 8
 TRAIN_QUERIES_PER_KEY = 0.4
 
 
@@ -64,16 +64,18 @@ class HostLayer:
 
         What is indexed depends on positions only, not on when this is called.
         """
-        indexed = self.segments[-1][1] if self.segments else begin
-        if end - indexed < MAX_UNINDEXED_TOKENS:
-            return indexed
-        first = indexed
-        if len(self.segments) == MAX_SEGMENTS:
-            # the small ones become one with the new one
-            first = self.segments[1][0]
-            del self.segments[1:]
-        self.segments.append((first, end, self._flat(first, end)))
-        return end
+        num_granules = (end - begin) // GRANULE_TOKENS
+        # two segments, of which the second is small: what is built again as tokens are generated
+        num_large = num_granules // GRANULES_PER_SEGMENT * GRANULES_PER_SEGMENT
+        large_end = begin + num_large * GRANULE_TOKENS
+        indexed_end = begin + num_granules * GRANULE_TOKENS
+        known = {(first, last): segment for first, last, segment in self.segments}
+        self.segments = [
+            (first, last, known.get((first, last)) or self._flat(first, last))
+            for first, last in ((begin, large_end), (large_end, indexed_end))
+            if first < last
+        ]
+        return indexed_end
 
     def _flat(self, begin: int, end: int) -> SparseLayer:
         keys, values = self.rows(begin, end)

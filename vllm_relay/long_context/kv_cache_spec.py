@@ -33,6 +33,7 @@ class RelaySparseSpec(FullAttentionSpec):
 
     @classmethod
     def merge(cls, specs: list[Any]) -> RelaySparseSpec:
+        assert all(isinstance(spec, cls) for spec in specs), "layers of different kinds"
         own = {(spec.policy, spec.max_blocks_per_request) for spec in specs}
         assert len(own) == 1, f"layers of one KV cache group with different windows: {own}"
         [(policy, max_blocks)] = own
@@ -60,6 +61,31 @@ class RelaySparseManager(FullAttentionManager):
         kwargs["max_admission_blocks_per_request"] = kv_cache_spec.max_blocks_per_request
         super().__init__(kv_cache_spec, **kwargs)
         self.first_resident_tokens: dict[str, int] = {}
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls,
+        block_hashes: Any,
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        block_pool: Any,
+        kv_cache_spec: RelaySparseSpec,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[tuple[list[Any], ...], int]:
+        """As FullAttentionManager's, but no longer than leaves room for a step: all blocks of a hit
+        are held for its first step, and the pool need not have room for a whole prompt."""
+        policy = kv_cache_spec.policy
+        size = policy.block_size_tokens
+        if policy.prefill == "exact_offload":
+            num_step_blocks = (
+                kv_cache_spec.max_blocks_per_request - policy.min_context_tokens // size + 1
+            )
+            most = (block_pool.num_gpu_blocks - 1) // len(kv_cache_group_ids) - num_step_blocks
+            max_length = min(max_length, max(most, 0) * size)
+        return super().find_longest_cache_hit(
+            block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec, *args, **kwargs
+        )
 
     def remove_skipped_blocks(
         self,

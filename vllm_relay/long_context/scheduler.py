@@ -112,8 +112,7 @@ class LongContextScheduler:
             allocated = self._allocate_slots(
                 request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, **kwargs
             )
-            if allocated is not None:
-                self._preempted.pop(request.request_id, None)
+            self._settle(request, allocated is not None)
             return allocated
         size = self._policy.block_size_tokens
         first_resident = new_computed_blocks.num_tokens // size * size
@@ -127,8 +126,9 @@ class LongContextScheduler:
         if allocated is None:
             for each in self._block_managers:
                 each.first_resident_tokens.pop(request.request_id, None)
+            self._settle(request, False)
             return None
-        self._preempted.pop(request.request_id, None)
+        self._settle(request, True)
         context_id = new_computed_blocks.context_id
         if context_id is not None:
             self.catalog.use(context_id)
@@ -138,6 +138,15 @@ class LongContextScheduler:
             new_computed_blocks.num_tokens, first_resident, context_id
         )
         return allocated
+
+    def _settle(self, request: Request, has_blocks: bool) -> None:
+        """What was reserved for a request that stays in the queue is free for those that run."""
+        if has_blocks:
+            self._preempted.pop(request.request_id, None)
+        elif request.request_id in self._preempted:
+            self.memory.preempt(request.request_id)
+        elif request.status != RequestStatus.RUNNING:
+            self.memory.release(request.request_id)
 
     def before_free(self, request: Request) -> None:
         """The request gives its blocks back: it has ended, or is preempted."""
@@ -151,8 +160,14 @@ class LongContextScheduler:
         elif self._can_skip_tokens and self._policy.mirrors(num_tokens, request.num_prompt_tokens):
             self._preempted[request_id] = num_tokens
             self.memory.preempt(request_id)
-        else:
-            self.memory.release(request_id)
+        elif self.memory.holds(request_id):
+            self._drop(request_id)
+
+    def _drop(self, request_id: str) -> None:
+        """What the host has of a preempted request is of no use any more."""
+        self.memory.release(request_id)
+        self._preempted.pop(request_id, None)
+        self._orders.dropped.append(request_id)
 
     def restart(self, scheduler: Any, lost: Mapping[str, str]) -> None:
         """Lets requests begin again whose context cannot be read; it is not used any more.
@@ -171,14 +186,12 @@ class LongContextScheduler:
             self._manager.evict_blocks(block_ids - {self._manager.block_pool.null_block.block_id})
             # what the step has computed is dropped, as for a reset of the prefix cache
             scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
-            self._preempted.pop(request_id, None)
-            self.memory.release(request_id)
+            self._drop(request_id)
 
     def forget_preempted(self) -> None:
         """What preempted requests have computed is of no use any more: weights may have changed."""
-        for request_id in self._preempted:
-            self.memory.release(request_id)
-        self._preempted.clear()
+        for request_id in list(self._preempted):
+            self._drop(request_id)
 
     def numbers(self, counted: LongContextStats) -> dict[str, Any]:
         """The metrics of `stats`, under their key: what workers have counted, and what is here."""
