@@ -190,7 +190,7 @@ def run_contexts(llm: LLM) -> Any:
 
     before = ask()
     known = keep_context(llm, document)
-    fresh = ask()
+    outputs = llm.generate(prompts, greedy(12, logprobs=2), use_tqdm=False)
     while list_contexts(llm)[0].state == "indexing":
         time.sleep(0.01)
     [indexed] = list_contexts(llm)
@@ -198,7 +198,7 @@ def run_contexts(llm: LLM) -> Any:
     delete_context(llm, indexed.context_id)
     return {
         "before": before,
-        "fresh": fresh,
+        "fresh": [completion(output.outputs[0]) for output in outputs],
         "kept": kept,
         "deleted": ask(),
         "states": [known.state, indexed.state],

@@ -111,6 +111,12 @@ def test_the_large_segment_stays_while_the_small_one_grows() -> None:
     assert [segment[:2] for segment in layer.segments] == [(32, 272)]
 
 
+def test_nothing_is_indexed_where_the_window_begins_before_the_tokens() -> None:
+    layer = layer_of(100, begin=50)
+    assert layer.index_up_to(50, 32) == 50
+    assert not layer.segments
+
+
 def test_what_is_indexed_does_not_depend_on_the_steps() -> None:
     at_once, in_steps = layer_of(100), layer_of(100)
     in_steps.index_up_to(0, 3 * UNINDEXED_TOKENS // 2)

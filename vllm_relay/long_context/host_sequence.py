@@ -60,11 +60,12 @@ class HostLayer:
         return self.keys[:, first:last], self.values[:, first:last]
 
     def index_up_to(self, begin: int, end: int) -> int:
-        """Indexes positions from `begin` on; returns up to where, at most to `end`.
+        """Indexes positions from `begin` on; returns up to where, at most to `end`: `begin` if that
+        is not before it.
 
         What is indexed depends on positions only, not on when this is called.
         """
-        num_granules = (end - begin) // GRANULE_TOKENS
+        num_granules = max(0, end - begin) // GRANULE_TOKENS
         # two segments, of which the second is small: what is built again as tokens are generated
         num_large = num_granules // GRANULES_PER_SEGMENT * GRANULES_PER_SEGMENT
         large_end = begin + num_large * GRANULE_TOKENS
