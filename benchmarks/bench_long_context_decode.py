@@ -6,8 +6,9 @@ corpus ("rope"); the context has the corpus's keys and values. relay_sparse: wha
 takes in steps of a real engine, the device's and the host's part, by its own metrics. dense: the
 RELAY kernel over a KV cache with the same tokens, which is all that attention with relay does. Both
 run in turn on the same cores. The first token's time is that of a request of which all but the last
-token is stored; copying is copying the context's keys and values into the KV cache, computing is
-the prompt's without a stored context.
+token is stored, from the call of generate to its return. Computing is that of a prompt of the same
+length that is not stored. Copying is the time to copy the context's keys and values into the KV
+cache; what relay_sparse does instead is the attention of the first token over the stored context.
 """
 
 import argparse
@@ -73,10 +74,6 @@ class Engine:
         assert cached == {len(self.tokens)}, f"the context was not reused: {cached}"
         after = self._counters()
         return {name: after[name] - before.get(name, 0) for name in after} | {"total_s": took_s}
-
-    def first_token_s(self) -> float:
-        """Of a request that reuses the context."""
-        return self.decode(1)["total_s"]
 
     def computed_s(self) -> float:
         """Of a request of the same length that computes all of it."""
@@ -187,23 +184,26 @@ def measure_first_token(
     geometry = Geometry(num_layers=num_layers)
     heads = corpus_heads(geometry, num_tokens, options.heads)
     engine, dense = Engine(geometry, heads, num_tokens, folder), Dense(geometry, heads)
-    engine.first_token_s()
-    reused_s, copied_s = [], []
+    engine.decode(1)
+    reused_s, attention_s, copied_s = [], [], []
     for _ in range(options.rounds):
-        reused_s.append(engine.first_token_s())
+        found = engine.decode(1)
+        reused_s.append(found["total_s"])
+        attention_s.append(found["relay:host_seconds"] + found["relay:device_seconds"])
         copied_s.append(seconds_of(dense.copy))
     computed_s = engine.computed_s()
-    reused = Timing(reused_s)
+    reused, attention = Timing(reused_s), Timing(attention_s)
     row: Row = {
         "context tokens": num_tokens,
         "layers": num_layers,
         "reused ms": reused.median_ms,
+        "of these attention": attention.median_ms,
         "copied ms": Timing(copied_s).median_ms,
         "computed ms": computed_s * 1e3,
         "computed over reused": computed_s / reused.median_s,
-        "copied over reused": ratio(Timing(copied_s), reused),
+        "copied over attention": ratio(Timing(copied_s), attention),
     }
-    return row, computed_s / reused.median_s, ratio(Timing(copied_s), reused)
+    return row, computed_s / reused.median_s, ratio(Timing(copied_s), attention)
 
 
 def main() -> None:
@@ -229,8 +229,12 @@ def main() -> None:
         )
         result.add_table("Time to the first token", [row])
     result.add_goal(Goal(f"decode attention over {decode_tokens} tokens", faster, *DECODE_GOALS))
-    result.add_goal(Goal(f"first token over {first_tokens}: computing", computed, *COMPUTE_GOALS))
-    result.add_goal(Goal(f"first token over {first_tokens}: copying", copied, *COPY_GOALS))
+    result.add_goal(
+        Goal(f"first token over {first_tokens}: computing over reusing", computed, *COMPUTE_GOALS)
+    )
+    result.add_goal(
+        Goal(f"first token over {first_tokens}: copying over attention", copied, *COPY_GOALS)
+    )
     result.end(options)
 
 

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from benchmarks.sparse.head_corpus import Head, make_head
 from benchmarks.sparse.rope_heads import ROPE_THETA
 from vllm_relay.sparse.elements import from_float32
+from vllm_relay.sparse.train_queries import NUM_LAST_TOKENS
 
 HEAD_SIZE = 128
 HEAD_NOISE = 0.25
@@ -54,7 +55,7 @@ def corpus_heads(geometry: Geometry, num_tokens: int, num_distinct: int) -> list
             "rope",
             keys=num_tokens,
             train=min(int(0.4 * num_tokens), 40_000),
-            tests=geometry.num_queries,
+            tests=geometry.num_queries + NUM_LAST_TOKENS,
             heads=geometry.group,
             head_noise=HEAD_NOISE,
             seed=seed,
@@ -66,7 +67,7 @@ def corpus_heads(geometry: Geometry, num_tokens: int, num_distinct: int) -> list
 def save_model(geometry: Geometry, heads: list[Head], max_model_len: int, folder: Path) -> str:
     """Writes the model that asks the heads' queries and returns the folder's name."""
     hidden, size = geometry.hidden_size, geometry.num_kv_heads * HEAD_SIZE
-    raw = [_unrotated(head) for head in heads]
+    raw = [_unrotated(head)[: geometry.num_queries] for head in heads]
     per_kv_head = [
         # distinct queries where keys repeat
         np.roll(raw[i % len(raw)], i // len(raw), axis=0)
@@ -152,7 +153,11 @@ def store_context(llm: Any, geometry: Geometry, heads: list[Head], tokens: np.nd
         keys, values, train = (
             from_float32(each, "bfloat16") for each in (head.keys, head.values, head.train_queries)
         )
-        index, plan = build_index(1, keys, values, train, geometry.group, options)
+        # the first ones are those that the engine will ask
+        last = head.queries[-NUM_LAST_TOKENS:]
+        index, plan = build_index(
+            1, keys, values, train, geometry.group, options, last_queries=last
+        )
         built.append(HeadStates(keys, values, index, train, plan))
     layer = [built[i % len(built)] for i in range(geometry.num_kv_heads)]
     contexts.add(tokens, [layer] * geometry.num_layers)

@@ -228,3 +228,26 @@ def test_statistics_survive_the_way_to_the_front_end(relay: dict[str, Any] | Non
     received = MsgpackDecoder(EngineCoreOutputs).decode(sent)
     assert received.scheduler_stats.num_running_reqs == 3
     assert received.scheduler_stats.relay == relay
+
+
+@pytest.mark.parametrize("option", ["alpha", "min_context_tokens", "contexts"])
+def test_options_of_long_contexts_need_their_backend(option: str) -> None:
+    value = {"alpha": 0.1, "min_context_tokens": 5000, "contexts": ["text"]}[option]
+    config = relay_config()
+    config.additional_config = {"relay": {option: value}}
+    with pytest.raises(ValueError, match=rf"relay\.{option} is given but only RELAY_SPARSE"):
+        plugin.check_new_config(config)
+
+
+def test_a_context_that_cannot_be_read_stops_the_start() -> None:
+    config = relay_config()
+    config.attention_config = AttentionConfig(backend="relay_sparse")
+    config.additional_config = {"relay": {"contexts": ["@/nowhere"]}}
+    with pytest.raises(ValueError, match=r"relay\.contexts\[0\]: '@/nowhere' was given"):
+        plugin.check_new_config(config)
+
+
+def test_both_backends_survive_pickling() -> None:
+    for name in ("RELAY", "RELAY_SPARSE"):
+        member = AttentionBackendEnum[name]
+        assert pickle.loads(pickle.dumps(member)) is member

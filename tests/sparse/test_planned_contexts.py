@@ -263,3 +263,26 @@ def test_with_a_query_given_only_index_and_width_are_planned(query: QueryType, k
         planned = plan.query_for(prefix_len)
         assert planned is not None and type(planned) is type(query)
         assert {**vars(planned), "width": None} == vars(query)
+
+
+@pytest.mark.parametrize("kind", ["flat", "coarse", "graph"])
+def test_with_the_last_queries_a_plan_goes_by_these(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, values, queries = _head()
+    last = queries.to_float32()[-80:].reshape(40, 2, -1)
+    profiled = []
+
+    def profile(seen: Any, rows: np.ndarray, *args: Any, **options: Any) -> HeadProfile:
+        profiled.append((seen.shape[0], rows))
+        return profile_head(seen, rows, *args, **options)
+
+    monkeypatch.setattr(prefix_planner, "profile_head", profile)
+    options = DBOptions(query=Dipr(alpha=0.05), max_error=0.3)
+    index, plan = build_index(
+        1, keys, values, queries, 2, options, costs_with_cheap(kind), last_queries=last
+    )
+    [(num_seen, rows)] = profiled
+    assert num_seen == keys.shape[0] - 40 and np.array_equal(rows, last)
+    assert plan is not None and [length for length, _ in plan.by_prefix] == [keys.shape[0]]
+    assert isinstance(index, CompiledIndex) and index.kind in (kind, "flat")

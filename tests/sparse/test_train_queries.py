@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_relay.sparse.train_queries import TrainQueries
+from vllm_relay.sparse.train_queries import NUM_LAST_TOKENS, TrainQueries
 
 KV_HEADS, GROUP, SIZE = 2, 3, 4
 
@@ -68,3 +68,30 @@ def test_a_copy_goes_on_by_itself() -> None:
     twin.add(_queries(3), first_position=4)
     assert queries.sample().shape[1] == 4
     assert twin.sample().shape[1] == 7
+
+
+@given(st.lists(st.integers(1, 150), max_size=8))
+def test_the_last_queries_are_those_of_the_last_tokens(chunks: list[int]) -> None:
+    num_tokens = sum(chunks)
+    queries, taken, end = _queries(num_tokens), TrainQueries(0.4), 0
+    for chunk in chunks:
+        taken.add(queries[:, :, end : end + chunk], first_position=end)
+        end += chunk
+    last = taken.last()
+    if not num_tokens:
+        assert last is None
+    else:
+        assert last is not None
+        assert torch.equal(last, queries[:, :, -NUM_LAST_TOKENS:].transpose(1, 2))
+
+
+def test_of_forgotten_tokens_there_are_no_last_queries() -> None:
+    queries, taken = _queries(30), TrainQueries(0.4)
+    taken.add(queries, first_position=0)
+    taken.crop(30)
+    assert taken.last() is not None
+    taken.crop(20)
+    assert taken.last() is None
+    taken.add(queries[:, :, 20:25], first_position=20)
+    last = taken.last()
+    assert last is not None and torch.equal(last, queries[:, :, 20:25].transpose(1, 2))

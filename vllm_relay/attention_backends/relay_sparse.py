@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from vllm_relay import compat
 from vllm_relay.attention_backends import cpu
+from vllm_relay.attention_backends.plan import plan_step
 from vllm_relay.attention_backends.reference import unpack_kv_cache
 from vllm_relay.attention_backends.relay import (
     RelayBackend,
@@ -42,6 +44,10 @@ from vllm_relay.sparse.damage import IndexDamagedError
 from vllm_relay.sparse.partial_attention import merge
 from vllm_relay.sparse.query_types import Dipr
 from vllm_relay.stats import recorder
+
+MIN_PACKED_QUERIES = 64
+"""From so many query tokens on, packing all tokens for the RELAY kernel pays."""
+PACKED_BLOCK_TOKENS = 128
 
 
 class RelaySparseBackend(RelayBackend):
@@ -160,6 +166,7 @@ class RelaySparseImpl(RelayImpl):
         vllm_config = get_current_vllm_config()
         _remember(vllm_config)
         self.retrieval = _retrieval_of(vllm_config, self.scale)
+        self.kernel_choice = RelayConfig.from_vllm_config(vllm_config).kernel
         if self.sliding_window is None:
             check_sparse_layer(
                 has_alibi=self.alibi_slopes is not None,
@@ -234,7 +241,10 @@ class RelaySparseImpl(RelayImpl):
                 continue
             at = slice(row.first_query, row.last_query)
             with _losing_damaged([row]):
-                merge_into_output(at, attend_everything(part, query[at], self.scale))
+                if row.num_queries >= MIN_PACKED_QUERIES:
+                    self._attend_packed(row, part, query[at], output[at])
+                else:
+                    merge_into_output(at, attend_everything(part, query[at], self.scale))
         while decoded:
             at_tokens = torch.tensor([row.first_query for row, _ in decoded])
             with _losing_damaged([row for row, _ in decoded]):
@@ -249,6 +259,35 @@ class RelaySparseImpl(RelayImpl):
                 return
             decoded = [each for each in decoded if is_readable(each[0])]
 
+    def _attend_packed(
+        self, row: worker.MirroredRow, part: HostPart, query: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """Attention of a chunk of a prompt as RELAY computes it where all tokens are on the device:
+        they are packed, one layer at a time, into a cache that all layers and steps share."""
+        keys, values = part.all_rows()
+        num_tokens, size = row.num_tokens, PACKED_BLOCK_TOKENS
+        cache = _packed_cache(num_tokens, keys)
+        cpu.write_kv_cache(
+            keys.transpose(0, 1), values.transpose(0, 1), cache, torch.arange(num_tokens)
+        )
+        block_table = torch.arange(cache.shape[0], dtype=torch.int32)[None]
+        if row.packed_plan is None:
+            row.packed_plan = plan_step(
+                block_table.numpy(),
+                np.array([0, row.num_queries], np.int32),
+                np.array([num_tokens], np.int32),
+                block_size=size,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                num_threads=torch.get_num_threads(),
+                kernel=cpu.kernel_for(query.dtype, self.kernel_choice),
+                forest=None,
+            )
+        cpu.relay_attention(
+            query, cache, block_table, row.packed_plan, output,
+            scale=self.scale, num_kv_heads=self.num_kv_heads,
+        )  # fmt: skip
+
     def _part(self, row: worker.MirroredRow, name: str, key: torch.Tensor) -> HostPart:
         return HostPart(
             own=row.sequence.layer(name, key[row.first_query : row.last_query]),
@@ -258,6 +297,25 @@ class RelaySparseImpl(RelayImpl):
             num_tokens=row.num_tokens,
             sink_end=row.sink_end,
         )
+
+
+_caches: list[torch.Tensor] = []
+
+
+def _packed_cache(num_tokens: int, keys: torch.Tensor) -> torch.Tensor:
+    """For keys like these, [kv_heads, tokens, size]; the largest that was asked for is kept."""
+    num_kv_heads, _, head_size = keys.shape
+    shape = (
+        -(-num_tokens // PACKED_BLOCK_TOKENS),
+        num_kv_heads,
+        PACKED_BLOCK_TOKENS,
+        2 * head_size,
+    )
+    num_elements = math.prod(shape)
+    if not _caches or _caches[0].dtype != keys.dtype or _caches[0].numel() < num_elements:
+        # zeros: what is behind the last token is multiplied too
+        _caches[:] = [torch.zeros(num_elements, dtype=keys.dtype)]
+    return _caches[0][:num_elements].view(shape)
 
 
 @contextlib.contextmanager

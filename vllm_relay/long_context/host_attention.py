@@ -72,13 +72,21 @@ class HostPart:
             torch.stack([to_tensor(each) for each in values]),
         )
 
+    def all_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all tokens, those on the device included: a copy with a context."""
+        own = self.own.rows(self.own.begin, self.num_tokens)
+        if self.context is None:
+            return own
+        context = self.context_rows(0, self.own.begin)
+        return torch.cat([context[0], own[0]], 1), torch.cat([context[1], own[1]], 1)
+
     def context_window(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the tokens of the context that every query reads; kept."""
+        """Keys and values of the tokens of the context that every query reads, float32; kept."""
         end = self.context_end
         if self.own.context_window is None or self.own.context_window[0] != end:
             first = self.context_rows(0, min(self.sink_end, end))
             last = self.context_rows(self.searched_end, end)
-            window = [torch.cat(parts, 1) for parts in zip(first, last, strict=True)]
+            window = [torch.cat(parts, 1).float() for parts in zip(first, last, strict=True)]
             self.own.context_window = end, window[0], window[1]
         return self.own.context_window[1:]
 
@@ -134,13 +142,12 @@ def attend_retrieved(
         as `attend_everything`, [requests, ...].
     """
     num_kv_heads = parts[0].own.keys.shape[0]
-    states: list[State] = []
+    states: list[list[State]] = []
     tops: list[torch.Tensor] = []
     for number, part in enumerate(parts):
-        rows = _by_kv_head(query[number : number + 1], num_kv_heads)
+        rows = _by_kv_head(query[number : number + 1], num_kv_heads).float()
         state, top = _read_exactly(part, rows, scale)
-        state = _search_own(part, rows, top, state, scale, retrieval, stats)
-        states.append(state)
+        states.append([state, *_search_own(part, rows, top, scale, retrieval, stats)])
         tops.append(top)
     for numbers in _sharing(parts):
         first = parts[numbers[0]]
@@ -148,12 +155,7 @@ def attend_retrieved(
         top = torch.stack([tops[number] for number in numbers], 2).flatten(1)
         assert first.context is not None
         found = retrieve(
-            ContextPart(
-                first.context,
-                first.layer,
-                first.sink_end,
-                first.searched_end,
-            ),
+            ContextPart(first.context, first.layer, first.sink_end, first.searched_end),
             rows,
             top,
             scale=scale,
@@ -164,9 +166,10 @@ def attend_retrieved(
         outputs = found[0].unflatten(1, (-1, len(numbers)))
         lses = found[1].unflatten(1, (-1, len(numbers)))
         for place, number in enumerate(numbers):
-            states[number] = merge(states[number], (outputs[:, :, place], lses[:, :, place]))
-    outputs = torch.stack([output for output, _ in states])  # [requests, kv_heads, group, size]
-    lses = torch.stack([lse for _, lse in states])
+            states[number].append((outputs[:, :, place], lses[:, :, place]))
+    merged = [_merge_all(each) for each in states]
+    outputs = torch.stack([output for output, _ in merged])  # [requests, kv_heads, group, size]
+    lses = torch.stack([lse for _, lse in merged])
     return outputs.flatten(1, 2), lses.flatten(1, 2)
 
 
@@ -181,50 +184,68 @@ def _sharing(parts: Sequence[HostPart]) -> list[list[int]]:
 
 def _read_exactly(part: HostPart, rows: torch.Tensor, scale: float) -> tuple[State, torch.Tensor]:
     """Attention over the host's tokens that every query reads, and the largest inner product with
-    these and with those on the device, [kv_heads, rows]."""
+    these and with those on the device, float32 [kv_heads, rows].
+
+    Args:
+        rows: float32 [kv_heads, rows, head_size].
+    """
     begin, end = part.residency
-    sink_end, own = part.sink_end, part.own
+    own = part.own
+    indexed = own.index_up_to(max(part.sink_end, own.begin), end)
+    recent = max(indexed, own.begin, end)
     if part.context is not None:
-        keys, values = part.context_window()
-        state = attention_state(rows, keys, values, scale)
-        top = _largest_products(rows, keys)
+        attended = [part.context_window()]
     else:
-        state = attention_state(rows, *own.rows(begin, max(begin, min(sink_end, end))), scale)
-        top = _largest_products(rows, own.rows(0, min(sink_end, part.num_tokens))[0])
-    indexed = own.index_up_to(max(sink_end, own.begin), end)
-    if indexed < end:
-        state = merge(state, attention_state(rows, *own.rows(indexed, end), scale))
+        attended = [own.rows(begin, max(begin, min(part.sink_end, end)))]
+    attended.append(own.rows(indexed, max(indexed, end)))
     # the host has a copy of what is on the device
-    recent, _ = own.rows(max(indexed, own.begin), part.num_tokens)
-    return state, torch.maximum(top, _largest_products(rows, recent))
+    others = [own.rows(recent, part.num_tokens)]
+    if part.context is None:
+        others.append(own.rows(0, begin))
+    keys = torch.cat([keys for keys, _ in (*attended, *others)], 1).float()
+    values = torch.cat([values for _, values in attended], 1).float()
+    products = rows @ keys.transpose(1, 2)
+    logits = products[:, :, : values.shape[1]] * scale
+    if values.shape[1]:
+        state = logits.softmax(-1) @ values, logits.logsumexp(-1)
+    else:
+        state = torch.zeros_like(rows), logits.new_full(rows.shape[:2], -torch.inf)
+    return state, products.amax(-1)
 
 
 def _search_own(
     part: HostPart,
     rows: torch.Tensor,
     top: torch.Tensor,
-    state: State,
     scale: float,
     retrieval: Retrieval,
     stats: SessionStats,
-) -> State:
-    if part.own.segments:
+) -> list[State]:
+    """Of every segment of tokens that the request has computed itself."""
+    states: list[State] = []
+    for first, last, segment in part.own.segments:
         assert retrieval.query is not None
-        queries, tops = rows.float().numpy(), top.numpy()
-        for first, last, segment in part.own.segments:
-            found, cost = segment.attend(queries, retrieval.query, scale=scale, window_max=tops)
-            state = merge(state, (torch.from_numpy(found.output), torch.from_numpy(found.lse)))
-            stats.add(last - first, cost, len(rows))
-    return state
+        found, cost = segment.attend(
+            rows.numpy(),
+            retrieval.query,
+            scale=scale,
+            window_max=top.numpy(),
+            threads=torch.get_num_threads(),
+        )
+        states.append((torch.from_numpy(found.output), torch.from_numpy(found.lse)))
+        stats.add(last - first, cost, len(rows))
+    return states
 
 
-def _largest_products(rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """float32 [kv_heads, rows]; -inf without keys. Rounded down: a range that reaches down from a
-    product that is too large would leave keys out."""
-    if not keys.shape[1]:
-        return torch.full(rows.shape[:2], -torch.inf)
-    largest = (rows @ keys.transpose(1, 2)).amax(-1)
-    return largest.float() - largest.float().abs() * torch.finfo(rows.dtype).eps
+def _merge_all(states: Sequence[State]) -> State:
+    """Of parts over disjoint sets of tokens."""
+    if len(states) == 1:
+        return states[0]
+    lses = torch.stack([lse for _, lse in states])
+    lse = lses.logsumexp(0)
+    weights = (lses - torch.where(torch.isinf(lse), 0.0, lse)).exp()
+    outputs = torch.stack([output for output, _ in states])
+    return (outputs * weights[..., None]).sum(0), lse
 
 
 def _by_kv_head(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

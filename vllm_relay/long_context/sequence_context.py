@@ -87,6 +87,11 @@ class SequenceContext(StoredContext):
             return None
         return to_elements("queries", sample[head], self.shape.dtype)
 
+    def last_queries(self, layer: int, head: int) -> np.ndarray | None:
+        """float32 [tokens, group, head_size], of the last tokens."""
+        last = self._layers[layer].train_queries.last()
+        return None if last is None else last[head].float().numpy()
+
     def group_size(self, layer: int) -> int:
         """Query heads that share a kv head."""
         return self._layers[layer].train_queries.group

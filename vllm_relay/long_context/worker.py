@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_relay.attention_backends.plan import StepPlan
 from vllm_relay.config import RelayConfig
 from vllm_relay.long_context.host_sequence import HostSequence
 from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
@@ -60,6 +61,7 @@ class MirroredRow:
             brought to their block on the device; None: there are none.
         blocks: int32; its row of the block table, before it was compacted.
         sink_end: the tokens before it are read by every query, wherever they are.
+        packed_plan: for all layers, once one has computed the row's attention over all tokens.
     """
 
     request: LongRequest
@@ -71,6 +73,7 @@ class MirroredRow:
     fill_from: int | None
     blocks: Any
     sink_end: int
+    packed_plan: StepPlan | None = None
 
     @property
     def num_queries(self) -> int:

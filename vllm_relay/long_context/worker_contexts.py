@@ -179,8 +179,9 @@ class WorkerContexts:
                 keys, values = context.rows(layer, head, 0, context.num_tokens)
                 train = context.train_queries(layer, head)
                 group = context.group_size(layer)
+                last = context.last_queries(layer, head)
                 index, plan = build_index(
-                    layer, keys, values, train, group, self.options, self._costs
+                    layer, keys, values, train, group, self.options, self._costs, last
                 )
                 built[-1].append(HeadStates(keys, values, index, train, plan))
         return built

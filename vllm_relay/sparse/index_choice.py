@@ -55,6 +55,7 @@ def build_index(
     group: int,
     options: DBOptions,
     costs: SearchCost | None = None,
+    last_queries: np.ndarray | None = None,
 ) -> tuple[KeyIndex, HeadPlan | None]:
     """Builds the index of a kv head and, with `index="auto"`, plans what is asked of it.
 
@@ -64,12 +65,20 @@ def build_index(
             enough of them there is no plan.
         group: query heads that share the keys.
         costs: None for what was measured on this machine, or ships.
+        last_queries: float32 [t, group, d]; of the last tokens. They ask as the tokens do that
+            follow the context, where queries of earlier tokens look for what was next to them: a
+            plan goes by these, then, and is made for the whole context only.
     """
     seed, threads = options.seed, options.threads
     taught: Elements | None = None
     planners: list[PrefixPlanner] = []
     if train_queries is not None and options.index == "auto" and options.index_factory is None:
-        taught, planners = _planners(keys, values, train_queries, group, options, costs)
+        if last_queries is None:
+            taught, planners = _planners(keys, values, train_queries, group, options, costs)
+        else:
+            taught, planners = _last_planner(
+                keys, values, train_queries, last_queries, options, costs
+            )
     if not planners:
         unbuilt = index_for_layer(layer_idx, options)
         return unbuilt.build(keys, train_queries, seed=seed, threads=threads), None
@@ -115,3 +124,22 @@ def _planners(
         return train_queries, []
     left = np.delete(train_queries.data, np.concatenate(kept_back), axis=0)
     return Elements(left, train_queries.dtype), planners
+
+
+def _last_planner(
+    keys: Elements,
+    values: Elements,
+    train_queries: Elements,
+    last_queries: np.ndarray,
+    options: DBOptions,
+    costs: SearchCost | None,
+) -> tuple[Elements, list[PrefixPlanner]]:
+    """The queries of earlier tokens, to learn from, and a planner that goes by the last ones: what
+    they look for among the keys before them."""
+    num_keys, num_queries = keys.shape[0], train_queries.shape[0]
+    seen_len = num_keys - len(last_queries)
+    if seen_len < 1 or not len(last_queries):
+        return train_queries, []
+    taught = train_queries.rows(0, num_queries * seen_len // num_keys)
+    planner = PrefixPlanner(keys, values, num_keys, last_queries, options, costs, seen_len=seen_len)
+    return taught, [planner]

@@ -31,6 +31,7 @@ class PrefixPlanner:
         keys, values: of the whole context, [n, d] and [n, value_size].
         prefix_len: how many of them count.
         queries: [tokens, group, d]; of tokens of the prefix, that no index learns from.
+        seen_len: how many of the keys `queries` look at; all that count if None.
         options: `query`, if it was given, is asked; otherwise plans keep to `max_error`.
         costs: None for what was measured on this machine, or ships.
 
@@ -46,15 +47,17 @@ class PrefixPlanner:
         queries: np.ndarray,
         options: DBOptions,
         costs: SearchCost | None,
+        seen_len: int | None = None,
     ) -> None:
         self.prefix_len = prefix_len
+        self._seen_len = prefix_len if seen_len is None else seen_len
         self._num_keys = keys.shape[0]
         self._values, self._costs = values, costs
         self._max_error = options.max_error
         given = options.given_query
         self._has_given = given is not None
         types = DEFAULT_QUERIES if given is None else (replace(given, width=None),)
-        seen = keys.rows(0, prefix_len), values.rows(0, prefix_len)
+        seen = keys.rows(0, self._seen_len), values.rows(0, self._seen_len)
         self._profile = profile_head(seen[0], queries, seen[1], query_types=types)
         self._exact = exact_attention(*seen, queries)
 
@@ -68,7 +71,7 @@ class PrefixPlanner:
         if not self._has_given:
             answers, max_error = self._profile.promising(self._max_error), self._max_error
         return measure_index(
-            index, self._values, self._exact, answers, prefix_len=self.prefix_len,
+            index, self._values, self._exact, answers, prefix_len=self._seen_len,
             max_error=max_error, from_default_width=True,
         )  # fmt: skip
 

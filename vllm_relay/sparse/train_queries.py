@@ -7,6 +7,9 @@ import math
 
 import torch
 
+NUM_LAST_TOKENS = 192
+"""Tokens of which all queries are kept: those that plans go by."""
+
 
 class TrainQueries:
     """Takes `per_key` queries for each token, in token order, from the query heads of a group in
@@ -26,6 +29,7 @@ class TrainQueries:
         self._end = 0
         self._positions: list[int] = []
         self._parts: list[torch.Tensor] = []
+        self._last: list[torch.Tensor] = []
 
     def add(self, queries: torch.Tensor, *, first_position: int) -> None:
         """Args: queries: [kv_heads, group, tokens, head_size]; tokens seen before are skipped."""
@@ -33,6 +37,7 @@ class TrainQueries:
         self.group = group
         begin = max(first_position, self._end)
         self._end = max(self._end, first_position + num_tokens)
+        self._keep_last(queries[:, :, begin - first_position :])
         chosen = [
             (position, number)
             for position in range(begin, first_position + num_tokens)
@@ -52,8 +57,25 @@ class TrainQueries:
             return None
         return torch.cat(self._parts, 1)[:, : len(self._positions)]
 
+    def last(self) -> torch.Tensor | None:
+        """[kv_heads, tokens, group, head_size], of the last `NUM_LAST_TOKENS` tokens, or of those
+        since tokens were forgotten; None if there are none."""
+        if not self._last:
+            return None
+        return torch.cat(self._last, 2)[:, :, -NUM_LAST_TOKENS:].transpose(1, 2)
+
+    def _keep_last(self, queries: torch.Tensor) -> None:
+        if not queries.shape[2]:
+            return
+        self._last.append(queries[:, :, -NUM_LAST_TOKENS:].detach().to("cpu", copy=True))
+        num_tokens = sum(part.shape[2] for part in self._last)
+        while num_tokens - self._last[0].shape[2] >= NUM_LAST_TOKENS:
+            num_tokens -= self._last.pop(0).shape[2]
+
     def crop(self, num_tokens: int) -> None:
         """Forgets the queries of tokens at `num_tokens` and after."""
+        if num_tokens < self._end:
+            self._last = []
         self._positions = [p for p in self._positions if p < num_tokens]
         self._end = min(self._end, num_tokens)
         sample = self.sample()
@@ -64,6 +86,7 @@ class TrainQueries:
         twin.group = self.group
         twin._end, twin._positions = self._end, list(self._positions)
         twin._parts = list(self._parts)
+        twin._last = list(self._last)
         return twin
 
     def _count(self, num_tokens: int) -> int:
