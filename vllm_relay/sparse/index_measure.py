@@ -89,11 +89,14 @@ def measure_index(
     scale: float | None = None,
     prefix_len: int | None = None,
     max_error: float = 0.0,
+    min_mass: float = 0.0,
     from_default_width: bool = False,
 ) -> list[MeasuredSearch]:
     """Searches with the queries of the sample, ever wider, until the error is at most `max_error`
     or nearly that of the exact answer, and once more; both with the margin of `error_bound`. Widths
     that are far from it are left out.
+
+    With `min_mass` it goes on until 99% of the queries get that much of the attention weight too.
 
     Args:
         values: [n, value_size].
@@ -130,7 +133,7 @@ def measure_index(
                 continue
             search = _with_lost(measured.of_first(len(exact.queries)), answer)
             found.append(search)
-            goes_on -= _known(search.error_bound) <= enough
+            goes_on -= _known(search.error_bound) <= enough and search.mass_p1 >= min_mass
             if is_last or goes_on == 0:
                 break
         else:

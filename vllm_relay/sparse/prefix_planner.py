@@ -67,13 +67,20 @@ class PrefixPlanner:
         Not timed, so that a context that is stored again gets the same plan. No narrower than the
         index searches by default: a needle that one query in a thousand looks for is in no sample.
         """
-        answers, max_error = self._profile.answers, 0.0
+        answers, max_error, min_mass = self._profile.answers, 0.0, self._min_mass
         if not self._has_given:
             answers, max_error = self._profile.promising(self._max_error), self._max_error
+            min_mass = 0.0
         return measure_index(
             index, self._values, self._exact, answers, prefix_len=self._seen_len,
-            max_error=max_error, from_default_width=True,
+            max_error=max_error, min_mass=min_mass, from_default_width=True,
         )  # fmt: skip
+
+    @property
+    def _min_mass(self) -> float:
+        """What an index has to find of the weight, where a query was given: nearly as much as the
+        exact answer has."""
+        return max(0.0, self._profile.answers[0].mass_p1 - _LOST_MASS)
 
     def plan(self, searches: Sequence[MeasuredSearch], kinds: Sequence[str]) -> Plan:
         """
@@ -86,10 +93,8 @@ class PrefixPlanner:
                 self._num_keys, self.prefix_len, known, max_error=self._max_error, kinds=kinds,
                 costs=self._costs,
             )  # fmt: skip
-        # the target is what the exact answer has
         return plan(
-            self._num_keys, self.prefix_len, known,
-            min_mass=max(0.0, self._profile.answers[0].mass_p1 - _LOST_MASS),
+            self._num_keys, self.prefix_len, known, min_mass=self._min_mass,
             kinds=[kind for kind in kinds if kind != "full"], costs=self._costs,
         )  # fmt: skip
 
