@@ -17,11 +17,19 @@ from benchmarks.common import Goal, Result, Row, argument_parser, run_as_vllm_wo
 from vllm_relay.demo.long_workload import chronicle_workload
 from vllm_relay.demo.recall_model import MAX_POSITIONS, build_recall_model
 from vllm_relay.demo.requests import tokenize
+from vllm_relay.demo.workload import Conversations
 
 BLOCK_SIZE_TOKENS = 128
 DOCUMENT_TOKENS = 16_300
 PROMPT_TOKENS = 16_384
 AT_ONCE_GOALS = (8, 16)
+
+
+def document_of(num_tokens: int, seed: int) -> Conversations:
+    """A document and a question about it."""
+    return chronicle_workload(
+        document_tokens=num_tokens, num_questions=1, output_tokens=2, seed=seed
+    )
 
 
 def serve(llm: Any, prompts: list[list[int]], output_tokens: int) -> tuple[list[list[int]], Row]:
@@ -39,10 +47,9 @@ def serve(llm: Any, prompts: list[list[int]], output_tokens: int) -> tuple[list[
     at_once, most_blocks = 0, 0
     while engine.has_unfinished_requests():
         outputs = engine.step()
-        at_once = max(at_once, len(outputs))
-        if len(outputs) == len(prompts):
-            held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-            most_blocks = max(most_blocks, held)
+        if len(outputs) > at_once:
+            at_once = len(outputs)
+            most_blocks = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         for output in outputs:
             if output.finished:
                 answers[output.request_id] = list(output.outputs[0].token_ids)
@@ -50,7 +57,7 @@ def serve(llm: Any, prompts: list[list[int]], output_tokens: int) -> tuple[list[
     row: Row = {
         "requests": len(prompts),
         "at once": at_once,
-        "KV blocks of all while generating": most_blocks,
+        "KV blocks held then": most_blocks,
         "preemptions": preemptions,
     }
     return [answers[str(number)] for number in range(len(prompts))], row
@@ -75,14 +82,7 @@ def main() -> None:
         model = str(build_recall_model(Path(folder, "model"), dtype="bfloat16"))
         tokenizer = AutoTokenizer.from_pretrained(model)
         requests = [
-            tokenize(
-                [
-                    chronicle_workload(
-                        document_tokens=document_tokens, num_questions=1, output_tokens=2, seed=seed
-                    )
-                ],
-                tokenizer,
-            )[0]
+            tokenize(tokenizer, [document_of(document_tokens, seed)])[0]
             for seed in range(options.requests)
         ]
         num_blocks = -(-prompt_tokens // BLOCK_SIZE_TOKENS)
@@ -105,7 +105,8 @@ def main() -> None:
     row["right"] = sum(tokens[:2] == list(r.expected_token_ids[:2]) for r, tokens in pairs)
     row = {"KV blocks": num_blocks, "prompt tokens": len(prompts[0]), **row}
     result.add_table("Requests served from the KV cache of one", [row])
-    what = f"requests of {prompt_tokens} tokens at once"
+    num_tokens = len(prompts[0]) + options.output_tokens
+    what = f"requests of {num_tokens} tokens at once"
     result.add_goal(Goal(what, row["at once"], *AT_ONCE_GOALS))
     result.end(options)
 
