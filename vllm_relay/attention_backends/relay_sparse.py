@@ -165,8 +165,9 @@ class RelaySparseImpl(RelayImpl):
         super().__init__(*args, **kwargs)
         vllm_config = get_current_vllm_config()
         _remember(vllm_config)
-        self.retrieval = _retrieval_of(vllm_config, self.scale)
-        self.kernel_choice = RelayConfig.from_vllm_config(vllm_config).kernel
+        options = RelayConfig.from_vllm_config(vllm_config)
+        self.retrieval = _retrieval_of(options, self.scale)
+        self.kernel_choice = options.kernel
         if self.sliding_window is None:
             check_sparse_layer(
                 has_alibi=self.alibi_slopes is not None,
@@ -372,8 +373,7 @@ def _mirror(
     host.write(row.num_computed_tokens, key, value)
 
 
-def _retrieval_of(vllm_config: VllmConfig, scale: float) -> Retrieval:
-    options = RelayConfig.from_vllm_config(vllm_config)
+def _retrieval_of(options: RelayConfig, scale: float) -> Retrieval:
     query = None
     if options.alpha > 0:
         query = Dipr(alpha=options.alpha, scale=scale, max_dropped_mass=options.max_dropped_mass)

@@ -3,27 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from vllm_relay.demo.engine_process import EngineProcess
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Everything an engine is started with; `attention_backend` None is vLLM's own choice.
-
-    `relay_options` are those of `additional_config["relay"]`.
-    """
+    """Everything an engine is started with; `attention_backend` None is vLLM's own choice."""
 
     model: str
     attention_backend: str | None
     dtype: str
     max_model_len: int
     max_num_seqs: int
-    relay_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

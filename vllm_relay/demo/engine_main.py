@@ -27,7 +27,6 @@ def start_llm(settings: EngineSettings) -> LLM:
     return LLM(
         settings.model,
         attention_backend=settings.attention_backend,
-        additional_config={"relay": dict(settings.relay_options)} if settings.relay_options else {},
         dtype=settings.dtype,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm_relay import engine_commands
 from vllm_relay.limits import sparse_is_selected
 from vllm_relay.long_context.commands import HOW_TO_SELECT, ContextError, result_of
 from vllm_relay.long_context.orders import KEEP_ARG
@@ -112,13 +113,8 @@ def command(engine: Any, name: str, arguments: dict[str, Any]) -> Any:
     Raises:
         ContextError: the command's.
     """
-    from vllm.v1.engine.core_client import InprocClient
-
     _check_config(engine.vllm_config)
-    client = engine.engine_core
-    if isinstance(client, InprocClient):
-        return result_of(client.engine_core.relay_command(name, arguments))
-    return result_of(client.call_utility("relay_command", name, arguments))
+    return result_of(engine_commands.call(engine, name, arguments))
 
 
 async def command_async(engine: Any, name: str, arguments: dict[str, Any]) -> Any:
@@ -128,7 +124,7 @@ async def command_async(engine: Any, name: str, arguments: dict[str, Any]) -> An
         ContextError: the command's.
     """
     _check_config(engine.vllm_config)
-    return result_of(await engine.engine_core.call_utility_async("relay_command", name, arguments))
+    return result_of(await engine_commands.call_async(engine, name, arguments))
 
 
 def _kept(contexts: Sequence[Context], context_id: str) -> Context:

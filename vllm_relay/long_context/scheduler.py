@@ -123,12 +123,11 @@ class LongContextScheduler:
         allocated = self._allocate_slots(
             request, num_new_tokens, first_resident, new_computed_blocks, **kwargs
         )
+        self._settle(request, allocated is not None)
         if allocated is None:
             for each in self._block_managers:
                 each.first_resident_tokens.pop(request.request_id, None)
-            self._settle(request, False)
             return None
-        self._settle(request, True)
         context_id = new_computed_blocks.context_id
         if context_id is not None:
             self.catalog.use(context_id)

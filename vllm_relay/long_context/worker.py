@@ -106,7 +106,7 @@ class LongContextWorker:
     host_seconds: float = 0.0
     device_seconds: float = 0.0
     max_model_len: int = 0
-    _layer_names: list[str] = field(default_factory=list)
+    _layer_numbers: dict[str, int] = field(default_factory=dict)
     _spec: RelaySparseSpec | None = None
     _runner: Any = None
 
@@ -114,16 +114,17 @@ class LongContextWorker:
         """A new engine's layers whose tokens leave the device: those of one KV cache group."""
         self.close_contexts()
         self.requests.clear()
-        self._spec, self._layer_names = spec, list(layer_names)
+        self._spec = spec
+        self._layer_numbers = {name: number for number, name in enumerate(layer_names)}
 
     def layer_number(self, name: str) -> int:
         """Of a layer, in stored contexts."""
-        return self._layer_names.index(name)
+        return self._layer_numbers[name]
 
     def open_contexts(self, worker: Any) -> WorkerContexts:
         """The contexts of this worker, and of its folder; read at the first call."""
         if self.contexts is None:
-            self.contexts = _open_contexts(worker, self._spec, self._layer_names)
+            self.contexts = _open_contexts(worker, self._spec, list(self._layer_numbers))
         return self.contexts
 
     def take_stats(self) -> LongContextStats:

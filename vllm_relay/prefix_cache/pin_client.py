@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm_relay import engine_commands
 from vllm_relay.prefix_cache.commands import HOW_TO_SELECT, result_of
 from vllm_relay.prefix_cache.pins import EXTRA_ARG, PinError
 from vllm_relay.prefix_cache.prompts import (
@@ -132,13 +133,8 @@ def command(engine: Any, name: str, arguments: dict[str, Any]) -> Any:
     Raises:
         PinError: the command's.
     """
-    from vllm.v1.engine.core_client import InprocClient
-
     _check_config(engine.vllm_config)
-    client = engine.engine_core
-    if isinstance(client, InprocClient):
-        return result_of(client.engine_core.relay_command(name, arguments))
-    return result_of(client.call_utility("relay_command", name, arguments))
+    return result_of(engine_commands.call(engine, name, arguments))
 
 
 async def command_async(engine: Any, name: str, arguments: dict[str, Any]) -> Any:
@@ -148,7 +144,7 @@ async def command_async(engine: Any, name: str, arguments: dict[str, Any]) -> An
         PinError: the command's.
     """
     _check_config(engine.vllm_config)
-    return result_of(await engine.engine_core.call_utility_async("relay_command", name, arguments))
+    return result_of(await engine_commands.call_async(engine, name, arguments))
 
 
 def tokens_of(llm: Any, prompt: Prompt) -> list[int]:
