@@ -40,6 +40,7 @@ BENCHMARKS = (
     "bench_long_context_quality",
     "bench_long_context_capacity",
     "bench_long_context_decode",
+    "bench_long_context_short",
 )
 
 
