@@ -157,6 +157,7 @@ NB_MODULE(_C, module) {
       .def(nb::init<Int32Table, Int32Table, Int32Table, Int32Table, Int32Table, int, int, int>());
   module.def("attention", &run_attention);
   module.def("write_kv_cache", &run_write);
+  bind_host_attention(module);
   bind_index(module);
   bind_storage(module);
 }

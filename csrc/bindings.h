@@ -4,5 +4,6 @@
 
 #include <nanobind/nanobind.h>
 
+void bind_host_attention(nanobind::module_& module);
 void bind_index(nanobind::module_& module);
 void bind_storage(nanobind::module_& module);

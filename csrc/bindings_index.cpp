@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Arrays arrive as numpy holds them; the Python faces have checked their sizes against each other.
+#include "bindings_index.h"
+
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -17,10 +18,8 @@
 #include <vector>
 
 #include "bindings.h"
-#include "bindings_guard.h"
 #include "index/block_layout.h"
 #include "index/block_ranges.h"
-#include "index/kernels.h"
 #include "index/spread_order.h"
 
 namespace nb = nanobind;
@@ -28,43 +27,51 @@ using namespace relay::index;
 
 namespace {
 
-template <class T, int Dims>
-using Array = nb::ndarray<T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
-using AnyRows = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
-Rows rows_of(const AnyRows& array, int type, const relay::PageGuard* guard = nullptr) {
-  return {array.data(), static_cast<ElementType>(type), static_cast<int32_t>(array.shape(1)),
-          static_cast<int64_t>(array.shape(0)), guard};
+// How many keys at least one query found.
+int64_t count_distinct(const std::vector<std::vector<Found>>& found, int64_t num_keys) {
+  static thread_local std::vector<char> is_seen;
+  if (static_cast<int64_t>(is_seen.size()) < num_keys) is_seen.resize(num_keys);
+  int64_t count = 0;
+  for (const auto& each : found)
+    for (const Found& f : each) {
+      count += !is_seen[f.id];
+      is_seen[f.id] = 1;
+    }
+  for (const auto& each : found)
+    for (const Found& f : each) is_seen[f.id] = 0;
+  return count;
 }
 
-template <class Rows2D>
-GuardArgument guard_of(const Rows2D& rows, nb::object guard) {
-  return {std::move(guard), rows.data(), rows.shape(0),
-          rows.nbytes() / std::max<size_t>(1, rows.shape(0))};
-}
+}  // namespace
 
-// The keys of one head, as codes and as they were given.
-struct KeySet {
-  AnyRows keys;
-  Array<const uint8_t, 2> codes;
-  Array<const float, 1> mean, scale;
-  int type;
-  float longest, longest_error;
-  GuardArgument key_guard, code_guard;
-
-  Codes view_codes() const {
-    return {codes.data(),
-            static_cast<int32_t>(codes.shape(1)),
-            static_cast<int32_t>(keys.shape(1)),
-            static_cast<int64_t>(keys.shape(0)),
-            mean.data(),
-            scale.data(),
-            longest,
-            longest_error,
-            code_guard.guard};
+void HeadPart::search(const float* queries, size_t num_queries, const float* window_max,
+                      int64_t begin, int64_t prefix_len, float scale,
+                      SearchOutcome& outcome) const {
+  if (everything) {
+    outcome.found.assign(num_queries, {});
+    const Rows keys = searcher->set.view_rows();
+    for (size_t q = 0; q < num_queries; ++q)
+      searcher->kernels.score_range(queries + q * keys.size, keys, begin, prefix_len,
+                                    outcome.found[q]);
+    outcome.rescored = std::max<int64_t>(0, prefix_len - begin);
+    return;
   }
-  Rows view_rows() const { return rows_of(keys, type, key_guard.guard); }
-};
+  const bool certify = !std::isnan(max_dropped_mass);
+  searcher->search(
+      searcher->request_of(queries, num_queries, k, range, width, window_max, begin, prefix_len,
+                           entries, certify ? scale : 0, certify ? max_dropped_mass : 2),
+      outcome);
+}
+
+HeadCounts relay::index::counts_of(const HeadPart& part, const SearchOutcome& outcome) {
+  int64_t found = 0;
+  for (const auto& each : outcome.found) found += static_cast<int64_t>(each.size());
+  const int64_t distinct =
+      part.everything ? outcome.rescored : count_distinct(outcome.found, part.values.shape(0));
+  return {outcome.distances, outcome.hops, outcome.rescored, found, distinct};
+}
+
+namespace {
 
 template <class T, class At>
 nb::object to_numpy(size_t size, const At& at) {
@@ -153,19 +160,6 @@ void build_graph(const std::string& kernel, const KeySet& set, Array<int32_t, 2>
                       entries.data(), static_cast<int32_t>(entries.shape(0)));
 }
 
-// One index, ready to be searched; keeps the arrays it points to.
-class Searcher {
- public:
-  Searcher(const std::string& kernel, KeySet set, Array<const int32_t, 1> always)
-      : kernels(index_kernels(kernel)), set(std::move(set)), always(std::move(always)) {}
-  virtual ~Searcher() = default;
-  virtual void search(const SearchRequest& request, SearchOutcome& outcome) const = 0;
-
-  const IndexKernels& kernels;
-  const KeySet set;
-  const Array<const int32_t, 1> always;
-};
-
 class GraphSearcher : public Searcher {
  public:
   GraphSearcher(const std::string& kernel, KeySet set, Array<const int32_t, 1> always,
@@ -179,6 +173,7 @@ class GraphSearcher : public Searcher {
                           static_cast<int32_t>(graph_.shape(1)), graph_guard_.guard},
                          request, outcome);
   }
+  int64_t hop_bytes() const override { return 4 * static_cast<int64_t>(graph_.shape(1)); }
 
  private:
   Array<const int32_t, 2> graph_;
@@ -254,26 +249,6 @@ void check_finite(const float* values, size_t count) {
     throw std::invalid_argument("queries: NaN or infinity, expected finite numbers only");
 }
 
-SearchRequest request_of(const Searcher& searcher, const float* queries, size_t num_queries, int k,
-                         float range, int width, const float* window_max, int64_t begin,
-                         int64_t prefix_len, const Array<const int32_t, 1>& entries,
-                         float scale = 0, float max_dropped_mass = 2) {
-  return {queries,
-          static_cast<int32_t>(num_queries),
-          k,
-          range,
-          width,
-          window_max,
-          begin,
-          prefix_len,
-          scale,
-          max_dropped_mass,
-          entries.data(),
-          static_cast<int32_t>(entries.shape(0)),
-          searcher.always.data(),
-          static_cast<int32_t>(searcher.always.shape(0))};
-}
-
 nb::tuple search(const Searcher& searcher, const Array<const float, 2>& queries, int k, float range,
                  int width, const std::optional<Array<const float, 1>>& window_max, int64_t begin,
                  int64_t prefix_len, const Array<const int32_t, 1>& entries, float scale,
@@ -282,49 +257,17 @@ nb::tuple search(const Searcher& searcher, const Array<const float, 2>& queries,
   SearchOutcome outcome;
   {
     nb::gil_scoped_release release;
-    searcher.search(request_of(searcher, queries.data(), queries.shape(0), k, range, width,
-                               window_max ? window_max->data() : nullptr, begin, prefix_len,
-                               entries, scale, max_dropped_mass),
+    searcher.search(searcher.request_of(queries.data(), queries.shape(0), k, range, width,
+                                        window_max ? window_max->data() : nullptr, begin,
+                                        prefix_len, entries, scale, max_dropped_mass),
                     outcome);
   }
   return to_python(outcome);
 }
 
-// What one kv head's queries ask of its index.
-struct HeadPart {
-  const Searcher* searcher;
-  AnyRows values;
-  int type;
-  GuardArgument value_guard;
-  Array<const int32_t, 1> entries;
-  bool everything;  // attend all keys that count, without a search
-  int k;
-  float range;
-  int width;
-  float max_dropped_mass;  // above 1: as much as there is, but say how much; NaN: do not say
-
-  Rows view_values() const { return rows_of(values, type, value_guard.guard); }
-};
-
-// How many keys at least one query found.
-int64_t count_distinct(const std::vector<std::vector<Found>>& found, int64_t num_keys) {
-  static thread_local std::vector<char> is_seen;
-  if (static_cast<int64_t>(is_seen.size()) < num_keys) is_seen.resize(num_keys);
-  int64_t count = 0;
-  for (const auto& each : found)
-    for (const Found& f : each) {
-      count += !is_seen[f.id];
-      is_seen[f.id] = 1;
-    }
-  for (const auto& each : found)
-    for (const Found& f : each) is_seen[f.id] = 0;
-  return count;
-}
-
 // Searches one index per kv head, `num_threads` at a time, and attends what each query found.
 // queries [kv_heads, group, size], window_max [kv_heads, group], output [kv_heads, group, value
-// size], lse and dropped_mass [kv_heads, group], counts [kv_heads, 5]: distances, hops, rescored,
-// found by all queries together, distinct ones of these.
+// size], lse and dropped_mass [kv_heads, group], counts [kv_heads, 5]: HeadCounts.
 void attend_heads(const std::vector<HeadPart>& heads, const Array<const float, 3>& queries,
                   const std::optional<Array<const float, 2>>& window_max, int64_t begin,
                   int64_t prefix_len, float scale, Array<float, 3> output, Array<float, 2> lse,
@@ -334,43 +277,21 @@ void attend_heads(const std::vector<HeadPart>& heads, const Array<const float, 3
   const size_t group = queries.shape(1), size = queries.shape(2), value_size = output.shape(2);
   const auto attend = [&](size_t h) {
     const HeadPart& head = heads[h];
-    const float* rows = queries.data() + h * group * size;
-    float* const outputs = output.data() + h * group * value_size;
-    float* const lses = lse.data() + h * group;
-    float* const dropped = dropped_mass.data() + h * group;
-    int64_t* const counted = counts.data() + 5 * h;
     const Rows values = head.view_values();
-    if (head.everything) {
-      std::vector<int32_t> ids(std::max<int64_t>(0, prefix_len - begin));
-      std::iota(ids.begin(), ids.end(), static_cast<int32_t>(begin));
-      const Rows keys = head.searcher->set.view_rows();
-      for (size_t q = 0; q < group; ++q) {
-        lses[q] = head.searcher->kernels.attend_ids(rows + q * size, keys, values, ids, scale,
-                                                    outputs + q * value_size);
-        dropped[q] = 0;
-      }
-      const auto num_ids = static_cast<int64_t>(ids.size());
-      const int64_t all[5] = {0, 0, num_ids, num_ids * static_cast<int64_t>(group), num_ids};
-      std::copy(all, all + 5, counted);
-      return;
-    }
-    const bool certify = !std::isnan(head.max_dropped_mass);
     SearchOutcome outcome;
-    head.searcher->search(
-        request_of(*head.searcher, rows, group, head.k, head.range, head.width,
-                   window_max ? window_max->data() + h * group : nullptr, begin, prefix_len,
-                   head.entries, certify ? scale : 0, certify ? head.max_dropped_mass : 2),
-        outcome);
-    int64_t found = 0;
+    head.search(queries.data() + h * group * size, group,
+                window_max ? window_max->data() + h * group : nullptr, begin, prefix_len, scale,
+                outcome);
     for (size_t q = 0; q < group; ++q) {
-      lses[q] = head.searcher->kernels.attend_found(outcome.found[q], values, scale,
-                                                    outputs + q * value_size);
-      dropped[q] = outcome.dropped_mass.empty() ? NAN : outcome.dropped_mass[q];
-      found += outcome.found[q].size();
+      const size_t row = h * group + q;
+      lse.data()[row] = head.searcher->kernels.attend_found(outcome.found[q], values, scale,
+                                                            output.data() + row * value_size);
+      dropped_mass.data()[row] = head.everything                ? 0
+                                 : outcome.dropped_mass.empty() ? NAN
+                                                                : outcome.dropped_mass[q];
     }
-    const int64_t some[5] = {outcome.distances, outcome.hops, outcome.rescored, found,
-                             count_distinct(outcome.found, values.num_rows)};
-    std::copy(some, some + 5, counted);
+    const HeadCounts counted = counts_of(head, outcome);
+    std::copy_n(&counted.distances, 5, counts.data() + 5 * h);
   };
   std::vector<std::exception_ptr> errors(heads.size());  // they cannot leave a parallel region
 #pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)

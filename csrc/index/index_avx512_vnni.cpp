@@ -15,6 +15,7 @@ const IndexKernels kIndexKernelsAvx512Vnni = {"avx512_vnni",
                                               search_lists,
                                               search_blocks,
                                               search_graph,
+                                              score_range,
                                               attend_found,
                                               attend_ids};
 }  // namespace relay::index

@@ -102,6 +102,9 @@ struct IndexKernels {
                         SearchOutcome&);
   void (*search_graph)(const Codes&, const Rows& keys, const Graph&, const SearchRequest&,
                        SearchOutcome&);
+  // Appends keys [begin, end) and their exact scores.
+  void (*score_range)(const float* query, const Rows& keys, int64_t begin, int64_t end,
+                      std::vector<Found>& found);
   // Attention over what was found, or over `ids`: writes the output, returns the log-sum-exp.
   float (*attend_found)(std::span<const Found>, const Rows& values, float scale, float* out);
   float (*attend_ids)(const float* query, const Rows& keys, const Rows& values,

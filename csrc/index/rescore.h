@@ -18,24 +18,36 @@ RELAY_INLINE void prefetch_elements(const T* row, int32_t size) {
   for (size_t at = 0; at < sizeof(T) * size; at += 64) __builtin_prefetch(bytes + at);
 }
 
-// Scores `ids` and appends them to `found`.
-inline void score_exactly(const float* query, const Rows& keys, std::span<const int32_t> ids,
-                          std::vector<Found>& found) {
+// Scores the keys id_of(0) to id_of(count - 1) and appends them to `found`.
+template <class IdOf>
+inline void score_keys(const float* query, const Rows& keys, size_t count, const IdOf& id_of,
+                       std::vector<Found>& found) {
   with_elements(keys, [&](const auto* rows) {
     const auto row = [&](int32_t id) { return rows + static_cast<int64_t>(id) * keys.size; };
     constexpr size_t ahead = 8;
     const size_t before = found.size();
-    found.resize(before + ids.size());
-    for (size_t i = 0; i < std::min(ahead, ids.size()); ++i)
-      prefetch_elements(row(ids[i]), keys.size);
-    for (size_t i = 0; i < ids.size(); ++i) {
-      if (i + ahead < ids.size()) prefetch_elements(row(ids[i + ahead]), keys.size);
-      verify_row(keys.guard, ids[i]);
-      float score = dot_row(query, row(ids[i]), keys.size);
-      if (!std::isfinite(score)) score = dot_row_widely(query, row(ids[i]), keys.size);
-      found[before + i] = {ids[i], score};
+    found.resize(before + count);
+    for (size_t i = 0; i < std::min(ahead, count); ++i) prefetch_elements(row(id_of(i)), keys.size);
+    for (size_t i = 0; i < count; ++i) {
+      if (i + ahead < count) prefetch_elements(row(id_of(i + ahead)), keys.size);
+      const int32_t id = id_of(i);
+      verify_row(keys.guard, id);
+      float score = dot_row(query, row(id), keys.size);
+      if (!std::isfinite(score)) score = dot_row_widely(query, row(id), keys.size);
+      found[before + i] = {id, score};
     }
   });
+}
+
+inline void score_exactly(const float* query, const Rows& keys, std::span<const int32_t> ids,
+                          std::vector<Found>& found) {
+  score_keys(query, keys, ids.size(), [&](size_t i) { return ids[i]; }, found);
+}
+
+inline void score_range(const float* query, const Rows& keys, int64_t begin, int64_t end,
+                        std::vector<Found>& found) {
+  const auto id_of = [&](size_t i) { return static_cast<int32_t>(begin + i); };
+  if (begin < end) score_keys(query, keys, static_cast<size_t>(end - begin), id_of, found);
 }
 
 // Sorts `found` and leaves what the request asks for.

@@ -91,11 +91,25 @@ def assert_close(found: State, expected: State, dtype: torch.dtype) -> None:
 
 
 def retrieval_of(**kwargs: float) -> Retrieval:
-    return Retrieval(Dipr(scale=SCALE, **kwargs), DBOptions())
+    return Retrieval(Dipr(scale=SCALE, **kwargs), DBOptions(), SCALE)
+
+
+def attend_all(
+    parts: list[HostPart],
+    query: torch.Tensor,
+    retrieval: Retrieval,
+    stats: SessionStats | None = None,
+) -> State:
+    """What is retrieved, alone: the device has nothing. float32, whatever the dtype of the keys."""
+    query = query.float()
+    output, lse = torch.full_like(query, torch.nan), torch.full(query.shape[:2], -torch.inf)
+    tokens = list(range(len(parts)))
+    attend_retrieved(parts, tokens, query, output, lse, retrieval, stats or SessionStats())
+    return output, lse
 
 
 def attend_one(part: HostPart, query: torch.Tensor, retrieval: Retrieval) -> State:
-    return attend_retrieved([part], query, SCALE, retrieval, SessionStats())
+    return attend_all([part], query, retrieval)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -175,8 +189,8 @@ def test_keys_far_below_the_range_are_not_read() -> None:
     query = queries(1, 4, size=8.0)
     part = part_of(layer, SINK_END, 1920)
     stats = SessionStats()
-    attend_retrieved([part], query, SCALE, retrieval_of(alpha=0.01), stats)
-    indexed = sum(last - first for first, last, _ in layer.segments)
+    attend_all([part], query, retrieval_of(alpha=0.01), stats)
+    indexed = sum(segment.end - segment.begin for segment in layer.segments)
     assert stats.searches == 2 * len(layer.segments) and indexed > 1700
     assert stats.searched_tokens == 2 * indexed
     assert 0 < stats.retrieved_tokens < stats.searched_tokens / 10
@@ -192,7 +206,7 @@ def test_the_window_narrows_the_range() -> None:
         layer.segments.clear()
         stats = SessionStats()
         part = part_of(layer, SINK_END, 1920)
-        attend_retrieved([part], query, SCALE, retrieval_of(alpha=0.01), stats)
+        attend_all([part], query, retrieval_of(alpha=0.01), stats)
         assert stats.retrieved_tokens == 0
         layer.keys[0, position] = key
 
@@ -201,7 +215,7 @@ def left_out(part: HostPart, query: torch.Tensor, **kwargs: float) -> float:
     """The largest share of the attention weight of the host's tokens that a query leaves out."""
     _, whole = oracle(part.own, query, *part.residency)
     stats = SessionStats()
-    _, lse = attend_retrieved([part], query, SCALE, retrieval_of(**kwargs), stats)
+    _, lse = attend_all([part], query, retrieval_of(**kwargs), stats)
     limit = kwargs.get("max_dropped_mass")
     if limit is None:
         assert stats.dropped_mass is None
@@ -236,7 +250,7 @@ def test_requests_of_a_batch_do_not_depend_on_each_other(dtype: torch.dtype) -> 
     ranges = [(SINK_END, 608), (0, 64), (0, 1120)]
     query = queries(3, 8, dtype, size=4.0)
     parts = [part_of(layer, *each) for layer, each in zip(layers, ranges, strict=True)]
-    output, lse = attend_retrieved(parts, query, SCALE, retrieval_of(alpha=0.05), SessionStats())
+    output, lse = attend_all(parts, query, retrieval_of(alpha=0.05))
     for number, part in enumerate(parts):
         alone = attend_one(part, query[number : number + 1], retrieval_of(alpha=0.05))
         assert torch.equal(output[number], alone[0][0]) and torch.equal(lse[number], alone[1][0])

@@ -17,8 +17,8 @@ if SEGMENT_TOKENS != _C.SEGMENT_TOKENS:
         f"vllm_relay plans for {SEGMENT_TOKENS}: rebuild it (pip install --force-reinstall)"
     )
 
-_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-SUPPORTED_DTYPES = tuple(_DTYPE_CODES)
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+SUPPORTED_DTYPES = tuple(DTYPE_CODES)
 
 
 def kernel_for(dtype: torch.dtype, wanted: str = "auto") -> str:
@@ -30,7 +30,7 @@ def kernel_for(dtype: torch.dtype, wanted: str = "auto") -> str:
     Raises:
         ValueError: if there is no such kernel in this build, or not for this machine or dtype.
     """
-    if dtype not in _DTYPE_CODES:
+    if dtype not in DTYPE_CODES:
         raise ValueError(f"dtype {dtype} is not supported: use one of {SUPPORTED_DTYPES}")
     usable = usable_kernels(dtype)
     if wanted == "auto":
@@ -73,7 +73,7 @@ def relay_attention(
     _C.attention(
         plan.kernel,
         plan.native,
-        _DTYPE_CODES[query.dtype],
+        DTYPE_CODES[query.dtype],
         query.shape[1],
         num_kv_heads,
         query.shape[2],
@@ -114,7 +114,7 @@ def write_kv_cache(
     """Packs key and value [tokens, num_kv_heads, head_size] into the slots of `slot_mapping`,
     int64 [tokens] with negative entries for tokens to leave out."""
     _C.write_kv_cache(
-        _DTYPE_CODES[key.dtype],
+        DTYPE_CODES[key.dtype],
         slot_mapping.shape[0],
         key.shape[1],
         key.shape[2],

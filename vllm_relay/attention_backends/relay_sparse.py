@@ -32,7 +32,6 @@ from vllm_relay.long_context import worker
 from vllm_relay.long_context.host_attention import (
     HostPart,
     Retrieval,
-    State,
     attend_everything,
     attend_retrieved,
 )
@@ -40,6 +39,7 @@ from vllm_relay.long_context.host_sequence import HostLayer
 from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.window import WindowPolicy
 from vllm_relay.long_context.worker_contexts import db_options
+from vllm_relay.sparse.context_store import StoredContext
 from vllm_relay.sparse.damage import IndexDamagedError
 from vllm_relay.sparse.partial_attention import merge
 from vllm_relay.sparse.query_types import Dipr
@@ -225,40 +225,32 @@ class RelaySparseImpl(RelayImpl):
         lse: torch.Tensor,
     ) -> None:
         """Merges what the host has into the output of what the device has."""
-
-        def is_readable(row: worker.MirroredRow) -> bool:
-            return row.residency.num_host_tokens > 0 and row.request.lost_context_id is None
-
-        def merge_into_output(at: Any, found: State) -> None:
-            merged, _ = merge((output[at].float(), lse[at]), found)
-            output[at] = merged.to(output.dtype)
-
-        decoded: list[tuple[worker.MirroredRow, HostPart]] = []
+        retrieving: dict[StoredContext | None, list[tuple[worker.MirroredRow, HostPart]]] = {}
         for row, part in zip(rows, parts, strict=True):
-            if not is_readable(row):
+            if not row.residency.num_host_tokens or row.request.lost_context_id is not None:
                 continue
             if row.retrieves and self.retrieval.query is not None:
-                decoded.append((row, part))
+                retrieving.setdefault(part.context, []).append((row, part))
                 continue
             at = slice(row.first_query, row.last_query)
             with _losing_damaged([row]):
                 if row.num_queries >= MIN_PACKED_QUERIES:
                     self._attend_packed(row, part, query[at], output[at])
                 else:
-                    merge_into_output(at, attend_everything(part, query[at], self.scale))
-        while decoded:
-            at_tokens = torch.tensor([row.first_query for row, _ in decoded])
-            with _losing_damaged([row for row, _ in decoded]):
-                found = attend_retrieved(
-                    [part for _, part in decoded],
-                    query[at_tokens],
-                    self.scale,
+                    found = attend_everything(part, query[at], self.scale)
+                    merged, _ = merge((output[at].float(), lse[at]), found)
+                    output[at] = merged.to(output.dtype)
+        for reading in retrieving.values():
+            with _losing_damaged([row for row, _ in reading]):
+                attend_retrieved(
+                    [part for _, part in reading],
+                    [row.first_query for row, _ in reading],
+                    query,
+                    output,
+                    lse,
                     self.retrieval,
                     worker.state.stats,
                 )
-                merge_into_output(at_tokens, found)
-                return
-            decoded = [each for each in decoded if is_readable(each[0])]
 
     def _attend_packed(
         self, row: worker.MirroredRow, part: HostPart, query: torch.Tensor, output: torch.Tensor
@@ -377,7 +369,7 @@ def _retrieval_of(options: RelayConfig, scale: float) -> Retrieval:
     query = None
     if options.alpha > 0:
         query = Dipr(alpha=options.alpha, scale=scale, max_dropped_mass=options.max_dropped_mass)
-    return Retrieval(query, db_options(options))
+    return Retrieval(query, db_options(options), scale)
 
 
 _config: list[VllmConfig] = []

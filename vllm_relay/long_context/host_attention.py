@@ -3,18 +3,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
+from vllm_relay import _C
+from vllm_relay.attention_backends.cpu import DTYPE_CODES
 from vllm_relay.long_context.host_sequence import HostLayer
 from vllm_relay.long_context.window import Residency
 from vllm_relay.sparse.context_store import StoredContext
 from vllm_relay.sparse.options import DBOptions
 from vllm_relay.sparse.partial_attention import attention_state, merge
 from vllm_relay.sparse.query_types import Dipr
-from vllm_relay.sparse.retrieval import ContextPart, SessionStats, retrieve
+from vllm_relay.sparse.retrieval import ContextPart, SessionStats, queries_of_heads
 from vllm_relay.sparse.tensors import to_tensor
 
 RECENT_TOKENS = 64
@@ -24,17 +29,39 @@ State = tuple[torch.Tensor, torch.Tensor]
 """Output float32 [kv_heads, rows, size] and log-sum-exp float32 [kv_heads, rows]."""
 
 
-@dataclass(frozen=True)
+_MAX_KNOWN_SEARCHES = 64
+"""Of a context; each request that goes on behind it needs a few, until its window has left it."""
+
+
+@dataclass
 class Retrieval:
     """What a decoded token reads of the tokens in host memory.
 
     Attributes:
         query: what is asked of indexes that are built while a request runs; None: all is read.
         options: how stored contexts are asked, whose heads may have plans.
+        scale: of the scores in the softmax.
     """
 
     query: Dipr | None
     options: DBOptions
+    scale: float
+    _searches: WeakKeyDictionary[StoredContext, dict[tuple[int, int, int], Any]] = field(
+        default_factory=WeakKeyDictionary
+    )
+
+    def native(self, part: ContextPart) -> Any:
+        """What the C++ side is told of a search of a stored context."""
+        known = self._searches.setdefault(part.context, {})
+        at = part.layer, part.begin, part.end
+        if at not in known:
+            layer = part.context.layer(part.layer)
+            assert layer is not None, "contexts of an engine have relay's own indexes"
+            asked = queries_of_heads(part, scale=self.scale, options=self.options)
+            if len(known) == _MAX_KNOWN_SEARCHES:
+                known.clear()
+            known[at] = layer.native_search(asked, part.begin, part.end)
+        return known[at]
 
 
 @dataclass
@@ -80,20 +107,33 @@ class HostPart:
         context = self.context_rows(0, self.own.begin)
         return torch.cat([context[0], own[0]], 1), torch.cat([context[1], own[1]], 1)
 
-    def context_window(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the tokens of the context that every query reads, float32; kept."""
-        end = self.context_end
-        if self.own.context_window is None or self.own.context_window[0] != end:
-            first = self.context_rows(0, min(self.sink_end, end))
-            last = self.context_rows(self.searched_end, end)
-            window = [torch.cat(parts, 1).float() for parts in zip(first, last, strict=True)]
-            self.own.context_window = end, window[0], window[1]
-        return self.own.context_window[1:]
+    def native(self, token: int, retrieval: Retrieval) -> Any:
+        """What the C++ side is told of the request; `token` is its row in the tensors."""
+        (begin, end), own = self.residency, self.own
+        indexed = own.index_up_to(max(self.sink_end, own.begin), end)
+        attended = [(indexed, end)]
+        # the host has a copy of what is on the device
+        others = [(max(indexed, end, own.begin), self.num_tokens)]
+        if self.context is None:
+            attended.append((begin, min(self.sink_end, end)))
+            others.append((0, begin))
+        first = own.begin
+        return _C.host.HostRequest(
+            token,
+            own.native,
+            [(begin - first, end - first) for begin, end in attended if begin < end],
+            [(begin - first, end - first) for begin, end in others if begin < end],
+            [segment.native(retrieval.query) for segment in own.segments],
+        )
 
     @property
-    def searched_end(self) -> int:
-        """Up to where the context is searched, from `sink_end` on."""
-        return max(min(self.sink_end, self.context_end), self.context_end - RECENT_TOKENS)
+    def searched(self) -> ContextPart | None:
+        """What is searched of the context: sinks and last tokens are read by every query."""
+        if self.context is None:
+            return None
+        begin = min(self.sink_end, self.context_end)
+        end = max(begin, self.context_end - RECENT_TOKENS)
+        return ContextPart(self.context, self.layer, begin, end)
 
 
 def attend_everything(part: HostPart, query: torch.Tensor, scale: float) -> State:
@@ -126,126 +166,55 @@ def attend_everything(part: HostPart, query: torch.Tensor, scale: float) -> Stat
 
 def attend_retrieved(
     parts: Sequence[HostPart],
+    tokens: Sequence[int],
     query: torch.Tensor,
-    scale: float,
+    output: torch.Tensor,
+    lse: torch.Tensor,
     retrieval: Retrieval,
     stats: SessionStats,
-) -> State:
-    """Attention of one query token of each request over what its heads need of the host's tokens.
+) -> None:
+    """Adds to the attention of one token of each request what its heads need of the host's tokens.
 
-    Requests that read the same context to the same token search it together.
-
-    Args:
-        query: [requests, heads, head_size].
-
-    Returns:
-        as `attend_everything`, [requests, ...].
-    """
-    num_kv_heads = parts[0].own.keys.shape[0]
-    states: list[list[State]] = []
-    tops: list[torch.Tensor] = []
-    for number, part in enumerate(parts):
-        rows = _by_kv_head(query[number : number + 1], num_kv_heads).float()
-        state, top = _read_exactly(part, rows, scale)
-        states.append([state, *_search_own(part, rows, top, scale, retrieval, stats)])
-        tops.append(top)
-    for numbers in _sharing(parts):
-        first = parts[numbers[0]]
-        rows = _by_kv_head(query[numbers], num_kv_heads)  # the requests of a query head in turn
-        top = torch.stack([tops[number] for number in numbers], 2).flatten(1)
-        assert first.context is not None
-        found = retrieve(
-            ContextPart(first.context, first.layer, first.sink_end, first.searched_end),
-            rows,
-            top,
-            scale=scale,
-            options=retrieval.options,
-            stats=stats,
-            threads=torch.get_num_threads(),
-        )
-        outputs = found[0].unflatten(1, (-1, len(numbers)))
-        lses = found[1].unflatten(1, (-1, len(numbers)))
-        for place, number in enumerate(numbers):
-            states[number].append((outputs[:, :, place], lses[:, :, place]))
-    merged = [_merge_all(each) for each in states]
-    outputs = torch.stack([output for output, _ in merged])  # [requests, kv_heads, group, size]
-    lses = torch.stack([lse for _, lse in merged])
-    return outputs.flatten(1, 2), lses.flatten(1, 2)
-
-
-def _sharing(parts: Sequence[HostPart]) -> list[list[int]]:
-    """Requests that search the same tokens of the same context."""
-    groups: dict[tuple[int, int], list[int]] = {}
-    for number, part in enumerate(parts):
-        if part.context is not None:
-            groups.setdefault((id(part.context), part.context_end), []).append(number)
-    return list(groups.values())
-
-
-def _read_exactly(part: HostPart, rows: torch.Tensor, scale: float) -> tuple[State, torch.Tensor]:
-    """Attention over the host's tokens that every query reads, and the largest inner product with
-    these and with those on the device, float32 [kv_heads, rows].
+    Those that read the same tokens of the context search it together.
 
     Args:
-        rows: float32 [kv_heads, rows, head_size].
+        parts: all of the same context, or none of one.
+        tokens: of each request, its row in the tensors.
+        query: [tokens, heads, head_size].
+        output, lse: attention over the tokens on the device, as `query` and float32
+            [tokens, heads]; -inf where there are none. Written if nothing is raised.
+
+    Raises:
+        IndexDamagedError: a page of the context is not what was written.
     """
-    begin, end = part.residency
-    own = part.own
-    indexed = own.index_up_to(max(part.sink_end, own.begin), end)
-    recent = max(indexed, own.begin, end)
-    if part.context is not None:
-        attended = [part.context_window()]
-    else:
-        attended = [own.rows(begin, max(begin, min(part.sink_end, end)))]
-    attended.append(own.rows(indexed, max(indexed, end)))
-    # the host has a copy of what is on the device
-    others = [own.rows(recent, part.num_tokens)]
-    if part.context is None:
-        others.append(own.rows(0, begin))
-    keys = torch.cat([keys for keys, _ in (*attended, *others)], 1).float()
-    values = torch.cat([values for _, values in attended], 1).float()
-    products = rows @ keys.transpose(1, 2)
-    logits = products[:, :, : values.shape[1]] * scale
-    if values.shape[1]:
-        state = logits.softmax(-1) @ values, logits.logsumexp(-1)
-    else:
-        state = torch.zeros_like(rows), logits.new_full(rows.shape[:2], -torch.inf)
-    return state, products.amax(-1)
+    num_heads, num_kv_heads = query.shape[1], len(parts[0].own.keys)
+    context = parts[0].context
+    with contextlib.nullcontext() if context is None else context.reading():
+        totals = _C.host.attend(
+            _groups(parts, tokens, retrieval), DTYPE_CODES[query.dtype], num_kv_heads,
+            num_heads // num_kv_heads, query.shape[2],
+            query.data_ptr(), query.stride(0), query.stride(1),
+            output.data_ptr(), output.stride(0), output.stride(1),
+            lse.data_ptr(), retrieval.scale, torch.get_num_threads(),
+        )  # fmt: skip
+    stats.add(*totals)
 
 
-def _search_own(
-    part: HostPart,
-    rows: torch.Tensor,
-    top: torch.Tensor,
-    scale: float,
-    retrieval: Retrieval,
-    stats: SessionStats,
-) -> list[State]:
-    """Of every segment of tokens that the request has computed itself."""
-    states: list[State] = []
-    for first, last, segment in part.own.segments:
-        assert retrieval.query is not None
-        found, cost = segment.attend(
-            rows.numpy(),
-            retrieval.query,
-            scale=scale,
-            window_max=top.numpy(),
-            threads=torch.get_num_threads(),
-        )
-        states.append((torch.from_numpy(found.output), torch.from_numpy(found.lse)))
-        stats.add(last - first, cost, len(rows))
-    return states
-
-
-def _merge_all(states: Sequence[State]) -> State:
-    """Of parts over disjoint sets of tokens."""
-    if len(states) == 1:
-        return states[0]
-    lses = torch.stack([lse for _, lse in states])
-    lse = lses.logsumexp(0)
-    weights = (lses - torch.where(torch.isinf(lse), 0.0, lse)).exp()
-    outputs = torch.stack([output for output, _ in states])
-    return (outputs * weights[..., None]).sum(0), lse
+def _groups(parts: Sequence[HostPart], tokens: Sequence[int], retrieval: Retrieval) -> list[Any]:
+    """What the C++ side is told of the requests."""
+    sharing: dict[int, list[int]] = {}
+    for number, part in enumerate(parts):
+        # where none has a context, each is alone
+        sharing.setdefault(number if part.context is None else part.context_end, []).append(number)
+    groups = []
+    for numbers in sharing.values():
+        requests = [parts[number].native(tokens[number], retrieval) for number in numbers]
+        search, window, searched = None, [], parts[numbers[0]].searched
+        if searched is not None:
+            search = retrieval.native(searched)
+            window = [(0, searched.begin), (searched.end, parts[numbers[0]].context_end)]
+        groups.append(_C.host.HostGroup(requests, search, window))
+    return groups
 
 
 def _by_kv_head(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

@@ -3,17 +3,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 import torch
 
+from vllm_relay import _C
 from vllm_relay.sparse.attention import SparseLayer
-from vllm_relay.sparse.elements import Elements
+from vllm_relay.sparse.elements import DTYPES, Elements
 from vllm_relay.sparse.flat import FlatIndex
+from vllm_relay.sparse.query_types import QueryType
 from vllm_relay.sparse.train_queries import TrainQueries
 
 GRANULE_TOKENS = 1024
 """Fewer tokens than this at the end are attended one by one, without an index."""
 GRANULES_PER_SEGMENT = 8
 TRAIN_QUERIES_PER_KEY = 0.4
+
+
+@dataclass
+class Segment:
+    """An index of every kv head over the positions `begin` to `end`."""
+
+    begin: int
+    end: int
+    layer: SparseLayer
+    _asked: QueryType | None = None
+    _search: Any = None
+
+    def native(self, query: QueryType | None) -> Any:
+        """What the C++ side is told of a search."""
+        if self._search is None or query != self._asked:
+            queries = [query] * len(self.layer.indexes)
+            self._search = self.layer.native_search(queries, 0, self.end - self.begin)
+            self._asked = query
+        return self._search
 
 
 class HostLayer:
@@ -26,7 +51,7 @@ class HostLayer:
             when it is first written.
         segments: indexes over adjacent ranges of positions.
         train_queries: that its keys have met, if it is to be kept.
-        context_window: where the context ends, and keys and values of its first and last tokens.
+        native: keys and values, as the C++ side has them.
     """
 
     def __init__(
@@ -35,9 +60,10 @@ class HostLayer:
         self.begin = self.end = begin
         self.keys = torch.empty(num_kv_heads, capacity, head_size, dtype=dtype)
         self.values = torch.empty_like(self.keys)
-        self.segments: list[tuple[int, int, SparseLayer]] = []
+        self.segments: list[Segment] = []
         self.train_queries = TrainQueries(TRAIN_QUERIES_PER_KEY)
-        self.context_window: tuple[int, torch.Tensor, torch.Tensor] | None = None
+        dtype_code = DTYPES.index(str(dtype).removeprefix("torch."))
+        self.native = _C.host.HostRows(_bits(self.keys), _bits(self.values), dtype_code)
 
     def write(self, position: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Args: keys, values: [tokens, kv_heads, size], of `position` and after."""
@@ -52,7 +78,7 @@ class HostLayer:
     def _truncate(self, end: int) -> None:
         """The request began again, or tokens of it were rejected."""
         self.end = end
-        self.segments = [segment for segment in self.segments if segment[1] <= end]
+        self.segments = [segment for segment in self.segments if segment.end <= end]
 
     def rows(self, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the positions `begin` to `end`: [kv_heads, tokens, size], views."""
@@ -70,20 +96,19 @@ class HostLayer:
         num_large = num_granules // GRANULES_PER_SEGMENT * GRANULES_PER_SEGMENT
         large_end = begin + num_large * GRANULE_TOKENS
         indexed_end = begin + num_granules * GRANULE_TOKENS
-        known = {(first, last): segment for first, last, segment in self.segments}
-        self.segments = [
-            (first, last, known.get((first, last)) or self._flat(first, last))
-            for first, last in ((begin, large_end), (large_end, indexed_end))
-            if first < last
-        ]
+        ranges = [(begin, large_end), (large_end, indexed_end)]
+        wanted = [each for each in ranges if each[0] < each[1]]
+        known = {(segment.begin, segment.end): segment for segment in self.segments}
+        if list(known) != wanted:
+            self.segments = [known.get(each) or self._flat(*each) for each in wanted]
         return indexed_end
 
-    def _flat(self, begin: int, end: int) -> SparseLayer:
+    def _flat(self, begin: int, end: int) -> Segment:
         keys, values = self.rows(begin, end)
         # not as many as the cores this thread may use: vLLM binds it to one of them
         threads = torch.get_num_threads()
         indexes = [FlatIndex().build(as_elements_of(head), threads=threads) for head in keys]
-        return SparseLayer(indexes, [as_elements_of(head) for head in values])
+        return Segment(begin, end, SparseLayer(indexes, [as_elements_of(head) for head in values]))
 
 
 class HostSequence:
@@ -105,7 +130,11 @@ class HostSequence:
 
 def as_elements_of(states: torch.Tensor) -> Elements:
     """[tokens, size], where it lies."""
-    dtype = str(states.dtype).removeprefix("torch.")
-    if dtype == "float32":
-        return Elements(states.numpy(), dtype)
-    return Elements(states.view(torch.int16).numpy().view("uint16"), dtype)
+    return Elements(_bits(states), str(states.dtype).removeprefix("torch."))
+
+
+def _bits(states: torch.Tensor) -> np.ndarray:
+    """Where it lies; numpy has no bfloat16."""
+    if states.dtype == torch.float32:
+        return states.numpy()
+    return states.view(torch.int16).numpy().view(np.uint16)

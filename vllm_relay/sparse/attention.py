@@ -188,6 +188,15 @@ class SparseLayer:
             int(counts[:, 4].sum()),
         )
 
+    def native_search(
+        self, queries: Sequence[QueryType | None], begin: int, prefix_len: int
+    ) -> Any:
+        """What the C++ side is told of a search that many tokens ask for: one query for each kv
+        head, and which keys count."""
+        prefix_len = face.check_prefix(prefix_len, self.num_keys)
+        parts = [self._part(head, each) for head, each in enumerate(queries)]
+        return _C.host.LayerSearch(parts, face.check_begin(begin, prefix_len), prefix_len)
+
     def _part(self, head: int, query: QueryType | None) -> Any:
         """What the C++ side is told of a kv head."""
         index, values = self.indexes[head], self.values[head]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -50,18 +51,29 @@ class SessionStats:
 
     def count(self, part: ContextPart, cost: LayerStats, num_heads: int) -> None:
         """Adds what `num_heads` kv heads read of a part."""
-        self.add(part.end - part.begin, cost, num_heads)
+        dropped_mass = math.nan if cost.dropped_mass is None else np.nanmax(cost.dropped_mass)
+        self.add(
+            num_heads, num_heads * (part.end - part.begin), cost.retrieved_tokens, cost.distances,
+            cost.bytes, float(dropped_mass),
+        )  # fmt: skip
 
-    def add(self, num_tokens: int, cost: LayerStats, num_heads: int) -> None:
-        """Adds what `num_heads` kv heads read of `num_tokens` tokens."""
-        self.searches += num_heads
-        self.searched_tokens += num_heads * num_tokens
-        self.retrieved_tokens += cost.retrieved_tokens
-        self.distances += cost.distances
-        self.bytes += cost.bytes
-        if cost.dropped_mass is not None:
-            largest = float(np.nanmax(cost.dropped_mass))
-            self.dropped_mass = max(self.dropped_mass or 0.0, largest)
+    def add(
+        self,
+        searches: int,
+        searched_tokens: int,
+        retrieved_tokens: int,
+        distances: int,
+        num_bytes: int,
+        dropped_mass: float,
+    ) -> None:
+        """Adds searches; the largest `dropped_mass` of them is NaN if none was asked for one."""
+        self.searches += searches
+        self.searched_tokens += searched_tokens
+        self.retrieved_tokens += retrieved_tokens
+        self.distances += distances
+        self.bytes += num_bytes
+        if not math.isnan(dropped_mass):
+            self.dropped_mass = max(self.dropped_mass or 0.0, dropped_mass)
 
 
 def retrieve(
@@ -93,10 +105,7 @@ def retrieve(
     """
     queries = query.float().cpu().numpy()
     tops = window_max.cpu().numpy()
-    asked = []
-    for head in range(len(queries)):
-        planned = query_of_head(part.context.plan(part.layer, head), part.end, options)
-        asked.append(None if planned is None else _query_type(planned, options, scale))
+    asked = queries_of_heads(part, scale=scale, options=options)
     with part.context.reading():
         layer = part.context.layer(part.layer)
         if layer is None:
@@ -113,6 +122,17 @@ def retrieve(
             stats.count(part, cost, len(queries))
     output, lse = (torch.from_numpy(each).to(query.device) for each in state)
     return output, lse
+
+
+def queries_of_heads(
+    part: ContextPart, *, scale: float, options: DBOptions
+) -> list[QueryType | None]:
+    """What the index of each kv head is asked; None to read all of the part."""
+    asked = []
+    for head in range(part.context.shape.num_kv_heads):
+        planned = query_of_head(part.context.plan(part.layer, head), part.end, options)
+        asked.append(None if planned is None else _query_type(planned, options, scale))
+    return asked
 
 
 def query_of_head(plan: HeadPlan | None, prefix_len: int, options: DBOptions) -> QueryType | None:

@@ -10,7 +10,7 @@ import mmap
 import os
 import weakref
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -22,7 +22,7 @@ from vllm_relay.sparse.aligned import aligned_empty
 from vllm_relay.sparse.buffer_pool import BufferPool
 from vllm_relay.sparse.checksum import crc32c, find_damage
 from vllm_relay.sparse.damage import IndexDamagedError
-from vllm_relay.sparse.section_table import Section
+from vllm_relay.sparse.section_table import LARGE_SECTION_BYTES, Section
 
 READ_BYTES = 1 << 20
 MAX_READ_BYTES = 1 << 30  # Linux reads less than 2 GiB at once
@@ -198,9 +198,17 @@ class MappedReader(SectionReader):
                 is_own=self.file.is_own,
                 around_bytes=_AROUND_BYTES[section.page_class],
             )
+            if section.page_class == "index" and section.num_bytes >= LARGE_SECTION_BYTES:
+                self._want_huge_pages(section)
             # that of another thread, if it came first
             guard = self._guards.setdefault(section.name, made)
         return guard
+
+    def _want_huge_pages(self, section: Section) -> None:
+        """Searches read all over an index: with small pages they wait for page tables."""
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without them
+                self._map.madvise(mmap.MADV_HUGEPAGE, section.offset_bytes, section.num_bytes)
 
     def range(self, section: Section, begin: int, end: int) -> np.ndarray:
         if begin < end:

@@ -38,7 +38,7 @@ from vllm_relay.sparse.section_table import (
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-WRITE_BYTES = 1 << 20  # checksummed and written while in the cache
+WRITE_BYTES = 2 << 20  # checksummed while in the cache; the system then caches huge pages
 UNFINISHED_PREFIX, UNFINISHED_SUFFIX = ".relay-", ".unfinished"
 
 
