@@ -192,8 +192,11 @@ def db_options(options: RelayConfig) -> DBOptions:
     given: dict[str, Any] = {"threads": 1, "max_dropped_mass": options.max_dropped_mass}
     if options.max_error is not None:
         given["max_error"] = options.max_error
-    elif options.alpha > 0:
-        given["query"] = Dipr(alpha=options.alpha)
+    else:
+        if options.alpha > 0:
+            given["query"] = Dipr(alpha=options.alpha)
+        if options.alpha == 0 or options.max_dropped_mass is not None:
+            given["index"] = "flat"  # all is read, or looked at: there is nothing to plan
     return DBOptions(**given)
 
 
