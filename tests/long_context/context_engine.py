@@ -170,6 +170,7 @@ class Engine:
         self.status = RequestStatus.FINISHED_LENGTH_CAPPED
         self.prompts: list[list[int]] = []
         """Of the requests so far."""
+        self.fails: Exception | None = None
         self._waiting: list[tuple[list[int], Any]] = []
 
     def call_utility(self, method: str, *args: Any) -> Any:
@@ -180,6 +181,8 @@ class Engine:
         return self.call_utility(method, *args)
 
     def add_request(self, request_id: str, prompt: Any, params: Any) -> None:
+        if self.fails is not None:
+            raise self.fails
         self._waiting.append((prompt["prompt_token_ids"], params))
 
     def has_unfinished_requests(self) -> bool:

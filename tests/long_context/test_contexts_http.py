@@ -149,6 +149,17 @@ def test_an_aborted_request_leaves_no_context() -> None:
     assert made.status_code == 201
 
 
+def test_a_prompt_that_the_engine_refuses_is_a_bad_request() -> None:
+    engine = Engine()
+    engine.fails = ValueError("token id 900 is out of vocabulary")
+    http = client(engine)
+    answer = http.post("/relay/contexts", json={"prompt_token_ids": tokens(60)})
+    assert answer.status_code == 400
+    message = "vLLM does not take these tokens: token id 900 is out of vocabulary"
+    assert answer.json()["error"]["message"] == message
+    assert http.get("/relay/contexts").json() == {"contexts": []}
+
+
 @pytest.mark.parametrize(
     ("engine", "reason"),
     [
