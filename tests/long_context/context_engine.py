@@ -32,11 +32,11 @@ class Worker:
         self._has_folder = has_folder
 
     def obey(self, orders: StepOrders) -> None:
+        for context_id in orders.deleted:
+            del self.contexts[context_id]
         for kept in orders.kept.values():
             report = ContextReport(kept.context_id, len(kept.tokens), "indexing", GRANULE_BYTES, 0)
             self.contexts[kept.context_id] = (report, np.array(kept.tokens))
-        for context_id in orders.deleted:
-            del self.contexts[context_id]
 
     def build_indexes(self, file_bytes: int = FILE_BYTES) -> list[ContextReport]:
         """Of all contexts that wait for it; their reports."""

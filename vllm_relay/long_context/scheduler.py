@@ -248,8 +248,12 @@ class LongContextScheduler:
         return self.refuse_context(num_tokens) is None
 
     def delete_context(self, context_id: str) -> None:
-        """No later request reuses it."""
+        """No later request reuses it, and the workers do not make it if they have not begun to."""
         self.catalog.remove(context_id)
+        kept = self._orders.kept
+        self._orders.kept = {
+            request_id: each for request_id, each in kept.items() if each.context_id != context_id
+        }
         self.memory.set_context(context_id, 0)
         self._file_bytes.pop(context_id, None)
 
