@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that have ended as contexts, whether they computed all of their tokens or reused some."""
+"""Requests that have ended as contexts: all tokens are their own, or some were reused."""
 
 from __future__ import annotations
 

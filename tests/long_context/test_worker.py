@@ -13,11 +13,19 @@ from vllm_relay.long_context.worker import LongContextWorker, LongRequest
 class Contexts:
     """Which there are."""
 
-    def __init__(self, *context_ids: str) -> None:
-        self.ids = set(context_ids)
+    num_queued = 0
 
-    def keep(self, kept: KeptContext, sequence: Any, reused: Any) -> None:
-        self.ids.add(kept.context_id)
+    def __init__(self, *context_ids: str, can_keep: bool = True) -> None:
+        self.ids = set(context_ids)
+        self._can_keep = can_keep
+
+    def keep(self, kept: KeptContext, sequence: Any, reused: Any) -> bool:
+        if self._can_keep:
+            self.ids.add(kept.context_id)
+        return self._can_keep
+
+    def take_changes(self) -> list[Any]:
+        return []
 
     def delete(self, context_id: str) -> None:
         self.ids.discard(context_id)
@@ -43,3 +51,11 @@ def test_a_context_that_was_evicted_can_be_kept_in_the_same_step() -> None:
     step(worker, orders, "request")
     assert worker.contexts.ids == {"a"}
     assert worker.requests == {}
+
+
+def test_the_scheduler_hears_of_what_could_not_be_kept() -> None:
+    worker = LongContextWorker(contexts=Contexts(can_keep=False))
+    worker.requests["request"] = LongRequest("request", 60, 1, sequence=SimpleNamespace())
+    step(worker, StepOrders(kept={"request": KeptContext("a", [1])}), "request")
+    assert worker.take_stats().lost == {"request": "a"}
+    assert worker.take_stats().lost == {}

@@ -106,6 +106,7 @@ class LongContextWorker:
     host_seconds: float = 0.0
     device_seconds: float = 0.0
     max_model_len: int = 0
+    _not_kept: dict[str, str] = field(default_factory=dict)  # request -> context
     _layer_numbers: dict[str, int] = field(default_factory=dict)
     _spec: RelaySparseSpec | None = None
     _runner: Any = None
@@ -139,7 +140,8 @@ class LongContextWorker:
             device_seconds=self.device_seconds,
             host_dropped_mass=stats.dropped_mass or 0.0,
         )
-        taken.lost = {
+        taken.lost, self._not_kept = self._not_kept, {}
+        taken.lost |= {
             each.id: each.lost_context_id
             for each in self.requests.values()
             if each.lost_context_id is not None
@@ -166,8 +168,11 @@ class LongContextWorker:
         for request_id in scheduler_output.finished_req_ids:
             request = self.requests.pop(request_id, None)
             kept = orders.kept.get(request_id)
-            if kept is not None and request is not None and request.sequence is not None:
-                self.open_contexts(worker).keep(kept, request.sequence, request.context)
+            if kept is None or request is None or request.sequence is None:
+                continue
+            contexts = self.open_contexts(worker)
+            if not contexts.keep(kept, request.sequence, request.context):
+                self._not_kept[request_id] = kept.context_id
         for request_id in orders.dropped:
             if request_id in self.requests:
                 self.requests[request_id].sequence = None

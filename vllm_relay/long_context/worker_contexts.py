@@ -26,6 +26,7 @@ from vllm_relay.sparse.context_store import (
     MemoryContextStore,
     StoredContext,
 )
+from vllm_relay.sparse.damage import IndexDamagedError
 from vllm_relay.sparse.disk_context_store import DiskContextStore
 from vllm_relay.sparse.index_choice import build_index
 from vllm_relay.sparse.options import DBOptions
@@ -86,22 +87,31 @@ class WorkerContexts:
         kept: KeptContext,
         sequence: HostSequence,
         reused: StoredContext | None,
-    ) -> None:
-        """Makes a context of a request that has ended; its index is built later."""
+    ) -> bool:
+        """Makes a context of a request that has ended; its index is built later.
+
+        Returns:
+            whether it could be made: not of a damaged one that the request reused.
+        """
         tokens = np.asarray(kept.tokens, np.int64)
         if sequence.begin:
             assert reused is not None
-            sequence = whole_sequence(
-                reused, sequence.begin, sequence, self.layer_names, len(tokens)
-            )
+            try:
+                sequence = whole_sequence(
+                    reused, sequence.begin, sequence, self.layer_names, len(tokens)
+                )
+            except IndexDamagedError as error:
+                logger.warning("context %s is not kept: %s", kept.context_id, error)
+                return False
         with self._lock:
             if kept.context_id in self._fresh:
-                return
+                return True
             context = SequenceContext(tokens, sequence, self.layer_names)
             self._fresh[context.id] = context
             self._deleted.discard(context.id)
             self.num_queued += 1
         self._builders.submit(self._build, context)
+        return True
 
     def delete(self, context_id: str) -> None:
         """Forgets a context, here and in the folder. Requests that read it go on."""
