@@ -18,6 +18,7 @@ from vllm_relay.long_context.orders import KEEP_ARG, Placement, StepOrders, orde
 from vllm_relay.long_context.stats import LongContextStats
 from vllm_relay.long_context.window import Residency, WindowPolicy
 from vllm_relay.long_context.worker_contexts import WorkerContexts, db_options
+from vllm_relay.sparse.context_folder import rank_folder
 from vllm_relay.sparse.context_store import StoredContext
 from vllm_relay.sparse.retrieval import SessionStats
 
@@ -262,9 +263,7 @@ def _open_contexts(
     rank = worker.rank % num_ranks
     path = None
     if options.context_dir is not None:
-        path = Path(options.context_dir).expanduser()
-        if num_ranks > 1:
-            path = path / f"rank-{rank}-of-{num_ranks}"
+        path = rank_folder(Path(options.context_dir).expanduser(), rank, num_ranks)
     fingerprint = fingerprint_of(
         vllm_config,
         worker.model_runner.get_model(),
