@@ -15,6 +15,8 @@ pytestmark = pytest.mark.integration
 SMALL_WINDOW = {"min_context_tokens": 96, "sink_tokens": 20, "window_tokens": 40}
 EVERYTHING = {"relay": {**SMALL_WINDOW, "alpha": 0}}
 MOST = {"relay": {**SMALL_WINDOW, "alpha": 1e-7}}
+CONTEXT_FILE_BYTES = 400_000
+"""About what the files of one of the contexts below have."""
 PLAIN = ("shared", "parallel_sampling", "prompt_logprobs", "abort", "salts")
 # "reset" last: it says whether every block has come back
 SCENARIOS = (*PLAIN, "preempted", "contexts", "reset")
@@ -130,6 +132,23 @@ def test_a_context_that_cannot_be_read_is_computed_again(run: Run, tmp_path: Pat
     ]
     for first, again in (damaged, gone):
         assert_same_completions(first, again)
+
+
+def test_contexts_leave_a_full_folder_also_while_they_are_read(run: Run, tmp_path: Path) -> None:
+    options = {
+        **EVERYTHING["relay"],
+        "context_dir": str(tmp_path / "contexts"),
+        "context_disk_gib": 2.5 * CONTEXT_FILE_BYTES / (1 << 30),
+    }
+    found = run(
+        "relay_sparse", scenarios=("evicted_contexts",), additional_config={"relay": options}
+    )["evicted_contexts"]
+    # the second leaves for the third, and the first while it is read
+    assert found["seen"] == [[0, 2], [0, 2], [1, 2]]
+    assert [each["cached_tokens"] for each in found["asked"]] == [203, 0, 203, 203]
+    first, second, third = found["before"]
+    answers = [found["reader"], *found["asked"]]
+    assert_same_completions(answers, [first, first, first, second, third])
 
 
 @pytest.mark.parametrize(
