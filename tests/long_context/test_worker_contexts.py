@@ -25,7 +25,7 @@ from tests.long_context.test_sequence_context import (
 from vllm_relay.long_context import worker_contexts
 from vllm_relay.long_context.orders import ContextReport, KeptContext
 from vllm_relay.long_context.worker_contexts import WorkerContexts
-from vllm_relay.sparse.context_file import CONTEXT_SUFFIX, ContextFile
+from vllm_relay.sparse.context_file import CONTEXT_SUFFIX, QUERIES_SUFFIX, ContextFile
 from vllm_relay.sparse.context_fingerprint import ContextFingerprint
 from vllm_relay.sparse.context_store import context_id_of
 from vllm_relay.sparse.options import DBOptions
@@ -118,10 +118,11 @@ def test_a_context_is_there_at_once_and_stored_later(
             )
             np.testing.assert_array_equal(ours[0].data, theirs[0].data)
             np.testing.assert_array_equal(ours[1].data, theirs[1].data)
-    files = list(tmp_path.glob(f"*{CONTEXT_SUFFIX}"))
+    files = list(tmp_path.iterdir())
     if files:
         assert (changed.state, changed.memory_bytes) == ("stored", 0)
-        assert changed.file_bytes == files[0].stat().st_size
+        assert sorted(each.suffix for each in files) == [CONTEXT_SUFFIX, QUERIES_SUFFIX]
+        assert changed.file_bytes == sum(each.stat().st_size for each in files)
     else:
         assert (changed.state, changed.file_bytes) == ("memory", 0)
 
@@ -136,6 +137,17 @@ def test_a_folder_is_found_again(tmp_path: Path) -> None:
     assert (report.context_id, report.state) == (context_id, "stored")
     assert second.get(context_id) is not None
     assert second.get("another") is None
+
+
+def test_without_training_queries_a_context_has_one_file(tmp_path: Path) -> None:
+    first = open_contexts(tmp_path)
+    keep(first)
+    wait(first)
+    [queries] = tmp_path.glob(f"*{QUERIES_SUFFIX}")
+    queries.unlink()
+    [(report, _)] = first.reports()
+    [file] = tmp_path.iterdir()
+    assert report.file_bytes == file.stat().st_size
 
 
 def test_a_context_that_is_deleted_while_it_is_indexed_leaves_nothing(

@@ -27,7 +27,7 @@ from vllm_relay.sparse.context_store import (
     StoredContext,
 )
 from vllm_relay.sparse.damage import IndexDamagedError
-from vllm_relay.sparse.disk_context_store import DiskContextStore
+from vllm_relay.sparse.disk_context_store import DiskContext, DiskContextStore
 from vllm_relay.sparse.index_choice import build_index
 from vllm_relay.sparse.options import DBOptions
 from vllm_relay.sparse.query_types import Dipr
@@ -56,7 +56,6 @@ class WorkerContexts:
         threads: int,
     ) -> None:
         self.layer_names = list(layer_names)
-        self._is_on_disk = path is not None
         self._store: ContextStore = (
             MemoryContextStore() if path is None else DiskContextStore(path, fingerprint)
         )
@@ -143,14 +142,14 @@ class WorkerContexts:
     def _report(self, context: StoredContext) -> ContextReport:
         is_fresh = isinstance(context, SequenceContext)
         problem = self._problems.get(context.id)
-        in_file = self._is_on_disk and not is_fresh
-        state = "indexing" if is_fresh and problem is None else "stored" if in_file else "memory"
+        stored = context if isinstance(context, DiskContext) else None
+        state = "indexing" if is_fresh and problem is None else "stored" if stored else "memory"
         return ContextReport(
             context_id=context.id,
             num_tokens=context.num_tokens,
             state=state,
-            memory_bytes=0 if in_file else context.num_bytes,
-            file_bytes=context.num_bytes if in_file else 0,
+            memory_bytes=0 if stored else context.num_bytes,
+            file_bytes=stored.disk_bytes if stored else 0,
             problem=problem,
         )
 
