@@ -143,7 +143,8 @@ def _evict_everything(llm: LLM) -> None:
 
 
 def run_damaged_context(llm: LLM) -> Any:
-    """A kept context whose file is damaged after it was opened, and one whose file is gone."""
+    """Before a context is kept, then twice after its file was damaged while open, or is gone: of
+    several ranks, that of the last one."""
     from vllm_relay.long_context.client import keep_context, list_contexts
 
     folder = Path(llm.llm_engine.vllm_config.additional_config["relay"]["context_dir"])
@@ -151,10 +152,12 @@ def run_damaged_context(llm: LLM) -> Any:
     for seed in range(2):
         document = tokens(50 + seed, 203)
         prompts = [{"prompt_token_ids": [*document, *tokens(60 + i, 5 + 40 * i)]} for i in range(4)]
+        rounds = [llm.generate(prompts, greedy(12, logprobs=2), use_tqdm=False)]
         keep_context(llm, document)
         while any(each.state == "indexing" for each in list_contexts(llm)):
             time.sleep(0.01)
-        for path in folder.glob("*.relayctx"):
+        paths = sorted(folder.rglob("*.relayctx"))
+        for path in paths[-1].parent.glob("*.relayctx"):
             if seed:
                 path.unlink()
             else:
@@ -162,13 +165,10 @@ def run_damaged_context(llm: LLM) -> Any:
                 content[len(content) // 3 :: 4096] = b"!" * len(content[len(content) // 3 :: 4096])
                 with path.open("r+b") as file:  # the same file: it is mapped already
                     file.write(content)
-        _evict_everything(llm)
-        outputs = llm.generate(prompts, greedy(12, logprobs=2), use_tqdm=False)
-        _evict_everything(llm)
-        again = llm.generate(prompts, greedy(12, logprobs=2), use_tqdm=False)
-        answers.append(
-            [[completion(each.outputs[0]) for each in round_] for round_ in (outputs, again)]
-        )
+        for _ in range(2):
+            _evict_everything(llm)
+            rounds.append(llm.generate(prompts, greedy(12, logprobs=2), use_tqdm=False))
+        answers.append([[completion(each.outputs[0]) for each in outputs] for outputs in rounds])
     return answers
 
 

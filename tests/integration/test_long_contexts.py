@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +128,31 @@ def test_contexts_in_a_folder_and_spawned_processes(run: Run, tmp_path: Path) ->
 
 def test_a_context_that_cannot_be_read_is_computed_again(run: Run, tmp_path: Path) -> None:
     options = {"relay": {**MOST["relay"], "context_dir": str(tmp_path / "contexts")}}
-    damaged, gone = run("relay_sparse", scenarios=("damaged_context",), additional_config=options)[
-        "damaged_context"
-    ]
-    for first, again in (damaged, gone):
-        assert_same_completions(first, again)
+    found = run("relay_sparse", scenarios=("damaged_context",), additional_config=options)
+    check_damaged(found)
+
+
+def check_damaged(found: dict[str, Any]) -> None:
+    assert len(found["damaged_context"]) == 2
+    for before, first, again in found["damaged_context"]:
+        assert_same_completions(first, before)
+        assert_same_completions(again, before)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each of two ranks")
+def test_a_context_that_one_rank_cannot_read_is_computed_again(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{first}|{second}")
+    options = {"relay": {**EVERYTHING["relay"], "context_dir": str(tmp_path / "contexts")}}
+    found = run(
+        "relay_sparse",
+        scenarios=("damaged_context",),
+        tensor_parallel_size=2,
+        additional_config=options,
+    )
+    check_damaged(found)
 
 
 def test_contexts_leave_a_full_folder_also_while_they_are_read(run: Run, tmp_path: Path) -> None:
