@@ -78,13 +78,13 @@ class LongContextExecutor(SimulatedExecutor):
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         orders = orders_of(scheduler_output)
+        for context_id in orders.deleted:
+            del self.contexts[context_id]
         for request_id in scheduler_output.finished_req_ids:
             self._end(request_id, orders)
         for request_id in orders.dropped:
             self.dropped.append(request_id)
             self.copies[request_id].states = []
-        for context_id in orders.deleted:
-            del self.contexts[context_id]
         for new in scheduler_output.scheduled_new_reqs:
             self._take(new)
             self._place(new.req_id, orders.placed.get(new.req_id), new.num_computed_tokens)

@@ -248,8 +248,12 @@ class LongContextScheduler:
         return self.refuse_context(num_tokens) is None
 
     def delete_context(self, context_id: str) -> None:
-        """No later request reuses it."""
+        """No later request reuses it, and the workers do not make it if they have not begun to."""
         self.catalog.remove(context_id)
+        kept = self._orders.kept
+        self._orders.kept = {
+            request_id: each for request_id, each in kept.items() if each.context_id != context_id
+        }
         self.memory.set_context(context_id, 0)
         self._file_bytes.pop(context_id, None)
 
@@ -283,14 +287,22 @@ class LongContextScheduler:
             if report.context_id in self.catalog:
                 self.memory.set_context(report.context_id, report.memory_bytes * self._num_ranks)
                 self._file_bytes[report.context_id] = report.file_bytes * self._num_ranks
-        if self._disk_bytes is None:
+        limit, sizes = self._disk_bytes, self._file_bytes
+        if limit is None:
             return
-        for context_id in self.catalog.by_last_use():
-            if sum(self._file_bytes.values()) <= self._disk_bytes:
+        by_last_use = self.catalog.by_last_use()
+        # what never fits is first: no other need leave for it
+        for context_id in sorted(by_last_use, key=lambda each: sizes.get(each, 0) <= limit):
+            if sum(sizes.values()) <= limit:
                 return
-            if self._file_bytes.get(context_id):
+            if sizes.get(context_id):
                 self.delete_context(context_id)
                 self._orders.deleted.append(context_id)
+
+    def take_evicted(self) -> list[str]:
+        """Contexts that have left a full folder and that the workers have not been told of."""
+        evicted, self._orders.deleted = self._orders.deleted, []
+        return evicted
 
     def _keep(self, request: Request, num_tokens: int) -> None:
         tokens = list(request.all_token_ids[:num_tokens])

@@ -36,8 +36,8 @@ class LongContextStats:
 
     Attributes:
         reports: of contexts that have changed.
-        lost: requests whose context cannot be read: what they computed in the step is void. With
-            the ids of the contexts.
+        lost: requests whose context cannot be read: what they computed in the step is void, or, of
+            those that have ended, could not be kept. With the ids of the contexts.
     """
 
     host_searches: int = 0

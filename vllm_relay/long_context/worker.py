@@ -15,9 +15,11 @@ from vllm_relay.long_context.host_sequence import HostSequence
 from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.model_identity import fingerprint_of
 from vllm_relay.long_context.orders import KEEP_ARG, Placement, StepOrders, orders_of
+from vllm_relay.long_context.ranks import lost_in_any_rank
 from vllm_relay.long_context.stats import LongContextStats
 from vllm_relay.long_context.window import Residency, WindowPolicy
 from vllm_relay.long_context.worker_contexts import WorkerContexts, db_options
+from vllm_relay.sparse.context_folder import rank_folder
 from vllm_relay.sparse.context_store import StoredContext
 from vllm_relay.sparse.retrieval import SessionStats
 
@@ -106,6 +108,8 @@ class LongContextWorker:
     host_seconds: float = 0.0
     device_seconds: float = 0.0
     max_model_len: int = 0
+    _not_kept: dict[str, str] = field(default_factory=dict)  # request -> context
+    _reads_contexts: bool = False  # since statistics were taken; equal in all ranks
     _layer_numbers: dict[str, int] = field(default_factory=dict)
     _spec: RelaySparseSpec | None = None
     _runner: Any = None
@@ -139,11 +143,15 @@ class LongContextWorker:
             device_seconds=self.device_seconds,
             host_dropped_mass=stats.dropped_mass or 0.0,
         )
-        taken.lost = {
+        lost, self._not_kept = self._not_kept, {}
+        lost |= {
             each.id: each.lost_context_id
             for each in self.requests.values()
             if each.lost_context_id is not None
         }
+        if self._reads_contexts:
+            lost = lost_in_any_rank(lost)
+        taken.lost, self._reads_contexts = lost, False
         self.host_seconds = self.device_seconds = 0.0
         if self.contexts is not None:
             taken.index_builds_queued = self.contexts.num_queued
@@ -161,22 +169,31 @@ class LongContextWorker:
         self._runner = worker.model_runner
         self.max_model_len = worker.model_config.max_model_len
         orders = orders_of(scheduler_output)
+        self._note_reused_contexts()
+        for context_id in orders.deleted:  # which may be kept again
+            self.open_contexts(worker).delete(context_id)
         for request_id in scheduler_output.finished_req_ids:
             request = self.requests.pop(request_id, None)
             kept = orders.kept.get(request_id)
-            if kept is not None and request is not None and request.sequence is not None:
-                self.open_contexts(worker).keep(kept, request.sequence, request.context)
+            if kept is None or request is None or request.sequence is None:
+                continue
+            contexts = self.open_contexts(worker)
+            if not contexts.keep(kept, request.sequence, request.context):
+                self._not_kept[request_id] = kept.context_id
         for request_id in orders.dropped:
             if request_id in self.requests:
                 self.requests[request_id].sequence = None
-        for context_id in orders.deleted:
-            self.open_contexts(worker).delete(context_id)
         for new in scheduler_output.scheduled_new_reqs:
             if new.req_id not in self.requests:
                 self.requests[new.req_id] = self._new_request(new)
             self._place(new.req_id, orders)
         for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             self._place(request_id, orders)
+        self._note_reused_contexts()
+
+    def _note_reused_contexts(self) -> None:
+        sequences = (request.sequence for request in self.requests.values())
+        self._reads_contexts |= any(each is not None and each.begin > 0 for each in sequences)
 
     def _new_request(self, new: Any) -> LongRequest:
         params = new.sampling_params
@@ -257,9 +274,7 @@ def _open_contexts(
     rank = worker.rank % num_ranks
     path = None
     if options.context_dir is not None:
-        path = Path(options.context_dir).expanduser()
-        if num_ranks > 1:
-            path = path / f"rank-{rank}-of-{num_ranks}"
+        path = rank_folder(Path(options.context_dir).expanduser(), rank, num_ranks)
     fingerprint = fingerprint_of(
         vllm_config,
         worker.model_runner.get_model(),

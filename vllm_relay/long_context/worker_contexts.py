@@ -26,7 +26,8 @@ from vllm_relay.sparse.context_store import (
     MemoryContextStore,
     StoredContext,
 )
-from vllm_relay.sparse.disk_context_store import DiskContextStore
+from vllm_relay.sparse.damage import IndexDamagedError
+from vllm_relay.sparse.disk_context_store import DiskContext, DiskContextStore
 from vllm_relay.sparse.index_choice import build_index
 from vllm_relay.sparse.options import DBOptions
 from vllm_relay.sparse.query_types import Dipr
@@ -55,7 +56,6 @@ class WorkerContexts:
         threads: int,
     ) -> None:
         self.layer_names = list(layer_names)
-        self._is_on_disk = path is not None
         self._store: ContextStore = (
             MemoryContextStore() if path is None else DiskContextStore(path, fingerprint)
         )
@@ -86,22 +86,31 @@ class WorkerContexts:
         kept: KeptContext,
         sequence: HostSequence,
         reused: StoredContext | None,
-    ) -> None:
-        """Makes a context of a request that has ended; its index is built later."""
+    ) -> bool:
+        """Makes a context of a request that has ended; its index is built later.
+
+        Returns:
+            whether it could be made: not of a damaged one that the request reused.
+        """
         tokens = np.asarray(kept.tokens, np.int64)
         if sequence.begin:
             assert reused is not None
-            sequence = whole_sequence(
-                reused, sequence.begin, sequence, self.layer_names, len(tokens)
-            )
+            try:
+                sequence = whole_sequence(
+                    reused, sequence.begin, sequence, self.layer_names, len(tokens)
+                )
+            except IndexDamagedError as error:
+                logger.warning("context %s is not kept: %s", kept.context_id, error)
+                return False
         with self._lock:
             if kept.context_id in self._fresh:
-                return
+                return True
             context = SequenceContext(tokens, sequence, self.layer_names)
             self._fresh[context.id] = context
             self._deleted.discard(context.id)
             self.num_queued += 1
         self._builders.submit(self._build, context)
+        return True
 
     def delete(self, context_id: str) -> None:
         """Forgets a context, here and in the folder. Requests that read it go on."""
@@ -133,14 +142,14 @@ class WorkerContexts:
     def _report(self, context: StoredContext) -> ContextReport:
         is_fresh = isinstance(context, SequenceContext)
         problem = self._problems.get(context.id)
-        in_file = self._is_on_disk and not is_fresh
-        state = "indexing" if is_fresh and problem is None else "stored" if in_file else "memory"
+        stored = context if isinstance(context, DiskContext) else None
+        state = "indexing" if is_fresh and problem is None else "stored" if stored else "memory"
         return ContextReport(
             context_id=context.id,
             num_tokens=context.num_tokens,
             state=state,
-            memory_bytes=0 if in_file else context.num_bytes,
-            file_bytes=context.num_bytes if in_file else 0,
+            memory_bytes=0 if stored else context.num_bytes,
+            file_bytes=stored.disk_bytes if stored else 0,
             problem=problem,
         )
 

@@ -89,6 +89,13 @@ class DiskContext(StoredContext):
     def num_bytes(self) -> int:
         return self._file.file.num_bytes
 
+    @property
+    def disk_bytes(self) -> int:
+        """Of the file, and of that with the training queries."""
+        with suppress(OSError):
+            return self.num_bytes + self.path.with_suffix(QUERIES_SUFFIX).stat().st_size
+        return self.num_bytes
+
     def rows(self, layer: int, head: int, begin: int, end: int) -> tuple[Elements, Elements]:
         with self._reading_file():
             return (
