@@ -176,7 +176,7 @@ def test_keys_far_below_the_range_are_not_read() -> None:
     part = part_of(layer, SINK_END, 1920)
     stats = SessionStats()
     attend_retrieved([part], query, SCALE, retrieval_of(alpha=0.01), stats)
-    indexed = sum(last - first for first, last, _ in layer.segments)
+    indexed = sum(segment.end - segment.begin for segment in layer.segments)
     assert stats.searches == 2 * len(layer.segments) and indexed > 1700
     assert stats.searched_tokens == 2 * indexed
     assert 0 < stats.retrieved_tokens < stats.searched_tokens / 10

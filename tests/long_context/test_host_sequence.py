@@ -40,17 +40,23 @@ def layer_of(num_tokens: int, begin: int = 0, dtype: torch.dtype = torch.float32
     return layer
 
 
+def ranges_of(layer: HostLayer) -> list[tuple[int, int]]:
+    return [(segment.begin, segment.end) for segment in layer.segments]
+
+
 def check_segments(layer: HostLayer, begin: int, indexed: int) -> None:
     """They are adjacent, from `begin` on, and have the keys and values of their positions."""
     at = begin
-    for first, last, segment in layer.segments:
-        assert first == at < last
-        at = last
-        keys, values = layer.rows(first, last)
+    for segment in layer.segments:
+        assert segment.begin == at < segment.end
+        at = segment.end
+        keys, values = layer.rows(segment.begin, segment.end)
         for head in range(KV_HEADS):
-            index = segment.indexes[head]
+            index = segment.layer.indexes[head]
             np.testing.assert_array_equal(index.keys.to_float32(), keys[head].float())
-            np.testing.assert_array_equal(segment.values[head].to_float32(), values[head].float())
+            np.testing.assert_array_equal(
+                segment.layer.values[head].to_float32(), values[head].float()
+            )
     assert at == indexed
     assert len(layer.segments) <= 2
 
@@ -102,13 +108,13 @@ def test_indexes_are_adjacent_and_leave_less_than_a_segment(
 def test_the_large_segment_stays_while_the_small_one_grows() -> None:
     layer = layer_of(500)
     layer.index_up_to(32, 32 + 17 * UNINDEXED_TOKENS)
-    large = layer.segments[0][2]
+    large = layer.segments[0].layer
     for granules in range(18, 24):
         layer.index_up_to(32, 32 + granules * UNINDEXED_TOKENS + 3)
-        assert layer.segments[0][2] is large
-    assert [segment[:2] for segment in layer.segments] == [(32, 192), (192, 262)]
+        assert layer.segments[0].layer is large
+    assert ranges_of(layer) == [(32, 192), (192, 262)]
     layer.index_up_to(32, 32 + 24 * UNINDEXED_TOKENS)
-    assert [segment[:2] for segment in layer.segments] == [(32, 272)]
+    assert ranges_of(layer) == [(32, 272)]
 
 
 def test_nothing_is_indexed_where_the_window_begins_before_the_tokens() -> None:
@@ -137,9 +143,9 @@ def test_a_request_that_begins_again_has_no_old_indexes() -> None:
 def test_indexes_of_rejected_tokens_go_and_those_before_stay() -> None:
     layer = layer_of(200)
     layer.index_up_to(0, 120)
-    assert [segment[:2] for segment in layer.segments] == [(0, 80), (80, 120)]
+    assert ranges_of(layer) == [(0, 80), (80, 120)]
     layer.write(110, states(1, 3), states(1, 4))
-    assert [segment[:2] for segment in layer.segments] == [(0, 80)]
+    assert ranges_of(layer) == [(0, 80)]
     layer.write(111, states(50, 5), states(50, 6))
     assert layer.index_up_to(0, 155) == 150
     check_segments(layer, 0, 150)

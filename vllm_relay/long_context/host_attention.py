@@ -223,17 +223,17 @@ def _search_own(
 ) -> list[State]:
     """Of every segment of tokens that the request has computed itself."""
     states: list[State] = []
-    for first, last, segment in part.own.segments:
+    for segment in part.own.segments:
         assert retrieval.query is not None
-        found, cost = segment.attend(
+        found, cost = segment.layer.attend(
             rows.numpy(),
-            retrieval.query,
+            retrieval.query if segment.queries is None else segment.queries,
             scale=scale,
             window_max=top.numpy(),
             threads=torch.get_num_threads(),
         )
         states.append((torch.from_numpy(found.output), torch.from_numpy(found.lse)))
-        stats.add(last - first, cost, len(rows))
+        stats.add(segment.end - segment.begin, cost, len(rows))
     return states
 
 
