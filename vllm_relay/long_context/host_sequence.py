@@ -138,9 +138,12 @@ class HostLayer:
         return True
 
     def forget_indexes(self) -> None:
-        """Frees planned indexes, and what they could learn from; flat ones are built again."""
+        """Frees planned indexes; flat ones are built again."""
         self.better = self.pending = None
         self.segments = []
+
+    def forget_queries(self) -> None:
+        """Frees what indexes could learn from."""
         self.train_queries = TrainQueries(TRAIN_QUERIES_PER_KEY)
 
     def _flat(self, begin: int, end: int) -> Segment:
