@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -195,6 +196,23 @@ def test_the_window_narrows_the_range() -> None:
         attend_retrieved([part], query, SCALE, retrieval_of(alpha=0.01), stats)
         assert stats.retrieved_tokens == 0
         layer.keys[0, position] = key
+
+
+def test_a_segment_says_what_its_heads_are_asked() -> None:
+    """One head reads everything, the other what all are asked otherwise."""
+    layer = layer_of(1500, 2)
+    query = queries(1, 4, size=8.0)
+    part = part_of(layer, SINK_END, 1408)
+    retrieval = retrieval_of(alpha=0.5)
+    before = attend_one(part, query, retrieval)
+    everything = oracle(layer, query, SINK_END, 1408)
+    layer.segments = [replace(each, queries=[None, retrieval.query]) for each in layer.segments]
+    found = attend_one(part, query, retrieval)
+    first, whole = ((state[0][:, :2], state[1][:, :2]) for state in (found, everything))
+    assert_close(first, whole, torch.float32)
+    for one, other in zip(found, before, strict=True):
+        assert torch.equal(one[:, 2:], other[:, 2:])
+    assert bool((found[1] < everything[1] - 1e-3)[:, 2:].all())
 
 
 def left_out(part: HostPart, query: torch.Tensor, **kwargs: float) -> float:

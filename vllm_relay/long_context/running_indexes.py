@@ -199,7 +199,7 @@ class RunningIndexes:
                 if not layer.is_stale:
                     logger.exception("a layer of a running request keeps its flat indexes")
                 continue
-            if segment is not None and not build.is_cancelled:
+            if segment is not None:
                 build.ready.append((layer, segment))
 
     def _index(self, layer: LayerBuild, build: RequestBuild, payoff: IndexPayoff) -> Segment | None:
