@@ -43,7 +43,7 @@ class LayerBuild:
     Attributes:
         keys, values: of each kv head, where they lie.
         train_queries: [kv_heads, m, head_size] parts, in token order.
-        last_queries: float32 [kv_heads, tokens, group, head_size].
+        last_queries: [kv_heads, tokens, group, head_size].
     """
 
     layer: HostLayer
@@ -52,7 +52,7 @@ class LayerBuild:
     keys: list[Elements]
     values: list[Elements]
     train_queries: list[Any]
-    last_queries: np.ndarray
+    last_queries: Any
 
     @property
     def is_stale(self) -> bool:
@@ -63,6 +63,10 @@ class LayerBuild:
         """Copied by numpy: torch would use the cores of the thread that it is called from."""
         parts = [as_elements_of(part[head]) for part in self.train_queries]
         return Elements(np.concatenate([part.data for part in parts]), parts[0].dtype)
+
+    def last_queries_of(self, head: int) -> np.ndarray:
+        """float32 [tokens, group, head_size]"""
+        return np.ascontiguousarray(as_elements_of(self.last_queries[head]).to_float32())
 
 
 @dataclass
@@ -216,10 +220,10 @@ class RunningIndexes:
         for head, (keys, values) in enumerate(zip(layer.keys, layer.values, strict=True)):
             if not kinds or build.is_cancelled or layer.is_stale or process_ends():
                 return None
-            train = layer.train_queries_of(head)
+            train, last = layer.train_queries_of(head), layer.last_queries_of(head)
             index, plan = build_index(
-                0, keys, values, train, layer.last_queries.shape[2], options, self._costs,
-                layer.last_queries[head], ("full", "flat", *kinds),
+                0, keys, values, train, last.shape[1], options, self._costs, last,
+                ("full", "flat", *kinds),
             )  # fmt: skip
             planned = None if plan is None else plan.query_for(num_keys)
             assert isinstance(index, CompiledIndex)
@@ -248,7 +252,7 @@ def _layer_build(layer: HostLayer) -> LayerBuild | None:
         [as_elements_of(head) for head in keys],
         [as_elements_of(head) for head in values],
         train_queries,
-        last.float().numpy(),
+        last,
     )
 
 
