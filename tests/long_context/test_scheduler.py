@@ -22,7 +22,7 @@ from tests.long_context.simulated_engine import (
     LongEngine,
     long_engine,
 )
-from vllm_relay.long_context import scheduler
+from vllm_relay.long_context import indexed_requests
 from vllm_relay.long_context.orders import orders_of
 
 SHORT_TOKENS = WINDOW["min_context_tokens"] - 1
@@ -236,7 +236,7 @@ def test_too_little_host_memory_is_refused_at_start(model: str) -> None:
 def cheap_indexes(monkeypatch: pytest.MonkeyPatch) -> None:
     """They pay for requests of about a hundred tokens and more."""
     costs = made_costs(build_us=5e3)
-    monkeypatch.setattr(scheduler, "load_costs", lambda: costs)
+    monkeypatch.setattr(indexed_requests, "load_costs", lambda: costs)
 
 
 def collect_indexed(engine: LongEngine) -> list[tuple[str, bool]]:
@@ -260,10 +260,13 @@ def test_requests_for_which_an_index_could_pay_get_memory_for_it(model: str) -> 
         told, memory = collect_indexed(engine), engine.long_contexts.memory
         engine.add("long", tokens(1, 230), 200)
         engine.step()
-        per_token = BYTES_PER_TOKEN + engine.long_contexts._index_bytes
+        index_bytes = engine.long_contexts.indexed.bytes_per_token
+        per_token = BYTES_PER_TOKEN + index_bytes
         # 96 tokens are two granules; of two layers of two heads
         assert memory.used_bytes == 2 * GRANULE_TOKENS * per_token
-        assert engine.long_contexts._index_bytes == int(2 * 2 * (64 + 4 * 48 + 0.4 * 32 * 4))
+        assert engine.long_contexts.indexed.bytes_per_token == int(
+            2 * 2 * (64 + 4 * 48 + 0.4 * 32 * 4)
+        )
         engine.add("few", tokens(2, 230), 60)
         engine.add("short", tokens(3, SHORT_TOKENS), 300)
         engine.run()
@@ -302,7 +305,7 @@ def test_indexes_give_way_to_tokens(model: str) -> None:
         assert ("a", False) in told or ("b", False) in told
         assert sorted(engine.ended) == ["a", "b", "c"]
         assert engine.long_contexts.memory.used_bytes == 0
-        assert not engine.long_contexts._indexed
+        assert len(engine.long_contexts.indexed) == 0
 
 
 @pytest.mark.usefixtures("cheap_indexes")

@@ -19,8 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_relay.config import RelayConfig
 from vllm_relay.long_context.catalog import ContextCatalog
 from vllm_relay.long_context.host_memory import HostMemory
-from vllm_relay.long_context.host_sequence import TRAIN_QUERIES_PER_KEY
-from vllm_relay.long_context.index_payoff import IndexPayoff, index_bytes_per_key
+from vllm_relay.long_context.indexed_requests import IndexedRequests
 from vllm_relay.long_context.kv_cache_spec import RelaySparseManager, RelaySparseSpec
 from vllm_relay.long_context.memory import default_capacity_bytes
 from vllm_relay.long_context.orders import (
@@ -32,7 +31,6 @@ from vllm_relay.long_context.orders import (
 )
 from vllm_relay.long_context.stats import COUNTERS, GAUGES, LONG_CONTEXTS, LongContextStats
 from vllm_relay.sparse.context_store import context_id_of
-from vllm_relay.sparse.search_cost import load_costs
 
 
 class HostBlocks(KVCacheBlocks):
@@ -75,9 +73,9 @@ class LongContextScheduler:
         self._num_ranks = num_ranks
         self._preempted: dict[str, int] = {}  # request -> tokens in host memory
         self._num_kept_tokens = 0
-        self._index_bytes = _index_bytes_per_token(manager.kv_cache_config, num_ranks)
-        self._payoff = _payoff(scheduler.vllm_config, options, manager.kv_cache_config)
-        self._indexed: set[str] = set()
+        self.indexed = IndexedRequests(
+            scheduler.vllm_config, options, manager.kv_cache_config, self.memory
+        )
         self._block_bytes = sum(
             len(group.layer_names) * group.kv_cache_spec.page_size_bytes
             for group in manager.kv_cache_config.kv_cache_groups
@@ -152,7 +150,7 @@ class LongContextScheduler:
             self.memory.preempt(request.request_id)
         elif request.status != RequestStatus.RUNNING:
             self.memory.release(request.request_id)
-            self._take_back_indexing(request.request_id)
+            self.indexed.take_back(request.request_id)
 
     def before_free(self, request: Request) -> None:
         """The request gives its blocks back: it has ended, or is preempted."""
@@ -160,7 +158,7 @@ class LongContextScheduler:
         num_tokens = request.num_computed_tokens - request.num_in_flight_tokens
         if request.status != RequestStatus.RUNNING:
             self.memory.release(request_id)
-            self._indexed.discard(request_id)
+            self.indexed.end(request_id)
             self._preempted.pop(request_id, None)
             if _is_kept(request) and self.can_keep(num_tokens):
                 self._keep(request, num_tokens)
@@ -219,6 +217,7 @@ class LongContextScheduler:
     def take_orders(self) -> StepOrders:
         """What has to be said to the workers with the step that was just scheduled."""
         orders, self._orders = self._orders, StepOrders()
+        orders.indexed = self.indexed.take_changes()
         return orders
 
     def refuse_context(self, num_tokens: int) -> tuple[int, str] | None:
@@ -339,50 +338,15 @@ class LongContextScheduler:
         num_tokens = min(num_tokens, self._max_model_len)
         if not self._policy.mirrors(num_tokens, request.num_prompt_tokens):
             return True
-        request_id = request.request_id
-        if not self.memory.holds(request_id):
-            self._choose_indexing(request)
-        dropped = None
-        if request_id in self._indexed:
-            dropped = self.memory.reserve(request_id, num_tokens, self._index_bytes)
-            if dropped is None:
-                self._set_indexed(request_id, False)
+        num_prompt_tokens = request.num_prompt_tokens
+        longest = min(num_prompt_tokens + request.max_tokens, self._max_model_len)
+        dropped = self.indexed.reserve(request.request_id, num_tokens, num_prompt_tokens, longest)
         if dropped is None:
-            dropped = self.memory.reserve(request_id, num_tokens)
-        if dropped is None:
-            if not self.memory.holds(request_id):
-                self._take_back_indexing(request_id)
             return False
         for other in dropped:
             self._preempted.pop(other, None)
         self._orders.dropped += dropped
         return True
-
-    def _choose_indexing(self, request: Request) -> None:
-        """Whether better indexes could pay for a request that begins, and would fit."""
-        num_prompt_tokens = request.num_prompt_tokens
-        longest = min(num_prompt_tokens + request.max_tokens, self._max_model_len)
-        self._set_indexed(
-            request.request_id,
-            self._payoff is not None
-            and num_prompt_tokens >= self._policy.min_context_tokens
-            and self._payoff.may_pay(num_prompt_tokens, longest - num_prompt_tokens)
-            and self.memory.bytes_for(longest, self._index_bytes)
-            <= self.memory.capacity_bytes - self.memory.context_bytes,
-        )
-
-    def _set_indexed(self, request_id: str, is_indexed: bool) -> None:
-        if is_indexed != (request_id in self._indexed):
-            self._orders.indexed[request_id] = is_indexed
-        if is_indexed:
-            self._indexed.add(request_id)
-        else:
-            self._indexed.discard(request_id)
-
-    def _take_back_indexing(self, request_id: str) -> None:
-        """The request does not begin in this step: the workers are not told of it."""
-        self._indexed.discard(request_id)
-        self._orders.indexed.pop(request_id, None)
 
     def _check_capacity(self) -> None:
         needed = self.memory.bytes_for(self._max_model_len)
@@ -427,40 +391,3 @@ def _bytes_per_token(kv_cache_config: KVCacheConfig, num_ranks: int) -> int:
             codes = spec.num_kv_heads * spec.head_size
             num_bytes += len(group.layer_names) * (spec.page_size_bytes // spec.block_size + codes)
     return num_bytes * num_ranks
-
-
-def _index_bytes_per_token(kv_cache_config: KVCacheConfig, num_ranks: int) -> int:
-    """Indexes of a request and what they learn from, in all layers and ranks."""
-    num_bytes = 0.0
-    for group in kv_cache_config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        if isinstance(spec, RelaySparseSpec):
-            per_key = index_bytes_per_key(
-                spec.head_size, spec.dtype.itemsize, TRAIN_QUERIES_PER_KEY
-            )
-            num_bytes += len(group.layer_names) * spec.num_kv_heads * per_key
-    return int(num_bytes * num_ranks)
-
-
-def _payoff(
-    vllm_config: Any, options: RelayConfig, kv_cache_config: KVCacheConfig
-) -> IndexPayoff | None:
-    """None where running requests get no better indexes: nothing is searched, or every key is
-    looked at for a bound.
-
-    Raises:
-        ValueError: the file with the costs of this machine cannot be used.
-    """
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    spec = next((each for each in specs if isinstance(each, RelaySparseSpec)), None)
-    if spec is None or not options.index_running_requests:
-        return None
-    if options.alpha == 0 or options.max_dropped_mass is not None:
-        return None
-    num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
-    return IndexPayoff(
-        load_costs(),
-        group=num_heads // spec.num_kv_heads,
-        head_size=spec.head_size,
-        key_bytes=spec.head_size * spec.dtype.itemsize,
-    )
