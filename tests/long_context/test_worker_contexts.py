@@ -24,6 +24,7 @@ from tests.long_context.test_sequence_context import (
 )
 from vllm_relay.config import RelayConfig
 from vllm_relay.long_context import worker_contexts
+from vllm_relay.long_context.index_builders import start_builders
 from vllm_relay.long_context.orders import ContextReport, KeptContext
 from vllm_relay.long_context.worker_contexts import WorkerContexts, db_options
 from vllm_relay.sparse.context_file import CONTEXT_SUFFIX, QUERIES_SUFFIX, ContextFile
@@ -44,7 +45,7 @@ FINGERPRINT = ContextFingerprint(
 
 
 def open_contexts(path: Path | None) -> WorkerContexts:
-    return WorkerContexts(path, FINGERPRINT, LAYERS, DBOptions(threads=1), threads=1)
+    return WorkerContexts(path, FINGERPRINT, LAYERS, DBOptions(threads=1), start_builders(1))
 
 
 @pytest.fixture(params=["memory", "folder"])

@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from vllm_relay.config import RelayConfig
 from vllm_relay.long_context.host_sequence import HostSequence
+from vllm_relay.long_context.index_builders import process_ends
 from vllm_relay.long_context.orders import ContextReport, KeptContext
 from vllm_relay.long_context.sequence_context import SequenceContext, whole_sequence
 from vllm_relay.sparse.context_fingerprint import ContextFingerprint
@@ -35,8 +34,6 @@ from vllm_relay.sparse.search_cost import SearchCost, load_costs
 
 logger = logging.getLogger(__name__)
 
-_BUILDER_NICENESS = 10
-
 
 class WorkerContexts:
     """Contexts by id: in memory at first, with exact indexes; then with those that were planned,
@@ -44,7 +41,7 @@ class WorkerContexts:
 
     Args:
         path: of the folder; None keeps contexts in memory.
-        threads: that build indexes, beside the steps of the engine.
+        builders: that build indexes, beside the steps of the engine.
     """
 
     def __init__(
@@ -53,7 +50,7 @@ class WorkerContexts:
         fingerprint: ContextFingerprint,
         layer_names: Sequence[str],
         options: DBOptions,
-        threads: int,
+        builders: ThreadPoolExecutor,
     ) -> None:
         self.layer_names = list(layer_names)
         self._store: ContextStore = (
@@ -65,7 +62,9 @@ class WorkerContexts:
         self._problems: dict[str, str] = {}
         self._deleted: set[str] = set()
         self._lock = threading.Lock()
-        self._builders = ThreadPoolExecutor(threads, "relay-index", initializer=_be_nice)
+        self._builders = builders
+        self._builds: list[Future[None]] = []
+        self._is_closed = False
         self.num_queued = 0
         self._changed: list[str] = []
 
@@ -109,7 +108,8 @@ class WorkerContexts:
             self._fresh[context.id] = context
             self._deleted.discard(context.id)
             self.num_queued += 1
-        self._builders.submit(self._build, context)
+        self._builds = [each for each in self._builds if not each.done()]
+        self._builds.append(self._builders.submit(self._build, context))
         return True
 
     def delete(self, context_id: str) -> None:
@@ -136,7 +136,10 @@ class WorkerContexts:
         return [report for report, _ in self.reports() if report.context_id in changed]
 
     def close(self) -> None:
-        self._builders.shutdown(wait=False, cancel_futures=True)
+        """Nothing more is built for them."""
+        self._is_closed = True
+        for build in self._builds:
+            build.cancel()
         self._store.close()
 
     def _report(self, context: StoredContext) -> ContextReport:
@@ -176,14 +179,14 @@ class WorkerContexts:
             self._store.delete(context_id)
 
     def _indexed(self, context: SequenceContext) -> list[list[HeadStates]] | None:
-        """None: it was deleted meanwhile."""
+        """None: nobody wants it any more."""
         if self._costs is None:
             self._costs = load_costs()
         built: list[list[HeadStates]] = []
         for layer in range(context.shape.num_layers):
             built.append([])
             for head in range(context.shape.num_kv_heads):
-                if context.id in self._deleted:
+                if context.id in self._deleted or self._is_closed or process_ends():
                     return None
                 keys, values = context.rows(layer, head, 0, context.num_tokens)
                 train = context.train_queries(layer, head)
@@ -207,16 +210,3 @@ def db_options(options: RelayConfig) -> DBOptions:
         if options.alpha == 0 or options.max_dropped_mass is not None:
             given["index"] = "flat"  # all is read, or looked at: there is nothing to plan
     return DBOptions(**given)
-
-
-def _be_nice() -> None:
-    """Builders leave the cores to the steps of the engine, and use all of them: vLLM binds the
-    thread that starts them to one core. On Linux, threads have priorities and cores of their own.
-    """
-    try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BUILDER_NICENESS)
-        threads = psutil.Process().threads()
-        cores = set().union(*(os.sched_getaffinity(thread.id) for thread in threads))
-        os.sched_setaffinity(0, cores)
-    except (OSError, psutil.Error):
-        logger.debug("index builders run at normal priority", exc_info=True)
