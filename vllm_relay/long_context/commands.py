@@ -76,7 +76,11 @@ def _update(engine_core: Any, *, reopen: bool = False) -> list[Any]:
     long_contexts.load_contexts({report.context_id: tokens for report, tokens in common})
     reports = [report for report, _ in common]
     long_contexts.update_contexts(reports)
-    return [*reports, *long_contexts.pending_contexts()]
+    pending = long_contexts.pending_contexts()
+    told_of = {report.context_id for report in pending}
+    catalog = long_contexts.catalog  # without those that have to leave
+    known = [r for r in reports if r.context_id in catalog and r.context_id not in told_of]
+    return [*known, *pending]
 
 
 def _declare(engine_core: Any, token_ids: list[int]) -> dict[str, Any]:

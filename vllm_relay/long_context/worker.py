@@ -161,6 +161,8 @@ class LongContextWorker:
         self._runner = worker.model_runner
         self.max_model_len = worker.model_config.max_model_len
         orders = orders_of(scheduler_output)
+        for context_id in orders.deleted:  # before one of them is kept again
+            self.open_contexts(worker).delete(context_id)
         for request_id in scheduler_output.finished_req_ids:
             request = self.requests.pop(request_id, None)
             kept = orders.kept.get(request_id)
@@ -169,8 +171,6 @@ class LongContextWorker:
         for request_id in orders.dropped:
             if request_id in self.requests:
                 self.requests[request_id].sequence = None
-        for context_id in orders.deleted:
-            self.open_contexts(worker).delete(context_id)
         for new in scheduler_output.scheduled_new_reqs:
             if new.req_id not in self.requests:
                 self.requests[new.req_id] = self._new_request(new)
