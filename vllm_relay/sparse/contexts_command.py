@@ -58,9 +58,9 @@ def run_delete(
     reports = []
     for each in paths:
         try:
-            each.unlink()
             if each.suffix == CONTEXT_SUFFIX:
                 each.with_suffix(QUERIES_SUFFIX).unlink(missing_ok=True)
+            each.unlink()
             reports.append({"path": str(each), "error": None})
         except OSError as error:
             reports.append({"path": str(each), "error": str(error)})

@@ -228,8 +228,12 @@ class DiskContextStore(ContextStore):
         path = self._path / f"{context_id_of(tokens)}{CONTEXT_SUFFIX}"
         heads = (head for heads in layers for head in heads)
         self._check_limit(path, max(_num_index_bytes(head) for head in heads))
-        _write_queries(path.with_suffix(QUERIES_SUFFIX), layers)
+        # a context can do without its queries; queries without a context would stay for ever
         write_context(path, self._fingerprint, tokens, _heads(layers))
+        try:
+            _write_queries(path.with_suffix(QUERIES_SUFFIX), layers)
+        except OSError as error:
+            logger.warning("training queries left out: %s", error)
         with self._lock:
             self._skipped.pop(path, None)
             self._open[path] = self._opened(path, FileVersion.of(path))
@@ -265,8 +269,8 @@ class DiskContextStore(ContextStore):
             for path, context in list(self._open.items()):
                 if context.id == context_id:
                     del self._open[path]
-                    path.unlink(missing_ok=True)
                     path.with_suffix(QUERIES_SUFFIX).unlink(missing_ok=True)
+                    path.unlink(missing_ok=True)
                     return
         raise KeyError(context_id)
 
