@@ -74,6 +74,10 @@ class LongContextExecutor(SimulatedExecutor):
                     for context_id, (tokens, _) in self.contexts.items()
                 ]
             ]
+        if getattr(method, "__name__", "") == "_delete_in_worker":
+            (context_id,) = kwargs["args"]
+            self.contexts.pop(context_id, None)
+            return [None]
         return super().collective_rpc(method, *args, **kwargs)
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:

@@ -23,7 +23,8 @@ from tests.long_context.simulated_engine import (
     long_engine,
 )
 from vllm_relay.long_context import indexed_requests
-from vllm_relay.long_context.orders import orders_of
+from vllm_relay.long_context.client import list_contexts
+from vllm_relay.long_context.orders import ContextReport, orders_of
 
 SHORT_TOKENS = WINDOW["min_context_tokens"] - 1
 
@@ -373,3 +374,32 @@ def test_every_token_is_where_the_window_says(
         assert kinds == {True, False}  # after preemptions, and of contexts
         assert memory.used_bytes == memory.context_bytes
         assert engine.engine.reset_prefix_cache()
+
+
+def keep(engine: LongEngine, request_id: str, prompt: list[int]) -> str:
+    """A context of a request that ends now; its id."""
+    engine.add(request_id, prompt, 1, keep=True)
+    engine.run()
+    [report] = engine.long_contexts.pending_contexts()
+    return report.context_id
+
+
+def test_a_context_that_leaves_a_full_folder_is_not_found_again(model: str) -> None:
+    with long_engine(model, relay={"context_disk_gib": 1e-6}) as engine:
+        context_id = keep(engine, "a", tokens(1, 200))
+        assert [each.context_id for each in list_contexts(engine.engine)] == [context_id]
+        stored = ContextReport(context_id, 200, "stored", 0, file_bytes=2000)
+        engine.long_contexts.update_contexts([stored])
+        assert list_contexts(engine.engine) == []
+        # the worker is told with this step, of which the request must not read the context
+        engine.add("b", tokens(1, 200), 1)
+        engine.run()
+        assert engine.executor.placements == []
+
+
+def test_a_context_is_deleted_before_the_worker_knows_it(model: str) -> None:
+    with long_engine(model) as engine:
+        context_id = keep(engine, "a", tokens(1, 200))
+        engine.long_contexts.delete_context(context_id)
+        assert list_contexts(engine.engine) == []
+        assert engine.executor.contexts == {}

@@ -78,8 +78,10 @@ def _update(engine_core: Any, *, reopen: bool = False) -> list[Any]:
     reports = [report for report, _ in common]
     long_contexts.update_contexts(reports)
     _delete_evicted(engine_core)
-    left = [report for report in reports if report.context_id in long_contexts.catalog]
-    return [*left, *long_contexts.pending_contexts()]
+    pending = long_contexts.pending_contexts()
+    told_of = {report.context_id for report in pending}
+    left = [each for each in reports if each.context_id in long_contexts.catalog]
+    return [*(each for each in left if each.context_id not in told_of), *pending]
 
 
 def _delete_evicted(engine_core: Any) -> None:

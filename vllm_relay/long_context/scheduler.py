@@ -267,14 +267,15 @@ class LongContextScheduler:
         self._file_bytes.pop(context_id, None)
 
     def load_contexts(self, contexts: Mapping[str, Sequence[int]]) -> None:
-        """The contexts that the workers have, by id, are all there are."""
+        """The contexts that the workers have, by id, are all there are, but for those that have to
+        leave with the next step."""
         self.has_loaded = True
         pending = {report.context_id for report in self.pending_contexts()}
         for context_id in self.catalog.by_last_use():
             if context_id not in contexts and context_id not in pending:
                 self.delete_context(context_id)
         for context_id, tokens in contexts.items():
-            if context_id not in self.catalog:
+            if context_id not in self.catalog and context_id not in self._orders.deleted:
                 self.catalog.add(context_id, np.asarray(tokens, np.int64))
 
     def pending_contexts(self) -> list[ContextReport]:

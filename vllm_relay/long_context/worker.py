@@ -190,7 +190,7 @@ class LongContextWorker:
         self.max_model_len = worker.model_config.max_model_len
         orders = orders_of(scheduler_output)
         self._note_reused_contexts()
-        for context_id in orders.deleted:  # which may be kept again
+        for context_id in orders.deleted:  # before one of them is kept again
             self.open_contexts(worker).delete(context_id)
         for request_id in scheduler_output.finished_req_ids:
             request = self.requests.pop(request_id, None)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -60,21 +61,20 @@ class WorkerContexts:
         self._costs: SearchCost | None = None
         self._fresh: dict[str, SequenceContext] = {}
         self._problems: dict[str, str] = {}
-        self._deleted: set[str] = set()
-        self._lock = threading.Lock()
-        self._builders = builders
-        self._builds: list[Future[None]] = []
+        self._builds: Counter[str] = Counter()  # not ended yet, by context
+        self._deleted: set[str] = set()  # of these
         self._is_closed = False
+        self._lock = threading.Lock()
+        self._storing = threading.Lock()
+        self._builders = builders
+        self._futures: list[Future[None]] = []
         self.num_queued = 0
         self._changed: list[str] = []
 
     def get(self, context_id: str) -> StoredContext | None:
         """The best there is of a context."""
         with self._lock:
-            for context in self._store.contexts():
-                if context.id == context_id:
-                    return context
-            return self._fresh.get(context_id)
+            return self._contexts().get(context_id)
 
     def add(self, tokens: np.ndarray, layers: Sequence[Sequence[HeadStates]]) -> None:
         """Stores a context that was made elsewhere, `layers[layer][kv head]`."""
@@ -107,15 +107,17 @@ class WorkerContexts:
             context = SequenceContext(tokens, sequence, self.layer_names)
             self._fresh[context.id] = context
             self._deleted.discard(context.id)
+            self._builds[context.id] += 1
             self.num_queued += 1
-        self._builds = [each for each in self._builds if not each.done()]
-        self._builds.append(self._builders.submit(self._build, context))
+        self._futures = [each for each in self._futures if not each.done()]
+        self._futures.append(self._builders.submit(self._build, context))
         return True
 
     def delete(self, context_id: str) -> None:
         """Forgets a context, here and in the folder. Requests that read it go on."""
         with self._lock:
-            self._deleted.add(context_id)
+            if self._builds[context_id]:
+                self._deleted.add(context_id)
             self._fresh.pop(context_id, None)
             self._problems.pop(context_id, None)
             self._delete_stored(context_id)
@@ -123,9 +125,7 @@ class WorkerContexts:
     def reports(self) -> list[tuple[ContextReport, np.ndarray]]:
         """Of every context, with its tokens."""
         with self._lock:
-            contexts: dict[str, StoredContext] = {c.id: c for c in self._fresh.values()}
-            contexts |= {c.id: c for c in self._store.contexts()}
-            return [(self._report(each), each.tokens) for each in contexts.values()]
+            return [(self._report(each), each.tokens) for each in self._contexts().values()]
 
     def take_changes(self) -> list[ContextReport]:
         """Of contexts whose indexes were built since the last call, or could not be."""
@@ -136,11 +136,19 @@ class WorkerContexts:
         return [report for report, _ in self.reports() if report.context_id in changed]
 
     def close(self) -> None:
-        """Nothing more is built for them."""
+        """Nothing more is built for them; returns when nothing is written any more."""
         self._is_closed = True
-        for build in self._builds:
-            build.cancel()
-        self._store.close()
+        for future in self._futures:
+            future.cancel()
+        with self._storing:
+            self._store.close()
+
+    def _contexts(self) -> dict[str, StoredContext]:
+        """The best there is of each, without those that are stored in spite of their deletion,
+        until their thread notices."""
+        contexts: dict[str, StoredContext] = {c.id: c for c in self._fresh.values()}
+        contexts |= {c.id: c for c in self._store.contexts()}
+        return {key: each for key, each in contexts.items() if key not in self._deleted}
 
     def _report(self, context: StoredContext) -> ContextReport:
         is_fresh = isinstance(context, SequenceContext)
@@ -159,8 +167,9 @@ class WorkerContexts:
     def _build(self, context: SequenceContext) -> None:
         try:
             built = self._indexed(context)
-            if built is not None:
-                self.add(context.tokens, built)
+            with self._storing:
+                if built is not None and not self._is_closed:
+                    self.add(context.tokens, built)
             with self._lock:
                 self._fresh.pop(context.id, None)
                 if context.id in self._deleted:
@@ -172,6 +181,9 @@ class WorkerContexts:
         finally:
             with self._lock:
                 self.num_queued -= 1
+                self._builds[context.id] -= 1
+                if not self._builds[context.id]:
+                    self._deleted.discard(context.id)
                 self._changed.append(context.id)
 
     def _delete_stored(self, context_id: str) -> None:

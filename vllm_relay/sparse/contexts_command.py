@@ -75,9 +75,9 @@ def _delete(context: FoundContext) -> list[dict[str, Any]]:
     for path in context.files:
         error = None
         try:
-            path.unlink()
             if path.suffix == CONTEXT_SUFFIX:
                 path.with_suffix(QUERIES_SUFFIX).unlink(missing_ok=True)
+            path.unlink()
         except OSError as raised:
             error = str(raised)
         reports.append({"path": str(path), "error": error})
