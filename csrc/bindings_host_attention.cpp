@@ -4,14 +4,13 @@
 // requests search together; merged into the attention over what the device has.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cmath>
 #include <exception>
-#include <limits>
 #include <tuple>
 #include <vector>
 
@@ -59,8 +58,8 @@ struct LayerSearch {
   const nb::list owner_;
 };
 
-// One token of one request. Ranges are of `own`; `others` are read elsewhere and only tell the
-// largest inner product.
+// One token of one request, which keeps what is pointed to. Ranges are of `own`; `others` are read
+// elsewhere and only tell the largest inner product.
 struct HostRequest {
   int64_t token;  // row of queries and output
   const HostRows* own;
@@ -144,7 +143,7 @@ struct State {
     if (top == -INFINITY) return;
     const float own = std::exp(*lse - top), added = std::exp(other_lse - top), sum = own + added;
     // rows that weigh nothing may hold anything
-    if (added > 0)
+    if (added != 0)  // NaN is no nothing
       for (int64_t i = 0; i < size; ++i) {
         const float kept = own > 0 ? own * output[i] : 0.f;
         output[i] = (kept + added * relay::to_float(other[i])) / sum;
@@ -201,7 +200,6 @@ class HostStep {
     const auto num_queries = static_cast<size_t>(tensors_.group);
     const size_t num_rows = group.requests.size() * num_queries;
     std::vector<float> queries(num_rows * size), tops(num_rows, -INFINITY), part(size);
-    std::vector<bool> is_finite(group.requests.size());
     std::vector<Found> found;
     const auto state_of = [&](size_t row) {
       return state(g, row / num_queries, head * tensors_.group + row % num_queries);
@@ -359,6 +357,6 @@ void bind_host_attention(nb::module_& module) {
              std::vector<Range> attended) {
             new (self) HostGroup{std::move(requests), context, std::move(attended)};
           },
-          nb::arg(), nb::arg().none(), nb::arg());
+          nb::arg(), nb::arg().none(), nb::arg(), nb::keep_alive<1, 3>());
   host.def("attend", &attend_host);
 }

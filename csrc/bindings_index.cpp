@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <cmath>
 #include <exception>
-#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <string>

@@ -104,6 +104,7 @@ class Soak:
         self.kept_texts: list[list[int]] = []
         self.deleted: set[str] = set()
         self._stored: set[str] = set()
+        self._left: set[str] = set()
         self._last_output_s = time.monotonic()
         self._watch(self.long_contexts)
 
@@ -111,6 +112,13 @@ class Soak:
         """Counts what the scheduler decides."""
         take_orders, keep = long_contexts.take_orders, long_contexts._keep
         restart, reserve = long_contexts.restart, long_contexts.memory.reserve
+        take_evicted = long_contexts.take_evicted
+
+        def leave(context_ids: list[str]) -> None:
+            for context_id in context_ids:
+                self.counts["evicted"] += 1
+                self._left.add(context_id)
+                self.on_event("evicting", context_id)
 
         def watched_take_orders() -> StepOrders:
             orders = take_orders()
@@ -122,10 +130,13 @@ class Soak:
                     self.counts["reused"] += 1
                     self.counts["reused_within_block"] += placement.num_tokens % size != 0
             self.counts["memory_taken"] += len(orders.dropped)
-            for context_id in orders.deleted:
-                self.counts["evicted"] += 1
-                self.on_event("evicting", context_id)
+            leave(orders.deleted)
             return orders
+
+        def watched_take_evicted() -> list[str]:
+            evicted = take_evicted()
+            leave(evicted)
+            return evicted
 
         def watched_keep(request: Any, num_tokens: int) -> None:
             keep(request, num_tokens)
@@ -133,6 +144,7 @@ class Soak:
             if kept is not None:
                 self.counts["kept"] += 1
                 self.deleted.discard(kept.context_id)
+                self._left.discard(kept.context_id)
                 self._stored.discard(kept.context_id)
                 self.on_event("kept", kept.context_id)
 
@@ -140,13 +152,14 @@ class Soak:
             self.counts["contexts_lost"] += len(lost)
             restart(scheduler, lost)
 
-        def watched_reserve(request_id: str, num_tokens: int) -> list[str] | None:
-            dropped = reserve(request_id, num_tokens)
+        def watched_reserve(*args: Any) -> list[str] | None:
+            dropped = reserve(*args)
             self.counts["memory_waits"] += dropped is None
             return dropped
 
         long_contexts.take_orders, long_contexts._keep = watched_take_orders, watched_keep
         long_contexts.restart, long_contexts.memory.reserve = watched_restart, watched_reserve
+        long_contexts.take_evicted = watched_take_evicted
 
     def add(self, question: Question | None = None, *, is_kept: bool | None = None) -> None:
         """A question: a random one about a document, or about what was kept."""
@@ -282,8 +295,7 @@ class Soak:
             how many contexts were asked about.
         """
         found = {each.context_id for each in self.contexts()}
-        leaving = self.long_contexts._orders.deleted  # the folder may be too full
-        missing = set(expected) - found - set(leaving)
+        missing = set(expected) - found - self._left  # the folder may be too full
         assert not missing, f"stored, and not found: {missing}"
         assert state.contexts is not None
         before = self.counts["reused"]
@@ -321,7 +333,7 @@ class Soak:
     def _folder_problem(self) -> str | None:
         """What is in the folder that should not be there."""
         self.contexts()
-        self.add(is_kept=False)  # its step tells the worker which contexts have to leave
+        self.add(is_kept=False)
         self.drain()
         files = {path.stem: path for path in self.folder.glob(f"*{CONTEXT_SUFFIX}")}
         num_bytes = sum(path.stat().st_size for path in files.values())

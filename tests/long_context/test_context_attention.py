@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_relay.long_context import host_attention
 from vllm_relay.long_context.host_attention import HostPart, Retrieval, attend_retrieved
 from vllm_relay.long_context.host_sequence import HostLayer
 from vllm_relay.long_context.window import Residency
@@ -161,6 +162,26 @@ def test_requests_behind_a_context_read_all_of_it(
         torch.testing.assert_close(lse[number].double(), expected[1], atol=TOLERANCE[dtype], rtol=0)
     # 640 is reached by two requests, which search together
     assert stats.searches == 5 * NUM_KV_HEADS
+
+
+def test_more_ends_of_a_context_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is dropped to make room is used until the call is over."""
+    monkeypatch.setattr(host_attention, "_MAX_KNOWN_SEARCHES", 1)
+    context, query, asked = stored(), queries(8), retrieval(EVERYTHING)
+    parts = [part_of(context, 300 + 40 * i, 40, 256 + 32 * i, seed=i) for i in range(8)]
+    for _ in range(3):
+        output, lse, _ = attend(parts, query, asked)
+        for number, part in enumerate(parts):
+            expected = oracle(part, query[number])
+            assert_close((output[number], lse[number]), expected, torch.float32)
+
+
+@pytest.mark.parametrize("num_reused", [0, 10])
+def test_sinks_behind_what_is_reused_are_read(num_reused: int) -> None:
+    part = part_of(stored(), num_reused, 400, 384)
+    query = queries(1)
+    output, lse, _ = attend([part], query, retrieval(EVERYTHING))
+    assert_close((output[0], lse[0]), oracle(part, query[0]), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -158,7 +158,7 @@ def test_what_a_step_evicted_does_not_come_back_before_the_workers_know() -> Non
     assert contexts.listed() == contexts.stored() == "bcd"
 
 
-def test_a_full_folder_is_found(tell: Any) -> None:
+def test_a_full_folder_is_found() -> None:
     earlier = Contexts(Engine(context_dir="contexts"))
     for name in "abcd":
         earlier.keep(name, 300)

@@ -47,6 +47,7 @@ def test_all_ranks_know_what_any_has_lost(tmp_path: Path) -> None:
     found = dict(answers.get(timeout=120) for _ in ranks)
     for rank in ranks:
         rank.join(timeout=60)
+        assert rank.exitcode == 0
     wanted = [first | second for first, second in STEPS]
     assert found == {0: wanted, 1: wanted}
 

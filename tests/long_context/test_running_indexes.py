@@ -276,9 +276,14 @@ def test_what_was_built_for_a_request_that_ended_is_not_taken(
     sequence, running = sequence_of(), running_of(builders)
     running.follow("a", sequence, MANY)
     wait_for(lambda: gate.calls == 1)
+    build = running._followed["a"].build
+    assert build is not None
     running.close()
     gate.opened.set()
     wait_for(lambda: gate.running == 0)
+    assert build.done is not None
+    wait_for(build.done.done)
+    build.take_ready()
     assert all(layer.better is None for layer in sequence.layers.values())
 
 

@@ -391,7 +391,6 @@ def test_a_context_that_leaves_a_full_folder_is_not_found_again(model: str) -> N
         stored = ContextReport(context_id, 200, "stored", 0, file_bytes=2000)
         engine.long_contexts.update_contexts([stored])
         assert list_contexts(engine.engine) == []
-        # the worker is told with this step, of which the request must not read the context
         engine.add("b", tokens(1, 200), 1)
         engine.run()
         assert engine.executor.placements == []

@@ -72,9 +72,9 @@ def request_with(begin: int) -> LongRequest:
 def test_the_scheduler_hears_of_what_could_not_be_kept(lost_elsewhere: dict[str, str]) -> None:
     worker = LongContextWorker(contexts=Contexts(can_keep=False))
     worker.requests["request"] = request_with(50)
-    lost_elsewhere["request"] = "a"
+    lost_elsewhere["another"] = "b"
     step(worker, StepOrders(kept={"request": KeptContext("a", [1])}), "request")
-    assert worker.take_stats().lost == {"request": "a"}
+    assert worker.take_stats().lost == {"request": "a", "another": "b"}
     assert worker.take_stats().lost == {}
 
 

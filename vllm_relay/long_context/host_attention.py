@@ -30,7 +30,8 @@ State = tuple[torch.Tensor, torch.Tensor]
 
 
 _MAX_KNOWN_SEARCHES = 64
-"""Of a context; each request that goes on behind it needs a few, until its window has left it."""
+"""Of a context in one layer; then all are made again. Each request that goes on behind it needs a
+few, until its window has left it."""
 
 
 @dataclass
@@ -111,11 +112,10 @@ class HostPart:
         """What the C++ side is told of the request; `token` is its row in the tensors."""
         (begin, end), own = self.residency, self.own
         indexed = own.index_up_to(max(self.sink_end, own.begin), end)
-        attended = [(indexed, end)]
+        attended = [(indexed, end), (max(begin, own.begin), min(self.sink_end, end))]
         # the host has a copy of what is on the device
         others = [(max(indexed, end, own.begin), self.num_tokens)]
         if self.context is None:
-            attended.append((begin, min(self.sink_end, end)))
             others.append((0, begin))
         first = own.begin
         return _C.host.HostRequest(

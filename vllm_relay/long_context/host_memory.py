@@ -43,7 +43,7 @@ class HostMemory:
         """Makes room for a request's first `num_tokens` tokens.
 
         Args:
-            extra_bytes_per_token: of its indexes.
+            extra_bytes_per_token: of its indexes. Nobody gives up memory for these.
 
         Returns:
             preempted requests that had to give up their memory, the youngest first; None if there
@@ -54,7 +54,7 @@ class HostMemory:
         missing = self.used_bytes - held + max(held, wanted) - self.capacity_bytes
         dropped: list[str] = []
         for other in reversed(self._preempted):
-            if missing <= 0:
+            if missing <= 0 or extra_bytes_per_token:
                 break
             if other != request_id:
                 dropped.append(other)

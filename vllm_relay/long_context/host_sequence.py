@@ -152,9 +152,9 @@ class HostLayer:
         return True
 
     def forget_indexes(self) -> None:
-        """Frees planned indexes; flat ones are built again."""
+        """Frees planned indexes; flat ones are built in their place."""
+        self.segments = [segment for segment in self.segments if segment is not self.better]
         self.better = self.pending = None
-        self.segments = []
 
     def forget_queries(self) -> None:
         """Frees what indexes could learn from."""

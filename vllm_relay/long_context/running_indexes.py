@@ -119,7 +119,7 @@ class RunningIndexes:
     def __init__(self, costs: SearchCost, builders: Callable[[], ThreadPoolExecutor]) -> None:
         self._costs, self._builders = costs, builders
         self._followed: dict[str, _Followed] = {}
-        self._payoffs: dict[tuple[int, int, int], IndexPayoff] = {}
+        self._payoff: IndexPayoff | None = None  # all layers have the same heads
 
     @property
     def num_queued(self) -> int:
@@ -171,19 +171,18 @@ class RunningIndexes:
 
     def _begin(self, sequence: HostSequence) -> _Followed | None:
         """None as long as nothing is known of its queries."""
-        for layer in sequence.layers.values():
-            if layer.query is None:
-                return None
-            shape = layer.train_queries.group, layer.keys.shape[2], layer.keys.element_size()
-            if shape not in self._payoffs:
-                group, head_size, element_bytes = shape
-                self._payoffs[shape] = IndexPayoff(
-                    self._costs, group=group, head_size=head_size,
-                    key_bytes=head_size * element_bytes,
-                )  # fmt: skip
-            payoff = self._payoffs[shape]
-            return _Followed(sequence, payoff, SavedTime(payoff))
-        return None
+        layer = next(iter(sequence.layers.values()), None)
+        if layer is None or layer.query is None:
+            return None
+        if self._payoff is None:
+            head_size = layer.keys.shape[2]
+            self._payoff = IndexPayoff(
+                self._costs,
+                group=layer.train_queries.group,
+                head_size=head_size,
+                key_bytes=head_size * layer.keys.element_size(),
+            )
+        return _Followed(sequence, self._payoff, SavedTime(self._payoff))
 
     def _start(self, followed: _Followed, kinds: tuple[str, ...], tokens_left: int) -> RequestBuild:
         layers = [_layer_build(each) for each in followed.sequence.layers.values()]
@@ -203,7 +202,7 @@ class RunningIndexes:
                 if not layer.is_stale:
                     logger.exception("a layer of a running request keeps its flat indexes")
                 continue
-            if segment is not None:
+            if segment is not None and not build.is_cancelled:
                 build.ready.append((layer, segment))
 
     def _index(self, layer: LayerBuild, build: RequestBuild, payoff: IndexPayoff) -> Segment | None:

@@ -185,7 +185,10 @@ class LongContextScheduler:
         for request_id, context_id in lost.items():
             self.delete_context(context_id)
             request = scheduler.requests.get(request_id)
-            if request is None or request.status != RequestStatus.RUNNING:
+            if request is None:  # it could not be kept by all ranks
+                self._orders.deleted.append(context_id)
+                continue
+            if request.status != RequestStatus.RUNNING:
                 continue
             scheduler.running.remove(request)
             # vLLM has hashed the blocks when it scheduled them
@@ -267,15 +270,14 @@ class LongContextScheduler:
         self._file_bytes.pop(context_id, None)
 
     def load_contexts(self, contexts: Mapping[str, Sequence[int]]) -> None:
-        """The contexts that the workers have, by id, are all there are, but for those that have to
-        leave with the next step."""
+        """The contexts that the workers have, by id, are all there are."""
         self.has_loaded = True
         pending = {report.context_id for report in self.pending_contexts()}
         for context_id in self.catalog.by_last_use():
             if context_id not in contexts and context_id not in pending:
                 self.delete_context(context_id)
         for context_id, tokens in contexts.items():
-            if context_id not in self.catalog and context_id not in self._orders.deleted:
+            if context_id not in self.catalog:
                 self.catalog.add(context_id, np.asarray(tokens, np.int64))
 
     def pending_contexts(self) -> list[ContextReport]:
@@ -333,9 +335,9 @@ class LongContextScheduler:
             context_id, num_tokens = self.catalog.longest_prefix(self._token_ids_of(request))
         # the logits of the last token have to be computed
         num_tokens = min(num_tokens, request.num_tokens - 1)
-        if num_tokens < self._policy.min_context_tokens:
-            return None
         size = self._policy.block_size_tokens
+        if num_tokens < max(self._policy.min_context_tokens, size):
+            return None
         return Placement(num_tokens, num_tokens // size * size, context_id)
 
     def _token_ids_of(self, request: Request) -> np.ndarray:

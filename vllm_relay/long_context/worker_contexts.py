@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -61,15 +60,18 @@ class WorkerContexts:
         self._costs: SearchCost | None = None
         self._fresh: dict[str, SequenceContext] = {}
         self._problems: dict[str, str] = {}
-        self._builds: Counter[str] = Counter()  # not ended yet, by context
-        self._deleted: set[str] = set()  # of these
+        self._building: list[SequenceContext] = []
         self._is_closed = False
         self._lock = threading.Lock()
         self._storing = threading.Lock()
         self._builders = builders
         self._futures: list[Future[None]] = []
-        self.num_queued = 0
         self._changed: list[str] = []
+
+    @property
+    def num_queued(self) -> int:
+        """Contexts whose indexes are being built, or wait for it."""
+        return len(self._building)
 
     def get(self, context_id: str) -> StoredContext | None:
         """The best there is of a context."""
@@ -106,9 +108,8 @@ class WorkerContexts:
                 return True
             context = SequenceContext(tokens, sequence, self.layer_names)
             self._fresh[context.id] = context
-            self._deleted.discard(context.id)
-            self._builds[context.id] += 1
-            self.num_queued += 1
+            self._problems.pop(context.id, None)
+            self._building.append(context)
         self._futures = [each for each in self._futures if not each.done()]
         self._futures.append(self._builders.submit(self._build, context))
         return True
@@ -116,8 +117,6 @@ class WorkerContexts:
     def delete(self, context_id: str) -> None:
         """Forgets a context, here and in the folder. Requests that read it go on."""
         with self._lock:
-            if self._builds[context_id]:
-                self._deleted.add(context_id)
             self._fresh.pop(context_id, None)
             self._problems.pop(context_id, None)
             self._delete_stored(context_id)
@@ -148,7 +147,12 @@ class WorkerContexts:
         until their thread notices."""
         contexts: dict[str, StoredContext] = {c.id: c for c in self._fresh.values()}
         contexts |= {c.id: c for c in self._store.contexts()}
-        return {key: each for key, each in contexts.items() if key not in self._deleted}
+        deleted = {each.id for each in self._building} - self._fresh.keys()
+        return {key: each for key, each in contexts.items() if key not in deleted}
+
+    def _is_wanted(self, context: SequenceContext) -> bool:
+        """Neither was it deleted, nor was another made for the same tokens since."""
+        return self._fresh.get(context.id) is context and not self._is_closed
 
     def _report(self, context: StoredContext) -> ContextReport:
         is_fresh = isinstance(context, SequenceContext)
@@ -168,22 +172,23 @@ class WorkerContexts:
         try:
             built = self._indexed(context)
             with self._storing:
-                if built is not None and not self._is_closed:
+                if built is not None and self._is_wanted(context):
                     self.add(context.tokens, built)
-            with self._lock:
-                self._fresh.pop(context.id, None)
-                if context.id in self._deleted:
-                    self._delete_stored(context.id)
+                with self._lock:
+                    if self._fresh.get(context.id) is context:
+                        del self._fresh[context.id]
+                    elif context.id not in self._fresh:
+                        self._delete_stored(context.id)
         except Exception as error:
             logger.exception("context %s stays in memory", context.id)
             with self._lock:
-                self._problems[context.id] = f"{type(error).__name__}: {error}"
+                if self._is_wanted(context):
+                    self._problems[context.id] = f"{type(error).__name__}: {error}"
+                elif context.id not in self._fresh:
+                    self._delete_stored(context.id)
         finally:
             with self._lock:
-                self.num_queued -= 1
-                self._builds[context.id] -= 1
-                if not self._builds[context.id]:
-                    self._deleted.discard(context.id)
+                self._building = [each for each in self._building if each is not context]
                 self._changed.append(context.id)
 
     def _delete_stored(self, context_id: str) -> None:
@@ -198,7 +203,7 @@ class WorkerContexts:
         for layer in range(context.shape.num_layers):
             built.append([])
             for head in range(context.shape.num_kv_heads):
-                if context.id in self._deleted or self._is_closed or process_ends():
+                if not self._is_wanted(context) or process_ends():
                     return None
                 keys, values = context.rows(layer, head, 0, context.num_tokens)
                 train = context.train_queries(layer, head)

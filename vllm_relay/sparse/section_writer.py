@@ -38,7 +38,8 @@ from vllm_relay.sparse.section_table import (
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-WRITE_BYTES = 2 << 20  # checksummed while in the cache; the system then caches huge pages
+WRITE_BYTES = 2 << 20
+"""Checksummed while in the processor's cache. The system keeps as a huge page what came as one."""
 UNFINISHED_PREFIX, UNFINISHED_SUFFIX = ".relay-", ".unfinished"
 
 
