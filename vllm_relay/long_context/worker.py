@@ -15,6 +15,7 @@ from vllm_relay.long_context.host_sequence import HostSequence
 from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.model_identity import fingerprint_of
 from vllm_relay.long_context.orders import KEEP_ARG, Placement, StepOrders, orders_of
+from vllm_relay.long_context.pending_writes import PendingWrites
 from vllm_relay.long_context.stats import LongContextStats
 from vllm_relay.long_context.window import Residency, WindowPolicy
 from vllm_relay.long_context.worker_contexts import WorkerContexts, db_options
@@ -102,6 +103,7 @@ class LongContextWorker:
 
     requests: dict[str, LongRequest] = field(default_factory=dict)
     contexts: WorkerContexts | None = None
+    pending_writes: PendingWrites = field(default_factory=PendingWrites)
     stats: SessionStats = field(default_factory=SessionStats)
     host_seconds: float = 0.0
     device_seconds: float = 0.0
@@ -114,6 +116,7 @@ class LongContextWorker:
         """A new engine's layers whose tokens leave the device: those of one KV cache group."""
         self.close_contexts()
         self.requests.clear()
+        self.pending_writes = PendingWrites()
         self._spec = spec
         self._layer_numbers = {name: number for number, name in enumerate(layer_names)}
 
@@ -160,6 +163,7 @@ class LongContextWorker:
         """Takes over what the scheduler says of the step: its requests, and those that ended."""
         self._runner = worker.model_runner
         self.max_model_len = worker.model_config.max_model_len
+        self.pending_writes.finish()
         orders = orders_of(scheduler_output)
         for request_id in scheduler_output.finished_req_ids:
             request = self.requests.pop(request_id, None)
