@@ -161,7 +161,7 @@ class Worker:
         output = on_device(torch.full_like(on_host(given[0]), torch.nan))
         kv_cache = on_device(self.kv_cache)
         before = on_host(common.block_table_tensor).clone(), on_host(common.seq_lens).clone()
-        with fake_device():
+        with torch.inference_mode(), fake_device():
             query, key, value = given
             metadata = self.builder.build(0, common)
             self.impl.do_kv_cache_update(self.layer, key, value, kv_cache, common.slot_mapping)

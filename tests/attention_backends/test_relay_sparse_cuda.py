@@ -236,6 +236,19 @@ def test_requests_go_on_behind_a_stored_context(monkeypatch: pytest.MonkeyPatch)
     assert worker.state.take_stats().lost == dict.fromkeys(("single", "prompt"), context.id)
 
 
+def test_a_request_whose_context_is_gone_disturbs_no_other() -> None:
+    run = Worker(alpha=1e-37)
+    worker.state.contexts = Contexts()  # type: ignore[assignment]
+    reader, other = run.sequence("reader", 300, 204), run.sequence("other", 300, 190)
+    run.step((other, 190))
+    reader.num_computed_tokens = 203
+    placement = run.resume(reader, "gone")
+    run.step((reader, 1), (other, 1), placed={"reader": placement}, lost=("reader",))
+    run.step((reader, 1), (other, 1), lost=("reader",))
+    run.check_copy(other)
+    assert worker.state.take_stats().lost == {"reader": "gone"}
+
+
 def test_queries_of_kept_requests_are_those_that_train_on_cpus() -> None:
     run = Worker(torch.bfloat16)
     first = run.sequence("first", 300, 210)

@@ -43,6 +43,7 @@ class PendingWrites:
                 left.append(each)
         self._queue = left
 
+    @torch.inference_mode()  # as steps are computed in, which made the layers
     def _finish(self, each: tuple[str, int, Pending, Write]) -> None:
         _, num_bytes, pending, write = each
         self._num_bytes -= num_bytes
