@@ -26,6 +26,7 @@ LOADED = (
         "vllm_relay.attention_backends.gpu_config",
         "vllm_relay.attention_backends.gpu_plan",
         "vllm_relay.long_context.host_memory",
+        "vllm_relay.long_context.index_payoff",
         "vllm_relay.long_context.options",
         "vllm_relay.long_context.orders",
         "vllm_relay.long_context.stats",

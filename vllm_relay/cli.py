@@ -35,7 +35,9 @@ def _contexts_path(given: str) -> Path:
 ContextsPath = Annotated[
     Path,
     typer.Argument(
-        metavar="PATH", help="A context, or a folder of *.relayctx files.", parser=_contexts_path
+        metavar="PATH",
+        help="A context, or a folder of *.relayctx files, or of rank-*-of-* folders of them.",
+        parser=_contexts_path,
     ),
 ]
 ContextsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]

@@ -17,7 +17,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
@@ -26,6 +25,7 @@ from rich.table import Table
 from vllm_relay.attention_backends.gpu_config import read_tuned, tuned_path
 from vllm_relay.limits import BACKEND_NAME, KERNELS, MIN_CAPABILITY
 from vllm_relay.plugin import SUPPORTED_VLLM, is_supported
+from vllm_relay.processor import cpu_name
 
 IMPORT_TIMEOUT_S = 180.0
 
@@ -141,15 +141,6 @@ def installed_version(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
-
-
-def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name and machine type, as far as the system tells."""
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return f"{line.partition(':')[2].strip()}, {platform.machine()}"
-    return platform.machine()
 
 
 def probe(code: str) -> Probe:

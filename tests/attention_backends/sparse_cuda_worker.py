@@ -35,7 +35,6 @@ from vllm_relay.long_context.orders import ATTRIBUTE, KEEP_ARG, Placement, StepO
 
 POLICY = replace(OFFLOADING_POLICY, prefill="exact_resident")
 MAX_NUM_SEQS = 8
-"""And the most query tokens in a chunk of a prompt with tokens in host memory."""
 ONE = on_device(torch.ones(1))
 
 
@@ -83,10 +82,15 @@ class Worker:
 
     Args:
         has_stock: or relay computes prompts too.
+        has_sharing_layer: another layer reads the cache of the first.
     """
 
     def __init__(
-        self, dtype: torch.dtype = torch.float32, has_stock: bool = True, **options: Any
+        self,
+        dtype: torch.dtype = torch.float32,
+        has_stock: bool = True,
+        has_sharing_layer: bool = False,
+        **options: Any,
     ) -> None:
         config = VllmConfig(
             device_config=DeviceConfig(device="cpu"),
@@ -102,11 +106,18 @@ class Worker:
         impl_cls = Impl if has_stock else relay_sparse_cuda.RelaySparseCudaImpl
         builder_cls = Builder if has_stock else relay_sparse_cuda.RelaySparseCudaMetadataBuilder
         with set_current_vllm_config(config), fake_device():
-            self.impl: Any = impl_cls(
-                NUM_HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, num_kv_heads=NUM_KV_HEADS
+            self.impl, self.sharing_impl = (
+                impl_cls(
+                    NUM_HEADS,
+                    HEAD_SIZE,
+                    HEAD_SIZE**-0.5,
+                    num_kv_heads=NUM_KV_HEADS,
+                    kv_sharing_target_layer_name=target,
+                )
+                for target in (None, "layer")
             )
             self.builder = builder_cls(spec, ["layer"], config, torch.device("cpu"))
-        self.has_stock = has_stock
+        self.has_stock, self.has_sharing_layer = has_stock, has_sharing_layer
         self.dtype = dtype
         shape = NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, 2 * HEAD_SIZE
         # tokens first, as vLLM's own CUDA backends lay it out
@@ -114,7 +125,6 @@ class Worker:
         self.kv_cache[0] = 0.0  # the null block: nobody may read it, and vLLM fills it with zeros
         self.free = list(range(1, NUM_BLOCKS))
         self.layer = SimpleNamespace(layer_name="layer", _k_scale=ONE, _v_scale=ONE)
-        self.output: torch.Tensor | None = None
 
     def sequence(
         self, name: str, num_tokens: int, num_prompt_tokens: int, like: Sequence | None = None
@@ -166,6 +176,11 @@ class Worker:
             metadata = self.builder.build(0, common)
             self.impl.do_kv_cache_update(self.layer, key, value, kv_cache, common.slot_mapping)
             self.impl.forward(self.layer, query, key, value, kv_cache, metadata, output)
+            if self.has_sharing_layer:
+                on_host(output).fill_(torch.nan)
+                other = SimpleNamespace(**vars(self.layer) | {"layer_name": "other"})
+                sharing: Any = self.sharing_impl
+                sharing.forward(other, query, None, None, kv_cache, metadata, output)
         assert torch.equal(before[0], on_host(common.block_table_tensor))
         assert torch.equal(before[1], on_host(common.seq_lens))
         actual = on_host(output).double().clone()

@@ -5,6 +5,7 @@ left the device, and all that was never written, hold NaN."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -86,7 +87,8 @@ class Worker:
     """A worker with one layer."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, **options: Any) -> None:
-        config = VllmConfig(
+        self.finished: list[str] = []
+        self.config = config = VllmConfig(
             device_config=DeviceConfig(device="cpu"),
             additional_config={"relay": {"alpha": 0.0} | options},
         )
@@ -121,12 +123,17 @@ class Worker:
         return Sequence(name, num_prompt_tokens, keys, values, 2 * states(NUM_HEADS))
 
     def step(
-        self, *chunks: tuple[Sequence, int], placed: dict[str, Placement] | None = None
+        self,
+        *chunks: tuple[Sequence, int],
+        placed: dict[str, Placement] | None = None,
+        resumed: AbstractSet[str] = frozenset(),
+        **orders: Any,
     ) -> None:
         """Computes so many tokens of each sequence, and compares."""
         for sequence, num_tokens in chunks:
             self._allocate(sequence, num_tokens)
-        self._announce([sequence for sequence, _ in chunks], placed or {})
+        orders["placed"] = placed or {}
+        self._announce([each for each, _ in chunks], {*orders["placed"], *resumed}, **orders)
         starts = [sequence.num_computed_tokens for sequence, _ in chunks]
         ends = [start + chunk for start, (_, chunk) in zip(starts, chunks, strict=True)]
         common = self._metadata([each for each, _ in chunks], starts, ends)
@@ -168,9 +175,11 @@ class Worker:
         assert torch.equal(keys.transpose(0, 1), sequence.keys[: own.end])
         assert torch.equal(values.transpose(0, 1), sequence.values[: own.end])
 
-    def _announce(self, sequences: list[Sequence], placed: dict[str, Placement]) -> None:
+    def _announce(
+        self, sequences: list[Sequence], resumed: AbstractSet[str], **orders: Any
+    ) -> None:
         output = SimpleNamespace(
-            finished_req_ids=[],
+            finished_req_ids=self.finished,
             scheduled_new_reqs=[
                 SimpleNamespace(
                     req_id=each.name,
@@ -180,9 +189,10 @@ class Worker:
                 for each in sequences
                 if each.is_new
             ],
-            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(placed)),
+            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=resumed),
         )
-        setattr(output, ATTRIBUTE, StepOrders(placed=placed))
+        self.finished = []
+        setattr(output, ATTRIBUTE, StepOrders(**orders))
         for each in sequences:
             each.is_new = False
         batch = SimpleNamespace(req_ids=[each.name for each in sequences])
@@ -190,6 +200,7 @@ class Worker:
             SimpleNamespace(
                 model_runner=SimpleNamespace(input_batch=batch),
                 model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN),
+                vllm_config=self.config,
             ),
             output,
         )
@@ -365,7 +376,7 @@ def test_the_block_table_that_vllm_has_stays_as_it_is() -> None:
     run = Worker()
     long = run.sequence("long", 400, 300)
     run.step((long, 300))
-    run._announce([long], {})
+    run._announce([long], set())
     run._allocate(long, 1)
     common = run._metadata([long], [300], [301])
     before = common.block_table_tensor.clone()

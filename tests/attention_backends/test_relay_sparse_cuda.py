@@ -44,6 +44,8 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(relay_sparse_base.recorder, "take_long_contexts", None)
     monkeypatch.setattr(relay_cuda, "get_num_attention_heads_from_layers", lambda *args: 4)
     monkeypatch.setattr(host_sequence, "GRANULE_TOKENS", 40)
+    monkeypatch.setattr(worker, "lost_in_any_rank", lambda lost: lost)
+    monkeypatch.setattr(relay_sparse_cuda, "MIN_CHUNK_TOKENS", 8)
     copies = functools.partial(DelayedCopies, tensor_cls=DeviceTensor)
     monkeypatch.setattr(relay_sparse_cuda, "make_copies", copies)
     yield
@@ -93,6 +95,15 @@ def test_long_short_and_growing_requests(
     assert len(run.own(long).segments) == (1 if options else 0)
     assert sum(map(bool, long.blocks)) < len(long.blocks) / 2
     assert worker.state.host_seconds > 0
+
+
+def test_layers_that_read_the_cache_of_another() -> None:
+    run = Worker(has_stock=False, has_sharing_layer=True, alpha=1e-37)
+    long = run.sequence("long", 300, 190)
+    run.step((long, 190))
+    run.step((long, 1))
+    run.step((long, 1))
+    run.check_copy(long)
 
 
 @pytest.mark.parametrize("num_hits", [2, 7])
@@ -250,14 +261,15 @@ def test_a_request_whose_context_is_gone_disturbs_no_other() -> None:
 
 
 def test_queries_of_kept_requests_are_those_that_train_on_cpus() -> None:
-    run = Worker(torch.bfloat16)
-    first = run.sequence("first", 300, 210)
-    run.step((first, 100), kept=("first",))
+    run = Worker(torch.bfloat16, alpha=0.1)
+    first, other = run.sequence("first", 300, 210), run.sequence("other", 300, 210)
+    run.step((first, 100), (other, 40), kept=("first", "other"))
     expected = TrainQueries(host_sequence.TRAIN_QUERIES_PER_KEY)
     asked = first.query[:210].unflatten(1, (2, -1)).permute(1, 2, 0, 3)
     expected.add(asked, first_position=0)
-    run.step((first, 110))
+    run.step((other, 10), (first, 110))
     worker.state.pending_writes.finish()
+    assert run.own(first).query == run.impl.retrieval.query is not None
     queries = run.own(first).train_queries
     for ours, theirs in (
         (queries.sample(), expected.sample()),

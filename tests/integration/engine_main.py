@@ -143,7 +143,8 @@ def _evict_everything(llm: LLM) -> None:
 
 
 def run_damaged_context(llm: LLM) -> Any:
-    """A kept context whose file is damaged after it was opened, and one whose file is gone."""
+    """Before a context is kept, then twice after its file was damaged while open, or is gone: of
+    several ranks, that of the last one."""
     from vllm_relay.long_context.client import keep_context, list_contexts
 
     folder = Path(llm.llm_engine.vllm_config.additional_config["relay"]["context_dir"])
@@ -151,10 +152,12 @@ def run_damaged_context(llm: LLM) -> Any:
     for seed in range(2):
         document = tokens(50 + seed, 203)
         prompts = [{"prompt_token_ids": [*document, *tokens(60 + i, 5 + 40 * i)]} for i in range(4)]
+        rounds = [llm.generate(prompts, greedy(12, logprobs=2), use_tqdm=False)]
         keep_context(llm, document)
         while any(each.state == "indexing" for each in list_contexts(llm)):
             time.sleep(0.01)
-        for path in folder.glob("*.relayctx"):
+        paths = sorted(folder.rglob("*.relayctx"))
+        for path in paths[-1].parent.glob("*.relayctx"):
             if seed:
                 path.unlink()
             else:
@@ -162,13 +165,10 @@ def run_damaged_context(llm: LLM) -> Any:
                 content[len(content) // 3 :: 4096] = b"!" * len(content[len(content) // 3 :: 4096])
                 with path.open("r+b") as file:  # the same file: it is mapped already
                     file.write(content)
-        _evict_everything(llm)
-        outputs = llm.generate(prompts, greedy(12, logprobs=2), use_tqdm=False)
-        _evict_everything(llm)
-        again = llm.generate(prompts, greedy(12, logprobs=2), use_tqdm=False)
-        answers.append(
-            [[completion(each.outputs[0]) for each in round_] for round_ in (outputs, again)]
-        )
+        for _ in range(2):
+            _evict_everything(llm)
+            rounds.append(llm.generate(prompts, greedy(12, logprobs=2), use_tqdm=False))
+        answers.append([[completion(each.outputs[0]) for each in outputs] for outputs in rounds])
     return answers
 
 
@@ -230,6 +230,93 @@ def run_contexts(llm: LLM) -> Any:
     }
 
 
+def run_evicted_contexts(llm: LLM) -> Any:
+    """Three contexts in a folder with room for two; one leaves while a request reads it."""
+    from vllm_relay.long_context.client import keep_context, list_contexts
+    from vllm_relay.long_context.orders import KEEP_ARG
+
+    folder = Path(llm.llm_engine.vllm_config.additional_config["relay"]["context_dir"])
+    documents = [tokens(50 + seed, 203) for seed in range(3)]
+    prompts = [{"prompt_token_ids": [*each, *tokens(60, 9)]} for each in documents]
+    ids: list[str] = []
+
+    def keep(document: list[int]) -> None:
+        ids.append(keep_context(llm, document).context_id)
+        while any(each.state == "indexing" for each in list_contexts(llm)):
+            time.sleep(0.01)
+
+    def ask(number: int) -> Any:
+        _evict_everything(llm)
+        [output] = llm.generate([prompts[number]], greedy(40, logprobs=2), use_tqdm=False)
+        return {**completion(output.outputs[0]), "cached_tokens": output.num_cached_tokens}
+
+    def stored() -> list[int]:
+        return sorted(ids.index(each.stem) for each in folder.glob("*.relayctx"))
+
+    before = [ask(number) for number in range(3)]
+    for number in (0, 1):
+        keep(documents[number])
+    asked = [ask(0)]
+    keep(documents[2])
+    seen = [[ids.index(each.context_id) for each in list_contexts(llm)], stored()]
+    _evict_everything(llm)
+    engine, finished = llm.llm_engine, {}
+    engine.add_request("reader", prompts[0], greedy(40, logprobs=2))
+    engine.add_request("user", prompts[2], greedy(1))
+    params = greedy(1, extra_args={KEEP_ARG: True})
+    engine.add_request("kept", {"prompt_token_ids": documents[1]}, params)
+    while engine.has_unfinished_requests():
+        for request in engine.step():
+            if request.finished:
+                finished[request.request_id] = request.outputs[0]
+        if "kept" in finished and "reader" not in finished and 0 in stored():
+            time.sleep(0.1)  # an index is being built while the reader goes on
+        elif "reader" not in finished and stored() not in seen:
+            seen.append(stored())
+    return {
+        "before": before,
+        "seen": seen,
+        "reader": completion(finished["reader"]),
+        "asked": [*asked, *(ask(each) for each in range(3))],
+    }
+
+
+def run_long_answers(llm: LLM) -> Any:
+    """Some hundred tokens each; with RELAY_SPARSE, when layers got other indexes than flat ones."""
+    from vllm_relay.long_context import host_sequence, worker
+
+    host_sequence.GRANULE_TOKENS = 25  # 200 tokens are worth an index
+    engine = llm.llm_engine
+    for index, num_tokens in enumerate((330, 300, 350)):
+        prompt = {"prompt_token_ids": tokens(80 + index, num_tokens)}
+        engine.add_request(f"long-{index}", prompt, greedy(140, logprobs=2))
+    finished: dict[str, Any] = {}
+    taken: dict[str, list[int]] = {}
+    most_queued = 0
+    while engine.has_unfinished_requests():
+        for request in engine.step():
+            num_tokens = len(request.outputs[0].token_ids)
+            if request.finished:
+                finished[request.request_id] = completion(request.outputs[0])
+            for name, held in worker.state.requests.items():
+                # the engine adds something to the ids it is given
+                is_it = name.startswith(f"{request.request_id}-")
+                if not is_it or held.sequence is None or num_tokens >= 130:
+                    continue
+                kinds = [
+                    index.kind
+                    for layer in held.sequence.layers.values()
+                    if layer.better is not None
+                    for index in layer.better.layer.indexes
+                ]
+                taken.setdefault(request.request_id, []).append(kinds.count("coarse"))
+        running = worker.state.running_indexes
+        if running is not None and running.num_queued:
+            most_queued = max(most_queued, running.num_queued)
+            time.sleep(0.05)
+    return {"completions": finished, "taken": taken, "most_queued": most_queued}
+
+
 def run_preempted(llm: LLM) -> Any:
     """Every request is preempted once in the middle of its output."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -263,7 +350,9 @@ SCENARIOS = {
     "document": run_document,
     "kept_document": run_kept_document,
     "damaged_context": run_damaged_context,
+    "evicted_contexts": run_evicted_contexts,
     "preempted": run_preempted,
+    "long_answers": run_long_answers,
     "shared": run_shared,
     "few_tokens": run_few_tokens,
     "parallel_sampling": run_parallel_sampling,

@@ -3,18 +3,23 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration.runs import Run, assert_same_completions, start
+from tests.long_context.made_costs import made_costs
+from vllm_relay.sparse.search_cost import costs_path, write_costs
 
 pytestmark = pytest.mark.integration
 
 SMALL_WINDOW = {"min_context_tokens": 96, "sink_tokens": 20, "window_tokens": 40}
 EVERYTHING = {"relay": {**SMALL_WINDOW, "alpha": 0}}
 MOST = {"relay": {**SMALL_WINDOW, "alpha": 1e-7}}
+CONTEXT_FILE_BYTES = 400_000
+"""About what the files of one of the contexts below have."""
 PLAIN = ("shared", "parallel_sampling", "prompt_logprobs", "abort", "salts")
 # "reset" last: it says whether every block has come back
 SCENARIOS = (*PLAIN, "preempted", "contexts", "reset")
@@ -92,6 +97,33 @@ def test_preempted_requests_go_on_where_they_were(run: Run, options: dict[str, A
     assert sparse["metrics"]["relay:preempted_kept_tokens"] > 1000
 
 
+def test_requests_get_better_indexes_while_they_run(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_RELAY_CACHE", str(tmp_path))
+    write_costs(costs_path(), made_costs(), {})
+    found, without = (
+        run(
+            "relay_sparse",
+            scenarios=("long_answers", "reset"),
+            additional_config={"relay": {**MOST["relay"], "index_running_requests": is_on}},
+        )
+        for is_on in (True, False)
+    )
+    dense = run("relay", scenarios=("long_answers",))["long_answers"]["completions"]
+    for each in (found, without):
+        assert_same_completions(each["long_answers"]["completions"], dense)
+        assert each["reset"], "a block was not given back"
+    assert without["long_answers"]["most_queued"] == 0
+    assert not any(map(any, without["long_answers"]["taken"].values()))
+    assert found["long_answers"]["most_queued"] >= 1
+    assert found["metrics"]["relay:index_builds_queued"] == 0
+    assert len(found["long_answers"]["taken"]) == 3
+    for taken in found["long_answers"]["taken"].values():
+        # of two layers of two heads, in the middle of the answer
+        assert taken[0] == 0 and taken[-1] == 4 and taken == sorted(taken)
+
+
 def check_contexts(found: dict[str, Any], state: str) -> None:
     for without in (found["before"], found["deleted"]):
         # of each other's blocks on the device
@@ -125,11 +157,48 @@ def test_contexts_in_a_folder_and_spawned_processes(run: Run, tmp_path: Path) ->
 
 def test_a_context_that_cannot_be_read_is_computed_again(run: Run, tmp_path: Path) -> None:
     options = {"relay": {**MOST["relay"], "context_dir": str(tmp_path / "contexts")}}
-    damaged, gone = run("relay_sparse", scenarios=("damaged_context",), additional_config=options)[
-        "damaged_context"
-    ]
-    for first, again in (damaged, gone):
-        assert_same_completions(first, again)
+    found = run("relay_sparse", scenarios=("damaged_context",), additional_config=options)
+    check_damaged(found)
+
+
+def check_damaged(found: dict[str, Any]) -> None:
+    assert len(found["damaged_context"]) == 2
+    for before, first, again in found["damaged_context"]:
+        assert_same_completions(first, before)
+        assert_same_completions(again, before)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each of two ranks")
+def test_a_context_that_one_rank_cannot_read_is_computed_again(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{first}|{second}")
+    options = {"relay": {**EVERYTHING["relay"], "context_dir": str(tmp_path / "contexts")}}
+    found = run(
+        "relay_sparse",
+        scenarios=("damaged_context",),
+        tensor_parallel_size=2,
+        additional_config=options,
+    )
+    check_damaged(found)
+
+
+def test_contexts_leave_a_full_folder_also_while_they_are_read(run: Run, tmp_path: Path) -> None:
+    options = {
+        **EVERYTHING["relay"],
+        "context_dir": str(tmp_path / "contexts"),
+        "context_disk_gib": 2.5 * CONTEXT_FILE_BYTES / (1 << 30),
+    }
+    found = run(
+        "relay_sparse", scenarios=("evicted_contexts",), additional_config={"relay": options}
+    )["evicted_contexts"]
+    # the second leaves for the third, and the first while it is read
+    assert found["seen"] == [[0, 2], [0, 2], [1, 2]]
+    assert [each["cached_tokens"] for each in found["asked"]] == [203, 0, 203, 203]
+    first, second, third = found["before"]
+    answers = [found["reader"], *found["asked"]]
+    assert_same_completions(answers, [first, first, first, second, third])
 
 
 @pytest.mark.parametrize(

@@ -74,17 +74,21 @@ class LongContextExecutor(SimulatedExecutor):
                     for context_id, (tokens, _) in self.contexts.items()
                 ]
             ]
+        if getattr(method, "__name__", "") == "_delete_in_worker":
+            (context_id,) = kwargs["args"]
+            self.contexts.pop(context_id, None)
+            return [None]
         return super().collective_rpc(method, *args, **kwargs)
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         orders = orders_of(scheduler_output)
+        for context_id in orders.deleted:
+            del self.contexts[context_id]
         for request_id in scheduler_output.finished_req_ids:
             self._end(request_id, orders)
         for request_id in orders.dropped:
             self.dropped.append(request_id)
             self.copies[request_id].states = []
-        for context_id in orders.deleted:
-            del self.contexts[context_id]
         for new in scheduler_output.scheduled_new_reqs:
             self._take(new)
             self._place(new.req_id, orders.placed.get(new.req_id), new.num_computed_tokens)

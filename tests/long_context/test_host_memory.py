@@ -115,3 +115,15 @@ def test_the_youngest_preempted_request_gives_way_and_the_oldest_stays() -> None
     memory.release("d")
     assert memory.reserve("a", 3 * GRANULE_TOKENS) == []
     assert memory.used_bytes == memory.capacity_bytes
+
+
+def test_indexes_take_memory_for_each_token() -> None:
+    extra = 2 * BYTES_PER_TOKEN
+    memory = HostMemory(6 * GRANULE_BYTES, BYTES_PER_TOKEN)
+    assert memory.bytes_for(GRANULE_TOKENS + 1, extra) == 6 * GRANULE_BYTES
+    assert memory.reserve("a", GRANULE_TOKENS + 1, extra) == []
+    assert memory.used_bytes == 6 * GRANULE_BYTES
+    assert memory.reserve("a", 2 * GRANULE_TOKENS + 1, extra) is None
+    # without them there is room for more tokens in what it has
+    assert memory.reserve("a", 6 * GRANULE_TOKENS) == []
+    assert memory.used_bytes == 6 * GRANULE_BYTES

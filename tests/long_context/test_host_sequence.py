@@ -40,6 +40,10 @@ def layer_of(num_tokens: int, begin: int = 0, dtype: torch.dtype = torch.float32
     return layer
 
 
+def ranges_of(layer: HostLayer) -> list[tuple[int, int]]:
+    return [(segment.begin, segment.end) for segment in layer.segments]
+
+
 def check_segments(layer: HostLayer, begin: int, indexed: int) -> None:
     """They are adjacent, from `begin` on, and have the keys and values of their positions."""
     at = begin
@@ -47,10 +51,12 @@ def check_segments(layer: HostLayer, begin: int, indexed: int) -> None:
         assert segment.begin == at < segment.end
         at = segment.end
         keys, values = layer.rows(segment.begin, segment.end)
-        for head, index in enumerate(segment.layer.indexes):
-            indexed_values = segment.layer.values[head].to_float32()
+        for head in range(KV_HEADS):
+            index = segment.layer.indexes[head]
             np.testing.assert_array_equal(index.keys.to_float32(), keys[head].float())
-            np.testing.assert_array_equal(indexed_values, values[head].float())
+            np.testing.assert_array_equal(
+                segment.layer.values[head].to_float32(), values[head].float()
+            )
     assert at == indexed
     assert len(layer.segments) <= 2
 
@@ -106,9 +112,9 @@ def test_the_large_segment_stays_while_the_small_one_grows() -> None:
     for granules in range(18, 24):
         layer.index_up_to(32, 32 + granules * UNINDEXED_TOKENS + 3)
         assert layer.segments[0].layer is large
-    assert [(each.begin, each.end) for each in layer.segments] == [(32, 192), (192, 262)]
+    assert ranges_of(layer) == [(32, 192), (192, 262)]
     layer.index_up_to(32, 32 + 24 * UNINDEXED_TOKENS)
-    assert [(each.begin, each.end) for each in layer.segments] == [(32, 272)]
+    assert ranges_of(layer) == [(32, 272)]
 
 
 def test_nothing_is_indexed_where_the_window_begins_before_the_tokens() -> None:
@@ -137,9 +143,9 @@ def test_a_request_that_begins_again_has_no_old_indexes() -> None:
 def test_indexes_of_rejected_tokens_go_and_those_before_stay() -> None:
     layer = layer_of(200)
     layer.index_up_to(0, 120)
-    assert [(each.begin, each.end) for each in layer.segments] == [(0, 80), (80, 120)]
+    assert ranges_of(layer) == [(0, 80), (80, 120)]
     layer.write(110, states(1, 3), states(1, 4))
-    assert [(each.begin, each.end) for each in layer.segments] == [(0, 80)]
+    assert ranges_of(layer) == [(0, 80)]
     layer.write(111, states(50, 5), states(50, 6))
     assert layer.index_up_to(0, 155) == 150
     check_segments(layer, 0, 150)

@@ -13,6 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.integration.engine_main import tokens
 from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS, save_model
+from tests.long_context.made_costs import made_costs
 from tests.long_context.simulated_engine import (
     BLOCK_SIZE,
     BYTES_PER_TOKEN,
@@ -21,7 +22,9 @@ from tests.long_context.simulated_engine import (
     LongEngine,
     long_engine,
 )
-from vllm_relay.long_context.orders import orders_of
+from vllm_relay.long_context import indexed_requests
+from vllm_relay.long_context.client import list_contexts
+from vllm_relay.long_context.orders import ContextReport, orders_of
 
 SHORT_TOKENS = WINDOW["min_context_tokens"] - 1
 
@@ -230,6 +233,97 @@ def test_too_little_host_memory_is_refused_at_start(model: str) -> None:
         pass
 
 
+@pytest.fixture
+def cheap_indexes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They pay for requests of about a hundred tokens and more."""
+    costs = made_costs(build_us=5e3)
+    monkeypatch.setattr(indexed_requests, "load_costs", lambda: costs)
+
+
+def collect_indexed(engine: LongEngine) -> list[tuple[str, bool]]:
+    """What the workers are told from now on."""
+    told: list[tuple[str, bool]] = []
+
+    def on_step(scheduler_output: Any) -> None:
+        memory = engine.long_contexts.memory
+        assert memory.used_bytes <= memory.capacity_bytes
+        for request_id, is_indexed in orders_of(scheduler_output).indexed.items():
+            assert request_id in scheduler_output.num_scheduled_tokens
+            told.append((name_of(request_id), is_indexed))
+
+    engine.executor.on_step = on_step
+    return told
+
+
+@pytest.mark.usefixtures("cheap_indexes")
+def test_requests_for_which_an_index_could_pay_get_memory_for_it(model: str) -> None:
+    with long_engine(model, host_tokens=8 * MAX_MODEL_LEN_TOKENS) as engine:
+        told, memory = collect_indexed(engine), engine.long_contexts.memory
+        engine.add("long", tokens(1, 230), 200)
+        engine.step()
+        index_bytes = engine.long_contexts.indexed.bytes_per_token
+        per_token = BYTES_PER_TOKEN + index_bytes
+        # 96 tokens are two granules; of two layers of two heads
+        assert memory.used_bytes == 2 * GRANULE_TOKENS * per_token
+        assert engine.long_contexts.indexed.bytes_per_token == int(
+            2 * 2 * (64 + 4 * 48 + 0.4 * 32 * 4)
+        )
+        engine.add("few", tokens(2, 230), 60)
+        engine.add("short", tokens(3, SHORT_TOKENS), 300)
+        engine.run()
+        assert told == [("long", True)] and memory.used_bytes == 0
+
+
+@pytest.mark.usefixtures("cheap_indexes")
+@pytest.mark.parametrize(
+    "relay", [{"index_running_requests": False}, {"alpha": 0}, {"max_dropped_mass": 0.1}], ids=str
+)
+def test_no_memory_where_nothing_is_built(model: str, relay: dict[str, Any]) -> None:
+    with long_engine(model, host_tokens=8 * MAX_MODEL_LEN_TOKENS, relay=relay) as engine:
+        told = collect_indexed(engine)
+        engine.add("long", tokens(1, 230), 200)
+        engine.run()
+        assert told == [] and engine.ended == ["long"]
+
+
+@pytest.mark.usefixtures("cheap_indexes")
+def test_an_index_that_would_not_fit_beside_the_tokens_is_not_built(model: str) -> None:
+    with long_engine(model, host_tokens=MAX_MODEL_LEN_TOKENS) as engine:
+        told = collect_indexed(engine)
+        engine.add("long", tokens(1, 300), 200)
+        engine.run()
+        assert told == [] and engine.ended == ["long"]
+
+
+@pytest.mark.usefixtures("cheap_indexes")
+def test_indexes_give_way_to_tokens(model: str) -> None:
+    with long_engine(model, host_tokens=3 * MAX_MODEL_LEN_TOKENS) as engine:
+        told = collect_indexed(engine)
+        for name in "abc":
+            engine.add(name, tokens(ord(name), 150), 300)
+        engine.run()
+        assert {name for name, is_indexed in told if is_indexed} >= {"a", "b"}
+        assert ("a", False) in told or ("b", False) in told
+        assert sorted(engine.ended) == ["a", "b", "c"]
+        assert engine.long_contexts.memory.used_bytes == 0
+        assert len(engine.long_contexts.indexed) == 0
+
+
+@pytest.mark.usefixtures("cheap_indexes")
+def test_a_request_that_has_to_wait_is_told_when_it_begins(model: str) -> None:
+    with long_engine(model, num_blocks=9, host_tokens=8 * MAX_MODEL_LEN_TOKENS) as engine:
+        told = collect_indexed(engine)
+        engine.add("a", tokens(1, 250), 200)
+        for _ in range(4):
+            engine.step()
+        engine.add("b", tokens(2, 250), 200)
+        for _ in range(20):
+            engine.step()
+        assert told == [("a", True)]
+        engine.run()
+        assert told == [("a", True), ("b", True)]
+
+
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(
     ("relay", "num_blocks", "host_tokens"),
@@ -280,3 +374,32 @@ def test_every_token_is_where_the_window_says(
         assert kinds == {True, False}  # after preemptions, and of contexts
         assert memory.used_bytes == memory.context_bytes
         assert engine.engine.reset_prefix_cache()
+
+
+def keep(engine: LongEngine, request_id: str, prompt: list[int]) -> str:
+    """A context of a request that ends now; its id."""
+    engine.add(request_id, prompt, 1, keep=True)
+    engine.run()
+    [report] = engine.long_contexts.pending_contexts()
+    return report.context_id
+
+
+def test_a_context_that_leaves_a_full_folder_is_not_found_again(model: str) -> None:
+    with long_engine(model, relay={"context_disk_gib": 1e-6}) as engine:
+        context_id = keep(engine, "a", tokens(1, 200))
+        assert [each.context_id for each in list_contexts(engine.engine)] == [context_id]
+        stored = ContextReport(context_id, 200, "stored", 0, file_bytes=2000)
+        engine.long_contexts.update_contexts([stored])
+        assert list_contexts(engine.engine) == []
+        # the worker is told with this step, of which the request must not read the context
+        engine.add("b", tokens(1, 200), 1)
+        engine.run()
+        assert engine.executor.placements == []
+
+
+def test_a_context_is_deleted_before_the_worker_knows_it(model: str) -> None:
+    with long_engine(model) as engine:
+        context_id = keep(engine, "a", tokens(1, 200))
+        engine.long_contexts.delete_context(context_id)
+        assert list_contexts(engine.engine) == []
+        assert engine.executor.contexts == {}

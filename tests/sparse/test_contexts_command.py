@@ -146,6 +146,17 @@ def test_training_queries_go_with_their_context(folder: Path, whole_folder: bool
     assert left == {"notes.txt", orphan.name, *others}
 
 
+def test_training_queries_go_before_their_context(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is killed between the two leaves no queries that nobody would ever remove."""
+    (folder / "a.relayqueries").write_bytes(b"queries")
+    gone = []
+    monkeypatch.setattr(Path, "unlink", lambda path, **_: gone.append(path.suffix))
+    run("delete", folder / "a.relayctx", "--yes")
+    assert gone == [".relayqueries", ".relayctx"]
+
+
 def test_the_question_is_asked_beside_the_answer(folder: Path) -> None:
     arguments = ["contexts", "delete", str(folder), "--json"]
     result = runner.invoke(app, arguments, input="y\n")

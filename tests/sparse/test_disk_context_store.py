@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from tests.sparse.tiny_models import (
     stored,
     tiny_model,
 )
-from vllm_relay.sparse import DB, Dipr, IndexDamagedError
+from vllm_relay.sparse import DB, Dipr, IndexDamagedError, disk_context_store
 from vllm_relay.sparse.buffer_pool import BufferPoolFullError
 from vllm_relay.sparse.context_file import CONTEXT_SUFFIX, ContextHead, write_context
 from vllm_relay.sparse.disk_context_store import QUERIES_SUFFIX
@@ -370,6 +371,53 @@ def test_training_queries_are_kept_beside_a_context(tmp_path: Path) -> None:
         if db is in_memory:
             wanted = queries.data
     assert np.array_equal(queries.data, wanted)
+
+
+def _left_without_context(path: Path) -> list[Path]:
+    return [
+        each
+        for each in path.glob(f"*{QUERIES_SUFFIX}")
+        if not each.with_suffix(CONTEXT_SUFFIX).exists()
+    ]
+
+
+def test_training_queries_are_never_there_without_their_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At no moment at which the process may be killed: nobody would ever remove them."""
+    moments = []
+
+    def watch(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            moments.append(_left_without_context(tmp_path))
+            original(*args, **kwargs)
+            moments.append(_left_without_context(tmp_path))
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(os, "replace")
+    watch(Path, "unlink")
+    with _db(tmp_path, train_queries_per_key=0.5) as db:
+        context_id = stored(db, tiny_model("llama"), CONTEXT)
+        assert list(tmp_path.glob(f"*{QUERIES_SUFFIX}"))
+        db.delete(context_id)
+    assert len(moments) == 2 * (2 + 2) and not any(moments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_context_without_room_for_its_training_queries_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(path: Path, *_: Any) -> None:
+        raise OSError(f"{path}: no space left")
+
+    monkeypatch.setattr(disk_context_store, "write_sections", fail)
+    with _db(tmp_path, train_queries_per_key=0.5) as db:
+        context_id = stored(db, tiny_model("llama"), CONTEXT)
+        assert [context.id for context in db.contexts()] == [context_id]
+    assert "training queries left out" in caplog.text and "no space left" in caplog.text
 
 
 def test_lost_training_queries_do_no_harm(tmp_path: Path) -> None:

@@ -51,6 +51,8 @@ from vllm_relay.long_context.mirroring import mirror
 from vllm_relay.sparse.context_store import StoredContext
 from vllm_relay.sparse.partial_attention import merge
 
+MIN_CHUNK_TOKENS = 64
+"""Query tokens of a prompt that are planned at once, or as many as there may be decodes."""
 MERGED_TOKENS = 1024
 """So many query tokens are merged at once, to bound the memory it takes."""
 
@@ -132,8 +134,8 @@ class RelaySparseCudaMetadataBuilder(RelayCudaMetadataBuilder):
 
     @functools.cached_property
     def chunk_planner(self) -> DevicePlanner:
-        """Of as many tokens as the other, so that both use one workspace."""
-        max_tokens = self.planner.limits.max_tokens
+        """Of no more tokens than the other, if those suffice: both use one workspace."""
+        max_tokens = max(MIN_CHUNK_TOKENS, self.planner.limits.max_tokens)
         return self.make_planner(max_requests=1, max_tokens=max_tokens, max_query_len=max_tokens)
 
     def build(
@@ -211,7 +213,7 @@ class RelaySparseCudaMetadataBuilder(RelayCudaMetadataBuilder):
 
     def _chunks(self, row: worker.MirroredRow, block_table: torch.Tensor) -> list[Chunk]:
         first_token = row.num_computed_tokens - row.residency.num_host_tokens
-        most = self.planner.limits.max_tokens
+        most = self.chunk_planner.limits.max_tokens
         chunks = []
         for begin in range(0, row.num_queries, most):
             end = min(begin + most, row.num_queries)
@@ -266,6 +268,7 @@ class RelaySparseCudaImpl(RelayCudaImpl):
                 kv_cache,
                 copies,
                 worker.state.pending_writes,
+                self.retrieval.query,
             )
         asked, arriving, lse = attn_metadata.host_queries, None, None
         if asked is not None:

@@ -17,7 +17,7 @@ from vllm_relay import engine_commands
 from vllm_relay.limits import sparse_is_selected
 from vllm_relay.long_context.commands import HOW_TO_SELECT, ContextError, result_of
 from vllm_relay.long_context.orders import KEEP_ARG
-from vllm_relay.prefix_cache.pin_client import tokens_of
+from vllm_relay.prefix_cache.pin_client import refusals, tokens_of
 from vllm_relay.prefix_cache.pins import PinError
 from vllm_relay.prefix_cache.prompts import Prompt
 
@@ -67,23 +67,29 @@ def keep_context(llm: Any, prompt: Prompt) -> Context:
         )
     declared = command(engine, "declare_context", {"token_ids": token_ids})
     if not declared["is_known"]:
-        [rendered] = engine.renderer.render_cmpl([{"prompt_token_ids": token_ids}])
-        engine.add_request(_request_id(), rendered, _params())
+        with _as_context_errors(), refusals("these tokens"):
+            [rendered] = engine.renderer.render_cmpl([{"prompt_token_ids": token_ids}])
+            engine.add_request(_request_id(), rendered, _params())
         while engine.has_unfinished_requests():
             engine.step()
     return _kept(list_contexts(engine), declared["id"])
 
 
 async def keep_context_async(engine: Any, token_ids: Sequence[int]) -> Context:
-    """:func:`keep_context` for the tokens of a prompt and an AsyncLLM, whatever else it does."""
+    """:func:`keep_context` for the tokens of a prompt and an AsyncLLM, whatever else it does.
+
+    Raises:
+        ContextError: it cannot be kept; the message says why.
+    """
     _check_config(engine.vllm_config)
     declared = await command_async(engine, "declare_context", {"token_ids": list(token_ids)})
     if not declared["is_known"]:
-        [rendered] = await engine.renderer.render_cmpl_async(
-            [{"prompt_token_ids": list(token_ids)}]
-        )
-        async for _ in engine.generate(rendered, _params(), _request_id()):
-            pass
+        with _as_context_errors(), refusals("these tokens"):
+            [rendered] = await engine.renderer.render_cmpl_async(
+                [{"prompt_token_ids": list(token_ids)}]
+            )
+            async for _ in engine.generate(rendered, _params(), _request_id()):
+                pass
     return _kept(await list_contexts_async(engine), declared["id"])
 
 

@@ -69,14 +69,25 @@ def _update(engine_core: Any, *, reopen: bool = False) -> list[Any]:
     scheduler = engine_core.scheduler
     if not scheduler.get_num_unfinished_requests() and scheduler.has_finished_requests():
         engine_core.step_fn()  # an empty step, which tells the workers what has ended
+    long_contexts = scheduler.relay_long_contexts
+    _delete_evicted(engine_core)
     first, *others = engine_core.model_executor.collective_rpc(_reports_of_worker, args=(reopen,))
     ids = [{report.context_id for report, _ in each} for each in others]
     common = [each for each in first if all(each[0].context_id in known for known in ids)]
-    long_contexts = scheduler.relay_long_contexts
     long_contexts.load_contexts({report.context_id: tokens for report, tokens in common})
     reports = [report for report, _ in common]
     long_contexts.update_contexts(reports)
-    return [*reports, *long_contexts.pending_contexts()]
+    _delete_evicted(engine_core)
+    pending = long_contexts.pending_contexts()
+    told_of = {report.context_id for report in pending}
+    left = [each for each in reports if each.context_id in long_contexts.catalog]
+    return [*(each for each in left if each.context_id not in told_of), *pending]
+
+
+def _delete_evicted(engine_core: Any) -> None:
+    """What has left the catalog leaves the workers, else their reports would bring it back."""
+    for context_id in engine_core.scheduler.relay_long_contexts.take_evicted():
+        engine_core.model_executor.collective_rpc(_delete_in_worker, args=(context_id,))
 
 
 def _declare(engine_core: Any, token_ids: list[int]) -> dict[str, Any]:

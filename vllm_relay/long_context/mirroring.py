@@ -12,6 +12,7 @@ from vllm_relay.long_context.device_copies import DeviceCopies
 from vllm_relay.long_context.host_sequence import HostLayer
 from vllm_relay.long_context.pending_writes import PendingWrites
 from vllm_relay.long_context.worker import MirroredRow
+from vllm_relay.sparse.query_types import Dipr
 
 GATHERED_TOKENS = 4096
 """Of blocks that others have computed, so many are gathered at once, to bound the memory."""
@@ -26,6 +27,7 @@ def mirror(
     kv_cache: torch.Tensor,
     copies: DeviceCopies,
     writes: PendingWrites,
+    index_query: Dipr | None,
 ) -> None:
     """Begins to copy the step's keys and values to the host, and those before that are not there
     yet: of blocks that other requests have computed, and of a request that was short so far.
@@ -37,6 +39,7 @@ def mirror(
         tokens: int64 on the device: of all rows, one after the other.
         step: query, key and value of the step, [tokens, heads, size].
         kv_cache: [blocks, kv_heads, block_size, 2 * size], a token's key and then its value.
+        index_query: what indexes are asked.
     """
 
     def add(states: torch.Tensor, write: functools.partial[None]) -> None:
@@ -48,11 +51,12 @@ def mirror(
             add(states, functools.partial(_write, layer, position))
     states = torch.cat([each.index_select(0, tokens) for each in (key, value)], -1)
     add(states, functools.partial(_write_rows, list(zip(rows, layers, strict=True))))
-    for row, layer in zip(rows, layers, strict=True):
-        if row.request.is_kept:
-            asked = query[row.first_query : row.last_query].clone()
-            position = row.num_computed_tokens
-            add(asked, functools.partial(_observe, layer, key.shape[1], position))
+    training = [
+        (row, layer) for row, layer in zip(rows, layers, strict=True) if row.request.trains_indexes
+    ]
+    if training:
+        queries = torch.cat([query[row.first_query : row.last_query] for row, _ in training])
+        add(queries, functools.partial(_observe, training, key.shape[1], index_query))
 
 
 def _states_of_blocks(
@@ -81,6 +85,14 @@ def _write_rows(rows: list[tuple[MirroredRow, HostLayer]], states: torch.Tensor)
         _write(layer, row.num_computed_tokens, part)
 
 
-def _observe(layer: HostLayer, num_kv_heads: int, position: int, query: torch.Tensor) -> None:
-    grouped = query.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
-    layer.train_queries.add(grouped, first_position=position)
+def _observe(
+    rows: list[tuple[MirroredRow, HostLayer]],
+    num_kv_heads: int,
+    index_query: Dipr | None,
+    queries: torch.Tensor,
+) -> None:
+    grouped = queries.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+    parts = grouped.split([row.num_queries for row, _ in rows], 2)
+    for (row, layer), part in zip(rows, parts, strict=True):
+        layer.query = index_query
+        layer.train_queries.add(part, first_position=row.num_computed_tokens)

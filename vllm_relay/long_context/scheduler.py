@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -19,6 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_relay.config import RelayConfig
 from vllm_relay.long_context.catalog import ContextCatalog
 from vllm_relay.long_context.host_memory import HostMemory
+from vllm_relay.long_context.indexed_requests import IndexedRequests
 from vllm_relay.long_context.kv_cache_spec import RelaySparseManager, RelaySparseSpec
 from vllm_relay.long_context.memory import default_capacity_bytes
 from vllm_relay.long_context.orders import (
@@ -66,12 +68,16 @@ class LongContextScheduler:
         )
         self._check_capacity()
         self.catalog = ContextCatalog()
+        self._token_ids: WeakKeyDictionary[Request, np.ndarray] = WeakKeyDictionary()
         self.has_loaded = False
         self._file_bytes: dict[str, int] = {}
         self._disk_bytes = _bytes_of(options.context_disk_gib)
         self._num_ranks = num_ranks
         self._preempted: dict[str, int] = {}  # request -> tokens in host memory
         self._num_kept_tokens = 0
+        self.indexed = IndexedRequests(
+            scheduler.vllm_config, options, manager.kv_cache_config, self.memory
+        )
         self._block_bytes = sum(
             len(group.layer_names) * group.kv_cache_spec.page_size_bytes
             for group in manager.kv_cache_config.kv_cache_groups
@@ -146,6 +152,7 @@ class LongContextScheduler:
             self.memory.preempt(request.request_id)
         elif request.status != RequestStatus.RUNNING:
             self.memory.release(request.request_id)
+            self.indexed.take_back(request.request_id)
 
     def before_free(self, request: Request) -> None:
         """The request gives its blocks back: it has ended, or is preempted."""
@@ -153,6 +160,7 @@ class LongContextScheduler:
         num_tokens = request.num_computed_tokens - request.num_in_flight_tokens
         if request.status != RequestStatus.RUNNING:
             self.memory.release(request_id)
+            self.indexed.end(request_id)
             self._preempted.pop(request_id, None)
             if _is_kept(request) and self.can_keep(num_tokens):
                 self._keep(request, num_tokens)
@@ -211,6 +219,7 @@ class LongContextScheduler:
     def take_orders(self) -> StepOrders:
         """What has to be said to the workers with the step that was just scheduled."""
         orders, self._orders = self._orders, StepOrders()
+        orders.indexed = self.indexed.take_changes()
         return orders
 
     def refuse_context(self, num_tokens: int) -> tuple[int, str] | None:
@@ -248,20 +257,25 @@ class LongContextScheduler:
         return self.refuse_context(num_tokens) is None
 
     def delete_context(self, context_id: str) -> None:
-        """No later request reuses it."""
+        """No later request reuses it, and the workers do not make it if they have not begun to."""
         self.catalog.remove(context_id)
+        kept = self._orders.kept
+        self._orders.kept = {
+            request_id: each for request_id, each in kept.items() if each.context_id != context_id
+        }
         self.memory.set_context(context_id, 0)
         self._file_bytes.pop(context_id, None)
 
     def load_contexts(self, contexts: Mapping[str, Sequence[int]]) -> None:
-        """The contexts that the workers have, by id, are all there are."""
+        """The contexts that the workers have, by id, are all there are, but for those that have to
+        leave with the next step."""
         self.has_loaded = True
         pending = {report.context_id for report in self.pending_contexts()}
         for context_id in self.catalog.by_last_use():
             if context_id not in contexts and context_id not in pending:
                 self.delete_context(context_id)
         for context_id, tokens in contexts.items():
-            if context_id not in self.catalog:
+            if context_id not in self.catalog and context_id not in self._orders.deleted:
                 self.catalog.add(context_id, np.asarray(tokens, np.int64))
 
     def pending_contexts(self) -> list[ContextReport]:
@@ -283,14 +297,22 @@ class LongContextScheduler:
             if report.context_id in self.catalog:
                 self.memory.set_context(report.context_id, report.memory_bytes * self._num_ranks)
                 self._file_bytes[report.context_id] = report.file_bytes * self._num_ranks
-        if self._disk_bytes is None:
+        limit, sizes = self._disk_bytes, self._file_bytes
+        if limit is None:
             return
-        for context_id in self.catalog.by_last_use():
-            if sum(self._file_bytes.values()) <= self._disk_bytes:
+        by_last_use = self.catalog.by_last_use()
+        # what never fits is first: no other need leave for it
+        for context_id in sorted(by_last_use, key=lambda each: sizes.get(each, 0) <= limit):
+            if sum(sizes.values()) <= limit:
                 return
-            if self._file_bytes.get(context_id):
+            if sizes.get(context_id):
                 self.delete_context(context_id)
                 self._orders.deleted.append(context_id)
+
+    def take_evicted(self) -> list[str]:
+        """Contexts that have left a full folder and that the workers have not been told of."""
+        evicted, self._orders.deleted = self._orders.deleted, []
+        return evicted
 
     def _keep(self, request: Request, num_tokens: int) -> None:
         tokens = list(request.all_token_ids[:num_tokens])
@@ -308,14 +330,20 @@ class LongContextScheduler:
         num_tokens = self._preempted.get(request.request_id, 0)
         context_id = None
         if num_tokens == 0 and len(self.catalog) and self._may_reuse(request):
-            tokens = np.asarray(request.all_token_ids, np.int64)
-            context_id, num_tokens = self.catalog.longest_prefix(tokens)
+            context_id, num_tokens = self.catalog.longest_prefix(self._token_ids_of(request))
         # the logits of the last token have to be computed
         num_tokens = min(num_tokens, request.num_tokens - 1)
         if num_tokens < self._policy.min_context_tokens:
             return None
         size = self._policy.block_size_tokens
         return Placement(num_tokens, num_tokens // size * size, context_id)
+
+    def _token_ids_of(self, request: Request) -> np.ndarray:
+        """Kept: a waiting request is looked at in each step, and 131,072 tokens take 8 ms."""
+        known = self._token_ids.get(request)
+        if known is None or len(known) != request.num_tokens:
+            known = self._token_ids[request] = np.asarray(request.all_token_ids, np.int64)
+        return known
 
     def _may_reuse(self, request: Request) -> bool:
         """Whether equal tokens mean equal keys and values."""
@@ -331,7 +359,9 @@ class LongContextScheduler:
         num_tokens = min(num_tokens, self._max_model_len)
         if not self._policy.mirrors(num_tokens, request.num_prompt_tokens):
             return True
-        dropped = self.memory.reserve(request.request_id, num_tokens)
+        num_prompt_tokens = request.num_prompt_tokens
+        longest = min(num_prompt_tokens + request.max_tokens, self._max_model_len)
+        dropped = self.indexed.reserve(request.request_id, num_tokens, num_prompt_tokens, longest)
         if dropped is None:
             return False
         for other in dropped:

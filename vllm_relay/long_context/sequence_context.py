@@ -17,7 +17,7 @@ from vllm_relay.sparse.elements import Elements
 from vllm_relay.sparse.flat import FlatIndex
 from vllm_relay.sparse.head_plan import HeadPlan
 from vllm_relay.sparse.index import KeyIndex
-from vllm_relay.sparse.tensors import to_elements
+from vllm_relay.sparse.tensors import to_elements, to_tensor
 
 
 class SequenceContext(StoredContext):
@@ -104,22 +104,35 @@ def whole_sequence(
     layer_names: Sequence[str],
     num_tokens: int,
 ) -> HostSequence:
-    """A copy of a sequence that began behind a stored context, with the tokens of both."""
+    """A copy of a sequence that began behind a stored context, with the tokens and the training
+    queries of both."""
     whole = HostSequence(0, num_tokens)
     for number, name in enumerate(layer_names):
         own = sequence.layers[name]
         layer = whole.layer(name, own.keys.transpose(0, 1))
-        layer.train_queries = own.train_queries
+        layer.train_queries = own.train_queries.copy()
+        reused = _reused_queries(context, number, num_reused_tokens)
+        if reused is not None:
+            layer.train_queries.put_before(reused, num_reused_tokens)
         for head in range(context.shape.num_kv_heads):
             keys, values = context.rows(number, head, 0, num_reused_tokens)
             for target, part in ((layer.keys, keys), (layer.values, values)):
-                stored = torch.from_numpy(part.data.view(_storage_dtype(part)))
-                target[head, :num_reused_tokens] = stored.view(target.dtype)
+                target[head, :num_reused_tokens] = to_tensor(part)
         keys, values = own.rows(num_reused_tokens, num_tokens)
         layer.end = num_reused_tokens
         layer.write(num_reused_tokens, keys.transpose(0, 1), values.transpose(0, 1))
     return whole
 
 
-def _storage_dtype(elements: Elements) -> type[np.generic]:
-    return np.float32 if elements.dtype == "float32" else np.int16
+def _reused_queries(
+    context: StoredContext, layer: int, num_reused_tokens: int
+) -> torch.Tensor | None:
+    """[kv_heads, m, head_size], of the context's first tokens; None if a kv head has none."""
+    parts = []
+    for head in range(context.shape.num_kv_heads):
+        stored = context.train_queries(layer, head)
+        count = 0 if stored is None else stored.shape[0] * num_reused_tokens // context.num_tokens
+        if stored is None or count == 0:
+            return None
+        parts.append(to_tensor(stored.rows(0, count)))
+    return torch.stack(parts)

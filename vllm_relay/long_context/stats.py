@@ -26,7 +26,7 @@ GAUGES = {
     "device_kv_bytes": "KV cache that requests and pins hold on the device.",
     "contexts": "Stored contexts.",
     "context_file_bytes": "Bytes of their files.",
-    "index_builds_queued": "Contexts whose indexes are being built, or wait for it.",
+    "index_builds_queued": "Contexts and requests whose indexes are being built, or wait for it.",
 }
 
 
@@ -36,8 +36,8 @@ class LongContextStats:
 
     Attributes:
         reports: of contexts that have changed.
-        lost: requests whose context cannot be read: what they computed in the step is void. With
-            the ids of the contexts.
+        lost: requests whose context cannot be read: what they computed in the step is void, or, of
+            those that have ended, could not be kept. With the ids of the contexts.
     """
 
     host_searches: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,20 @@ from typing import Any
 from vllm_relay.attention_backends.plan import StepPlan
 from vllm_relay.config import RelayConfig
 from vllm_relay.long_context.host_sequence import HostSequence
+from vllm_relay.long_context.index_builders import start_builders
 from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.model_identity import fingerprint_of
 from vllm_relay.long_context.orders import KEEP_ARG, Placement, StepOrders, orders_of
 from vllm_relay.long_context.pending_writes import PendingWrites
+from vllm_relay.long_context.ranks import lost_in_any_rank
+from vllm_relay.long_context.running_indexes import RunningIndexes
 from vllm_relay.long_context.stats import LongContextStats
 from vllm_relay.long_context.window import Residency, WindowPolicy
 from vllm_relay.long_context.worker_contexts import WorkerContexts, db_options
+from vllm_relay.sparse.context_folder import rank_folder
 from vllm_relay.sparse.context_store import StoredContext
 from vllm_relay.sparse.retrieval import SessionStats
+from vllm_relay.sparse.search_cost import load_costs
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +37,8 @@ class LongRequest:
 
     Attributes:
         is_kept: it becomes a context when it has ended.
+        is_indexed: there is memory for better indexes, which are built if they pay.
+        has_index_build: they have been begun.
         first_resident_token: the tokens before it were never on the device.
         sequence: in host memory; None as long as all tokens are on the device.
         context: whose tokens it reuses: those before `sequence.begin`.
@@ -43,11 +51,18 @@ class LongRequest:
     num_prompt_tokens: int
     max_tokens: int
     is_kept: bool = False
+    is_indexed: bool = False
+    has_index_build: bool = False
     first_resident_token: int = 0
     sequence: HostSequence | None = None
     context: StoredContext | None = None
     placement: Placement | None = None
     lost_context_id: str | None = None
+
+    @property
+    def trains_indexes(self) -> bool:
+        """Whether its queries are collected."""
+        return self.is_kept or (self.is_indexed and not self.has_index_build)
 
 
 @dataclass
@@ -103,18 +118,23 @@ class LongContextWorker:
 
     requests: dict[str, LongRequest] = field(default_factory=dict)
     contexts: WorkerContexts | None = None
+    running_indexes: RunningIndexes | None = None
     pending_writes: PendingWrites = field(default_factory=PendingWrites)
     stats: SessionStats = field(default_factory=SessionStats)
     host_seconds: float = 0.0
     device_seconds: float = 0.0
     max_model_len: int = 0
+    _not_kept: dict[str, str] = field(default_factory=dict)  # request -> context
+    _reads_contexts: bool = False  # since statistics were taken; equal in all ranks
     _layer_numbers: dict[str, int] = field(default_factory=dict)
     _spec: RelaySparseSpec | None = None
     _runner: Any = None
+    _builders: ThreadPoolExecutor | None = None
 
     def set_layers(self, spec: RelaySparseSpec, layer_names: Sequence[str]) -> None:
         """A new engine's layers whose tokens leave the device: those of one KV cache group."""
         self.close_contexts()
+        self._close_builders()
         self.requests.clear()
         self.pending_writes = PendingWrites()
         self._spec = spec
@@ -127,7 +147,9 @@ class LongContextWorker:
     def open_contexts(self, worker: Any) -> WorkerContexts:
         """The contexts of this worker, and of its folder; read at the first call."""
         if self.contexts is None:
-            self.contexts = _open_contexts(worker, self._spec, list(self._layer_numbers))
+            self.contexts = _open_contexts(
+                worker, self._spec, list(self._layer_numbers), self._open_builders(worker)
+            )
         return self.contexts
 
     def take_stats(self) -> LongContextStats:
@@ -142,14 +164,20 @@ class LongContextWorker:
             device_seconds=self.device_seconds,
             host_dropped_mass=stats.dropped_mass or 0.0,
         )
-        taken.lost = {
+        lost, self._not_kept = self._not_kept, {}
+        lost |= {
             each.id: each.lost_context_id
             for each in self.requests.values()
             if each.lost_context_id is not None
         }
+        if self._reads_contexts:
+            lost = lost_in_any_rank(lost)
+        taken.lost, self._reads_contexts = lost, False
         self.host_seconds = self.device_seconds = 0.0
+        if self.running_indexes is not None:
+            taken.index_builds_queued += self.running_indexes.num_queued
         if self.contexts is not None:
-            taken.index_builds_queued = self.contexts.num_queued
+            taken.index_builds_queued += self.contexts.num_queued
             taken.reports = self.contexts.take_changes()
         return taken
 
@@ -165,22 +193,72 @@ class LongContextWorker:
         self.max_model_len = worker.model_config.max_model_len
         self.pending_writes.finish()
         orders = orders_of(scheduler_output)
+        self._note_reused_contexts()
+        for context_id in orders.deleted:  # before one of them is kept again
+            self.open_contexts(worker).delete(context_id)
         for request_id in scheduler_output.finished_req_ids:
             request = self.requests.pop(request_id, None)
+            self._discard_indexes(request_id)
             kept = orders.kept.get(request_id)
-            if kept is not None and request is not None and request.sequence is not None:
-                self.open_contexts(worker).keep(kept, request.sequence, request.context)
+            if kept is None or request is None or request.sequence is None:
+                continue
+            contexts = self.open_contexts(worker)
+            if not contexts.keep(kept, request.sequence, request.context):
+                self._not_kept[request_id] = kept.context_id
         for request_id in orders.dropped:
+            self._discard_indexes(request_id)
             if request_id in self.requests:
                 self.requests[request_id].sequence = None
-        for context_id in orders.deleted:
-            self.open_contexts(worker).delete(context_id)
         for new in scheduler_output.scheduled_new_reqs:
             if new.req_id not in self.requests:
                 self.requests[new.req_id] = self._new_request(new)
             self._place(new.req_id, orders)
         for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             self._place(request_id, orders)
+        for request_id, is_indexed in orders.indexed.items():
+            if request_id in self.requests:
+                self._set_indexed(worker, self.requests[request_id], is_indexed)
+        self._note_reused_contexts()
+
+    def _note_reused_contexts(self) -> None:
+        sequences = (request.sequence for request in self.requests.values())
+        self._reads_contexts |= any(each is not None and each.begin > 0 for each in sequences)
+
+    def _set_indexed(self, worker: Any, request: LongRequest, is_indexed: bool) -> None:
+        request.is_indexed = is_indexed
+        if is_indexed:
+            if self.running_indexes is None:
+                self.running_indexes = RunningIndexes(
+                    load_costs(), lambda: self._open_builders(worker)
+                )
+            return
+        self._discard_indexes(request.id)
+        layers = {} if request.sequence is None else request.sequence.layers
+        for layer in layers.values():
+            layer.forget_indexes()
+            if not request.is_kept:
+                layer.forget_queries()
+
+    def _discard_indexes(self, request_id: str) -> None:
+        if self.running_indexes is not None:
+            self.running_indexes.discard(request_id)
+        if request_id in self.requests:
+            self.requests[request_id].has_index_build = False
+
+    def _open_builders(self, worker: Any) -> ThreadPoolExecutor:
+        """For contexts and running requests alike."""
+        if self._builders is None:
+            options = RelayConfig.from_vllm_config(worker.vllm_config)
+            self._builders = start_builders(options.index_threads)
+        return self._builders
+
+    def _close_builders(self) -> None:
+        if self.running_indexes is not None:
+            self.running_indexes.close()
+            self.running_indexes = None
+        if self._builders is not None:
+            self._builders.shutdown(wait=False, cancel_futures=True)
+            self._builders = None
 
     def _new_request(self, new: Any) -> LongRequest:
         params = new.sampling_params
@@ -199,6 +277,7 @@ class LongContextWorker:
         request.first_resident_token = 0
         request.lost_context_id = None
         if placement is None:
+            self._discard_indexes(request_id)
             request.sequence = request.context = None
             return
         request.first_resident_token = placement.first_resident_token
@@ -218,8 +297,11 @@ class LongContextWorker:
         request.lost_context_id = context_id
 
     def _new_sequence(self, request: LongRequest, begin: int) -> HostSequence:
-        end = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        return HostSequence(begin, end - begin)
+        return HostSequence(begin, self._last_end(request) - begin)
+
+    def _last_end(self, request: LongRequest) -> int:
+        """Tokens that it has at most."""
+        return min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
 
     def rows(self, num_requests: int) -> Sequence[LongRequest | None]:
         """The requests of the running step in the order of its block table; none in a dummy run."""
@@ -235,12 +317,19 @@ class LongContextWorker:
         num_computed_tokens: int,
         num_new_tokens: int,
     ) -> HostSequence | None:
-        """Where the tokens of a step are copied to, if they are."""
+        """Where the tokens of a step are copied to, if they are. Indexes that were built for a
+        request which generates are taken here."""
         end = num_computed_tokens + num_new_tokens
         if not policy.mirrors(end, request.num_prompt_tokens):
             return None
         if request.sequence is None:
             request.sequence = self._new_sequence(request, 0)
+        if request.is_indexed and num_computed_tokens >= request.num_prompt_tokens:
+            assert self.running_indexes is not None
+            tokens_left = self._last_end(request) - num_computed_tokens
+            request.has_index_build = self.running_indexes.follow(
+                request.id, request.sequence, tokens_left
+            )
         return request.sequence
 
 
@@ -251,7 +340,10 @@ def _num_prompt_tokens(new_request: Any) -> int:
 
 
 def _open_contexts(
-    worker: Any, spec: RelaySparseSpec | None, layer_names: Sequence[str]
+    worker: Any,
+    spec: RelaySparseSpec | None,
+    layer_names: Sequence[str],
+    builders: ThreadPoolExecutor,
 ) -> WorkerContexts:
     if spec is None:
         raise RuntimeError("the layers of RELAY_SPARSE are not set up yet")
@@ -261,9 +353,7 @@ def _open_contexts(
     rank = worker.rank % num_ranks
     path = None
     if options.context_dir is not None:
-        path = Path(options.context_dir).expanduser()
-        if num_ranks > 1:
-            path = path / f"rank-{rank}-of-{num_ranks}"
+        path = rank_folder(Path(options.context_dir).expanduser(), rank, num_ranks)
     fingerprint = fingerprint_of(
         vllm_config,
         worker.model_runner.get_model(),
@@ -273,9 +363,7 @@ def _open_contexts(
         dtype=spec.dtype,
         rank=rank,
     )
-    return WorkerContexts(
-        path, fingerprint, layer_names, db_options(options), options.index_threads
-    )
+    return WorkerContexts(path, fingerprint, layer_names, db_options(options), builders)
 
 
 state = LongContextWorker()

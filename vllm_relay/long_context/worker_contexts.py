@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
+from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from vllm_relay.config import RelayConfig
 from vllm_relay.long_context.host_sequence import HostSequence
+from vllm_relay.long_context.index_builders import process_ends
 from vllm_relay.long_context.orders import ContextReport, KeptContext
 from vllm_relay.long_context.sequence_context import SequenceContext, whole_sequence
 from vllm_relay.sparse.context_fingerprint import ContextFingerprint
@@ -26,15 +26,14 @@ from vllm_relay.sparse.context_store import (
     MemoryContextStore,
     StoredContext,
 )
-from vllm_relay.sparse.disk_context_store import DiskContextStore
+from vllm_relay.sparse.damage import IndexDamagedError
+from vllm_relay.sparse.disk_context_store import DiskContext, DiskContextStore
 from vllm_relay.sparse.index_choice import build_index
 from vllm_relay.sparse.options import DBOptions
 from vllm_relay.sparse.query_types import Dipr
 from vllm_relay.sparse.search_cost import SearchCost, load_costs
 
 logger = logging.getLogger(__name__)
-
-_BUILDER_NICENESS = 10
 
 
 class WorkerContexts:
@@ -43,7 +42,7 @@ class WorkerContexts:
 
     Args:
         path: of the folder; None keeps contexts in memory.
-        threads: that build indexes, beside the steps of the engine.
+        builders: that build indexes, beside the steps of the engine.
     """
 
     def __init__(
@@ -52,10 +51,9 @@ class WorkerContexts:
         fingerprint: ContextFingerprint,
         layer_names: Sequence[str],
         options: DBOptions,
-        threads: int,
+        builders: ThreadPoolExecutor,
     ) -> None:
         self.layer_names = list(layer_names)
-        self._is_on_disk = path is not None
         self._store: ContextStore = (
             MemoryContextStore() if path is None else DiskContextStore(path, fingerprint)
         )
@@ -63,19 +61,20 @@ class WorkerContexts:
         self._costs: SearchCost | None = None
         self._fresh: dict[str, SequenceContext] = {}
         self._problems: dict[str, str] = {}
-        self._deleted: set[str] = set()
+        self._builds: Counter[str] = Counter()  # not ended yet, by context
+        self._deleted: set[str] = set()  # of these
+        self._is_closed = False
         self._lock = threading.Lock()
-        self._builders = ThreadPoolExecutor(threads, "relay-index", initializer=_be_nice)
+        self._storing = threading.Lock()
+        self._builders = builders
+        self._futures: list[Future[None]] = []
         self.num_queued = 0
         self._changed: list[str] = []
 
     def get(self, context_id: str) -> StoredContext | None:
         """The best there is of a context."""
         with self._lock:
-            for context in self._store.contexts():
-                if context.id == context_id:
-                    return context
-            return self._fresh.get(context_id)
+            return self._contexts().get(context_id)
 
     def add(self, tokens: np.ndarray, layers: Sequence[Sequence[HeadStates]]) -> None:
         """Stores a context that was made elsewhere, `layers[layer][kv head]`."""
@@ -86,27 +85,39 @@ class WorkerContexts:
         kept: KeptContext,
         sequence: HostSequence,
         reused: StoredContext | None,
-    ) -> None:
-        """Makes a context of a request that has ended; its index is built later."""
+    ) -> bool:
+        """Makes a context of a request that has ended; its index is built later.
+
+        Returns:
+            whether it could be made: not of a damaged one that the request reused.
+        """
         tokens = np.asarray(kept.tokens, np.int64)
         if sequence.begin:
             assert reused is not None
-            sequence = whole_sequence(
-                reused, sequence.begin, sequence, self.layer_names, len(tokens)
-            )
+            try:
+                sequence = whole_sequence(
+                    reused, sequence.begin, sequence, self.layer_names, len(tokens)
+                )
+            except IndexDamagedError as error:
+                logger.warning("context %s is not kept: %s", kept.context_id, error)
+                return False
         with self._lock:
             if kept.context_id in self._fresh:
-                return
+                return True
             context = SequenceContext(tokens, sequence, self.layer_names)
             self._fresh[context.id] = context
             self._deleted.discard(context.id)
+            self._builds[context.id] += 1
             self.num_queued += 1
-        self._builders.submit(self._build, context)
+        self._futures = [each for each in self._futures if not each.done()]
+        self._futures.append(self._builders.submit(self._build, context))
+        return True
 
     def delete(self, context_id: str) -> None:
         """Forgets a context, here and in the folder. Requests that read it go on."""
         with self._lock:
-            self._deleted.add(context_id)
+            if self._builds[context_id]:
+                self._deleted.add(context_id)
             self._fresh.pop(context_id, None)
             self._problems.pop(context_id, None)
             self._delete_stored(context_id)
@@ -114,9 +125,7 @@ class WorkerContexts:
     def reports(self) -> list[tuple[ContextReport, np.ndarray]]:
         """Of every context, with its tokens."""
         with self._lock:
-            contexts: dict[str, StoredContext] = {c.id: c for c in self._fresh.values()}
-            contexts |= {c.id: c for c in self._store.contexts()}
-            return [(self._report(each), each.tokens) for each in contexts.values()]
+            return [(self._report(each), each.tokens) for each in self._contexts().values()]
 
     def take_changes(self) -> list[ContextReport]:
         """Of contexts whose indexes were built since the last call, or could not be."""
@@ -127,28 +136,40 @@ class WorkerContexts:
         return [report for report, _ in self.reports() if report.context_id in changed]
 
     def close(self) -> None:
-        self._builders.shutdown(wait=False, cancel_futures=True)
-        self._store.close()
+        """Nothing more is built for them; returns when nothing is written any more."""
+        self._is_closed = True
+        for future in self._futures:
+            future.cancel()
+        with self._storing:
+            self._store.close()
+
+    def _contexts(self) -> dict[str, StoredContext]:
+        """The best there is of each, without those that are stored in spite of their deletion,
+        until their thread notices."""
+        contexts: dict[str, StoredContext] = {c.id: c for c in self._fresh.values()}
+        contexts |= {c.id: c for c in self._store.contexts()}
+        return {key: each for key, each in contexts.items() if key not in self._deleted}
 
     def _report(self, context: StoredContext) -> ContextReport:
         is_fresh = isinstance(context, SequenceContext)
         problem = self._problems.get(context.id)
-        in_file = self._is_on_disk and not is_fresh
-        state = "indexing" if is_fresh and problem is None else "stored" if in_file else "memory"
+        stored = context if isinstance(context, DiskContext) else None
+        state = "indexing" if is_fresh and problem is None else "stored" if stored else "memory"
         return ContextReport(
             context_id=context.id,
             num_tokens=context.num_tokens,
             state=state,
-            memory_bytes=0 if in_file else context.num_bytes,
-            file_bytes=context.num_bytes if in_file else 0,
+            memory_bytes=0 if stored else context.num_bytes,
+            file_bytes=stored.disk_bytes if stored else 0,
             problem=problem,
         )
 
     def _build(self, context: SequenceContext) -> None:
         try:
             built = self._indexed(context)
-            if built is not None:
-                self.add(context.tokens, built)
+            with self._storing:
+                if built is not None and not self._is_closed:
+                    self.add(context.tokens, built)
             with self._lock:
                 self._fresh.pop(context.id, None)
                 if context.id in self._deleted:
@@ -160,6 +181,9 @@ class WorkerContexts:
         finally:
             with self._lock:
                 self.num_queued -= 1
+                self._builds[context.id] -= 1
+                if not self._builds[context.id]:
+                    self._deleted.discard(context.id)
                 self._changed.append(context.id)
 
     def _delete_stored(self, context_id: str) -> None:
@@ -167,14 +191,14 @@ class WorkerContexts:
             self._store.delete(context_id)
 
     def _indexed(self, context: SequenceContext) -> list[list[HeadStates]] | None:
-        """None: it was deleted meanwhile."""
+        """None: nobody wants it any more."""
         if self._costs is None:
             self._costs = load_costs()
         built: list[list[HeadStates]] = []
         for layer in range(context.shape.num_layers):
             built.append([])
             for head in range(context.shape.num_kv_heads):
-                if context.id in self._deleted:
+                if context.id in self._deleted or self._is_closed or process_ends():
                     return None
                 keys, values = context.rows(layer, head, 0, context.num_tokens)
                 train = context.train_queries(layer, head)
@@ -192,19 +216,9 @@ def db_options(options: RelayConfig) -> DBOptions:
     given: dict[str, Any] = {"threads": 1, "max_dropped_mass": options.max_dropped_mass}
     if options.max_error is not None:
         given["max_error"] = options.max_error
-    elif options.alpha > 0:
-        given["query"] = Dipr(alpha=options.alpha)
+    else:
+        if options.alpha > 0:
+            given["query"] = Dipr(alpha=options.alpha)
+        if options.alpha == 0 or options.max_dropped_mass is not None:
+            given["index"] = "flat"  # all is read, or looked at: there is nothing to plan
     return DBOptions(**given)
-
-
-def _be_nice() -> None:
-    """Builders leave the cores to the steps of the engine, and use all of them: vLLM binds the
-    thread that starts them to one core. On Linux, threads have priorities and cores of their own.
-    """
-    try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BUILDER_NICENESS)
-        threads = psutil.Process().threads()
-        cores = set().union(*(os.sched_getaffinity(thread.id) for thread in threads))
-        os.sched_setaffinity(0, cores)
-    except (OSError, psutil.Error):
-        logger.debug("index builders run at normal priority", exc_info=True)

@@ -94,7 +94,7 @@ def pin_tokens(engine: Any, token_ids: Sequence[int], pin_id: str | None = None)
     if declared["resident"]:
         return _pin_of(declared)
     try:
-        with _refusals("these tokens"):
+        with refusals("these tokens"):
             [prompt] = engine.renderer.render_cmpl([_prompt(token_ids, declared)])
             engine.add_request(_request_id(pin_id), prompt, _params(pin_id))
         while engine.has_unfinished_requests():
@@ -115,7 +115,7 @@ async def pin_tokens_async(engine: Any, token_ids: Sequence[int], pin_id: str | 
     if declared["resident"]:
         return _pin_of(declared)
     try:
-        with _refusals("these tokens"):
+        with refusals("these tokens"):
             [prompt] = await engine.renderer.render_cmpl_async([_prompt(token_ids, declared)])
             async for _ in engine.generate(prompt, _params(pin_id), _request_id(pin_id)):
                 pass
@@ -164,10 +164,10 @@ def tokens_of(llm: Any, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
         if not prompt:
             raise PinError(400, "the text is empty: expected at least a KV block of tokens")
-        with _refusals("this text"):
+        with refusals("this text"):
             return common_tokens(renderer.render_cmpl(_texts(prompt)))
     conversations = continued_conversations(prompt)
-    with _refusals("these messages"):
+    with refusals("these messages"):
         return common_tokens(_render_conversations(llm, renderer, conversations))
 
 
@@ -178,7 +178,7 @@ async def text_tokens_async(renderer: Any, text: str) -> list[int]:
         PinError: 400 the text cannot be tokenized.
     """
     _check_tokenizer(renderer)
-    with _refusals("this text"):
+    with refusals("this text"):
         return common_tokens(await renderer.render_cmpl_async(_texts(text)))
 
 
@@ -193,7 +193,7 @@ async def conversation_tokens_async(online_renderer: Any, messages: Any) -> list
     _check_tokenizer(online_renderer.renderer)
     prompts = []
     for conversation in continued_conversations(messages):
-        with _refusals("these messages"):
+        with refusals("these messages"):
             request = ChatCompletionRequest(messages=conversation, model="")
             rendered = await online_renderer.render_chat(request)
         if not isinstance(rendered, tuple):
@@ -230,8 +230,8 @@ def _render_conversations(llm: Any, renderer: Any, conversations: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _refusals(what: str) -> Iterator[None]:
-    """Raise a PinError where vLLM, or a chat template, does not take a prompt."""
+def refusals(what: str) -> Iterator[None]:
+    """Raise a PinError, 400, where vLLM, or a chat template, does not take a prompt."""
     from jinja2 import TemplateError
     from pydantic import ValidationError
     from vllm.exceptions import VLLMClientError

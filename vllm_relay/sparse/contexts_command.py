@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -15,21 +16,23 @@ from rich.markup import escape
 from rich.table import Table
 
 from vllm_relay.sparse.context_file import CONTEXT_SUFFIX, QUERIES_SUFFIX, ContextFile
-from vllm_relay.sparse.section_table import MAGIC
+from vllm_relay.sparse.context_folder import FoundContext, find_contexts
 
 
 def run_list(path: Path, *, as_json: bool = False, console: Console | None = None) -> int:
-    """One line per context. Returns the exit status: 1 if one cannot be opened."""
-    return _run(path, _describe, _list_table, as_json, console)
+    """One line per context. Returns the exit status: 1 if one cannot be opened, or is not there in
+    all ranks."""
+    return _run(path, _describe, _list_table, as_json, console, merge=_of_one_context)
 
 
 def run_show(path: Path, *, as_json: bool = False, console: Console | None = None) -> int:
-    """All that header and table say. Returns the exit status: 1 if a context cannot be opened."""
+    """All that header and table say of each file. Returns the exit status: as `run_list`."""
     return _run(path, _describe_in_full, _show_tables, as_json, console)
 
 
 def run_verify(path: Path, *, as_json: bool = False, console: Console | None = None) -> int:
-    """Reads every byte. Returns the exit status: 1 if a context is damaged."""
+    """Reads every byte. Returns the exit status: 1 if a context is damaged, or is not there in all
+    ranks."""
     return _run(path, _verify, _verify_table, as_json, console)
 
 
@@ -40,7 +43,8 @@ def run_delete(
     as_json: bool = False,
     console: Console | None = None,
 ) -> int:
-    """Deletes one context, or all of a folder, with their training queries; the folder stays.
+    """Deletes one context, or all of a folder, with their training queries and in all ranks; the
+    folder stays.
 
     Args:
         confirm: asked once, with the question; nothing is deleted unless it says so.
@@ -50,49 +54,34 @@ def run_delete(
     """
     console = console or Console(soft_wrap=True)
     try:
-        paths = find_contexts(path)
+        contexts = find_contexts(path)
     except OSError as error:
         return _refuse(console, str(error))
-    if paths and not confirm(_question(path, paths)):
+    if contexts and not confirm(_question(path, contexts)):
         return _refuse(console, "nothing was deleted")
-    reports = []
-    for each in paths:
-        try:
-            each.unlink()
-            if each.suffix == CONTEXT_SUFFIX:
-                each.with_suffix(QUERIES_SUFFIX).unlink(missing_ok=True)
-            reports.append({"path": str(each), "error": None})
-        except OSError as error:
-            reports.append({"path": str(each), "error": str(error)})
-    deleted = [report["path"] for report in reports if report["error"] is None]
+    reports = [report for context in contexts for report in _delete(context)]
+    failed = {report["path"] for report in reports if report["error"]}
+    num_deleted = sum(failed.isdisjoint(map(str, context.files)) for context in contexts)
     if as_json:
         console.print_json(json.dumps(reports))
     else:
         _print_errors(console, reports)
-        console.print(f"{len(deleted)} deleted")
-    return 0 if len(deleted) == len(reports) else 1
+        console.print(f"{num_deleted} deleted")
+    return 1 if failed else 0
 
 
-def find_contexts(path: Path) -> list[Path]:
-    """The contexts of a folder by name, or the one at `path`.
-
-    Raises:
-        FileNotFoundError: there is nothing.
-        OSError: a file that is no context, or cannot be read.
-    """
-    if path.is_dir():
-        return sorted(each for each in path.glob(f"*{CONTEXT_SUFFIX}") if each.is_file())
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{path} does not exist, expected a context or a folder of *{CONTEXT_SUFFIX}"
-        )
-    if path.suffix != CONTEXT_SUFFIX:
-        if not path.is_file():
-            raise OSError(f"{path} is no regular file")
-        with path.open("rb") as file:
-            if file.read(len(MAGIC)) != MAGIC:
-                raise OSError(f"{path} is no context: it does not begin with {MAGIC!r}")
-    return [path]
+def _delete(context: FoundContext) -> list[dict[str, Any]]:
+    reports = []
+    for path in context.files:
+        error = None
+        try:
+            if path.suffix == CONTEXT_SUFFIX:
+                path.with_suffix(QUERIES_SUFFIX).unlink(missing_ok=True)
+            path.unlink()
+        except OSError as raised:
+            error = str(raised)
+        reports.append({"path": str(path), "error": error})
+    return reports
 
 
 def _run(
@@ -101,19 +90,20 @@ def _run(
     print_reports: Callable[[Console, list[dict[str, Any]]], None],
     as_json: bool,
     console: Console | None,
+    merge: Callable[[FoundContext, list[dict[str, Any]]], list[dict[str, Any]]] | None = None,
 ) -> int:
+    """Args: merge: what to say of a context, from what is said of its files; None: that."""
     console = console or Console(soft_wrap=True)
     try:
-        paths = find_contexts(path)
+        contexts = find_contexts(path)
     except OSError as error:
         return _refuse(console, str(error))
     reports = []
-    for each in paths:
-        try:
-            report = report_of(each)
-        except (OSError, ValueError) as error:
-            report = {"error": str(error)}
-        reports.append({"path": str(each), "error": None, **report})
+    for context in contexts:
+        of_files = [_report(each, report_of) for each in context.files]
+        if context.problem is not None:
+            of_files.append({"path": str(context.path), "error": context.problem})
+        reports += of_files if merge is None else merge(context, of_files)
     if as_json:
         console.print_json(json.dumps(reports))
     elif not reports:
@@ -121,6 +111,26 @@ def _run(
     else:
         print_reports(console, reports)
     return 1 if any(report["error"] for report in reports) else 0
+
+
+def _report(path: Path, report_of: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return {"path": str(path), "error": None, **report_of(path)}
+    except (OSError, ValueError) as error:
+        return {"path": str(path), "error": str(error)}
+
+
+def _of_one_context(context: FoundContext, reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first rank's report with the indexes and bytes of all; or the errors."""
+    wrong = [report for report in reports if report["error"]]
+    if wrong:
+        return wrong
+    kinds: Counter[str] = Counter()
+    for report in reports:
+        kinds.update(report["index_kinds"])
+    num_bytes = sum(report["num_bytes"] for report in reports)
+    whole = {"path": str(context.path), "num_ranks": len(reports)}
+    return [{**reports[0], **whole, "index_kinds": dict(kinds), "num_bytes": num_bytes}]
 
 
 def _describe(path: Path) -> dict[str, Any]:
@@ -159,10 +169,10 @@ def _verify(path: Path) -> dict[str, Any]:
 
 def _list_table(console: Console, reports: list[dict[str, Any]]) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for name in ("file", "model", "tokens", "layers x kv heads", "dtype", "indexes", "size"):
-        table.add_column(
-            name, justify="right" if name in ("tokens", "size") else "left", no_wrap=True
-        )
+    columns = ("file", "model", "tokens", "ranks", "layers x kv heads", "dtype", "indexes", "size")
+    for name in columns:
+        is_number = name in ("tokens", "ranks", "size")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
     for report in reports:
         if report["error"]:
             continue
@@ -171,6 +181,7 @@ def _list_table(console: Console, reports: list[dict[str, Any]]) -> None:
             escape(Path(report["path"]).name),
             escape(fingerprint["model"]),
             str(report["num_tokens"]),
+            str(report["num_ranks"]),
             f"{fingerprint['num_layers']} x {fingerprint['num_kv_heads']}",
             fingerprint["dtype"],
             escape(", ".join(f"{n} {kind}" for kind, n in report["index_kinds"].items())) or "-",
@@ -222,9 +233,10 @@ def _print_errors(console: Console, reports: list[dict[str, Any]]) -> None:
             console.print(f"contexts: {report['error']}", style="red", markup=False)
 
 
-def _question(path: Path, paths: list[Path]) -> str:
-    what = str(paths[0]) if len(paths) == 1 else f"{len(paths)} contexts in {path}"
-    return f"Delete {what}, {size_text(sum(each.stat().st_size for each in paths))}?"
+def _question(path: Path, contexts: list[FoundContext]) -> str:
+    what = str(contexts[0].path) if len(contexts) == 1 else f"{len(contexts)} contexts in {path}"
+    num_bytes = sum(file.stat().st_size for context in contexts for file in context.files)
+    return f"Delete {what}, {size_text(num_bytes)}?"
 
 
 def _refuse(console: Console, message: str) -> int:

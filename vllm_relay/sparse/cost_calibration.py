@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_relay.doctor import cpu_name
+from vllm_relay.processor import cpu_name
 from vllm_relay.sparse.attention import SparseLayer, attend
 from vllm_relay.sparse.coarse import CoarseIndex
 from vllm_relay.sparse.elements import Elements, from_float32

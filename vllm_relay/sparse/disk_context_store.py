@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -88,6 +89,13 @@ class DiskContext(StoredContext):
     @property
     def num_bytes(self) -> int:
         return self._file.file.num_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """Of the file, and of that with the training queries."""
+        with suppress(OSError):
+            return self.num_bytes + self.path.with_suffix(QUERIES_SUFFIX).stat().st_size
+        return self.num_bytes
 
     def rows(self, layer: int, head: int, begin: int, end: int) -> tuple[Elements, Elements]:
         with self._reading_file():
@@ -215,6 +223,7 @@ class DiskContextStore(ContextStore):
         self._pool = None if memory_limit_bytes is None else BufferPool(memory_limit_bytes)
         self._open: dict[Path, DiskContext] = {}
         self._skipped: dict[Path, tuple[FileVersion, str]] = {}
+        self._adding: Counter[Path] = Counter()  # nobody may delete one half of it
         self._lock = threading.RLock()
         self.contexts()
 
@@ -228,12 +237,22 @@ class DiskContextStore(ContextStore):
         path = self._path / f"{context_id_of(tokens)}{CONTEXT_SUFFIX}"
         heads = (head for heads in layers for head in heads)
         self._check_limit(path, max(_num_index_bytes(head) for head in heads))
-        _write_queries(path.with_suffix(QUERIES_SUFFIX), layers)
-        write_context(path, self._fingerprint, tokens, _heads(layers))
         with self._lock:
-            self._skipped.pop(path, None)
-            self._open[path] = self._opened(path, FileVersion.of(path))
-            return self._open[path]
+            self._adding[path] += 1
+        try:
+            # a context can do without its queries; queries without a context would stay for ever
+            write_context(path, self._fingerprint, tokens, _heads(layers))
+            try:
+                _write_queries(path.with_suffix(QUERIES_SUFFIX), layers)
+            except OSError as error:
+                logger.warning("training queries left out: %s", error)
+            with self._lock:
+                self._skipped.pop(path, None)
+                self._open[path] = self._opened(path, FileVersion.of(path))
+                return self._open[path]
+        finally:
+            with self._lock:
+                self._adding[path] -= 1
 
     def contexts(self) -> list[StoredContext]:
         """Files that came or went since the last time, or took the place of one that is left out,
@@ -250,7 +269,7 @@ class DiskContextStore(ContextStore):
                 if found.get(path) != version:
                     del self._skipped[path]
             for path, version in sorted(found.items(), key=lambda each: each[1]):
-                if path in self._open or path in self._skipped:
+                if path in self._open or path in self._skipped or self._adding[path]:
                     continue
                 try:
                     self._open[path] = self._opened(path, version)
@@ -265,8 +284,8 @@ class DiskContextStore(ContextStore):
             for path, context in list(self._open.items()):
                 if context.id == context_id:
                     del self._open[path]
-                    path.unlink(missing_ok=True)
                     path.with_suffix(QUERIES_SUFFIX).unlink(missing_ok=True)
+                    path.unlink(missing_ok=True)
                     return
         raise KeyError(context_id)
 

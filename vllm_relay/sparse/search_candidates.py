@@ -137,29 +137,47 @@ def _expected(kind: str, answer: ExactAnswer, profile: HeadProfile) -> MeasuredS
     )  # fmt: skip
     if kind == "flat":
         return exact
-    union = 1 + _SHARED_BY_GROUP * (group - 1)
-    tokens = answer.tokens.p99
-    if kind == "coarse":
-        centres = default_num_lists(n)
-        lists = min(centres, 4 + round(_LISTS_SHARE * centres + _LISTS_PER_TOKEN * tokens))
-        read = min(centres, lists * union)
-        width, distances, hops = lists, centres + n * read / centres, read
-    else:
-        width = min(n, round(max(_LEAST_GRAPH_WIDTH, _GRAPH_WIDTH_PER_TOKEN * tokens)))
-        hops = min(n, max(width, 1.1 * answer.mean_tokens) * union)
-        is_hub_heavy = profile.hub_statistic < HUB_HEAVY
-        per_hop = _NEW_KEYS_PER_HUB_HOP if is_hub_heavy else _NEW_KEYS_PER_HOP
-        distances = min(n, _SEEDS + n * (1 - math.exp(-per_hop * hops / n)))
+    width, distances, hops = expected_effort(
+        kind, n, group, answer.mean_tokens, answer.tokens.p99,
+        is_hub_heavy=profile.hub_statistic < HUB_HEAVY,
+    )  # fmt: skip
     return replace(
         exact,
         kind=kind,
         query=replace(answer.query, width=max(1, width)),
-        distances=float(distances),
-        hops=float(hops),
+        distances=distances,
+        hops=hops,
         mass_p1=max(0.0, answer.mass_p1 - _LOST_MASS),
         error_p99=_grown(answer.error_p99),
         error_p99_upper=_grown(answer.error_p99_upper),
     )
+
+
+def expected_effort(
+    kind: str,
+    num_keys: int,
+    group: int,
+    mean_tokens: float,
+    p99_tokens: float,
+    *,
+    is_hub_heavy: bool = False,
+) -> tuple[int, float, float]:
+    """Width, scored keys and hops of a search of a coarse index or a graph.
+
+    Args:
+        mean_tokens, p99_tokens: that the exact answer to a query has.
+    """
+    union = 1 + _SHARED_BY_GROUP * (group - 1)
+    if kind == "coarse":
+        centres = default_num_lists(num_keys)
+        lists = min(centres, 4 + round(_LISTS_SHARE * centres + _LISTS_PER_TOKEN * p99_tokens))
+        read = min(centres, lists * union)
+        return lists, float(centres + num_keys * read / centres), float(read)
+    width = min(num_keys, round(max(_LEAST_GRAPH_WIDTH, _GRAPH_WIDTH_PER_TOKEN * p99_tokens)))
+    hops = min(num_keys, max(width, 1.1 * mean_tokens) * union)
+    per_hop = _NEW_KEYS_PER_HUB_HOP if is_hub_heavy else _NEW_KEYS_PER_HOP
+    distances = min(num_keys, _SEEDS + num_keys * (1 - math.exp(-per_hop * hops / num_keys)))
+    return width, float(distances), float(hops)
 
 
 def _grown(error: float | None) -> float | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_relay.attention_backends.gpu_config import tuned_path
-from vllm_relay.doctor import cpu_name
+from vllm_relay.processor import cpu_name
 from vllm_relay.sparse.coarse import default_num_lists
 from vllm_relay.sparse.graph import HUBS, SPREAD
 from vllm_relay.sparse.key_codes import row_bytes

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 
 import torch
@@ -51,11 +52,34 @@ class TrainQueries:
         self._parts.append(queries[:, heads, tokens].detach().to("cpu", copy=True))
         self._positions.extend(positions)
 
+    def put_before(self, sample: torch.Tensor, num_tokens: int) -> None:
+        """Takes over the sample of the first `num_tokens` tokens, none of which was added here.
+
+        Args: sample: [kv_heads, m, head_size], in token order.
+        """
+        count = sample.shape[1]
+        self._parts.insert(0, sample)
+        # as if it were even
+        self._positions[:0] = [(n * num_tokens - 1) // count for n in range(1, count + 1)]
+        self._end = max(self._end, num_tokens)
+
     def sample(self) -> torch.Tensor | None:
         """[kv_heads, m, head_size] in token order; None if there are none."""
         if not self._parts:
             return None
         return torch.cat(self._parts, 1)[:, : len(self._positions)]
+
+    def parts_before(self, num_tokens: int) -> list[torch.Tensor]:
+        """Of the sample, the queries of tokens before `num_tokens`: [kv_heads, m, head_size] each,
+        in token order, where they lie. They are not changed later."""
+        missing = bisect.bisect_left(self._positions, num_tokens)
+        parts = []
+        for part in self._parts:
+            part = part[:, :missing]
+            missing -= part.shape[1]
+            if part.shape[1]:
+                parts.append(part)
+        return parts
 
     def last(self) -> torch.Tensor | None:
         """[kv_heads, tokens, group, head_size], of the last `NUM_LAST_TOKENS` tokens, or of those

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contexts that are deleted, or whose store is closed, while a thread stores them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.sparse.stored_contexts import FINGERPRINT
+from vllm_relay.long_context.host_sequence import HostSequence
+from vllm_relay.long_context.index_builders import start_builders
+from vllm_relay.long_context.orders import KeptContext
+from vllm_relay.long_context.worker_contexts import WorkerContexts
+from vllm_relay.sparse.context_store import MemoryContextStore, context_id_of
+from vllm_relay.sparse.options import DBOptions
+
+TIMEOUT_S = 10.0
+
+
+class PausingStore(MemoryContextStore):
+    """Stops when a context is there already and `add` has not returned yet, as it is when its
+    training queries are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.published, self.may_go_on = threading.Event(), threading.Event()
+        self.num_added = 0
+
+    def add(self, tokens: Any, layers: Any) -> Any:
+        context: Any = SimpleNamespace(
+            id=context_id_of(tokens), tokens=tokens, num_tokens=len(tokens), num_bytes=1
+        )
+        with self._lock:
+            self._contexts[context.id] = context
+            self.num_added += 1
+        self.published.set()
+        assert self.may_go_on.wait(TIMEOUT_S)
+        return context
+
+    def delete(self, context_id: str) -> None:
+        if not self.may_go_on.is_set():
+            raise KeyError(context_id)
+        super().delete(context_id)
+
+
+@pytest.fixture
+def contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerContexts:
+    contexts = WorkerContexts(tmp_path, FINGERPRINT, ["layer"], DBOptions(), start_builders(1))
+    contexts._store = PausingStore()
+    monkeypatch.setattr(contexts, "_indexed", lambda context: [])
+    return contexts
+
+
+def keep(contexts: WorkerContexts, first_token: int = 0) -> str:
+    tokens = list(range(first_token, first_token + 5))
+    sequence = HostSequence(0, len(tokens))
+    sequence.layer("layer", torch.zeros(1, 1, 8))
+    kept = KeptContext(f"context {first_token}", tokens)
+    contexts.keep(kept, sequence, None)
+    return contexts.reports()[-1][0].context_id
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + TIMEOUT_S
+    while not happened():
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+
+
+def test_a_context_that_is_deleted_while_it_is_written_is_not_seen_any_more(
+    contexts: WorkerContexts,
+) -> None:
+    store: Any = contexts._store
+    context_id = keep(contexts)
+    assert store.published.wait(TIMEOUT_S)
+    contexts.delete(context_id)
+    assert contexts.reports() == []
+    assert contexts.get(context_id) is None
+    store.may_go_on.set()
+    wait_until(lambda: contexts.num_queued == 0)
+    assert store.contexts() == []
+
+
+def test_a_context_that_others_store_after_it_was_deleted_is_seen(
+    contexts: WorkerContexts,
+) -> None:
+    store: Any = contexts._store
+    store.may_go_on.set()
+    context_id = keep(contexts)
+    wait_until(lambda: contexts.num_queued == 0)
+    [found] = store.contexts()
+    contexts.delete(context_id)
+    store._contexts[context_id] = found
+    assert [report.context_id for report, _ in contexts.reports()] == [context_id]
+
+
+def test_nothing_is_stored_after_close(contexts: WorkerContexts) -> None:
+    store: Any = contexts._store
+    keep(contexts)
+    assert store.published.wait(TIMEOUT_S)
+    keep(contexts, first_token=1)  # is built when the other is stored
+    closing = threading.Thread(target=contexts.close)
+    closing.start()
+    closing.join(0.1)
+    assert closing.is_alive(), "close has to wait for what is being written"
+    store.may_go_on.set()
+    closing.join(TIMEOUT_S)
+    assert not closing.is_alive()
+    contexts._builders.shutdown(wait=True)
+    assert store.num_added == 1

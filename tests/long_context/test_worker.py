@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker does with the orders of a step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_relay.long_context import worker as worker_module
+from vllm_relay.long_context.orders import ATTRIBUTE, KeptContext, StepOrders
+from vllm_relay.long_context.worker import LongContextWorker, LongRequest
+
+
+class Contexts:
+    """Which there are."""
+
+    num_queued = 0
+
+    def __init__(self, *context_ids: str, can_keep: bool = True) -> None:
+        self.ids = set(context_ids)
+        self._can_keep = can_keep
+
+    def keep(self, kept: KeptContext, sequence: Any, reused: Any) -> bool:
+        if self._can_keep:
+            self.ids.add(kept.context_id)
+        return self._can_keep
+
+    def take_changes(self) -> list[Any]:
+        return []
+
+    def delete(self, context_id: str) -> None:
+        self.ids.discard(context_id)
+
+
+def step(worker: LongContextWorker, orders: StepOrders, *finished: str) -> None:
+    scheduler_output = SimpleNamespace(
+        finished_req_ids=set(finished),
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
+    )
+    setattr(scheduler_output, ATTRIBUTE, orders)
+    vllm_worker = SimpleNamespace(
+        model_runner=None, model_config=SimpleNamespace(max_model_len=512)
+    )
+    worker.begin_step(vllm_worker, scheduler_output)
+
+
+def test_a_context_that_was_evicted_can_be_kept_in_the_same_step() -> None:
+    worker = LongContextWorker(contexts=Contexts("a", "b"))
+    worker.requests["request"] = LongRequest("request", 60, 1, sequence=SimpleNamespace(begin=0))
+    orders = StepOrders(kept={"request": KeptContext("a", [1])}, deleted=["a", "b"])
+    step(worker, orders, "request")
+    assert worker.contexts.ids == {"a"}
+    assert worker.requests == {}
+
+
+@pytest.fixture
+def lost_elsewhere(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What another rank has lost, which is not asked unless a request reuses a context."""
+    lost: dict[str, str] = {}
+    monkeypatch.setattr(worker_module, "lost_in_any_rank", lambda own: own | lost)
+    return lost
+
+
+def request_with(begin: int) -> LongRequest:
+    """One whose tokens before `begin` are a stored context's."""
+    return LongRequest("request", 60, 1, sequence=SimpleNamespace(begin=begin))
+
+
+def test_the_scheduler_hears_of_what_could_not_be_kept(lost_elsewhere: dict[str, str]) -> None:
+    worker = LongContextWorker(contexts=Contexts(can_keep=False))
+    worker.requests["request"] = request_with(50)
+    lost_elsewhere["request"] = "a"
+    step(worker, StepOrders(kept={"request": KeptContext("a", [1])}), "request")
+    assert worker.take_stats().lost == {"request": "a"}
+    assert worker.take_stats().lost == {}
+
+
+@pytest.mark.parametrize("begin", [0, 50])
+def test_other_ranks_are_asked_while_a_context_is_reused(
+    lost_elsewhere: dict[str, str], begin: int
+) -> None:
+    worker = LongContextWorker(contexts=Contexts("a"))
+    lost_elsewhere["request"] = "a"
+    for _ in range(2):
+        worker.requests["request"] = request_with(begin)
+        step(worker, StepOrders())
+        assert worker.take_stats().lost == ({"request": "a"} if begin else {})
+    step(worker, StepOrders(), "request")
+    assert worker.take_stats().lost == ({"request": "a"} if begin else {})  # could not be kept
+    step(worker, StepOrders())
+    assert worker.take_stats().lost == {}
+
+
+def test_a_request_that_loses_its_context_here_is_told_of(lost_elsewhere: dict[str, str]) -> None:
+    worker = LongContextWorker(contexts=Contexts("a"))
+    worker.requests["request"] = request_with(50)
+    worker.lose(worker.requests["request"], "a", "is damaged")
+    lost_elsewhere["another"] = "b"
+    step(worker, StepOrders())
+    assert worker.take_stats().lost == {"request": "a", "another": "b"}
