@@ -237,13 +237,18 @@ def test_requests_go_on_behind_a_stored_context(monkeypatch: pytest.MonkeyPatch)
         run.check_copy(each)
     assert worker.state.take_stats().host_retrieved_tokens > 0
 
+    failures = []
+
     def fails(parts: list[Any], *args: Any) -> None:
         if parts[0].context is not None:
+            failures.append(len(parts))
             raise IndexDamagedError("page 3")
         attend_retrieved(parts, *args)
 
     monkeypatch.setattr(relay_sparse_cuda, "attend_retrieved", fails)
-    run.step((single, 1), (first, 1), (prompt, 1), lost=("single", "prompt"))
+    for _ in range(2):
+        run.step((single, 1), (first, 1), (prompt, 1), lost=("single", "prompt"))
+    assert failures == [2], "the context was read again"
     assert worker.state.take_stats().lost == dict.fromkeys(("single", "prompt"), context.id)
 
 
