@@ -12,10 +12,12 @@ from vllm_relay.limits import (
     check_capability,
     check_config,
     check_layer,
+    check_sparse_config,
     relay_is_selected,
 )
 
 RELAY = SimpleNamespace(name="RELAY")
+SPARSE = SimpleNamespace(name="RELAY_SPARSE")
 CPU_ATTN = SimpleNamespace(name="CPU_ATTN")
 
 
@@ -207,3 +209,39 @@ def test_layers_that_are_served(head_size: int) -> None:
 def test_layers_that_are_refused(selector_config: Any, message: str) -> None:
     with pytest.raises(RelayUnsupportedError, match=re.escape(message)):
         check_layer(selector_config, "cpu")
+
+
+def sparse_config(**kwargs: Any) -> Any:
+    parallel = SimpleNamespace(decode_context_parallel_size=1, pipeline_parallel_size=1)
+    defaults = {"use_v2_model_runner": False, "parallel_config": parallel}
+    return config(SPARSE, **(defaults | kwargs))
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_long_contexts_are_served(device_type: str) -> None:
+    for prefill in (None, "exact_resident"):
+        check_sparse_config(sparse_config(), device_type, prefill)
+    check_sparse_config(sparse_config(), "cpu", "exact_offload")
+
+
+@pytest.mark.parametrize(
+    ("vllm_config", "prefill", "message"),
+    [
+        (sparse_config(), "exact_offload", "leave out additional_config.relay.prefill"),
+        (sparse_config(cache={"cache_dtype": "fp8_e4m3"}), None, "use kv_cache_dtype=auto"),
+        (sparse_config(kv_transfer_config=object()), None, "remove --kv-transfer-config"),
+        (sparse_config(speculative_config=object()), None, "remove --speculative-config"),
+        (
+            sparse_config(parallel_config=SimpleNamespace(pipeline_parallel_size=2)),
+            None,
+            "set --pipeline-parallel-size 1",
+        ),
+        (sparse_config(use_v2_model_runner=True), None, "set VLLM_USE_V2_MODEL_RUNNER=0"),
+    ],
+    ids=["exact_offload", "fp8", "kv_connector", "drafts", "pipeline", "runner"],
+)
+def test_long_contexts_that_are_refused_on_cuda(
+    vllm_config: Any, prefill: str | None, message: str
+) -> None:
+    with pytest.raises(RelayUnsupportedError, match=re.escape(message)):
+        check_sparse_config(vllm_config, "cuda", prefill)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import pickle
@@ -251,3 +252,40 @@ def test_both_backends_survive_pickling() -> None:
     for name in ("RELAY", "RELAY_SPARSE"):
         member = AttentionBackendEnum[name]
         assert pickle.loads(pickle.dumps(member)) is member
+
+
+@pytest.mark.parametrize("prefix", ["Relay", "RelaySparse"])
+def test_layers_on_cuda_get_the_class_whose_prompts_can_be_served(
+    monkeypatch: pytest.MonkeyPatch, prefix: str
+) -> None:
+    from vllm_relay.attention_backends import relay_cuda_choice
+
+    broken: set[str] = set()
+    monkeypatch.setattr(
+        relay_cuda_choice, "_reasons_against", lambda path, *args: ["broken"] * (path in broken)
+    )
+    name = {"Relay": "RELAY", "RelaySparse": "RELAY_SPARSE"}[prefix]
+    for stock in ("Flash", "Triton"):
+        path = relay_cuda_choice.path_for_layer(name, selector_config(), None)
+        module, _, cls = path.rpartition(".")
+        assert cls == f"{prefix}{stock}Backend"
+        backend = getattr(importlib.import_module(module), cls)
+        assert backend.get_name() == name
+        broken.add(f"{backend.stock.__module__}.{backend.stock.__name__}")
+    with pytest.raises(RelayUnsupportedError, match=r"FlashAttentionBackend \(broken\)"):
+        relay_cuda_choice.path_for_layer(name, selector_config(), None)
+
+
+def test_long_contexts_on_cuda_are_scheduled_step_by_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = relay_config()
+    config.attention_config = AttentionConfig(backend="relay_sparse")
+    config.scheduler_config.async_scheduling = True
+    monkeypatch.setattr(plugin, "check_sparse_config", lambda *args: None)
+    for is_cpu in (True, False):
+        monkeypatch.setattr(type(current_platform), "is_cpu", lambda self, is_cpu=is_cpu: is_cpu)
+        device_type = "cpu" if is_cpu else "cuda"
+        monkeypatch.setattr(type(current_platform), "device_type", device_type)
+        plugin.check_new_config(config)
+        assert config.scheduler_config.async_scheduling == is_cpu

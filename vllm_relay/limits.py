@@ -116,15 +116,34 @@ def check_config(vllm_config: VllmConfig, device_type: str) -> None:
         raise RelayUnsupportedError(reasons)
 
 
-def check_sparse_config(vllm_config: VllmConfig, device_type: str) -> None:
+def check_sparse_config(
+    vllm_config: VllmConfig, device_type: str, prefill: str | None = None
+) -> None:
     """Refuse a configuration that RELAY can serve and RELAY_SPARSE cannot.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        prefill: the option, if it is given.
 
     Raises:
         RelayUnsupportedError: with every reason found and the way out of each.
     """
     reasons = []
-    if device_type != "cpu":
-        reasons.append(f"long contexts on {device_type} devices yet: use --attention-backend relay")
+    if device_type == "cuda" and prefill == "exact_offload":
+        reasons.append(
+            "prompts whose KV blocks leave a GPU while they are computed: leave out "
+            "additional_config.relay.prefill, or set it to exact_resident"
+        )
+    if str(vllm_config.cache_config.cache_dtype).startswith("fp8"):
+        reasons.append(
+            "long contexts with fp8 KV caches: use kv_cache_dtype=auto, or --attention-backend "
+            "relay"
+        )
+    if vllm_config.kv_transfer_config is not None:
+        reasons.append(
+            "long contexts with KV connectors: remove --kv-transfer-config, or use "
+            "--attention-backend relay"
+        )
     if vllm_config.speculative_config is not None:
         reasons.append(
             "drafts of speculative decoding over long contexts: remove --speculative-config, or "

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
@@ -30,6 +31,7 @@ SUPPORTED_VLLM = SpecifierSet(">=0.32,<0.34")
 CPU_BACKEND_PATH = "vllm_relay.attention_backends.relay.RelayBackend"
 SPARSE_BACKEND_PATH = "vllm_relay.attention_backends.relay_sparse.RelaySparseBackend"
 CUDA_BACKEND_PATH = "vllm_relay.attention_backends.relay_cuda.RelayCudaBackend"
+SPARSE_CUDA_BACKEND_PATH = "vllm_relay.attention_backends.relay_sparse_cuda.RelaySparseCudaBackend"
 
 
 def register() -> None:
@@ -89,14 +91,14 @@ def _register_backend() -> None:
     platform_cls = type(current_platform)
     compat.run_on_new_config(platform_cls, check_new_config)
     compat.mark_offline_engines()
-    relay_path = CPU_BACKEND_PATH
+    paths = {BACKEND_NAME: CPU_BACKEND_PATH, SPARSE_BACKEND_NAME: SPARSE_BACKEND_PATH}
     if current_platform.is_cpu():
         path_for_layer = dict.fromkeys(BACKEND_NAMES, cpu_backend_path)
         compat.let_platform_select(platform_cls, path_for_layer)
     elif current_platform.is_cuda():
-        relay_path = CUDA_BACKEND_PATH
-        compat.let_platform_select(platform_cls, {BACKEND_NAME: cuda_backend_path})
-    paths = {BACKEND_NAME: relay_path, SPARSE_BACKEND_NAME: SPARSE_BACKEND_PATH}
+        paths = {BACKEND_NAME: CUDA_BACKEND_PATH, SPARSE_BACKEND_NAME: SPARSE_CUDA_BACKEND_PATH}
+        path_for_layer = dict.fromkeys(BACKEND_NAMES, cuda_backend_path)
+        compat.let_platform_select(platform_cls, path_for_layer)
     for name, path in paths.items():
         if name not in AttentionBackendEnum.__members__:
             register_backend(name, path)
@@ -128,7 +130,7 @@ def cuda_backend_path(backend: Any, selector_config: Any) -> str:
     check_layer(selector_config, "cuda")
     capability = current_platform.get_device_capability()
     check_capability((capability.major, capability.minor), selector_config.kv_cache_dtype)
-    return path_for_layer(selector_config, capability)
+    return path_for_layer(backend.name, selector_config, capability)
 
 
 def _register_stats() -> None:
@@ -202,7 +204,10 @@ def check_new_config(vllm_config: VllmConfig) -> None:
         device_type = "rocm" if current_platform.is_rocm() else current_platform.device_type
         check_config(vllm_config, device_type)
         if sparse_is_selected(vllm_config):
-            check_sparse_config(vllm_config, device_type)
+            check_sparse_config(vllm_config, device_type, options.prefill)
+            _check_extension()
+            if device_type == "cuda":
+                _wait_for_each_step(vllm_config)
         if current_platform.is_cpu():
             _check_kernel(vllm_config, options)
         elif options.kernel != "auto":
@@ -244,14 +249,32 @@ def select_scheduler(vllm_config: VllmConfig) -> None:
     vllm_config.scheduler_config.scheduler_cls = SCHEDULER_PATH
 
 
-def _check_kernel(vllm_config: VllmConfig, options: RelayConfig) -> None:
+def _wait_for_each_step(vllm_config: VllmConfig) -> None:
+    """Turns asynchronous scheduling off: every layer waits for the host, which hides nothing of the
+    scheduler, and nobody has tried what the host's copy is then."""
+    from vllm.logger import init_logger
+
+    if vllm_config.scheduler_config.async_scheduling:
+        vllm_config.scheduler_config.async_scheduling = False
+        init_logger("vllm.relay").info_once(
+            "vllm-relay: asynchronous scheduling is off with RELAY_SPARSE"
+        )
+
+
+def _check_extension() -> None:
     try:
-        from vllm_relay.attention_backends import cpu
+        importlib.import_module("vllm_relay._C")
     except ImportError as error:
         raise ValueError(
             f"vllm-relay: its compiled kernels cannot be loaded: {error}; "
             "`vllm-relay doctor` says what to do"
         ) from error
+
+
+def _check_kernel(vllm_config: VllmConfig, options: RelayConfig) -> None:
+    _check_extension()
+    from vllm_relay.attention_backends import cpu
+
     if vllm_config.model_config is None:
         return
     try:

@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from vllm_relay import compat
-from vllm_relay.attention_backends import relay, relay_sparse
+from vllm_relay.attention_backends import relay, relay_sparse, relay_sparse_base
 from vllm_relay.long_context import host_sequence, worker
 from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.orders import ATTRIBUTE, Placement, StepOrders
@@ -48,9 +48,9 @@ SHAPE: dict[str, Any] = {
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A worker process of its own."""
     monkeypatch.setattr(worker, "state", worker.LongContextWorker())
-    monkeypatch.setattr(relay_sparse, "_config", [])
+    monkeypatch.setattr(relay_sparse_base, "_config", [])
     monkeypatch.setattr(compat, "call_before_each_step", lambda on_step: None)
-    monkeypatch.setattr(relay_sparse.recorder, "take_long_contexts", None)
+    monkeypatch.setattr(relay_sparse_base.recorder, "take_long_contexts", None)
     monkeypatch.setattr(relay, "get_num_attention_heads_from_layers", lambda *args: NUM_HEADS)
     monkeypatch.setattr(host_sequence, "GRANULE_TOKENS", 40)
     yield
@@ -392,7 +392,7 @@ def test_the_block_table_that_vllm_has_stays_as_it_is() -> None:
 
 def test_layers_with_full_attention_get_a_window() -> None:
     full = FullAttentionSpec(**SHAPE, dtype=torch.float32)
-    relay_sparse._config[:] = [
+    relay_sparse_base._config[:] = [
         SimpleNamespace(
             additional_config={"relay": {"window_tokens": 300, "prefill": "exact_resident"}},
             model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN),

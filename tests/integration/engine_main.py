@@ -172,6 +172,30 @@ def run_damaged_context(llm: LLM) -> Any:
     return answers
 
 
+def _ask_about_document(llm: LLM) -> Any:
+    document = tokens(50, 203)  # ends in the middle of a block
+    prompts = [{"prompt_token_ids": [*document, *tokens(60 + i, 1 + 19 * i)]} for i in range(2)]
+    return llm.generate(prompts, greedy(5, logprobs=2), use_tqdm=False)
+
+
+def run_document(llm: LLM) -> Any:
+    """A few tokens, for kernels that take long."""
+    return [completion(output.outputs[0]) for output in _ask_about_document(llm)]
+
+
+def run_kept_document(llm: LLM) -> Any:
+    """The same, with a document that is kept."""
+    from vllm_relay.long_context.client import keep_context
+
+    keep_context(llm, tokens(50, 203))
+    _evict_everything(llm)
+    outputs = _ask_about_document(llm)
+    return {
+        "completions": [completion(output.outputs[0]) for output in outputs],
+        "cached_tokens": [output.num_cached_tokens for output in outputs],
+    }
+
+
 def run_contexts(llm: LLM) -> Any:
     """Prompts that begin like a kept one, before it is kept, then, and when it is deleted."""
     from vllm_relay.long_context.client import delete_context, keep_context, list_contexts
@@ -323,6 +347,8 @@ SCENARIOS = {
     "reset": run_reset,
     "logits": run_logits,
     "contexts": run_contexts,
+    "document": run_document,
+    "kept_document": run_kept_document,
     "damaged_context": run_damaged_context,
     "evicted_contexts": run_evicted_contexts,
     "preempted": run_preempted,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend for CUDA in a real vLLM, its kernels in Triton's interpreter, against CPU_ATTN."""
+"""The backends for CUDA in a real vLLM, their kernels in Triton's interpreter, against CPU_ATTN."""
 
 from __future__ import annotations
 
@@ -20,3 +20,21 @@ def test_greedy_tokens_are_those_of_cpu_attn(run: Run, model: str) -> None:
     metrics = relay["metrics"]
     assert 0 < metrics["relay:requests_shared"] < metrics["relay:requests"]
     assert 0 < metrics["relay:kv_tokens_read"] < metrics["relay:kv_tokens_logical"]
+
+
+def test_long_contexts_are_those_of_cpu_attn(run: Run) -> None:
+    """Stored ones, too: prompts go on behind them."""
+    window = {"min_context_tokens": 96, "sink_tokens": 20, "window_tokens": 40, "alpha": 1e-7}
+    sparse = run(
+        "relay_sparse",
+        scenarios=("few_tokens", "kept_document", "reset"),
+        driver="triton_main",
+        additional_config={"relay": window},
+    )
+    stock = run("cpu_attn", scenarios=("few_tokens", "document"))
+    assert_same_completions(sparse["few_tokens"], stock["few_tokens"])
+    assert_same_completions(sparse["kept_document"]["completions"], stock["document"])
+    assert sparse["kept_document"]["cached_tokens"] == [203, 203]
+    metrics = sparse["metrics"]
+    assert metrics["relay:host_seconds"] > 0 and metrics["relay:host_retrieved_tokens"] > 0
+    assert sparse["reset"], "a block was not given back"

@@ -135,26 +135,10 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
         # graphs of decodes pad a step to the next captured size
         captured = vllm_config.compilation_config.cudagraph_capture_sizes or []
         max_tokens = min((size for size in captured if size >= max_tokens), default=max_tokens)
-        # vLLM allocates fp8 caches as bytes
-        kv_dtype = torch.float8_e4m3fn if spec.dtype == torch.uint8 else spec.dtype
-        config, num_programs = device_config(self.device, spec.head_size, kv_dtype)
-        planner = DevicePlanner(
-            PlannerLimits(
-                max_requests=max(max_num_seqs, max_tokens // self.max_query_len),
-                max_tokens=max_tokens,
-                max_query_len=self.max_query_len,
-                max_seq_len=vllm_config.model_config.max_model_len,
-                num_blocks=_num_kernel_blocks(vllm_config, spec),
-            ),
-            config,
-            block_size=spec.block_size,
-            num_heads=self.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_size=spec.head_size,
-            kv_dtype=kv_dtype,
-            num_programs=num_programs,
-            device=self.device,
-            shares_workspace=True,
+        planner = self.make_planner(
+            max_requests=max(max_num_seqs, max_tokens // self.max_query_len),
+            max_tokens=max_tokens,
+            max_query_len=self.max_query_len,
         )
         logger.info_once(
             "vllm-relay: Triton kernels, %d query heads on %d KV heads of size %d in %s, KV blocks "
@@ -162,7 +146,7 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
             self.num_heads,
             spec.num_kv_heads,
             spec.head_size,
-            str(kv_dtype).removeprefix("torch."),
+            str(_kv_dtype(spec)).removeprefix("torch."),
             spec.block_size,
             self.stock_builder_cls.__name__ if self.stock_builder_cls else "relay",
             planner.config,
@@ -170,6 +154,31 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
             self.options.without_texts(),
         )
         return planner
+
+    def make_planner(
+        self, *, max_requests: int, max_tokens: int, max_query_len: int
+    ) -> DevicePlanner:
+        """For layers of this group."""
+        spec = self.kv_cache_spec
+        config, num_programs = device_config(self.device, spec.head_size, _kv_dtype(spec))
+        return DevicePlanner(
+            PlannerLimits(
+                max_requests=max_requests,
+                max_tokens=max_tokens,
+                max_query_len=max_query_len,
+                max_seq_len=self.vllm_config.model_config.max_model_len,
+                num_blocks=_num_kernel_blocks(self.vllm_config, spec),
+            ),
+            config,
+            block_size=spec.block_size,
+            num_heads=self.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            kv_dtype=_kv_dtype(spec),
+            num_programs=num_programs,
+            device=self.device,
+            shares_workspace=True,
+        )
 
     @functools.cached_property
     def totals(self) -> TotalsReader:
@@ -335,23 +344,28 @@ class RelayCudaImpl(AttentionImpl[RelayCudaMetadata]):
             raise NotImplementedError("relay cannot quantize its output: disable output fusion")
         if attn_metadata is None:
             return output.fill_(0)
+        self._attend(layer, query, key, value, kv_cache, attn_metadata, output)
+        return output
+
+    def _attend(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: RelayCudaMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """As ``forward``; writes float32 [tokens, num_heads] of the decodes to ``lse`` if it is
+        given."""
         decodes = attn_metadata.num_decode_tokens
         if decodes:
-            if self.alibi_slopes is not None and self.alibi_slopes.device != query.device:
-                self.alibi_slopes = self.alibi_slopes.to(query.device)
-            attn_metadata.planner.attend(
-                query[:decodes],
-                self._typed(kv_cache),
-                attn_metadata.block_table,
-                output[:decodes],
-                scale=self.scale,
-                sliding_window=self.sliding_window,
-                alibi_slopes=self.alibi_slopes,
-                logits_soft_cap=self.logits_soft_cap,
-                sinks=self.sinks,
-                k_scale=layer._k_scale,
-                v_scale=layer._v_scale,
-            )
+            self._attend_planned(
+                layer, attn_metadata.planner, attn_metadata.block_table, slice(decodes),
+                query, kv_cache, output, lse,
+            )  # fmt: skip
         if attn_metadata.prompts is not None:
             rest = slice(decodes, attn_metadata.num_tokens)
             self.stock.forward(
@@ -363,10 +377,44 @@ class RelayCudaImpl(AttentionImpl[RelayCudaMetadata]):
                 attn_metadata.prompts,
                 output[rest],
             )
-        return output
+
+    def _attend_planned(
+        self,
+        layer: AttentionLayer,
+        planner: DevicePlanner,
+        block_table: torch.Tensor,
+        tokens: slice,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """Of the tokens that a planner has planned for, with the block table it was given."""
+        if self.alibi_slopes is not None and self.alibi_slopes.device != query.device:
+            self.alibi_slopes = self.alibi_slopes.to(query.device)
+        planner.attend(
+            query[tokens],
+            self._typed(kv_cache),
+            block_table,
+            output[tokens],
+            lse=None if lse is None else lse[tokens],
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            alibi_slopes=self.alibi_slopes,
+            logits_soft_cap=self.logits_soft_cap,
+            sinks=self.sinks,
+            k_scale=layer._k_scale,
+            v_scale=layer._v_scale,
+        )
 
     def _typed(self, kv_cache: torch.Tensor) -> torch.Tensor:
         return kv_cache.view(torch.float8_e4m3fn) if kv_cache.dtype == torch.uint8 else kv_cache
+
+
+def _kv_dtype(kv_cache_spec: AttentionSpec) -> torch.dtype:
+    """vLLM allocates fp8 caches as bytes."""
+    is_fp8 = kv_cache_spec.dtype == torch.uint8
+    return torch.float8_e4m3fn if is_fp8 else kv_cache_spec.dtype
 
 
 def _reasons_against(kv_cache_spec: AttentionSpec) -> list[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of vLLM's own backends the RELAY backend leaves prompts to on CUDA."""
+"""Which of vLLM's own backends RELAY and RELAY_SPARSE leave prompts to on CUDA."""
 
 from __future__ import annotations
 
@@ -8,26 +8,32 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from vllm_relay.limits import RelayUnsupportedError
+from vllm_relay.limits import BACKEND_NAME, SPARSE_BACKEND_NAME, RelayUnsupportedError
 
 logger = init_logger("vllm.relay")
 
 _HERE = "vllm_relay.attention_backends"
 _STOCK = "vllm.v1.attention.backends"
-CHOICES = (
-    (f"{_HERE}.relay_cuda_flash.RelayFlashBackend", f"{_STOCK}.flash_attn.FlashAttentionBackend"),
-    (
-        f"{_HERE}.relay_cuda_triton.RelayTritonBackend",
-        f"{_STOCK}.triton_attn.TritonAttentionBackend",
+_FLASH = f"{_STOCK}.flash_attn.FlashAttentionBackend"
+_TRITON = f"{_STOCK}.triton_attn.TritonAttentionBackend"
+CHOICES = {
+    BACKEND_NAME: (
+        (f"{_HERE}.relay_cuda_flash.RelayFlashBackend", _FLASH),
+        (f"{_HERE}.relay_cuda_triton.RelayTritonBackend", _TRITON),
     ),
-)
-"""In order of preference: the class of RELAY, and the one it leaves prompts to."""
+    SPARSE_BACKEND_NAME: (
+        (f"{_HERE}.relay_sparse_cuda_flash.RelaySparseFlashBackend", _FLASH),
+        (f"{_HERE}.relay_sparse_cuda_triton.RelaySparseTritonBackend", _TRITON),
+    ),
+}
+"""By backend, in order of preference: its class, and the one it leaves prompts to."""
 
 
-def path_for_layer(selector_config: Any, capability: Any) -> str:
+def path_for_layer(backend_name: str, selector_config: Any, capability: Any) -> str:
     """The first choice that serves a layer.
 
     Args:
+        backend_name: RELAY or RELAY_SPARSE.
         selector_config: vLLM's AttentionSelectorConfig of the layer.
         capability: vLLM's DeviceCapability of the GPU.
 
@@ -35,7 +41,7 @@ def path_for_layer(selector_config: Any, capability: Any) -> str:
         RelayUnsupportedError: with the reasons of each.
     """
     reasons = []
-    for path, stock_path in CHOICES:
+    for path, stock_path in CHOICES[backend_name]:
         if not (found := _reasons_against(stock_path, selector_config, capability)):
             logger.info_once("vllm-relay: prompts by %s", stock_path.rsplit(".", 1)[1])
             return path

@@ -3,20 +3,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionLayer
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_relay import compat
 from vllm_relay.attention_backends import cpu
 from vllm_relay.attention_backends.plan import plan_step
 from vllm_relay.attention_backends.reference import unpack_kv_cache
@@ -26,24 +23,26 @@ from vllm_relay.attention_backends.relay import (
     RelayMetadata,
     RelayMetadataBuilder,
 )
+from vllm_relay.attention_backends.relay_sparse_base import (
+    host_part,
+    losing_damaged,
+    mirrored_rows,
+    set_up_group,
+    set_up_layer,
+    states_to_fill,
+    with_window,
+)
 from vllm_relay.config import RelayConfig
-from vllm_relay.limits import SPARSE_BACKEND_NAME, check_sparse_layer
+from vllm_relay.limits import SPARSE_BACKEND_NAME
 from vllm_relay.long_context import worker
 from vllm_relay.long_context.host_attention import (
     HostPart,
-    Retrieval,
     attend_everything,
     attend_retrieved,
 )
 from vllm_relay.long_context.host_sequence import HostLayer
-from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
-from vllm_relay.long_context.window import WindowPolicy
-from vllm_relay.long_context.worker_contexts import db_options
 from vllm_relay.sparse.context_store import StoredContext
-from vllm_relay.sparse.damage import IndexDamagedError
 from vllm_relay.sparse.partial_attention import merge
-from vllm_relay.sparse.query_types import Dipr
-from vllm_relay.stats import recorder
 
 MIN_PACKED_QUERIES = 64
 """From so many query tokens on, packing all tokens for the RELAY kernel pays."""
@@ -67,21 +66,7 @@ class RelaySparseBackend(RelayBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        if type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
-            return spec
-        vllm_config = _config_of_process()
-        options = RelayConfig.from_vllm_config(vllm_config)
-        policy = WindowPolicy(
-            block_size_tokens=spec.block_size,
-            sink_tokens=options.sink_tokens,
-            window_tokens=options.window_tokens,
-            min_context_tokens=options.min_context_tokens,
-            prefill=options.prefill,
-        )
-        max_blocks = policy.max_blocks(
-            vllm_config.model_config.max_model_len, vllm_config.max_in_flight_tokens
-        )
-        return RelaySparseSpec.of(spec, policy, max_blocks)
+        return with_window(spec, "exact_offload")
 
 
 @dataclass
@@ -96,12 +81,7 @@ class RelaySparseMetadataBuilder(RelayMetadataBuilder):
 
     def __init__(self, kv_cache_spec: AttentionSpec, *args: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, *args, **kwargs)
-        self.policy = None
-        if isinstance(kv_cache_spec, RelaySparseSpec):
-            self.policy = kv_cache_spec.policy
-            worker.state.set_layers(kv_cache_spec, self.layer_names)
-        compat.call_before_each_step(worker.state.begin_step)
-        recorder.take_long_contexts = worker.state.take_stats
+        self.policy = set_up_group(kv_cache_spec, self.layer_names)
 
     def _plan(
         self,
@@ -110,7 +90,7 @@ class RelaySparseMetadataBuilder(RelayMetadataBuilder):
         query_start_loc: np.ndarray,
         seq_lens: np.ndarray,
     ) -> RelayMetadata:
-        rows = self._mirrored(block_table, query_start_loc, seq_lens)
+        rows = mirrored_rows(self.policy, block_table.numpy(), query_start_loc, seq_lens)
         if any(row.residency.num_host_tokens for row in rows.values()):
             block_table, seq_lens = block_table.clone(), seq_lens.copy()
             for number, row in rows.items():
@@ -120,35 +100,6 @@ class RelaySparseMetadataBuilder(RelayMetadataBuilder):
         return RelaySparseMetadata(
             dense.num_tokens, dense.block_table, dense.plan, list(rows.values())
         )
-
-    def _mirrored(
-        self, block_table: torch.Tensor, query_start_loc: np.ndarray, seq_lens: np.ndarray
-    ) -> dict[int, worker.MirroredRow]:
-        """By row of the block table."""
-        rows: dict[int, worker.MirroredRow] = {}
-        if self.policy is None:
-            return rows
-        for number, request in enumerate(worker.state.rows(len(seq_lens))):
-            first, last = query_start_loc[number : number + 2].tolist()
-            num_computed = int(seq_lens[number]) - (last - first)
-            if request is None:
-                continue
-            sequence = worker.state.mirrored(request, self.policy, num_computed, last - first)
-            if sequence is None:
-                continue
-            residency = self.policy.residency(
-                num_computed, request.num_prompt_tokens, request.first_resident_token
-            )
-            placement, request.placement = request.placement, None
-            fill_from = None
-            if placement is not None and placement.first_resident_token < placement.num_tokens:
-                fill_from = placement.first_resident_token
-            blocks = block_table[number].numpy()
-            rows[number] = worker.MirroredRow(
-                request, sequence, first, last, num_computed, residency, fill_from, blocks,
-                self.policy.sink_blocks * self.block_size,
-            )  # fmt: skip
-        return rows
 
     def _compact(self, blocks: np.ndarray, row: worker.MirroredRow) -> None:
         """Moves the blocks of the window to those of the sinks."""
@@ -163,17 +114,8 @@ class RelaySparseImpl(RelayImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        vllm_config = get_current_vllm_config()
-        _remember(vllm_config)
-        options = RelayConfig.from_vllm_config(vllm_config)
-        self.retrieval = _retrieval_of(options, self.scale)
-        self.kernel_choice = options.kernel
-        if self.sliding_window is None:
-            check_sparse_layer(
-                has_alibi=self.alibi_slopes is not None,
-                logits_soft_cap=self.logits_soft_cap,
-                has_sinks=self.sinks is not None,
-            )
+        self.retrieval = set_up_layer(self)
+        self.kernel_choice = RelayConfig.from_vllm_config(get_current_vllm_config()).kernel
 
     def forward(
         self,
@@ -196,11 +138,11 @@ class RelaySparseImpl(RelayImpl):
         assert attn_metadata is not None
         name = self.kv_sharing_target_layer_name or layer.layer_name
         lse = query.new_empty(attn_metadata.num_tokens, self.num_heads, dtype=torch.float32)
-        parts = [self._part(row, name, key) for row in rows]
+        parts = [host_part(row, name, key) for row in rows]
         if self.kv_sharing_target_layer_name is None:
             # first, since a block that one request fills may be a prefix of another
             for row, part in zip(rows, parts, strict=True):
-                with _losing_damaged([row]):
+                with losing_damaged([row]):
                     _fill(row, part, kv_cache)
             for row, part in zip(rows, parts, strict=True):
                 at = slice(row.first_query, row.last_query)
@@ -234,7 +176,7 @@ class RelaySparseImpl(RelayImpl):
                 retrieving.setdefault(part.context, []).append((row, part))
                 continue
             at = slice(row.first_query, row.last_query)
-            with _losing_damaged([row]):
+            with losing_damaged([row]):
                 if row.num_queries >= MIN_PACKED_QUERIES:
                     self._attend_packed(row, part, query[at], output[at])
                 else:
@@ -242,7 +184,7 @@ class RelaySparseImpl(RelayImpl):
                     merged, _ = merge((output[at].float(), lse[at]), found)
                     output[at] = merged.to(output.dtype)
         for reading in retrieving.values():
-            with _losing_damaged([row for row, _ in reading]):
+            with losing_damaged([row for row, _ in reading]):
                 attend_retrieved(
                     [part for _, part in reading],
                     [row.first_query for row, _ in reading],
@@ -282,16 +224,6 @@ class RelaySparseImpl(RelayImpl):
             scale=self.scale, num_kv_heads=self.num_kv_heads,
         )  # fmt: skip
 
-    def _part(self, row: worker.MirroredRow, name: str, key: torch.Tensor) -> HostPart:
-        return HostPart(
-            own=row.sequence.layer(name, key[row.first_query : row.last_query]),
-            context=row.request.context,
-            layer=worker.state.layer_number(name),
-            residency=row.residency,
-            num_tokens=row.num_tokens,
-            sink_end=row.sink_end,
-        )
-
 
 _caches: list[torch.Tensor] = []
 
@@ -312,34 +244,15 @@ def _packed_cache(num_tokens: int, keys: torch.Tensor) -> torch.Tensor:
     return _caches[0][:num_elements].view(shape)
 
 
-@contextlib.contextmanager
-def _losing_damaged(rows: list[worker.MirroredRow]) -> Iterator[None]:
-    """Where a stored context is damaged, the requests that read it begin again without it."""
-    try:
-        yield
-    except IndexDamagedError as error:
-        contexts = {row.request.context for row in rows if row.request.context is not None}
-        damaged = {each for each in contexts if getattr(each, "damage", None)} or contexts
-        if not damaged:
-            raise
-        for row in rows:
-            if row.request.context in damaged:
-                assert row.request.context is not None
-                worker.state.lose(row.request, row.request.context.id, f"is damaged: {error}")
-
-
 def _fill(row: worker.MirroredRow, part: HostPart, kv_cache: torch.Tensor) -> None:
     """Brings the first tokens of the first block that the device has back from the host."""
-    if row.fill_from is None or row.request.lost_context_id is not None:
+    states = states_to_fill(row, part)
+    if states is None:
         return
-    begin, end, own = row.fill_from, row.num_computed_tokens, part.own
-    states = [own.rows(max(begin, own.begin), end)]
-    if begin < own.begin:
-        states.insert(0, part.context_rows(begin, own.begin))
-    keys, values = (torch.cat(parts, 1) for parts in zip(*states, strict=True))
+    keys, values = states
     size = kv_cache.shape[2]
-    slot = int(row.blocks[begin // size]) * size
-    slots = torch.arange(slot, slot + end - begin)
+    slot = int(row.blocks[row.fill_from // size]) * size
+    slots = torch.arange(slot, slot + keys.shape[1])
     cpu.write_kv_cache(keys.transpose(0, 1), values.transpose(0, 1), kv_cache, slots)
 
 
@@ -364,22 +277,3 @@ def _mirror(
         )
         host.write(host.end, keys, values)
     host.write(row.num_computed_tokens, key, value)
-
-
-def _retrieval_of(options: RelayConfig, scale: float) -> Retrieval:
-    query = None
-    if options.alpha > 0:
-        query = Dipr(alpha=options.alpha, scale=scale, max_dropped_mass=options.max_dropped_mass)
-    return Retrieval(query, db_options(options), scale)
-
-
-_config: list[VllmConfig] = []
-
-
-def _remember(vllm_config: VllmConfig) -> None:
-    _config[:] = [vllm_config]
-
-
-def _config_of_process() -> VllmConfig:
-    """That of the engine whose layers were built last: `customize_spec` is given none."""
-    return _config[0]

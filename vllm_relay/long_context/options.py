@@ -26,10 +26,11 @@ class LongContextOptions(BaseModel):
         ge=1,
         description="Last tokens of a context, which stay on the device and every query reads.",
     )
-    prefill: PrefillMode = Field(
-        default="exact_offload",
+    prefill: PrefillMode | None = Field(
+        default=None,
         description="exact_offload frees a prompt's KV blocks while it is computed, and reads what "
-        "has left from host memory; exact_resident frees them when all of it is computed.",
+        "has left from host memory; exact_resident frees them when all of it is computed. None: "
+        "exact_offload on CPUs, exact_resident on GPUs, which know no other.",
     )
     alpha: float = Field(
         default=0.01,

@@ -17,6 +17,7 @@ from vllm_relay.long_context.index_builders import start_builders
 from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.model_identity import fingerprint_of
 from vllm_relay.long_context.orders import KEEP_ARG, Placement, StepOrders, orders_of
+from vllm_relay.long_context.pending_writes import PendingWrites
 from vllm_relay.long_context.ranks import lost_in_any_rank
 from vllm_relay.long_context.running_indexes import RunningIndexes
 from vllm_relay.long_context.stats import LongContextStats
@@ -118,6 +119,7 @@ class LongContextWorker:
     requests: dict[str, LongRequest] = field(default_factory=dict)
     contexts: WorkerContexts | None = None
     running_indexes: RunningIndexes | None = None
+    pending_writes: PendingWrites = field(default_factory=PendingWrites)
     stats: SessionStats = field(default_factory=SessionStats)
     host_seconds: float = 0.0
     device_seconds: float = 0.0
@@ -134,6 +136,7 @@ class LongContextWorker:
         self.close_contexts()
         self._close_builders()
         self.requests.clear()
+        self.pending_writes = PendingWrites()
         self._spec = spec
         self._layer_numbers = {name: number for number, name in enumerate(layer_names)}
 
@@ -188,6 +191,7 @@ class LongContextWorker:
         """Takes over what the scheduler says of the step: its requests, and those that ended."""
         self._runner = worker.model_runner
         self.max_model_len = worker.model_config.max_model_len
+        self.pending_writes.finish()
         orders = orders_of(scheduler_output)
         self._note_reused_contexts()
         for context_id in orders.deleted:  # before one of them is kept again

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RELAY_SPARSE for CUDA as vLLM drives it: Triton's kernels in the interpreter, and copies that
+arrive when somebody waits for them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from tests.attention_backends.fake_device import DelayedCopies, DeviceTensor, fake_device
+from tests.attention_backends.sparse_cuda_worker import Worker
+from vllm_relay import compat
+from vllm_relay.attention_backends import relay_cuda, relay_sparse_base, relay_sparse_cuda
+from vllm_relay.long_context import host_sequence, mirroring, pending_writes, worker
+from vllm_relay.long_context.host_attention import attend_retrieved
+from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
+from vllm_relay.long_context.sequence_context import SequenceContext
+from vllm_relay.sparse.damage import IndexDamagedError
+from vllm_relay.sparse.train_queries import TrainQueries
+
+PACKAGE = "vllm_relay.attention_backends"
+
+pytestmark = pytest.mark.skipif(
+    not current_platform.is_cpu(), reason="a fake GPU, for where there is none"
+)
+
+
+@pytest.fixture(autouse=True)
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A worker process of its own."""
+    monkeypatch.setattr(worker, "state", worker.LongContextWorker())
+    monkeypatch.setattr(relay_sparse_base, "_config", [])
+    monkeypatch.setattr(compat, "call_before_each_step", lambda on_step: None)
+    monkeypatch.setattr(relay_sparse_base.recorder, "take_long_contexts", None)
+    monkeypatch.setattr(relay_cuda, "get_num_attention_heads_from_layers", lambda *args: 4)
+    monkeypatch.setattr(host_sequence, "GRANULE_TOKENS", 40)
+    monkeypatch.setattr(worker, "lost_in_any_rank", lambda lost: lost)
+    monkeypatch.setattr(relay_sparse_cuda, "MIN_CHUNK_TOKENS", 8)
+    copies = functools.partial(DelayedCopies, tensor_cls=DeviceTensor)
+    monkeypatch.setattr(relay_sparse_cuda, "make_copies", copies)
+    yield
+
+
+readings = pytest.mark.parametrize(
+    "options", [{}, {"alpha": 1e-37}], ids=["everything", "retrieved"]
+)
+
+
+@readings
+def test_a_long_prompt_is_computed_in_chunks_and_decoded(options: dict[str, Any]) -> None:
+    run = Worker(**options)
+    long = run.sequence("long", 300, 190)
+    run.step((long, 100))
+    run.step((long, 90))
+    for _ in range(3):
+        run.step((long, 1))
+    run.check_copy(long)
+
+
+@pytest.mark.parametrize("has_stock", [True, False], ids=["stock", "relay only"])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.float32, {"alpha": 1e-37}), (torch.bfloat16, {}), (torch.bfloat16, {"alpha": 1e-37})],
+    ids=["retrieved", "bfloat16 everything", "bfloat16 retrieved"],
+)
+def test_long_short_and_growing_requests(
+    dtype: torch.dtype, options: dict[str, Any], has_stock: bool
+) -> None:
+    run = Worker(dtype, has_stock, **options)
+    long = run.sequence("long", 400, 290)
+    short, growing = run.sequence("short", 90, 20), run.sequence("growing", 250, 60)
+    run.step((long, 200))
+    run.step((growing, 60), (long, 90), (short, 20))
+    for _ in range(3):
+        run.step((growing, 1), (short, 1), (long, 1))
+    run.step((long, 7), (growing, 34), (short, 1))  # it is computed again: several tokens
+    assert worker.state.requests["growing"].sequence is None
+    for _ in range(2):
+        run.step((growing, 1), (short, 1), (long, 1))
+    run.step((growing, 30), (short, 1), (long, 1))
+    run.step((growing, 1), (short, 1), (long, 1))
+    run.check_copy(long)
+    run.check_copy(growing)
+    assert worker.state.requests["short"].sequence is None
+    assert len(run.own(long).segments) == (1 if options else 0)
+    assert sum(map(bool, long.blocks)) < len(long.blocks) / 2
+    assert worker.state.host_seconds > 0
+
+
+def test_layers_that_read_the_cache_of_another() -> None:
+    run = Worker(has_stock=False, has_sharing_layer=True, alpha=1e-37)
+    long = run.sequence("long", 300, 190)
+    run.step((long, 190))
+    run.step((long, 1))
+    run.step((long, 1))
+    run.check_copy(long)
+
+
+@pytest.mark.parametrize("num_hits", [2, 7])
+def test_tokens_of_hit_blocks_are_copied_from_the_device(
+    num_hits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces, of blocks that others get in the next step."""
+    monkeypatch.setattr(mirroring, "GATHERED_TOKENS", 64)
+    run = Worker(torch.bfloat16, alpha=1e-37)
+    first = run.sequence("first", 300, 224)
+    run.step((first, 224))
+    second = run.sequence("second", 400, 230)
+    hit_tokens = num_hits * 32
+    second.keys[:hit_tokens] = first.keys[:hit_tokens]
+    second.values[:hit_tokens] = first.values[:hit_tokens]
+    third = run.sequence("third", 90, 80, like=first)  # stays short
+    for sequence, number in ((second, num_hits), (third, 2)):
+        sequence.blocks = first.blocks[:number]
+        sequence.num_computed_tokens = number * 32
+    run.step((second, 230 - hit_tokens), (third, 10))
+    run.preempt(first)
+    assert worker.state.requests["third"].sequence is None
+    run.check_copy(second)
+
+
+def test_a_request_that_hits_all_of_its_prompt_reads_the_host_at_once() -> None:
+    """It was preempted, and what the host had of it was dropped: its first step retrieves."""
+    run = Worker(alpha=1e-37)
+    first = run.sequence("first", 300, 256)
+    run.step((first, 256))
+    same = run.sequence("same", 300, 120, like=first)
+    same.blocks, same.num_computed_tokens = list(first.blocks), 256
+    run.step((same, 1))
+    run.step((same, 1), (first, 1))
+    run.check_copy(same)
+
+
+@readings
+@pytest.mark.parametrize("num_tokens", [225, 256], ids=["one", "none"])
+def test_a_resumed_request_gets_the_first_tokens_of_its_block_back(
+    options: dict[str, Any], num_tokens: int
+) -> None:
+    run = Worker(**options)
+    long, other = run.sequence("long", 400, 224), run.sequence("other", 400, 220)
+    run.step((long, 224), (other, 60))
+    run.step((long, num_tokens - 224), (other, 1))
+    run.preempt(long)
+    run.step((other, 1))
+    placement = run.resume(long)
+    run.step((other, 1), (long, 1), placed={"long": placement})
+    run.step((long, 1), (other, 1))
+    run.check_copy(long)
+
+
+@pytest.mark.parametrize("has_stock", [True, False], ids=["stock", "relay only"])
+def test_a_prompt_goes_on_behind_tokens_of_the_host(has_stock: bool) -> None:
+    """It was preempted in the middle: its tokens attend to the host's, in chunks."""
+    run = Worker(has_stock=has_stock, alpha=1e-37)
+    long, other = run.sequence("long", 400, 300), run.sequence("other", 400, 220)
+    run.step((long, 140))
+    run.preempt(long)
+    run.step((other, 100))
+    placement = run.resume(long)
+    run.step((long, 19), (other, 30), placed={"long": placement})
+    run.step((long, 141), (other, 1))
+    run.step((other, 1), (long, 1))
+    run.check_copy(long)
+
+
+def test_blocks_are_brought_back_before_others_copy_them() -> None:
+    run = Worker()
+    first = run.sequence("first", 400, 220)
+    run.step((first, 220))
+    for _ in range(10):
+        run.step((first, 1))
+    hits = run.sequence("hits", 400, 300, like=first)
+    # blocks that were computed by another one, and the one that is filled in this step
+    same = run.sequence("same", 224, 224, like=first)
+    run.step((same, 224))
+    run.preempt(first)
+    placement = run.resume(first)
+    run.allocate(first, 26)
+    hits.blocks = same.blocks[:7] + first.blocks[7:]
+    assert all(hits.blocks) and len(hits.blocks) == 8
+    hits.num_computed_tokens = 256
+    run.step((hits, 1), (first, 26), placed={"first": placement})
+    run.check_copy(first)
+    run.check_copy(hits)
+
+
+class Contexts:
+    """Those of a worker, ready to be read."""
+
+    num_queued = 0
+
+    def __init__(self, *contexts: Any) -> None:
+        self.by_id = {each.id: each for each in contexts}
+
+    def get(self, context_id: str) -> Any:
+        return self.by_id.get(context_id)
+
+    def take_changes(self) -> list[Any]:
+        return []
+
+
+def test_requests_go_on_behind_a_stored_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with a single token, one with a prompt of its own; and when the context is damaged, both
+    begin again, while another one goes on."""
+    run = Worker(alpha=1e-37)
+    first = run.sequence("first", 300, 210)
+    run.step((first, 210), kept=("first",))
+    worker.state.pending_writes.finish()
+    own = run.own(first)
+    assert own.train_queries.sample() is not None
+    found = worker.state.requests["first"].sequence
+    assert found is not None
+    context = SequenceContext(np.arange(203), found, ["layer"])
+    worker.state.contexts = Contexts(context)  # type: ignore[assignment]
+    readers = []
+    for name, num_prompt_tokens in (("single", 204), ("prompt", 223)):
+        reader = run.sequence(name, 300, num_prompt_tokens)
+        reader.keys[:203], reader.values[:203] = first.keys[:203], first.values[:203]
+        reader.num_computed_tokens = 203
+        readers.append(reader)
+    single, prompt = readers
+    placed = {each.name: run.resume(each, context.id) for each in readers}
+    run.step((prompt, 20), (single, 1), (first, 1), placed=placed)
+    for _ in range(2):
+        run.step((single, 1), (prompt, 1), (first, 1))
+    for each in (*readers, first):
+        run.check_copy(each)
+    assert worker.state.take_stats().host_retrieved_tokens > 0
+
+    failures = []
+
+    def fails(parts: list[Any], *args: Any) -> None:
+        if parts[0].context is not None:
+            failures.append(len(parts))
+            raise IndexDamagedError("page 3")
+        attend_retrieved(parts, *args)
+
+    monkeypatch.setattr(relay_sparse_cuda, "attend_retrieved", fails)
+    for _ in range(2):
+        run.step((single, 1), (first, 1), (prompt, 1), lost=("single", "prompt"))
+    assert failures == [2], "the context was read again"
+    assert worker.state.take_stats().lost == dict.fromkeys(("single", "prompt"), context.id)
+
+
+def test_a_request_whose_context_is_gone_disturbs_no_other() -> None:
+    run = Worker(alpha=1e-37)
+    worker.state.contexts = Contexts()  # type: ignore[assignment]
+    reader, other = run.sequence("reader", 300, 204), run.sequence("other", 300, 190)
+    run.step((other, 190))
+    reader.num_computed_tokens = 203
+    placement = run.resume(reader, "gone")
+    run.step((reader, 1), (other, 1), placed={"reader": placement}, lost=("reader",))
+    run.step((reader, 1), (other, 1), lost=("reader",))
+    run.check_copy(other)
+    assert worker.state.take_stats().lost == {"reader": "gone"}
+
+
+def test_queries_of_kept_requests_are_those_that_train_on_cpus() -> None:
+    run = Worker(torch.bfloat16, alpha=0.1)
+    first, other = run.sequence("first", 300, 210), run.sequence("other", 300, 210)
+    run.step((first, 100), (other, 40), kept=("first", "other"))
+    expected = TrainQueries(host_sequence.TRAIN_QUERIES_PER_KEY)
+    asked = first.query[:210].unflatten(1, (2, -1)).permute(1, 2, 0, 3)
+    expected.add(asked, first_position=0)
+    run.step((other, 10), (first, 110))
+    worker.state.pending_writes.finish()
+    assert run.own(first).query == run.impl.retrieval.query is not None
+    queries = run.own(first).train_queries
+    for ours, theirs in (
+        (queries.sample(), expected.sample()),
+        (queries.last(), expected.last()),
+    ):
+        assert ours is not None and theirs is not None and torch.equal(ours, theirs)
+
+
+def test_little_pinned_memory_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pending_writes, "MAX_PENDING_BYTES", 1)
+    run = Worker(alpha=1e-37)
+    long = run.sequence("long", 300, 190)
+    run.step((long, 100))
+    run.step((long, 90))
+    run.step((long, 1))
+    run.check_copy(long)
+
+
+def test_what_vllm_is_told() -> None:
+    run = Worker()
+    assert run.builder.get_cudagraph_support(None, None) == AttentionCGSupport.NEVER  # type: ignore[arg-type]
+    backend = relay_sparse_cuda.RelaySparseCudaBackend
+    assert backend.get_name() == "RELAY_SPARSE"
+    assert not backend.supports_kv_connector()
+    full = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=48, dtype=torch.float32)
+    relay_sparse_base._config[:] = [
+        SimpleNamespace(
+            additional_config={"relay": {}},
+            model_config=SimpleNamespace(max_model_len=1000),
+            max_in_flight_tokens=50,
+        )
+    ]
+    spec = backend.customize_spec(full)
+    assert isinstance(spec, RelaySparseSpec) and spec.policy.prefill == "exact_resident"
+
+
+@pytest.mark.parametrize("name", ["flash", "triton"])
+def test_prompts_are_left_to_what_relay_leaves_them_to(name: str) -> None:
+    sparse, dense = (
+        next(
+            cls
+            for each, cls in vars(importlib.import_module(f"{PACKAGE}.{module}_{name}")).items()
+            if each.startswith("Relay") and each.endswith("Backend") and "Cuda" not in each
+        )
+        for module in ("relay_sparse_cuda", "relay_cuda")
+    )
+    assert issubclass(sparse, relay_sparse_cuda.RelaySparseCudaBackend)
+    assert sparse.get_impl_cls().stock_impl_cls is dense.get_impl_cls().stock_impl_cls
+    assert sparse.get_builder_cls().stock_builder_cls is dense.get_builder_cls().stock_builder_cls
+    assert issubclass(sparse.get_impl_cls(), relay_sparse_cuda.RelaySparseCudaImpl)
+    assert issubclass(sparse.get_builder_cls(), relay_sparse_cuda.RelaySparseCudaMetadataBuilder)
+
+
+def test_a_run_without_requests_is_planned_as_it_is() -> None:
+    """vLLM's dummy runs name no requests."""
+    run = Worker()
+    sequence = run.sequence("a", 128, 128)
+    sequence.blocks = [3, 1, 4, 2]
+    with fake_device():
+        metadata = run.builder.build(0, run.metadata([(sequence, 0, 128)]))
+    assert type(metadata) is relay_cuda.RelayCudaMetadata

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What RELAY_SPARSE does alike on every device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+
+from vllm_relay import compat
+from vllm_relay.config import RelayConfig
+from vllm_relay.limits import check_sparse_layer
+from vllm_relay.long_context import worker
+from vllm_relay.long_context.host_attention import HostPart, Retrieval
+from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
+from vllm_relay.long_context.window import PrefillMode, WindowPolicy
+from vllm_relay.long_context.worker_contexts import db_options
+from vllm_relay.sparse.damage import IndexDamagedError
+from vllm_relay.sparse.query_types import Dipr
+from vllm_relay.stats import recorder
+
+
+def with_window(spec: AttentionSpec, default_prefill: PrefillMode) -> AttentionSpec:
+    """The spec of a layer: with a window if it has full attention."""
+    if type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
+        return spec
+    vllm_config = _config_of_process()
+    options = RelayConfig.from_vllm_config(vllm_config)
+    policy = WindowPolicy(
+        block_size_tokens=spec.block_size,
+        sink_tokens=options.sink_tokens,
+        window_tokens=options.window_tokens,
+        min_context_tokens=options.min_context_tokens,
+        prefill=options.prefill or default_prefill,
+    )
+    max_blocks = policy.max_blocks(
+        vllm_config.model_config.max_model_len, vllm_config.max_in_flight_tokens
+    )
+    return RelaySparseSpec.of(spec, policy, max_blocks)
+
+
+def set_up_layer(impl: Any) -> Retrieval:
+    """Checks a layer when it is built; returns what its tokens read of the host's.
+
+    Args:
+        impl: vLLM's AttentionImpl of the layer.
+
+    Raises:
+        RelayUnsupportedError: its tokens may not leave the device.
+    """
+    vllm_config = get_current_vllm_config()
+    _remember(vllm_config)
+    if impl.sliding_window is None:
+        check_sparse_layer(
+            has_alibi=impl.alibi_slopes is not None,
+            logits_soft_cap=impl.logits_soft_cap,
+            has_sinks=impl.sinks is not None,
+        )
+    options, query = RelayConfig.from_vllm_config(vllm_config), None
+    if options.alpha > 0:
+        query = Dipr(
+            alpha=options.alpha, scale=impl.scale, max_dropped_mass=options.max_dropped_mass
+        )
+    return Retrieval(query, db_options(options), impl.scale)
+
+
+def set_up_group(kv_cache_spec: AttentionSpec, layer_names: Sequence[str]) -> WindowPolicy | None:
+    """For a KV cache group, when its metadata builder is made: its policy, None where all tokens
+    stay on the device."""
+    policy = None
+    if isinstance(kv_cache_spec, RelaySparseSpec):
+        policy = kv_cache_spec.policy
+        worker.state.set_layers(kv_cache_spec, layer_names)
+    compat.call_before_each_step(worker.state.begin_step)
+    recorder.take_long_contexts = worker.state.take_stats
+    return policy
+
+
+def mirrored_rows(
+    policy: WindowPolicy | None, blocks: Any, query_start_loc: np.ndarray, seq_lens: np.ndarray
+) -> dict[int, worker.MirroredRow]:
+    """The long requests of a step, by row of the block table.
+
+    Args:
+        blocks: the block table, an array or a tensor.
+        query_start_loc, seq_lens: on the host.
+    """
+    rows: dict[int, worker.MirroredRow] = {}
+    if policy is None:
+        return rows
+    for number, request in enumerate(worker.state.rows(len(seq_lens))):
+        first, last = query_start_loc[number : number + 2].tolist()
+        num_computed = int(seq_lens[number]) - (last - first)
+        if request is None:
+            continue
+        sequence = worker.state.mirrored(request, policy, num_computed, last - first)
+        if sequence is None:
+            continue
+        residency = policy.residency(
+            num_computed, request.num_prompt_tokens, request.first_resident_token
+        )
+        placement, request.placement = request.placement, None
+        fill_from = None
+        if placement is not None and placement.first_resident_token < placement.num_tokens:
+            fill_from = placement.first_resident_token
+        rows[number] = worker.MirroredRow(
+            request, sequence, first, last, num_computed, residency, fill_from, blocks[number],
+            policy.sink_blocks * policy.block_size_tokens,
+        )  # fmt: skip
+    return rows
+
+
+def host_part(row: worker.MirroredRow, layer_name: str, keys: torch.Tensor) -> HostPart:
+    """Args: keys: any of the layer, [tokens, kv_heads, size], for their shape and dtype."""
+    return HostPart(
+        own=row.sequence.layer(layer_name, keys),
+        context=row.request.context,
+        layer=worker.state.layer_number(layer_name),
+        residency=row.residency,
+        num_tokens=row.num_tokens,
+        sink_end=row.sink_end,
+    )
+
+
+def states_to_fill(
+    row: worker.MirroredRow, part: HostPart
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Keys and values [kv_heads, tokens, size] that the first block of a request on the device
+    lacks: of the positions `row.fill_from` and after. None if there are none."""
+    if row.fill_from is None or row.request.lost_context_id is not None:
+        return None
+    begin, end, own = row.fill_from, row.num_computed_tokens, part.own
+    states = [own.rows(max(begin, own.begin), end)]
+    if begin < own.begin:
+        states.insert(0, part.context_rows(begin, own.begin))
+    keys, values = (torch.cat(parts, 1) for parts in zip(*states, strict=True))
+    return keys, values
+
+
+@contextlib.contextmanager
+def losing_damaged(rows: list[worker.MirroredRow]) -> Iterator[None]:
+    """Where a stored context is damaged, the requests that read it begin again without it."""
+    try:
+        yield
+    except IndexDamagedError as error:
+        contexts = {row.request.context for row in rows if row.request.context is not None}
+        damaged = {each for each in contexts if getattr(each, "damage", None)} or contexts
+        if not damaged:
+            raise
+        for row in rows:
+            if row.request.context in damaged:
+                assert row.request.context is not None
+                worker.state.lose(row.request, row.request.context.id, f"is damaged: {error}")
+
+
+_config: list[VllmConfig] = []
+
+
+def _remember(vllm_config: VllmConfig) -> None:
+    _config[:] = [vllm_config]
+
+
+def _config_of_process() -> VllmConfig:
+    """That of the engine whose layers were built last: `customize_spec` is given none."""
+    return _config[0]

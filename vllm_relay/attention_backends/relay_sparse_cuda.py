@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The RELAY_SPARSE attention backend on CUDA: vLLM's hooks.
+
+The device attends to what it holds while the host searches the rest; the two are merged on the
+device. All that is copied to the host is gathered first, on the device's own stream, into tensors
+that nobody writes again: see docs/sparse.md, "On GPUs".
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from vllm_relay.attention_backends import triton_kv_cache
+from vllm_relay.attention_backends.gpu_planner import DevicePlanner
+from vllm_relay.attention_backends.relay_cuda import (
+    RelayCudaBackend,
+    RelayCudaImpl,
+    RelayCudaMetadata,
+    RelayCudaMetadataBuilder,
+)
+from vllm_relay.attention_backends.relay_sparse_base import (
+    host_part,
+    losing_damaged,
+    mirrored_rows,
+    set_up_group,
+    set_up_layer,
+    states_to_fill,
+    with_window,
+)
+from vllm_relay.limits import SPARSE_BACKEND_NAME
+from vllm_relay.long_context import worker
+from vllm_relay.long_context.device_copies import CudaCopies, DeviceCopies, Pending
+from vllm_relay.long_context.host_attention import HostPart, attend_everything, attend_retrieved
+from vllm_relay.long_context.mirroring import mirror
+from vllm_relay.sparse.context_store import StoredContext
+from vllm_relay.sparse.partial_attention import merge
+
+MIN_CHUNK_TOKENS = 64
+"""Query tokens of a prompt that are planned at once, or as many as there may be decodes."""
+MERGED_TOKENS = 1024
+"""So many query tokens are merged at once, to bound the memory it takes."""
+
+make_copies: Callable[[torch.device], DeviceCopies] = CudaCopies
+
+
+class RelaySparseCudaBackend(RelayCudaBackend):
+    """RELAY on CUDA, and a window on the device for long contexts."""
+
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
+
+    @staticmethod
+    def get_name() -> str:
+        return SPARSE_BACKEND_NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        return RelaySparseCudaImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        return RelaySparseCudaMetadataBuilder
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        return with_window(spec, "exact_resident")
+
+
+@dataclass
+class HostQueries:
+    """Query tokens that attend to tokens in host memory."""
+
+    rows: list[tuple[int, slice]]
+    """Numbers of mirrored rows, and where their tokens are among these."""
+    tokens: torch.Tensor
+    """int64 on the device: their rows in the query."""
+
+
+@dataclass
+class Chunk:
+    """Query tokens of a prompt that has tokens in host memory: the stock backend would not tell
+    their log-sum-exp. All on the device."""
+
+    tokens: slice
+    block_table: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+@dataclass
+class RelaySparseCudaMetadata(RelayCudaMetadata):
+    """One step of one KV cache group; `mirrored` are its long requests."""
+
+    mirrored: list[worker.MirroredRow] = field(default_factory=list)
+    mirrored_tokens: torch.Tensor | None = None
+    """int64 on the device: their rows in the query, one request after the other."""
+    host_queries: HostQueries | None = None
+    chunks: list[Chunk] = field(default_factory=list)
+    chunk_planner: DevicePlanner | None = None
+    copies: DeviceCopies | None = None
+
+
+class RelaySparseCudaMetadataBuilder(RelayCudaMetadataBuilder):
+    """Plans what is on the device; the rows of long requests name only the blocks they hold."""
+
+    def __init__(self, kv_cache_spec: AttentionSpec, *args: Any, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, *args, **kwargs)
+        self.policy = set_up_group(kv_cache_spec, self.layer_names)
+        self.copies: DeviceCopies = make_copies(self.device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> Any:
+        """A layer waits for the host."""
+        return AttentionCGSupport.NEVER
+
+    @functools.cached_property
+    def chunk_planner(self) -> DevicePlanner:
+        """Of no more tokens than the other, if those suffice: both use one workspace."""
+        max_tokens = max(MIN_CHUNK_TOKENS, self.planner.limits.max_tokens)
+        return self.make_planner(max_requests=1, max_tokens=max_tokens, max_query_len=max_tokens)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+        **kwargs: Any,
+    ) -> RelayCudaMetadata:
+        common, rows = common_attn_metadata, {}
+        if self.policy is not None:
+            assert common.seq_lens_cpu_upper_bound is not None  # exact without drafts
+            rows = mirrored_rows(
+                self.policy,
+                common.block_table_tensor,
+                common.query_start_loc_cpu.numpy(),
+                common.seq_lens_cpu_upper_bound.numpy(),
+            )
+        if not rows:
+            return super().build(common_prefix_len, common, fast_build, **kwargs)
+        if any(row.residency.num_host_tokens for row in rows.values()):
+            common = self._compacted(common, rows)
+        dense = super().build(common_prefix_len, common, fast_build, **kwargs)
+        mirrored = list(rows.values())
+        chunks = [
+            chunk
+            for number, row in rows.items()
+            if row.residency.num_host_tokens and row.first_query >= dense.num_decode_tokens
+            for chunk in self._chunks(row, common.block_table_tensor[number : number + 1])
+        ]
+        return RelaySparseCudaMetadata(
+            **vars(dense),
+            mirrored=mirrored,
+            mirrored_tokens=self._tokens_of(mirrored),
+            host_queries=self._host_queries(mirrored),
+            chunks=chunks,
+            chunk_planner=self.chunk_planner if chunks else None,
+            copies=self.copies,
+        )
+
+    def _compacted(
+        self, common: CommonAttentionMetadata, rows: dict[int, worker.MirroredRow]
+    ) -> CommonAttentionMetadata:
+        """A batch without the tokens in host memory: block tables in which the blocks of the window
+        follow those of the sinks."""
+        table, size = common.block_table_tensor, self.kv_cache_spec.block_size
+        moves = np.zeros((2, len(table)), np.int32)  # where a gap begins, and how long it is
+        for number, row in rows.items():
+            moves[:, number] = row.residency.sink_end, row.residency.num_host_tokens
+        sink_ends, gaps = self.copies.to_device(torch.from_numpy(moves)).unbind()
+        columns = torch.arange(table.shape[1], device=table.device)
+        is_behind = columns >= (sink_ends // size)[:, None]
+        columns = columns + torch.where(is_behind, (gaps // size)[:, None], 0)
+        assert common.seq_lens_cpu_upper_bound is not None
+        return common.replace(
+            block_table_tensor=table.gather(1, columns.clamp(max=table.shape[1] - 1)),
+            seq_lens=common.seq_lens - gaps,
+            seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound - torch.from_numpy(moves[1]),
+            _num_computed_tokens_cache=None,
+        )
+
+    def _tokens_of(self, rows: list[worker.MirroredRow]) -> torch.Tensor:
+        tokens = [np.arange(row.first_query, row.last_query) for row in rows]
+        return self.copies.to_device(torch.from_numpy(np.concatenate(tokens)))
+
+    def _host_queries(self, mirrored: list[worker.MirroredRow]) -> HostQueries | None:
+        asking, first = [], 0
+        for number, row in enumerate(mirrored):
+            if row.residency.num_host_tokens:
+                asking.append((number, slice(first, first + row.num_queries)))
+                first += row.num_queries
+        if not asking:
+            return None
+        return HostQueries(asking, self._tokens_of([mirrored[number] for number, _ in asking]))
+
+    def _chunks(self, row: worker.MirroredRow, block_table: torch.Tensor) -> list[Chunk]:
+        first_token = row.num_computed_tokens - row.residency.num_host_tokens
+        most = self.chunk_planner.limits.max_tokens
+        chunks = []
+        for begin in range(0, row.num_queries, most):
+            end = min(begin + most, row.num_queries)
+            numbers = torch.tensor([0, end - begin, first_token + end], dtype=torch.int32)
+            numbers = self.copies.to_device(numbers)
+            tokens = slice(row.first_query + begin, row.first_query + end)
+            chunks.append(Chunk(tokens, block_table, numbers[:2], numbers[2:]))
+        return chunks
+
+
+class RelaySparseCudaImpl(RelayCudaImpl):
+    """Attention of one layer: the device's part by RELAY, the host's part beside it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.retrieval = set_up_layer(self)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: RelayCudaMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if not isinstance(attn_metadata, RelaySparseCudaMetadata):
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale,
+                output_block_scale,
+            )  # fmt: skip
+        rows, copies = attn_metadata.mirrored, attn_metadata.copies
+        assert copies is not None
+        name = self.kv_sharing_target_layer_name or layer.layer_name
+        shaped = query[:, : self.num_kv_heads] if key is None else key
+        parts = [host_part(row, name, shaped) for row in rows]
+        if self.kv_sharing_target_layer_name is None:
+            # first, since a block that one request fills may be a prefix of another
+            for row, part in zip(rows, parts, strict=True):
+                with losing_damaged([row]):
+                    self._fill(layer, row, part, kv_cache, copies)
+            assert attn_metadata.mirrored_tokens is not None
+            mirror(
+                rows,
+                [part.own for part in parts],
+                name,
+                attn_metadata.mirrored_tokens,
+                (query, key, value),
+                kv_cache,
+                copies,
+                worker.state.pending_writes,
+                self.retrieval.query,
+            )
+        asked, arriving, lse = attn_metadata.host_queries, None, None
+        if asked is not None:
+            lse = query.new_empty(attn_metadata.num_tokens, self.num_heads, dtype=torch.float32)
+            arriving = copies.to_host(query.index_select(0, asked.tokens))
+        self._attend(layer, query, key, value, kv_cache, attn_metadata, output, lse)
+        self._attend_chunks(layer, query, kv_cache, attn_metadata, output, lse)
+        if asked is not None and arriving is not None and lse is not None:
+            begin_s = time.perf_counter()
+            worker.state.pending_writes.finish(name)
+            found = self._attend_on_host(rows, parts, asked, arriving)
+            worker.state.host_seconds += time.perf_counter() - begin_s
+            _merge_into(output, lse, asked.tokens, found, copies)
+        return output
+
+    def _fill(
+        self,
+        layer: AttentionLayer,
+        row: worker.MirroredRow,
+        part: HostPart,
+        kv_cache: torch.Tensor,
+        copies: DeviceCopies,
+    ) -> None:
+        """Brings the first tokens of the first block that the device has back from the host."""
+        states = states_to_fill(row, part)
+        if states is None:
+            return
+        key, value = (copies.to_device(each.transpose(0, 1).contiguous()) for each in states)
+        assert row.fill_from is not None
+        size = kv_cache.shape[2]
+        positions = torch.arange(len(key), device=key.device)
+        slots = row.blocks[row.fill_from // size].long() * size + positions
+        triton_kv_cache.write_kv_cache(key, value, kv_cache, slots, layer._k_scale, layer._v_scale)
+
+    def _attend_chunks(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: RelaySparseCudaMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        planner = attn_metadata.chunk_planner
+        for chunk in attn_metadata.chunks:
+            assert planner is not None
+            planner.update(
+                chunk.block_table,
+                chunk.query_start_loc,
+                chunk.seq_lens,
+                max_query_len=chunk.tokens.stop - chunk.tokens.start,
+                shares=False,
+                is_counted=False,
+            )
+            self._attend_planned(
+                layer, planner, chunk.block_table, chunk.tokens, query, kv_cache, output, lse
+            )
+
+    def _attend_on_host(
+        self,
+        rows: list[worker.MirroredRow],
+        parts: list[HostPart],
+        asked: HostQueries,
+        arriving: Pending,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention over the tokens in host memory: float32 [tokens, heads, size] and its
+        log-sum-exp; -inf for requests that have to begin again."""
+        query = arriving.wait()
+        precise = query.float()
+        output = torch.zeros_like(precise)
+        lse = torch.full(query.shape[:2], -torch.inf)
+        retrieving: dict[StoredContext | None, list[tuple[int, int]]] = {}
+        for number, at in asked.rows:
+            row, part = rows[number], parts[number]
+            if row.request.lost_context_id is not None:
+                continue
+            if row.retrieves and self.retrieval.query is not None:
+                retrieving.setdefault(part.context, []).append((number, at.start))
+                continue
+            with losing_damaged([row]):
+                output[at], lse[at] = attend_everything(part, query[at], self.scale)
+        for reading in retrieving.values():
+            with losing_damaged([rows[number] for number, _ in reading]):
+                attend_retrieved(
+                    [parts[number] for number, _ in reading],
+                    [token for _, token in reading],
+                    precise,
+                    output,
+                    lse,
+                    self.retrieval,
+                    worker.state.stats,
+                )
+        return output, lse
+
+
+def _merge_into(
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    tokens: torch.Tensor,
+    found: tuple[torch.Tensor, torch.Tensor],
+    copies: DeviceCopies,
+) -> None:
+    """Merges the attention of some tokens over the host's into that over the device's."""
+    for begin in range(0, len(tokens), MERGED_TOKENS):
+        at = slice(begin, begin + MERGED_TOKENS)
+        part, part_lse = (copies.to_device(each[at]) for each in found)
+        own = output.index_select(0, tokens[at]).float(), lse.index_select(0, tokens[at])
+        merged, _ = merge(own, (part, part_lse))
+        output.index_copy_(0, tokens[at], merged.to(output.dtype))

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors on their way between a GPU and pinned host memory.
+
+PyTorch's allocator of pinned memory gives a buffer to nobody else before the copies that use it are
+done, and keeps buffers for the next step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class Pending(Protocol):
+    """A copy on its way to the host."""
+
+    def wait(self) -> torch.Tensor:
+        """The host's tensor, once it has arrived; may be called again."""
+        ...
+
+
+class DeviceCopies(Protocol):
+    """Copies between one device and the host."""
+
+    def to_host(self, tensor: torch.Tensor) -> Pending:
+        """Begins to copy `tensor` as what the device was asked for so far leaves it.
+
+        Args:
+            tensor: contiguous, and made for this copy: nobody writes to its memory any more. The
+                tensors that vLLM hands to a layer are not: a CUDA graph that is replayed next may
+                use their memory, and KV blocks are given to other requests.
+        """
+        ...
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the device, in order with what it is asked for next; `tensor` may change."""
+        ...
+
+
+@dataclass
+class _CudaPending:
+    host: torch.Tensor
+    done: torch.cuda.Event
+
+    def wait(self) -> torch.Tensor:
+        self.done.synchronize()
+        return self.host
+
+
+class CudaCopies:
+    """Copies to the host run on a stream of their own, beside the computation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+
+    def to_host(self, tensor: torch.Tensor) -> Pending:
+        assert tensor.is_contiguous()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            host.copy_(tensor, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        tensor.record_stream(self.stream)  # its memory stays until then, whoever lets go of it
+        return _CudaPending(host, done)
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory().to(self.device, non_blocking=True)
