@@ -67,11 +67,15 @@ def test_a_long_prompt_is_computed_in_chunks_and_decoded(options: dict[str, Any]
     run.check_copy(long)
 
 
-@pytest.mark.parametrize("has_stock", [True, False], ids=["stock", "relay only"])
 @pytest.mark.parametrize(
-    ("dtype", "options"),
-    [(torch.float32, {"alpha": 1e-37}), (torch.bfloat16, {}), (torch.bfloat16, {"alpha": 1e-37})],
-    ids=["retrieved", "bfloat16 everything", "bfloat16 retrieved"],
+    ("dtype", "options", "has_stock"),
+    [
+        (torch.float32, {"alpha": 1e-37}, True),
+        (torch.float32, {"alpha": 1e-37}, False),
+        (torch.bfloat16, {}, True),
+        (torch.bfloat16, {"alpha": 1e-37}, False),
+    ],
+    ids=["stock", "relay only", "bfloat16 everything, stock", "bfloat16, relay only"],
 )
 def test_long_short_and_growing_requests(
     dtype: torch.dtype, options: dict[str, Any], has_stock: bool

@@ -22,6 +22,7 @@ def test_greedy_tokens_are_those_of_cpu_attn(run: Run, model: str) -> None:
     assert 0 < metrics["relay:kv_tokens_read"] < metrics["relay:kv_tokens_logical"]
 
 
+@pytest.mark.soak
 def test_long_contexts_are_those_of_cpu_attn(run: Run) -> None:
     """Stored ones, too: prompts go on behind them."""
     window = {"min_context_tokens": 96, "sink_tokens": 20, "window_tokens": 40, "alpha": 1e-7}
