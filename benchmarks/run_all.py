@@ -41,6 +41,7 @@ BENCHMARKS = (
     "bench_long_context_capacity",
     "bench_long_context_decode",
     "bench_long_context_short",
+    "bench_index_payoff",
 )
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -288,7 +289,10 @@ class Worker:
         setattr(output, ATTRIBUTE, StepOrders(placed=placed))
         for each in sequences:
             each.is_new = False
-        batch = SimpleNamespace(req_ids=[each.name for each in sequences])
+        batch = SimpleNamespace(
+            req_ids=[each.name for each in sequences],
+            num_prompt_tokens=np.array([each.num_prompt_tokens for each in sequences]),
+        )
         worker.state.begin_step(
             SimpleNamespace(
                 model_runner=SimpleNamespace(input_batch=batch),

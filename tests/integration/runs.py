@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tests.vllm_processes import run_module
 
 ROOT = Path(__file__).parents[2]
 ROBUST_LEAD = 1e-3  # nats; below it rounding may decide which token is best
@@ -26,14 +26,10 @@ def start(
 ) -> subprocess.CompletedProcess[str]:
     args_path = directory / "engine_args.json"
     args_path.write_text(json.dumps(engine_args))
-    command = [sys.executable, "-m", f"tests.integration.{driver}"]
-    return subprocess.run(
-        [*command, str(directory / "output.json"), str(args_path), *scenarios],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing))},
-        timeout=300,
+    return run_module(
+        f"tests.integration.{driver}",
+        [str(directory / "output.json"), str(args_path), *scenarios],
+        {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing))},
     )
 
 

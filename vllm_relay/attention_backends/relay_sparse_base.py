@@ -93,14 +93,10 @@ def mirrored_rows(
     rows: dict[int, worker.MirroredRow] = {}
     if policy is None:
         return rows
-    for number, request in enumerate(worker.state.rows(len(seq_lens))):
+    for number, request in worker.state.mirrored_requests(policy, seq_lens):
         first, last = query_start_loc[number : number + 2].tolist()
         num_computed = int(seq_lens[number]) - (last - first)
-        if request is None:
-            continue
-        sequence = worker.state.mirrored(request, policy, num_computed, last - first)
-        if sequence is None:
-            continue
+        sequence = worker.state.sequence_of(request, num_computed)
         residency = policy.residency(
             num_computed, request.num_prompt_tokens, request.first_resident_token
         )

@@ -93,8 +93,11 @@ class RelaySparseManager(FullAttentionManager):
         processed_computed_tokens: int,
         num_prompt_tokens: int | None = None,
     ) -> None:
-        size = self.kv_cache_spec.policy.block_size_tokens
-        sink_end, window_begin = self.kv_cache_spec.policy.residency(
+        policy = self.kv_cache_spec.policy
+        if not policy.frees(processed_computed_tokens, num_prompt_tokens or 0):
+            return
+        size = policy.block_size_tokens
+        sink_end, window_begin = policy.residency(
             processed_computed_tokens,
             num_prompt_tokens or 0,
             self.first_resident_tokens.get(request_id, 0),

@@ -112,7 +112,14 @@ class LongContextScheduler:
     ) -> KVCacheBlocks | None:
         """As KVCacheManager's; None also if there is no host memory for the tokens of the step."""
         num_tokens = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
-        if not self._reserve(request, num_tokens):
+        request_id = request.request_id
+        is_mirrored = self._policy.mirrors(num_tokens, request.num_prompt_tokens)
+        if not is_mirrored and request_id not in self._preempted:
+            # short requests must not cost anything: there are many of them in every step
+            return self._allocate_slots(
+                request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, **kwargs
+            )
+        if is_mirrored and not self._reserve(request, num_tokens):
             return None
         if not isinstance(new_computed_blocks, HostBlocks):
             allocated = self._allocate_slots(
@@ -123,7 +130,7 @@ class LongContextScheduler:
         size = self._policy.block_size_tokens
         first_resident = new_computed_blocks.num_tokens // size * size
         for each in self._block_managers:
-            each.first_resident_tokens[request.request_id] = first_resident
+            each.first_resident_tokens[request_id] = first_resident
         # the last block is not full: vLLM gets it a block, as if a KV connector were to fill it
         kwargs["num_external_computed_tokens"] = new_computed_blocks.num_tokens - first_resident
         allocated = self._allocate_slots(
@@ -132,14 +139,14 @@ class LongContextScheduler:
         self._settle(request, allocated is not None)
         if allocated is None:
             for each in self._block_managers:
-                each.first_resident_tokens.pop(request.request_id, None)
+                each.first_resident_tokens.pop(request_id, None)
             return None
         context_id = new_computed_blocks.context_id
         if context_id is not None:
             self.catalog.use(context_id)
         else:
             self._num_kept_tokens += new_computed_blocks.num_tokens
-        self._orders.placed[request.request_id] = Placement(
+        self._orders.placed[request_id] = Placement(
             new_computed_blocks.num_tokens, first_resident, context_id
         )
         return allocated
@@ -359,8 +366,6 @@ class LongContextScheduler:
 
     def _reserve(self, request: Request, num_tokens: int) -> bool:
         num_tokens = min(num_tokens, self._max_model_len)
-        if not self._policy.mirrors(num_tokens, request.num_prompt_tokens):
-            return True
         num_prompt_tokens = request.num_prompt_tokens
         longest = min(num_prompt_tokens + request.max_tokens, self._max_model_len)
         dropped = self.indexed.reserve(request.request_id, num_tokens, num_prompt_tokens, longest)

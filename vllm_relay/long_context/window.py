@@ -7,7 +7,7 @@ Scheduler and worker never tell each other: both go by this file.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 PrefillMode = Literal["exact_offload", "exact_resident"]
 
@@ -73,10 +73,18 @@ class WindowPolicy:
             return False
         return self.prefill == "exact_offload" or num_computed_tokens >= num_prompt_tokens
 
-    def mirrors(self, num_computed_tokens: int, num_prompt_tokens: int) -> bool:
+    def mirrors(self, num_computed_tokens: Any, num_prompt_tokens: Any) -> Any:
         """Whether the host has a copy of all tokens once so many are computed: before any of them
-        can leave the device, and so that nothing is lost when the request is preempted."""
-        return max(num_computed_tokens, num_prompt_tokens) >= self.min_context_tokens
+        can leave the device, and so that nothing is lost when the request is preempted.
+
+        Args:
+            num_computed_tokens, num_prompt_tokens: int, or arrays of as many requests.
+
+        Returns:
+            bool, or a bool array.
+        """
+        least = self.min_context_tokens
+        return (num_computed_tokens >= least) | (num_prompt_tokens >= least)
 
     def max_blocks(self, max_model_len_tokens: int, max_in_flight_tokens: int) -> int:
         """The most blocks one request holds.

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from vllm_relay.attention_backends.plan import StepPlan
 from vllm_relay.config import RelayConfig
 from vllm_relay.long_context.host_sequence import HostSequence
@@ -303,25 +305,27 @@ class LongContextWorker:
         """Tokens that it has at most."""
         return min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
 
-    def rows(self, num_requests: int) -> Sequence[LongRequest | None]:
-        """The requests of the running step in the order of its block table; none in a dummy run."""
-        if self._runner is None:
-            return [None] * num_requests
-        ids = self._runner.input_batch.req_ids[:num_requests]
-        return [self.requests.get(each) for each in ids]
+    def mirrored_requests(
+        self, policy: WindowPolicy, seq_lens: np.ndarray
+    ) -> list[tuple[int, LongRequest]]:
+        """The requests of the running step whose tokens are copied to the host, with their rows in
+        its block table; none in a dummy run.
 
-    def mirrored(
-        self,
-        request: LongRequest,
-        policy: WindowPolicy,
-        num_computed_tokens: int,
-        num_new_tokens: int,
-    ) -> HostSequence | None:
-        """Where the tokens of a step are copied to, if they are. Indexes that were built for a
-        request which generates are taken here."""
-        end = num_computed_tokens + num_new_tokens
-        if not policy.mirrors(end, request.num_prompt_tokens):
-            return None
+        Args:
+            seq_lens: [requests], the tokens of the step included.
+        """
+        if self._runner is None:
+            return []
+        batch = self._runner.input_batch
+        ids = batch.req_ids[: len(seq_lens)]
+        # short requests must not cost anything: there are many of them in every step
+        are_mirrored = policy.mirrors(seq_lens[: len(ids)], batch.num_prompt_tokens[: len(ids)])
+        numbers = np.flatnonzero(are_mirrored).tolist()
+        return [(each, self.requests[ids[each]]) for each in numbers if ids[each] in self.requests]
+
+    def sequence_of(self, request: LongRequest, num_computed_tokens: int) -> HostSequence:
+        """Where the tokens of a step are copied to. Indexes that were built for a request which
+        generates are taken here."""
         if request.sequence is None:
             request.sequence = self._new_sequence(request, 0)
         if request.is_indexed and num_computed_tokens >= request.num_prompt_tokens:

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that have vLLM when they begin: forks of one that has imported it, which takes as long
+as all else that a small engine does."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    [
+        "vllm.entrypoints.llm",
+        "vllm.model_executor.models.llama",
+        "vllm.v1.engine.core",
+        "vllm.v1.worker.cpu_worker",
+    ]
+)
+
+
+def start(
+    target: Callable[..., None],
+    *arguments: Any,
+    stdout: Path,
+    stderr: Path,
+    environment: Mapping[str, str],
+) -> BaseProcess:
+    """Calls `target(*arguments)`, which can be pickled, in a new process.
+
+    Args:
+        environment: beside what this process has. What modules read when they are imported is read
+            before it is set.
+    """
+    changed = {**os.environ, **environment}
+    process = _context.Process(target=_run, args=(target, arguments, stdout, stderr, changed))
+    process.start()
+    return process
+
+
+def run_module(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], timeout_s: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """As `python -m module arguments...`."""
+    argv = [module, *arguments]
+    with tempfile.TemporaryDirectory() as folder:
+        stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
+        process = start(_run_main, *argv, stdout=stdout, stderr=stderr, environment=environment)
+        process.join(timeout_s)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(argv, timeout_s, stdout.read_text(), stderr.read_text())
+        return subprocess.CompletedProcess(
+            argv, process.exitcode, stdout.read_text(), stderr.read_text()
+        )
+
+
+def _run(
+    target: Callable[..., None],
+    arguments: Sequence[Any],
+    stdout: Path,
+    stderr: Path,
+    environment: Mapping[str, str],
+) -> None:
+    for path, descriptor in ((stdout, 1), (stderr, 2)):
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    try:
+        target(*arguments)
+    finally:
+        # multiprocessing leaves them out, and vLLM ends its own processes in them
+        atexit._run_exitfuncs()
+
+
+def _run_main(module: str, *arguments: str) -> None:
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
