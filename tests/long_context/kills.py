@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills engines of `kill_main` and looks at what they leave in their folder."""
+"""Kills engines of `killed_engine` and looks at what they leave in their folder."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from tests.integration.runs import ROOT
+from tests import vllm_processes
+from tests.long_context.killed_engine import Order, serve
 from vllm_relay.sparse.context_file import CONTEXT_SUFFIX, ContextFile
 from vllm_relay.sparse.contexts_command import run_verify
 from vllm_relay.sparse.disk_context_store import DiskContextStore
@@ -32,54 +32,6 @@ POLLING_S = 0.0003
 READY_TIMEOUT_S = 240.0
 
 
-class Engines:
-    """The process that forks engines; use as a context manager."""
-
-    def __init__(self, model: Path, folder: Path, log_path: Path) -> None:
-        self.log_path = log_path
-        with log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.long_context.kill_main", str(model), str(folder)],
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={
-                    **os.environ,
-                    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                    "VLLM_LOGGING_LEVEL": "WARNING",
-                    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-                },
-            )
-
-    def __enter__(self) -> Engines:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        if self._process.poll() is None:
-            self._process.wait(READY_TIMEOUT_S)
-
-    def start(self, order: dict[str, Any]) -> int:
-        """The id of its process."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return int(self._line())
-
-    def wait(self) -> int:
-        """The wait status of the last one, when it has ended."""
-        return int(self._line())
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, self.log_path.read_text(errors="replace")[-4000:]
-        return line
-
-
 class Kills:
     """Engine after engine over one folder, each killed at a random moment.
 
@@ -89,10 +41,12 @@ class Kills:
         counts: what was done and found.
     """
 
-    def __init__(self, engines: Engines, folder: Path, journals: Path, seed: int) -> None:
-        self.engines = engines
-        self.folder = folder
-        self.journals = journals
+    def __init__(self, model: Path, directory: Path, seed: int) -> None:
+        self.model = model
+        self.folder = directory / "contexts"
+        self.journals = directory / "journals"
+        self.journals.mkdir()
+        self.log_path = directory / "log.txt"
         self.seed = seed
         self.rng = random.Random(seed)
         self.stored: set[str] = set()
@@ -103,15 +57,12 @@ class Kills:
     def kill_one(self) -> None:
         """Starts an engine, kills it, and checks the folder."""
         moment = self.rng.choice(MOMENTS)
-        journal, process_id = self._start(seconds=None)
+        journal, engine = self._start(seconds=None)
         try:
             self._wait_for(moment, journal)
         finally:
-            os.kill(process_id, signal.SIGKILL)
-        status = self.engines.wait()
-        events = _events(journal)
-        self._check_not_failed(events)
-        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
+            engine.kill()
+        events = self._end(engine, journal, status=-signal.SIGKILL)
         self._count(moment, events)
         self._check_leftovers(events)
         self._follow(events)
@@ -119,29 +70,34 @@ class Kills:
 
     def end_one(self, seconds: float) -> None:
         """Starts an engine that ends by itself and checks that nothing is left."""
-        journal, _ = self._start(seconds)
-        status = self.engines.wait()
-        events = _events(journal)
-        self._check_not_failed(events)
-        assert status == 0
+        journal, engine = self._start(seconds)
+        events = self._end(engine, journal, status=0)
         self._follow(events)
         self._check_folder()
         assert not _unfinished(self.folder)
         self.counts["removed_files"] += len(self._leftovers)
         self.counts["asked"] += dict(events)["asked"]
 
-    def _start(self, seconds: float | None) -> tuple[Path, int]:
+    def _start(self, seconds: float | None) -> tuple[Path, BaseProcess]:
         self.seed += 1
         journal = self.journals / f"{self.seed}.jsonl"
         journal.touch()
         self._leftovers = _unfinished(self.folder)
-        order = {
-            "journal": str(journal),
-            "seed": self.seed,
-            "stored": sorted(self.stored),
-            "seconds": seconds,
-        }
-        return journal, self.engines.start(order)
+        order = Order(self.model, self.folder, journal, self.seed, sorted(self.stored), seconds)
+        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        return journal, vllm_processes.start(
+            serve, order, stdout=self.log_path, stderr=self.log_path, environment=environment
+        )
+
+    def _end(self, engine: BaseProcess, journal: Path, status: int) -> list[tuple[str, Any]]:
+        """What has happened to contexts, once the engine has ended with this exit status."""
+        engine.join()
+        events = _events(journal)
+        for kind, value in events:
+            assert kind != "failed", value
+        log = self.log_path.read_text(errors="replace")[-4000:]
+        assert engine.exitcode == status, f"exit status {engine.exitcode}\n{log}"
+        return events
 
     def _wait_for(self, moment: str, journal: Path) -> None:
         if moment == "starting":
@@ -172,10 +128,6 @@ class Kills:
             if "failed" in _kinds(journal):
                 return
             time.sleep(POLLING_S)
-
-    def _check_not_failed(self, events: list[tuple[str, Any]]) -> None:
-        for kind, value in events:
-            assert kind != "failed", value
 
     def _count(self, moment: str, events: list[tuple[str, Any]]) -> None:
         values = dict(events)

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.long_context.kills import Engines, Kills
+from tests.long_context.kills import Kills
 from tests.long_context.soak import FIRST_SEED
 from vllm_relay.demo.recall_model import build_recall_model
 
@@ -40,13 +40,10 @@ LAST_ENGINE_S = 5.0
 
 def test_contexts_outlive_the_engine_that_stored_them(tmp_path: Path) -> None:
     model = build_recall_model(tmp_path / "model", max_position_embeddings=2048)
-    folder, journals = tmp_path / "contexts", tmp_path / "journals"
-    journals.mkdir()
-    with Engines(model, folder, tmp_path / "log.txt") as engines:
-        kills = Kills(engines, folder, journals, FIRST_SEED)
-        for _ in range(NUM_KILLS):
-            kills.kill_one()
-        kills.end_one(LAST_ENGINE_S)
+    kills = Kills(model, tmp_path, FIRST_SEED)
+    for _ in range(NUM_KILLS):
+        kills.kill_one()
+    kills.end_one(LAST_ENGINE_S)
     counts = kills.counts
     print(dict(counts))
     assert counts["kills"] == NUM_KILLS
