@@ -71,7 +71,7 @@ def request_with(begin: int) -> LongRequest:
 
 def test_the_scheduler_hears_of_what_could_not_be_kept(lost_elsewhere: dict[str, str]) -> None:
     worker = LongContextWorker(contexts=Contexts(can_keep=False))
-    worker.requests["request"] = request_with(50)
+    worker.requests["request"] = worker.readers["request"] = request_with(50)
     lost_elsewhere["another"] = "b"
     step(worker, StepOrders(kept={"request": KeptContext("a", [1])}), "request")
     assert worker.take_stats().lost == {"request": "a", "another": "b"}
@@ -86,6 +86,8 @@ def test_other_ranks_are_asked_while_a_context_is_reused(
     lost_elsewhere["request"] = "a"
     for _ in range(2):
         worker.requests["request"] = request_with(begin)
+        if begin:
+            worker.readers["request"] = worker.requests["request"]
         step(worker, StepOrders())
         assert worker.take_stats().lost == ({"request": "a"} if begin else {})
     step(worker, StepOrders(), "request")
@@ -96,7 +98,7 @@ def test_other_ranks_are_asked_while_a_context_is_reused(
 
 def test_a_request_that_loses_its_context_here_is_told_of(lost_elsewhere: dict[str, str]) -> None:
     worker = LongContextWorker(contexts=Contexts("a"))
-    worker.requests["request"] = request_with(50)
+    worker.requests["request"] = worker.readers["request"] = request_with(50)
     worker.lose(worker.requests["request"], "a", "is damaged")
     lost_elsewhere["another"] = "b"
     step(worker, StepOrders())

@@ -116,9 +116,14 @@ class MirroredRow:
 
 @dataclass
 class LongContextWorker:
-    """The requests of one worker process, and its contexts."""
+    """The requests of one worker process, and its contexts.
+
+    Attributes:
+        readers: those of `requests` that go on behind a stored context.
+    """
 
     requests: dict[str, LongRequest] = field(default_factory=dict)
+    readers: dict[str, LongRequest] = field(default_factory=dict)
     contexts: WorkerContexts | None = None
     running_indexes: RunningIndexes | None = None
     pending_writes: PendingWrites = field(default_factory=PendingWrites)
@@ -138,6 +143,7 @@ class LongContextWorker:
         self.close_contexts()
         self._close_builders()
         self.requests.clear()
+        self.readers.clear()
         self.pending_writes = PendingWrites()
         self._spec = spec
         self._layer_numbers = {name: number for number, name in enumerate(layer_names)}
@@ -166,15 +172,15 @@ class LongContextWorker:
             device_seconds=self.device_seconds,
             host_dropped_mass=stats.dropped_mass or 0.0,
         )
-        lost, self._not_kept = self._not_kept, {}
-        lost |= {
-            each.id: each.lost_context_id
-            for each in self.requests.values()
-            if each.lost_context_id is not None
-        }
+        taken.lost, self._not_kept = self._not_kept, {}
         if self._reads_contexts:
-            lost = lost_in_any_rank(lost)
-        taken.lost, self._reads_contexts = lost, False
+            taken.lost |= {
+                each.id: each.lost_context_id
+                for each in self.readers.values()
+                if each.lost_context_id is not None
+            }
+            taken.lost = lost_in_any_rank(taken.lost)
+            self._reads_contexts = False
         self.host_seconds = self.device_seconds = 0.0
         if self.running_indexes is not None:
             taken.index_builds_queued += self.running_indexes.num_queued
@@ -195,11 +201,12 @@ class LongContextWorker:
         self.max_model_len = worker.model_config.max_model_len
         self.pending_writes.finish()
         orders = orders_of(scheduler_output)
-        self._note_reused_contexts()
+        self._reads_contexts |= bool(self.readers)
         for context_id in orders.deleted:  # before one of them is kept again
             self.open_contexts(worker).delete(context_id)
         for request_id in scheduler_output.finished_req_ids:
             request = self.requests.pop(request_id, None)
+            self.readers.pop(request_id, None)
             self._discard_indexes(request_id)
             kept = orders.kept.get(request_id)
             if kept is None or request is None or request.sequence is None:
@@ -209,6 +216,7 @@ class LongContextWorker:
                 self._not_kept[request_id] = kept.context_id
         for request_id in orders.dropped:
             self._discard_indexes(request_id)
+            self.readers.pop(request_id, None)
             if request_id in self.requests:
                 self.requests[request_id].sequence = None
         for new in scheduler_output.scheduled_new_reqs:
@@ -220,11 +228,7 @@ class LongContextWorker:
         for request_id, is_indexed in orders.indexed.items():
             if request_id in self.requests:
                 self._set_indexed(worker, self.requests[request_id], is_indexed)
-        self._note_reused_contexts()
-
-    def _note_reused_contexts(self) -> None:
-        sequences = (request.sequence for request in self.requests.values())
-        self._reads_contexts |= any(each is not None and each.begin > 0 for each in sequences)
+        self._reads_contexts |= bool(self.readers)
 
     def _set_indexed(self, worker: Any, request: LongRequest, is_indexed: bool) -> None:
         request.is_indexed = is_indexed
@@ -280,6 +284,7 @@ class LongContextWorker:
         request.lost_context_id = None
         if placement is None:
             self._discard_indexes(request_id)
+            self.readers.pop(request_id, None)
             request.sequence = request.context = None
             return
         request.first_resident_token = placement.first_resident_token
@@ -287,6 +292,7 @@ class LongContextWorker:
             assert self.contexts is not None
             request.context = self.contexts.get(placement.context_id)
             request.sequence = self._new_sequence(request, placement.num_tokens)
+            self.readers[request_id] = request
             if request.context is None:
                 self.lose(request, placement.context_id, "is not there any more")
 
