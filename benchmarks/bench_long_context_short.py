@@ -2,37 +2,34 @@
 """Requests below the threshold: what relay_sparse costs where it has nothing to do.
 
 The demo's recall model, or another one, answers the same prompts of fewer than `min_context_tokens`
-tokens with RELAY and with RELAY_SPARSE, in engines that live at the same time and work in turn.
-Each engine is one process, so that nothing else asks for its cores. They are started several times:
-where a process gets its memory makes more of a difference than what is measured here. "times as
-long" is the median of the ratios of neighbouring rounds, and is between "from" and "to" in 19 of 20
-cases, of one launch; "identical" are outputs with the same tokens.
+tokens with RELAY and with RELAY_SPARSE, in engines of one process each that live at the same time
+and take turns after every step. Seconds are those of the median of the rounds, step by step, added
+up; "from" and "to" hold the ratio in 19 of 20 cases, by drawing rounds anew. The engines are
+started several times: where a process gets its memory makes a difference too. "identical" are
+outputs with the same tokens.
 """
 
+import statistics
 import tempfile
 from argparse import Namespace
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from transformers import AutoTokenizer
 
-from benchmarks.common import (
-    Goal,
-    Result,
-    Row,
-    Timing,
-    argument_parser,
-    ratio,
-    ratio_interval,
-)
-from vllm_relay.demo.engine import Engine, EngineSettings
+from benchmarks.alternating_engine import AlternatingEngine, in_turn
+from benchmarks.common import Goal, Result, Row, argument_parser
+from vllm_relay.demo.engine import EngineSettings
 from vllm_relay.demo.recall_model import build_recall_model
 from vllm_relay.demo.requests import tokenize
 from vllm_relay.demo.workload import ledger_workload
 
 DENSE, SPARSE = "RELAY", "RELAY_SPARSE"
 MOST_TIMES = 1.01
+DRAWS = 1000
 
 
 def recall_prompts(model: str, num_prompts: int, prompt_tokens: int) -> list[list[int]]:
@@ -57,11 +54,14 @@ def made_up_prompts(num_prompts: int, prompt_tokens: int) -> list[list[int]]:
 
 @dataclass
 class Launch:
-    """Two engines that were started together, round by round."""
+    """Two engines that were started together: seconds [rounds, steps] of each backend."""
 
-    dense: list[float]
-    sparse: list[float]
+    seconds: dict[str, np.ndarray]
     num_identical: int
+
+    def whole_s(self, backend: str, rounds: Any = slice(None)) -> float:
+        """Of all prompts: what each step takes in the median of the rounds, added up."""
+        return float(np.median(self.seconds[backend][rounds], axis=0).sum())
 
 
 def measure(
@@ -69,7 +69,7 @@ def measure(
 ) -> Launch:
     """Starts an engine for each backend, in this order."""
     most_tokens = max(map(len, prompts)) + options.output_tokens
-    samples: dict[str, list[float]] = {DENSE: [], SPARSE: []}
+    seconds: dict[str, list[list[float]]] = {backend: [] for backend in backends}
     num_identical = 0
     with ExitStack() as stack:
         engines = {}
@@ -78,39 +78,48 @@ def measure(
                 model, backend, options.dtype, most_tokens, options.prompts, has_core_process=False
             )
             log_path = folder / f"{backend}.log"
-            engines[backend] = stack.enter_context(Engine(backend, settings, log_path))
+            engines[backend] = stack.enter_context(AlternatingEngine(backend, settings, log_path))
         for engine in engines.values():
             engine.wait()
-            engine.generate(prompts, options.output_tokens)
-        for number in range(options.rounds):
-            outputs = {}
-            for backend in list(engines)[:: -1 if number % 2 else 1]:
-                outputs[backend] = engines[backend].generate(prompts, options.output_tokens)
-                samples[backend].append(outputs[backend].generation_s)
-            pairs = zip(*(outputs[backend].token_ids for backend in samples), strict=True)
-            num_identical += sum(dense == sparse for dense, sparse in pairs)
-    return Launch(samples[DENSE], samples[SPARSE], num_identical)
+        # the first two fill prefix caches, and end up with other steps than those that follow
+        for number in range(-2, options.rounds):
+            taken, answers = in_turn(engines, prompts, options.output_tokens)
+            if number >= 0:
+                for backend, each in taken.items():
+                    seconds[backend].append(each)
+                pairs = zip(answers[DENSE], answers[SPARSE], strict=True)
+                num_identical += sum(dense == sparse for dense, sparse in pairs)
+    return Launch({name: np.array(each) for name, each in seconds.items()}, num_identical)
+
+
+def ratio_of(launches: list[Launch], rounds: Any = slice(None)) -> float:
+    sparse_s, dense_s = (
+        sum(launch.whole_s(backend, rounds) for launch in launches) for backend in (SPARSE, DENSE)
+    )
+    return sparse_s / dense_s
 
 
 def row_of(name: str, launches: list[Launch]) -> Row:
-    dense = Timing([each for launch in launches for each in launch.dense])
-    sparse = Timing([each for launch in launches for each in launch.sparse])
-    low, high = ratio_interval(sparse, dense)
+    """With an interval by drawing rounds anew."""
+    rng = np.random.default_rng(0)
+    rounds = len(launches[0].seconds[DENSE])
+    drawn = [ratio_of(launches, rng.integers(rounds, size=rounds)) for _ in range(DRAWS)]
+    low, high = np.quantile(drawn, [0.025, 0.975])
     return {
         "launch": name,
-        "rounds": len(dense.samples_s),
-        "relay s": dense.median_s,
-        "relay_sparse s": sparse.median_s,
-        "spread": max(dense.spread, sparse.spread),
-        "times as long": round(ratio(sparse, dense), 4),
-        "from": round(low, 4),
-        "to": round(high, 4),
+        "rounds": rounds * len(launches),
+        "steps": launches[0].seconds[DENSE].shape[1],
+        "relay s": statistics.mean(launch.whole_s(DENSE) for launch in launches),
+        "relay_sparse s": statistics.mean(launch.whole_s(SPARSE) for launch in launches),
+        "times as long": round(ratio_of(launches), 4),
+        "from": round(float(low), 4),
+        "to": round(float(high), 4),
         "identical": sum(launch.num_identical for launch in launches),
     }
 
 
 def main() -> None:
-    parser = argument_parser(__doc__, rounds=40)
+    parser = argument_parser(__doc__, rounds=20)
     parser.add_argument("--launches", type=int, default=4, help="of both engines (%(default)s)")
     parser.add_argument("--model", help="folder of another model; the recall model if not given")
     parser.add_argument("--prompts", type=int, default=48, help="(%(default)s)")

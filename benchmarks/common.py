@@ -3,7 +3,6 @@
 
 import argparse
 import json
-import math
 import os
 import shlex
 import statistics
@@ -75,21 +74,6 @@ class Timing:
 def ratio(slower: Timing, faster: Timing) -> float:
     """How many times faster: the median of the ratios of neighbouring measurements."""
     return statistics.median(a / b for a, b in zip(slower.samples_s, faster.samples_s, strict=True))
-
-
-def ratio_interval(slower: Timing, faster: Timing) -> tuple[float, float]:
-    """What holds `ratio` in at least 19 of 20 cases, whatever the noise is like: order statistics
-    of the ratios, of which each is below their median as often as above."""
-    ratios = sorted(a / b for a, b in zip(slower.samples_s, faster.samples_s, strict=True))
-    number, left_out, chance = len(ratios), 0, 0.0
-    while left_out < number // 2:
-        chance += math.comb(number, left_out) / 2**number
-        if chance > 0.025:
-            break
-        left_out += 1
-    # with few of them, all together hold it less often
-    first = max(left_out - 1, 0)
-    return ratios[first], ratios[number - 1 - first]
 
 
 def interleaved(
