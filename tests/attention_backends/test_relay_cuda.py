@@ -15,7 +15,8 @@ from vllm.config import DeviceConfig, VllmConfig
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_relay.attention_backends import reference, relay_cuda
+from tests.attention_backends.stock_cuda import StockBuilder, StockImpl, attend
+from vllm_relay.attention_backends import relay_cuda
 from vllm_relay.limits import RelayUnsupportedError
 from vllm_relay.stats import recorder
 
@@ -26,50 +27,12 @@ ONE = torch.ones(1)
 LAYER: Any = SimpleNamespace(_k_scale=ONE, _v_scale=ONE)
 
 
-class StockBuilder:
-    def __init__(self, *args: Any) -> None: ...
-
-    def build(self, prefix: int, common: CommonAttentionMetadata, fast_build: bool) -> Any:
-        return common
-
-
-class StockImpl:
-    def __init__(self, num_heads: int, head_size: int, scale: float, *args: Any) -> None:
-        self.scale = scale
-
-    def do_kv_cache_update(self, layer: Any, *tensors: torch.Tensor) -> None:
-        key, value, kv_cache, slots = tensors
-        relay_cuda.triton_kv_cache.write_kv_cache(key, value, kv_cache, slots, ONE, ONE)
-
-    def forward(
-        self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, common: Any, output: Any
-    ) -> None:
-        assert len(query) == len(key) == len(value) == len(output) == common.num_actual_tokens
-        assert common.query_start_loc_cpu.tolist() == common.query_start_loc.tolist()
-        attend(query, kv_cache, common, output, scale=self.scale)
-
-
 class Builder(relay_cuda.RelayCudaMetadataBuilder):
     stock_builder_cls = StockBuilder
 
 
 class Impl(relay_cuda.RelayCudaImpl):
     stock_impl_cls = StockImpl
-
-
-def attend(query: Any, kv_cache: Any, common: Any, out: Any, **features: Any) -> None:
-    """The float64 reference over a cache with each token's key before its value."""
-    key, value = kv_cache.chunk(2, dim=-1)
-    reference.relay_attention(
-        query,
-        reference.pack_kv_cache(key.contiguous(), value.contiguous()),
-        common.block_table_tensor,
-        common.query_start_loc,
-        common.seq_lens,
-        num_kv_heads=NUM_KV_HEADS,
-        out=out,
-        **features,
-    )
 
 
 def make_builder(

@@ -4,9 +4,7 @@ arrive when somebody waits for them."""
 
 from __future__ import annotations
 
-import functools
 import importlib
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +15,9 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from tests.attention_backends.fake_device import DelayedCopies, DeviceTensor, fake_device
-from tests.attention_backends.sparse_cuda_worker import Worker
-from vllm_relay import compat
+from tests.attention_backends.fake_device import fake_device
+from tests.attention_backends.sparse_cuda_worker import CudaWorker
+from tests.attention_backends.sparse_worker import readings
 from vllm_relay.attention_backends import relay_cuda, relay_sparse_base, relay_sparse_cuda
 from vllm_relay.long_context import host_sequence, mirroring, pending_writes, worker
 from vllm_relay.long_context.host_attention import attend_retrieved
@@ -36,29 +34,13 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A worker process of its own."""
-    monkeypatch.setattr(worker, "state", worker.LongContextWorker())
-    monkeypatch.setattr(relay_sparse_base, "_config", [])
-    monkeypatch.setattr(compat, "call_before_each_step", lambda on_step: None)
-    monkeypatch.setattr(relay_sparse_base.recorder, "take_long_contexts", None)
-    monkeypatch.setattr(relay_cuda, "get_num_attention_heads_from_layers", lambda *args: 4)
-    monkeypatch.setattr(host_sequence, "GRANULE_TOKENS", 40)
-    monkeypatch.setattr(worker, "lost_in_any_rank", lambda lost: lost)
-    monkeypatch.setattr(relay_sparse_cuda, "MIN_CHUNK_TOKENS", 8)
-    copies = functools.partial(DelayedCopies, tensor_cls=DeviceTensor)
-    monkeypatch.setattr(relay_sparse_cuda, "make_copies", copies)
-    yield
-
-
-readings = pytest.mark.parametrize(
-    "options", [{}, {"alpha": 1e-37}], ids=["everything", "retrieved"]
-)
+def process(monkeypatch: pytest.MonkeyPatch) -> None:
+    CudaWorker.begin_process(monkeypatch)
 
 
 @readings
 def test_a_long_prompt_is_computed_in_chunks_and_decoded(options: dict[str, Any]) -> None:
-    run = Worker(**options)
+    run = CudaWorker(**options)
     long = run.sequence("long", 300, 190)
     run.step((long, 100))
     run.step((long, 90))
@@ -80,7 +62,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_decoded(options: dict[str, Any]
 def test_long_short_and_growing_requests(
     dtype: torch.dtype, options: dict[str, Any], has_stock: bool
 ) -> None:
-    run = Worker(dtype, has_stock, **options)
+    run = CudaWorker(dtype, has_stock, **options)
     long = run.sequence("long", 400, 290)
     short, growing = run.sequence("short", 90, 20), run.sequence("growing", 250, 60)
     run.step((long, 200))
@@ -102,7 +84,7 @@ def test_long_short_and_growing_requests(
 
 
 def test_layers_that_read_the_cache_of_another() -> None:
-    run = Worker(has_stock=False, has_sharing_layer=True, alpha=1e-37)
+    run = CudaWorker(has_stock=False, has_sharing_layer=True, alpha=1e-37)
     long = run.sequence("long", 300, 190)
     run.step((long, 190))
     run.step((long, 1))
@@ -116,7 +98,7 @@ def test_tokens_of_hit_blocks_are_copied_from_the_device(
 ) -> None:
     """In pieces, of blocks that others get in the next step."""
     monkeypatch.setattr(mirroring, "GATHERED_TOKENS", 64)
-    run = Worker(torch.bfloat16, alpha=1e-37)
+    run = CudaWorker(torch.bfloat16, alpha=1e-37)
     first = run.sequence("first", 300, 224)
     run.step((first, 224))
     second = run.sequence("second", 400, 230)
@@ -135,7 +117,7 @@ def test_tokens_of_hit_blocks_are_copied_from_the_device(
 
 def test_a_request_that_hits_all_of_its_prompt_reads_the_host_at_once() -> None:
     """It was preempted, and what the host had of it was dropped: its first step retrieves."""
-    run = Worker(alpha=1e-37)
+    run = CudaWorker(alpha=1e-37)
     first = run.sequence("first", 300, 256)
     run.step((first, 256))
     same = run.sequence("same", 300, 120, like=first)
@@ -150,7 +132,7 @@ def test_a_request_that_hits_all_of_its_prompt_reads_the_host_at_once() -> None:
 def test_a_resumed_request_gets_the_first_tokens_of_its_block_back(
     options: dict[str, Any], num_tokens: int
 ) -> None:
-    run = Worker(**options)
+    run = CudaWorker(**options)
     long, other = run.sequence("long", 400, 224), run.sequence("other", 400, 220)
     run.step((long, 224), (other, 60))
     run.step((long, num_tokens - 224), (other, 1))
@@ -165,7 +147,7 @@ def test_a_resumed_request_gets_the_first_tokens_of_its_block_back(
 @pytest.mark.parametrize("has_stock", [True, False], ids=["stock", "relay only"])
 def test_a_prompt_goes_on_behind_tokens_of_the_host(has_stock: bool) -> None:
     """It was preempted in the middle: its tokens attend to the host's, in chunks."""
-    run = Worker(has_stock=has_stock, alpha=1e-37)
+    run = CudaWorker(has_stock=has_stock, alpha=1e-37)
     long, other = run.sequence("long", 400, 300), run.sequence("other", 400, 220)
     run.step((long, 140))
     run.preempt(long)
@@ -175,27 +157,6 @@ def test_a_prompt_goes_on_behind_tokens_of_the_host(has_stock: bool) -> None:
     run.step((long, 141), (other, 1))
     run.step((other, 1), (long, 1))
     run.check_copy(long)
-
-
-def test_blocks_are_brought_back_before_others_copy_them() -> None:
-    run = Worker()
-    first = run.sequence("first", 400, 220)
-    run.step((first, 220))
-    for _ in range(10):
-        run.step((first, 1))
-    hits = run.sequence("hits", 400, 300, like=first)
-    # blocks that were computed by another one, and the one that is filled in this step
-    same = run.sequence("same", 224, 224, like=first)
-    run.step((same, 224))
-    run.preempt(first)
-    placement = run.resume(first)
-    run.allocate(first, 26)
-    hits.blocks = same.blocks[:7] + first.blocks[7:]
-    assert all(hits.blocks) and len(hits.blocks) == 8
-    hits.num_computed_tokens = 256
-    run.step((hits, 1), (first, 26), placed={"first": placement})
-    run.check_copy(first)
-    run.check_copy(hits)
 
 
 class Contexts:
@@ -216,7 +177,7 @@ class Contexts:
 def test_requests_go_on_behind_a_stored_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """One with a single token, one with a prompt of its own; and when the context is damaged, both
     begin again, while another one goes on."""
-    run = Worker(alpha=1e-37)
+    run = CudaWorker(alpha=1e-37)
     first = run.sequence("first", 300, 210)
     run.step((first, 210), kept=("first",))
     worker.state.pending_writes.finish()
@@ -225,7 +186,8 @@ def test_requests_go_on_behind_a_stored_context(monkeypatch: pytest.MonkeyPatch)
     found = worker.state.requests["first"].sequence
     assert found is not None
     context = SequenceContext(np.arange(203), found, ["layer"])
-    worker.state.contexts = Contexts(context)  # type: ignore[assignment]
+    contexts: Any = Contexts(context)
+    worker.state.contexts = contexts
     readers = []
     for name, num_prompt_tokens in (("single", 204), ("prompt", 223)):
         reader = run.sequence(name, 300, num_prompt_tokens)
@@ -257,8 +219,9 @@ def test_requests_go_on_behind_a_stored_context(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_request_whose_context_is_gone_disturbs_no_other() -> None:
-    run = Worker(alpha=1e-37)
-    worker.state.contexts = Contexts()  # type: ignore[assignment]
+    run = CudaWorker(alpha=1e-37)
+    contexts: Any = Contexts()
+    worker.state.contexts = contexts
     reader, other = run.sequence("reader", 300, 204), run.sequence("other", 300, 190)
     run.step((other, 190))
     reader.num_computed_tokens = 203
@@ -270,7 +233,7 @@ def test_a_request_whose_context_is_gone_disturbs_no_other() -> None:
 
 
 def test_queries_of_kept_requests_are_those_that_train_on_cpus() -> None:
-    run = Worker(torch.bfloat16, alpha=0.1)
+    run = CudaWorker(torch.bfloat16, alpha=0.1)
     first, other = run.sequence("first", 300, 210), run.sequence("other", 300, 210)
     run.step((first, 100), (other, 40), kept=("first", "other"))
     expected = TrainQueries(host_sequence.TRAIN_QUERIES_PER_KEY)
@@ -289,7 +252,7 @@ def test_queries_of_kept_requests_are_those_that_train_on_cpus() -> None:
 
 def test_little_pinned_memory_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pending_writes, "MAX_PENDING_BYTES", 1)
-    run = Worker(alpha=1e-37)
+    run = CudaWorker(alpha=1e-37)
     long = run.sequence("long", 300, 190)
     run.step((long, 100))
     run.step((long, 90))
@@ -298,8 +261,10 @@ def test_little_pinned_memory_is_enough(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_vllm_is_told() -> None:
-    run = Worker()
-    assert run.builder.get_cudagraph_support(None, None) == AttentionCGSupport.NEVER  # type: ignore[arg-type]
+    run = CudaWorker()
+    unused: Any = None
+    support = run.builder.get_cudagraph_support(unused, unused)
+    assert support == AttentionCGSupport.NEVER
     backend = relay_sparse_cuda.RelaySparseCudaBackend
     assert backend.get_name() == "RELAY_SPARSE"
     assert not backend.supports_kv_connector()
@@ -334,7 +299,7 @@ def test_prompts_are_left_to_what_relay_leaves_them_to(name: str) -> None:
 
 def test_a_run_without_requests_is_planned_as_it_is() -> None:
     """vLLM's dummy runs name no requests."""
-    run = Worker()
+    run = CudaWorker()
     sequence = run.sequence("a", 128, 128)
     sequence.blocks = [3, 1, 4, 2]
     with fake_device():

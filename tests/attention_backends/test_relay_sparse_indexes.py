@@ -11,7 +11,7 @@ import pytest
 import torch
 from vllm.platforms import current_platform
 
-from tests.attention_backends.test_relay_sparse import Worker, dtypes, process
+from tests.attention_backends.sparse_worker import CpuWorker, dtypes
 from tests.long_context.made_costs import made_costs
 from vllm_relay.long_context import host_sequence, running_indexes, worker
 from vllm_relay.sparse.coarse import CoarseIndex
@@ -19,12 +19,14 @@ from vllm_relay.sparse.flat import FlatIndex
 from vllm_relay.sparse.head_plan import HeadPlan
 from vllm_relay.sparse.query_types import Dipr
 
-pytestmark = [
-    pytest.mark.skipif(not current_platform.is_cpu(), reason="relay's kernels are for CPUs"),
-    pytest.mark.usefixtures("process"),
-]
+pytestmark = pytest.mark.skipif(
+    not current_platform.is_cpu(), reason="relay's kernels are for CPUs"
+)
 
-__all__ = ("process",)
+
+@pytest.fixture(autouse=True)
+def process(monkeypatch: pytest.MonkeyPatch) -> None:
+    CpuWorker.begin_process(monkeypatch)
 
 
 def whole_lists(*args: Any) -> tuple[CoarseIndex, HeadPlan]:
@@ -44,7 +46,7 @@ def test_a_running_request_takes_its_index(
     monkeypatch.setattr(host_sequence, "GRANULE_TOKENS", 25)
     monkeypatch.setattr(worker, "load_costs", made_costs)
     monkeypatch.setattr(running_indexes, "build_index", whole_lists)
-    run = Worker(dtype, alpha=1e-37)
+    run = CpuWorker(dtype, alpha=1e-37)
     long, other = run.sequence("long", 600, 400), run.sequence("other", 600, 400)
     run.step((long, 200), (other, 200), indexed={"long": True})
     run.step((long, 200), (other, 200))
@@ -83,7 +85,7 @@ def test_an_index_that_is_being_built_for_nobody_is_let_go(
     monkeypatch.setattr(host_sequence, "GRANULE_TOKENS", 25)
     monkeypatch.setattr(worker, "load_costs", made_costs)
     monkeypatch.setattr(running_indexes, "build_index", waits)
-    run = Worker(alpha=1e-37)
+    run = CpuWorker(alpha=1e-37)
     long, other = run.sequence("long", 500, 400), run.sequence("other", 90, 20)
     run.step((long, 200), (other, 20), indexed={"long": True})
     run.step((long, 200), (other, 1))
