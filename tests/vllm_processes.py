@@ -23,6 +23,7 @@ _context.set_forkserver_preload(
         "vllm.model_executor.models.llama",
         "vllm.v1.engine.core",
         "vllm.v1.worker.cpu_worker",
+        "vllm_relay.long_context.scheduler",
     ]
 )
 
@@ -40,6 +41,8 @@ def start(
         environment: beside what this process has. What modules read when they are imported is read
             before it is set.
     """
+    for path in (stdout, stderr):
+        path.touch()
     changed = {**os.environ, **environment}
     process = _context.Process(target=_run, args=(target, arguments, stdout, stderr, changed))
     process.start()
@@ -54,14 +57,16 @@ def run_module(
     with tempfile.TemporaryDirectory() as folder:
         stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
         process = start(_run_main, *argv, stdout=stdout, stderr=stderr, environment=environment)
-        process.join(timeout_s)
-        if process.exitcode is None:
-            process.kill()
+        try:
+            process.join(timeout_s)
+            status = process.exitcode
+        finally:
+            process.kill()  # if it has not ended
             process.join()
-            raise subprocess.TimeoutExpired(argv, timeout_s, stdout.read_text(), stderr.read_text())
-        return subprocess.CompletedProcess(
-            argv, process.exitcode, stdout.read_text(), stderr.read_text()
-        )
+        output = stdout.read_text(), stderr.read_text()
+        if status is None:
+            raise subprocess.TimeoutExpired(argv, timeout_s, *output)
+        return subprocess.CompletedProcess(argv, status, *output)
 
 
 def _run(

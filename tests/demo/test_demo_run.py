@@ -17,6 +17,7 @@ def recording_console() -> Console:
 
 
 @pytest.mark.integration
+@pytest.mark.usefixtures("quick_engines")
 def test_relay_answers_like_stock_vllm_and_reads_less(tmp_path: Path) -> None:
     console = recording_console()
     status = run_demo(

@@ -17,6 +17,7 @@ def recording_console() -> Console:
 
 
 @pytest.mark.integration
+@pytest.mark.usefixtures("quick_engines")
 def test_relay_sparse_answers_right_and_holds_a_window(tmp_path: Path) -> None:
     console = recording_console()
     status = run_long_demo(

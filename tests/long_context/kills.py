@@ -91,7 +91,10 @@ class Kills:
 
     def _end(self, engine: BaseProcess, journal: Path, status: int) -> list[tuple[str, Any]]:
         """What has happened to contexts, once the engine has ended with this exit status."""
-        engine.join()
+        try:
+            engine.join()
+        finally:
+            engine.kill()
         events = _events(journal)
         for kind, value in events:
             assert kind != "failed", value

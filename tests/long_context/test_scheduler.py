@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from tests.long_context.simulated_engine import (
 from vllm_relay.long_context import indexed_requests
 from vllm_relay.long_context.client import list_contexts
 from vllm_relay.long_context.orders import ContextReport, orders_of
+from vllm_relay.long_context.scheduler import LongContextScheduler
 
 SHORT_TOKENS = WINDOW["min_context_tokens"] - 1
 
@@ -231,6 +233,19 @@ def test_too_little_host_memory_is_refused_at_start(model: str) -> None:
         long_engine(model, host_tokens=too_few),
     ):
         pass
+
+
+def test_a_model_of_sliding_windows_only_is_refused_at_start() -> None:
+    coordinator = SimpleNamespace(single_type_managers=[])
+    scheduler = SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            additional_config={}, parallel_config=SimpleNamespace(tensor_parallel_size=1)
+        ),
+        kv_cache_manager=SimpleNamespace(coordinator=coordinator),
+        max_model_len=512,
+    )
+    with pytest.raises(ValueError, match="without a layer of full attention"):
+        LongContextScheduler(scheduler)
 
 
 @pytest.fixture

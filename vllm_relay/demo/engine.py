@@ -11,19 +11,13 @@ from vllm_relay.demo.engine_process import EngineProcess
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Everything an engine is started with; `attention_backend` None is vLLM's own choice.
-
-    Attributes:
-        has_core_process: its core runs in another process than its front end, as vLLM does by
-            default. Without, it starts twice as fast.
-    """
+    """Everything an engine is started with; `attention_backend` None is vLLM's own choice."""
 
     model: str
     attention_backend: str | None
     dtype: str
     max_model_len: int
     max_num_seqs: int
-    has_core_process: bool = True
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ _CPU_KV_CACHE_SPACE_GIB = "2"
 def start_llm(settings: EngineSettings) -> LLM:
     """The engine, with prefix caching and with the metrics that `read_counters` reads."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_KV_CACHE_SPACE_GIB)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(settings.has_core_process))
     return LLM(
         settings.model,
         attention_backend=settings.attention_backend,

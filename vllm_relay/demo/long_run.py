@@ -87,7 +87,6 @@ def run_long_demo(
                 dtype=dtype,
                 max_model_len=max(len(r.prompt_token_ids) for r in requests) + output_tokens,
                 max_num_seqs=1,
-                has_core_process=False,
             )
             dense, sparse = _answers(requests, settings, output_tokens, directory, console)
             comparison = LongComparison(requests, dense, sparse)

@@ -126,7 +126,6 @@ def _engine_settings(
         dtype=dtype,
         max_model_len=max(len(r.prompt_token_ids) for r in requests) + output_tokens,
         max_num_seqs=min(round_size, _MAX_NUM_SEQS),
-        has_core_process=False,
     )
 
 

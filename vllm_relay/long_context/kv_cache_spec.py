@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_relay.long_context.window import WindowPolicy
@@ -107,6 +107,17 @@ class RelaySparseManager(FullAttentionManager):
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:
         self.first_resident_tokens.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
+
+
+def host_bytes_per_token(kv_cache_config: KVCacheConfig) -> int:
+    """Of one rank: keys, values and eight-bit codes of the keys, in all layers with a window."""
+    num_bytes = 0
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        if isinstance(spec, RelaySparseSpec):
+            codes = spec.num_kv_heads * spec.head_size
+            num_bytes += len(group.layer_names) * (spec.page_size_bytes // spec.block_size + codes)
+    return num_bytes
 
 
 def register_kv_cache_spec() -> None:

@@ -14,22 +14,21 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_relay.config import RelayConfig
 from vllm_relay.long_context.catalog import ContextCatalog
 from vllm_relay.long_context.host_memory import HostMemory
 from vllm_relay.long_context.indexed_requests import IndexedRequests
-from vllm_relay.long_context.kv_cache_spec import RelaySparseManager, RelaySparseSpec
+from vllm_relay.long_context.kv_cache_spec import RelaySparseManager, host_bytes_per_token
 from vllm_relay.long_context.memory import default_capacity_bytes
 from vllm_relay.long_context.orders import (
-    KEEP_ARG,
     ContextReport,
     KeptContext,
     Placement,
     StepOrders,
 )
+from vllm_relay.long_context.reusable_requests import is_kept, is_known_by_tokens
 from vllm_relay.long_context.stats import COUNTERS, GAUGES, LONG_CONTEXTS, LongContextStats
 from vllm_relay.sparse.context_store import context_id_of
 
@@ -45,7 +44,8 @@ class LongContextScheduler:
     """Beside one vLLM scheduler, whose KV cache manager asks it.
 
     Raises:
-        ValueError: the host memory does not suffice for the longest request.
+        ValueError: no layer's tokens can leave the device, or the host memory does not suffice for
+            the longest request.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -58,13 +58,18 @@ class LongContextScheduler:
             for each in manager.coordinator.single_type_managers
             if isinstance(each, RelaySparseManager)
         ]
+        if not self._block_managers:
+            raise ValueError(
+                "RELAY_SPARSE was selected for a model without a layer of full attention, whose "
+                "tokens could leave the device: use --attention-backend relay"
+            )
         # with other KV cache groups, tokens that their layers need are not in host memory
         self._can_skip_tokens = (
             len(manager.coordinator.single_type_managers) == 1 and manager.enable_caching
         )
         self.memory = HostMemory(
             _capacity_bytes(options.host_memory_gib),
-            _bytes_per_token(manager.kv_cache_config, num_ranks),
+            host_bytes_per_token(manager.kv_cache_config) * num_ranks,
         )
         self._check_capacity()
         self.catalog = ContextCatalog()
@@ -83,12 +88,11 @@ class LongContextScheduler:
             for group in manager.kv_cache_config.kv_cache_groups
         ) // len(manager.kv_cache_config.kv_cache_groups)
         self._orders = StepOrders()
-        if self._block_managers:
-            self._policy = self._block_managers[0].kv_cache_spec.policy
-            self._get_computed_blocks = manager.get_computed_blocks
-            self._allocate_slots = manager.allocate_slots
-            manager.get_computed_blocks = self.get_computed_blocks
-            manager.allocate_slots = self.allocate_slots
+        self._policy = self._block_managers[0].kv_cache_spec.policy
+        self._get_computed_blocks = manager.get_computed_blocks
+        self._allocate_slots = manager.allocate_slots
+        manager.get_computed_blocks = self.get_computed_blocks
+        manager.allocate_slots = self.allocate_slots
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
         """As KVCacheManager's; the host's tokens count as computed if there are more of them."""
@@ -169,7 +173,7 @@ class LongContextScheduler:
             self.memory.release(request_id)
             self.indexed.end(request_id)
             self._preempted.pop(request_id, None)
-            if _is_kept(request) and self.can_keep(num_tokens):
+            if is_kept(request) and self.can_keep(num_tokens):
                 self._keep(request, num_tokens)
         elif self._can_skip_tokens and self._policy.mirrors(num_tokens, request.num_prompt_tokens):
             self._preempted[request_id] = num_tokens
@@ -334,16 +338,18 @@ class LongContextScheduler:
         self._orders.kept[request.request_id] = KeptContext(context_id, tokens)
 
     def _placement(self, request: Request) -> Placement | None:
-        if not self._can_skip_tokens:
+        size = self._policy.block_size_tokens
+        least, most = max(self._policy.min_context_tokens, size), request.num_tokens - 1
+        if most < least or not self._can_skip_tokens:
             return None
         num_tokens = self._preempted.get(request.request_id, 0)
         context_id = None
-        if num_tokens == 0 and len(self.catalog) and self._may_reuse(request):
+        may_reuse = len(self.catalog) and self._manager.prefix_cache_lookup_enabled(request)
+        if num_tokens == 0 and may_reuse and is_known_by_tokens(request):
             context_id, num_tokens = self.catalog.longest_prefix(self._token_ids_of(request))
         # the logits of the last token have to be computed
-        num_tokens = min(num_tokens, request.num_tokens - 1)
-        size = self._policy.block_size_tokens
-        if num_tokens < max(self._policy.min_context_tokens, size):
+        num_tokens = min(num_tokens, most)
+        if num_tokens < least:
             return None
         return Placement(num_tokens, num_tokens // size * size, context_id)
 
@@ -353,16 +359,6 @@ class LongContextScheduler:
         if known is None or len(known) != request.num_tokens:
             known = self._token_ids[request] = np.asarray(request.all_token_ids, np.int64)
         return known
-
-    def _may_reuse(self, request: Request) -> bool:
-        """Whether equal tokens mean equal keys and values."""
-        return (
-            self._manager.prefix_cache_lookup_enabled(request)
-            and request.lora_request is None
-            and not request.cache_salt
-            and not request.mm_features
-            and request.prompt_token_ids is not None
-        )
 
     def _reserve(self, request: Request, num_tokens: int) -> bool:
         num_tokens = min(num_tokens, self._max_model_len)
@@ -388,19 +384,6 @@ class LongContextScheduler:
             )
 
 
-def _is_kept(request: Request) -> bool:
-    """Whether a request that has ended asked to become a context, and was not aborted."""
-    params = request.sampling_params
-    asked = params is not None and KEEP_ARG in (params.extra_args or {})
-    return (
-        asked
-        and request.lora_request is None
-        and not request.cache_salt
-        and not request.mm_features
-        and request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-    )
-
-
 def _bytes_of(gib: float | None) -> int | None:
     return None if gib is None else int(gib * (1 << 30))
 
@@ -408,14 +391,3 @@ def _bytes_of(gib: float | None) -> int | None:
 def _capacity_bytes(host_memory_gib: float | None) -> int:
     num_bytes = _bytes_of(host_memory_gib)
     return default_capacity_bytes() if num_bytes is None else num_bytes
-
-
-def _bytes_per_token(kv_cache_config: KVCacheConfig, num_ranks: int) -> int:
-    """Keys, values and eight-bit codes of the keys, in all layers and ranks."""
-    num_bytes = 0
-    for group in kv_cache_config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        if isinstance(spec, RelaySparseSpec):
-            codes = spec.num_kv_heads * spec.head_size
-            num_bytes += len(group.layer_names) * (spec.page_size_bytes // spec.block_size + codes)
-    return num_bytes * num_ranks

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+
+from vllm_relay.demo import engine_process
+
+
+@pytest.fixture
+def quick_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of one process: a core in another one imports vLLM once more, and polls for work."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setattr(engine_process, "_POLLING_S", 0.0)
