@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -20,6 +22,17 @@ importlib.import_module("tests.attention_backends.triton_interpreter")  # mends 
 
 hypothesis.settings.register_profile("relay", deadline=None)
 hypothesis.settings.load_profile("relay")
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Also of the package's logger, whose parent propagates nothing once vLLM has set it up."""
+    logger = logging.getLogger("vllm.relay")
+    propagates, logger.propagate = logger.propagate, False
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+    logger.propagate = propagates
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -171,10 +171,12 @@ def test_a_misspelled_scheduler_class_is_refused() -> None:
 
 
 def test_texts_do_not_go_to_the_log() -> None:
-    config = RelayConfig.from_options({"system_prompts": ["secret", "more"], "eviction": "lru"})
+    config = RelayConfig.from_options(
+        {"system_prompts": ["secret", "more"], "contexts": ["hidden"], "eviction": "lru"}
+    )
     shown = str(config.without_texts())
-    assert "secret" not in shown
-    assert "2 texts" in shown
+    assert "secret" not in shown and "hidden" not in shown
+    assert "2 texts" in shown and "1 texts" in shown
     assert "eviction='lru'" in shown
 
 

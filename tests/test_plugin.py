@@ -33,6 +33,7 @@ from vllm_relay import plugin
 from vllm_relay.attention_backends.relay import RelayBackend
 from vllm_relay.config import SCHEDULER_PATH, RelayConfig
 from vllm_relay.limits import RelayUnsupportedError
+from vllm_relay.long_context.start_checks import check_context_dir
 
 pytestmark = pytest.mark.skipif(
     not current_platform.is_cpu(), reason="relay's kernels are for CPUs"
@@ -246,6 +247,31 @@ def test_a_context_that_cannot_be_read_stops_the_start() -> None:
     config.additional_config = {"relay": {"contexts": ["@/nowhere"]}}
     with pytest.raises(ValueError, match=r"relay\.contexts\[0\]: '@/nowhere' was given"):
         plugin.check_new_config(config)
+
+
+@pytest.mark.parametrize(
+    ("relay", "caching", "message"),
+    [
+        ({"context_dir": "file"}, True, "context_dir: '.*file' was given, expected a folder that"),
+        ({"context_dir": "file/in"}, True, "context_dir: '.*in' was given, expected a folder that"),
+        ({"context_dir": "new"}, False, "context_dir needs prefix caching"),
+        ({"context_disk_gib": 1.0}, True, "context_disk_gib bounds .*, which is not given"),
+        ({"context_dir": "new/folder", "context_disk_gib": 1.0}, True, None),
+    ],
+)
+def test_the_folder_of_contexts_is_made_before_an_engine_starts(
+    tmp_path: Path, relay: dict[str, Any], caching: bool, message: str | None
+) -> None:
+    (tmp_path / "file").touch()
+    if "context_dir" in relay:
+        relay = relay | {"context_dir": str(tmp_path / relay["context_dir"])}
+    config: Any = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=caching))
+    if message is None:
+        check_context_dir(config, RelayConfig.from_options(relay))
+        assert (tmp_path / "new" / "folder").is_dir()
+        return
+    with pytest.raises(ValueError, match=message):
+        check_context_dir(config, RelayConfig.from_options(relay))
 
 
 def test_both_backends_survive_pickling() -> None:

@@ -120,8 +120,9 @@ class RelayConfig(LongContextOptions, SchedulerOptions, SharingOptions):
 
     def without_texts(self) -> RelayConfig:
         """For a log."""
-        texts = (f"{len(self.system_prompts)} texts",) if self.system_prompts else ()
-        return self.model_copy(update={"system_prompts": texts})
+        given = {"system_prompts": self.system_prompts, "contexts": self.contexts}
+        counted = {name: (f"{len(texts)} texts",) for name, texts in given.items() if texts}
+        return self.model_copy(update=counted)
 
     @classmethod
     def from_vllm_config(cls, vllm_config: VllmConfig) -> RelayConfig:

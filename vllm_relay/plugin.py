@@ -160,6 +160,7 @@ def check_new_config(vllm_config: VllmConfig) -> None:
         scheduler_is_selected,
     )
     from vllm_relay.long_context.options import LongContextOptions
+    from vllm_relay.long_context.start_checks import check_context_dir
     from vllm_relay.prefix_cache.prompts import check_contexts, check_system_prompts
 
     logger = init_logger("vllm.relay")
@@ -187,6 +188,7 @@ def check_new_config(vllm_config: VllmConfig) -> None:
             )
     else:
         check_contexts(vllm_config, options)
+        check_context_dir(vllm_config, options)
     if (name := misspelled_section(vllm_config)) is not None:
         message = f"additional_config.{name}: nobody reads this section; did you mean {SECTION}?"
         if backend or scheduler:

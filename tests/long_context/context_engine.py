@@ -38,6 +38,12 @@ class Worker:
             report = ContextReport(kept.context_id, len(kept.tokens), "indexing", GRANULE_BYTES, 0)
             self.contexts[kept.context_id] = (report, np.array(kept.tokens))
 
+    def fail_to_write(self) -> None:
+        """The file of any context that was to be written."""
+        for context_id, (report, tokens) in self.contexts.items():
+            failed = replace(report, state="memory", problem="OSError: no space")
+            self.contexts[context_id] = failed, tokens
+
     def build_indexes(self, file_bytes: int = FILE_BYTES) -> list[ContextReport]:
         """Of all contexts that wait for it; their reports."""
         changed = []

@@ -59,6 +59,17 @@ def test_a_scheduler_without_contexts() -> None:
         assert run(core, name, arguments)["error"]["status"] == 501
 
 
+def test_a_context_that_could_not_be_written_is_tried_again() -> None:
+    engine = Engine(context_dir="contexts")
+    keep_context(engine, tokens(60))
+    [worker] = engine.core.workers
+    worker.fail_to_write()
+    assert listed(engine.core)[0]["problem"] == "OSError: no space"
+    assert keep_context(engine, tokens(60)).problem is None
+    worker.build_indexes()
+    assert [each["state"] for each in listed(engine.core)] == ["stored"]
+
+
 def test_contexts_of_the_folder_are_found_before_the_first_request() -> None:
     earlier = Engine(context_dir="contexts")
     context_id = keep(earlier, 60)

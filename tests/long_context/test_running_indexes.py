@@ -344,7 +344,7 @@ def test_a_build_that_fails_leaves_the_scan(
     monkeypatch.setattr(running_indexes, "build_index", fails)
     sequence, running = sequence_of(), running_of(builders)
     before = attend(sequence.layers["layer 0"])[0]
-    with caplog.at_level(logging.ERROR, running_indexes.__name__):
+    with caplog.at_level(logging.ERROR):
         running.follow("a", sequence, MANY)
         wait_for(lambda: running.num_queued == 0)
     running.follow("a", sequence, MANY)

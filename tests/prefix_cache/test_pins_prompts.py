@@ -57,6 +57,14 @@ def test_prompts_are_told_apart() -> None:
     assert is_tokens([1, 2])
     assert not is_tokens("12")
     assert not is_tokens([{"role": "user", "content": "x"}])
+    assert not is_tokens([True])
+    assert not is_tokens([1 << 31])
+
+
+@pytest.mark.parametrize("prompt", [[1.5], [1, True], [1 << 70], [-1], ["text"], [[1]]])
+def test_a_list_of_neither_tokens_nor_messages_is_refused(prompt: Any) -> None:
+    with pytest.raises(PinError, match="was given in a prompt, expected token ids"):
+        pin_client.tokens_of(SimpleNamespace(renderer=None), prompt)
 
 
 def test_texts_and_files(tmp_path: Path) -> None:

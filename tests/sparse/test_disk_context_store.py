@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -212,7 +213,9 @@ def _damage(file: Path, offset: int) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("place", ["header", "truncated", "empty", "other content", "folder"])
+@pytest.mark.parametrize(
+    "place", ["header", "truncated", "empty", "other content", "folder", "link to itself"]
+)
 def test_a_file_that_cannot_be_opened_is_left_out(tmp_path: Path, place: str) -> None:
     stored(_db(tmp_path), tiny_model("llama"), CONTEXT)
     file = _file(tmp_path)
@@ -226,10 +229,28 @@ def test_a_file_that_cannot_be_opened_is_left_out(tmp_path: Path, place: str) ->
         file.write_bytes(file.with_suffix(QUERIES_SUFFIX).read_bytes())
     else:
         file.unlink()
-        file.mkdir()
+        file.mkdir() if place == "folder" else file.symlink_to(file)
     db = _db(tmp_path)
     assert db.create_session(PROMPT)[0].prefix_len == 0
     assert list(db.skipped) == [str(file)]
+
+
+def test_copies_of_a_file_are_deleted_with_it(tmp_path: Path) -> None:
+    db = _db(tmp_path)
+    stored(db, tiny_model("llama"), CONTEXT)
+    file = _file(tmp_path)
+    copy = file.with_stem("copy")
+    copy.write_bytes(file.read_bytes())
+    assert len(db.contexts()) == 2
+    db.delete(db.contexts()[0].id)
+    assert db.contexts() == [] and not file.exists() and not copy.exists()
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    db = _db(tmp_path / "folder")
+    shutil.rmtree(tmp_path / "folder")
+    stored(db, tiny_model("llama"), CONTEXT)
+    assert len(_db(tmp_path / "folder").contexts()) == 1
 
 
 @pytest.mark.parametrize("is_open", [False, True])

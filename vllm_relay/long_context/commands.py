@@ -96,7 +96,10 @@ def _declare(engine_core: Any, token_ids: list[int]) -> dict[str, Any]:
     tokens = np.asarray(token_ids, np.int64)
     context_id = context_id_of(tokens)
     if context_id in long_contexts.catalog:
-        return {"id": context_id, "is_known": True}
+        reports = _update(engine_core)
+        if not any(each.context_id == context_id and each.problem for each in reports):
+            return {"id": context_id, "is_known": True}
+        _delete(engine_core, context_id)  # it could not be written: it is tried again
     refused = long_contexts.refuse_context(len(tokens))
     if refused is not None:
         raise ContextError(*refused)

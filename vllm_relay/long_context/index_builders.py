@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.relay")
 
 _BUILDER_NICENESS = 10
 

@@ -82,8 +82,8 @@ class LongContextOptions(BaseModel):
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="Most that context_dir may hold: those used least recently leave. None: no "
-        "limit.",
+        description="Most that contexts may take in context_dir: those used least recently leave. "
+        "None: no limit.",
     )
     contexts: tuple[str, ...] = Field(
         default=(),

@@ -77,6 +77,12 @@ class ContextReport:
     problem: str | None = None
 
 
+def asks_to_be_kept(sampling_params: Any) -> bool:
+    """Whether `KEEP_ARG` is true, or 1: values of other types mean nothing."""
+    extra_args = getattr(sampling_params, "extra_args", None) or {}
+    return extra_args.get(KEEP_ARG) == 1  # so is True
+
+
 def orders_of(scheduler_output: Any) -> StepOrders:
     """Empty ones if there are none."""
     return getattr(scheduler_output, ATTRIBUTE, None) or StepOrders()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_relay.long_context.orders import KEEP_ARG
+from vllm_relay.long_context.orders import asks_to_be_kept
 
 _FINISHED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
@@ -16,12 +16,14 @@ def is_known_by_tokens(request: Request) -> bool:
         request.lora_request is None
         and not request.cache_salt
         and not request.mm_features
-        and request.prompt_token_ids is not None
+        and request.prompt_embeds is None
     )
 
 
 def is_kept(request: Request) -> bool:
     """Whether a request that has ended asked to become a context, and was not aborted."""
-    params = request.sampling_params
-    asked = params is not None and KEEP_ARG in (params.extra_args or {})
-    return asked and is_known_by_tokens(request) and request.status in _FINISHED
+    return (
+        asks_to_be_kept(request.sampling_params)
+        and is_known_by_tokens(request)
+        and request.status in _FINISHED
+    )

@@ -33,7 +33,7 @@ from vllm_relay.sparse.options import DBOptions
 from vllm_relay.sparse.query_types import Dipr, QueryType
 from vllm_relay.sparse.search_cost import SearchCost
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.relay")
 
 
 @dataclass

@@ -18,7 +18,7 @@ from vllm_relay.long_context.host_sequence import HostSequence
 from vllm_relay.long_context.index_builders import start_builders
 from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.model_identity import fingerprint_of
-from vllm_relay.long_context.orders import KEEP_ARG, Placement, StepOrders, orders_of
+from vllm_relay.long_context.orders import Placement, StepOrders, asks_to_be_kept, orders_of
 from vllm_relay.long_context.pending_writes import PendingWrites
 from vllm_relay.long_context.ranks import lost_in_any_rank
 from vllm_relay.long_context.running_indexes import RunningIndexes
@@ -30,7 +30,7 @@ from vllm_relay.sparse.context_store import StoredContext
 from vllm_relay.sparse.retrieval import SessionStats
 from vllm_relay.sparse.search_cost import load_costs
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.relay")
 
 
 @dataclass
@@ -273,7 +273,7 @@ class LongContextWorker:
             id=new.req_id,
             num_prompt_tokens=_num_prompt_tokens(new),
             max_tokens=self.max_model_len if max_tokens is None else max_tokens,
-            is_kept=KEEP_ARG in (getattr(params, "extra_args", None) or {}),
+            is_kept=asks_to_be_kept(params),
         )
 
     def _place(self, request_id: str, orders: StepOrders) -> None:

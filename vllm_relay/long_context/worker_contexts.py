@@ -32,7 +32,7 @@ from vllm_relay.sparse.options import DBOptions
 from vllm_relay.sparse.query_types import Dipr
 from vllm_relay.sparse.search_cost import SearchCost, load_costs
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.relay")
 
 
 class WorkerContexts:

@@ -18,6 +18,7 @@ from vllm_relay import engine_commands
 from vllm_relay.prefix_cache.commands import HOW_TO_SELECT, result_of
 from vllm_relay.prefix_cache.pins import EXTRA_ARG, PinError
 from vllm_relay.prefix_cache.prompts import (
+    MAX_TOKEN_IDS,
     Prompt,
     common_tokens,
     continued_conversations,
@@ -159,6 +160,14 @@ def tokens_of(llm: Any, prompt: Prompt) -> list[int]:
         )
     if is_tokens(prompt):
         return list(prompt)
+    if not isinstance(prompt, str):
+        wrong = next((each for each in prompt if not isinstance(each, dict)), None)
+        if wrong is not None:
+            raise PinError(
+                400,
+                f"{wrong!r} was given in a prompt, expected token ids, from 0 to "
+                f"{MAX_TOKEN_IDS - 1}, or messages",
+            )
     renderer = getattr(llm, "llm_engine", llm).renderer
     _check_tokenizer(renderer)
     if isinstance(prompt, str):

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from vllm_relay.config import RelayConfig
 
+MAX_TOKEN_IDS = 1 << 31
+"""More than any vocabulary has."""
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 """Text, token ids, or the messages of a conversation."""
 
@@ -54,7 +56,10 @@ def common_tokens(prompts: Sequence[Any]) -> list[int]:
 
 
 def is_tokens(prompt: Prompt) -> TypeGuard[Sequence[int]]:
-    return not isinstance(prompt, str) and all(isinstance(each, int) for each in prompt)
+    return not isinstance(prompt, str) and all(
+        isinstance(each, int) and not isinstance(each, bool) and 0 <= each < MAX_TOKEN_IDS
+        for each in prompt
+    )
 
 
 def read_texts(option: str, given_texts: Sequence[str]) -> list[str]:

@@ -39,7 +39,7 @@ from vllm_relay.sparse.index import KeyIndex
 from vllm_relay.sparse.section_file import SectionFile, write_sections
 from vllm_relay.sparse.tokens import TOKEN_DTYPE
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.relay")
 
 
 class FileVersion(NamedTuple):
@@ -52,7 +52,7 @@ class FileVersion(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> FileVersion:
-        """Raises FileNotFoundError."""
+        """Raises OSError."""
         status = path.stat()
         return cls(status.st_mtime_ns, path.name, status.st_ino, status.st_size)
 
@@ -240,6 +240,7 @@ class DiskContextStore(ContextStore):
         with self._lock:
             self._adding[path] += 1
         try:
+            self._path.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
             # a context can do without its queries; queries without a context would stay for ever
             write_context(path, self._fingerprint, tokens, _heads(layers))
             try:
@@ -281,13 +282,13 @@ class DiskContextStore(ContextStore):
 
     def delete(self, context_id: str) -> None:
         with self._lock:
-            for path, context in list(self._open.items()):
-                if context.id == context_id:
-                    del self._open[path]
-                    path.with_suffix(QUERIES_SUFFIX).unlink(missing_ok=True)
-                    path.unlink(missing_ok=True)
-                    return
-        raise KeyError(context_id)
+            paths = [path for path, context in self._open.items() if context.id == context_id]
+            for path in paths:  # more than one if somebody has copied it
+                del self._open[path]
+                path.with_suffix(QUERIES_SUFFIX).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
+        if not paths:
+            raise KeyError(context_id)
 
     def close(self) -> None:
         with self._lock:
@@ -296,8 +297,14 @@ class DiskContextStore(ContextStore):
     def _versions(self) -> dict[Path, FileVersion]:
         versions = {}
         for path in self._path.glob(f"*{CONTEXT_SUFFIX}"):
-            with suppress(FileNotFoundError):
+            try:
                 versions[path] = FileVersion.of(path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                versions[path] = unknown = FileVersion(0, path.name, 0, 0)
+                if path not in self._open and path not in self._skipped:
+                    self._skip(path, unknown, str(error))
         return versions
 
     def _opened(self, path: Path, version: FileVersion) -> DiskContext:

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be wrong with the folder of stored contexts, said before an engine starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_relay.config import SECTION
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_relay.config import RelayConfig
+
+
+def check_context_dir(vllm_config: VllmConfig, options: RelayConfig) -> None:
+    """Makes the folder if it is missing.
+
+    Raises:
+        ValueError: ``context_dir`` or ``context_disk_gib`` is of no use, with the way out.
+    """
+    if options.context_dir is None:
+        if options.context_disk_gib is not None:
+            raise ValueError(
+                f"{SECTION}.context_disk_gib bounds {SECTION}.context_dir, which is not given: "
+                "give both, or host_memory_gib to bound contexts in memory"
+            )
+        return
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise ValueError(f"{SECTION}.context_dir needs prefix caching: set --enable-prefix-caching")
+    folder = Path(options.context_dir).expanduser()
+    expected = f"{SECTION}.context_dir: {options.context_dir!r} was given, expected a folder "
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{expected}that is there or can be made: {error}") from None
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise ValueError(f"{expected}that can be read and written: change its permissions")
