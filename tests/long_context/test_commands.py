@@ -70,6 +70,15 @@ def test_a_context_that_could_not_be_written_is_tried_again() -> None:
     assert [each["state"] for each in listed(engine.core)] == ["stored"]
 
 
+def test_a_context_whose_file_was_removed_is_computed_again() -> None:
+    engine = Engine(context_dir="contexts")
+    keep(engine, 60)
+    [worker] = engine.core.workers
+    worker.contexts.clear()
+    keep_context(engine, tokens(60))
+    assert len(worker.contexts) == len(listed(engine.core)) == 1
+
+
 def test_contexts_of_the_folder_are_found_before_the_first_request() -> None:
     earlier = Engine(context_dir="contexts")
     context_id = keep(earlier, 60)

@@ -96,10 +96,11 @@ def _declare(engine_core: Any, token_ids: list[int]) -> dict[str, Any]:
     tokens = np.asarray(token_ids, np.int64)
     context_id = context_id_of(tokens)
     if context_id in long_contexts.catalog:
-        reports = _update(engine_core)
-        if not any(each.context_id == context_id and each.problem for each in reports):
+        found = [each for each in _update(engine_core) if each.context_id == context_id]
+        if found and found[0].problem is None:
             return {"id": context_id, "is_known": True}
-        _delete(engine_core, context_id)  # it could not be written: it is tried again
+        if found:  # it could not be written: it is tried again
+            _delete(engine_core, context_id)
     refused = long_contexts.refuse_context(len(tokens))
     if refused is not None:
         raise ContextError(*refused)
