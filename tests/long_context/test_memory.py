@@ -64,3 +64,12 @@ def test_available_bytes(tmp_path: Path, files: dict[str, str], expected: int) -
 def test_half_of_what_is_available_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 901)
     assert memory.default_capacity_bytes() == 450
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"), [({}, 5000), ({"max": "max\n"}, 5000), ({"max": "700\n"}, 700)]
+)
+def test_all_memory_is_that_of_the_container(
+    tmp_path: Path, files: dict[str, str], expected: int
+) -> None:
+    assert memory.total_bytes(cgroup(tmp_path, **files)) == expected

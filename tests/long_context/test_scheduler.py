@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.long_context.simulated_engine import (
     LongEngine,
     long_engine,
 )
-from vllm_relay.long_context import indexed_requests
+from vllm_relay.long_context import indexed_requests, scheduler
 from vllm_relay.long_context.client import list_contexts
 from vllm_relay.long_context.orders import ContextReport, orders_of
 from vllm_relay.long_context.scheduler import LongContextScheduler
@@ -235,9 +236,19 @@ def test_too_little_host_memory_is_refused_at_start(model: str) -> None:
         pass
 
 
+@pytest.mark.parametrize("gib", [4.001, 1e6])
+def test_more_host_memory_than_there_is_is_refused(
+    monkeypatch: pytest.MonkeyPatch, gib: float
+) -> None:
+    monkeypatch.setattr(scheduler, "total_bytes", lambda: 4 << 30)
+    assert scheduler._capacity_bytes(4.0) == 4 << 30
+    with pytest.raises(ValueError, match=r"host_memory_gib: .* was given, and there are 4.0 GiB"):
+        scheduler._capacity_bytes(gib)
+
+
 def test_a_model_of_sliding_windows_only_is_refused_at_start() -> None:
     coordinator = SimpleNamespace(single_type_managers=[])
-    scheduler = SimpleNamespace(
+    stock = SimpleNamespace(
         vllm_config=SimpleNamespace(
             additional_config={}, parallel_config=SimpleNamespace(tensor_parallel_size=1)
         ),
@@ -245,7 +256,7 @@ def test_a_model_of_sliding_windows_only_is_refused_at_start() -> None:
         max_model_len=512,
     )
     with pytest.raises(ValueError, match="without a layer of full attention"):
-        LongContextScheduler(scheduler)
+        LongContextScheduler(stock)
 
 
 @pytest.fixture
@@ -399,8 +410,9 @@ def keep(engine: LongEngine, request_id: str, prompt: list[int]) -> str:
     return report.context_id
 
 
-def test_a_context_that_leaves_a_full_folder_is_not_found_again(model: str) -> None:
-    with long_engine(model, relay={"context_disk_gib": 1e-6}) as engine:
+def test_a_context_that_leaves_a_full_folder_is_not_found_again(model: str, tmp_path: Path) -> None:
+    folder = {"context_dir": str(tmp_path), "context_disk_gib": 1e-6}
+    with long_engine(model, relay=folder) as engine:
         context_id = keep(engine, "a", tokens(1, 200))
         assert [each.context_id for each in list_contexts(engine.engine)] == [context_id]
         stored = ContextReport(context_id, 200, "stored", 0, file_bytes=2000)

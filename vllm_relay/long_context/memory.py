@@ -15,6 +15,13 @@ def default_capacity_bytes() -> int:
     return available_bytes() // 2
 
 
+def total_bytes(cgroup: Path = _CGROUP) -> int:
+    """What the machine has, or the container if that is less."""
+    total = psutil.virtual_memory().total
+    limit = _number(cgroup / "memory.max")
+    return total if limit is None else min(total, limit)
+
+
 def available_bytes(cgroup: Path = _CGROUP) -> int:
     """What the machine has left, or the container if that is less."""
     available = psutil.virtual_memory().available

@@ -21,7 +21,7 @@ from vllm_relay.long_context.catalog import ContextCatalog
 from vllm_relay.long_context.host_memory import HostMemory
 from vllm_relay.long_context.indexed_requests import IndexedRequests
 from vllm_relay.long_context.kv_cache_spec import RelaySparseManager, host_bytes_per_token
-from vllm_relay.long_context.memory import default_capacity_bytes
+from vllm_relay.long_context.memory import default_capacity_bytes, total_bytes
 from vllm_relay.long_context.orders import (
     ContextReport,
     KeptContext,
@@ -44,8 +44,8 @@ class LongContextScheduler:
     """Beside one vLLM scheduler, whose KV cache manager asks it.
 
     Raises:
-        ValueError: no layer's tokens can leave the device, or the host memory does not suffice for
-            the longest request.
+        ValueError: no layer's tokens can leave the device, or the host memory is more than there
+            is, or does not suffice for the longest request.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -389,5 +389,13 @@ def _bytes_of(gib: float | None) -> int | None:
 
 
 def _capacity_bytes(host_memory_gib: float | None) -> int:
-    num_bytes = _bytes_of(host_memory_gib)
-    return default_capacity_bytes() if num_bytes is None else num_bytes
+    num_bytes, total = _bytes_of(host_memory_gib), total_bytes()
+    if num_bytes is None:
+        return default_capacity_bytes()
+    if num_bytes > total:
+        raise ValueError(
+            f"additional_config.relay.host_memory_gib: {host_memory_gib:g} was given, and there "
+            f"are {total / (1 << 30):.1f} GiB: give less than that, or leave it away for half of "
+            "what is available"
+        )
+    return num_bytes
