@@ -55,4 +55,4 @@ def answer(engine: Answering, *request: Any) -> Any:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), Answering, answer)  # type: ignore[arg-type]
+    serve(int(sys.argv[1]), Answering, answer)

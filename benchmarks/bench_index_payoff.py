@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from benchmarks.common import Result, Row, Timing, argument_parser
 from benchmarks.sparse.head_corpus import make_head
@@ -95,7 +96,7 @@ def measured_rows(head_kind: str, num_keys: int, rounds: int) -> list[Row]:
     samples: dict[str, list[float]] = {name: [] for name in layers}
     for number in range(rounds + 1):
         for name, taken in samples.items():
-            each_s = cpu_s(lambda name=name: search(name)) / len(tested)  # type: ignore[misc]
+            each_s = cpu_s(partial(search, name)) / len(tested)
             if number:  # the first touches what was never read
                 taken.append(each_s)
     search_s = {name: Timing(taken).median_s for name, taken in samples.items()}

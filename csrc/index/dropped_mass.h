@@ -73,10 +73,12 @@ class Remainder {
 
 // Reduces `found`, exact scores of some keys, to what the request asks for, and adds from the
 // others until what is left out is at most `request.max_dropped_mass` of the attention weight.
-// Returns an upper bound of what is.
+// Returns an upper bound of what is. `always` are the keys without a code.
 inline float bound_dropped_mass(const SearchRequest& request, int query, const Rows& keys,
-                                const QueryCode& form, Remainder& remainder,
-                                std::vector<Found>& found, int64_t& rescored) {
+                                std::span<const int32_t> always, const QueryCode& form,
+                                Remainder& remainder, std::vector<Found>& found,
+                                int64_t& rescored) {
+  const float* vector = request.queries + static_cast<int64_t>(query) * keys.size;
   std::vector<Found> all = found;
   std::sort(all.begin(), all.end(), better);
   keep_answers(request, query, found);
@@ -87,14 +89,15 @@ inline float bound_dropped_mass(const SearchRequest& request, int query, const R
     const double step = 1 / std::max(double{request.scale} * form.unit, 1e-30);
     remainder.take_above(static_cast<int32_t>(std::max(remainder.best() - step - 1, -2e9)), more);
     rescored += more.size();
-    score_exactly(request.queries + static_cast<int64_t>(query) * keys.size, keys, more, all);
+    score_exactly(vector, keys, more, all);
     std::sort(all.begin(), all.end(), better);
   };
   // what is read besides may put all keys out of range
   if (all.empty() && remainder.best() != Remainder::kNone) read_more();
   if (all.empty()) return 0.f;
   // of the float arithmetic in here, and of the exact scores
-  const double rounding = (1 + 1e-4) * std::exp(double{request.scale} * form.float_error);
+  const double float_error = std::max(form.float_error, largest_rounding(vector, keys, always));
+  const double rounding = (1 + 1e-4) * std::exp(double{request.scale} * float_error);
   const double rate = double{request.scale} * form.unit;
   const double error = std::exp(double{request.scale} * form.largest_error);
   for (;;) {

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "../attention/vec16.h"
+#include "row_dot.h"
 #include "views.h"
 
 namespace relay::index {
@@ -19,7 +20,7 @@ struct QueryCode {
   double offset;
   double error;          // standard deviation of that, if rounding errors are independent
   double largest_error;  // how far it can be from the score that float arithmetic gives
-  double float_error;    // how far that can be from the true score
+  double float_error;    // how far that can be from the true score, of keys with a code
 };
 
 constexpr int kSumLanes = 8;  // sums of their own, so that one need not wait for the other
@@ -70,7 +71,7 @@ inline QueryCode encode_query(const float* query, const Codes& codes, int8_t* ou
   QueryCode form;
   form.unit = unit;
   form.offset = mean_dots.total() - unit * 128 * sums.total();
-  constexpr double kTypicalCode = 30, kFloatRounding = 4e-6, kSmallestFloat = 0x1p-149;
+  constexpr double kTypicalCode = 30, kSmallestFloat = 0x1p-149;
   form.error = std::sqrt(squares / 12.f + residuals * kTypicalCode * kTypicalCode);
   form.float_error = kFloatRounding * magnitudes.total();
   form.largest_error = std::min(totals.total() / 2, std::sqrt(squares) * codes.longest_error) +

@@ -50,6 +50,21 @@ inline void score_range(const float* query, const Rows& keys, int64_t begin, int
   if (begin < end) score_keys(query, keys, static_cast<size_t>(end - begin), id_of, found);
 }
 
+// How far the exact score of one of these keys can be from the true one.
+inline double largest_rounding(const float* query, const Rows& keys, std::span<const int32_t> ids) {
+  double largest = 0;
+  with_elements(keys, [&](const auto* rows) {
+    for (const int32_t id : ids) {
+      const auto* row = rows + static_cast<int64_t>(id) * keys.size;
+      double magnitude = 0;
+      for (int32_t d = 0; d < keys.size; ++d)
+        magnitude += std::fabs(double{query[d]} * to_float(row[d]));
+      largest = std::max(largest, magnitude);
+    }
+  });
+  return kFloatRounding * largest;
+}
+
 // Sorts `found` and leaves what the request asks for.
 inline void keep_answers(const SearchRequest& request, int query, std::vector<Found>& found) {
   if (request.k) return sort_best(found, request.k);

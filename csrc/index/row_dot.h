@@ -23,6 +23,9 @@ RELAY_INLINE Vec16 load_row16(const BFloat16* p) {
 RELAY_INLINE Vec16 load_row16(const float* p) { return load_elements16(p); }
 RELAY_INLINE Vec16 load_row16(const Float16* p) { return load_elements16(p); }
 
+// What float sums of up to 256 products can be off, over the sum of the products' magnitudes.
+constexpr double kFloatRounding = 4e-6;
+
 template <class T>
 RELAY_INLINE float dot_row(const float* query, const T* row, int size) {
   Vec16 sum = zero16();

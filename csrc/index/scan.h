@@ -143,8 +143,8 @@ class BlockScan {
     if (certified_) {
       Remainder& remainder = scratch_.remainders[q];
       for (const Candidate* c = list.begin(); c < scored; ++c) remainder.remove(c->position);
-      outcome_.dropped_mass[q] =
-          bound_dropped_mass(request_, q, keys_, form, remainder, found, outcome_.rescored);
+      outcome_.dropped_mass[q] = bound_dropped_mass(request_, q, keys_, scratch_.always, form,
+                                                    remainder, found, outcome_.rescored);
     } else {
       keep_answers(request_, q, found);
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,10 @@ def main(model: str, system_prompt: str, output: str) -> None:
     flood()
     seen["cached_after_unpin"] = cached_tokens()
     seen["left"] = [pin.id for pin in prefix_cache.list_pins(llm)]
-    seen["metrics"] = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+    metrics: Counter[str] = Counter()  # evicted blocks have a count for each reason
+    for metric in llm.get_metrics():
+        metrics[metric.name] += getattr(metric, "value", 0)
+    seen["metrics"] = metrics
     Path(output).write_text(json.dumps(seen))
 
 

@@ -19,10 +19,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
-
-if TYPE_CHECKING:
-    from vllm import LLM
+from typing import Any, Self
 
 _LOG_TAIL_LINES = 25
 _STOP_TIMEOUT_S = 30.0
@@ -113,8 +110,12 @@ def wait_until_workers_sleep() -> None:
     time.sleep(_POLLING_S)
 
 
-def serve(descriptor: int, start: Callable[[Any], LLM], answer: Callable[..., Any]) -> None:
-    """In the process of the engine: answer orders until told to stop or the other end is gone."""
+def serve(descriptor: int, start: Callable[[Any], Any], answer: Callable[..., Any]) -> None:
+    """In the process of the engine: answer orders until told to stop or the other end is gone.
+
+    Args:
+        start: of the settings; returns an LLM, or what has its `llm_engine`.
+    """
     connection = Connection(descriptor)
     llm = None
     with contextlib.suppress(EOFError, ConnectionError):
