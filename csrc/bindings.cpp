@@ -57,7 +57,8 @@ struct PlanHolder {
   Int32Table entries, spans, row_blocks, items, merges;
 
   PlanHolder(Int32Table entries, Int32Table spans, Int32Table row_blocks, Int32Table items,
-             Int32Table merges, int max_block_entries, int num_partial_entries, int num_threads)
+             Int32Table merges, int max_block_entries, int num_partial_entries, int num_threads,
+             bool hides_tokens)
       : entries(entries), spans(spans), row_blocks(row_blocks), items(items), merges(merges) {
     plan.entries = rows_of<relay::Entry>(entries, "entries");
     plan.spans = rows_of<relay::Span>(spans, "spans");
@@ -69,6 +70,7 @@ struct PlanHolder {
     plan.max_block_entries = max_block_entries;
     plan.num_partial_entries = num_partial_entries;
     plan.num_threads = num_threads;
+    plan.hides_tokens = hides_tokens;
   }
 };
 
@@ -154,7 +156,8 @@ NB_MODULE(_C, module) {
   module.def("supported_kernels", [] { return kernel_names(true); });
   module.def("cpu_features", &cpu_features);
   nb::class_<PlanHolder>(module, "Plan")
-      .def(nb::init<Int32Table, Int32Table, Int32Table, Int32Table, Int32Table, int, int, int>());
+      .def(nb::init<Int32Table, Int32Table, Int32Table, Int32Table, Int32Table, int, int, int,
+                    bool>());
   module.def("attention", &run_attention);
   module.def("write_kv_cache", &run_write);
   bind_host_attention(module);

@@ -3,6 +3,7 @@
 // boundaries, repairs rows that overflowed, merges and normalises.
 #pragma once
 
+#include <algorithm>
 #include <new>
 
 #include "../common/aligned_buffer.h"
@@ -63,6 +64,7 @@ class Driver {
   struct Scratch {  // one thread's memory
     void* operands;
     RowRange* ranges;
+    RowRange* clipped;  // `ranges`, as far as they lie in a span
     RowStates total, part;
     int max_rows;
   };
@@ -76,18 +78,19 @@ class Driver {
     const int64_t range_bytes = (int64_t{rows} * int64_t{sizeof(RowRange)} + 63) / 64 * 64;
     const int64_t state_bytes = (state_floats * int64_t{sizeof(float)} + 63) / 64 * 64;
     char* memory =
-        static_cast<char*>(buffer.reserve(operand_bytes + range_bytes + 2 * state_bytes));
+        static_cast<char*>(buffer.reserve(operand_bytes + 2 * range_bytes + 2 * state_bytes));
     Scratch scratch;
     scratch.max_rows = rows;
     scratch.operands = memory;
     scratch.ranges = reinterpret_cast<RowRange*>(memory + operand_bytes);
+    scratch.clipped = reinterpret_cast<RowRange*>(memory + operand_bytes + range_bytes);
     const auto states = [&](char* at) {
       float* outputs = reinterpret_cast<float*>(at);
       float* sums = outputs + output_floats;
       return Kernel::layout(outputs, sums, sums + int64_t{rows} * kLanes, rows, problem_.head_size);
     };
-    scratch.total = states(memory + operand_bytes + range_bytes);
-    scratch.part = states(memory + operand_bytes + range_bytes + state_bytes);
+    scratch.total = states(memory + operand_bytes + 2 * range_bytes);
+    scratch.part = states(memory + operand_bytes + 2 * range_bytes + state_bytes);
     return scratch;
   }
 
@@ -155,11 +158,14 @@ class Driver {
 
   void fold_segment(const RowBlock& block, int kv_head, int segment, Kernel& kernel,
                     const Scratch& scratch, const RowStates& states) const {
-    for_each_span(block, kv_head, segment, [&](int first, int last, const KvRow& kv, int b, int e) {
+    for_each_span(block, kv_head, segment, [&](const Part& part) {
+      const RowRange* ranges = ranges_in(part, part.first_row, part.last_row, scratch);
       if (has_features())
-        kernel.template fold<true>(states, scratch.ranges, first, last, kv, b, e, scale_);
+        kernel.template fold<true>(states, ranges, part.first_row, part.last_row, part.kv,
+                                   part.first_tile, part.kv.end_token, scale_);
       else
-        kernel.template fold<false>(states, scratch.ranges, first, last, kv, b, e, scale_);
+        kernel.template fold<false>(states, ranges, part.first_row, part.last_row, part.kv,
+                                    part.first_tile, part.kv.end_token, scale_);
     });
     for (int row = 0; row < num_rows(block); ++row)
       if (overflowed(states, row, dim_groups_))
@@ -170,44 +176,60 @@ class Driver {
   void fold_again(const RowBlock& block, int kv_head, int segment, Kernel& kernel,
                   const Scratch& scratch, const RowStates& states, int row) const {
     clear_row(states, row, dim_groups_);
-    for_each_span(block, kv_head, segment, [&](int first, int last, const KvRow& kv, int b, int e) {
-      if (row < first || row >= last) return;
+    for_each_span(block, kv_head, segment, [&](const Part& part) {
+      if (row < part.first_row || row >= part.last_row) return;
+      const RowRange* ranges = ranges_in(part, row, row + 1, scratch);
       if (has_features())
-        kernel.template raise_reference<true>(states, scratch.ranges, row, kv, b, e, scale_);
+        kernel.template raise_reference<true>(states, ranges, row, part.kv, part.first_tile,
+                                              part.kv.end_token, scale_);
       else
-        kernel.template raise_reference<false>(states, scratch.ranges, row, kv, b, e, scale_);
+        kernel.template raise_reference<false>(states, ranges, row, part.kv, part.first_tile,
+                                               part.kv.end_token, scale_);
     });
     states.references[row] = finite_reference(states.references[row]);
-    for_each_span(block, kv_head, segment, [&](int first, int last, const KvRow& kv, int b, int e) {
-      if (row < first || row >= last) return;
+    for_each_span(block, kv_head, segment, [&](const Part& part) {
+      if (row < part.first_row || row >= part.last_row) return;
+      const RowRange* ranges = ranges_in(part, row, row + 1, scratch);
       if (has_features())
-        kernel.template fold<true>(states, scratch.ranges, row, row + 1, kv, b, e, scale_);
+        kernel.template fold<true>(states, ranges, row, row + 1, part.kv, part.first_tile,
+                                   part.kv.end_token, scale_);
       else
-        kernel.template fold<false>(states, scratch.ranges, row, row + 1, kv, b, e, scale_);
+        kernel.template fold<false>(states, ranges, row, row + 1, part.kv, part.first_tile,
+                                    part.kv.end_token, scale_);
     });
   }
 
   struct Part {  // what a segment has of a span
     int first_row, last_row;
     KvRow kv;
-    int begin;
+    int first_tile;   // where reading begins: a multiple of kTileTokens
+    int begin_token;  // no row sees tokens before it
   };
 
-  // Calls f(first row, last row, kv, begin token, end token) in token order for every row.
+  // What rows [first_row, last_row) see of a part. Their own ranges say it, unless spans end where
+  // hidden tokens begin.
+  const RowRange* ranges_in(const Part& part, int first_row, int last_row,
+                            const Scratch& scratch) const {
+    if (!plan_.hides_tokens) return scratch.ranges;
+    for (int row = first_row; row < last_row; ++row) {
+      RowRange& range = scratch.clipped[row] = scratch.ranges[row];
+      range.begin_token = std::max(range.begin_token, part.begin_token);
+      range.end_token = std::min(range.end_token, part.kv.end_token);
+    }
+    return scratch.clipped;
+  }
+
+  // Calls f(part) in token order for every row.
   template <class F>
   void for_each_span(const RowBlock& block, int kv_head, int segment, F f) const {
     Part parts[2];
     int known = 0;  // whether parts[0] waits for what is read after it
-    const auto visit = [&] {
-      const Part& part = parts[0];
-      f(part.first_row, part.last_row, part.kv, part.begin, part.kv.end_token);
-    };
     for (int s = block.first_span; s < block.last_span; ++s) {
       if (!part_of(block, s, kv_head, segment, parts[known])) continue;
       if (known) {
         parts[0].kv.then = &parts[1].kv;
-        parts[0].kv.then_begin = parts[1].begin;
-        visit();
+        parts[0].kv.then_begin = parts[1].first_tile;
+        f(parts[0]);
         parts[0] = parts[1];
       }
       known = 1;
@@ -216,9 +238,9 @@ class Driver {
     for (int s = block.first_span; s < block.last_span && !parts[0].kv.then; ++s) {
       if (!part_of(block, s, kv_head, segment + 1, parts[1])) continue;
       parts[0].kv.then = &parts[1].kv;
-      parts[0].kv.then_begin = parts[1].begin;
+      parts[0].kv.then_begin = parts[1].first_tile;
     }
-    visit();
+    f(parts[0]);
   }
 
   bool part_of(const RowBlock& block, int s, int kv_head, int segment, Part& part) const {
@@ -238,7 +260,8 @@ class Driver {
                problem_.block_size,
                problem_.head_size,
                end};
-    part.begin = begin;
+    part.first_tile = begin / kTileTokens * kTileTokens;
+    part.begin_token = begin;
     return true;
   }
 

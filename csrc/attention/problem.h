@@ -24,7 +24,7 @@ struct Entry {      // one query token, at its place in the execution order
 
 struct Span {  // KV tokens that a run of entries reads together
   int32_t first_entry, last_entry;
-  int32_t begin_token, end_token;  // begin is a multiple of kTileTokens
+  int32_t begin_token, end_token;  // between them they see what they would see anyway
   int32_t request;                 // the block table row that names the blocks
 };
 
@@ -56,6 +56,8 @@ struct Plan {
   int32_t max_block_entries;    // the most entries in a row block
   int32_t num_partial_entries;  // entries in the partial states of one kv head
   int32_t num_threads;
+  bool hides_tokens;  // the spans of an entry do not cover all that it could see; only then does a
+                      // span begin, or end before what its entries see, within a tile
 };
 
 struct Problem {

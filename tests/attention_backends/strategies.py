@@ -9,6 +9,7 @@ import torch
 
 from vllm_relay.attention_backends import reference
 from vllm_relay.attention_backends.forest import Forest, build_forest
+from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DATA_KINDS = ("random", "peaky", "very peaky", "growing", "constant", "zeros", "large values")
@@ -68,7 +69,10 @@ class AttentionProblem:
         """Everything that is shared, whether it pays or not."""
         query_lens = self.query_lens.numpy()
         visible_to_all = np.where(query_lens > 0, self.seq_lens.numpy() - query_lens + 1, 0)
-        return build_forest(self.block_table.numpy(), visible_to_all, self.block_size)
+        block_ids = self.block_table.numpy()
+        if hidden := self.features.get("hidden"):
+            block_ids = hidden.visible_block_ids(block_ids, self.block_size)
+        return build_forest(block_ids, visible_to_all, self.block_size)
 
     def token_indices(self, requests: np.ndarray) -> torch.Tensor:
         """Where the query tokens of `requests` stand in this batch, in this order."""
@@ -81,8 +85,17 @@ class AttentionProblem:
         index = torch.as_tensor(requests, dtype=torch.int64)
         query_start_loc = torch.zeros(len(index) + 1, dtype=torch.int32)
         query_start_loc[1:] = self.query_lens[index].cumsum(0)
+        features = dict(self.features)
+        if hidden := features.get("hidden"):
+            ranges = {
+                place: hidden.ranges[request]
+                for place, request in enumerate(index.tolist())
+                if request in hidden.ranges
+            }
+            features["hidden"] = HiddenTokens(ranges)
         return replace(
             self,
+            features=features,
             query=self.query[self.token_indices(requests)],
             block_table=self.block_table[index],
             query_start_loc=query_start_loc,
@@ -98,6 +111,7 @@ def random_problem(
     dtype: torch.dtype | None = None,
     data: str | None = None,
     use_features: bool = True,
+    hides_tokens: bool = False,
     heads: tuple[int, int] | None = None,
     head_size: int | None = None,
     block_size: int | None = None,
@@ -111,6 +125,7 @@ def random_problem(
         dtype: of query and KV cache, any of `DTYPES` unless given.
         data: one of `DATA_KINDS`, any unless given.
         use_features: whether sliding window, ALiBi, soft cap and sinks may appear.
+        hides_tokens: whether tokens are hidden, instead of sliding window and ALiBi.
         heads: query heads and kv heads, random unless given, as the two sizes.
     """
     dtype = dtype or DTYPES[rng.integers(len(DTYPES))]
@@ -130,6 +145,10 @@ def random_problem(
     for request, row in enumerate(rows):
         block_table[request, : len(row)] = row
     features = _random_features(rng, heads[0], max_tokens) if use_features else {}
+    if hides_tokens:
+        features.pop("sliding_window", None)
+        features.pop("alibi_slopes", None)
+        features["hidden"] = _random_hidden(rng, rows, seq_lens - query_lens, block_size)
     if window := features.get("sliding_window"):
         unseen_tokens = np.maximum(seq_lens - query_lens - window + 1, 0)
         for request in np.flatnonzero(rng.random(num_requests) < 0.5):
@@ -169,7 +188,8 @@ def problem_of_table(
     the fields of `AttentionProblem`."""
     num_heads, num_kv_heads = heads
     window = features.get("sliding_window")
-    slots, positions = _visible_slots(block_table, seq_lens, query_lens, block_size, window)
+    hidden = features.get("hidden", HiddenTokens({}))
+    slots, positions = _visible_slots(block_table, seq_lens, query_lens, block_size, window, hidden)
     key, value, query = _random_data(
         rng,
         data,
@@ -329,19 +349,51 @@ def _random_features(rng: np.random.Generator, num_heads: int, max_tokens: int) 
     return features
 
 
+def _random_hidden(
+    rng: np.random.Generator, rows: list[list[int]], num_tokens_before: np.ndarray, block_size: int
+) -> HiddenTokens:
+    """Mostly what the block says; some requests hide all of it, some nothing."""
+    hidden_of_block: dict[int, np.ndarray] = {}
+    ranges = {}
+    for request, row in enumerate(rows):
+        is_hidden = np.zeros((len(row), block_size), bool)
+        for place, block in enumerate(row):
+            if block not in hidden_of_block:
+                kind, cut = rng.random(), int(rng.integers(block_size))
+                is_hidden_there = np.zeros(block_size, bool)
+                if kind < 0.3:  # padding
+                    is_hidden_there[cut:] = True
+                elif kind < 0.4:
+                    is_hidden_there[:cut] = True
+                elif kind < 0.5:
+                    is_hidden_there[:] = rng.random(block_size) < 0.3
+                hidden_of_block[block] = is_hidden_there
+            is_hidden[place] = hidden_of_block[block]
+            if (kind := rng.random()) < 0.1:
+                is_hidden[place] = kind < 0.05
+        flat = np.append(is_hidden.ravel()[: num_tokens_before[request]], False).astype(np.int8)
+        edges = np.flatnonzero(np.diff(flat, prepend=0)).reshape(-1, 2).tolist()
+        if edges:
+            ranges[request] = tuple((begin, end) for begin, end in edges)
+    return HiddenTokens(ranges)
+
+
 def _visible_slots(
     block_table: np.ndarray,
     seq_lens: np.ndarray,
     query_lens: np.ndarray,
     block_size: int,
     window: int | None,
+    hidden: HiddenTokens,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The slots that some query token sees, and the position of each in its sequences."""
     slots, positions = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for row, seq_len, query_len in zip(block_table, seq_lens, query_lens, strict=True):
+    for request, row in enumerate(block_table):
+        seq_len, query_len = int(seq_lens[request]), int(query_lens[request])
         if query_len:
             first = max(0, seq_len - query_len - window + 1) if window else 0
-            seen = np.arange(first, seq_len)
+            pieces = hidden.visible_pieces(request, first, seq_len)
+            seen = np.concatenate([np.arange(*piece) for piece in pieces])
             slots.append(row[seen // block_size].astype(np.int64) * block_size + seen % block_size)
             positions.append(seen)
     unique_slots, index = np.unique(np.concatenate(slots), return_index=True)

@@ -105,6 +105,7 @@ def _native_plan(plan: StepPlan) -> "_C.Plan":
         plan.max_block_entries,
         plan.num_partial_entries,
         plan.num_threads,
+        plan.hides_tokens,
     )
 
 

@@ -17,6 +17,7 @@ import torch
 
 from vllm_relay.attention_backends import cpu
 from vllm_relay.attention_backends.forest import Forest
+from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 from vllm_relay.attention_backends.plan import plan_step
 from vllm_relay.limits import (
     BLOCK_SIZE_MULTIPLE_TOKENS,
@@ -93,6 +94,7 @@ def relay_attention(
     alibi_slopes: torch.Tensor | list[float] | None = None,
     logits_soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    hidden: HiddenTokens | None = None,
     out: torch.Tensor | None = None,
     kernel: str = "auto",
     k_scale: float = 1.0,
@@ -119,6 +121,8 @@ def relay_attention(
         alibi_slopes: float32 [heads]; adds slope * (kv position - query position) to the scores.
         logits_soft_cap: scores become cap * tanh(scores / cap), before ALiBi.
         sinks: [heads]; one logit per head that takes part in the denominator only.
+        hidden: tokens before its query tokens that a request does not see; not with a sliding
+            window, not with ALiBi, and not on a GPU.
         out: [tokens, heads, head_size] to write to.
         kernel: "auto", or the name of a kernel (`vllm-relay doctor` lists them); tensors on a GPU
             are served by "triton", which on CPU tensors runs in Triton's interpreter only.
@@ -157,6 +161,9 @@ def relay_attention(
         raise ValueError(f"sliding_window: expected a positive number, got {sliding_window}")
     if logits_soft_cap is not None and not logits_soft_cap >= 0:
         raise ValueError(f"logits_soft_cap: expected a positive number, got {logits_soft_cap}")
+    if hidden is not None and (on_gpu or sliding_window or alibi_slopes is not None):
+        other = "kernels of GPUs" if on_gpu else "sliding_window or alibi_slopes"
+        raise ValueError(f"hidden: tokens cannot be hidden with {other}")
     if out is None:
         out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     _check_dtype("out", out, (query.dtype,))
@@ -171,6 +178,8 @@ def relay_attention(
         block_table, starts, lens = _check_batch(
             block_table, query_start_loc, seq_lens, num_tokens, num_blocks, block_size
         )
+        if hidden is not None:
+            hidden.check(lens - np.diff(starts))
     if on_gpu:
         from vllm_relay.attention_backends import gpu_ops
 
@@ -203,6 +212,7 @@ def relay_attention(
         num_threads=torch.get_num_threads(),
         kernel=cpu.kernel_for(query.dtype, kernel),
         forest=forest,
+        hidden=hidden,
     )
     cpu.relay_attention(
         query,

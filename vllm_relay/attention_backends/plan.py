@@ -19,6 +19,7 @@ from vllm_relay.attention_backends.forest import (
     Forest,
     build_forest,
 )
+from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 
 NULL_BLOCK = 0
 
@@ -70,6 +71,8 @@ class StepPlan:
     max_block_entries: int
     num_partial_entries: int
     num_threads: int
+    hides_tokens: bool
+    """Whether there are tokens before a request's query tokens that these do not see."""
     stats: PlanStats
     native: object = None
     """The C++ view of these arrays, made by whoever runs the plan."""
@@ -87,6 +90,7 @@ def plan_step(
     kernel: str,
     forest: Forest | str | None = "auto",
     min_shared_tokens: int = 0,
+    hidden: HiddenTokens | None = None,
 ) -> StepPlan:
     """Plans one step.
 
@@ -98,6 +102,8 @@ def plan_step(
         forest: "auto" finds what is shared and keeps what pays; None shares nothing; a Forest is
             used as it is.
         min_shared_tokens: "auto" leaves shared ranges below this alone.
+        hidden: tokens that the query tokens of a request do not see; a Forest must not put
+            requests together that hide different tokens of a range they share.
 
     Raises:
         ValueError: for a Forest which does not describe these requests.
@@ -115,21 +121,22 @@ def plan_step(
     else:
         # the first query token of a request sees this many tokens, and the others see more
         shareable_tokens = np.where(query_lens > 0, seq_lens - query_lens + 1, 0)
-        kept = build_forest(block_table, shareable_tokens, block_size)
+        ids = block_table if hidden is None else hidden.visible_block_ids(block_table, block_size)
+        kept = build_forest(ids, shareable_tokens, block_size)
         kept = kept.without(_does_not_pay(kept, query_lens * group_size, cost, min_shared_tokens))
 
     lens = query_lens[kept.order]
     first_entry = np.concatenate(([0], np.cumsum(lens)))
     entries = _entries(kept.order, lens, first_entry, query_start_loc, seq_lens)
     cuts = _row_block_cuts(kept, first_entry, max(1, MAX_BLOCK_ROWS // group_size))
-    spans, row_blocks = _spans(kept, first_entry, entries, seq_lens, cuts)
+    spans, row_blocks = _spans(kept, first_entry, entries, seq_lens, cuts, hidden)
     block_ns = _block_ns(spans, row_blocks, group_size, cost)
     largest_ns = block_ns.sum() * num_kv_heads / (num_threads * ITEMS_PER_THREAD)
     segments = _block_segments(row_blocks, entries)
     min_entries = max(1, cost.tile_rows // group_size)
     finer_cuts = _finer_cuts(row_blocks, block_ns / segments, largest_ns, min_entries)
     if num_threads > 1 and len(finer_cuts) > len(cuts):
-        spans, row_blocks = _spans(kept, first_entry, entries, seq_lens, finer_cuts)
+        spans, row_blocks = _spans(kept, first_entry, entries, seq_lens, finer_cuts, hidden)
         block_ns = _block_ns(spans, row_blocks, group_size, cost)
         segments = _block_segments(row_blocks, entries)
     items, merges, num_partial_entries = _items(
@@ -150,7 +157,8 @@ def plan_step(
         max_block_entries=int(block_entries.max(initial=0)),
         num_partial_entries=num_partial_entries,
         num_threads=num_threads,
-        stats=_stats(kept, query_lens, seq_lens, time.perf_counter() - started_s),
+        hides_tokens=hidden is not None,
+        stats=_stats(kept, query_lens, seq_lens, hidden, time.perf_counter() - started_s),
     )
 
 
@@ -277,9 +285,11 @@ def _spans(
     entries: np.ndarray,
     seq_lens: np.ndarray,
     cuts: np.ndarray,
+    hidden: HiddenTokens | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Nodes and private ranges, cut at the row blocks and sorted by row block; within one, parents
-    come before children and private ranges last, so every entry meets its tokens in order."""
+    """Nodes and private ranges without hidden tokens, cut at the row blocks and sorted by row
+    block; within one, parents come before children and private ranges last, so every entry meets
+    its tokens in order."""
     order, nodes = forest.order, forest.nodes
     private = np.empty((len(order), 5), np.int64)
     private[:, FIRST], private[:, LAST] = first_entry[:-1], first_entry[1:]
@@ -290,6 +300,9 @@ def _spans(
     shared[:, FIRST], shared[:, LAST] = first_entry[nodes[:, FIRST]], first_entry[nodes[:, LAST]]
     ranges = np.concatenate((shared, private))
     is_private = np.arange(len(ranges)) >= len(shared)
+    if hidden is not None:
+        ranges, source = _without_hidden(ranges, hidden)
+        is_private = is_private[source]
     nonempty = ranges[:, FIRST] < ranges[:, LAST]
     ranges, is_private = ranges[nonempty], is_private[nonempty]
 
@@ -305,7 +318,9 @@ def _spans(
     # earlier query tokens of a request see less than its last one
     last_visible = entries[spans[:, LAST] - 1, 1]
     spans[:, END_TOKENS] = np.where(
-        np.repeat(is_private, pieces), last_visible, spans[:, END_TOKENS]
+        np.repeat(is_private, pieces),
+        np.minimum(last_visible, spans[:, END_TOKENS]),
+        spans[:, END_TOKENS],
     )
     keep = spans[:, BEGIN_TOKENS] < spans[:, END_TOKENS]
     spans, row_block = spans[keep], row_block[keep]
@@ -315,6 +330,16 @@ def _spans(
     bounds = np.searchsorted(row_block, np.arange(num_blocks + 1))
     row_blocks = np.stack((cuts[:-1], cuts[1:], bounds[:-1], bounds[1:]), axis=1)
     return spans.astype(np.int32), row_blocks.astype(np.int32)
+
+
+def _without_hidden(ranges: np.ndarray, hidden: HiddenTokens) -> tuple[np.ndarray, np.ndarray]:
+    """Ranges cut where their request hides tokens, and which range each came from."""
+    pieces, sources = [], []
+    for index, (first, last, begin, end, request) in enumerate(ranges.tolist()):
+        for piece_begin, piece_end in hidden.visible_pieces(request, begin, end):
+            pieces.append((first, last, piece_begin, piece_end, request))
+            sources.append(index)
+    return np.array(pieces, np.int64).reshape(-1, 5), np.array(sources, np.int64)
 
 
 def _block_ns(
@@ -388,13 +413,22 @@ def _items(
 
 
 def _stats(
-    forest: Forest, query_lens: np.ndarray, seq_lens: np.ndarray, planning_time_s: float
+    forest: Forest,
+    query_lens: np.ndarray,
+    seq_lens: np.ndarray,
+    hidden: HiddenTokens | None,
+    planning_time_s: float,
 ) -> PlanStats:
     active = query_lens > 0
     nodes = forest.nodes
     members = nodes[:, LAST] - nodes[:, FIRST]
     tokens = (nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]).astype(np.int64)
     logical = int(seq_lens[active].sum(dtype=np.int64))
+    if hidden is not None:
+        logical -= sum(hidden.count(request) for request in np.flatnonzero(active).tolist())
+        ranges = nodes[:, BEGIN_TOKENS : REQUEST + 1].tolist()
+        counts = [hidden.count(request, begin, end) for begin, end, request in ranges]
+        tokens -= np.array(counts, np.int64)
     return PlanStats(
         requests=int(active.sum()),
         requests_shared=int((forest.shared_tokens_per_request()[active] > 0).sum()),

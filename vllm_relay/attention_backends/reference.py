@@ -7,6 +7,8 @@ shared here: each request gathers the keys and values it sees and takes one soft
 
 import torch
 
+from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
+
 TOKENS_PER_PANEL = 16  # both K and V are stored in panels 16 wide: 16 tokens of K, 16 dims of V
 
 
@@ -57,6 +59,7 @@ def relay_attention(
     alibi_slopes: torch.Tensor | list[float] | None = None,
     logits_soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    hidden: HiddenTokens | None = None,
     out: torch.Tensor | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,6 +83,7 @@ def relay_attention(
         alibi_slopes: [num_heads]; adds slope * (kv position - query position).
         logits_soft_cap: caps scores as cap * tanh(score / cap); None or 0 leaves them.
         sinks: [num_heads]; one more logit per head that has no value.
+        hidden: tokens that the query tokens of a request do not see.
         out: where to put the output.
         output_dtype: of the output, `query.dtype` unless given.
 
@@ -103,11 +107,16 @@ def relay_attention(
         if sliding_window and begin < end:
             first_seen = max(0, int(query_positions[0]) - sliding_window + 1)
         kv_positions = torch.arange(first_seen, seq_len if begin < end else first_seen)
+        if hidden is not None:
+            pieces = hidden.visible_pieces(request, 0, len(kv_positions))
+            kv_positions = torch.cat(
+                [torch.empty(0, dtype=torch.int64)] + [torch.arange(*piece) for piece in pieces]
+            )
         key, value = _gather(kv_cache, block_table[request], kv_positions)
         distance = kv_positions - query_positions[:, None]  # [n, kv]
-        hidden = distance > 0
+        is_masked = distance > 0
         if sliding_window:
-            hidden |= distance <= -sliding_window
+            is_masked |= distance <= -sliding_window
 
         # [num_kv_heads, queries per kv head, n, kv]
         grouped_query = query[begin:end].double().unflatten(1, (num_kv_heads, -1))
@@ -117,14 +126,14 @@ def relay_attention(
         if alibi_slopes is not None:
             slopes = torch.as_tensor(alibi_slopes).double().view(num_kv_heads, -1, 1, 1)
             scores = scores + slopes * distance
-        scores = scores.masked_fill(hidden, -torch.inf)
+        scores = scores.masked_fill(is_masked, -torch.inf)
 
         logits = scores
         if sinks is not None:
             sink = sinks.double().view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
             logits = torch.cat([scores, sink], dim=-1)
         request_lse = torch.logsumexp(logits, dim=-1, keepdim=True)
-        weights = torch.exp(scores - request_lse).masked_fill(hidden, 0.0)
+        weights = torch.exp(scores - request_lse).masked_fill(is_masked, 0.0)
         output[begin:end] = torch.einsum("kgnc,ckd->nkgd", weights, value).flatten(1, 2)
         lse[begin:end] = request_lse.squeeze(-1).permute(2, 0, 1).flatten(1, 2)
 
