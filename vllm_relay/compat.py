@@ -129,6 +129,7 @@ def carry_stats_through_scheduler() -> None:
             _patch_scheduler()
             _add_relay_command()
             _load_contexts_of_new_engines()
+            hash_modules_apart()
             return original(self, *args, **kwargs)
 
         return get_scheduler_cls
@@ -439,12 +440,15 @@ def attach_stats_to_worker_output() -> None:
     _wrap(Worker, "sample_tokens", make_sample_tokens)
 
 
-def call_before_each_step(on_step: Callable[[Any, Any], None]) -> None:
+def call_before_each_step(name: str, on_step: Callable[[Any, Any], None]) -> None:
     """Call ``on_step(worker, scheduler_output)`` before a worker executes a step.
 
     Reason: an attention backend is told the block table of a step, not whose rows these are.
-    Called in a worker process only, when its first RELAY_SPARSE layers are set up.
+    Called in a worker process only, when its first layers are set up.
     Remove when: attention metadata builders are given the step's requests.
+
+    Args:
+        name: of who is told; once is enough.
     """
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -455,7 +459,53 @@ def call_before_each_step(on_step: Callable[[Any, Any], None]) -> None:
 
         return execute_model
 
-    _wrap(Worker, "execute_model", make, mark="_steps_are_reported")
+    _wrap(Worker, "execute_model", make, mark=f"_steps_are_reported_to_{name}")
+
+
+def call_after_inputs(on_inputs: Callable[[Any, Any], None]) -> None:
+    """Call ``on_inputs(model_runner, num_scheduled_tokens)`` when the inputs of a step are there.
+
+    Reason: positions are computed from slots, and slots from positions; tokens of modules have
+    positions of their own, which nobody may see before the slots are found.
+    Called in a worker process only, when its first RELAY layers are set up.
+    Remove when: requests can give the positions of their tokens.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def _prepare_inputs(
+            self: Any, scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            prepared = original(self, scheduler_output, num_scheduled_tokens, *args, **kwargs)
+            on_inputs(self, num_scheduled_tokens)
+            return prepared
+
+        return _prepare_inputs
+
+    _wrap(GPUModelRunner, "_prepare_inputs", make)
+
+
+def hash_modules_apart() -> None:
+    """Let engine cores hash the blocks of modules without what stands before them.
+
+    Reason: vLLM chains each block to all before it; see `block_hashes.py`.
+    Called when EngineCore asks for its scheduler class: it makes its hasher later.
+    Remove when: requests can bring a hasher.
+    """
+    from vllm.v1.engine import core
+
+    from vllm_relay.prefix_cache.modules.block_hashes import module_block_hasher
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_request_block_hasher(
+            hash_block_size: int, hash_function: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            chained = original(hash_block_size, hash_function, *args, **kwargs)
+            return module_block_hasher(chained, hash_block_size, hash_function)
+
+        return get_request_block_hasher
+
+    _wrap(core, "get_request_block_hasher", make)
 
 
 def add_stat_logger_to_every_front_end() -> None:

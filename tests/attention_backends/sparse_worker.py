@@ -96,7 +96,7 @@ class Worker:
         """A worker process of its own, whose sequences grow by little."""
         monkeypatch.setattr(worker, "state", worker.LongContextWorker())
         monkeypatch.setattr(relay_sparse_base, "_config", [])
-        monkeypatch.setattr(compat, "call_before_each_step", lambda on_step: None)
+        monkeypatch.setattr(compat, "call_before_each_step", lambda name, on_step: None)
         monkeypatch.setattr(relay_sparse_base.recorder, "take_long_contexts", None)
         for each in (relay, relay_cuda):
             monkeypatch.setattr(

@@ -26,12 +26,14 @@ from vllm_relay import compat
 from vllm_relay.attention_backends import cpu
 from vllm_relay.attention_backends.plan import StepPlan, plan_step
 from vllm_relay.attention_backends.relay_base import RelayBackendBase
+from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import (
     BLOCK_SIZE_MULTIPLE_TOKENS,
     RelayUnsupportedError,
     attn_type_reason,
 )
+from vllm_relay.prefix_cache.modules.worker import state as modules
 from vllm_relay.stats import recorder
 
 logger = init_logger("vllm.relay")
@@ -100,6 +102,8 @@ class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
         self.head_size = kv_cache_spec.head_size
         self.block_size = kv_cache_spec.block_size
         self.kernel = cpu.kernel_for(kv_cache_spec.dtype, self.options.kernel)
+        compat.call_before_each_step("modules", modules.begin_step)
+        compat.call_after_inputs(modules.move_positions)
         try:
             compat.attach_stats_to_worker_output()
         except Exception:
@@ -132,11 +136,16 @@ class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
         num_tokens = int(query_start_loc[common_attn_metadata.num_reqs])
         # rows that pad the batch come last and have no query tokens
         num_requests = int(np.searchsorted(query_start_loc, num_tokens))
+        query_start_loc = query_start_loc[: num_requests + 1]
+        block_table = common_attn_metadata.block_table_tensor[:num_requests]
+        seq_lens = common_attn_metadata.seq_lens[:num_requests].numpy()
+        rows = modules.rows_of_step(query_start_loc, seq_lens)
+        if rows is None:
+            return self._plan(num_tokens, block_table, query_start_loc, seq_lens)
+        if rows.requests is not None:
+            block_table = block_table[torch.from_numpy(rows.requests)]
         return self._plan(
-            num_tokens,
-            common_attn_metadata.block_table_tensor[:num_requests],
-            query_start_loc[: num_requests + 1],
-            common_attn_metadata.seq_lens[:num_requests].numpy(),
+            num_tokens, block_table, rows.query_start_loc, rows.seq_lens, rows.hidden
         )
 
     def _plan(
@@ -145,6 +154,7 @@ class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
         block_table: torch.Tensor,
         query_start_loc: np.ndarray,
         seq_lens: np.ndarray,
+        hidden: HiddenTokens | None = None,
     ) -> RelayMetadata:
         plan = plan_step(
             block_table.numpy(),
@@ -157,6 +167,7 @@ class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
             kernel=self.kernel,
             forest="auto" if self.options.sharing else None,
             min_shared_tokens=self.options.min_shared_tokens,
+            hidden=hidden,
         )
         recorder.add_plan(plan.stats)
         recorder.log_if_due(self.options.log_every_s, logger.info)

@@ -76,7 +76,7 @@ def set_up_group(kv_cache_spec: AttentionSpec, layer_names: Sequence[str]) -> Wi
     if isinstance(kv_cache_spec, RelaySparseSpec):
         policy = kv_cache_spec.policy
         worker.state.set_layers(kv_cache_spec, layer_names)
-    compat.call_before_each_step(worker.state.begin_step)
+    compat.call_before_each_step("long_contexts", worker.state.begin_step)
     recorder.take_long_contexts = worker.state.take_stats
     return policy
 

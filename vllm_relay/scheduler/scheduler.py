@@ -22,6 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_relay import compat
 from vllm_relay.config import RelayConfig
 from vllm_relay.prefix_cache.free_queue import make_free_queue
+from vllm_relay.prefix_cache.modules.admission import ModuleAdmission
 from vllm_relay.prefix_cache.next_use import NextUse
 from vllm_relay.prefix_cache.pins import PinTable
 from vllm_relay.prefix_cache.stats import PREFIX_CACHE, PrefixCacheRecorder
@@ -51,12 +52,24 @@ class _RelayScheduling(Scheduler):
             self._blocked_now,
         )
         self.pins = PinTable(self)
+        self.modules = ModuleAdmission(self)
         self.relay_recorder = PrefixCacheRecorder(self)
         compat.report_admissions(self.kv_cache_manager, self.relay_recorder.on_admitted)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self.modules.prepare()
         self.waiting.retry_blocked()
         return super().schedule(*args, **kwargs)
+
+    def add_request(self, request: Request) -> None:
+        self.modules.add(request)
+        super().add_request(request)
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        # asked right before the prefix cache is, so that nothing is evicted in between
+        if not self.modules.is_ready(request):
+            return False
+        return super()._handle_blocked_waiting_request(request)
 
     def block_chains(self, request: Request) -> list[list[bytes]]:
         """For each KV cache group, the names under which the prefix cache keeps the request's full
@@ -74,6 +87,11 @@ class _RelayScheduling(Scheduler):
         """Tell the eviction policy which block follows which."""
         for keys in chains:
             self.kv_cache_manager.block_pool.free_block_queue.note_chain(keys, is_use=is_use)
+
+    def is_cached(self, block_hash: BlockHash) -> bool:
+        """Whether a block of the KV cache group of full attention is in the prefix cache."""
+        key = make_block_hash_with_group_id(block_hash, self._order_group or 0)
+        return self._is_resident(key)
 
     def _is_resident(self, key: bytes) -> bool:
         pool = self.kv_cache_manager.block_pool
@@ -94,6 +112,7 @@ class _RelayScheduling(Scheduler):
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self._uncache_uncomputed(request)
         super()._preempt_request(request, *args, **kwargs)
+        self.modules.add(request)
 
     def _uncache_uncomputed(self, request: Request) -> None:
         """Blocks are in the cache from when they are scheduled. By priority, vLLM also preempts
@@ -120,6 +139,8 @@ class _RelayScheduling(Scheduler):
             if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
                 structured = request.structured_output_request
                 return structured is not None and not structured.is_grammar_ready
+            if not self.modules.is_ready(request):
+                return True
             adapter = _adapter(request)
             return adapter != 0 and adapter not in adapters and len(adapters) >= max_adapters
 
@@ -129,6 +150,7 @@ class _RelayScheduling(Scheduler):
         self.waiting.release(request)
         if request.is_finished():
             self.waiting.forget(request)
+            self.modules.forget(request)
         self.pins.before_free(request)
         self.note_chains(self.block_chains(request), is_use=False)
         super()._free_request_blocks(request)

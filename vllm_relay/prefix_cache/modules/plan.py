@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the tokens of a modular prompt lie, which positions they have and what they see.
+
+A prompt's slots are its stored segments, one after the other, each padded to whole KV blocks, and
+then its tail: what no module holds. Slots say where keys and values lie; positions, which the
+schema gives, say where tokens stand in the text. A token sees the earlier tokens of its own
+segment, or all of the tail before it, and of the segments before it as much as the text has before
+it. Padding and placeholders are seen by nobody else.
+
+Source: Prompt Cache (Gim et al., 2024), sections 3.3 and 3.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import accumulate
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+Length = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
+Ranges = tuple[tuple[Count, Count], ...]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Segment(_Frozen):
+    """Tokens that are computed once and kept: the text of a module without the modules in it.
+
+    Attributes:
+        name: the path of its module; "" for what every prompt has.
+        position_runs: offset of the first token and its position, for each run of tokens with
+            successive positions.
+        placeholders: ranges of offsets whose tokens only this segment sees.
+        replaced: ranges of offsets that nobody sees in this prompt, as tokens of the tail stand for
+            them.
+        context: the segments it sees, by their place in the plan, and how many of their tokens.
+    """
+
+    name: str
+    num_tokens: Length
+    position_runs: tuple[tuple[Count, Count], ...]
+    placeholders: Ranges = ()
+    replaced: Ranges = ()
+    context: tuple[tuple[Count, Length], ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Segment:
+        offsets = [offset for offset, _ in self.position_runs]
+        if not offsets or offsets[0] != 0 or sorted(set(offsets)) != offsets:
+            raise ValueError(f"segment {self.name!r}: position_runs do not begin at 0 and ascend")
+        if offsets[-1] >= self.num_tokens:
+            raise ValueError(f"segment {self.name!r}: a run of positions begins behind its tokens")
+        for ranges in (self.placeholders, self.replaced):
+            edges = [edge for each in ranges for edge in each]
+            if sorted(set(edges)) != edges or (edges and edges[-1] > self.num_tokens):
+                raise ValueError(f"segment {self.name!r}: bad ranges {ranges}")
+        return self
+
+    def positions(self, begin: int, end: int) -> list[int]:
+        """Of the tokens at these offsets; those of the padding repeat the last one."""
+        return positions_of_runs(self.position_runs, self.num_tokens, begin, end)
+
+
+class TailRun(_Frozen):
+    """Tokens of the tail with successive positions that see the same of all segments.
+
+    Attributes:
+        visible: for each segment, how many of its tokens.
+    """
+
+    num_tokens: Length
+    position: Count
+    visible: tuple[Count, ...]
+
+
+class ModulePlan(_Frozen):
+    """Of one request.
+
+    Attributes:
+        block_size: tokens of a KV block.
+        segments: in the order of their slots.
+        tail: what follows; empty if the last segment is to be computed, and nothing else.
+    """
+
+    block_size: Length
+    segments: tuple[Segment, ...]
+    tail: tuple[TailRun, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> ModulePlan:
+        if not self.segments:
+            raise ValueError("a plan needs a segment")
+        for number, segment in enumerate(self.segments):
+            for index, visible in segment.context:
+                if index >= number or visible > self.segments[index].num_tokens:
+                    raise ValueError(f"segment {segment.name!r}: its context is not before it")
+        for run in self.tail:
+            if len(run.visible) != len(self.segments) or any(
+                visible > segment.num_tokens
+                for visible, segment in zip(run.visible, self.segments, strict=True)
+            ):
+                raise ValueError("tail: it sees tokens that are not there")
+        return self
+
+    @property
+    def encodes(self) -> bool:
+        """Whether its last segment is computed, instead of a tail."""
+        return not self.tail
+
+    @cached_property
+    def first_slots(self) -> tuple[int, ...]:
+        """Of the segments, and of the tail."""
+        return tuple(accumulate(map(self.num_slots, self.segments), initial=0))
+
+    @property
+    def num_stored_slots(self) -> int:
+        """Those which have to be there before the request is computed."""
+        return self.first_slots[-2 if self.encodes else -1]
+
+    @cached_property
+    def num_prompt_slots(self) -> int:
+        return self.first_slots[-1] + sum(run.num_tokens for run in self.tail)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Without padding, and without tokens that tokens of the tail stand for."""
+        replaced = sum(end - begin for each in self.segments for begin, end in each.replaced)
+        stored = sum(segment.num_tokens for segment in self.segments) - replaced
+        return stored + sum(run.num_tokens for run in self.tail)
+
+    def num_slots(self, segment: Segment) -> int:
+        """Of a segment, with its padding."""
+        return -(-segment.num_tokens // self.block_size) * self.block_size
+
+    def computed_runs(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        """First slot and end of what the request computes, with what is visible of the segments, by
+        runs that see the same. Generated tokens see what the last run sees."""
+        if self.encodes:
+            context = dict(self.segments[-1].context)
+            visible = tuple(context.get(index, 0) for index in range(len(self.segments) - 1))
+            yield self.num_stored_slots, self.num_prompt_slots, visible
+            return
+        slot = self.num_stored_slots
+        for run in self.tail:
+            yield slot, slot + run.num_tokens, run.visible
+            slot += run.num_tokens
+
+    def hidden_slots(self, visible: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        """The stored slots that tokens do not see which see this much of the segments."""
+        hidden: list[tuple[int, int]] = []
+        for index, num_visible in enumerate(visible):
+            segment, first = self.segments[index], self.first_slots[index]
+            ranges = sorted((*segment.placeholders, *segment.replaced))
+            ranges = [(begin, min(end, num_visible)) for begin, end in ranges if begin < num_visible]
+            for begin, end in (*ranges, (num_visible, self.num_slots(segment))):
+                if begin < end and hidden and hidden[-1][1] >= first + begin:
+                    hidden[-1] = (hidden[-1][0], max(hidden[-1][1], first + end))
+                elif begin < end:
+                    hidden.append((first + begin, first + end))
+        return tuple(hidden)
+
+    @cached_property
+    def _prompt_positions(self) -> list[int]:
+        """Of the slots that the request computes, up to the end of its prompt."""
+        if self.encodes:
+            segment = self.segments[-1]
+            return segment.positions(0, self.num_slots(segment))
+        return [run.position + i for run in self.tail for i in range(run.num_tokens)]
+
+    def positions_from(self, begin: int, count: int) -> list[int]:
+        """Of successive slots, counted from the first one that the request computes. Generated
+        tokens go on behind the last one of the prompt."""
+        positions = self._prompt_positions
+        num_behind = max(begin + count - len(positions), 0)
+        next_position = positions[-1] + 1 + max(begin - len(positions), 0)
+        behind = range(next_position, next_position + min(num_behind, count))
+        return [*positions[begin : begin + count], *behind]
+
+    def encoding_plan(self, index: int) -> ModulePlan:
+        """Of the request that computes a segment: those it sees, and then itself."""
+        segment = self.segments[index]
+        needed = sorted(self._needed(index))
+        places = {old: new for new, old in enumerate(needed)}
+
+        def moved(each: Segment) -> Segment:
+            context = tuple((places[old], visible) for old, visible in each.context)
+            return each.model_copy(update={"context": context, "replaced": ()})
+
+        segments = [*(self.segments[each] for each in needed), segment]
+        return ModulePlan(block_size=self.block_size, segments=tuple(map(moved, segments)))
+
+    def encoding_slots(self, index: int) -> list[tuple[int, int]]:
+        """The slots of this request that hold the tokens of `encoding_plan(index)`, in order."""
+        return [
+            (self.first_slots[each], self.first_slots[each + 1])
+            for each in (*sorted(self._needed(index)), index)
+        ]
+
+    def _needed(self, index: int) -> set[int]:
+        """The segments that a segment sees, and those that these see."""
+        needed: set[int] = set()
+        for each, _ in self.segments[index].context:
+            needed |= {each, *self._needed(each)}
+        return needed
+
+    def to_argument(self) -> dict[str, Any]:
+        """For `SamplingParams.extra_args`."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+
+EXTRA_ARG = "relay_modules"
+"""The key of a plan in `SamplingParams.extra_args`."""
+
+
+def plan_of(sampling_params: Any) -> ModulePlan | None:
+    """The plan that a request comes with.
+
+    Raises:
+        ValueError: it is none.
+    """
+    extra_args = getattr(sampling_params, "extra_args", None)
+    given = extra_args.get(EXTRA_ARG) if extra_args else None
+    return None if given is None else ModulePlan.model_validate(given)
+
+
+def positions_of_runs(
+    runs: tuple[tuple[int, int], ...], num_tokens: int, begin: int, end: int
+) -> list[int]:
+    """Positions at offsets begin..end, those from `num_tokens` on repeating the last one."""
+    positions: list[int] = []
+    ends = [offset for offset, _ in runs[1:]] + [num_tokens]
+    for (offset, position), run_end in zip(runs, ends, strict=True):
+        positions += range(position, position + run_end - offset)
+    padding = max(end - num_tokens, 0)
+    return (positions + [positions[-1]] * padding)[begin:end]
+
+
+def runs_of_positions(positions: list[int]) -> tuple[tuple[int, int], ...]:
+    """Offset and position of the first token of each run of successive positions."""
+    return tuple(
+        (offset, position)
+        for offset, position in enumerate(positions)
+        if offset == 0 or position != positions[offset - 1] + 1
+    )

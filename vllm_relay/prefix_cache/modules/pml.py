@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the Prompt Markup Language, strictly: what is not understood is refused, with its place.
+
+Source: Prompt Cache (Gim et al., 2024), section 3.2, and the grammar of its published schemas.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from vllm_relay.prefix_cache.modules.schema import (
+    ROLES,
+    Content,
+    Module,
+    Parameter,
+    Schema,
+    SchemaError,
+    Text,
+    Turn,
+    Union,
+)
+from vllm_relay.prefix_cache.modules.white_space import texts_of
+from vllm_relay.prefix_cache.modules.xml_tree import Element, Place, PmlError, TextNode, parse_xml
+
+Made = TypeVar("Made")
+
+_PARAMETERS = ("param", "parameter")
+_INLINE = _PARAMETERS
+_PRESERVE = "xml:space"
+
+
+@dataclass(frozen=True)
+class PromptText:
+    text: str
+    place: Place
+
+
+@dataclass(frozen=True)
+class PromptTurn:
+    role: str
+    text: str
+    place: Place
+
+
+@dataclass(frozen=True)
+class Import:
+    """A module that a prompt imports, with what stands within."""
+
+    name: str
+    arguments: dict[str, str]
+    content: tuple[PromptText | Import, ...]
+    place: Place
+
+
+@dataclass(frozen=True)
+class PromptMarkup:
+    """A prompt as it is written, before it is held against its schema."""
+
+    schema: str
+    content: tuple[PromptText | Import | PromptTurn, ...]
+    place: Place
+
+
+def read_schema(path: Path) -> Schema:
+    """The schema in a file; modules with `src` are read from files beside it.
+
+    Raises:
+        PmlError, SchemaError: it cannot be understood; with file, line and column.
+        OSError: a file cannot be read.
+    """
+    return parse_schema(path.read_text(encoding="utf-8"), str(path), base=path.parent)
+
+
+def parse_schema(text: str, source: str = "schema", *, base: Path | None = None) -> Schema:
+    """The schema that a text describes.
+
+    Args:
+        source: what errors call the text.
+        base: the folder in which files of `src` are looked for; None: `src` is refused.
+
+    Raises:
+        PmlError: it cannot be understood; with line and column.
+    """
+    root = parse_xml(text, source)
+    _expect_name(root, ("schema",))
+    return _SchemaReader(base).schema(root)
+
+
+def parse_prompt(text: str, source: str = "prompt") -> PromptMarkup:
+    """What a prompt imports and says.
+
+    Raises:
+        PmlError: it cannot be understood; with line and column.
+    """
+    root = parse_xml(text, source)
+    _expect_name(root, ("prompt",))
+    attributes = _attributes(root, ("schema", _PRESERVE), required=("schema",))
+    content = _prompt_content(root, _preserves(root, False), top=True)
+    return PromptMarkup(attributes["schema"], content, root.place)
+
+
+class _SchemaReader:
+    def __init__(self, base: Path | None) -> None:
+        self._base = base
+        self._scaffolds: list[tuple[str, ...]] = []
+
+    def schema(self, element: Element) -> Schema:
+        attributes = _attributes(element, ("name", _PRESERVE), required=("name",))
+        allowed = ("module", "union", *_PARAMETERS, *ROLES, "scaffold")
+        content = self._content(element, allowed, _preserves(element, False))
+        scaffolds = tuple(self._scaffolds)
+        return _at(element, lambda: Schema(attributes["name"], *content, scaffolds=scaffolds))
+
+    def _content(self, element: Element, allowed: Sequence[str], preserve: bool) -> list[Content]:
+        for child in element.children:
+            if isinstance(child, Element):
+                _expect_name(child, allowed, inside=element)
+        content: list[Content] = []
+        for child in _texts_cleaned(element, _INLINE, preserve):
+            if isinstance(child, TextNode):
+                content.append(Text(child.text))
+            elif child.name == "scaffold":
+                self._add_scaffold(child)
+            else:
+                content.append(self._element(child, preserve))
+        return content
+
+    def _element(self, element: Element, preserve: bool) -> Content:
+        preserve = _preserves(element, preserve)
+        if element.name == "module":
+            return self._module(element, preserve)
+        if element.name == "union":
+            return self._union(element, preserve)
+        if element.name in ROLES:
+            _attributes(element, (_PRESERVE,))
+            content = self._content(element, ("module", "union", *_PARAMETERS), preserve)
+            return _at(element, lambda: Turn(element.name, *content))
+        return _parameter(element)
+
+    def _module(self, element: Element, preserve: bool) -> Module:
+        attributes = _attributes(element, ("name", "src", "cache", _PRESERVE), required=("name",))
+        cache = attributes.get("cache", "true")
+        if cache not in ("true", "false"):
+            raise PmlError(element.place, f'<module>: given cache="{cache}", expected true or false')
+        allowed = ("module", "union", *_PARAMETERS, *ROLES, "scaffold")
+        content = self._content(element, allowed, preserve)
+        if "src" in attributes:
+            if content:
+                raise PmlError(element.place, "<module>: it has src and text, expected one of them")
+            content = [Text(self._read(element, attributes["src"]))]
+        cached = cache == "true"
+        return _at(element, lambda: Module(attributes["name"], *content, cached=cached))
+
+    def _union(self, element: Element, preserve: bool) -> Union:
+        attributes = _attributes(element, ("scaffold", _PRESERVE))
+        for child in element.children:
+            if isinstance(child, Element):
+                _expect_name(child, ("module",), inside=element)
+            elif child.text.strip():
+                raise PmlError(
+                    child.place, f"<union>: found text {_short(child.text)}, expected <module>"
+                )
+        modules = [
+            self._module(child, _preserves(child, preserve))
+            for child in element.children
+            if isinstance(child, Element)
+        ]
+        names = [module.name for module in modules]
+        default = attributes.get("scaffold")
+        if default is not None and default not in names:
+            raise PmlError(
+                element.place,
+                f'<union>: given scaffold="{default}", expected one of its modules: '
+                f"{', '.join(names)}",
+            )
+        return _at(element, lambda: Union(*modules))
+
+    def _add_scaffold(self, element: Element) -> None:
+        attributes = _attributes(element, ("modules",), required=("modules",))
+        if element.children:
+            raise PmlError(element.place, '<scaffold>: expected <scaffold modules="NAME NAME"/>')
+        self._scaffolds.append(tuple(attributes["modules"].split()))
+
+    def _read(self, element: Element, src: str) -> str:
+        if self._base is None:
+            raise PmlError(
+                element.place, f'<module>: given src="{src}", but this schema is not read from a '
+                "file: send the text instead"
+            )  # fmt: skip
+        path = (self._base / src).resolve()
+        if not path.is_relative_to(self._base.resolve()):
+            raise PmlError(
+                element.place, f'<module>: given src="{src}", expected a file below {self._base}'
+            )
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PmlError(element.place, f"<module>: cannot read {path}: {error}") from error
+
+
+def _parameter(element: Element) -> Parameter:
+    attributes = _attributes(
+        element, ("name", "len", "length", "scaffold"), required=("name",)
+    )
+    given = [name for name in ("len", "length") if name in attributes]
+    if len(given) != 1:
+        raise PmlError(element.place, f"<{element.name}>: expected len, the most tokens it takes")
+    length = attributes[given[0]]
+    if not length.isdecimal() or int(length) < 1:
+        raise PmlError(
+            element.place, f'<{element.name}>: given {given[0]}="{length}", expected a number of '
+            "tokens from 1"
+        )  # fmt: skip
+    if element.children:
+        raise PmlError(element.place, f"<{element.name}>: expected it empty, <{element.name} .../>")
+    placeholder = attributes.get("scaffold")
+    return _at(element, lambda: Parameter(attributes["name"], int(length), placeholder))
+
+
+def _prompt_content(
+    element: Element, preserve: bool, *, top: bool
+) -> tuple[PromptText | Import | PromptTurn, ...]:
+    content: list[PromptText | Import | PromptTurn] = []
+    for child in _texts_cleaned(element, (), preserve):
+        if isinstance(child, TextNode):
+            if child.text.strip() or preserve:
+                content.append(PromptText(child.text, child.place))
+        elif child.name in ROLES:
+            if not top:
+                raise PmlError(
+                    child.place, f"<{child.name}>: found inside <{element.name}>, expected turns "
+                    "in <prompt> only"
+                )  # fmt: skip
+            content.append(_prompt_turn(child, preserve))
+        else:
+            arguments = {k: v for k, v in child.attributes.items() if k != _PRESERVE}
+            within = _prompt_content(child, _preserves(child, preserve), top=False)
+            content.append(Import(child.name, arguments, within, child.place))  # type: ignore[arg-type]
+    return tuple(content)
+
+
+def _prompt_turn(element: Element, preserve: bool) -> PromptTurn:
+    _attributes(element, (_PRESERVE,))
+    preserve = _preserves(element, preserve)
+    for child in element.children:
+        if isinstance(child, Element):
+            raise PmlError(
+                child.place, f"<{child.name}>: found inside <{element.name}> of a prompt, expected "
+                "text only: modules are imported before it, by the names the schema gives them"
+            )  # fmt: skip
+    texts = [each.text for each in _texts_cleaned(element, (), preserve) if isinstance(each, TextNode)]
+    text = "".join(texts)
+    return PromptTurn(element.name, text if preserve else text.strip(), element.place)
+
+
+def _texts_cleaned(
+    element: Element, inline: Sequence[str], preserve: bool
+) -> list[Element | TextNode]:
+    """The children of an element, texts without layout."""
+    if preserve:
+        return element.children
+    parts: list[str | bool] = [
+        child.text if isinstance(child, TextNode) else child.name in inline
+        for child in element.children
+    ]
+    cleaned: list[Element | TextNode] = []
+    for child, text in zip(element.children, texts_of(parts), strict=True):
+        if isinstance(child, Element):
+            cleaned.append(child)
+        elif text:
+            cleaned.append(TextNode(str(text), child.place))
+    return cleaned
+
+
+def _preserves(element: Element, inherited: bool) -> bool:
+    value = element.attributes.get(_PRESERVE)
+    if value not in (None, "preserve", "default"):
+        raise PmlError(
+            element.place,
+            f'<{element.name}>: given {_PRESERVE}="{value}", expected preserve or default',
+        )
+    return inherited if value is None else value == "preserve"
+
+
+def _attributes(
+    element: Element, allowed: Sequence[str], required: Sequence[str] = ()
+) -> dict[str, str]:
+    for name in element.attributes:
+        if name not in allowed:
+            raise PmlError(
+                element.place,
+                f"<{element.name}>: found the attribute {name!r}, allowed are "
+                f"{', '.join(allowed)}{did_you_mean(name, allowed)}",
+            )
+    for name in required:
+        if name not in element.attributes:
+            raise PmlError(element.place, f"<{element.name}>: expected the attribute {name!r}")
+    return element.attributes
+
+
+def _expect_name(element: Element, allowed: Sequence[str], inside: Element | None = None) -> None:
+    if element.name not in allowed:
+        where = f" inside <{inside.name}>" if inside else ""
+        tags = ", ".join(f"<{name}>" for name in allowed)
+        raise PmlError(
+            element.place,
+            f"found <{element.name}>{where}, expected {tags}{did_you_mean(element.name, allowed)}",
+        )
+
+
+def _at(element: Element, make: Callable[[], Made]) -> Made:
+    try:
+        return make()
+    except SchemaError as error:
+        raise PmlError(element.place, str(error)) from None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint, if there is one."""
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return repr(text if len(text) <= 40 else text[:37] + "...")

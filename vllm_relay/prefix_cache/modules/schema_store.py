@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schemas that a front end knows, in the tokens of its model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vllm_relay.prefix_cache.modules.layout import SchemaTokens, tokenize_schema
+from vllm_relay.prefix_cache.modules.pml import did_you_mean, parse_prompt, read_schema
+from vllm_relay.prefix_cache.modules.render import REPAIR_TOKENS, Mode, RenderedPrompt, render
+from vllm_relay.prefix_cache.modules.schema import Schema
+from vllm_relay.prefix_cache.modules.text_tokens import TextTokens
+from vllm_relay.prefix_cache.modules.xml_tree import PmlError
+
+
+class SchemaStore:
+    """
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        block_size: tokens of a KV block of the engine.
+        max_model_len: positions and slots a prompt may take; None: any number.
+        chat_template: instead of the tokenizer's own.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        block_size: int,
+        max_model_len: int | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        self.text_tokens = TextTokens(tokenizer, chat_template)
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self._schemas: dict[str, SchemaTokens] = {}
+
+    def add(self, schema: Schema | Path) -> SchemaTokens:
+        """Add a schema, or take the place of the one with its name.
+
+        Raises:
+            SchemaError, PmlError: it cannot be understood, or rendered for this model.
+        """
+        if isinstance(schema, Path):
+            schema = read_schema(schema)
+        tokens = tokenize_schema(schema, self.text_tokens)
+        self._schemas[schema.name] = tokens
+        return tokens
+
+    def remove(self, name: str) -> None:
+        """
+        Raises:
+            KeyError: there is none of this name.
+        """
+        del self._schemas[name]
+
+    def __getitem__(self, name: str) -> SchemaTokens:
+        return self._schemas[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._schemas
+
+    def names(self) -> list[str]:
+        return list(self._schemas)
+
+    def render(
+        self, prompt: str, *, mode: Mode = "modular", repair_tokens: int = REPAIR_TOKENS
+    ) -> RenderedPrompt:
+        """What the engine computes for a prompt in PML.
+
+        Raises:
+            PmlError: it cannot be understood, does not fit its schema, or is too long.
+        """
+        markup = parse_prompt(prompt)
+        if markup.schema not in self._schemas:
+            known = ", ".join(self._schemas) or "none"
+            raise PmlError(
+                markup.place,
+                f"unknown schema {markup.schema!r}; known: {known}"
+                f"{did_you_mean(markup.schema, self._schemas)}",
+            )
+        rendered = render(
+            self._schemas[markup.schema],
+            markup,
+            self.text_tokens,
+            block_size=self.block_size,
+            mode=mode,
+            repair_tokens=repair_tokens,
+        )
+        limit = self.max_model_len
+        longest = max(len(rendered.token_ids), rendered.end_position)
+        if limit is not None and longest >= limit:
+            raise PmlError(
+                markup.place,
+                f"the prompt takes {len(rendered.token_ids)} tokens with padding and ends at "
+                f"position {rendered.end_position}, the model takes less than {limit}",
+            )
+        return rendered
