@@ -485,6 +485,29 @@ def call_after_inputs(on_inputs: Callable[[Any, Any], None]) -> None:
     _wrap(GPUModelRunner, "_prepare_inputs", make)
 
 
+def check_modular_requests() -> None:
+    """Refuse requests with modules that their engine would not compute exactly, in the front end.
+
+    Reason: plans travel in extra_args, which nobody looks at.
+    Remove when: plug-ins can check requests; platforms can, but without the configuration.
+    """
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from vllm_relay.prefix_cache.modules.requests import check_request
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+            request = original(self, *args, **kwargs)
+            if request.sampling_params is not None:
+                num_tokens = len(request.prompt_token_ids or ())
+                check_request(self.vllm_config, request.sampling_params, num_tokens)
+            return request
+
+        return process_inputs
+
+    _wrap(InputProcessor, "process_inputs", make)
+
+
 def hash_modules_apart() -> None:
     """Let engine cores hash the blocks of modules without what stands before them.
 

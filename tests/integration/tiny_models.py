@@ -14,13 +14,20 @@ _NUM_HEADS, _NUM_KV_HEADS, _HEAD_SIZE = 4, 2, 32
 
 
 def save_model(kind: str, directory: Path) -> Path:
-    """Write a model of ``kind`` ("llama", "gemma2" or "windows") to ``directory``.
+    """Write a model of ``kind`` ("llama", "qwen3", "gemma2" or "windows") to ``directory``.
 
     gemma2 has soft-capped scores and alternates between full attention and a window of 64 tokens,
     so that vLLM keeps two KV cache groups; windows is the same without the soft cap.
     """
     import torch
-    from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers import (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
 
     shape = {
         "vocab_size": VOCAB_SIZE,
@@ -38,6 +45,8 @@ def save_model(kind: str, directory: Path) -> Path:
     torch.manual_seed(0)
     if kind == "llama":
         model = LlamaForCausalLM(LlamaConfig(**shape))
+    elif kind == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**shape))
     elif kind in ("gemma2", "windows"):
         model = Gemma2ForCausalLM(
             Gemma2Config(
@@ -49,7 +58,9 @@ def save_model(kind: str, directory: Path) -> Path:
             )
         )
     else:
-        raise ValueError(f"model kind {kind!r} was given, expected 'llama', 'gemma2' or 'windows'")
+        raise ValueError(
+            f"model kind {kind!r} was given, expected 'llama', 'qwen3', 'gemma2' or 'windows'"
+        )
     model.save_pretrained(directory)
     return directory
 

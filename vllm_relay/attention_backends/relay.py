@@ -24,9 +24,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from vllm_relay import compat
 from vllm_relay.attention_backends import cpu
+from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 from vllm_relay.attention_backends.plan import StepPlan, plan_step
 from vllm_relay.attention_backends.relay_base import RelayBackendBase
-from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import (
     BLOCK_SIZE_MULTIPLE_TOKENS,
@@ -144,7 +144,7 @@ class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
             return self._plan(num_tokens, block_table, query_start_loc, seq_lens)
         if rows.requests is not None:
             block_table = block_table[torch.from_numpy(rows.requests)]
-        return self._plan(
+        return self._plan_visible(
             num_tokens, block_table, rows.query_start_loc, rows.seq_lens, rows.hidden
         )
 
@@ -154,7 +154,16 @@ class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
         block_table: torch.Tensor,
         query_start_loc: np.ndarray,
         seq_lens: np.ndarray,
-        hidden: HiddenTokens | None = None,
+    ) -> RelayMetadata:
+        return self._plan_visible(num_tokens, block_table, query_start_loc, seq_lens, None)
+
+    def _plan_visible(
+        self,
+        num_tokens: int,
+        block_table: torch.Tensor,
+        query_start_loc: np.ndarray,
+        seq_lens: np.ndarray,
+        hidden: HiddenTokens | None,
     ) -> RelayMetadata:
         plan = plan_step(
             block_table.numpy(),

@@ -58,7 +58,7 @@ class ChatTurns:
         """For each turn, what stands before and behind its text.
 
         Raises:
-            SchemaError: the template writes more between two turns, or less.
+            SchemaError: see `around`.
         """
         if not roles:
             return []
@@ -66,15 +66,19 @@ class ChatTurns:
         found: list[tuple[str, str]] = []
         closing = ""
         for number in range(len(roles)):
-            if not around[number].startswith(closing):
-                raise SchemaError(
-                    f"the chat template ends a turn of {roles[number - 1]} in one way at the end "
-                    "of a conversation and in another way within it"
-                )
             opening = around[number].removeprefix(closing)
-            closing = self.around(roles[: number + 1])[-1]
+            closing = around[-1] if number + 1 == len(roles) else self._closing(roles[: number + 1])
+            if number + 1 < len(roles) and not around[number + 1].startswith(closing):
+                closing = ""  # nothing that belongs to this turn alone
             found.append((opening, closing))
         return found
+
+    def _closing(self, roles: Sequence[str]) -> str:
+        """What stands behind the last of these turns, as far as it can be told."""
+        try:
+            return self.around(roles)[-1]
+        except SchemaError:  # as for a system prompt without a question
+            return ""
 
 
 def render_of(tokenizer: Any, chat_template: str | None = None, **keywords: Any) -> Render:

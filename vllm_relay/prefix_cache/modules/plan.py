@@ -57,8 +57,10 @@ class Segment(_Frozen):
             raise ValueError(f"segment {self.name!r}: a run of positions begins behind its tokens")
         for ranges in (self.placeholders, self.replaced):
             edges = [edge for each in ranges for edge in each]
-            if sorted(set(edges)) != edges or (edges and edges[-1] > self.num_tokens):
-                raise ValueError(f"segment {self.name!r}: bad ranges {ranges}")
+            if sorted(edges) != edges or any(begin == end for begin, end in ranges):
+                raise ValueError(f"segment {self.name!r}: ranges {ranges} are not ascending")
+            if edges and edges[-1] > self.num_tokens:
+                raise ValueError(f"segment {self.name!r}: ranges {ranges} end behind its tokens")
         return self
 
     def positions(self, begin: int, end: int) -> list[int]:
@@ -156,7 +158,9 @@ class ModulePlan(_Frozen):
         for index, num_visible in enumerate(visible):
             segment, first = self.segments[index], self.first_slots[index]
             ranges = sorted((*segment.placeholders, *segment.replaced))
-            ranges = [(begin, min(end, num_visible)) for begin, end in ranges if begin < num_visible]
+            ranges = [
+                (begin, min(end, num_visible)) for begin, end in ranges if begin < num_visible
+            ]
             for begin, end in (*ranges, (num_visible, self.num_slots(segment))):
                 if begin < end and hidden and hidden[-1][1] >= first + begin:
                     hidden[-1] = (hidden[-1][0], max(hidden[-1][1], first + end))

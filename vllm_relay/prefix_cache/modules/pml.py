@@ -137,7 +137,8 @@ class _SchemaReader:
             return self._union(element, preserve)
         if element.name in ROLES:
             _attributes(element, (_PRESERVE,))
-            content = self._content(element, ("module", "union", *_PARAMETERS), preserve)
+            allowed = ("module", "union", *_PARAMETERS, "scaffold")
+            content = self._content(element, allowed, preserve)
             return _at(element, lambda: Turn(element.name, *content))
         return _parameter(element)
 
@@ -145,7 +146,9 @@ class _SchemaReader:
         attributes = _attributes(element, ("name", "src", "cache", _PRESERVE), required=("name",))
         cache = attributes.get("cache", "true")
         if cache not in ("true", "false"):
-            raise PmlError(element.place, f'<module>: given cache="{cache}", expected true or false')
+            raise PmlError(
+                element.place, f'<module>: given cache="{cache}", expected true or false'
+            )
         allowed = ("module", "union", *_PARAMETERS, *ROLES, "scaffold")
         content = self._content(element, allowed, preserve)
         if "src" in attributes:
@@ -203,9 +206,7 @@ class _SchemaReader:
 
 
 def _parameter(element: Element) -> Parameter:
-    attributes = _attributes(
-        element, ("name", "len", "length", "scaffold"), required=("name",)
-    )
+    attributes = _attributes(element, ("name", "len", "length", "scaffold"), required=("name",))
     given = [name for name in ("len", "length") if name in attributes]
     if len(given) != 1:
         raise PmlError(element.place, f"<{element.name}>: expected len, the most tokens it takes")
@@ -252,7 +253,9 @@ def _prompt_turn(element: Element, preserve: bool) -> PromptTurn:
                 child.place, f"<{child.name}>: found inside <{element.name}> of a prompt, expected "
                 "text only: modules are imported before it, by the names the schema gives them"
             )  # fmt: skip
-    texts = [each.text for each in _texts_cleaned(element, (), preserve) if isinstance(each, TextNode)]
+    texts = [
+        each.text for each in _texts_cleaned(element, (), preserve) if isinstance(each, TextNode)
+    ]
     text = "".join(texts)
     return PromptTurn(element.name, text if preserve else text.strip(), element.place)
 

@@ -165,7 +165,7 @@ class _Walk:
         if not module.is_cached:
             self._add_new(tokens, position)
         elif tokens:
-            if visit.num_passed == 0 and module.path and self._repair_tokens:
+            if module.path and self._repair_tokens and id(module) not in self._repaired:
                 repaired = tokens[: self._repair_tokens]
                 self._add_new(repaired, position)
                 self._repaired[id(module)] = (part.begin, part.begin + len(repaired))
@@ -187,7 +187,8 @@ class _Walk:
         self._add_new(tokens, part.position)
         if visit.module.is_cached:
             visit.num_passed = part.end
-        self._end_position = max(self._end_position, part.position + len(tokens))
+        if tokens:
+            self._end_position = max(self._end_position, part.position + len(tokens))
 
     def _texts_at(self, text: str, position: int) -> None:
         if text:
@@ -283,9 +284,7 @@ class _Walk:
                 )
 
     def _unknown(self, name: str, where: str, allowed: list[str]) -> str:
-        elsewhere = [
-            path for path in _paths(self._schema.root) if path and path[-1] == name
-        ]
+        elsewhere = [path for path in _paths(self._schema.root) if path and path[-1] == name]
         if elsewhere:
             opened = "".join(f"<{each}>" for each in elsewhere[0][:-1])
             closed = "".join(f"</{each}>" for each in reversed(elsewhere[0][:-1]))

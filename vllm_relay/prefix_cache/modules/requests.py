@@ -1,20 +1,117 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of vLLM's engine core and their plans."""
+"""Requests of vLLM with plans: what they are given, and what is refused."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm_relay.prefix_cache.modules.plan import ModulePlan, plan_of
+from vllm_relay.prefix_cache.modules.plan import EXTRA_ARG, ModulePlan, plan_of
+from vllm_relay.prefix_cache.modules.render import RenderedPrompt
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.config import VllmConfig
 
 _ATTRIBUTE = "relay_plan"
 
 
 def plan_of_request(request: Any) -> ModulePlan | None:
-    """Of a request of the engine core, or of what a worker keeps of one; read once."""
+    """Of a request of the engine core; read once."""
     try:
         return getattr(request, _ATTRIBUTE)
     except AttributeError:
         plan = plan_of(request.sampling_params)
         setattr(request, _ATTRIBUTE, plan)
         return plan
+
+
+def with_plan(
+    params: SamplingParams, rendered: RenderedPrompt, max_model_len: int
+) -> SamplingParams:
+    """The sampling parameters of a rendered prompt: with its plan, and with no more tokens than
+    there are positions behind it."""
+    params = params.clone()
+    if rendered.plan is None:
+        return params
+    most = max_model_len - max(rendered.end_position, len(rendered.token_ids))
+    params.max_tokens = most if params.max_tokens is None else min(params.max_tokens, most)
+    params.extra_args = {**(params.extra_args or {}), EXTRA_ARG: rendered.plan.to_argument()}
+    return params
+
+
+def check_request(vllm_config: VllmConfig, params: Any, num_prompt_tokens: int) -> None:
+    """Refuse a request with a plan that this engine would not follow exactly.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    extra_args = getattr(params, "extra_args", None)
+    if not extra_args or EXTRA_ARG not in extra_args:
+        return
+    if reason := unsupported_reason(vllm_config):
+        raise ValueError(f"prompt modules: {reason}")
+    try:
+        plan = plan_of(params)
+    except ValueError as error:
+        raise ValueError(f"{EXTRA_ARG}: {error}") from None
+    assert plan is not None
+    block_size = vllm_config.cache_config.block_size
+    if plan.block_size != block_size:
+        raise ValueError(
+            f"{EXTRA_ARG}: rendered for blocks of {plan.block_size} tokens, the engine has blocks "
+            f"of {block_size}"
+        )
+    if plan.num_prompt_slots != num_prompt_tokens:
+        raise ValueError(
+            f"{EXTRA_ARG}: a plan for {plan.num_prompt_slots} tokens, given {num_prompt_tokens}"
+        )
+    if plan.encodes:
+        raise ValueError(f"{EXTRA_ARG}: the plan has no tail")
+    last = plan.tail[-1]
+    end = last.position + last.num_tokens + (params.max_tokens or 0)
+    if end > vllm_config.model_config.max_model_len:
+        raise ValueError(
+            f"{EXTRA_ARG}: the prompt ends at position {last.position + last.num_tokens} and "
+            f"max_tokens is {params.max_tokens}, the model has positions up to "
+            f"{vllm_config.model_config.max_model_len}"
+        )
+    if params.prompt_logprobs is not None or params.skip_reading_prefix_cache:
+        raise ValueError(
+            "prompt modules: prompt_logprobs and skip_reading_prefix_cache compute the prompt anew "
+            "without the prefix cache: leave them out"
+        )
+
+
+def unsupported_reason(vllm_config: VllmConfig) -> str | None:
+    """Why this engine cannot use stored modules; None: it can."""
+    from vllm.platforms import current_platform
+
+    from vllm_relay.config import scheduler_is_selected
+    from vllm_relay.limits import relay_is_selected, sparse_is_selected
+
+    if not relay_is_selected(vllm_config) or sparse_is_selected(vllm_config):
+        return "only the RELAY backend masks their padding: use --attention-backend relay"
+    if not current_platform.is_cpu():
+        return "the kernels for GPUs cannot mask their padding yet; serve them on a CPU"
+    if not scheduler_is_selected(vllm_config):
+        return "only RelayScheduler waits for them: add additional_config.relay.scheduler=true"
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return "they live in the prefix cache: leave --no-enable-prefix-caching out"
+    if vllm_config.speculative_config is not None:
+        return "drafts of speculative decoding know nothing of their positions"
+    if vllm_config.kv_transfer_config is not None:
+        return "KV connectors know nothing of their blocks"
+    return _model_reason(vllm_config)
+
+
+def _model_reason(vllm_config: VllmConfig) -> str | None:
+    model_config = vllm_config.model_config
+    if model_config.uses_mrope or getattr(model_config, "uses_xdrope_dim", 0):
+        return "positions of several dimensions (M-RoPE)"
+    if model_config.is_hybrid or model_config.is_attention_free:
+        return "state-space layers keep no keys and values of a module"
+    if getattr(model_config, "uses_alibi", False):
+        return "ALiBi takes distances from slots, not from positions"
+    if model_config.get_sliding_window() is not None:
+        return "layers with a sliding window see nothing of modules further away"
+    return None

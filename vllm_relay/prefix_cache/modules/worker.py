@@ -92,7 +92,9 @@ class ModuleWorker:
         found = [self.requests.get(request_id) for request_id in request_ids]
         if not any(found):
             return None
-        owners, starts, lens = [], [0], []
+        owners: list[int] = []
+        starts: list[int] = [0]
+        lens: list[int] = []
         ranges: dict[int, Ranges] = {}
         for number, request in enumerate(found):
             seq_len, query_end = int(seq_lens[number]), int(query_start_loc[number + 1])

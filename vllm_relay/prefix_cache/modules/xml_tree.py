@@ -86,12 +86,13 @@ class _Parser:
             if what == expat.errors.XML_ERROR_TAG_MISMATCH and self._open:
                 last = self._open[-1]
                 hint = f": <{last.name}> of line {last.place.line} is not closed"
-            elif what == expat.errors.XML_ERROR_INVALID_TOKEN:
-                hint = ': write "<" as &lt; and "&" as &amp;, or code as <![CDATA[...]]>'
-            elif what == expat.errors.XML_ERROR_SYNTAX:
-                hint = ': attributes are written name="value"'
+            elif what in (expat.errors.XML_ERROR_INVALID_TOKEN, expat.errors.XML_ERROR_SYNTAX):
+                hint = (
+                    ': attributes are written name="value", "<" in a text as &lt;, "&" as &amp;, '
+                    "and code may stand in <![CDATA[...]]>"
+                )
             place = self._place(error.lineno, error.offset)
-            raise PmlError(place, f"not well-formed, {what}{hint}") from None
+            raise PmlError(place, f"{what}{hint}") from None
         assert self._root is not None
         return self._root
 

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts with modules for `LLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_relay.prefix_cache.modules.render import REPAIR_TOKENS, Mode, RenderedPrompt
+from vllm_relay.prefix_cache.modules.requests import unsupported_reason, with_plan
+from vllm_relay.prefix_cache.modules.schema import Schema
+from vllm_relay.prefix_cache.modules.schema_store import SchemaStore
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput, SamplingParams
+
+
+@dataclass(frozen=True)
+class ModularOutput:
+    """
+    Attributes:
+        prompt: what was computed, and of which modules.
+        output: vLLM's; its prompt has padding.
+    """
+
+    prompt: RenderedPrompt
+    output: RequestOutput
+
+    @property
+    def text(self) -> str:
+        return self.output.outputs[0].text
+
+
+class ModularLLM:
+    """An `LLM` and the schemas of its prompts.
+
+    Raises:
+        ValueError: this engine cannot use modules; with the reason.
+    """
+
+    def __init__(self, llm: LLM, *schemas: Schema | Path) -> None:
+        config = llm.llm_engine.vllm_config
+        if reason := unsupported_reason(config):
+            raise ValueError(f"prompt modules: {reason}")
+        self.llm = llm
+        self._max_model_len = config.model_config.max_model_len
+        self.schemas = SchemaStore(
+            llm.get_tokenizer(),
+            block_size=config.cache_config.block_size,
+            max_model_len=self._max_model_len,
+        )
+        for schema in schemas:
+            self.schemas.add(schema)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        sampling_params: SamplingParams | None = None,
+        *,
+        mode: Mode = "modular",
+        repair_tokens: int = REPAIR_TOKENS,
+        **keywords: Any,
+    ) -> list[ModularOutput]:
+        """Answers to prompts in PML.
+
+        Args:
+            keywords: for `LLM.generate`.
+
+        Raises:
+            PmlError: a prompt does not fit its schema; nothing was computed.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        rendered = [
+            self.schemas.render(prompt, mode=mode, repair_tokens=repair_tokens)
+            for prompt in prompts
+        ]
+        params = sampling_params or self.llm.get_default_sampling_params()
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": each.token_ids} for each in rendered],
+            [with_plan(params, each, self._max_model_len) for each in rendered],
+            **keywords,
+        )
+        pairs = zip(rendered, outputs, strict=True)
+        return [ModularOutput(prompt, output) for prompt, output in pairs]
