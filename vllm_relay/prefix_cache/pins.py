@@ -83,7 +83,7 @@ class PinTable:
     @property
     def num_bytes(self) -> int:
         """Bytes of KV cache in these blocks."""
-        return self.num_blocks * self._block_bytes()
+        return self.num_blocks * self.block_bytes
 
     def declare(self, pin_id: str, token_ids: Sequence[int]) -> dict[str, Any]:
         """Make a cold pin of the full KV blocks of ``token_ids``.
@@ -214,7 +214,7 @@ class PinTable:
             "id": pin.id,
             "tokens": len(pin.token_ids),
             "blocks": len(pin.blocks),
-            "bytes": len(pin.blocks) * self._block_bytes(),
+            "bytes": len(pin.blocks) * self.block_bytes,
             "resident": bool(pin.blocks),
             "problem": pin.problem,
         }
@@ -306,8 +306,9 @@ class PinTable:
             apply_admission_cap=True,
         )
 
-    def _block_bytes(self) -> int:
-        """Of all layers, in one worker."""
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a KV block of all layers, in one worker."""
         config = self._manager.kv_cache_config
         # `size` is that of the one allocation in which all tensors lie
         size = max((tensor.size for tensor in config.kv_cache_tensors), default=0)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from vllm_relay.prefix_cache.modules.requests import plan_of_request
+
 PREFIX_CACHE = "prefix_cache"
 """The key of these statistics in the dict ``relay`` of SchedulerStats."""
 
@@ -16,6 +18,10 @@ COUNTERS = {
     "prefix_hit_tokens": "Of these, tokens found there.",
     "tokens_saved": "Tokens found there, those of resumed requests included.",
     "overtakes": "Requests that ran while an older one of their priority waited.",
+    "module_hits": "Prompt modules that admitted requests found computed.",
+    "module_hit_tokens": "Tokens of these modules.",
+    "module_encodings": "Prompt modules that were computed.",
+    "module_encoded_bytes": "Bytes of KV cache that this filled, padding included.",
 }
 GAUGES = {
     "pinned_blocks": "KV blocks that pinned prompts hold.",
@@ -37,6 +43,10 @@ class PrefixCacheStats:
     prefix_hit_tokens: int = 0
     tokens_saved: int = 0
     overtakes: int = 0
+    module_hits: int = 0
+    module_hit_tokens: int = 0
+    module_encodings: int = 0
+    module_encoded_bytes: int = 0
     evicted_blocks: dict[str, int] = field(default_factory=dict)
     pinned_blocks: int = 0
     pinned_bytes: int = 0
@@ -120,14 +130,25 @@ class PrefixCacheRecorder:
 
     def on_admitted(self, request: Any, hit_tokens: int) -> None:
         """Count a request whose first ``hit_tokens`` tokens were found in the prefix cache."""
+        plan = plan_of_request(request)
+        if plan is not None and plan.encodes:
+            return  # nobody has asked for it
         self._step.tokens_saved += hit_tokens
         if request.num_preemptions > 0:
             return  # it finds what it computed itself
         self._step.prefix_query_tokens += request.num_tokens
         self._step.prefix_hit_tokens += hit_tokens
+        if plan is not None:
+            self._step.module_hits += len(plan.segments)
+            self._step.module_hit_tokens += sum(each.num_tokens for each in plan.segments)
         hash_block_size = self._scheduler.kv_cache_manager.block_pool.hash_block_size
         if depth := hit_tokens // hash_block_size:
             self.top_prefixes.add_hit(request.block_hashes[depth - 1], hit_tokens)
+
+    def on_module_computed(self, num_bytes: int) -> None:
+        """Count a module whose keys and values take this many bytes."""
+        self._step.module_encodings += 1
+        self._step.module_encoded_bytes += num_bytes
 
     def take(self) -> PrefixCacheStats | None:
         """The statistics since the last call; None if there is nothing new."""

@@ -48,6 +48,7 @@ class PrefixRequestQueue(RequestQueue):
         make_limit: its limit on overtaking, or None.
         observer: is told when a request begins and ceases to wait.
         blocked_now: returns what tells, at this moment, whether a request cannot run.
+        goes_first: whether a request comes before the others of its priority, as preempted ones do.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class PrefixRequestQueue(RequestQueue):
         observer: QueueObserver,
         blocked_now: Callable[[], Callable[[Request], bool]],
         clock: Callable[[], float] = time.monotonic,
+        goes_first: Callable[[Request], bool] = lambda request: False,
     ) -> None:
+        self._goes_first = goes_first
         self._by_priority = by_priority
         self._chain_of = chain_of
         self._make_order = make_order
@@ -234,7 +237,7 @@ class PrefixRequestQueue(RequestQueue):
             each = self._classes[priority] = PriorityClass(self._make_order(), self._make_limit())
             bisect.insort(self._priorities, priority)
         self._num_in_classes += 1
-        if request.status == RequestStatus.PREEMPTED:
+        if request.status == RequestStatus.PREEMPTED or self._goes_first(request):
             each.add_preempted(request)
             return
         position = self._positions[request]

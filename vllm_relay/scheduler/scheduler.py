@@ -10,6 +10,7 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
+    KVCacheBlock,
     make_block_hash_with_group_id,
     resolve_block_hashes,
 )
@@ -50,6 +51,7 @@ class _RelayScheduling(Scheduler):
             self._make_limit,
             feeder,
             self._blocked_now,
+            goes_first=lambda request: self.modules.goes_first(request),
         )
         self.pins = PinTable(self)
         self.modules = ModuleAdmission(self)
@@ -88,10 +90,10 @@ class _RelayScheduling(Scheduler):
         for keys in chains:
             self.kv_cache_manager.block_pool.free_block_queue.note_chain(keys, is_use=is_use)
 
-    def is_cached(self, block_hash: BlockHash) -> bool:
-        """Whether a block of the KV cache group of full attention is in the prefix cache."""
+    def cached_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
+        """A block of the KV cache group of full attention in the prefix cache."""
         key = make_block_hash_with_group_id(block_hash, self._order_group or 0)
-        return self._is_resident(key)
+        return self.kv_cache_manager.block_pool.cached_block_hash_to_block.get_one_block(key)
 
     def _is_resident(self, key: bytes) -> bool:
         pool = self.kv_cache_manager.block_pool
@@ -168,6 +170,7 @@ class _RelayScheduling(Scheduler):
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self.pins.reset()
+        self.modules.release()
         is_reset = False
         try:
             is_reset = super().reset_prefix_cache(*args, **kwargs)

@@ -118,11 +118,7 @@ def test_turns_are_those_of_the_template(template: str, schema: str, prompt: str
     )
     assert written == expected
     segments, tail = texts_of(store.render(prompt))
-    assert (
-        expected == segments[""].replace("Ask.", hotel + "Ask.") + tail
-        or ("".join((segments[""], hotel, tail)) == expected)
-        or "Ask." in schema
-    )
+    assert (segments[""] + tail).replace("Go.\n", f"Go.\n{hotel}") == expected
 
 
 def test_a_schema_without_turns_begins_as_prompts_do() -> None:
@@ -246,7 +242,6 @@ def test_random_prompts_mean_what_the_reference_says(seed: int, mode: str) -> No
     words = ["a", "b", "c", "d", "e"]
     schema = SchemaMaker(rng, words, 6).schema("s")
     store.add(schema)
-    text = random_prompt(rng, schema, words).replace(" ", "_") if False else None
     text = random_prompt(rng, schema, words)
     try:
         rendered = store.render(text, mode=mode, repair_tokens=3)  # type: ignore[arg-type]

@@ -22,11 +22,7 @@ ENCODING_PREFIX = "relay-module-"
 
 
 class ModuleAdmission:
-    """Beside a RelayScheduler.
-
-    Attributes:
-        encodings: how many modules were computed.
-    """
+    """Beside a RelayScheduler."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -34,7 +30,7 @@ class ModuleAdmission:
         self._encoding: dict[bytes, str] = {}  # last block of a module -> who computes it
         self._keys: dict[str, bytes] = {}
         self._numbers = count()
-        self.encodings = 0
+        self._lease = _Lease(scheduler)
 
     def add(self, request: Request) -> None:
         """A request begins to wait."""
@@ -44,13 +40,27 @@ class ModuleAdmission:
     def forget(self, request: Request) -> None:
         """A request has ended."""
         self._waiting.pop(request.request_id, None)
+        if request is self._lease.request:
+            self._lease.release()
         if (key := self._keys.pop(request.request_id, None)) is not None:
             del self._encoding[key]
+            self._count(request)
+
+    def _count(self, encoding: Request) -> None:
+        plan = plan_of_request(encoding)
+        assert plan is not None
+        num_blocks = (plan.num_prompt_slots - plan.num_stored_slots) // plan.block_size
+        scheduler = self._scheduler
+        scheduler.relay_recorder.on_module_computed(num_blocks * scheduler.pins.block_bytes)
 
     def is_ready(self, request: Request) -> bool:
         """Whether the prefix cache has everything of a waiting request that modules hold."""
         plan = plan_of_request(request)
         return plan is None or self._has(request, 0, plan.num_stored_slots)
+
+    def goes_first(self, request: Request) -> bool:
+        """Whether a waiting request is one that others wait for."""
+        return request.request_id in self._keys
 
     def prepare(self) -> None:
         """Have computed what waiting requests lack; before every step."""
@@ -59,28 +69,46 @@ class ModuleAdmission:
         for request in list(self._waiting.values()):
             if request.status == RequestStatus.RUNNING:
                 del self._waiting[request.request_id]
+                if request is self._lease.request:
+                    self._lease.release()
                 continue
             plan = plan_of_request(request)
             assert plan is not None
             if not self._has(request, 0, plan.num_stored_slots):
                 self._compute_missing(request, plan)
+        self._extend_lease()
+
+    def release(self) -> None:
+        """Let all modules be evicted, as the prefix cache is going to be emptied."""
+        self._lease.release()
+
+    def _extend_lease(self) -> None:
+        """The oldest waiting request keeps what is there of its modules: where memory is short,
+        others would evict it while the rest is computed, and it would never run."""
+        if self._lease.request is None:
+            users = [each for each in self._waiting.values() if not self.goes_first(each)]
+            if not users:
+                return
+            self._lease.request = min(users, key=lambda each: (each.priority, each.arrival_time))
+        plan = plan_of_request(self._lease.request)
+        assert plan is not None
+        self._lease.extend(plan.num_stored_slots // plan.block_size)
 
     def _has(self, request: Request, first_slot: int, end_slot: int) -> bool:
         size = self._scheduler.block_size
         hashes = request.block_hashes[first_slot // size : end_slot // size]
-        return all(map(self._scheduler.is_cached, hashes))
+        return all(self._scheduler.cached_block(each) is not None for each in hashes)
 
     def _compute_missing(self, request: Request, plan: ModulePlan) -> None:
         size = plan.block_size
         num_stored = len(plan.segments) - plan.encodes
-        for index in range(num_stored):
+        for index in reversed(range(num_stored)):  # the last one to come goes first
             first, end = plan.first_slots[index : index + 2]
             key = request.block_hashes[end // size - 1]
             if key not in self._encoding and not self._has(request, first, end):
                 encoding = self._encoding_request(request, plan, index)
                 self._encoding[key] = encoding.request_id
                 self._keys[encoding.request_id] = key
-                self.encodings += 1
                 self._scheduler.add_request(encoding)
 
     def _encoding_request(self, request: Request, plan: ModulePlan, index: int) -> Request:
@@ -105,3 +133,32 @@ class ModuleAdmission:
             priority=request.priority,
             block_hasher=request._block_hasher,
         )
+
+
+class _Lease:
+    """Blocks that one waiting request holds.
+
+    Attributes:
+        request: whose they are; None: there is none.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._blocks: dict[int, Any] = {}  # by their place in the request
+        self.request: Request | None = None
+
+    def extend(self, num_blocks: int) -> None:
+        """Hold those of its first blocks that are there by now."""
+        assert self.request is not None
+        for place, block_hash in enumerate(self.request.block_hashes[:num_blocks]):
+            if place not in self._blocks:
+                block = self._scheduler.cached_block(block_hash)
+                if block is not None:
+                    self._scheduler.kv_cache_manager.block_pool.touch([block])
+                    self._blocks[place] = block
+
+    def release(self) -> None:
+        blocks = [self._blocks[place] for place in sorted(self._blocks, reverse=True)]
+        self._scheduler.kv_cache_manager.block_pool.free_blocks(blocks)
+        self._blocks.clear()
+        self.request = None

@@ -20,7 +20,7 @@ def plan_of_request(request: Any) -> ModulePlan | None:
     try:
         return getattr(request, _ATTRIBUTE)
     except AttributeError:
-        plan = plan_of(request.sampling_params)
+        plan = plan_of(getattr(request, "sampling_params", None))
         setattr(request, _ATTRIBUTE, plan)
         return plan
 
