@@ -370,16 +370,102 @@ def serve_relay_endpoints() -> None:
         def load_endpoint_plugins(supported_tasks: Any = None, *args: Any, **kwargs: Any) -> Any:
             from vllm_relay.long_context.http import ContextEndpoints
             from vllm_relay.prefix_cache.http import PinEndpoints
+            from vllm_relay.prefix_cache.modules.http import SchemaEndpoints
 
             loaded = original(supported_tasks, *args, **kwargs)
             if "generate" in (supported_tasks or ()):
                 _guard_by_api_key("/relay")
-                loaded = [*loaded, PinEndpoints(), ContextEndpoints()]
+                loaded = [*loaded, PinEndpoints(), ContextEndpoints(), SchemaEndpoints()]
+                _render_modular_prompts()
+                _tell_usage_by_module()
             return loaded
 
         return load_endpoint_plugins
 
     _wrap(plugins, "load_endpoint_plugins", make)
+
+
+def _render_modular_prompts() -> None:
+    """Let the field ``relay`` of completions and chat completions be their prompt.
+
+    Reason: vLLM ignores fields it does not know, and endpoint plug-ins can add routes only.
+    Remove when: plug-ins can render prompts.
+    """
+    from vllm.renderers.online_renderer import OnlineRenderer
+
+    from vllm_relay.prefix_cache.modules.online import apply_modular_prompt
+
+    async def engine_inputs(renderer: Any, token_ids: list[int], request: Any) -> Any:
+        return await renderer.preprocess_completion(
+            request, prompt_input=token_ids, prompt_embeds=None
+        )
+
+    def make_completion(original: Callable[..., Any]) -> Callable[..., Any]:
+        async def render_completion(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                token_ids = apply_modular_prompt(self, request)
+            except ValueError as error:
+                return self.create_error_response(str(error), param="relay")
+            if token_ids is None:
+                return await original(self, request, *args, **kwargs)
+            return await engine_inputs(self, token_ids, request)
+
+        return render_completion
+
+    def make_chat(original: Callable[..., Any]) -> Callable[..., Any]:
+        async def render_chat(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                token_ids = apply_modular_prompt(self, request)
+            except ValueError as error:
+                return self.create_error_response(str(error), param="relay")
+            if token_ids is None:
+                return await original(self, request, *args, **kwargs)
+            return [], await engine_inputs(self, token_ids, request)
+
+        return render_chat
+
+    _wrap(OnlineRenderer, "render_completion", make_completion)
+    _wrap(OnlineRenderer, "render_chat", make_chat)
+
+
+def _tell_usage_by_module() -> None:
+    """Tell in the usage of completions and chat completions what was cached of each module.
+
+    Reason: nothing on the way from the engine to a response carries data of plug-ins.
+    Remove when: it does.
+    """
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+
+    from vllm_relay.prefix_cache.modules.online import add_usage, with_usage
+
+    def make_completion(original: Callable[..., Any]) -> Callable[..., Any]:
+        def to_response(self: Any, outputs: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            response = original(self, outputs, request, *args, **kwargs)
+            add_usage(request, getattr(response, "usage", None))
+            return response
+
+        return to_response
+
+    def make_chat(original: Callable[..., Any]) -> Callable[..., Any]:
+        async def full_generator(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            response = await original(self, request, *args, **kwargs)
+            add_usage(request, getattr(response, "usage", None))
+            return response
+
+        return full_generator
+
+    def make_stream(original: Callable[..., Any]) -> Callable[..., Any]:
+        def stream_generator(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            return with_usage(request, original(self, request, *args, **kwargs))
+
+        return stream_generator
+
+    completion, chat = OpenAIServingCompletion, OpenAIServingChat
+    _wrap(completion, "request_output_to_completion_response", make_completion)
+    _wrap(completion, "completion_stream_generator", make_stream)
+    _wrap(chat, "chat_completion_full_generator", make_chat)
+    _wrap(chat, "chat_completion_stream_generator", make_stream)
 
 
 def _guard_by_api_key(prefix: str) -> None:
@@ -491,6 +577,7 @@ def check_modular_requests() -> None:
     Reason: plans travel in extra_args, which nobody looks at.
     Remove when: plug-ins can check requests; platforms can, but without the configuration.
     """
+    from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.input_processor import InputProcessor
 
     from vllm_relay.prefix_cache.modules.requests import check_request
@@ -500,12 +587,54 @@ def check_modular_requests() -> None:
             request = original(self, *args, **kwargs)
             if request.sampling_params is not None:
                 num_tokens = len(request.prompt_token_ids or ())
-                check_request(self.vllm_config, request.sampling_params, num_tokens)
+                try:
+                    check_request(self.vllm_config, request.sampling_params, num_tokens)
+                except ValueError as error:  # whose message AsyncLLM.generate would drop
+                    raise VLLMValidationError(str(error)) from error
             return request
 
         return process_inputs
 
     _wrap(InputProcessor, "process_inputs", make)
+
+
+def tell_tokens_without_padding() -> None:
+    """Give the outputs of modular prompts the tokens that are seen, and count only these as cached.
+
+    Reason: front ends count the tokens of a prompt, and engine cores those found in the cache, with
+    the padding between modules.
+    Remove when: requests can tell which of their tokens are no text.
+    """
+    from vllm.v1.engine.output_processor import RequestState
+
+    from vllm_relay.prefix_cache.modules.plan import plan_of
+
+    def make_new(original: Callable[..., Any]) -> Callable[..., Any]:
+        def from_new_request(
+            cls: type, tokenizer: Any, request: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            state = original(cls, tokenizer, request, *args, **kwargs)
+            state.relay_padding_tokens = 0
+            plan = plan_of(request.sampling_params)
+            if plan is not None:
+                state.prompt_token_ids = plan.seen_tokens(request.prompt_token_ids)
+                state.prompt_len = len(state.prompt_token_ids)
+                state.relay_padding_tokens = len(request.prompt_token_ids) - state.prompt_len
+            return state
+
+        return from_new_request
+
+    def make_output(original: Callable[..., Any]) -> Callable[..., Any]:
+        def make_request_output(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.relay_padding_tokens and self.num_cached_tokens:
+                self.num_cached_tokens -= self.relay_padding_tokens
+                self.relay_padding_tokens = 0
+            return original(self, *args, **kwargs)
+
+        return make_request_output
+
+    _wrap(RequestState, "from_new_request", make_new)
+    _wrap(RequestState, "make_request_output", make_output)
 
 
 def hash_modules_apart() -> None:

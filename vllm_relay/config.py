@@ -100,7 +100,17 @@ class SchedulerOptions(BaseModel):
     )
 
 
-class RelayConfig(LongContextOptions, SchedulerOptions, SharingOptions):
+class ModuleOptions(BaseModel):
+    """What requests with prompt modules need."""
+
+    schemas: tuple[str, ...] = Field(
+        default=(),
+        description="PML files with the schemas of prompt modules that a server knows from the "
+        "start.",
+    )
+
+
+class RelayConfig(ModuleOptions, LongContextOptions, SchedulerOptions, SharingOptions):
     """Options of the attention backends, of the scheduler and of the prefix cache.
 
     Given as ``--additional-config.relay.min_shared_tokens 256`` or

@@ -92,6 +92,7 @@ def _register_backend() -> None:
     compat.run_on_new_config(platform_cls, check_new_config)
     compat.mark_offline_engines()
     compat.check_modular_requests()
+    compat.tell_tokens_without_padding()
     paths = {BACKEND_NAME: CPU_BACKEND_PATH, SPARSE_BACKEND_NAME: SPARSE_BACKEND_PATH}
     if current_platform.is_cpu():
         path_for_layer = dict.fromkeys(BACKEND_NAMES, cpu_backend_path)

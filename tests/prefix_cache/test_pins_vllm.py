@@ -5,12 +5,8 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS, save_model
+from tests.servers import ask, serving
 
 pytestmark = pytest.mark.integration
 
@@ -31,7 +28,6 @@ PINNED_AT_START = (
     f"vllm-relay: pinned system prompts: 1, tokens: {PINNED_TOKENS}, "
     f"KV blocks: {PINNED_TOKENS // BLOCK_SIZE}, bytes in one worker: {PINNED_BYTES:,}"
 )
-API_KEY = "secret"
 
 
 @pytest.fixture(scope="module")
@@ -123,45 +119,10 @@ def server(model: Path, tmp_path: Path) -> Iterator[str]:
     """The address of a server with a pinned system prompt."""
     prompt = tmp_path / "system_prompt.txt"
     prompt.write_text(SYSTEM_PROMPT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
-    command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--api-key", API_KEY, "--dtype", "float32", "--enforce-eager"]
-    command += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", "48"]
     relay = {"scheduler": True, "system_prompts": [f"@{prompt}"]}
-    command += ["--additional-config", json.dumps({"relay": relay})]
-    log = tmp_path / "server.log"
-    with log.open("w") as output:
-        environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, env=environment)
-    try:
-        deadline_s = time.monotonic() + 240
-        address = f"http://127.0.0.1:{port}"
-        while True:
-            try:
-                with urllib.request.urlopen(f"{address}/health"):
-                    break
-            except OSError:
-                alive = process.poll() is None and time.monotonic() < deadline_s
-                assert alive, log.read_text()[-4000:]
-                time.sleep(0.5)
+    options = ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", "48"]
+    with serving(model, tmp_path / "server.log", relay, options) as address:
         yield address
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
-
-
-def ask(method: str, url: str, body: Any = None, key: str = API_KEY) -> tuple[int, str]:
-    data = None if body is None else json.dumps(body).encode()
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    request = urllib.request.Request(url, data, headers, method=method)
-    try:
-        with urllib.request.urlopen(request) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
 
 
 def test_server(server: str, tmp_path: Path) -> None:

@@ -84,7 +84,12 @@ def main(model: str, output: str) -> None:
     )
     [alone] = modular.generate(first, greedy, use_tqdm=False)
     seen["alone"] = list(alone.output.outputs[0].token_ids)
-    seen["cached"] = [alone.output.num_cached_tokens, rendered.plan.num_stored_slots]
+    plan = rendered.plan
+    seen["cached"] = [
+        alone.output.num_cached_tokens,
+        len(alone.output.prompt_token_ids) - sum(run.num_tokens for run in plan.tail),
+    ]
+    assert alone.output.prompt_token_ids == plan.seen_tokens(rendered.token_ids)
     out = llm.generate([plain], greedy, use_tqdm=False)[0]
     seen["plain_after"] = list(out.outputs[0].token_ids)
     seen["plain_cached"] = out.num_cached_tokens
@@ -108,7 +113,7 @@ def main(model: str, output: str) -> None:
     out = llm.generate([{"prompt_token_ids": whole}], greedy, use_tqdm=False)[0]
     seen["written_out"] = list(out.outputs[0].token_ids)
 
-    argument = rendered.plan.to_argument()
+    argument = plan.to_argument()
     seen["errors"] = []
     for bad in (
         SamplingParams(max_tokens=2, extra_args={EXTRA_ARG: argument}, prompt_logprobs=1),

@@ -87,7 +87,11 @@ def main(model: str, mode: str, num_schemas: str, output: str) -> None:
         "prompts": len(outputs),
         "worst": worst,
         "cached": [found.num_cached_tokens for found in outputs],
-        "stored": [each.plan.num_stored_slots for each in rendered],
+        "stored": [
+            len(each.plan.seen_tokens(each.token_ids))
+            - sum(run.num_tokens for run in each.plan.tail)
+            for each in rendered
+        ],
         "segments": sum(len(each.plan.segments) for each in rendered),
     }
     Path(output).write_text(json.dumps(seen))

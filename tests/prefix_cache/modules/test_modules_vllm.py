@@ -11,6 +11,7 @@ import pytest
 
 from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS, save_model
 from tests.prefix_cache.modules.engine_main import NUM_AT_ONCE
+from tests.servers import ask, serving
 from tests.vllm_processes import run_module
 
 pytestmark = pytest.mark.integration
@@ -63,7 +64,7 @@ def test_requests_with_modules(
     assert seen["hits_at_once"] == 5 * NUM_AT_ONCE
     assert seen["encoded_bytes"] == 7 * 32 * 2 * 2 * 2 * 32 * 4
     assert seen["at_once"] == [seen["alone"]] * NUM_AT_ONCE
-    assert seen["cached"][0] == seen["cached"][1] == 7 * 32
+    assert seen["cached"][0] == seen["cached"][1]
     # nothing of a module lies where a prompt without modules would find it
     assert seen["plain_after"] == seen["plain_before"] != seen["alone"]
     assert seen["plain_cached"] == 0
@@ -80,3 +81,89 @@ def test_requests_with_modules(
         strict=True,
     ):  # fmt: skip
         assert expected in error
+
+
+SCHEMA = """<schema name="trip">
+  <system>river amber</system>
+  <user>
+    stone <module name="plan">harbor <param name="days" len="3"/> castle
+      <union><module name="sea">river river river</module><module name="city">stone</module></union>
+    </module>
+    <module name="hotel">amber amber amber amber</module>
+  </user>
+</schema>"""
+
+
+def test_server(models: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / "known.xml"
+    path.write_text(SCHEMA.replace('"trip"', '"known"'))
+    relay = {"scheduler": True, "schemas": [str(path)]}
+    options = [
+        "--attention-backend",
+        "relay",
+        "--block-size",
+        "32",
+        "--enable-prompt-tokens-details",
+    ]
+    with serving(models["llama"], tmp_path / "log", relay, options) as server:
+        schemas = f"{server}/relay/schemas"
+        assert ask("GET", schemas, key="wrong")[0] == 401
+        assert ask("GET", schemas) == (200, '{"schemas":["known"]}')
+        status, page = ask("POST", schemas, SCHEMA)
+        assert status == 201
+        layout = {each["module"]: each for each in json.loads(page)["modules"]}
+        assert list(layout) == ["", "plan", "plan/sea", "plan/city", "hotel"]
+        assert (layout["plan"]["tokens"], layout["plan"]["parameters"]) == (5, {"days": 3})
+        assert ask("GET", f"{schemas}/trip") == (200, page)
+        status, page = ask("POST", schemas, "<schema name='x'><modul/></schema>")
+        assert status == 400 and "schema:1:18: found <modul>" in page
+        status, page = ask(
+            "POST", schemas, "<schema name='x'><module name='a' src='/etc/hosts'/></schema>"
+        )
+        assert status == 400 and "not read from a file" in page
+
+        prompt = '<plan days="stone river"><sea/></plan><hotel/> river'
+        asked = {"model": "tiny", "max_tokens": 5, "temperature": 0, "ignore_eos": True,
+                 "relay": {"schema": "trip", "prompt": prompt}}  # fmt: skip
+        status, page = ask("POST", f"{server}/v1/completions", asked)
+        assert status == 200, page
+        completion = json.loads(page)
+        cached = {"": 6, "plan": 2, "plan/sea": 3, "hotel": 4}
+        assert completion["usage"]["relay"] == {"cached_tokens_by_module": cached}
+        assert completion["usage"]["prompt_tokens"] == 6 + 2 + 3 + 4 + 2 + 1
+        assert completion["usage"]["prompt_tokens_details"]["cached_tokens"] == 6 + 2 + 3 + 4
+        status, page = ask("POST", f"{server}/v1/chat/completions", asked)
+        assert status == 200, page
+        chat = json.loads(page)
+        text = completion["choices"][0]["text"]
+        assert chat["choices"][0]["message"]["content"].split() == text.split()
+        assert chat["usage"]["relay"] == completion["usage"]["relay"]
+        for url in ("completions", "chat/completions"):
+            streamed = {**asked, "stream": True, "stream_options": {"include_usage": True}}
+            status, page = ask("POST", f"{server}/v1/{url}", streamed)
+            *_, last, done = page.split("\n\n")[:-1]
+            assert (status, done) == (200, "data: [DONE]")
+            usage = json.loads(last.removeprefix("data: "))["usage"]
+            assert usage["relay"] == completion["usage"]["relay"]
+            assert usage["prompt_tokens"] == completion["usage"]["prompt_tokens"]
+
+        for changed, expected in (
+            ({"relay": {"schema": "trip", "prompt": "<hotal/> river"}}, "did you mean hotel"),
+            ({"relay": {"prompt": "<hotel/> river"}}, "expected the name of a schema"),
+            ({"relay": {"schema": "trip", "prompt": "river", "mode": "fast"}}, "relay.mode"),
+            ({"relay": "trip"}, "relay: "),
+            ({"prompt": "river"}, "prompt: given beside relay"),
+            (
+                {"vllm_xargs": {"relay_modules": "x"}, "relay": None, "prompt": "river"},
+                "relay_modules",
+            ),
+        ):
+            status, page = ask("POST", f"{server}/v1/completions", {**asked, **changed})
+            assert status == 400 and expected in page, page
+        assert ask("DELETE", f"{schemas}/trip")[0] == 204
+        assert ask("DELETE", f"{schemas}/trip")[0] == 404
+        status, page = ask("POST", f"{server}/v1/completions", asked)
+        assert status == 400 and "unknown schema 'trip'; known: known" in page
+        metrics = ask("GET", f"{server}/metrics")[1]
+        assert 'relay:module_encodings_total{engine="0",model_name="tiny"} 4.0' in metrics
+        assert 'relay:module_hits_total{engine="0",model_name="tiny"} 16.0' in metrics

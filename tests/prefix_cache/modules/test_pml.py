@@ -34,7 +34,8 @@ SCHEMA = """<schema name="trip">
         <module name="sea">
           By the sea.
         </module>
-        <module name="city" cache="false">In <parameter name="where" length="3" scaffold="town"/></module>
+        <module name="city" cache="false">In <parameter
+          name="where" length="3" scaffold="town"/></module>
       </union>
     </module>
     <scaffold modules="plan hotel"/>

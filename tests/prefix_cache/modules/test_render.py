@@ -59,7 +59,7 @@ def test_separate_turns() -> None:
         "hotel": "A hotel.",
     }
     assert tail == "3 d Where?<|end|>\n<|assistant|>\n"
-    assert rendered.module_tokens == {"": 48, "plan": 11, "plan/sea": 11, "hotel": 8}
+    assert rendered.module_tokens == {"": 48, "plan": 6, "plan/sea": 11, "hotel": 8}
     plan = rendered.plan
     assert plan is not None
     argument, behind = plan.tail

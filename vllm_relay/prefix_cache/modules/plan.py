@@ -63,6 +63,12 @@ class Segment(_Frozen):
                 raise ValueError(f"segment {self.name!r}: ranges {ranges} end behind its tokens")
         return self
 
+    @property
+    def num_seen_tokens(self) -> int:
+        """How many tokens others may see."""
+        unseen = {i for a, b in (*self.placeholders, *self.replaced) for i in range(a, b)}
+        return self.num_tokens - len(unseen)
+
     def positions(self, begin: int, end: int) -> list[int]:
         """Of the tokens at these offsets; those of the padding repeat the last one."""
         return positions_of_runs(self.position_runs, self.num_tokens, begin, end)
@@ -128,13 +134,6 @@ class ModulePlan(_Frozen):
     def num_prompt_slots(self) -> int:
         return self.first_slots[-1] + sum(run.num_tokens for run in self.tail)
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Without padding, and without tokens that tokens of the tail stand for."""
-        replaced = sum(end - begin for each in self.segments for begin, end in each.replaced)
-        stored = sum(segment.num_tokens for segment in self.segments) - replaced
-        return stored + sum(run.num_tokens for run in self.tail)
-
     def num_slots(self, segment: Segment) -> int:
         """Of a segment, with its padding."""
         return -(-segment.num_tokens // self.block_size) * self.block_size
@@ -184,6 +183,20 @@ class ModulePlan(_Frozen):
         next_position = positions[-1] + 1 + max(begin - len(positions), 0)
         behind = range(next_position, next_position + min(num_behind, count))
         return [*positions[begin : begin + count], *behind]
+
+    def seen_tokens(self, token_ids: list[int]) -> list[int]:
+        """What the prompt's last token sees, and itself.
+
+        Args:
+            token_ids: of all slots.
+        """
+        *_, (_, _, visible) = self.computed_runs()
+        seen: list[int] = []
+        slot = 0
+        for begin, end in self.hidden_slots(visible):
+            seen += token_ids[slot:begin]
+            slot = end
+        return seen + token_ids[slot:]
 
     def encoding_plan(self, index: int) -> ModulePlan:
         """Of the request that computes a segment: those it sees, and then itself."""

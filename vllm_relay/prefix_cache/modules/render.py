@@ -42,7 +42,7 @@ class RenderedPrompt:
         token_ids: of all slots, padding included; without a plan simply the prompt.
         plan: None in mode "exact".
         end_position: of the prompt: generated tokens begin there.
-        module_tokens: of each imported module, how many tokens of it are stored; "" is what every
+        module_tokens: of each imported module, how many stored tokens are seen; "" is what every
             prompt has.
     """
 
@@ -323,10 +323,7 @@ class _Walk:
             tokens = visit.module.tokens
             # padding repeats a token that is there, so that penalties see nothing new
             token_ids += tokens + tokens[-1:] * (plan.num_slots(segment) - len(tokens))
-        module_tokens = {
-            segment.name: segment.num_tokens - sum(e - b for b, e in segment.replaced)
-            for segment in segments
-        }
+        module_tokens = {segment.name: segment.num_seen_tokens for segment in segments}
         return RenderedPrompt(token_ids + tail_tokens, plan, end, module_tokens)
 
     def _segment(self, visit: _Visit, places: dict[int, int]) -> Segment:

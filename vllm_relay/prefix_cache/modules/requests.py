@@ -61,12 +61,12 @@ def check_request(vllm_config: VllmConfig, params: Any, num_prompt_tokens: int) 
             f"{EXTRA_ARG}: rendered for blocks of {plan.block_size} tokens, the engine has blocks "
             f"of {block_size}"
         )
+    if plan.encodes:
+        raise ValueError(f"{EXTRA_ARG}: the plan has no tail")
     if plan.num_prompt_slots != num_prompt_tokens:
         raise ValueError(
             f"{EXTRA_ARG}: a plan for {plan.num_prompt_slots} tokens, given {num_prompt_tokens}"
         )
-    if plan.encodes:
-        raise ValueError(f"{EXTRA_ARG}: the plan has no tail")
     last = plan.tail[-1]
     end = last.position + last.num_tokens + (params.max_tokens or 0)
     if end > vllm_config.model_config.max_model_len:

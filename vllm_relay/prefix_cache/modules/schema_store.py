@@ -64,6 +64,11 @@ class SchemaStore:
     def names(self) -> list[str]:
         return list(self._schemas)
 
+    def unknown(self, name: str) -> str:
+        """What to say of a name that no schema has."""
+        known = ", ".join(self._schemas) or "none"
+        return f"unknown schema {name!r}; known: {known}{did_you_mean(name, self._schemas)}"
+
     def render(
         self, prompt: str, *, mode: Mode = "modular", repair_tokens: int = REPAIR_TOKENS
     ) -> RenderedPrompt:
@@ -74,12 +79,7 @@ class SchemaStore:
         """
         markup = parse_prompt(prompt)
         if markup.schema not in self._schemas:
-            known = ", ".join(self._schemas) or "none"
-            raise PmlError(
-                markup.place,
-                f"unknown schema {markup.schema!r}; known: {known}"
-                f"{did_you_mean(markup.schema, self._schemas)}",
-            )
+            raise PmlError(markup.place, self.unknown(markup.schema))
         rendered = render(
             self._schemas[markup.schema],
             markup,
