@@ -62,13 +62,14 @@ class ChatTurns:
         """
         if not roles:
             return []
-        around = self.around(roles)
+        # prompts go on with a question: templates may write no turn without one
+        around = self.around([*roles, "user"] if roles[-1] != "user" else roles)
         found: list[tuple[str, str]] = []
         closing = ""
         for number in range(len(roles)):
             opening = around[number].removeprefix(closing)
-            closing = around[-1] if number + 1 == len(roles) else self._closing(roles[: number + 1])
-            if number + 1 < len(roles) and not around[number + 1].startswith(closing):
+            closing = self._closing(roles[: number + 1])
+            if not around[number + 1].startswith(closing):
                 closing = ""  # nothing that belongs to this turn alone
             found.append((opening, closing))
         return found

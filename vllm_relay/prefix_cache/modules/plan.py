@@ -101,8 +101,8 @@ class ModulePlan(_Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> ModulePlan:
-        if not self.segments:
-            raise ValueError("a plan needs a segment")
+        if not self.segments and not self.tail:
+            raise ValueError("a plan needs a segment or a tail")
         for number, segment in enumerate(self.segments):
             for index, visible in segment.context:
                 if index >= number or visible > self.segments[index].num_tokens:
