@@ -163,6 +163,7 @@ def check_new_config(vllm_config: VllmConfig) -> None:
     )
     from vllm_relay.long_context.options import LongContextOptions
     from vllm_relay.long_context.start_checks import check_context_dir
+    from vllm_relay.prefix_cache.modules.requests import check_schemas
     from vllm_relay.prefix_cache.prompts import check_contexts, check_system_prompts
 
     logger = init_logger("vllm.relay")
@@ -191,6 +192,7 @@ def check_new_config(vllm_config: VllmConfig) -> None:
     else:
         check_contexts(vllm_config, options)
         check_context_dir(vllm_config, options)
+    check_schemas(vllm_config, options)
     if (name := misspelled_section(vllm_config)) is not None:
         message = f"additional_config.{name}: nobody reads this section; did you mean {SECTION}?"
         if backend or scheduler:

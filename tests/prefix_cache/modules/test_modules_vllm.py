@@ -167,3 +167,10 @@ def test_server(models: dict[str, Path], tmp_path: Path) -> None:
         metrics = ask("GET", f"{server}/metrics")[1]
         assert 'relay:module_encodings_total{engine="0",model_name="tiny"} 4.0' in metrics
         assert 'relay:module_hits_total{engine="0",model_name="tiny"} 16.0' in metrics
+
+
+def test_repair_finds_what_straddles_two_modules(tmp_path: Path) -> None:
+    seen = run("recall_main", output=tmp_path / "seen.json")
+    assert seen["exact"] == seen["expected"]
+    assert seen["repair"] == seen["expected"]
+    assert seen["modular"] != seen["expected"]  # or this test would show nothing

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_relay.config import RelayConfig
 from vllm_relay.prefix_cache.modules.render import REPAIR_TOKENS, Mode, RenderedPrompt
 from vllm_relay.prefix_cache.modules.requests import unsupported_reason, with_plan
 from vllm_relay.prefix_cache.modules.schema import Schema
@@ -51,7 +52,8 @@ class ModularLLM:
             block_size=config.cache_config.block_size,
             max_model_len=self._max_model_len,
         )
-        for schema in schemas:
+        configured = map(Path, RelayConfig.from_vllm_config(config).schemas)
+        for schema in (*configured, *schemas):
             self.schemas.add(schema)
 
     def generate(

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_relay.prefix_cache.modules.plan import EXTRA_ARG, ModulePlan, plan_of
+from vllm_relay.prefix_cache.modules.pml import read_schema
 from vllm_relay.prefix_cache.modules.render import RenderedPrompt
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.config import VllmConfig
+
+    from vllm_relay.config import RelayConfig
 
 _ATTRIBUTE = "relay_plan"
 
@@ -80,6 +84,25 @@ def check_request(vllm_config: VllmConfig, params: Any, num_prompt_tokens: int) 
             "prompt modules: prompt_logprobs and skip_reading_prefix_cache compute the prompt anew "
             "without the prefix cache: leave them out"
         )
+
+
+def check_schemas(vllm_config: VllmConfig, options: RelayConfig) -> None:
+    """Refuse configured schemas that cannot be read, or that this engine could not use.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    if not options.schemas:
+        return
+    if reason := unsupported_reason(vllm_config):
+        raise ValueError(f"additional_config.relay.schemas: {reason}")
+    for path in options.schemas:
+        try:
+            read_schema(Path(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"additional_config.relay.schemas: {path}: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"additional_config.relay.schemas: {error}") from None
 
 
 def unsupported_reason(vllm_config: VllmConfig) -> str | None:
