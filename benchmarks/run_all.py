@@ -30,6 +30,7 @@ BENCHMARKS = (
     "bench_scheduling",
     "bench_eviction",
     "bench_predictor",
+    "bench_modules",
     "bench_index_build",
     "bench_key_index",
     "bench_model_heads",
