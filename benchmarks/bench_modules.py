@@ -2,12 +2,12 @@
 """Prompt modules: time to the first token, KV blocks, and decode steps.
 
 A model of Qwen2.5-0.5B's size with random weights. A prompt imports all modules of its schema,
-which are in the cache, and has new text behind them. "no cache": stock vLLM computes a prompt of as many
-tokens that it has never seen. "prefix cache": stock vLLM gets the same modules in an order that
-varies from prompt to prompt, as plain text. Decode: requests that import the same modules against
-requests that begin with one plain prefix as long, in turn, in one engine with relay attention.
-"modules' KV blocks" are those that the requests hold of their modules, each counted once, over those
-of one copy.
+which are in the cache, and has new text behind them. "no cache": stock vLLM computes a prompt of as
+many tokens that it has never seen. "prefix cache": stock vLLM gets the same modules in an order
+that varies from prompt to prompt, as plain text. Decode: requests that import the same modules
+against requests that begin with one plain prefix as long, in turn, in one engine with relay
+attention. "modules' KV blocks" are those that the requests hold of their modules, each counted
+once, over those of one copy.
 """
 
 import tempfile

@@ -20,6 +20,7 @@ NUM_BLOCKS = 40
 def main(model: str, output: str) -> None:
     import numpy as np
     from vllm import LLM, SamplingParams
+    from vllm.exceptions import VLLMValidationError
 
     from vllm_relay.prefix_cache.modules.llm import ModularLLM
     from vllm_relay.prefix_cache.modules.plan import EXTRA_ARG
@@ -125,13 +126,13 @@ def main(model: str, output: str) -> None:
         try:
             llm.generate([plain], bad, use_tqdm=False)
             seen["errors"].append("")
-        except ValueError as error:
+        except VLLMValidationError as error:
             seen["errors"].append(str(error))
     try:
         llm.generate([{"prompt_token_ids": rendered.token_ids[:-1]}],
                      SamplingParams(max_tokens=2, extra_args={EXTRA_ARG: argument}))  # fmt: skip
         seen["errors"].append("")
-    except ValueError as error:
+    except VLLMValidationError as error:
         seen["errors"].append(str(error))
     seen["at_last"] = answers([first])[0]
     Path(output).write_text(json.dumps(seen))
