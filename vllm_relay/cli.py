@@ -97,6 +97,14 @@ def demo(
             "and 8 tokens of each answer if not said.",
         ),
     ] = False,
+    with_modules: Annotated[
+        bool,
+        typer.Option(
+            "--modules",
+            help="Ask parts of a document in any combination instead, as prompt modules and as "
+            "plain text; 24 questions and 4 tokens of each answer if not said.",
+        ),
+    ] = False,
     document_tokens: Annotated[
         int, typer.Option(help="With --long: length of the document, 4096 to 32000.")
     ] = 24_000,
@@ -104,9 +112,12 @@ def demo(
     """Answer the same questions with stock vLLM and with relay, and compare.
 
     With --long: one document of tens of thousands of tokens, all of it on the device or a window.
+    With --modules: parts of a document, computed once or in each order anew.
     """
     # so that the engines are stopped and their files removed, as after Ctrl-C
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if long and with_modules:
+        raise typer.BadParameter("given with --modules, expected one of them", param_hint="--long")
     if long:
         from vllm_relay.demo.long_run import run_long_demo
 
@@ -115,6 +126,21 @@ def demo(
             document_tokens=document_tokens,
             num_questions=questions_per_prompt if _is_given(context, "questions_per_prompt") else 6,
             output_tokens=output_tokens if _is_given(context, "output_tokens") else 8,
+            dtype=dtype,
+            seed=seed,
+            keep=keep,
+            json_path=json_path,
+        )
+        raise typer.Exit(status)
+    if with_modules:
+        from vllm_relay.demo.modules_run import run_modules_demo
+
+        _refuse_given(context, "has no effect with --modules", _NOT_WITH_LONG)
+        status = run_modules_demo(
+            num_questions=questions_per_prompt
+            if _is_given(context, "questions_per_prompt")
+            else 24,
+            output_tokens=output_tokens if _is_given(context, "output_tokens") else 4,
             dtype=dtype,
             seed=seed,
             keep=keep,

@@ -626,7 +626,7 @@ def tell_tokens_without_padding() -> None:
 
     def make_output(original: Callable[..., Any]) -> Callable[..., Any]:
         def make_request_output(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.relay_padding_tokens and self.num_cached_tokens:
+            if getattr(self, "relay_padding_tokens", 0) and self.num_cached_tokens:
                 self.num_cached_tokens -= self.relay_padding_tokens
                 self.relay_padding_tokens = 0
             return original(self, *args, **kwargs)

@@ -82,6 +82,11 @@ class ModuleAdmission:
         """Let all modules be evicted, as the prefix cache is going to be emptied."""
         self._lease.release()
 
+    def num_records(self) -> int:
+        """How much is kept about requests: nothing when all are done."""
+        held = self._lease.request is not None
+        return len(self._waiting) + len(self._encoding) + len(self._keys) + held
+
     def _extend_lease(self) -> None:
         """The oldest waiting request keeps what is there of its modules: where memory is short,
         others would evict it while the rest is computed, and it would never run."""
