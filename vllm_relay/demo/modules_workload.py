@@ -72,7 +72,7 @@ def parts_workload(
     rng = np.random.default_rng(seed)
     questions = []
     for question in chronicle.questions:
-        key = " ".join(question.text.split()[-2:])
+        key = " ".join(question.text.rstrip("?.").split()[-2:])
         [right] = [number for number, part in enumerate(parts) if f"{key}:" in part]
         others = [number for number in range(num_parts) if number != right]
         chosen = [right, *rng.permutation(others)[: parts_per_question - 1].tolist()]
