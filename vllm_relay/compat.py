@@ -586,9 +586,8 @@ def check_modular_requests() -> None:
         def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
             request = original(self, *args, **kwargs)
             if request.sampling_params is not None:
-                num_tokens = len(request.prompt_token_ids or ())
                 try:
-                    check_request(self.vllm_config, request.sampling_params, num_tokens)
+                    check_request(self.vllm_config, request)
                 except ValueError as error:  # whose message AsyncLLM.generate would drop
                     raise VLLMValidationError(str(error)) from error
             return request

@@ -141,7 +141,7 @@ class _RelayScheduling(Scheduler):
             if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
                 structured = request.structured_output_request
                 return structured is not None and not structured.is_grammar_ready
-            if not self.modules.is_ready(request):
+            if not self.modules.was_ready(request):
                 return True
             adapter = _adapter(request)
             return adapter != 0 and adapter not in adapters and len(adapters) >= max_adapters

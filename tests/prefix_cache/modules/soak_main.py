@@ -16,7 +16,7 @@ from typing import Any
 
 NUM_SCHEMAS = 6
 NUM_IN_FLIGHT = 20
-NUM_BLOCKS = 48
+NUM_BLOCKS = 18  # one request may take all but one
 CHECKED_SHARE = 0.1
 LARGEST_ERROR = 1e-4
 MODES = ("modular", "repair")
@@ -49,6 +49,7 @@ class Soak:
             block_size=32,
             dtype="float32",
             enforce_eager=True,
+            disable_log_stats=False,
             max_logprobs=-1,
             max_num_batched_tokens=256,
             max_num_seqs=8,

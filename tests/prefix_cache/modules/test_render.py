@@ -216,7 +216,7 @@ def test_prompts_that_end_in_a_module_or_are_too_long_are_refused() -> None:
         store_of(schema).render('<prompt schema="s"><a/><user>x</user></prompt>')
     store = store_of(schema, max_model_len=66)
     store.render('<prompt schema="s"><a/>?</prompt>')
-    with pytest.raises(PmlError, match="takes 66 tokens with padding and ends at position 8"):
+    with pytest.raises(PmlError, match="takes 66 tokens with padding and positions up to 7"):
         store.render('<prompt schema="s"><a/>??</prompt>')
 
 
@@ -275,7 +275,7 @@ def test_random_prompts_mean_what_the_reference_says(seed: int, mode: str) -> No
         own = [
             t for t in meaning.tokens if t.owner is not None and "/".join(t.owner) == segment.name
         ]
-        assert segment.positions(0, segment.num_tokens) == [t.position for t in own]
+        assert segment.positions(segment.num_tokens) == [t.position for t in own]
 
 
 def _index(tokens: list[Token], token: Token) -> int:

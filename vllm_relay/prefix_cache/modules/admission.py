@@ -22,15 +22,24 @@ ENCODING_PREFIX = "relay-module-"
 
 
 class ModuleAdmission:
-    """Beside a RelayScheduler."""
+    """Beside a RelayScheduler.
+
+    One waiting request leads: the oldest of the highest priority. What it lacks is computed before
+    all else, what is there of its modules is held, and when it has all it runs next; so it runs
+    however little memory there is. Modules that others lack are computed in their turn, as far as
+    there is room.
+    """
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._waiting: dict[str, Request] = {}
-        self._encoding: dict[bytes, str] = {}  # last block of a module -> who computes it
-        self._keys: dict[str, bytes] = {}
-        self._numbers = count()
+        self._not_ready: set[str] = set()  # of these, when the step was prepared
+        self._encodings: dict[bytes, Request] = {}  # by the last block of their module
+        self._keys: dict[str, bytes] = {}  # by id of the encoding
+        self._first: set[str] = set()  # ids of the encodings that the leader waits for
         self._lease = _Lease(scheduler)
+        self._idle_steps = 0
+        self._numbers = count()
 
     def add(self, request: Request) -> None:
         """A request begins to wait."""
@@ -40,30 +49,32 @@ class ModuleAdmission:
     def forget(self, request: Request) -> None:
         """A request has ended."""
         self._waiting.pop(request.request_id, None)
+        self._not_ready.discard(request.request_id)
         if request is self._lease.request:
             self._lease.release()
         if (key := self._keys.pop(request.request_id, None)) is not None:
-            del self._encoding[key]
-            self._count(request)
-
-    def _count(self, encoding: Request) -> None:
-        plan = plan_of_request(encoding)
-        assert plan is not None
-        num_blocks = (plan.num_prompt_slots - plan.num_stored_slots) // plan.block_size
-        scheduler = self._scheduler
-        scheduler.relay_recorder.on_module_computed(num_blocks * scheduler.pins.block_bytes)
+            del self._encodings[key]
+            self._first.discard(request.request_id)
+            if request.status != RequestStatus.FINISHED_ABORTED:
+                self._count(request)
 
     def is_ready(self, request: Request) -> bool:
         """Whether the prefix cache has everything of a waiting request that modules hold."""
         plan = plan_of_request(request)
         return plan is None or self._has(request, 0, plan.num_stored_slots)
 
+    def was_ready(self, request: Request) -> bool:
+        """Whether it had when the step was prepared."""
+        return request.request_id not in self._not_ready
+
     def goes_first(self, request: Request) -> bool:
-        """Whether a waiting request is one that others wait for."""
-        return request.request_id in self._keys
+        """Whether a waiting request comes before the others of its priority."""
+        return request is self._lease.request or request.request_id in self._first
 
     def prepare(self) -> None:
         """Have computed what waiting requests lack; before every step."""
+        self._idle_steps = 0 if self._scheduler.running else self._idle_steps + 1
+        self._not_ready.clear()
         if not self._waiting:
             return
         for request in list(self._waiting.values()):
@@ -71,12 +82,14 @@ class ModuleAdmission:
                 del self._waiting[request.request_id]
                 if request is self._lease.request:
                     self._lease.release()
-                continue
-            plan = plan_of_request(request)
-            assert plan is not None
-            if not self._has(request, 0, plan.num_stored_slots):
-                self._compute_missing(request, plan)
-        self._extend_lease()
+        self._choose_leader()
+        is_there: dict[bytes, bool] = {}
+        for request in list(self._waiting.values()):
+            missing = self._missing(request, is_there)
+            if missing:
+                self._not_ready.add(request.request_id)
+                self._compute(request, missing)
+        self._hold()
 
     def release(self) -> None:
         """Let all modules be evicted, as the prefix cache is going to be emptied."""
@@ -85,17 +98,26 @@ class ModuleAdmission:
     def num_records(self) -> int:
         """How much is kept about requests: nothing when all are done."""
         held = self._lease.request is not None
-        return len(self._waiting) + len(self._encoding) + len(self._keys) + held
+        kept = (self._waiting, self._not_ready, self._encodings, self._keys, self._first)
+        return sum(map(len, kept)) + held
 
-    def _extend_lease(self) -> None:
-        """The oldest waiting request keeps what is there of its modules: where memory is short,
-        others would evict it while the rest is computed, and it would never run."""
-        if self._lease.request is None:
-            users = [each for each in self._waiting.values() if not self.goes_first(each)]
-            if not users:
-                return
-            self._lease.request = min(users, key=lambda each: (each.priority, each.arrival_time))
-        plan = plan_of_request(self._lease.request)
+    def _choose_leader(self) -> None:
+        users = [each for each in self._waiting.values() if each.request_id not in self._keys]
+        if self._lease.request is None and users:
+            leader = min(users, key=lambda each: (each.priority, each.arrival_time))
+            self._lease.request = leader
+            self._move_first(leader)
+
+    def _hold(self) -> None:
+        """Keep what is there of the leader's modules."""
+        leader = self._lease.request
+        if leader is None:
+            return
+        if self._idle_steps > 1:
+            # what it holds is in the way of a request before it, and nobody else runs
+            self._lease.let_go()
+            return
+        plan = plan_of_request(leader)
         assert plan is not None
         self._lease.extend(plan.num_stored_slots // plan.block_size)
 
@@ -104,17 +126,65 @@ class ModuleAdmission:
         hashes = request.block_hashes[first_slot // size : end_slot // size]
         return all(self._scheduler.cached_block(each) is not None for each in hashes)
 
-    def _compute_missing(self, request: Request, plan: ModulePlan) -> None:
-        size = plan.block_size
-        num_stored = len(plan.segments) - plan.encodes
-        for index in reversed(range(num_stored)):  # the last one to come goes first
+    def _missing(self, request: Request, is_there: dict[bytes, bool]) -> list[int]:
+        """The segments that it lacks.
+
+        Args:
+            is_there: what is known of modules by their last block; is added to.
+        """
+        plan = plan_of_request(request)
+        assert plan is not None
+        missing = []
+        for index in range(len(plan.segments) - plan.encodes):
             first, end = plan.first_slots[index : index + 2]
-            key = request.block_hashes[end // size - 1]
-            if key not in self._encoding and not self._has(request, first, end):
+            key = request.block_hashes[end // plan.block_size - 1]
+            if key not in is_there:
+                is_there[key] = self._has(request, first, end)
+            if not is_there[key]:
+                missing.append(index)
+        return missing
+
+    def _compute(self, request: Request, missing: list[int]) -> None:
+        plan = plan_of_request(request)
+        assert plan is not None
+        leads = request is self._lease.request
+        for index in reversed(missing):  # of those that go first, the last one to come does
+            end = plan.first_slots[index + 1]
+            key = request.block_hashes[end // plan.block_size - 1]
+            encoding = self._encodings.get(key)
+            if encoding is None:
+                if not leads and not self._has_room(plan, index):
+                    continue
                 encoding = self._encoding_request(request, plan, index)
-                self._encoding[key] = encoding.request_id
+                self._encodings[key] = encoding
                 self._keys[encoding.request_id] = key
+                if leads:
+                    self._first.add(encoding.request_id)
                 self._scheduler.add_request(encoding)
+            elif leads and encoding.request_id not in self._first:
+                self._first.add(encoding.request_id)
+                encoding.priority = min(encoding.priority, request.priority)
+                self._move_first(encoding)
+
+    def _has_room(self, plan: ModulePlan, index: int) -> bool:
+        """Whether a module can be computed for later without driving out others."""
+        wanted = sum(end - first for first, end in plan.encoding_slots(index))
+        plans = map(plan_of_request, self._encodings.values())
+        wanted += sum(each.num_prompt_slots for each in plans if each is not None)
+        free = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return wanted <= free * plan.block_size // 2
+
+    def _move_first(self, request: Request) -> None:
+        if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            self._scheduler.waiting.remove_requests([request])
+            self._scheduler.waiting.add_request(request)
+
+    def _count(self, encoding: Request) -> None:
+        plan = plan_of_request(encoding)
+        assert plan is not None
+        num_blocks = (plan.num_prompt_slots - plan.num_stored_slots) // plan.block_size
+        scheduler = self._scheduler
+        scheduler.relay_recorder.on_module_computed(num_blocks * scheduler.pins.block_bytes)
 
     def _encoding_request(self, request: Request, plan: ModulePlan, index: int) -> Request:
         slots = plan.encoding_slots(index)
@@ -162,8 +232,13 @@ class _Lease:
                     self._scheduler.kv_cache_manager.block_pool.touch([block])
                     self._blocks[place] = block
 
-    def release(self) -> None:
+    def let_go(self) -> None:
+        """Let them be evicted."""
         blocks = [self._blocks[place] for place in sorted(self._blocks, reverse=True)]
         self._scheduler.kv_cache_manager.block_pool.free_blocks(blocks)
         self._blocks.clear()
+
+    def release(self) -> None:
+        """Let them be evicted, and belong to nobody."""
+        self.let_go()
         self.request = None

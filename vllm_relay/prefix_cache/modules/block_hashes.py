@@ -39,6 +39,7 @@ class PlannedHashes:
             list(token_ids[first : first + segment.num_tokens])
             for first, segment in zip(plan.first_slots, plan.segments, strict=False)
         ]
+        self._positions = [each.positions(each.num_tokens) for each in plan.segments]
         self._digests: dict[tuple[int, int], bytes] = {}
         *runs, (first, _, visible) = plan.computed_runs()
         self._runs = [*runs, (first, sys.maxsize, visible)]  # generated tokens go on with the last
@@ -66,7 +67,7 @@ class PlannedHashes:
             begin = (end - 1) // size * size
             parent = self._segment_digest(index, begin) if begin else self._context(segment)
             tokens = tuple(self._contents[index][begin:end])
-            positions = tuple(segment.positions(begin, end))
+            positions = tuple(self._positions[index][begin:end])
             self._digests[index, end] = self._hash((parent, tokens, positions))
         return self._digests[index, end]
 

@@ -69,9 +69,15 @@ class Segment(_Frozen):
         unseen = {i for a, b in (*self.placeholders, *self.replaced) for i in range(a, b)}
         return self.num_tokens - len(unseen)
 
-    def positions(self, begin: int, end: int) -> list[int]:
-        """Of the tokens at these offsets; those of the padding repeat the last one."""
-        return positions_of_runs(self.position_runs, self.num_tokens, begin, end)
+    def positions(self, num_slots: int) -> list[int]:
+        """Of its tokens, and of so many slots; those of padding repeat the last one."""
+        return positions_of_runs(self.position_runs, self.num_tokens, num_slots)
+
+    @property
+    def end_position(self) -> int:
+        """Behind the position of its last token."""
+        offset, position = self.position_runs[-1]
+        return position + self.num_tokens - offset
 
 
 class TailRun(_Frozen):
@@ -107,6 +113,9 @@ class ModulePlan(_Frozen):
             for index, visible in segment.context:
                 if index >= number or visible > self.segments[index].num_tokens:
                     raise ValueError(f"segment {segment.name!r}: its context is not before it")
+        names = {(each.position_runs, each.num_tokens, each.context) for each in self.segments}
+        if len(names) < len(self.segments):
+            raise ValueError("two segments have the same positions and see the same")
         for run in self.tail:
             if len(run.visible) != len(self.segments) or any(
                 visible > segment.num_tokens
@@ -133,6 +142,12 @@ class ModulePlan(_Frozen):
     @cached_property
     def num_prompt_slots(self) -> int:
         return self.first_slots[-1] + sum(run.num_tokens for run in self.tail)
+
+    @property
+    def end_position(self) -> int:
+        """Behind the last position of all tokens, placeholders included."""
+        ends = [run.position + run.num_tokens for run in self.tail]
+        return max([*ends, *(segment.end_position for segment in self.segments)])
 
     def num_slots(self, segment: Segment) -> int:
         """Of a segment, with its padding."""
@@ -172,7 +187,7 @@ class ModulePlan(_Frozen):
         """Of the slots that the request computes, up to the end of its prompt."""
         if self.encodes:
             segment = self.segments[-1]
-            return segment.positions(0, self.num_slots(segment))
+            return segment.positions(self.num_slots(segment))
         return [run.position + i for run in self.tail for i in range(run.num_tokens)]
 
     def positions_from(self, begin: int, count: int) -> list[int]:
@@ -220,9 +235,10 @@ class ModulePlan(_Frozen):
 
     def _needed(self, index: int) -> set[int]:
         """The segments that a segment sees, and those that these see."""
-        needed: set[int] = set()
-        for each, _ in self.segments[index].context:
-            needed |= {each, *self._needed(each)}
+        needed = {each for each, _ in self.segments[index].context}
+        for each in reversed(range(index)):
+            if each in needed:
+                needed |= {seen for seen, _ in self.segments[each].context}
         return needed
 
     def to_argument(self) -> dict[str, Any]:
@@ -246,15 +262,14 @@ def plan_of(sampling_params: Any) -> ModulePlan | None:
 
 
 def positions_of_runs(
-    runs: tuple[tuple[int, int], ...], num_tokens: int, begin: int, end: int
+    runs: tuple[tuple[int, int], ...], num_tokens: int, num_slots: int
 ) -> list[int]:
-    """Positions at offsets begin..end, those from `num_tokens` on repeating the last one."""
+    """Positions at offsets up to `num_slots`, those from `num_tokens` on repeating the last one."""
     positions: list[int] = []
     ends = [offset for offset, _ in runs[1:]] + [num_tokens]
     for (offset, position), run_end in zip(runs, ends, strict=True):
         positions += range(position, position + run_end - offset)
-    padding = max(end - num_tokens, 0)
-    return (positions + [positions[-1]] * padding)[begin:end]
+    return positions + [positions[-1]] * (num_slots - num_tokens)
 
 
 def runs_of_positions(positions: list[int]) -> tuple[tuple[int, int], ...]:

@@ -51,21 +51,24 @@ class RenderedPrompt:
     end_position: int
     module_tokens: dict[str, int]
 
+    @property
+    def last_position(self) -> int:
+        """Of all tokens, placeholders included."""
+        return (self.plan.end_position if self.plan else self.end_position) - 1
+
+    @property
+    def num_taken(self) -> int:
+        """How many tokens a model must take for it: slots, or positions."""
+        return max(len(self.token_ids), self.last_position + 1)
+
 
 @dataclass
 class _Visit:
     """A module on the way through a prompt, and what of it has been passed."""
 
     module: ModuleTokens
-    found: Import | None
+    found: Import
     num_passed: int = 0
-
-
-@dataclass
-class _Stored:
-    visit: _Visit
-    begin: int
-    end: int
 
 
 @dataclass
@@ -74,7 +77,6 @@ class _New:
 
     tokens: list[int]
     position: int
-    text: str
     passed: dict[int, int] = field(default_factory=dict)
 
 
@@ -173,7 +175,6 @@ class _Walk:
         self._end_position = max(self._end_position, position + len(tokens))
 
     def _parameter(self, visit: _Visit, part: ParameterTokens) -> None:
-        assert visit.found is not None
         name = part.parameter.name
         argument = visit.found.arguments.get(name, "")
         tokens = self._text_tokens(argument)
@@ -200,7 +201,7 @@ class _Walk:
     def _add_new(self, tokens: list[int], position: int) -> None:
         if tokens:
             passed = {id(visit.module): visit.num_passed for visit in self._visits}
-            self._new.append(_New(tokens, position, "", passed))
+            self._new.append(_New(tokens, position, passed))
 
     def _behind(self, prompt: PromptMarkup, behind: list[PromptText | PromptTurn]) -> None:
         """What stands behind the schema's text: the rest of its last turn, and further turns."""
@@ -339,13 +340,15 @@ class _Walk:
         """The modules beside this one that it sees in this prompt."""
         beside: list[tuple[ModuleTokens, int]] = []
         imported = {visit.module.path: visit.module for visit in self._visits}
-        for visit in self._visits:
-            for scaffold in visit.module.scaffolds:
-                paths = [(*visit.module.path, name) for name in scaffold]
+        for around in self._passed_modules:
+            for scaffold in around.scaffolds:
+                paths = [(*around.path, name) for name in scaffold]
                 if module.path in paths and all(path in imported for path in paths):
                     order = [each.module for each in self._visits if each.module.path in paths]
                     before = order[: order.index(module)]
-                    beside += [(each, len(each.tokens)) for each in before]
+                    beside += [
+                        (e, len(e.tokens)) for e in before if (e, len(e.tokens)) not in beside
+                    ]
         return beside
 
 

@@ -43,13 +43,17 @@ def with_plan(
     return params
 
 
-def check_request(vllm_config: VllmConfig, params: Any, num_prompt_tokens: int) -> None:
+def check_request(vllm_config: VllmConfig, request: Any) -> None:
     """Refuse a request with a plan that this engine would not follow exactly.
+
+    Args:
+        request: an EngineCoreRequest.
 
     Raises:
         ValueError: with the reason.
     """
-    extra_args = getattr(params, "extra_args", None)
+    params = request.sampling_params
+    extra_args = params.extra_args
     if not extra_args or EXTRA_ARG not in extra_args:
         return
     if reason := unsupported_reason(vllm_config):
@@ -59,6 +63,9 @@ def check_request(vllm_config: VllmConfig, params: Any, num_prompt_tokens: int) 
     except ValueError as error:
         raise ValueError(f"{EXTRA_ARG}: {error}") from None
     assert plan is not None
+    if request.mm_features or request.prompt_embeds is not None or request.resumable:
+        raise ValueError("prompt modules: prompts are text, whole and of tokens")
+    num_prompt_tokens = len(request.prompt_token_ids or ())
     block_size = vllm_config.cache_config.block_size
     if plan.block_size != block_size:
         raise ValueError(
@@ -71,13 +78,17 @@ def check_request(vllm_config: VllmConfig, params: Any, num_prompt_tokens: int) 
         raise ValueError(
             f"{EXTRA_ARG}: a plan for {plan.num_prompt_slots} tokens, given {num_prompt_tokens}"
         )
+    max_model_len = vllm_config.model_config.max_model_len
+    if plan.end_position > max_model_len:
+        raise ValueError(
+            f"{EXTRA_ARG}: positions up to {plan.end_position - 1}, the model has {max_model_len}"
+        )
     last = plan.tail[-1]
     end = last.position + last.num_tokens + (params.max_tokens or 0)
-    if end > vllm_config.model_config.max_model_len:
+    if end > max_model_len:
         raise ValueError(
             f"{EXTRA_ARG}: the prompt ends at position {last.position + last.num_tokens} and "
-            f"max_tokens is {params.max_tokens}, the model has positions up to "
-            f"{vllm_config.model_config.max_model_len}"
+            f"max_tokens is {params.max_tokens}, the model has {max_model_len} positions"
         )
     if params.prompt_logprobs is not None or params.skip_reading_prefix_cache:
         raise ValueError(

@@ -89,11 +89,10 @@ class SchemaStore:
             repair_tokens=repair_tokens,
         )
         limit = self.max_model_len
-        longest = max(len(rendered.token_ids), rendered.end_position)
-        if limit is not None and longest >= limit:
+        if limit is not None and rendered.num_taken >= limit:
             raise PmlError(
                 markup.place,
-                f"the prompt takes {len(rendered.token_ids)} tokens with padding and ends at "
-                f"position {rendered.end_position}, the model takes less than {limit}",
+                f"the prompt takes {len(rendered.token_ids)} tokens with padding and positions up "
+                f"to {rendered.last_position}, the model takes less than {limit}",
             )
         return rendered
