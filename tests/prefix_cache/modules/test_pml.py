@@ -159,7 +159,12 @@ def test_a_prompt_keeps_its_texts_in_place() -> None:
         ('<schema name="s">x & y < z\n &amp; <b</schema>', 2, 10, "&lt;"),
         ('<schema name="s"><module name="user"/></schema>', 1, 18, "has a meaning of its own"),
         ('<schema name="s"><module name="a b"/></schema>', 1, 18, "expected a letter"),
-        ('<schema name="s"><module name="a"/><module name="a"/></schema>', 1, 1, "two modules"),
+        (
+            '<schema name="s"><module name="a"/><module name="a"/></schema>',
+            1,
+            1,
+            "2 modules are called",
+        ),
         ('<schema name="s"><union>text</union></schema>', 1, 25, "found text 'text'"),
         ('<schema name="s"><union/></schema>', 1, 18, "at least one"),
         ('<schema name="s"><union><param/></union></schema>', 1, 25, "expected <module>"),
@@ -171,6 +176,13 @@ def test_a_prompt_keeps_its_texts_in_place() -> None:
         ('<schema name="s"><user><user>x</user></user></schema>', 1, 24, "found <user> inside"),
         ('<schema name="s"><scaffold modules="a"/></schema>', 1, 1, "two modules or more"),
         ('<schema name="s"><scaffold modules="a b"/></schema>', 1, 1, "beside each other"),
+        ('<schema name="s"><param name="p" len="99999999999"/></schema>', 1, 18, "from 1"),
+        (
+            '<schema name="s">' + "".join(f'<module name="a{i}">' for i in range(99)),
+            1,
+            939,
+            "fewer",
+        ),
         ("<!DOCTYPE schema [<!ENTITY a 'b'>]><schema name='s'/>", 1, 18, "no entities"),
     ],
 )
@@ -197,6 +209,17 @@ def test_errors_of_prompts_say_what_is_allowed(markup: str, message: str) -> Non
     assert message in str(caught.value)
 
 
+def test_long_texts_take_no_long_time() -> None:
+    """Hours, if anything were not linear."""
+    prompt = "x" + "\n" * 200_000 + "y" + "<!--x-->" * 50_000 + "< & " * 50_000
+    parsed = parse_prompt(f'<prompt schema="s">{prompt}</prompt>')
+    [text] = parsed.content
+    assert isinstance(text, PromptText)
+    assert text.text == "x" + "\n" * 200_000 + "y" + "< & " * 50_000
+    with pytest.raises(PmlError):
+        parse_prompt(f'<prompt schema="s">{"<!--" * 100_000}</prompt>')
+
+
 def test_texts_of_modules_may_lie_in_files(tmp_path: Path) -> None:
     folder = tmp_path / "schemas"
     folder.mkdir()
@@ -219,12 +242,13 @@ def test_texts_of_modules_may_lie_in_files(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda: Module("1a"), "expected a letter"),
-        (lambda: Parameter("p", 0), "at least 1"),
+        (lambda: Parameter("p", 0), "expected 1 to"),
+        (lambda: Parameter("p", 10**6), "expected 1 to"),
         (lambda: Turn("robot", "x"), "expected one of system"),
         (lambda: Turn("user", Turn("user", "x")), "turns follow each other"),
         (lambda: Module("a", Module("b"), cached=False), "cannot contain modules"),
         (lambda: Schema("s", Union(Module("a"), Module("b")), scaffolds=(("a", "b"),)), "union"),
-        (lambda: Module("a", Parameter("p", 1), Parameter("p", 2)), "two parameters"),
+        (lambda: Module("a", Parameter("p", 1), Parameter("p", 2)), "2 parameters"),
     ],
 )
 def test_what_cannot_be_a_schema(make: object, message: str) -> None:

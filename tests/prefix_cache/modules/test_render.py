@@ -163,6 +163,41 @@ def test_modules_of_a_scaffold_see_each_other_where_all_are_imported() -> None:
     assert [segment.context for segment in plan.segments] == [(), ((0, 1),), ((0, 1),)]
 
 
+def test_scaffolds_hold_where_nothing_stands_around_them() -> None:
+    store = store_of(
+        '<schema name="s"><module name="m"><scaffold modules="a b"/><scaffold modules="b a"/>'
+        '<module name="a">a</module><module name="b">b</module></module></schema>'
+    )
+    plan = store.render('<prompt schema="s"><m><a/><b/></m>?</prompt>').plan
+    assert plan is not None
+    assert [(s.name, s.context) for s in plan.segments] == [
+        ("", ()),
+        ("m/a", ((0, 1),)),
+        ("m/b", ((0, 1), (1, 1))),
+    ]
+
+
+def test_many_modules_that_see_each_other_take_no_long_time() -> None:
+    names = [f"m{number}" for number in range(40)]
+    modules = "".join(f'<module name="{name}">{name}</module>' for name in names)
+    store = store_of(f'<schema name="s"><scaffold modules="{" ".join(names)}"/>{modules}</schema>')
+    imports = "".join(f"<{name}/>" for name in names)
+    plan = store.render(f'<prompt schema="s">{imports}?</prompt>').plan
+    assert plan is not None
+    assert len(plan.encoding_plan(40).segments) == 41
+
+
+def test_positions_that_a_model_has_not_are_refused() -> None:
+    """Of placeholders too, and of what stands behind what is not imported."""
+    store = store_of(
+        f'<schema name="s">a<union><module name="b">{"b" * 60}</module></union>'
+        '<param name="p" len="30"/></schema>',
+        max_model_len=80,
+    )
+    with pytest.raises(PmlError, match="positions up to 91, the model takes less than 80"):
+        store.render('<prompt schema="s">?</prompt>')
+
+
 def test_repair_takes_the_place_of_the_first_tokens() -> None:
     store = store_of('<schema name="s">In. <module name="a">12345</module></schema>')
     rendered = store.render('<prompt schema="s"><a/>?</prompt>', mode="repair", repair_tokens=3)

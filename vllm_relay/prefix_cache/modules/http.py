@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from pathlib import Path
@@ -57,6 +58,7 @@ class SchemaEndpoints:
             block_size=config.cache_config.block_size,
             max_model_len=config.model_config.max_model_len,
             chat_template=renderer.chat_template,
+            chat_template_kwargs=renderer.default_chat_template_kwargs,
         )
         for path in RelayConfig.from_vllm_config(config).schemas:
             store.add(Path(path))
@@ -123,7 +125,8 @@ def _router() -> APIRouter:
             return store
         try:
             text = (await raw_request.body()).decode()
-            schema = store.add(parse_schema(text))
+            # long ones must not keep others waiting
+            schema = await asyncio.to_thread(lambda: store.add(parse_schema(text)))
         except (PmlError, SchemaError, UnicodeDecodeError) as error:
             return error_response(400, str(error))
         return JSONResponse(describe_schema(schema, store.block_size), 201)

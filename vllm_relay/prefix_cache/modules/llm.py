@@ -23,7 +23,7 @@ class ModularOutput:
     """
     Attributes:
         prompt: what was computed, and of which modules.
-        output: vLLM's; its prompt has padding.
+        output: vLLM's.
     """
 
     prompt: RenderedPrompt

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ STORE_ATTRIBUTE = "relay_schemas"
 """Where vLLM's renderer keeps the SchemaStore of its server."""
 STAND_IN_PROMPT = "relay"
 """The prompt of completions that leave it out; vLLM demands one."""
+_PROMPT_TAG = re.compile(r"\s*<prompt[\s/>]")
 _USAGE_ATTRIBUTE = "_relay_module_tokens"
 
 
@@ -47,7 +49,9 @@ class ModularPrompt(BaseModel):
         Raises:
             ValueError: its schema is not known.
         """
-        if self.prompt.lstrip().startswith("<prompt"):
+        if _PROMPT_TAG.match(self.prompt):
+            if self.schema_name is not None:
+                raise ValueError(f"{FIELD}.schema: {FIELD}.prompt is a <prompt>, leave it out")
             return self.prompt
         if self.schema_name is None:
             raise ValueError(
@@ -90,8 +94,8 @@ def apply_modular_prompt(renderer: Any, request: Any) -> list[int] | None:
     if rendered.plan is not None:
         request.vllm_xargs = {**(request.vllm_xargs or {}), EXTRA_ARG: rendered.plan.to_argument()}
         if store.max_model_len is not None:
-            most = store.max_model_len - max(rendered.end_position, len(rendered.token_ids))
-            _limit_output(request, most)
+            default = renderer.model_config.get_diff_sampling_param().get("max_tokens")
+            _limit_output(request, store.max_model_len - rendered.num_taken, default)
     return rendered.token_ids
 
 
@@ -102,19 +106,27 @@ def _refuse_what_changes_prompts(request: Any) -> None:
             raise ValueError(
                 f"{name}: given beside {FIELD}, whose prompt is the whole prompt: leave it out"
             )
-    for name in ("use_beam_search", "echo", "truncate_prompt_tokens"):
+    unused = ("chat_template", "chat_template_kwargs", "documents", "continue_final_message")
+    for name in ("use_beam_search", "echo", "truncate_prompt_tokens", *unused):
         if getattr(request, name, None):
             raise ValueError(f"{name}: not with {FIELD}")
 
 
-def _limit_output(request: Any, most: int) -> None:
-    """No more tokens than there are positions behind the prompt."""
-    given = [name for name in ("max_completion_tokens", "max_tokens")
-             if getattr(request, name, None) is not None]  # fmt: skip
+def _limit_output(request: Any, most: int, default: int | None) -> None:
+    """No more tokens than there are positions behind the prompt.
+
+    Args:
+        default: the model's, for requests that say nothing.
+    """
+    given = [
+        name
+        for name in ("max_completion_tokens", "max_tokens")
+        if getattr(request, name, None) is not None
+    ]
     for name in given:
         setattr(request, name, min(getattr(request, name), most))
     if not given:
-        request.max_tokens = most
+        request.max_tokens = most if default is None else min(most, default)
 
 
 def _why_not(renderer: Any) -> str:
@@ -128,11 +140,15 @@ def add_usage(request: Any, usage: Any) -> None:
         usage.relay = {"cached_tokens_by_module": tokens}
 
 
-async def with_usage(request: Any, chunks: AsyncIterator[str]) -> AsyncIterator[str]:
+def with_usage(request: Any, chunks: AsyncIterator[str]) -> AsyncIterator[str]:
     """The same in the chunks of a stream that have a usage."""
     tokens = getattr(request, _USAGE_ATTRIBUTE, None)
+    return chunks if tokens is None else _with_usage(tokens, chunks)
+
+
+async def _with_usage(tokens: dict[str, int], chunks: AsyncIterator[str]) -> AsyncIterator[str]:
     async for chunk in chunks:
-        if tokens is not None and '"usage":{' in chunk:
+        if '"usage":{' in chunk:
             data = json.loads(chunk.removeprefix("data: "))
             data["usage"]["relay"] = {"cached_tokens_by_module": tokens}
             chunk = f"data: {json.dumps(data, separators=(',', ':'), ensure_ascii=False)}\n\n"

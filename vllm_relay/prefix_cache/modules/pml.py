@@ -211,7 +211,7 @@ def _parameter(element: Element) -> Parameter:
     if len(given) != 1:
         raise PmlError(element.place, f"<{element.name}>: expected len, the most tokens it takes")
     length = attributes[given[0]]
-    if not length.isdecimal() or int(length) < 1:
+    if not length.isdecimal() or len(length) > 9 or int(length) < 1:
         raise PmlError(
             element.place, f'<{element.name}>: given {given[0]}="{length}", expected a number of '
             "tokens from 1"

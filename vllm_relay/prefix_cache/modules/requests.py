@@ -37,7 +37,7 @@ def with_plan(
     params = params.clone()
     if rendered.plan is None:
         return params
-    most = max_model_len - max(rendered.end_position, len(rendered.token_ids))
+    most = max_model_len - rendered.num_taken
     params.max_tokens = most if params.max_tokens is None else min(params.max_tokens, most)
     params.extra_args = {**(params.extra_args or {}), EXTRA_ARG: rendered.plan.to_argument()}
     return params

@@ -8,11 +8,13 @@ from these classes; texts may be given as str.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 ROLES = ("system", "user", "assistant")
 RESERVED = (*ROLES, "schema", "prompt", "module", "union", "param", "parameter", "scaffold")
+MAX_PARAMETER_TOKENS = 1 << 16
 _NAME = re.compile(r"[^\W\d][\w.\-]*")
 
 
@@ -41,9 +43,10 @@ class Parameter:
 
     def __init__(self, name: str, length_tokens: int, placeholder: str | None = None) -> None:
         check_name("parameter", name)
-        if length_tokens < 1:
+        if not 1 <= length_tokens <= MAX_PARAMETER_TOKENS:
             raise SchemaError(
-                f"parameter {name!r}: given a length of {length_tokens} tokens, expected at least 1"
+                f"parameter {name!r}: given a length of {length_tokens} tokens, expected 1 to "
+                f"{MAX_PARAMETER_TOKENS}"
             )
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "length_tokens", length_tokens)
@@ -156,24 +159,13 @@ def members(content: tuple[Content, ...]) -> dict[str, tuple[Module, Union | Non
     return found
 
 
-def parameters(content: tuple[Content, ...]) -> dict[str, Parameter]:
-    """Of a module, through turns."""
-    found: dict[str, Parameter] = {}
-    for each in content:
-        if isinstance(each, Parameter):
-            found[each.name] = each
-        elif isinstance(each, Turn):
-            found.update(parameters(each.content))
-    return found
-
-
 def _contents(where: str, content: tuple[Content | str, ...]) -> tuple[Content, ...]:
     contents = tuple(Text(each) if isinstance(each, str) else each for each in content)
     modules, arguments = list(_names_of_modules(contents)), list(_names_of_parameters(contents))
     for kind, names in (("modules", modules), ("parameters", arguments)):
-        for name in names:
-            if names.count(name) > 1:
-                raise SchemaError(f"{where}: two {kind} are called {name!r}, expected one")
+        for name, number in Counter(names).items():
+            if number > 1:
+                raise SchemaError(f"{where}: {number} {kind} are called {name!r}, expected one")
     return contents
 
 
@@ -218,6 +210,9 @@ def _check_scaffolds(schema: Schema) -> None:
             )
         for scope in scopes:
             found = members(scope)
+            for name in scaffold:
+                if name in found and not found[name][0].cached:
+                    raise SchemaError(f"scaffold {' '.join(scaffold)}: {name} is not cached")
             unions = [found[name][1] for name in scaffold if name in found]
             for union in unions:
                 if union is not None and unions.count(union) > 1:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ class SchemaStore:
         block_size: tokens of a KV block of the engine.
         max_model_len: positions and slots a prompt may take; None: any number.
         chat_template: instead of the tokenizer's own.
+        chat_template_kwargs: what else it is given.
     """
 
     def __init__(
@@ -30,8 +32,9 @@ class SchemaStore:
         block_size: int,
         max_model_len: int | None = None,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self.text_tokens = TextTokens(tokenizer, chat_template)
+        self.text_tokens = TextTokens(tokenizer, chat_template, chat_template_kwargs)
         self.block_size = block_size
         self.max_model_len = max_model_len
         self._schemas: dict[str, SchemaTokens] = {}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -14,11 +15,18 @@ class TextTokens:
 
     Args:
         chat_template: instead of the tokenizer's own.
+        chat_template_kwargs: what else it is given.
     """
 
-    def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
-        self.turns = ChatTurns(render_of(tokenizer, chat_template))
+        render = render_of(tokenizer, chat_template, **(chat_template_kwargs or {}))
+        self.turns = ChatTurns(render)
 
     def __call__(self, text: str) -> list[int]:
         """The tokens of a piece of a prompt."""

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 _INDENTATION = re.compile(r"\n([^\S\n]*)(?=[^\s])")
 _OPENING = re.compile(r"\A(?:[^\S\n]*\n)+")
-_CLOSING = re.compile(r"\s*\n\s*\Z")
 
 
 def texts_of(parts: Sequence[str | bool]) -> list[str | bool]:
@@ -25,7 +24,6 @@ def texts_of(parts: Sequence[str | bool]) -> list[str | bool]:
         parts: its children: texts, True for what stands in a line of text, False for what begins
             and ends texts.
     """
-    texts = [part for part in parts if isinstance(part, str)]
     indentation = _common_indentation(parts)
     result: list[str | bool] = []
     for number, part in enumerate(parts):
@@ -35,7 +33,6 @@ def texts_of(parts: Sequence[str | bool]) -> list[str | bool]:
         begins = number == 0 or parts[number - 1] is False
         ends = number + 1 == len(parts) or parts[number + 1] is False
         result.append(_without_layout(part, indentation, begins, ends))
-    assert len(texts) <= len(result)
     return result
 
 
@@ -61,5 +58,7 @@ def _without_layout(text: str, indentation: str, begins: bool, ends: bool) -> st
     if begins:
         text = _OPENING.sub("", text)
     if ends:
-        text = _CLOSING.sub("\n", text)
+        kept = text.rstrip()
+        if "\n" in text[len(kept) :]:
+            text = kept + "\n"
     return text

@@ -44,9 +44,10 @@ class Element:
     children: list[Element | TextNode] = field(default_factory=list)
 
 
-_NO_MARKUP = re.compile(
-    r"<!\[CDATA\[.*?\]\]>|<!--.*?-->|(?P<less><(?![\w/!?:]))|(?P<and>&(?!#?\w+;))", re.DOTALL
-)
+_NO_MARKUP = re.compile(r"(?P<less><(?![\w/!?:]))|(?P<and>&(?!#?\w{1,31};))")
+_VERBATIM = re.compile(r"<!--|<!\[CDATA\[")
+_ENDS = {"<!--": "-->", "<![CDATA[": "]]>"}
+MAX_DEPTH = 50
 
 
 def parse_xml(text: str, source: str) -> Element:
@@ -66,7 +67,9 @@ class _Parser:
         self._source = source
         # expat counts columns in the text with entities: (line, column) -> characters too many
         self._inserted: dict[int, list[int]] = {}
+        self._line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
         self._text = self._with_entities(text)
+        self._lines = self._text.split("\n")
         self._open: list[Element] = []
         self._root: Element | None = None
         self._pending: list[str] = []
@@ -97,25 +100,36 @@ class _Parser:
         return self._root
 
     def _with_entities(self, text: str) -> str:
-        lines_before = [0]
-        for match in re.finditer("\n", text):
-            lines_before.append(match.end())
+        pieces: list[str] = []
+        begin = 0
+        while (verbatim := _VERBATIM.search(text, begin)) is not None:
+            end = text.find(_ENDS[verbatim[0]], verbatim.end())
+            if end < 0:
+                break  # expat says what is wrong
+            pieces += (self._replaced(text, begin, verbatim.start()), text[verbatim.start() : end])
+            begin = end
+        pieces.append(self._replaced(text, begin, len(text)))
+        return "".join(pieces)
 
-        def replace(match: re.Match[str]) -> str:
-            if match["less"] is None and match["and"] is None:
-                return match[0]
-            line = bisect_right(lines_before, match.start())
-            inserted = self._inserted.setdefault(line, [])
-            entity = "&lt;" if match["less"] else "&amp;"
-            column = match.start() - lines_before[line - 1]
-            inserted.extend([column] * (len(entity) - 1))
-            return entity
+    def _replaced(self, text: str, begin: int, end: int) -> str:
+        """Part of the text, with entities."""
 
-        return _NO_MARKUP.sub(replace, text)
+        def entity(match: re.Match[str]) -> str:
+            found = "&lt;" if match["less"] else "&amp;"
+            line = bisect_right(self._line_starts, match.start())
+            column = match.start() - self._line_starts[line - 1]
+            self._inserted.setdefault(line, []).extend([column] * (len(found) - 1))
+            return found
+
+        pieces: list[str] = []
+        for match in _NO_MARKUP.finditer(text, begin, end):
+            pieces += (text[begin : match.start()], entity(match))
+            begin = match.end()
+        return "".join((*pieces, text[begin:end]))
 
     def _place(self, line: int, column: int) -> Place:
         # expat counts bytes
-        encoded = self._text.split("\n")[line - 1].encode()[:column]
+        encoded = self._lines[line - 1].encode()[:column]
         column = len(encoded.decode(errors="ignore"))
         for inserted in self._inserted.get(line, ()):
             column -= inserted < column
@@ -127,6 +141,8 @@ class _Parser:
     def _start(self, name: str, attributes: dict[str, str]) -> None:
         self._flush()
         element = Element(name, attributes, self._here())
+        if len(self._open) == MAX_DEPTH:
+            raise PmlError(element.place, f"<{name}> is inside {MAX_DEPTH} others, expected fewer")
         if self._open:
             self._open[-1].children.append(element)
         else:
