@@ -86,8 +86,24 @@ def test_demo_has_an_option_for_each_of_run_demo() -> None:
     from vllm_relay.demo.run import run_demo
 
     options = {parameter.name for parameter in typer.main.get_command(app).commands["demo"].params}
-    options -= {"long", "document_tokens"}
+    options -= {"long", "document_tokens", "with_modules"}
     assert options == set(inspect.signature(run_demo).parameters) - {"console"}
+
+
+def test_demo_of_modules_has_sizes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def run_modules_demo(**options: Any) -> int:
+        given.update(options)
+        return 0
+
+    monkeypatch.setattr("vllm_relay.demo.modules_run.run_modules_demo", run_modules_demo)
+    assert runner.invoke(app, ["demo", "--modules"]).exit_code == 0
+    assert (given["num_questions"], given["output_tokens"]) == (24, 4)
+    assert runner.invoke(app, ["demo", "--modules", "--questions", "5"]).exit_code == 0
+    assert given["num_questions"] == 5
+    for refused in (["--rounds", "2"], ["--long"]):
+        assert runner.invoke(app, ["demo", "--modules", *refused]).exit_code == 2
 
 
 def test_demo_of_long_contexts_has_sizes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.prefix_cache.modules.chat_templates import TEMPLATES, character_tokenizer, text_of
@@ -269,6 +269,7 @@ SEEDS = st.integers(0, 2**32)
 
 
 @settings(max_examples=200)
+@example(seed=144906, mode="modular")  # a scaffold with a module without text of its own
 @given(seed=SEEDS, mode=st.sampled_from(["modular", "repair"]))
 def test_random_prompts_mean_what_the_reference_says(seed: int, mode: str) -> None:
     """Which tokens a plan computes, at which positions, and which ones they see."""

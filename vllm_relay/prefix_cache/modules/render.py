@@ -339,7 +339,7 @@ class _Walk:
     def _scaffold(self, module: ModuleTokens) -> list[tuple[ModuleTokens, int]]:
         """The modules beside this one that it sees in this prompt."""
         beside: list[tuple[ModuleTokens, int]] = []
-        imported = {visit.module.path: visit.module for visit in self._visits}
+        imported = {each.path for each in self._passed_modules}
         for around in self._passed_modules:
             for scaffold in around.scaffolds:
                 paths = [(*around.path, name) for name in scaffold]
