@@ -15,7 +15,7 @@ from typing import Any
 _MARK = "_replaced_by_vllm_relay"
 
 
-def _wrap(
+def wrap(
     owner: Any,
     name: str,
     make: Callable[[Callable[..., Any]], Callable[..., Any]],
@@ -70,7 +70,7 @@ def let_platform_select(
 
         return get_attn_backend_cls
 
-    _wrap(platform_cls, "get_attn_backend_cls", make)
+    wrap(platform_cls, "get_attn_backend_cls", make)
 
 
 def run_on_new_config(platform_cls: type, on_config: Callable[[Any], None]) -> None:
@@ -89,7 +89,7 @@ def run_on_new_config(platform_cls: type, on_config: Callable[[Any], None]) -> N
 
         return check_and_update_config
 
-    _wrap(platform_cls, "check_and_update_config", make)
+    wrap(platform_cls, "check_and_update_config", make)
 
 
 def add_relay_field_to_scheduler_stats() -> None:
@@ -124,17 +124,19 @@ def carry_stats_through_scheduler() -> None:
     """
     from vllm.config import SchedulerConfig
 
+    from vllm_relay import compat_modules
+
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def get_scheduler_cls(self: Any, *args: Any, **kwargs: Any) -> Any:
             _patch_scheduler()
             _add_relay_command()
             _load_contexts_of_new_engines()
-            hash_modules_apart()
+            compat_modules.hash_modules_apart()
             return original(self, *args, **kwargs)
 
         return get_scheduler_cls
 
-    _wrap(SchedulerConfig, "get_scheduler_cls", make)
+    wrap(SchedulerConfig, "get_scheduler_cls", make)
 
 
 def _patch_scheduler() -> None:
@@ -172,8 +174,8 @@ def _patch_scheduler() -> None:
 
         return make_stats
 
-    _wrap(Scheduler, "update_from_output", make_update)
-    _wrap(Scheduler, "make_stats", make_make_stats)
+    wrap(Scheduler, "update_from_output", make_update)
+    wrap(Scheduler, "make_stats", make_make_stats)
     _keep_long_contexts_beside(Scheduler)
 
 
@@ -227,10 +229,10 @@ def _keep_long_contexts_beside(scheduler_cls: type) -> None:
 
         return reset_prefix_cache
 
-    _wrap(scheduler_cls, "__init__", make_init)
-    _wrap(scheduler_cls, "schedule", make_schedule)
-    _wrap(scheduler_cls, "_free_request_blocks", make_free)
-    _wrap(scheduler_cls, "reset_prefix_cache", make_reset)
+    wrap(scheduler_cls, "__init__", make_init)
+    wrap(scheduler_cls, "schedule", make_schedule)
+    wrap(scheduler_cls, "_free_request_blocks", make_free)
+    wrap(scheduler_cls, "reset_prefix_cache", make_reset)
 
 
 def report_admissions(kv_cache_manager: Any, on_admitted: Callable[[Any, int], None]) -> None:
@@ -297,8 +299,8 @@ def _load_contexts_of_new_engines() -> None:
 
         return reset_prefix_cache
 
-    _wrap(EngineCore, "add_request", make_add_request)
-    _wrap(EngineCore, "reset_prefix_cache", make_reset)
+    wrap(EngineCore, "add_request", make_add_request)
+    wrap(EngineCore, "reset_prefix_cache", make_reset)
 
 
 def _load_contexts(engine_core: Any, *, again: bool = False) -> None:
@@ -352,8 +354,8 @@ def prepare_new_engines() -> None:
 
         return add_request
 
-    _wrap(LLMEngine, "__init__", make_init)
-    _wrap(AsyncLLM, "add_request", make_add_request)
+    wrap(LLMEngine, "__init__", make_init)
+    wrap(AsyncLLM, "add_request", make_add_request)
 
 
 def serve_relay_endpoints() -> None:
@@ -368,6 +370,7 @@ def serve_relay_endpoints() -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def load_endpoint_plugins(supported_tasks: Any = None, *args: Any, **kwargs: Any) -> Any:
+            from vllm_relay import compat_modules
             from vllm_relay.long_context.http import ContextEndpoints
             from vllm_relay.prefix_cache.http import PinEndpoints
             from vllm_relay.prefix_cache.modules.http import SchemaEndpoints
@@ -376,96 +379,13 @@ def serve_relay_endpoints() -> None:
             if "generate" in (supported_tasks or ()):
                 _guard_by_api_key("/relay")
                 loaded = [*loaded, PinEndpoints(), ContextEndpoints(), SchemaEndpoints()]
-                _render_modular_prompts()
-                _tell_usage_by_module()
+                compat_modules.render_modular_prompts()
+                compat_modules.tell_usage_by_module()
             return loaded
 
         return load_endpoint_plugins
 
-    _wrap(plugins, "load_endpoint_plugins", make)
-
-
-def _render_modular_prompts() -> None:
-    """Let the field ``relay`` of completions and chat completions be their prompt.
-
-    Reason: vLLM ignores fields it does not know, and endpoint plug-ins can add routes only.
-    Remove when: plug-ins can render prompts.
-    """
-    from vllm.renderers.online_renderer import OnlineRenderer
-
-    from vllm_relay.prefix_cache.modules.online import apply_modular_prompt
-
-    async def engine_inputs(renderer: Any, token_ids: list[int], request: Any) -> Any:
-        return await renderer.preprocess_completion(
-            request, prompt_input=token_ids, prompt_embeds=None
-        )
-
-    def make_completion(original: Callable[..., Any]) -> Callable[..., Any]:
-        async def render_completion(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                token_ids = apply_modular_prompt(self, request)
-            except ValueError as error:
-                return self.create_error_response(str(error), param="relay")
-            if token_ids is None:
-                return await original(self, request, *args, **kwargs)
-            return await engine_inputs(self, token_ids, request)
-
-        return render_completion
-
-    def make_chat(original: Callable[..., Any]) -> Callable[..., Any]:
-        async def render_chat(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                token_ids = apply_modular_prompt(self, request)
-            except ValueError as error:
-                return self.create_error_response(str(error), param="relay")
-            if token_ids is None:
-                return await original(self, request, *args, **kwargs)
-            return [], await engine_inputs(self, token_ids, request)
-
-        return render_chat
-
-    _wrap(OnlineRenderer, "render_completion", make_completion)
-    _wrap(OnlineRenderer, "render_chat", make_chat)
-
-
-def _tell_usage_by_module() -> None:
-    """Tell in the usage of completions and chat completions what was cached of each module.
-
-    Reason: nothing on the way from the engine to a response carries data of plug-ins.
-    Remove when: it does.
-    """
-    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-
-    from vllm_relay.prefix_cache.modules.online import add_usage, with_usage
-
-    def make_completion(original: Callable[..., Any]) -> Callable[..., Any]:
-        def to_response(self: Any, outputs: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-            response = original(self, outputs, request, *args, **kwargs)
-            add_usage(request, getattr(response, "usage", None))
-            return response
-
-        return to_response
-
-    def make_chat(original: Callable[..., Any]) -> Callable[..., Any]:
-        async def full_generator(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-            response = await original(self, request, *args, **kwargs)
-            add_usage(request, getattr(response, "usage", None))
-            return response
-
-        return full_generator
-
-    def make_stream(original: Callable[..., Any]) -> Callable[..., Any]:
-        def stream_generator(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-            return with_usage(request, original(self, request, *args, **kwargs))
-
-        return stream_generator
-
-    completion, chat = OpenAIServingCompletion, OpenAIServingChat
-    _wrap(completion, "request_output_to_completion_response", make_completion)
-    _wrap(completion, "completion_stream_generator", make_stream)
-    _wrap(chat, "chat_completion_full_generator", make_chat)
-    _wrap(chat, "chat_completion_stream_generator", make_stream)
+    wrap(plugins, "load_endpoint_plugins", make)
 
 
 def _guard_by_api_key(prefix: str) -> None:
@@ -522,8 +442,8 @@ def attach_stats_to_worker_output() -> None:
 
         return sample_tokens
 
-    _wrap(Worker, "execute_model", make_execute_model)
-    _wrap(Worker, "sample_tokens", make_sample_tokens)
+    wrap(Worker, "execute_model", make_execute_model)
+    wrap(Worker, "sample_tokens", make_sample_tokens)
 
 
 def call_before_each_step(name: str, on_step: Callable[[Any, Any], None]) -> None:
@@ -545,118 +465,7 @@ def call_before_each_step(name: str, on_step: Callable[[Any, Any], None]) -> Non
 
         return execute_model
 
-    _wrap(Worker, "execute_model", make, mark=f"_steps_are_reported_to_{name}")
-
-
-def call_after_inputs(on_inputs: Callable[[Any, Any], None]) -> None:
-    """Call ``on_inputs(model_runner, num_scheduled_tokens)`` when the inputs of a step are there.
-
-    Reason: positions are computed from slots, and slots from positions; tokens of modules have
-    positions of their own, which nobody may see before the slots are found.
-    Called in a worker process only, when its first RELAY layers are set up.
-    Remove when: requests can give the positions of their tokens.
-    """
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def _prepare_inputs(
-            self: Any, scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any
-        ) -> Any:
-            prepared = original(self, scheduler_output, num_scheduled_tokens, *args, **kwargs)
-            on_inputs(self, num_scheduled_tokens)
-            return prepared
-
-        return _prepare_inputs
-
-    _wrap(GPUModelRunner, "_prepare_inputs", make)
-
-
-def check_modular_requests() -> None:
-    """Refuse requests with modules that their engine would not compute exactly, in the front end.
-
-    Reason: plans travel in extra_args, which nobody looks at.
-    Remove when: plug-ins can check requests; platforms can, but without the configuration.
-    """
-    from vllm.exceptions import VLLMValidationError
-    from vllm.v1.engine.input_processor import InputProcessor
-
-    from vllm_relay.prefix_cache.modules.requests import check_request
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-            request = original(self, *args, **kwargs)
-            if request.sampling_params is not None:
-                try:
-                    check_request(self.vllm_config, request)
-                except ValueError as error:  # whose message AsyncLLM.generate would drop
-                    raise VLLMValidationError(str(error)) from error
-            return request
-
-        return process_inputs
-
-    _wrap(InputProcessor, "process_inputs", make)
-
-
-def tell_tokens_without_padding() -> None:
-    """Give the outputs of modular prompts the tokens that are seen, and count only these as cached.
-
-    Reason: front ends count the tokens of a prompt, and engine cores those found in the cache, with
-    the padding between modules.
-    Remove when: requests can tell which of their tokens are no text.
-    """
-    from vllm.v1.engine.output_processor import RequestState
-
-    from vllm_relay.prefix_cache.modules.plan import plan_of
-
-    def make_new(original: Callable[..., Any]) -> Callable[..., Any]:
-        def from_new_request(
-            cls: type, tokenizer: Any, request: Any, *args: Any, **kwargs: Any
-        ) -> Any:
-            state = original(cls, tokenizer, request, *args, **kwargs)
-            state.relay_padding_tokens = 0
-            plan = plan_of(request.sampling_params)
-            if plan is not None:
-                state.prompt_token_ids = plan.seen_tokens(request.prompt_token_ids)
-                state.prompt_len = len(state.prompt_token_ids)
-                state.relay_padding_tokens = len(request.prompt_token_ids) - state.prompt_len
-            return state
-
-        return from_new_request
-
-    def make_output(original: Callable[..., Any]) -> Callable[..., Any]:
-        def make_request_output(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if getattr(self, "relay_padding_tokens", 0) and self.num_cached_tokens:
-                self.num_cached_tokens -= self.relay_padding_tokens
-                self.relay_padding_tokens = 0
-            return original(self, *args, **kwargs)
-
-        return make_request_output
-
-    _wrap(RequestState, "from_new_request", make_new)
-    _wrap(RequestState, "make_request_output", make_output)
-
-
-def hash_modules_apart() -> None:
-    """Let engine cores hash the blocks of modules without what stands before them.
-
-    Reason: vLLM chains each block to all before it; see `block_hashes.py`.
-    Called when EngineCore asks for its scheduler class: it makes its hasher later.
-    Remove when: requests can bring a hasher.
-    """
-    from vllm.v1.engine import core
-
-    from vllm_relay.prefix_cache.modules.block_hashes import module_block_hasher
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def get_request_block_hasher(
-            hash_block_size: int, hash_function: Any, *args: Any, **kwargs: Any
-        ) -> Any:
-            chained = original(hash_block_size, hash_function, *args, **kwargs)
-            return module_block_hasher(chained, hash_block_size, hash_function)
-
-        return get_request_block_hasher
-
-    _wrap(core, "get_request_block_hasher", make)
+    wrap(Worker, "execute_model", make, mark=f"_steps_are_reported_to_{name}")
 
 
 def add_stat_logger_to_every_front_end() -> None:
@@ -682,7 +491,7 @@ def add_stat_logger_to_every_front_end() -> None:
 
         return __init__
 
-    _wrap(StatLoggerManager, "__init__", make)
+    wrap(StatLoggerManager, "__init__", make)
 
 
 def report_relay_metrics() -> None:
@@ -702,7 +511,7 @@ def report_relay_metrics() -> None:
 
         return get_metrics
 
-    _wrap(LLMEngine, "get_metrics", make)
+    wrap(LLMEngine, "get_metrics", make)
 
 
 @contextlib.contextmanager
@@ -744,7 +553,7 @@ def mark_offline_engines() -> None:
 
         return create_engine_config
 
-    _wrap(EngineArgs, "create_engine_config", make)
+    wrap(EngineArgs, "create_engine_config", make)
 
 
 def is_offline(vllm_config: Any) -> bool:

@@ -86,13 +86,13 @@ def _register_backend() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from vllm_relay import compat
+    from vllm_relay import compat, compat_modules
 
     platform_cls = type(current_platform)
     compat.run_on_new_config(platform_cls, check_new_config)
     compat.mark_offline_engines()
-    compat.check_modular_requests()
-    compat.tell_tokens_without_padding()
+    compat_modules.check_modular_requests()
+    compat_modules.tell_tokens_without_padding()
     paths = {BACKEND_NAME: CPU_BACKEND_PATH, SPARSE_BACKEND_NAME: SPARSE_BACKEND_PATH}
     if current_platform.is_cpu():
         path_for_layer = dict.fromkeys(BACKEND_NAMES, cpu_backend_path)

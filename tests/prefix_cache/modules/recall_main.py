@@ -22,6 +22,7 @@ def main(output: str) -> None:
 
     from vllm_relay.demo.recall_model import build_recall_model
     from vllm_relay.prefix_cache.modules import ModularLLM, Module, Schema
+    from vllm_relay.prefix_cache.modules.render import Mode
 
     with tempfile.TemporaryDirectory() as folder:
         model = build_recall_model(Path(folder), dtype="float32")
@@ -64,8 +65,9 @@ def main(output: str) -> None:
     modular = ModularLLM(llm, *schemas)
     params = SamplingParams(max_tokens=ANSWER_WORDS, temperature=0.0)
     seen: dict[str, Any] = {"expected": expected}
-    for mode in ("exact", "repair", "modular"):
-        answers = modular.generate(prompts, params, mode=mode, use_tqdm=False)  # type: ignore[arg-type]
+    modes: tuple[Mode, ...] = ("exact", "repair", "modular")
+    for mode in modes:
+        answers = modular.generate(prompts, params, mode=mode, use_tqdm=False)
         seen[mode] = [answer.text.split() for answer in answers]
     Path(output).write_text(json.dumps(seen))
 

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_relay.prefix_cache.modules.render import Mode
+
 NUM_SCHEMAS = 6
 NUM_IN_FLIGHT = 20
 NUM_BLOCKS = 18  # one request may take all but one
 CHECKED_SHARE = 0.1
 LARGEST_ERROR = 1e-4
-MODES = ("modular", "repair")
+MODES: tuple[Mode, ...] = ("modular", "repair")
 REPAIR_TOKENS = 5
 
 
@@ -93,7 +95,7 @@ class Soak:
         text = random_prompt(self.rng, schema, self.words)
         mode = MODES[int(self.rng.integers(len(MODES)))]
         try:
-            rendered = self.store.render(text, mode=mode, repair_tokens=REPAIR_TOKENS)  # type: ignore[arg-type]
+            rendered = self.store.render(text, mode=mode, repair_tokens=REPAIR_TOKENS)
         except PmlError:
             self.counts["too long"] += 1
             return

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -251,6 +252,6 @@ def test_texts_of_modules_may_lie_in_files(tmp_path: Path) -> None:
         (lambda: Module("a", Parameter("p", 1), Parameter("p", 2)), "2 parameters"),
     ],
 )
-def test_what_cannot_be_a_schema(make: object, message: str) -> None:
+def test_what_cannot_be_a_schema(make: Callable[[], object], message: str) -> None:
     with pytest.raises(SchemaError, match=message):
-        make()  # type: ignore[operator]
+        make()

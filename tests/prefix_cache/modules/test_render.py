@@ -13,7 +13,7 @@ from tests.prefix_cache.modules.random_prompts import SchemaMaker, random_prompt
 from tests.prefix_cache.modules.reference import Meaning, Token
 from vllm_relay.prefix_cache.modules.plan import ModulePlan
 from vllm_relay.prefix_cache.modules.pml import parse_prompt, parse_schema
-from vllm_relay.prefix_cache.modules.render import RenderedPrompt
+from vllm_relay.prefix_cache.modules.render import Mode, RenderedPrompt
 from vllm_relay.prefix_cache.modules.schema import SchemaError
 from vllm_relay.prefix_cache.modules.schema_store import SchemaStore
 from vllm_relay.prefix_cache.modules.xml_tree import PmlError
@@ -271,7 +271,7 @@ SEEDS = st.integers(0, 2**32)
 @settings(max_examples=200)
 @example(seed=144906, mode="modular")  # a scaffold with a module without text of its own
 @given(seed=SEEDS, mode=st.sampled_from(["modular", "repair"]))
-def test_random_prompts_mean_what_the_reference_says(seed: int, mode: str) -> None:
+def test_random_prompts_mean_what_the_reference_says(seed: int, mode: Mode) -> None:
     """Which tokens a plan computes, at which positions, and which ones they see."""
     rng = np.random.default_rng(seed)
     store = SchemaStore(character_tokenizer(), block_size=32)
@@ -280,7 +280,7 @@ def test_random_prompts_mean_what_the_reference_says(seed: int, mode: str) -> No
     store.add(schema)
     text = random_prompt(rng, schema, words)
     try:
-        rendered = store.render(text, mode=mode, repair_tokens=3)  # type: ignore[arg-type]
+        rendered = store.render(text, mode=mode, repair_tokens=3)
     except PmlError as error:
         assert "the schema allows" in str(error)  # words and spaces are tokens here
         return

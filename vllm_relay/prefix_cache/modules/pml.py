@@ -240,7 +240,8 @@ def _prompt_content(
         else:
             arguments = {k: v for k, v in child.attributes.items() if k != _PRESERVE}
             within = _prompt_content(child, _preserves(child, preserve), top=False)
-            content.append(Import(child.name, arguments, within, child.place))  # type: ignore[arg-type]
+            parts = tuple(each for each in within if not isinstance(each, PromptTurn))
+            content.append(Import(child.name, arguments, parts, child.place))
     return tuple(content)
 
 

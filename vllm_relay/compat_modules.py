@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The changes to vLLM that prompt modules need, as `compat.py` makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_relay.compat import wrap
+
+
+def call_after_inputs(on_inputs: Callable[[Any, Any], None]) -> None:
+    """Call ``on_inputs(model_runner, num_scheduled_tokens)`` when the inputs of a step are there.
+
+    Reason: positions are computed from slots, and slots from positions; tokens of modules have
+    positions of their own, which nobody may see before the slots are found.
+    Called in a worker process only, when its first RELAY layers are set up.
+    Remove when: requests can give the positions of their tokens.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def _prepare_inputs(
+            self: Any, scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            prepared = original(self, scheduler_output, num_scheduled_tokens, *args, **kwargs)
+            on_inputs(self, num_scheduled_tokens)
+            return prepared
+
+        return _prepare_inputs
+
+    wrap(GPUModelRunner, "_prepare_inputs", make)
+
+
+def check_modular_requests() -> None:
+    """Refuse requests with modules that their engine would not compute exactly, in the front end.
+
+    Reason: plans travel in extra_args, which nobody looks at.
+    Remove when: plug-ins can check requests; platforms can, but without the configuration.
+    """
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from vllm_relay.prefix_cache.modules.requests import check_request
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+            request = original(self, *args, **kwargs)
+            if request.sampling_params is not None:
+                try:
+                    check_request(self.vllm_config, request)
+                except ValueError as error:  # whose message AsyncLLM.generate would drop
+                    raise VLLMValidationError(str(error)) from error
+            return request
+
+        return process_inputs
+
+    wrap(InputProcessor, "process_inputs", make)
+
+
+def tell_tokens_without_padding() -> None:
+    """Give the outputs of modular prompts the tokens that are seen, and count only these as cached.
+
+    Reason: front ends count the tokens of a prompt, and engine cores those found in the cache, with
+    the padding between modules.
+    Remove when: requests can tell which of their tokens are no text.
+    """
+    from vllm.v1.engine.output_processor import RequestState
+
+    from vllm_relay.prefix_cache.modules.plan import plan_of
+
+    def make_new(original: Callable[..., Any]) -> Callable[..., Any]:
+        def from_new_request(
+            cls: type, tokenizer: Any, request: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            state = original(cls, tokenizer, request, *args, **kwargs)
+            state.relay_padding_tokens = 0
+            plan = plan_of(request.sampling_params)
+            if plan is not None:
+                state.prompt_token_ids = plan.seen_tokens(request.prompt_token_ids)
+                state.prompt_len = len(state.prompt_token_ids)
+                state.relay_padding_tokens = len(request.prompt_token_ids) - state.prompt_len
+            return state
+
+        return from_new_request
+
+    def make_output(original: Callable[..., Any]) -> Callable[..., Any]:
+        def make_request_output(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if getattr(self, "relay_padding_tokens", 0) and self.num_cached_tokens:
+                self.num_cached_tokens -= self.relay_padding_tokens
+                self.relay_padding_tokens = 0
+            return original(self, *args, **kwargs)
+
+        return make_request_output
+
+    wrap(RequestState, "from_new_request", make_new)
+    wrap(RequestState, "make_request_output", make_output)
+
+
+def hash_modules_apart() -> None:
+    """Let engine cores hash the blocks of modules without what stands before them.
+
+    Reason: vLLM chains each block to all before it; see `block_hashes.py`.
+    Called when EngineCore asks for its scheduler class: it makes its hasher later.
+    Remove when: requests can bring a hasher.
+    """
+    from vllm.v1.engine import core
+
+    from vllm_relay.prefix_cache.modules.block_hashes import module_block_hasher
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_request_block_hasher(
+            hash_block_size: int, hash_function: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            chained = original(hash_block_size, hash_function, *args, **kwargs)
+            return module_block_hasher(chained, hash_block_size, hash_function)
+
+        return get_request_block_hasher
+
+    wrap(core, "get_request_block_hasher", make)
+
+
+def render_modular_prompts() -> None:
+    """Let the field ``relay`` of completions and chat completions be their prompt.
+
+    Reason: vLLM ignores fields it does not know, and endpoint plug-ins can add routes only.
+    Remove when: plug-ins can render prompts.
+    """
+    from vllm.renderers.online_renderer import OnlineRenderer
+
+    from vllm_relay.prefix_cache.modules.online import apply_modular_prompt
+
+    def maker(result: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            async def render(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+                try:
+                    token_ids = apply_modular_prompt(self, request)
+                except ValueError as error:
+                    return self.create_error_response(str(error), param="relay")
+                if token_ids is None:
+                    return await original(self, request, *args, **kwargs)
+                inputs = await self.preprocess_completion(
+                    request, prompt_input=token_ids, prompt_embeds=None
+                )
+                return result(inputs)
+
+            return render
+
+        return make
+
+    wrap(OnlineRenderer, "render_completion", maker(lambda inputs: inputs))
+    wrap(OnlineRenderer, "render_chat", maker(lambda inputs: ([], inputs)))
+
+
+def tell_usage_by_module() -> None:
+    """Tell in the usage of completions and chat completions what was cached of each module.
+
+    Reason: nothing on the way from the engine to a response carries data of plug-ins.
+    Remove when: it does.
+    """
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+
+    from vllm_relay.prefix_cache.modules.online import add_usage, with_usage
+
+    def make_completion(original: Callable[..., Any]) -> Callable[..., Any]:
+        def to_response(self: Any, outputs: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            response = original(self, outputs, request, *args, **kwargs)
+            add_usage(request, getattr(response, "usage", None))
+            return response
+
+        return to_response
+
+    def make_chat(original: Callable[..., Any]) -> Callable[..., Any]:
+        async def full_generator(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            response = await original(self, request, *args, **kwargs)
+            add_usage(request, getattr(response, "usage", None))
+            return response
+
+        return full_generator
+
+    def make_stream(original: Callable[..., Any]) -> Callable[..., Any]:
+        def stream_generator(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            return with_usage(request, original(self, request, *args, **kwargs))
+
+        return stream_generator
+
+    completion, chat = OpenAIServingCompletion, OpenAIServingChat
+    wrap(completion, "request_output_to_completion_response", make_completion)
+    wrap(completion, "completion_stream_generator", make_stream)
+    wrap(chat, "chat_completion_full_generator", make_chat)
+    wrap(chat, "chat_completion_stream_generator", make_stream)
