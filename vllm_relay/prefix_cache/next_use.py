@@ -11,8 +11,8 @@ class NextUse:
     """For each block key, the positions in the queue of the waiting requests that need the block.
 
     Positions are unique among the waiting requests, in any order, and may be used again once they
-    are removed. The smaller the position, the sooner the request runs. A key belongs to one block
-    of the prompts: the hash of all tokens up to its end.
+    are removed. The smaller the position, the sooner the request runs. A key names what a block
+    holds.
     """
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from vllm_relay.prefix_cache.modules.requests import plan_of_request
+from vllm_relay.prefix_cache.modules.plan import plan_of_request
 
 PREFIX_CACHE = "prefix_cache"
 """The key of these statistics in the dict ``relay`` of SchedulerStats."""
@@ -133,16 +133,20 @@ class PrefixCacheRecorder:
         plan = plan_of_request(request)
         if plan is not None and plan.encodes:
             return  # nobody has asked for it
-        self._step.tokens_saved += hit_tokens
+        num_hidden = 0 if plan is None else plan.num_hidden_slots
+        self._step.tokens_saved += hit_tokens - num_hidden
         if request.num_preemptions > 0:
             return  # it finds what it computed itself
-        self._step.prefix_query_tokens += request.num_tokens
-        self._step.prefix_hit_tokens += hit_tokens
+        self._step.prefix_query_tokens += request.num_tokens - num_hidden
+        self._step.prefix_hit_tokens += hit_tokens - num_hidden
+        hash_block_size = self._scheduler.kv_cache_manager.block_pool.hash_block_size
         if plan is not None:
             self._step.module_hits += len(plan.segments)
             self._step.module_hit_tokens += sum(each.num_tokens for each in plan.segments)
-        hash_block_size = self._scheduler.kv_cache_manager.block_pool.hash_block_size
-        if depth := hit_tokens // hash_block_size:
+            for segment, end in zip(plan.segments, plan.first_slots[1:], strict=True):
+                last_block = request.block_hashes[end // hash_block_size - 1]
+                self.top_prefixes.add_hit(last_block, segment.num_tokens)
+        elif depth := hit_tokens // hash_block_size:
             self.top_prefixes.add_hit(request.block_hashes[depth - 1], hit_tokens)
 
     def on_module_computed(self, num_bytes: int) -> None:

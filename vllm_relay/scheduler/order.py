@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order in which waiting requests run: prefix by prefix, at every depth of the prefix tree.
 
-Requests are kept in a compressed trie over their chained block hashes. A chained hash names the
+Requests are kept in a compressed trie over the chained names of their blocks. Such a name tells the
 whole prefix up to its block, so two chains that agree at one depth agree at all smaller ones: one
 comparison tells whether a request runs along an edge to its end.
 """
@@ -17,6 +17,9 @@ from typing import Any, Generic, TypeVar
 
 R = TypeVar("R", bound=Hashable)
 
+
+BlockName = bytes | tuple[bytes, bytes]
+"""A chained block hash; or a hash that is not chained, and a digest of all up to it."""
 
 _Key = tuple[bool, int, int]  # what is smaller comes first
 _Entry = tuple[_Key, int, Any]  # of a heap of children: key, serial number, node
@@ -41,11 +44,11 @@ class _Node(Generic[R]):
         "size",
     )
 
-    def __init__(self, parent: _Node[R] | None, depth: int, chain: Sequence[bytes]) -> None:
+    def __init__(self, parent: _Node[R] | None, depth: int, chain: Sequence[BlockName]) -> None:
         self.parent = parent
         self.depth = depth
         self.chain = chain  # of any request of the subtree
-        self.children: dict[bytes, _Node[R]] = {}
+        self.children: dict[BlockName, _Node[R]] = {}
         self.requests: list[tuple[int, R]] = []  # whose chain ends here, by position
         self.size = 0  # waiting requests of the subtree
         self.oldest = 0  # the smallest position that came into the subtree
@@ -57,12 +60,12 @@ class _Node(Generic[R]):
         self.hold_until_s: float | None = None  # once for all who lead until the blocks are there
 
     @property
-    def first_block(self) -> bytes:
+    def first_block(self) -> BlockName:
         assert self.parent is not None
         return self.chain[self.parent.depth]
 
     @property
-    def last_block(self) -> bytes:
+    def last_block(self) -> BlockName:
         return self.chain[self.depth - 1]
 
 
@@ -85,11 +88,11 @@ class PrefixOrder(Generic[R]):
     until `release` is called for it, or for `max_hold_s`.
 
     Args:
-        is_resident: whether a block hash is in the cache now.
+        is_resident: whether a block is in the cache now.
         max_hold_s: seconds.
     """
 
-    is_resident: Callable[[bytes], bool]
+    is_resident: Callable[[BlockName], bool]
     max_hold_s: float = 0.0
     _root: _Node[R] = field(default_factory=lambda: _Node(None, 0, ()), init=False)
     _places: dict[R, _Place[R]] = field(default_factory=dict, init=False)
@@ -122,11 +125,11 @@ class PrefixOrder(Generic[R]):
         """In order of position."""
         return iter(sorted(self._places, key=lambda request: self._places[request].position))
 
-    def add(self, request: R, chain: Sequence[bytes], position: int) -> None:
+    def add(self, request: R, chain: Sequence[BlockName], position: int) -> None:
         """Let a request wait.
 
         Args:
-            chain: its chained block hashes; must not change.
+            chain: the names of its blocks; must not change.
             position: its place in the order of arrival.
         """
         self.release(request)
@@ -296,7 +299,7 @@ class PrefixOrder(Generic[R]):
                 queue[:] = [entry for entry in queue if entry[2].queued == entry[1]]
                 heapq.heapify(queue)
 
-    def _node_of(self, chain: Sequence[bytes]) -> _Node[R]:
+    def _node_of(self, chain: Sequence[BlockName]) -> _Node[R]:
         """The node at the end of a chain, made where there is none."""
         node = self._root
         while node.depth < len(chain):
@@ -336,7 +339,7 @@ def _put_back(node: _Node[R], entries: list[_Entry]) -> None:
         heapq.heappush(node.queue, entry)
 
 
-def _common_depth(chain: Sequence[bytes], node: _Node[R], known: int) -> int:
+def _common_depth(chain: Sequence[BlockName], node: _Node[R], known: int) -> int:
     """How many leading blocks a chain has in common with the chains of `node`, at least `known`."""
     low, high = known, min(len(chain), node.depth)
     while low < high:

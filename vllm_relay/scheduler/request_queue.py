@@ -11,7 +11,7 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_relay.scheduler.fairness import OvertakeLimit
-from vllm_relay.scheduler.order import PrefixOrder
+from vllm_relay.scheduler.order import BlockName, PrefixOrder
 from vllm_relay.scheduler.priority_class import PriorityClass
 
 # of requests that were popped and do not run; one whose KV cache is being loaded does
@@ -43,7 +43,7 @@ class PrefixRequestQueue(RequestQueue):
 
     Args:
         by_priority: whether `Request.priority` counts, the smallest first.
-        chain_of: the chained block hashes under which a waiting request is ordered.
+        chain_of: the chained names of blocks under which a waiting request is ordered.
         make_order: an empty order for the requests of one priority.
         make_limit: its limit on overtaking, or None.
         observer: is told when a request begins and ceases to wait.
@@ -54,7 +54,7 @@ class PrefixRequestQueue(RequestQueue):
     def __init__(
         self,
         by_priority: bool,
-        chain_of: Callable[[Request], Sequence[bytes]],
+        chain_of: Callable[[Request], Sequence[BlockName]],
         make_order: Callable[[], PrefixOrder[Request]],
         make_limit: Callable[[], OvertakeLimit[Request] | None],
         observer: QueueObserver,

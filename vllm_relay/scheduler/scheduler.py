@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from itertools import accumulate, chain, islice
 from typing import Any
 
 from vllm.logger import init_logger
@@ -24,11 +25,12 @@ from vllm_relay import compat
 from vllm_relay.config import RelayConfig
 from vllm_relay.prefix_cache.free_queue import make_free_queue
 from vllm_relay.prefix_cache.modules.admission import ModuleAdmission
+from vllm_relay.prefix_cache.modules.plan import plan_of_request
 from vllm_relay.prefix_cache.next_use import NextUse
 from vllm_relay.prefix_cache.pins import PinTable
 from vllm_relay.prefix_cache.stats import PREFIX_CACHE, PrefixCacheRecorder
 from vllm_relay.scheduler.fairness import OvertakeLimit
-from vllm_relay.scheduler.order import PrefixOrder
+from vllm_relay.scheduler.order import BlockName, PrefixOrder
 from vllm_relay.scheduler.request_queue import PrefixRequestQueue, QueueObserver
 
 logger = init_logger("vllm.relay")
@@ -42,11 +44,11 @@ class _RelayScheduling(Scheduler):
         with compat.free_block_queue(make_free_queue(self.relay_config.eviction, self.next_use)):
             super().__init__(*args, **kwargs)
         self._is_offline = compat.is_offline(vllm_config)
-        self._order_group = _full_attention_group(self.kv_cache_config)
+        self.order_group = _full_attention_group(self.kv_cache_config)
         feeder = _NextUseFeeder(self)
         self.waiting: PrefixRequestQueue = PrefixRequestQueue(
             self.policy == SchedulingPolicy.PRIORITY,
-            lambda request: feeder.chains[request][self._order_group or 0],
+            feeder.order_chain,
             self._make_order,
             self._make_limit,
             feeder,
@@ -73,35 +75,43 @@ class _RelayScheduling(Scheduler):
             return False
         return super()._handle_blocked_waiting_request(request)
 
-    def block_chains(self, request: Request) -> list[list[bytes]]:
+    def block_keys(self, request: Request) -> list[list[bytes]]:
         """For each KV cache group, the names under which the prefix cache keeps the request's full
         blocks, from the first on."""
-        chains: list[list[bytes]] = []
+        keys: list[list[bytes]] = []
         for group, manager in enumerate(self.kv_cache_manager.coordinator.single_type_managers):
             hashes = resolve_block_hashes(
                 request.block_hashes, self.hash_block_size, manager.block_size
             )
             suffix = make_block_hash_with_group_id(BlockHash(b""), group)
-            chains.append([each + suffix for each in hashes])
-        return chains
+            keys.append([each + suffix for each in hashes])
+        return keys
 
-    def note_chains(self, chains: list[list[bytes]], is_use: bool) -> None:
-        """Tell the eviction policy which block follows which."""
-        for keys in chains:
-            self.kv_cache_manager.block_pool.free_block_queue.note_chain(keys, is_use=is_use)
+    def note_chains(self, request: Request, keys: list[list[bytes]], is_use: bool) -> None:
+        """Tell the eviction policy which block is of use only behind which.
+
+        Args:
+            keys: see `block_keys`.
+        """
+        plan = plan_of_request(request)
+        queue = self.kv_cache_manager.block_pool.free_block_queue
+        for group in keys:
+            for run in [group] if plan is None else plan.chains(group):
+                queue.note_chain(run, is_use=is_use)
 
     def cached_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
         """A block of the KV cache group of full attention in the prefix cache."""
-        key = make_block_hash_with_group_id(block_hash, self._order_group or 0)
+        key = make_block_hash_with_group_id(block_hash, self.order_group or 0)
         return self.kv_cache_manager.block_pool.cached_block_hash_to_block.get_one_block(key)
 
-    def _is_resident(self, key: bytes) -> bool:
+    def _is_resident(self, name: BlockName) -> bool:
+        key = name if isinstance(name, bytes) else name[0]
         pool = self.kv_cache_manager.block_pool
         return pool.cached_block_hash_to_block.get_one_block(key) is not None
 
     def _make_order(self) -> PrefixOrder[Request]:
         # other kinds of KV cache do not keep all blocks of a prefix: nobody could tell its end
-        hold = self.relay_config.warm_up and self._order_group is not None
+        hold = self.relay_config.warm_up and self.order_group is not None
         # a hold ends when the prefix is there; the bound is for what would never end it
         max_hold_s = 1e9 if self._is_offline else self.relay_config.max_hold_s
         return PrefixOrder(self._is_resident, max_hold_s if hold else 0.0)
@@ -154,7 +164,7 @@ class _RelayScheduling(Scheduler):
             self.waiting.forget(request)
             self.modules.forget(request)
         self.pins.before_free(request)
-        self.note_chains(self.block_chains(request), is_use=False)
+        self.note_chains(request, self.block_keys(request), is_use=False)
         super()._free_request_blocks(request)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
@@ -193,20 +203,35 @@ class _NextUseFeeder(QueueObserver):
 
     def __init__(self, scheduler: _RelayScheduling) -> None:
         self._scheduler = scheduler
-        self.chains: dict[Request, list[list[bytes]]] = {}
-        """Of waiting requests: see `block_chains`."""
+        self._keys: dict[Request, list[list[bytes]]] = {}  # of waiting requests: see `block_keys`
+        self._order_chains: dict[Request, Sequence[BlockName]] = {}
 
     def waits(self, request: Request, position: int) -> None:
-        chains = self.chains[request] = self._scheduler.block_chains(request)
+        keys = self._keys[request] = self._scheduler.block_keys(request)
+        ordered_by = keys[self._scheduler.order_group or 0]
+        is_plain = plan_of_request(request) is None
+        self._order_chains[request] = ordered_by if is_plain else _chained(ordered_by)
         if not request.skip_reading_prefix_cache:
-            self._scheduler.next_use.add(position, list(chain.from_iterable(chains)))
+            self._scheduler.next_use.add(position, list(chain.from_iterable(keys)))
 
     def waits_no_longer(self, request: Request, position: int, runs: bool) -> None:
-        chains = self.chains.pop(request)
+        keys = self._keys.pop(request)
+        del self._order_chains[request]
         if not request.skip_reading_prefix_cache:
-            self._scheduler.next_use.remove(position, list(chain.from_iterable(chains)))
+            self._scheduler.next_use.remove(position, list(chain.from_iterable(keys)))
         if runs:
-            self._scheduler.note_chains(chains, is_use=True)
+            self._scheduler.note_chains(request, keys, is_use=True)
+
+    def order_chain(self, request: Request) -> Sequence[BlockName]:
+        """What a waiting request is ordered by."""
+        return self._order_chains[request]
+
+
+def _chained(keys: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+    """Keys of blocks of modules, which say nothing of the blocks before them, each with a digest of
+    all up to it."""
+    digests = accumulate(keys, lambda digest, key: sha256(digest + key).digest(), initial=b"")
+    return list(zip(keys, islice(digests, 1, None), strict=True))
 
 
 def _adapter(request: Request) -> int:

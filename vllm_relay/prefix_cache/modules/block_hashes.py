@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm_relay.prefix_cache.modules.plan import ModulePlan, Segment
+from vllm_relay.prefix_cache.modules.plan import ModulePlan, Segment, plan_of_request
 
 HashFunction = Callable[[Any], bytes]
 
@@ -110,8 +110,6 @@ def module_block_hasher(
     """
 
     def new_block_hashes(request: Any) -> list[Any]:
-        from vllm_relay.prefix_cache.modules.requests import plan_of_request
-
         plan = plan_of_request(request)
         if plan is None:
             return chained(request)

@@ -12,16 +12,17 @@ Source: Prompt Cache (Gim et al., 2024), sections 3.3 and 3.4.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Length = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
 Ranges = tuple[tuple[Count, Count], ...]
+T = TypeVar("T")
 
 
 class _Frozen(BaseModel):
@@ -143,6 +144,12 @@ class ModulePlan(_Frozen):
     def num_prompt_slots(self) -> int:
         return self.first_slots[-1] + sum(run.num_tokens for run in self.tail)
 
+    @cached_property
+    def num_hidden_slots(self) -> int:
+        """The slots before its last token which that does not see."""
+        *_, (_, _, visible) = self.computed_runs()
+        return sum(end - begin for begin, end in self.hidden_slots(visible))
+
     @property
     def end_position(self) -> int:
         """Behind the last position of all tokens, placeholders included."""
@@ -152,6 +159,14 @@ class ModulePlan(_Frozen):
     def num_slots(self, segment: Segment) -> int:
         """Of a segment, with its padding."""
         return -(-segment.num_tokens // self.block_size) * self.block_size
+
+    def chains(self, blocks: Sequence[T]) -> Iterator[Sequence[T]]:
+        """The KV blocks of the request from the first on, cut where a block is of use without the
+        one before it: by segments, and the tail."""
+        first_blocks = [slot // self.block_size for slot in self.first_slots]
+        for first, end in zip(first_blocks, [*first_blocks[1:], len(blocks)], strict=True):
+            if blocks[first:end]:
+                yield blocks[first:end]
 
     def computed_runs(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
         """First slot and end of what the request computes, with what is visible of the segments, by
@@ -259,6 +274,19 @@ def plan_of(sampling_params: Any) -> ModulePlan | None:
     extra_args = getattr(sampling_params, "extra_args", None)
     given = extra_args.get(EXTRA_ARG) if extra_args else None
     return None if given is None else ModulePlan.model_validate(given)
+
+
+_ATTRIBUTE = "relay_plan"
+
+
+def plan_of_request(request: Any) -> ModulePlan | None:
+    """Of a request of the engine core; read once."""
+    try:
+        return getattr(request, _ATTRIBUTE)
+    except AttributeError:
+        plan = plan_of(getattr(request, "sampling_params", None))
+        setattr(request, _ATTRIBUTE, plan)
+        return plan
 
 
 def positions_of_runs(

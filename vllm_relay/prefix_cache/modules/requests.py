@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_relay.prefix_cache.modules.plan import EXTRA_ARG, ModulePlan, plan_of
+from vllm_relay.prefix_cache.modules.plan import EXTRA_ARG, plan_of
 from vllm_relay.prefix_cache.modules.pml import read_schema
 from vllm_relay.prefix_cache.modules.render import RenderedPrompt
 
@@ -15,18 +15,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_relay.config import RelayConfig
-
-_ATTRIBUTE = "relay_plan"
-
-
-def plan_of_request(request: Any) -> ModulePlan | None:
-    """Of a request of the engine core; read once."""
-    try:
-        return getattr(request, _ATTRIBUTE)
-    except AttributeError:
-        plan = plan_of(getattr(request, "sampling_params", None))
-        setattr(request, _ATTRIBUTE, plan)
-        return plan
 
 
 def with_plan(
