@@ -25,13 +25,22 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS, VOCAB_SIZE
 from tests.scheduler.soak import Question
+from vllm_relay.prefix_cache.modules.plan import ModulePlan, plan_of
 from vllm_relay.prefix_cache.predict_executor import StubExecutor
 
 MODULUS = (1 << 31) - 1
 
 
 class Text:
-    """Tokens, and for each a state that tells all tokens up to it, the salt and the adapter."""
+    """Tokens, and for each a state that tells all tokens up to it, the salt and the adapter.
+
+    Attributes:
+        unseen: places of tokens that the last one does not see.
+        num_given: how many of the first tokens others compute.
+    """
+
+    unseen: frozenset[int] = frozenset()
+    num_given = 0
 
     def __init__(self, salt: str | None, adapter: LoRARequest | None, tokens: list[int]) -> None:
         self._state = 1 + sum((salt or "").encode())
@@ -52,21 +61,78 @@ class Text:
         return 3 + self._state % (VOCAB_SIZE - 3)
 
 
-def answer(question: Question, prompt: list[int], stop_token_ids: tuple[int, ...]) -> list[int]:
-    text, made = Text(question.salt, question.adapter, prompt), []
+def answer(
+    question: Question,
+    prompt: list[int],
+    stop_token_ids: tuple[int, ...],
+    plan: ModulePlan | None = None,
+) -> list[int]:
+    kind = Text if plan is None else partial(ModularText, plan)
+    text, made = kind(question.salt, question.adapter, prompt), []
     while len(made) < question.output_tokens and not (made and made[-1] in stop_token_ids):
         made.append(text.next_token)
         text.append(made[-1])
     return made
 
 
+class ModularText(Text):
+    """Of a request with a plan: the state of a token tells what it sees, and its position."""
+
+    def __init__(
+        self, plan: ModulePlan, salt: str | None, adapter: LoRARequest | None, tokens: list[int]
+    ) -> None:
+        super().__init__(salt, adapter, [])
+        first_state = self._state
+        self._seen: tuple[int, ...]
+        self.num_given = plan.num_stored_slots
+        *_, (_, _, visible) = plan.computed_runs()
+        self.unseen = frozenset(
+            slot for begin, end in plan.hidden_slots(visible) for slot in range(begin, end)
+        )
+        for segment, first in zip(plan.segments, plan.first_slots, strict=False):
+            seen = tuple(
+                self.states[plan.first_slots[index] + offset]
+                for index, num_visible in segment.context
+                for offset in range(num_visible)
+                if not _is_in(offset, plan.segments[index].placeholders)
+            )
+            self._state = hash((first_state, seen)) % MODULUS
+            for offset, position in enumerate(segment.positions(segment.num_tokens)):
+                self._append(tokens[first + offset], position)
+            self.states += [0] * (plan.num_slots(segment) - segment.num_tokens)
+        self._state, self._next_position, self._seen = first_state, 0, ()
+        for run in plan.tail:
+            hidden = {
+                slot for begin, end in plan.hidden_slots(run.visible) for slot in range(begin, end)
+            }
+            stored = (each for each in range(plan.num_stored_slots) if each not in hidden)
+            self._seen = tuple(self.states[slot] for slot in stored)
+            self._next_position = run.position
+            for _ in range(run.num_tokens):
+                self.append(tokens[len(self)])
+        if plan.tail:
+            for token in tokens[len(self) :]:
+                self.append(token)
+
+    def append(self, token: int) -> None:
+        self._append(token, self._next_position, self._seen)
+        self._next_position += 1
+
+    def _append(self, token: int, position: int, seen: tuple[int, ...] = ()) -> None:
+        self._state = hash((self._state, token, position, seen)) % MODULUS
+        self.states.append(self._state)
+
+
+def _is_in(offset: int, ranges: tuple[tuple[int, int], ...]) -> bool:
+    return any(begin <= offset < end for begin, end in ranges)
+
+
 @dataclass
 class _Sequence:
     """What a worker keeps about a request."""
 
+    make_text: Callable[[list[int]], Text]
     text: Text
-    salt: str | None
-    adapter: LoRARequest | None
     block_ids: tuple[list[int], ...]
 
 
@@ -114,8 +180,11 @@ class SimulatedExecutor(StubExecutor):
         assert new.sampling_params is not None
         salt = (new.sampling_params.extra_args or {}).get("salt")
         block_ids = tuple(list(ids) for ids in new.block_ids)
-        text = Text(salt, new.lora_request, new.prompt_token_ids)
-        self._sequences[new.req_id] = _Sequence(text, salt, new.lora_request, block_ids)
+        plan = plan_of(new.sampling_params)
+        kind = Text if plan is None else partial(ModularText, plan)
+        make_text = partial(kind, salt, new.lora_request)
+        text = make_text(new.prompt_token_ids)
+        self._sequences[new.req_id] = _Sequence(make_text, text, block_ids)
 
     def _go_on(self, cached: CachedRequestData) -> dict[str, int]:
         """Returns how many tokens of each request have been computed."""
@@ -129,7 +198,7 @@ class SimulatedExecutor(StubExecutor):
                     ids.extend(new_ids)
             if request_id in cached.all_token_ids:
                 tokens = cached.all_token_ids[request_id]
-                sequence.text = Text(sequence.salt, sequence.adapter, tokens)
+                sequence.text = sequence.make_text(tokens)
         return dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
 
     def _slots(self, sequence: _Sequence, group: int, start: int, end: int) -> Any:
@@ -141,6 +210,7 @@ class SimulatedExecutor(StubExecutor):
     def _write(self, request_id: str, start: int, end: int) -> None:
         sequence = self._sequences[request_id]
         assert end <= len(sequence.text), "a token was scheduled before it was sampled"
+        assert start >= sequence.text.num_given, "it computes what others have to"
         for group, memory in enumerate(self._memory):
             slots = self._slots(sequence, group, start, end)
             memory.reshape(-1)[slots] = sequence.text.states[start:end]
@@ -153,7 +223,9 @@ class SimulatedExecutor(StubExecutor):
     def _read_range(self, request_id: str, group: int, begin: int, end: int) -> None:
         sequence, memory = self._sequences[request_id], self._memory[group]
         found = memory.reshape(-1)[self._slots(sequence, group, begin, end)]
+        unseen = sequence.text.unseen
         wrong = np.flatnonzero(found != sequence.text.states[begin:end])
+        wrong = np.array([each for each in wrong if begin + each not in unseen])
         assert not wrong.size, (
             f"request {request_id} reads the KV of another text in group {group}, at "
             f"{wrong.size} of the positions {begin} to {end}, first at {begin + wrong[0]}"

@@ -52,6 +52,8 @@ class Soak:
         sampling: more sampling parameters of every request.
         priorities: of which every request gets one.
         adapters: the same.
+        prompts: of which questions are made.
+        extra_args: of the requests of some of these, by the prompt's place.
     """
 
     engine: LLMEngine
@@ -60,11 +62,12 @@ class Soak:
     sampling: dict[str, Any] = field(default_factory=dict)
     priorities: tuple[int, ...] = (0,)
     adapters: tuple[LoRARequest | None, ...] = (None,)
+    prompts: list[list[int]] = field(default_factory=prompts)
+    extra_args: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.scheduler: Any = self.engine.engine_core.engine_core.scheduler
         self.rng = random.Random(self.seed)
-        self.prompts = prompts()
         self.outstanding: dict[str, Question] = {}
         self.counts = dict.fromkeys(
             ("added", "finished", "aborted", "pinned", "refused", "unpinned", "resets"), 0
@@ -78,7 +81,9 @@ class Soak:
         question = Question(prompt, salt, adapter, self.rng.randint(1, OUTPUT_TOKENS))
         request_id = str(self.counts["added"])
         self.counts["added"] += 1
-        extra_args = {} if pin is None else {EXTRA_ARG: f"pin-{pin}"}
+        extra_args = self.extra_args.get(prompt, {})
+        if pin is not None:
+            extra_args = {**extra_args, EXTRA_ARG: f"pin-{pin}"}
         self.engine.add_request(
             request_id,
             {"prompt_token_ids": self.prompts[prompt], "cache_salt": salt},

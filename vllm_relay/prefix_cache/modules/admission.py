@@ -35,8 +35,9 @@ class ModuleAdmission:
         self._not_ready: set[str] = set()  # of these, when the step was prepared
         self._encodings: dict[bytes, Request] = {}  # by the last block of their module
         self._keys: dict[str, bytes] = {}  # by id of the encoding
-        self._first: set[str] = set()  # ids of the encodings that the leader waits for
+        self._first: set[bytes] = set()  # keys of the encodings that the leader waits for
         self._lease = _Lease(scheduler)
+        self._room_slots = 0  # for modules that nobody waits for yet
         self._idle_steps = 0
         self._numbers = count()
 
@@ -50,10 +51,10 @@ class ModuleAdmission:
         self._waiting.pop(request.request_id, None)
         self._not_ready.discard(request.request_id)
         if request is self._lease.request:
-            self._lease.release()
+            self.release()
         if (key := self._keys.pop(request.request_id, None)) is not None:
             del self._encodings[key]
-            self._first.discard(request.request_id)
+            self._first.discard(key)
             if request.status != RequestStatus.FINISHED_ABORTED:
                 self._count(request)
 
@@ -68,7 +69,10 @@ class ModuleAdmission:
 
     def goes_first(self, request: Request) -> bool:
         """Whether a waiting request comes before the others of its priority."""
-        return request is self._lease.request or request.request_id in self._first
+        if request is self._lease.request:
+            return True
+        key = self._keys.get(request.request_id)
+        return key is not None and key in self._first
 
     def prepare(self) -> None:
         """Have computed what waiting requests lack; before every step."""
@@ -80,8 +84,9 @@ class ModuleAdmission:
             if request.status == RequestStatus.RUNNING:
                 del self._waiting[request.request_id]
                 if request is self._lease.request:
-                    self._lease.release()
+                    self.release()
         self._choose_leader()
+        self._room_slots = self._free_slots()
         is_there: dict[bytes, bool] = {}
         for request in list(self._waiting.values()):
             missing = self._missing(request, is_there)
@@ -91,8 +96,9 @@ class ModuleAdmission:
         self._hold()
 
     def release(self) -> None:
-        """Let all modules be evicted, as the prefix cache is going to be emptied."""
-        self._lease.release()
+        """Nobody leads any more; modules that were held can be evicted."""
+        self._lease.end()
+        self._first.clear()
 
     def num_records(self) -> int:
         """How much is kept about requests: nothing when all are done."""
@@ -105,7 +111,7 @@ class ModuleAdmission:
         if self._lease.request is None and users:
             leader = min(users, key=lambda each: (each.priority, each.arrival_time))
             self._lease.request = leader
-            self._move_first(leader)
+            self._move_first(leader, leader.priority)
 
     def _hold(self) -> None:
         """Keep what is there of the leader's modules."""
@@ -114,7 +120,7 @@ class ModuleAdmission:
             return
         if self._idle_steps > 1:
             # what it holds is in the way of a request before it, and nobody else runs
-            self._lease.let_go()
+            self._lease.drop_blocks()
             return
         plan = plan_of_request(leader)
         assert plan is not None
@@ -148,34 +154,35 @@ class ModuleAdmission:
         assert plan is not None
         leads = request is self._lease.request
         for index in reversed(missing):  # of those that go first, the last one to come does
-            end = plan.first_slots[index + 1]
-            key = request.block_hashes[end // plan.block_size - 1]
+            key = request.block_hashes[plan.first_slots[index + 1] // plan.block_size - 1]
             encoding = self._encodings.get(key)
             if encoding is None:
-                if not leads and not self._has_room(plan, index):
+                num_slots = sum(end - first for first, end in plan.encoding_slots(index))
+                if not leads and num_slots > self._room_slots:
                     continue
+                self._room_slots -= num_slots
                 encoding = self._encoding_request(request, plan, index)
                 self._encodings[key] = encoding
                 self._keys[encoding.request_id] = key
                 if leads:
-                    self._first.add(encoding.request_id)
+                    self._first.add(key)
                 self._scheduler.add_request(encoding)
-            elif leads and encoding.request_id not in self._first:
-                self._first.add(encoding.request_id)
-                encoding.priority = min(encoding.priority, request.priority)
-                self._move_first(encoding)
+            elif leads and key not in self._first:
+                self._first.add(key)
+                self._move_first(encoding, min(encoding.priority, request.priority))
 
-    def _has_room(self, plan: ModulePlan, index: int) -> bool:
-        """Whether a module can be computed for later without driving out others."""
-        wanted = sum(end - first for first, end in plan.encoding_slots(index))
-        plans = map(plan_of_request, self._encodings.values())
-        wanted += sum(each.num_prompt_slots for each in plans if each is not None)
-        free = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        return wanted <= free * plan.block_size // 2
+    def _free_slots(self) -> int:
+        """How much may be computed for later without driving out what is there."""
+        free_blocks = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        to_come = sum(
+            each.num_prompt_tokens - each.num_computed_tokens for each in self._encodings.values()
+        )
+        return free_blocks * self._scheduler.block_size // 2 - to_come
 
-    def _move_first(self, request: Request) -> None:
+    def _move_first(self, request: Request, priority: int) -> None:
         if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
             self._scheduler.waiting.remove_requests([request])
+            request.priority = priority
             self._scheduler.waiting.add_request(request)
 
     def _count(self, encoding: Request) -> None:
@@ -231,13 +238,13 @@ class _Lease:
                     self._scheduler.kv_cache_manager.block_pool.touch([block])
                     self._blocks[place] = block
 
-    def let_go(self) -> None:
+    def drop_blocks(self) -> None:
         """Let them be evicted."""
         blocks = [self._blocks[place] for place in sorted(self._blocks, reverse=True)]
         self._scheduler.kv_cache_manager.block_pool.free_blocks(blocks)
         self._blocks.clear()
 
-    def release(self) -> None:
+    def end(self) -> None:
         """Let them be evicted, and belong to nobody."""
-        self.let_go()
+        self.drop_blocks()
         self.request = None

@@ -76,9 +76,10 @@ class Segment(_Frozen):
 
     @property
     def end_position(self) -> int:
-        """Behind the position of its last token."""
-        offset, position = self.position_runs[-1]
-        return position + self.num_tokens - offset
+        """Behind the largest position of its tokens."""
+        ends = [offset for offset, _ in self.position_runs[1:]] + [self.num_tokens]
+        runs = zip(self.position_runs, ends, strict=True)
+        return max(position + end - offset for (offset, position), end in runs)
 
 
 class TailRun(_Frozen):
