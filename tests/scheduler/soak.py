@@ -13,6 +13,8 @@ from vllm import LLMEngine, SamplingParams
 from vllm.lora.request import LoRARequest
 
 from tests.integration.engine_main import tokens
+from vllm_relay.prefix_cache.modules.plan import EXTRA_ARG as PLAN_ARG
+from vllm_relay.prefix_cache.modules.plan import ModulePlan
 from vllm_relay.prefix_cache.pins import EXTRA_ARG, PinError
 
 SECONDS = float(os.environ.get("RELAY_SOAK_S", "60"))
@@ -53,7 +55,7 @@ class Soak:
         priorities: of which every request gets one.
         adapters: the same.
         prompts: of which questions are made.
-        extra_args: of the requests of some of these, by the prompt's place.
+        plans: of those with modules, by their place.
     """
 
     engine: LLMEngine
@@ -63,7 +65,7 @@ class Soak:
     priorities: tuple[int, ...] = (0,)
     adapters: tuple[LoRARequest | None, ...] = (None,)
     prompts: list[list[int]] = field(default_factory=prompts)
-    extra_args: dict[int, dict[str, Any]] = field(default_factory=dict)
+    plans: dict[int, ModulePlan] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.scheduler: Any = self.engine.engine_core.engine_core.scheduler
@@ -81,9 +83,9 @@ class Soak:
         question = Question(prompt, salt, adapter, self.rng.randint(1, OUTPUT_TOKENS))
         request_id = str(self.counts["added"])
         self.counts["added"] += 1
-        extra_args = self.extra_args.get(prompt, {})
-        if pin is not None:
-            extra_args = {**extra_args, EXTRA_ARG: f"pin-{pin}"}
+        extra_args: dict[str, Any] = {} if pin is None else {EXTRA_ARG: f"pin-{pin}"}
+        if prompt in self.plans:
+            extra_args[PLAN_ARG] = self.plans[prompt].to_argument()
         self.engine.add_request(
             request_id,
             {"prompt_token_ids": self.prompts[prompt], "cache_salt": salt},
@@ -108,8 +110,10 @@ class Soak:
 
     def pin(self) -> None:
         index = self.rng.randrange(len(self.prompts))
+        plan = self.plans.get(index)
+        token_ids = self.prompts[index] if plan else self.prompts[index][:64]
         try:
-            self.scheduler.pins.declare(f"pin-{index}", self.prompts[index][:64])
+            self.scheduler.pins.declare(f"pin-{index}", token_ids, plan)
         except PinError:
             self.counts["refused"] += 1
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_relay.prefix_cache.modules.plan import ModulePlan
 from vllm_relay.prefix_cache.pins import PinError
 from vllm_relay.prefix_cache.stats import TOP_PREFIXES
 
@@ -42,7 +43,12 @@ def _run(scheduler: Any, name: str, arguments: dict[str, Any]) -> Any:
     if pins is None:
         raise PinError(501, "prompts are pinned by RelayScheduler only: " + HOW_TO_SELECT)
     if name == "declare_pin":
-        return pins.declare(arguments["pin_id"], arguments["token_ids"])
+        plan = arguments.get("plan")
+        return pins.declare(
+            arguments["pin_id"],
+            arguments["token_ids"],
+            None if plan is None else ModulePlan.model_validate(plan),
+        )
     if name == "unpin":
         return pins.unpin(arguments["pin_id"])
     if name == "pin":

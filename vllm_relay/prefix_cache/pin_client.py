@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_relay import engine_commands
 from vllm_relay.prefix_cache.commands import HOW_TO_SELECT, result_of
+from vllm_relay.prefix_cache.modules.plan import EXTRA_ARG as PLAN_ARG
+from vllm_relay.prefix_cache.modules.plan import ModulePlan
 from vllm_relay.prefix_cache.pins import EXTRA_ARG, PinError
 from vllm_relay.prefix_cache.prompts import (
     MAX_TOKEN_IDS,
@@ -83,21 +85,30 @@ def top_prefixes(llm: Any, count: int = 10) -> list[dict[str, Any]]:
     return command(getattr(llm, "llm_engine", llm), "top_prefixes", {"count": count})
 
 
-def pin_tokens(engine: Any, token_ids: Sequence[int], pin_id: str | None = None) -> Pin:
-    """:func:`pin` for the tokens of a prompt and an LLMEngine."""
+def pin_tokens(
+    engine: Any,
+    token_ids: Sequence[int],
+    pin_id: str | None = None,
+    plan: ModulePlan | None = None,
+) -> Pin:
+    """:func:`pin` for the tokens of a prompt and an LLMEngine.
+
+    Args:
+        plan: of a prompt with modules; these are pinned.
+    """
     _check_config(engine.vllm_config)
     if engine.has_unfinished_requests():
         raise RuntimeError(
             "a prompt cannot be pinned while the engine has unfinished requests: finish them first"
         )
-    pin_id = pin_id or id_of_tokens(token_ids)
-    declared = command(engine, "declare_pin", _declaration(pin_id, token_ids))
+    pin_id = pin_id or id_of_tokens(token_ids, plan)
+    declared = command(engine, "declare_pin", _declaration(pin_id, token_ids, plan))
     if declared["resident"]:
         return _pin_of(declared)
     try:
         with refusals("these tokens"):
-            [prompt] = engine.renderer.render_cmpl([_prompt(token_ids, declared)])
-            engine.add_request(_request_id(pin_id), prompt, _params(pin_id))
+            [prompt] = engine.renderer.render_cmpl([_prompt(token_ids, declared, plan)])
+            engine.add_request(_request_id(pin_id), prompt, _params(pin_id, plan))
         while engine.has_unfinished_requests():
             engine.step()
         return _resident(_pin_of(command(engine, "pin", {"pin_id": pin_id})))
@@ -108,17 +119,23 @@ def pin_tokens(engine: Any, token_ids: Sequence[int], pin_id: str | None = None)
         raise
 
 
-async def pin_tokens_async(engine: Any, token_ids: Sequence[int], pin_id: str | None = None) -> Pin:
-    """:func:`pin` for the tokens of a prompt and an AsyncLLM, whatever else it is doing."""
+async def pin_tokens_async(
+    engine: Any,
+    token_ids: Sequence[int],
+    pin_id: str | None = None,
+    plan: ModulePlan | None = None,
+) -> Pin:
+    """:func:`pin_tokens` for an AsyncLLM, whatever else it is doing."""
     _check_config(engine.vllm_config)
-    pin_id = pin_id or id_of_tokens(token_ids)
-    declared = await command_async(engine, "declare_pin", _declaration(pin_id, token_ids))
+    pin_id = pin_id or id_of_tokens(token_ids, plan)
+    declared = await command_async(engine, "declare_pin", _declaration(pin_id, token_ids, plan))
     if declared["resident"]:
         return _pin_of(declared)
     try:
         with refusals("these tokens"):
-            [prompt] = await engine.renderer.render_cmpl_async([_prompt(token_ids, declared)])
-            async for _ in engine.generate(prompt, _params(pin_id), _request_id(pin_id)):
+            given = _prompt(token_ids, declared, plan)
+            [prompt] = await engine.renderer.render_cmpl_async([given])
+            async for _ in engine.generate(prompt, _params(pin_id, plan), _request_id(pin_id)):
                 pass
         return _resident(_pin_of(await command_async(engine, "pin", {"pin_id": pin_id})))
     except BaseException:
@@ -211,9 +228,10 @@ async def conversation_tokens_async(online_renderer: Any, messages: Any) -> list
     return common_tokens(prompts)
 
 
-def id_of_tokens(token_ids: Sequence[int]) -> str:
+def id_of_tokens(token_ids: Sequence[int], plan: ModulePlan | None = None) -> str:
     """The id of a pin that is given none."""
-    return hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()[:12]
+    text = ",".join(map(str, token_ids)) + (plan.model_dump_json() if plan else "")
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _texts(text: str) -> list[dict[str, Any]]:
@@ -274,21 +292,27 @@ def _check_config(vllm_config: VllmConfig) -> None:
         )
 
 
-def _declaration(pin_id: str, token_ids: Sequence[int]) -> dict[str, Any]:
-    return {"pin_id": pin_id, "token_ids": list(token_ids)}
+def _declaration(pin_id: str, token_ids: Sequence[int], plan: ModulePlan | None) -> dict[str, Any]:
+    argument = None if plan is None else plan.to_argument()
+    return {"pin_id": pin_id, "token_ids": list(token_ids), "plan": argument}
 
 
-def _prompt(token_ids: Sequence[int], declared: dict[str, Any]) -> dict[str, Any]:
+def _prompt(
+    token_ids: Sequence[int], declared: dict[str, Any], plan: ModulePlan | None
+) -> dict[str, Any]:
+    if plan is not None:
+        return {"prompt_token_ids": list(token_ids)}
     # no token beyond the last block: with sliding windows it could push the first blocks out
     return {"prompt_token_ids": list(token_ids[: declared["tokens"]])}
 
 
-def _params(pin_id: str) -> SamplingParams:
+def _params(pin_id: str, plan: ModulePlan | None) -> SamplingParams:
     from vllm import SamplingParams
 
-    return SamplingParams(
-        max_tokens=1, temperature=0.0, detokenize=False, extra_args={EXTRA_ARG: pin_id}
-    )
+    extra_args: dict[str, Any] = {EXTRA_ARG: pin_id}
+    if plan is not None:
+        extra_args[PLAN_ARG] = plan.to_argument()
+    return SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra_args)
 
 
 def _request_id(pin_id: str) -> str:

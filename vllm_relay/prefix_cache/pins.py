@@ -10,6 +10,8 @@ cache: only its tokens are known. It becomes *resident* when any request that ha
 tokens gives its blocks back. That request is normally one the front end sends for the purpose; it
 names the pin in ``SamplingParams.extra_args``.
 
+A prompt with modules pins these, wherever they are imported, and nothing behind them.
+
 Pins are for the base model and prompts without ``cache_salt``: others have other block hashes.
 """
 
@@ -20,6 +22,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from vllm_relay.prefix_cache.modules.plan import ModulePlan, plan_of_request
 
 _PIN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
 
@@ -43,10 +47,17 @@ class PinError(Exception):
 @dataclass
 class _Pin:
     id: str
-    token_ids: list[int]
+    token_ids: list[int]  # with the padding of modules
+    plan: ModulePlan | None  # of a prompt with modules
     block_hashes: list[bytes] = field(default_factory=list)  # empty until first computed
     blocks: list[Any] = field(default_factory=list)  # held ones; empty while cold
     problem: str | None = None  # why it did not become resident
+
+    @property
+    def num_tokens(self) -> int:
+        if self.plan is None:
+            return len(self.token_ids)
+        return sum(segment.num_tokens for segment in self.plan.segments)
 
 
 @dataclass(frozen=True)
@@ -85,10 +96,15 @@ class PinTable:
         """Bytes of KV cache in these blocks."""
         return self.num_blocks * self.block_bytes
 
-    def declare(self, pin_id: str, token_ids: Sequence[int]) -> dict[str, Any]:
-        """Make a cold pin of the full KV blocks of ``token_ids``.
+    def declare(
+        self, pin_id: str, token_ids: Sequence[int], plan: ModulePlan | None = None
+    ) -> dict[str, Any]:
+        """Make a cold pin of the full KV blocks of ``token_ids``, or of the modules of a plan.
 
         Declaring it again with the same tokens changes nothing.
+
+        Args:
+            plan: of a prompt with modules; ``token_ids`` are those of its slots.
 
         Returns:
             The pin as in :meth:`entries`, and as ``is_new`` whether it is new.
@@ -105,7 +121,9 @@ class PinTable:
                 f"id: given {pin_id[:140]!r}, expected 1 to 128 of the letters a to z and A to Z, "
                 "digits and _ . : -, the first of them a letter, a digit or _",
             )
-        num_tokens = len(token_ids)
+        num_tokens = len(token_ids) if plan is None else plan.num_stored_slots
+        if num_tokens == 0 and plan is not None:
+            raise PinError(400, "the prompt has no modules: give it as text to pin it")
         block_size, max_model_len = self._scheduler.block_size, self._scheduler.max_model_len
         if num_tokens < block_size:
             raise PinError(
@@ -122,14 +140,14 @@ class PinTable:
         full = list(token_ids[: num_tokens // block_size * block_size])
         pin = self._pins.get(pin_id)
         if pin is not None:
-            if pin.token_ids != full:
+            if pin.token_ids != full or pin.plan != plan:
                 raise PinError(
                     409, f"pin {pin_id!r} has another prompt: unpin it, or give another id"
                 )
             pin.problem = None
             return {**self._describe(pin), "is_new": False}
-        self._check_room(pin_id, self._num_new_blocks(full), self._num_reserved_blocks())
-        pin = self._pins[pin_id] = self._cold[pin_id] = _Pin(pin_id, full)
+        self._check_room(pin_id, self._num_new_blocks(full, plan), self._num_reserved_blocks())
+        pin = self._pins[pin_id] = self._cold[pin_id] = _Pin(pin_id, full, plan)
         return {**self._describe(pin), "is_new": True}
 
     def unpin(self, pin_id: str) -> None:
@@ -172,9 +190,8 @@ class PinTable:
         self._learn_hashes(request)
         hashes = request.block_hashes
         for pin in list(self._cold.values()):
-            depth = len(pin.block_hashes)
-            # hashes are chained: the last one stands for all
-            if 0 < depth <= len(hashes) and hashes[depth - 1] == pin.block_hashes[-1]:
+            # hashes are chained, and the last one stands for all; if not, `_hold` looks at all
+            if pin.block_hashes and pin.block_hashes[-1] in hashes:
                 self._hold(pin)
 
     def reset(self) -> None:
@@ -212,7 +229,7 @@ class PinTable:
     def _describe(self, pin: _Pin) -> dict[str, Any]:
         return {
             "id": pin.id,
-            "tokens": len(pin.token_ids),
+            "tokens": pin.num_tokens,
             "blocks": len(pin.blocks),
             "bytes": len(pin.blocks) * self.block_bytes,
             "resident": bool(pin.blocks),
@@ -234,6 +251,7 @@ class PinTable:
             and len(request.block_hashes) >= depth
             and request.prompt_token_ids is not None
             and request.prompt_token_ids[: len(pin.token_ids)] == pin.token_ids
+            and plan_of_request(request) == pin.plan
         ):
             pin.block_hashes = list(request.block_hashes[:depth])
 
@@ -284,12 +302,12 @@ class PinTable:
         cold = sum(self._num_blocks_of(len(pin.token_ids)) for pin in self._cold.values())
         return self.num_blocks + cold
 
-    def _num_new_blocks(self, token_ids: Sequence[int]) -> int:
+    def _num_new_blocks(self, token_ids: Sequence[int], plan: ModulePlan | None) -> int:
         """Blocks a pin of ``token_ids`` needs beyond those of resident pins, at most."""
-        common = max(
-            (_common_length(token_ids, pin.token_ids) for pin in self._pins.values() if pin.blocks),
-            default=0,
-        )
+        common = 0
+        for pin in self._pins.values():
+            if pin.blocks and pin.plan is None and plan is None:
+                common = max(common, _common_length(token_ids, pin.token_ids))
         common -= common % self._scheduler.block_size
         return self._num_blocks_of(len(token_ids)) - self._num_blocks_of(common)
 

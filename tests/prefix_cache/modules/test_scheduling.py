@@ -21,7 +21,7 @@ from tests.prefix_cache.modules.random_prompts import SchemaMaker, random_prompt
 from tests.scheduler.simulated_engine import answer, start
 from tests.scheduler.soak import FIRST_SEED, SECONDS, Question, Soak
 from vllm_relay.prefix_cache.modules.admission import ENCODING_PREFIX
-from vllm_relay.prefix_cache.modules.plan import EXTRA_ARG, ModulePlan, plan_of_request
+from vllm_relay.prefix_cache.modules.plan import ModulePlan, plan_of_request
 from vllm_relay.prefix_cache.modules.schema_store import SchemaStore
 
 WORDS = [f"w{number}" for number in range(3, VOCAB_SIZE)]
@@ -76,10 +76,6 @@ class ModularPrompts:
         self.token_ids += [self.token_ids[each] for each in (0, 7, 14)]
         self.token_ids += [tokens(each, 20 + 17 * each) for each in range(6)]
 
-    @property
-    def extra_args(self) -> dict[int, dict[str, Any]]:
-        return {place: {EXTRA_ARG: plan.to_argument()} for place, plan in self.plans.items()}
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -91,11 +87,17 @@ class Seen:
 
     def __init__(self, scheduler: Any) -> None:
         self.encodings = 0
+        self.modules_pinned = False
         self.preempted: Counter[str] = Counter()
         add_request, preempt_request = scheduler.add_request, scheduler._preempt_request
 
         def add(request: Any) -> None:
-            self.encodings += request.request_id.startswith(ENCODING_PREFIX)
+            if request.request_id.startswith(ENCODING_PREFIX):
+                self.encodings += 1
+                pins = [pin for pin in scheduler.pins._pins.values() if pin.blocks]
+                self.modules_pinned |= any(pin.plan for pin in pins)
+                held = {each for pin in pins for each in pin.block_hashes}
+                assert request.block_hashes[-1] not in held, "a pinned module is computed again"
             # workers are not told the salt
             args = {**(request.sampling_params.extra_args or {}), "salt": request.cache_salt}
             request.sampling_params.extra_args = args
@@ -143,7 +145,7 @@ def run(case: Case, model: str, actions: int) -> Seen:
             priorities=(0, 1, 2),
             adapters=adapters,
             prompts=prompts.token_ids,
-            extra_args=prompts.extra_args,
+            plans=prompts.plans,
         )
         scheduler = soak.scheduler
         seen = Seen(scheduler)
@@ -179,15 +181,14 @@ def test_every_token_reads_what_its_plan_says(
         asynchronous, eviction, policy, num_adapters=num_adapters, threshold_tokens=threshold_tokens
     )
     seen = run(case, model, actions=400)
-    assert seen.encodings > 100 and seen.preempted["modular"] > 0
-    if policy == "priority" and threshold_tokens:
-        assert seen.preempted["encoding"] > 0
+    assert seen.encodings > 100 and seen.preempted["modular"] > 0 and seen.modules_pinned
 
 
 @pytest.mark.soak
 def test_random_engines_with_modules(model: str) -> None:
     end_s = time.monotonic() + SECONDS
     seed = FIRST_SEED
+    preempted: Counter[str] = Counter()
     while time.monotonic() < end_s:
         rng = random.Random(seed)
         case = Case(
@@ -200,9 +201,10 @@ def test_random_engines_with_modules(model: str) -> None:
             seed=seed,
         )
         try:
-            run(case, model, actions=1500)
+            preempted += run(case, model, actions=1500).preempted
         except Exception as error:
             error.add_note(str(case))
             raise
         seed += 1
-    print(f"{seed - FIRST_SEED} engines")
+    print(f"{seed - FIRST_SEED} engines, preempted: {dict(preempted)}")
+    assert SECONDS < 60 or preempted["encoding"] > 0
