@@ -62,20 +62,26 @@ def test_requests_with_modules(models: dict[str, Path], tmp_path: Path) -> None:
     assert seen["hits_at_once"] == 5 * NUM_AT_ONCE
     assert seen["encoded_bytes"] == 7 * 32 * 2 * 2 * 2 * 32 * 4
     assert seen["at_once"] == [seen["alone"]] * NUM_AT_ONCE
-    assert seen["cached"][0] == seen["cached"][1]
+    assert seen["cached"] == [seen["cached"][0]] * 3
     # nothing of a module lies where a prompt without modules would find it
     assert seen["plain_after"] == seen["plain_before"] != seen["alone"]
     assert seen["plain_cached"] == 0
     assert seen["together"] == seen["one_by_one"]
-    assert seen["preemptions"] > 0 and seen["evicted"] > 30
+    assert seen["preemptions"] > 0 and seen["evicted"] > 10
     assert seen["repaired"][0] == seen["repaired"][1]
+    assert seen["samples"] == [seen["alone"]] * 3
+    assert seen["salted"] == [seen["alone"]] * 2
+    assert seen["encodings_of_a_salt"] == 5
+    assert seen["mixed"] == [seen["plain_before"], seen["alone"], seen["plain_before"]]
     assert seen["reset"]
-    assert seen["after_reset"] == seen["at_last"] == seen["alone"]
+    assert seen["after_reset"] == seen["after_abort"] == seen["at_last"] == seen["alone"]
+    assert seen["pin"] == seen["to_pin"]
+    assert seen["encodings_of_pinned"] == 0
     assert seen["exact"] == seen["written_out"]
     for error, expected in zip(
         seen["errors"],
         ["prompt_logprobs", "blocks of 64 tokens", "no tail", "relay_modules", "max_tokens is 500",
-         "a plan for"],
+         "positions up to", "a plan for"],
         strict=True,
     ):  # fmt: skip
         assert expected in error

@@ -13,6 +13,7 @@ from vllm_relay.prefix_cache.modules.render import REPAIR_TOKENS, Mode, Rendered
 from vllm_relay.prefix_cache.modules.requests import unsupported_reason, with_plan
 from vllm_relay.prefix_cache.modules.schema import Schema
 from vllm_relay.prefix_cache.modules.schema_store import SchemaStore
+from vllm_relay.prefix_cache.pin_client import Pin, pin_tokens
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -86,3 +87,17 @@ class ModularLLM:
         )
         pairs = zip(rendered, outputs, strict=True)
         return [ModularOutput(prompt, output) for prompt, output in pairs]
+
+    def pin(self, prompt: str, pin_id: str | None = None) -> Pin:
+        """Compute the modules of a prompt and keep them until `unpin`.
+
+        Args:
+            prompt: PML, as for `generate`.
+            pin_id: as for `vllm_relay.prefix_cache.pin`.
+
+        Raises:
+            PmlError: the prompt does not fit its schema.
+            PinError: its modules cannot be pinned.
+        """
+        rendered = self.schemas.render(prompt)
+        return pin_tokens(self.llm.llm_engine, rendered.token_ids, pin_id, rendered.plan)
