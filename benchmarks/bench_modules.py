@@ -3,7 +3,8 @@
 
 A model of Qwen2.5-0.5B's size with random weights. A prompt imports all modules of its schema,
 which are in the cache, and has new text behind them. "no cache": stock vLLM computes a prompt of as
-many tokens that it has never seen. "prefix cache": stock vLLM gets the same modules in an order
+many tokens that it has never seen, "no modules" only the new ones: what is left to compute, and the
+limit. "prefix cache": stock vLLM gets the same modules in an order
 that varies from prompt to prompt, as plain text. Decode: requests that import the same modules
 against requests that begin with one plain prefix as long, in turn, in one engine with relay
 attention. "modules' KV blocks" are those that the requests hold of their modules, each counted
@@ -11,6 +12,7 @@ once, over those of one copy.
 """
 
 import tempfile
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,7 @@ class Prompts:
     def __init__(self, num_modules: int, module_tokens: int, new_tokens: int, block_size: int):
         self._rng = np.random.default_rng(0)
         self._new_tokens = new_tokens
-        self.block_size = block_size
+        self.num_module_blocks = 0
         self.modules = [self._numbers(module_tokens // num_modules) for _ in range(num_modules)]
         texts = [" ".join(map(str, tokens)) for tokens in self.modules]
         modules = [Module(f"m{n}", f"{text} ") for n, text in enumerate(texts)]
@@ -61,12 +63,17 @@ class Prompts:
         new = " ".join(map(str, self._numbers(self._new_tokens)))
         rendered = self._store.render(f'<prompt schema="s">{self._imports} {new}</prompt>')
         assert rendered.plan is not None
+        self.num_module_blocks = rendered.plan.num_stored_slots // rendered.plan.block_size
         return rendered.token_ids, {EXTRA_ARG: rendered.plan.to_argument()}
 
     def unknown(self) -> Prompt:
         """As many tokens that were never seen."""
         count = sum(map(len, self.modules)) + self._new_tokens
         return self._numbers(count), None
+
+    def new(self) -> Prompt:
+        """New text alone."""
+        return self._numbers(self._new_tokens), None
 
     def reordered(self) -> Prompt:
         """The modules as plain text in some order, and new text."""
@@ -94,6 +101,7 @@ def first_tokens(relay: Any, stock: Any, prompts: Prompts, rounds: int) -> dict[
     contenders = {
         "modules": (relay, prompts.modular),
         "no cache": (stock, prompts.unknown),
+        "no modules": (stock, prompts.new),
         "prefix cache": (stock, prompts.reordered),
     }
     samples: dict[str, list[float]] = {name: [] for name in contenders}
@@ -118,8 +126,7 @@ def decode_steps(
             if number:
                 samples[name].append(float(np.median(steps_s)))
             if name == "modules":
-                own = len(prompts.modular()[0]) - prompts._new_tokens
-                num_shared = own // prompts.block_size
+                num_shared = prompts.num_module_blocks
                 held = {block for each in blocks for block in each[:num_shared]}
                 row = {
                     "requests": requests,
@@ -148,30 +155,37 @@ def main() -> None:
     prompts = Prompts(
         options.modules, options.module_tokens, options.new_tokens, options.block_size
     )
-    with tempfile.TemporaryDirectory(prefix="relay-bench-") as name:
-        folder = Path(name)
-        engines = []
-        for backend in ("relay", "stock"):
-            settings = EngineSettings(
-                model_folder=model.save(folder),
-                attention_backend=backend,
-                cores=machine.available_cores()[: options.threads],
-                max_model_len=2 * options.module_tokens + 1024,
-                max_num_seqs=options.requests,
-                block_size=options.block_size,
-                kv_cache_gib=1,
-            )
-            engine = EngineProcess(
-                backend, "benchmarks.modules_engine_main", settings, folder / f"{backend}.log"
-            )
-            engines.append(engine)
-        with engines[0] as relay, engines[1] as stock:
-            relay.wait()
-            stock.wait()
-            first = first_tokens(relay, stock, prompts, options.rounds)
-            steps, blocks = decode_steps(
-                relay, prompts, options.requests, options.steps, options.rounds
-            )
+    with (
+        tempfile.TemporaryDirectory(prefix="relay-bench-") as folder,
+        _engine("relay", model, Path(folder), options) as relay,
+        _engine("stock", model, Path(folder), options) as stock,
+    ):
+        relay.wait()
+        stock.wait()
+        first = first_tokens(relay, stock, prompts, options.rounds)
+        steps, blocks = decode_steps(
+            relay, prompts, options.requests, options.steps, options.rounds
+        )
+    add_first_tokens(result, first, options)
+    add_decode(result, steps, blocks)
+    result.end(options)
+
+
+def _engine(backend: str, model: Model, folder: Path, options: Namespace) -> EngineProcess:
+    settings = EngineSettings(
+        model_folder=model.save(folder),
+        attention_backend=backend,
+        cores=machine.available_cores()[: options.threads],
+        max_model_len=2 * options.module_tokens + 1024,
+        max_num_seqs=options.requests,
+        block_size=options.block_size,
+        kv_cache_gib=1,
+    )
+    log = folder / f"{backend}.log"
+    return EngineProcess(backend, "benchmarks.modules_engine_main", settings, log)
+
+
+def add_first_tokens(result: Result, first: dict[str, Timing], options: Namespace) -> None:
     rows: list[Row] = [
         {
             "prompt": name,
@@ -185,9 +199,15 @@ def main() -> None:
         f"{options.module_tokens} tokens of {options.modules} modules, {options.new_tokens} new"
     )
     result.add_table(f"Time to the first token: {tokens}", rows)
+    for name, (bar, aim) in FIRST_TOKEN_GOALS.items():
+        value = ratio(first[name], first["modules"])
+        result.add_goal(Goal(f"first token: {name} over modules", value, bar, aim))
+
+
+def add_decode(result: Result, steps: dict[str, Timing], blocks: Row) -> None:
     slower = ratio(steps["modules"], steps["plain prefix"])
     row = {
-        "requests": options.requests,
+        "requests": blocks["requests"],
         "with modules ms": steps["modules"].median_ms,
         "with a plain prefix ms": steps["plain prefix"].median_ms,
         "spread": steps["modules"].spread,
@@ -195,13 +215,9 @@ def main() -> None:
     }
     result.add_table("Decode steps", [row])
     result.add_table("KV blocks of requests that decode", [blocks])
-    for name, (bar, aim) in FIRST_TOKEN_GOALS.items():
-        value = ratio(first[name], first["modules"])
-        result.add_goal(Goal(f"first token: {name} over modules", value, bar, aim))
     copies = blocks["modules' KV blocks"] / blocks["of one copy"]
     result.add_goal(Goal("modules' KV blocks over one copy", copies, 1.1, 1.02, True))
     result.add_goal(Goal("decode step: modules over plain prefix", slower, 1.1, 1.0, True))
-    result.end(options)
 
 
 if __name__ == "__main__":

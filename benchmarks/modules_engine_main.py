@@ -6,42 +6,32 @@ import sys
 import time
 from typing import Any
 
+from vllm import LLM, SamplingParams
+
 from benchmarks.step_engine import EngineSettings
+from benchmarks.step_engine_main import start_llm
 from vllm_relay.demo.engine_process import serve
 
 Prompt = tuple[list[int], dict[str, Any] | None]
 """Token ids, and extra_args."""
 
 
-def start(settings: EngineSettings) -> Any:
+def start(settings: EngineSettings) -> LLM:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the KV cache is looked at
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
-    from vllm import LLM
-
-    backend = settings.attention_backend
-    relay = {"additional_config": {"relay": {"scheduler": True}}} if backend == "relay" else {}
-    return LLM(
-        settings.model_folder,
-        skip_tokenizer_init=True,
-        load_format="dummy",
-        dtype="bfloat16",
-        attention_backend=None if backend == "stock" else backend,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
+    is_relay = settings.attention_backend == "relay"
+    return start_llm(
+        settings,
+        additional_config={"relay": {"scheduler": True}} if is_relay else {},
         max_num_batched_tokens=settings.max_model_len,
-        block_size=settings.block_size,
         gpu_memory_utilization=0.3,  # the other engine is alive at the same time
-        enforce_eager=True,
-        seed=0,
-        **relay,
     )
 
 
-def answer(llm: Any, what: str, prompts: list[Prompt], steps: int = 1) -> Any:
+def answer(llm: LLM, what: str, prompts: list[Prompt], steps: int = 1) -> Any:
     return first_token_s(llm, prompts) if what == "first token" else decode(llm, prompts, steps)
 
 
-def first_token_s(llm: Any, prompts: list[Prompt]) -> list[float]:
+def first_token_s(llm: LLM, prompts: list[Prompt]) -> list[float]:
     """Seconds from a request to its first token, one request after the other."""
     taken = []
     for prompt in prompts:
@@ -53,7 +43,7 @@ def first_token_s(llm: Any, prompts: list[Prompt]) -> list[float]:
     return taken
 
 
-def decode(llm: Any, prompts: list[Prompt], steps: int) -> tuple[list[float], list[list[int]]]:
+def decode(llm: LLM, prompts: list[Prompt], steps: int) -> tuple[list[float], list[list[int]]]:
     """Seconds of each step in which all requests generate, and their blocks."""
     engine = llm.llm_engine
     names = [_add(llm, prompt, steps + len(prompts) + 8) for prompt in prompts]
@@ -73,9 +63,7 @@ def decode(llm: Any, prompts: list[Prompt], steps: int) -> tuple[list[float], li
     return steps_s, blocks
 
 
-def _add(llm: Any, prompt: Prompt, max_tokens: int) -> str:
-    from vllm import SamplingParams
-
+def _add(llm: LLM, prompt: Prompt, max_tokens: int) -> str:
     token_ids, extra_args = prompt
     name = str(time.monotonic_ns())
     params = SamplingParams(

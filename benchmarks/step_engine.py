@@ -49,6 +49,7 @@ class Model:
 class EngineSettings:
     model_folder: str
     attention_backend: str
+    """Or "stock", whatever vLLM takes by itself."""
     cores: list[int]
     max_model_len: int
     max_num_seqs: int

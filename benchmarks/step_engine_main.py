@@ -4,6 +4,7 @@
 import os
 import sys
 import time
+from typing import Any
 
 from vllm import LLM, SamplingParams
 
@@ -11,21 +12,23 @@ from benchmarks.step_engine import EngineSettings
 from vllm_relay.demo.engine_process import serve
 
 
-def start_llm(settings: EngineSettings) -> LLM:
+def start_llm(settings: EngineSettings, **engine_args: Any) -> LLM:
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
+    backend = settings.attention_backend
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, settings.cores))
     return LLM(
         settings.model_folder,
         skip_tokenizer_init=True,
         load_format="dummy",
         dtype="bfloat16",
-        attention_backend=settings.attention_backend,
+        attention_backend=None if backend == "stock" else backend,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         block_size=settings.block_size,
         enable_prefix_caching=True,
         enforce_eager=True,
         seed=0,
+        **engine_args,
     )
 
 
