@@ -228,7 +228,7 @@ def check_new_config(vllm_config: VllmConfig) -> None:
         )
     if scheduler or sparse_is_selected(vllm_config):
         compat.prepare_new_engines()
-        compat.serve_relay_endpoints()
+    compat.serve_relay_endpoints()  # they say why they cannot be used, where they cannot
     try:
         compat.add_stat_logger_to_every_front_end()
         compat.report_relay_metrics()

@@ -89,7 +89,8 @@ class ModularText(Text):
         self.unseen = frozenset(
             slot for begin, end in plan.hidden_slots(visible) for slot in range(begin, end)
         )
-        for segment, first in zip(plan.segments, plan.first_slots, strict=False):
+        for place, segment in enumerate(plan.segments):
+            content = plan.segment_tokens(place, tokens)
             seen = tuple(
                 self.states[plan.first_slots[index] + offset]
                 for index, num_visible in segment.context
@@ -97,8 +98,8 @@ class ModularText(Text):
                 if not _is_in(offset, plan.segments[index].placeholders)
             )
             self._state = hash((first_state, seen)) % MODULUS
-            for offset, position in enumerate(segment.positions(segment.num_tokens)):
-                self._append(tokens[first + offset], position)
+            for token, position in zip(content, segment.positions(len(content)), strict=True):
+                self._append(token, position)
             self.states += [0] * (plan.num_slots(segment) - segment.num_tokens)
         self._state, self._next_position, self._seen = first_state, 0, ()
         for run in plan.tail:

@@ -193,9 +193,7 @@ class ModuleAdmission:
         scheduler.relay_recorder.on_module_computed(num_blocks * scheduler.pins.block_bytes)
 
     def _encoding_request(self, request: Request, plan: ModulePlan, index: int) -> Request:
-        slots = plan.encoding_slots(index)
         assert request.prompt_token_ids is not None
-        token_ids = [token for a, b in slots for token in request.prompt_token_ids[a:b]]
         params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
@@ -204,7 +202,7 @@ class ModuleAdmission:
         )
         return Request(
             request_id=f"{ENCODING_PREFIX}{next(self._numbers)}",
-            prompt_token_ids=token_ids,
+            prompt_token_ids=plan.encoding_tokens(index, request.prompt_token_ids),
             sampling_params=params,
             pooling_params=None,
             client_index=request.client_index,

@@ -36,8 +36,7 @@ class PlannedHashes:
         self._hash = hash_function
         self._extra_keys = extra_keys
         self._contents = [
-            list(token_ids[first : first + segment.num_tokens])
-            for first, segment in zip(plan.first_slots, plan.segments, strict=False)
+            plan.segment_tokens(index, token_ids) for index in range(len(plan.segments))
         ]
         self._positions = [each.positions(each.num_tokens) for each in plan.segments]
         self._digests: dict[tuple[int, int], bytes] = {}
@@ -103,7 +102,7 @@ class PlannedHashes:
 def module_block_hasher(
     chained: Callable[[Any], list[Any]], hash_block_size: int, hash_function: HashFunction
 ) -> Callable[[Any], list[Any]]:
-    """A hasher of vLLM's requests that knows plans; see `compat.hash_modules_apart`.
+    """A hasher of vLLM's requests that knows plans; see `compat_modules.hash_modules_apart`.
 
     Args:
         chained: vLLM's own, for other requests.

@@ -69,6 +69,9 @@ class ModuleTokens:
             num_tokens=len(self.tokens),
             position_runs=runs_of_positions(self.positions),
             placeholders=tuple(self.placeholders),
+            placeholder_tokens=tuple(
+                token for begin, end in self.placeholders for token in self.tokens[begin:end]
+            ),
             context=context,
         )
 

@@ -37,6 +37,8 @@ class Segment(_Frozen):
         position_runs: offset of the first token and its position, for each run of tokens with
             successive positions.
         placeholders: ranges of offsets whose tokens only this segment sees.
+        placeholder_tokens: these tokens. In prompts that use the segment others lie there, which
+            the prompt has anyway, so that penalties see nothing that is not in the prompt.
         replaced: ranges of offsets that nobody sees in this prompt, as tokens of the tail stand for
             them.
         context: the segments it sees, by their place in the plan, and how many of their tokens.
@@ -46,6 +48,7 @@ class Segment(_Frozen):
     num_tokens: Length
     position_runs: tuple[tuple[Count, Count], ...]
     placeholders: Ranges = ()
+    placeholder_tokens: tuple[Count, ...] = ()
     replaced: Ranges = ()
     context: tuple[tuple[Count, Length], ...] = ()
 
@@ -62,6 +65,12 @@ class Segment(_Frozen):
                 raise ValueError(f"segment {self.name!r}: ranges {ranges} are not ascending")
             if edges and edges[-1] > self.num_tokens:
                 raise ValueError(f"segment {self.name!r}: ranges {ranges} end behind its tokens")
+        num_placeholders = sum(end - begin for begin, end in self.placeholders)
+        if len(self.placeholder_tokens) != num_placeholders:
+            raise ValueError(
+                f"segment {self.name!r}: {len(self.placeholder_tokens)} placeholder_tokens for "
+                f"{num_placeholders} placeholders"
+            )
         return self
 
     @property
@@ -229,6 +238,19 @@ class ModulePlan(_Frozen):
             slot = end
         return seen + token_ids[slot:]
 
+    def segment_tokens(self, index: int, token_ids: Sequence[int]) -> list[int]:
+        """The tokens of a segment, padding excluded.
+
+        Args:
+            token_ids: of the slots of the prompt.
+        """
+        segment, first = self.segments[index], self.first_slots[index]
+        tokens = list(token_ids[first : first + segment.num_tokens])
+        offsets = (offset for begin, end in segment.placeholders for offset in range(begin, end))
+        for offset, token in zip(offsets, segment.placeholder_tokens, strict=True):
+            tokens[offset] = token
+        return tokens
+
     def encoding_plan(self, index: int) -> ModulePlan:
         """Of the request that computes a segment: those it sees, and then itself."""
         segment = self.segments[index]
@@ -248,6 +270,19 @@ class ModulePlan(_Frozen):
             (self.first_slots[each], self.first_slots[each + 1])
             for each in (*sorted(self._needed(index)), index)
         ]
+
+    def encoding_tokens(self, index: int, token_ids: Sequence[int]) -> list[int]:
+        """Of the slots of `encoding_plan(index)`.
+
+        Args:
+            token_ids: of the slots of this plan.
+        """
+        found: list[int] = []
+        for each in (*sorted(self._needed(index)), index):
+            tokens = self.segment_tokens(each, token_ids)
+            padding = self.num_slots(self.segments[each]) - len(tokens)
+            found += tokens + tokens[-1:] * padding
+        return found
 
     def _needed(self, index: int) -> set[int]:
         """The segments that a segment sees, and those that these see."""
