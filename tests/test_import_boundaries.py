@@ -32,6 +32,9 @@ LOADED = (
         "vllm_relay.long_context.stats",
         "vllm_relay.long_context.window",
         "vllm_relay.prefix_cache.belady",
+        "vllm_relay.prefix_cache.modules",  # imports schemas, layouts, prompts and their plans
+        "vllm_relay.prefix_cache.modules.block_hashes",
+        "vllm_relay.prefix_cache.modules.describe",
         "vllm_relay.prefix_cache.next_use",
         "vllm_relay.prefix_cache.policies",
         "vllm_relay.scheduler.fairness",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -24,6 +25,30 @@ TEMPLATES = {
         "{{ bos_token + '[INST] ' + (system if loop.first else '') + m.content + ' [/INST]' }}"
         "{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
     ),
+}
+
+
+@dataclass(frozen=True)
+class TurnMarkup:
+    """What a template writes where a system prompt comes first.
+
+    Attributes:
+        opening, closing: of a turn; "ROLE" is its role.
+        answer: the prompt for an answer.
+    """
+
+    beginning: str
+    opening: str
+    closing: str
+    answer: str
+
+    def around(self, role: str) -> tuple[str, str]:
+        return self.opening.replace("ROLE", role), self.closing.replace("ROLE", role)
+
+
+MARKUPS = {
+    "separate turns": TurnMarkup("<s>", "<|ROLE|>\n", "<|end|>\n", "<|assistant|>\n"),
+    "default system prompt": TurnMarkup("", "[ROLE] ", " [/ROLE]", "[assistant] "),
 }
 
 

@@ -3,11 +3,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from xml.sax.saxutils import quoteattr
 
 import numpy as np
 
-from vllm_relay.prefix_cache.modules.schema import Content, Module, Parameter, Schema, Union
+from vllm_relay.prefix_cache.modules.schema import (
+    Content,
+    Module,
+    Parameter,
+    Schema,
+    Turn,
+    Union,
+)
 
 
 def random_words(rng: np.random.Generator, words: list[str], most: int) -> str:
@@ -26,15 +34,33 @@ class SchemaMaker:
         self._words = words
         self._most_words = most_words
         self._num_names = 0
+        self._scaffolds: list[tuple[str, ...]] = []
 
-    def schema(self, name: str) -> Schema:
-        content = self._content(depth=0)
-        names = [each.name for each in content if isinstance(each, Module) and each.cached]
-        scaffolds: tuple[tuple[str, ...], ...] = ()
-        if len(names) > 1 and self._rng.random() < 0.5:
-            size = int(self._rng.integers(2, len(names) + 1))
-            scaffolds = (tuple(self._rng.permutation(names)[:size].tolist()),)
-        return Schema(name, *content, scaffolds=scaffolds)
+    def schema(self, name: str, *, has_turns: bool = False) -> Schema:
+        self._scaffolds = []
+        content = self._turns() if has_turns else self._content(depth=0)
+        return Schema(name, *content, scaffolds=tuple(self._scaffolds))
+
+    def _turns(self) -> list[Content | str]:
+        """Begins with the system's; templates may write one of their own otherwise."""
+        content: list[Content | str] = [Turn("system", *self._content(depth=1))]
+        for _ in range(int(self._rng.integers(1, 4))):
+            kind = self._rng.choice(["turn", "module with turns", "module"])
+            if kind == "turn":
+                content.append(self._turn("assistant"))
+            elif kind == "module":
+                content.append(self._module(depth=1))
+            else:
+                turns = [self._turn("user"), self._module(depth=1), self._turn("assistant")]
+                content.append(Module(self._name(), *turns))
+        if self._rng.random() < 0.7:
+            content.append(self._turn("user"))
+        if self._rng.random() < 0.2:
+            content.append(self._turn("assistant"))
+        return content
+
+    def _turn(self, role: str) -> Turn:
+        return Turn(role, *self._content(depth=1))
 
     def _content(self, depth: int) -> list[Content | str]:
         content: list[Content | str] = []
@@ -55,6 +81,10 @@ class SchemaMaker:
             else:
                 members = [self._module(depth) for _ in range(int(self._rng.integers(1, 4)))]
                 content.append(Union(*members))
+        names = [each.name for each in content if isinstance(each, Module) and each.cached]
+        if len(names) > 1 and self._rng.random() < 0.5:
+            size = int(self._rng.integers(2, len(names) + 1))
+            self._scaffolds.append(tuple(self._rng.permutation(names)[:size].tolist()))
         return content
 
     def _module(self, depth: int) -> Module:
@@ -72,12 +102,17 @@ class SchemaMaker:
 def random_prompt(rng: np.random.Generator, schema: Schema, words: list[str]) -> str:
     """A prompt that imports about half of the modules, in any order, with texts between."""
     body = _imports(rng, schema.content, words)
-    return f'<prompt schema="{schema.name}">{body} {random_words(rng, words, 6)}</prompt>'
+    turns = ""
+    if any(isinstance(each, Turn) for each in schema.content) and rng.random() < 0.5:
+        turns = f"<assistant>{random_words(rng, words, 3)}</assistant>"
+        turns += f"<user>{random_words(rng, words, 3)}</user>"
+    text = "" if turns and rng.random() < 0.5 else f" {random_words(rng, words, 6)}"
+    return f'<prompt schema="{schema.name}">{body}{text}{turns}</prompt>'
 
 
 def _imports(rng: np.random.Generator, content: tuple[Content, ...], words: list[str]) -> str:
     chosen: list[Module] = []
-    for each in content:
+    for each in _without_turns(content):
         if isinstance(each, Module) and rng.random() < 0.6:
             chosen.append(each)
         elif isinstance(each, Union) and rng.random() < 0.7:
@@ -92,8 +127,20 @@ def _imports(rng: np.random.Generator, content: tuple[Content, ...], words: list
 
 def _import(rng: np.random.Generator, module: Module, words: list[str]) -> str:
     arguments = ""
-    for each in module.content:
+    for each in _without_turns(module.content):
         if isinstance(each, Parameter) and rng.random() < 0.7:
-            value = random_words(rng, words, each.length_tokens)
+            # spaces may be tokens too
+            value = random_words(rng, words, (each.length_tokens + 1) // 2)
             arguments += f" {each.name}={quoteattr(value)}"
-    return f"<{module.name}{arguments}>{_imports(rng, module.content, words)}</{module.name}>"
+    body = _imports(rng, module.content, words)
+    if not body and rng.random() < 0.1:
+        body = random_words(rng, words, 3)
+    return f"<{module.name}{arguments}>{body}</{module.name}>"
+
+
+def _without_turns(content: tuple[Content, ...]) -> Iterator[Content]:
+    for each in content:
+        if isinstance(each, Turn):
+            yield from _without_turns(each.content)
+        else:
+            yield each

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from tests.prefix_cache.modules.chat_templates import TurnMarkup
 from vllm_relay.prefix_cache.modules.pml import Import, PromptMarkup, PromptText
-from vllm_relay.prefix_cache.modules.schema import Content, Module, Parameter, Schema, Text, Union
+from vllm_relay.prefix_cache.modules.schema import Content, Parameter, Schema, Text, Turn, Union
 
 
 @dataclass
@@ -30,8 +31,31 @@ class Token:
 
 
 @dataclass
+class Piece:
+    """Tokens of a schema, or the placeholder of a parameter.
+
+    Attributes:
+        path: of the module whose text it is.
+    """
+
+    path: tuple[str, ...]
+    ids: list[int]
+    position: int
+    is_cached: bool
+    parameter: str | None = None
+
+
+Edge = tuple[str, tuple[str, ...]]
+"""Where a module begins, where it ends, and what is behind it: "begin", "end" or "behind", path."""
+
+
+@dataclass
 class Meaning:
-    """The tokens of a prompt in the order of its text."""
+    """The tokens of a prompt in the order of its text.
+
+    The whole schema is written down in a line; what is not imported is struck out, and what the
+    prompt says is put in at the edges of its modules.
+    """
 
     schema: Schema
     prompt: PromptMarkup
@@ -39,109 +63,142 @@ class Meaning:
     placeholder: int
     beginning: list[int]
     repair_tokens: int = 0
+    markup: TurnMarkup | None = None
     tokens: list[Token] = field(default_factory=list)
     imported: set[tuple[str, ...]] = field(default_factory=set)
     end: int = 0
 
     def __post_init__(self) -> None:
-        for position, token in enumerate(self.beginning):
-            self.tokens.append(Token(token, position, ()))
-        self.end = len(self.beginning)
+        line: list[Piece | Edge] = []
+        beginning = self.encode(self.markup.beginning) if self.markup else self.beginning
+        line.append(Piece((), beginning, 0, True))
+        self._write(line, self.schema.content, (), len(beginning), True)
+        said: dict[Edge, list[str]] = {}
+        arguments: dict[tuple[str, ...], dict[str, str]] = {}
         items = list(self.prompt.content)
-        behind: list[Any] = []
-        while items and not isinstance(items[-1], Import):
-            behind.insert(0, items.pop())
-        root = Import("", {}, tuple(items), self.prompt.place)
-        self._walk(self.schema.content, root, (), True, len(self.beginning))
-        self._new("".join(each.text for each in behind), self.end)
+        behind = ""
+        while items and isinstance(items[-1], PromptText):
+            behind = items.pop().text + behind
+        self._read(items, (), said, arguments)
+        self.imported = {(), *arguments}
+        repairs = dict.fromkeys(arguments, self.repair_tokens)
+        for each in line:
+            if isinstance(each, Piece):
+                if each.path in self.imported:
+                    self._piece(each, arguments.get(each.path, {}), repairs)
+            else:
+                for text in said.get(each, ()):
+                    self._new(self.encode(text), self.end)
+        self._new(self.encode(self._question(behind)), self.end)
 
-    def size(self, content: tuple[Content, ...]) -> int:
-        total = 0
-        for each in content:
-            if isinstance(each, Text):
-                total += len(self.encode(each.text))
-            elif isinstance(each, Parameter):
-                total += each.length_tokens
-            elif isinstance(each, Module):
-                total += self.size(each.content)
-            elif isinstance(each, Union):
-                total += max(self.size(module.content) for module in each.modules)
-        return total
-
-    def _new(self, text: str, position: int) -> None:
-        for offset, token in enumerate(self.encode(text)):
-            self.tokens.append(Token(token, position + offset, None))
-            self.end = max(self.end, position + offset + 1)
-
-    def _walk(
+    def _write(
         self,
+        line: list[Piece | Edge],
         content: tuple[Content, ...],
-        found: Import,
         path: tuple[str, ...],
-        cached: bool,
         position: int,
-    ) -> None:
-        repair = self.repair_tokens if path else 0
-        before: dict[str, str] = {}
-        behind: dict[str, str] = {}
-        alone, last = "", None
-        names = [each.name for each in found.content if isinstance(each, Import)]
-        for item in found.content:
-            if isinstance(item, Import):
-                last = item.name
-            elif isinstance(item, PromptText):
-                if last:
-                    behind[last] = behind.get(last, "") + item.text
-                elif names:
-                    before[names[0]] = before.get(names[0], "") + item.text
-                else:
-                    alone += item.text
-        imports = {each.name: each for each in found.content if isinstance(each, Import)}
-        self.imported.add(path)
+        is_cached: bool,
+    ) -> int:
+        """Write down a part of the schema; returns where it ends."""
+
+        def write_text(text: str) -> None:
+            nonlocal position
+            ids = self.encode(text)
+            line.append(Piece(path, ids, position, is_cached))
+            position += len(ids)
+
         for each in content:
             if isinstance(each, Text):
-                ids = self.encode(each.text)
-                if cached and repair and ids:
-                    for offset, token in enumerate(ids[:repair]):
-                        self.tokens.append(Token(token, position + offset, path, is_replaced=True))
-                    self._new_ids(ids[:repair], position)
-                    rest = range(repair, len(ids))
-                    repair = 0
-                else:
-                    rest = range(len(ids))
-                for offset in rest:
-                    owner = path if cached else None
-                    self.tokens.append(Token(ids[offset], position + offset, owner))
-                position += len(ids)
-                self.end = max(self.end, position)
+                write_text(each.text)
+            elif isinstance(each, Turn):
+                assert self.markup is not None
+                opening, closing = self.markup.around(each.role)
+                write_text(opening)
+                position = self._write(line, each.content, path, position, is_cached)
+                if not (self._is_open and each is self.schema.content[-1]):
+                    write_text(closing)
             elif isinstance(each, Parameter):
                 ids = self.encode(each.placeholder or "")[: each.length_tokens]
                 ids += [self.placeholder] * (each.length_tokens - len(ids))
-                if cached:
-                    for offset, token in enumerate(ids):
-                        token_of = Token(token, position + offset, path, is_placeholder=True)
-                        self.tokens.append(token_of)
-                self._new(found.arguments.get(each.name, ""), position)
+                line.append(Piece(path, ids, position, is_cached, each.name))
                 position += each.length_tokens
             else:
-                members = each.modules if isinstance(each, Union) else (each,)
-                for member in members:
-                    if member.name in imports:
-                        self._new(before.get(member.name, ""), self.end)
-                        self._walk(
-                            member.content,
-                            imports[member.name],
-                            (*path, member.name),
-                            member.cached,
-                            position,
-                        )
-                        self._new(behind.get(member.name, ""), self.end)
-                position += max(self.size(member.content) for member in members)
-        self._new(alone, self.end)
+                ends = []
+                for module in each.modules if isinstance(each, Union) else (each,):
+                    inner = (*path, module.name)
+                    line.append(("begin", inner))
+                    ends.append(self._write(line, module.content, inner, position, module.cached))
+                    line += [("end", inner), ("behind", inner)]
+                position = max(ends)
+        return position
 
-    def _new_ids(self, ids: list[int], position: int) -> None:
+    def _read(
+        self,
+        items: Sequence[PromptText | Import],
+        path: tuple[str, ...],
+        said: dict[Edge, list[str]],
+        arguments: dict[tuple[str, ...], dict[str, str]],
+    ) -> None:
+        """Note what a prompt says, by edges, and what it imports."""
+        names = [None if isinstance(item, PromptText) else item.name for item in items]
+        for number, item in enumerate(items):
+            if isinstance(item, Import):
+                inner = (*path, item.name)
+                arguments[inner] = item.arguments
+                self._read(item.content, inner, said, arguments)
+                continue
+            before = [name for name in names[:number] if name]
+            later = [name for name in names[number:] if name]
+            edge = ("end", path)
+            if before:
+                edge = ("behind", (*path, before[-1]))
+            elif later:
+                edge = ("begin", (*path, later[0]))
+            said.setdefault(edge, []).append(item.text)
+
+    def _piece(
+        self, piece: Piece, arguments: dict[str, str], repairs: dict[tuple[str, ...], int]
+    ) -> None:
+        owner = piece.path if piece.is_cached else None
+        if piece.parameter is not None:
+            if piece.is_cached:
+                for offset, token in enumerate(piece.ids):
+                    position = piece.position + offset
+                    self.tokens.append(Token(token, position, owner, is_placeholder=True))
+            self._new(self.encode(arguments.get(piece.parameter, "")), piece.position)
+            return
+        num_repaired = 0
+        if piece.is_cached:
+            num_repaired = min(repairs.get(piece.path, 0), len(piece.ids))
+        own = [Token(token, piece.position + i, owner) for i, token in enumerate(piece.ids)]
+        for token in own[:num_repaired]:
+            token.is_replaced = True
+            self.tokens.append(token)
+            repairs[piece.path] -= 1
+        self._new(piece.ids[:num_repaired], piece.position)
+        self.tokens += own[num_repaired:]
+        if own:
+            self.end = max(self.end, own[-1].position + 1)
+
+    def _new(self, ids: list[int], position: int) -> None:
         for offset, token in enumerate(ids):
             self.tokens.append(Token(token, position + offset, None))
+            self.end = max(self.end, position + offset + 1)
+
+    @property
+    def _is_open(self) -> bool:
+        last = self.schema.content[-1]
+        return isinstance(last, Turn) and last.role == "user"
+
+    def _question(self, text: str) -> str:
+        if self.markup is None:
+            return text
+        if self._is_open:
+            text += self.markup.around("user")[1]
+        elif text.strip():
+            text = text.strip().join(self.markup.around("user"))
+        turns = [turn.text.join(self.markup.around(turn.role)) for turn in self.prompt.turns]
+        return "".join((text, *turns, self.markup.answer))
 
     def sees(self, one: Token, other: Token) -> bool:
         """Whether a token sees one that stands before it in the text."""

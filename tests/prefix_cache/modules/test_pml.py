@@ -131,7 +131,8 @@ def test_a_prompt_keeps_its_texts_in_place() -> None:
         "<user>Where?</user></prompt>"
     )
     assert prompt.schema == "trip"
-    first, plan, between, hotel, behind, turn = prompt.content
+    first, plan, between, hotel, behind = prompt.content
+    [turn] = prompt.turns
     assert isinstance(first, PromptText) and first.text == "Hi "
     assert isinstance(plan, Import) and plan.arguments == {"duration": "3 days"}
     assert [each.name for each in plan.content if isinstance(each, Import)] == ["sea"]
@@ -157,6 +158,8 @@ def test_a_prompt_keeps_its_texts_in_place() -> None:
             'attributes are written name="value"',
         ),
         ('<schema name="s"><module name="a"></schema>', 1, 37, "<module> of line 1 is not closed"),
+        ('<schema name="s">é & ü &amp; &\n\n é & & < <b/></schema>', 3, 10, "found <b>"),
+        ('<schema name="s">a\ud800</schema>', 1, 19, "not well-formed"),
         ('<schema name="s">x & y < z\n &amp; <b</schema>', 2, 10, "&lt;"),
         ('<schema name="s"><module name="user"/></schema>', 1, 18, "has a meaning of its own"),
         ('<schema name="s"><module name="a b"/></schema>', 1, 18, "expected a letter"),
@@ -175,8 +178,8 @@ def test_a_prompt_keeps_its_texts_in_place() -> None:
         ('<schema name="s"><module name="a" src="x"/></schema>', 1, 18, "not read from a file"),
         ('<schema name="s"><module name="a" cache="no"/></schema>', 1, 18, "true or false"),
         ('<schema name="s"><user><user>x</user></user></schema>', 1, 24, "found <user> inside"),
-        ('<schema name="s"><scaffold modules="a"/></schema>', 1, 1, "two modules or more"),
-        ('<schema name="s"><scaffold modules="a b"/></schema>', 1, 1, "beside each other"),
+        ('<schema name="s"><scaffold modules="a"/></schema>', 1, 18, "two modules or more"),
+        ('<schema name="s"><scaffold modules="a b"/></schema>', 1, 18, "beside each other"),
         ('<schema name="s"><param name="p" len="99999999999"/></schema>', 1, 18, "from 1"),
         (
             '<schema name="s">' + "".join(f'<module name="a{i}">' for i in range(99)),
@@ -202,12 +205,97 @@ def test_errors_of_schemas_say_where(markup: str, line: int, column: int, messag
         ('<prompt schema="s"><a/><user>x<b/></user></prompt>', "text only"),
         ('<prompt schema="s"><a><user>x</user></a></prompt>', "expected turns in <prompt> only"),
         ('<prompt schema="s"><a/><b></prompt> oops <c', "is not closed"),
+        ('<prompt schema="s"><user>x</user><a/></prompt>', "stands before a module"),
+        (
+            '<prompt schema="s"><a/>ONE<assistant>TWO</assistant><user>x</user> FOUR</prompt>',
+            "found the text 'FOUR' behind <user>, expected it in a turn",
+        ),
+        (
+            '<prompt schema="s"><assistant>TWO</assistant>THREE<user>x</user></prompt>',
+            "found the text 'THREE' behind <assistant>",
+        ),
     ],
 )
 def test_errors_of_prompts_say_what_is_allowed(markup: str, message: str) -> None:
     with pytest.raises(PmlError, match="prompt:1:") as caught:
         parse_prompt(markup)
     assert message in str(caught.value)
+
+
+def test_white_space_behind_turns_is_no_text() -> None:
+    prompt = parse_prompt(
+        '<prompt schema="s" xml:space="preserve"><a/> <assistant>x</assistant>\n<user> y </user>\n'
+        "</prompt>"
+    )
+    assert [each.text for each in prompt.content if isinstance(each, PromptText)] == [" "]
+    assert [turn.text for turn in prompt.turns] == ["x", " y "]
+
+
+def test_a_prompt_may_be_only_what_stands_in_its_element() -> None:
+    prompt = parse_prompt('<plan duration="a &lt; b"/> & go!', schema='x" & <y>')
+    assert prompt.schema == 'x" & <y>'
+    plan, text = prompt.content
+    assert isinstance(plan, Import) and plan.arguments == {"duration": "a < b"}
+    assert (str(plan.place), str(prompt.place)) == ("prompt:1:1", "prompt:1:1")
+    assert isinstance(text, PromptText) and text.text == " & go!"
+    assert str(text.place) == "prompt:1:28"
+
+
+@pytest.mark.parametrize(
+    ("body", "place", "message"),
+    [
+        ("<a>", "1:4", "mismatched tag: <a> of line 1 is not closed"),
+        ("x\n & </a>", "2:6", "mismatched tag"),
+        ("</prompt><a/>", "1:10", "junk"),
+        ("<user>x</user>\n y", "1:15", "found the text 'y'"),
+    ],
+)
+def test_errors_of_such_prompts_say_where(body: str, place: str, message: str) -> None:
+    with pytest.raises(PmlError) as caught:
+        parse_prompt(body, schema="s")
+    assert str(caught.value).startswith(f"prompt:{place}: ")
+    assert message in str(caught.value) and "<prompt> of line" not in str(caught.value)
+
+
+def test_many_tags_and_entities_take_no_long_time() -> None:
+    """Half an hour, if the place of each were counted from its line's beginning."""
+    number = 60_000
+    prompt = parse_prompt("<a/>& " * number, schema="s")
+    assert len(prompt.content) == 2 * number
+    assert prompt.content[-1].place.column == 6 * number - 1
+
+
+def test_many_scaffolds_take_no_long_time() -> None:
+    names = [f"m{number}" for number in range(5000)]
+    modules = "".join(f'<module name="{name}"/>' for name in names)
+    pairs = zip(names, names[1:], strict=False)
+    scaffolds = "".join(f'<scaffold modules="{a} {b}"/>' for a, b in pairs)
+    schema = parse_schema(f'<schema name="s">{modules}{scaffolds}</schema>')
+    assert len(schema.scaffolds) == 4999
+
+
+def test_indentation_in_common_may_be_of_blanks_and_tabs() -> None:
+    schema = parse_schema('<schema name="s">\n  \ta\n  \t b\n    c\n</schema>')
+    assert schema.content == (Text("\ta\n\t b\n  c\n"),)
+
+
+def test_scaffolds_concern_the_modules_beside_each_other_only() -> None:
+    """Not others of these names elsewhere."""
+    uncached = Module("c", Module("a", cached=False))
+    in_union = Module("d", Union(Module("a"), Module("e"), Module("b")))
+    schema = Schema("s", Module("a"), Module("b"), uncached, scaffolds=(("a", "b"),))
+    assert schema.scaffolds == (("a", "b"),)
+    with pytest.raises(SchemaError, match="two of these are in one union"):
+        Schema("s", Module("a"), Module("b"), in_union, scaffolds=(("a", "b"),))
+    with pytest.raises(SchemaError, match="a is not cached"):
+        Schema("s", Module("a", cached=False), Module("b"), scaffolds=(("a", "b"),))
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "schema.xml"
+    path.write_bytes(b"<schema name='\xff'/>")
+    with pytest.raises(SchemaError, match=r"schema\.xml: expected text in UTF-8"):
+        read_schema(path)
 
 
 def test_long_texts_take_no_long_time() -> None:
@@ -250,6 +338,9 @@ def test_texts_of_modules_may_lie_in_files(tmp_path: Path) -> None:
         (lambda: Module("a", Module("b"), cached=False), "cannot contain modules"),
         (lambda: Schema("s", Union(Module("a"), Module("b")), scaffolds=(("a", "b"),)), "union"),
         (lambda: Module("a", Parameter("p", 1), Parameter("p", 2)), "2 parameters"),
+        (lambda: Schema("a/b"), "a segment of a URL's path"),
+        (lambda: Schema(".."), "a segment of a URL's path"),
+        (lambda: Schema("a\nb"), "a segment of a URL's path"),
     ],
 )
 def test_what_cannot_be_a_schema(make: Callable[[], object], message: str) -> None:

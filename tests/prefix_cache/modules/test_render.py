@@ -8,9 +8,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.prefix_cache.modules.chat_templates import TEMPLATES, character_tokenizer, text_of
+from tests.prefix_cache.modules.chat_templates import (
+    MARKUPS,
+    TEMPLATES,
+    character_tokenizer,
+    text_of,
+)
 from tests.prefix_cache.modules.random_prompts import SchemaMaker, random_prompt
 from tests.prefix_cache.modules.reference import Meaning, Token
+from vllm_relay.prefix_cache.modules.chat_turns import MAX_TURNS
 from vllm_relay.prefix_cache.modules.plan import ModulePlan
 from vllm_relay.prefix_cache.modules.pml import parse_prompt, parse_schema
 from vllm_relay.prefix_cache.modules.render import Mode, RenderedPrompt
@@ -75,50 +81,58 @@ def test_separate_turns() -> None:
     )
 
 
+SYSTEM = ("system", "You plan trips.")
+READY = TRIP.replace("</schema>", "<assistant>Ask.</assistant></schema>")
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize(
-    ("schema", "prompt"),
+    ("schema", "body", "turns"),
     [
-        (TRIP, '<prompt schema="trip"><hotel/> Where?</prompt>'),
-        (TRIP.replace("<system>You plan trips.</system>", ""), '<prompt schema="trip">?</prompt>'),
+        (TRIP, "<hotel/> Where?", [SYSTEM, ("user", "Go.\nA hotel. Where?")]),
+        (TRIP, "<hotel/>", [SYSTEM, ("user", "Go.\nA hotel.")]),
         (
-            TRIP.replace("</schema>", "<assistant>Ask.</assistant></schema>"),
-            '<prompt schema="trip"><hotel/><user>Where?</user></prompt>',
+            TRIP.replace("<system>You plan trips.</system>", ""),
+            "<hotel/>?",
+            [("user", "Go.\nA hotel.?")],
         ),
         (
-            TRIP.replace("</schema>", "<assistant>Ask.</assistant></schema>"),
-            '<prompt schema="trip"><hotel/>Where?<assistant>There.</assistant><user>And?</user>'
-            "</prompt>",
+            TRIP,
+            "<hotel/> Where?<assistant>There.</assistant><user>And?</user>",
+            [SYSTEM, ("user", "Go.\nA hotel. Where?"), ("assistant", "There."), ("user", "And?")],
+        ),
+        (
+            READY,
+            "<hotel/><user>Where?</user>",
+            [SYSTEM, ("user", "Go.\nA hotel."), ("assistant", "Ask."), ("user", "Where?")],
+        ),
+        (
+            READY,
+            "<hotel/> Where? <assistant>There.</assistant><user>And?</user>",
+            [
+                SYSTEM,
+                ("user", "Go.\nA hotel."),
+                ("assistant", "Ask."),
+                ("user", "Where?"),
+                ("assistant", "There."),
+                ("user", "And?"),
+            ],
         ),
     ],
 )
-def test_turns_are_those_of_the_template(template: str, schema: str, prompt: str) -> None:
+def test_turns_are_those_of_the_template(
+    template: str, schema: str, body: str, turns: list[tuple[str, str]]
+) -> None:
     """The text with all its modules is what the template makes of whole turns."""
     store = store_of(schema, template)
-    written = text_of(store.render(prompt, mode="exact").token_ids)
-    messages = [{"role": "system", "content": "You plan trips."}] if "<system>" in schema else []
-    hotel = "A hotel." if "<hotel/>" in prompt else ""
-    messages.append({"role": "user", "content": f"Go.\n{hotel}"})
-    behind = prompt.split("<hotel/>")[-1].removeprefix('<prompt schema="trip">')
-    behind = behind.removesuffix("</prompt>")
-    if "<assistant>Ask." in schema:
-        messages.append({"role": "assistant", "content": "Ask."})
-        first, *turns = behind.replace("<user>", "").replace("</user>", "").split("<assistant>")
-        messages.append({"role": "user", "content": first})
-        for turn in turns:
-            answer, question = turn.split("</assistant>")
-            messages += [
-                {"role": "assistant", "content": answer},
-                {"role": "user", "content": question},
-            ]
-    else:
-        messages[-1]["content"] += behind
+    messages = [{"role": role, "content": text} for role, text in turns]
     expected = character_tokenizer(template).apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True
     )
-    assert written == expected
-    segments, tail = texts_of(store.render(prompt))
-    assert (segments[""] + tail).replace("Go.\n", f"Go.\n{hotel}") == expected
+    assert text_of(store.render(body, schema="trip", mode="exact").token_ids) == expected
+    segments, tail = texts_of(store.render(body, schema="trip"))
+    assert segments["hotel"] == "A hotel."
+    assert segments[""] + tail == expected.replace("A hotel.", "")
 
 
 def test_a_schema_without_turns_begins_as_prompts_do() -> None:
@@ -213,6 +227,82 @@ def test_repair_takes_the_place_of_the_first_tokens() -> None:
     assert plan.hidden_slots((5, 5)) == ((5, 35), (37, 64))
 
 
+def test_repair_goes_on_behind_arguments_and_modules() -> None:
+    store = store_of(
+        '<schema name="s">In. <module name="a">12<param name="p" len="4"/>3'
+        '<module name="b">bbb</module>456</module></schema>'
+    )
+    rendered = store.render('<a p="x"><b/></a>?', schema="s", mode="repair", repair_tokens=4)
+    assert texts_of(rendered) == ({"": "<s>In. ", "a": "12????3456", "a/b": "bbb"}, "12x3bbb4?")
+    plan = rendered.plan
+    assert plan is not None
+    assert [segment.replaced for segment in plan.segments] == [
+        (),
+        ((0, 2), (6, 7), (7, 8)),
+        ((0, 3),),
+    ]
+    assert rendered.module_tokens == {"": 5, "a": 2, "a/b": 0}
+
+
+def test_scaffolds_hold_only_where_all_names_stand_beside_each_other() -> None:
+    store = store_of(
+        '<schema name="s"><scaffold modules="a b"/><module name="a">a</module>'
+        '<module name="b">b</module><module name="c">c<module name="a" cache="false">d</module>'
+        "</module></schema>"
+    )
+    plan = store.render("<a/><b/><c><a/></c>?", schema="s").plan
+    assert plan is not None
+    assert [(segment.name, segment.context) for segment in plan.segments] == [
+        ("", ()),
+        ("a", ((0, 1),)),
+        ("b", ((0, 1), (1, 1))),
+        ("c", ((0, 1),)),
+    ]
+
+
+def test_how_many_tokens_may_follow() -> None:
+    store = store_of('<schema name="s"><module name="a">12345</module></schema>')
+    rendered = store.render("<a/>?", schema="s")
+    assert rendered.min_model_len == 65  # "<s>" and "12345" in 32 slots each, and "?"
+    assert rendered.limit_output(None, 100) == 35
+    assert rendered.limit_output(50, 100) == 35
+    assert rendered.limit_output(20, 100) == 20
+    assert (rendered.limit_output(None, None), rendered.limit_output(20, None)) == (None, 20)
+
+
+class SpacelessTokenizer:
+    """As tokenizers of words: white space is no token."""
+
+    unk_token_id = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [len(word) for word in text.split()]
+
+
+def test_a_question_without_tokens_is_none() -> None:
+    store = SchemaStore(SpacelessTokenizer(), block_size=32)
+    store.add(parse_schema('<schema name="s"><module name="a">1</module></schema>'))
+    with pytest.raises(PmlError, match="expected text behind the last module"):
+        store.render('<prompt schema="s" xml:space="preserve"><a/> </prompt>')
+
+
+@pytest.mark.parametrize("mode", ["modular", "exact"])
+def test_too_many_turns_are_refused(mode: Mode) -> None:
+    turns = "<assistant>a</assistant><user>b</user>" * (MAX_TURNS // 2)
+    with pytest.raises(PmlError, match=f"prompt:1:1: found {MAX_TURNS + 2} turns, expected"):
+        store_of(TRIP, "separate turns").render(f"?{turns}", schema="trip", mode=mode)
+
+
+def test_turns_in_another_way_than_those_of_the_schema_are_refused() -> None:
+    store = store_of(
+        '<schema name="s"><module name="a"><system>x</system></module><user>y</user></schema>',
+        "default system prompt",
+    )
+    store.render("<a/>?", schema="s")
+    with pytest.raises(PmlError, match="in another way than those of its schema"):
+        store.render("?", schema="s")
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -268,27 +358,31 @@ def test_turns_that_a_template_cannot_render_are_refused() -> None:
 SEEDS = st.integers(0, 2**32)
 
 
-@settings(max_examples=200)
-@example(seed=144906, mode="modular")  # a scaffold with a module without text of its own
-@given(seed=SEEDS, mode=st.sampled_from(["modular", "repair"]))
-def test_random_prompts_mean_what_the_reference_says(seed: int, mode: Mode) -> None:
+@settings(max_examples=300)
+@example(seed=144906, mode="modular", template=None)
+@given(
+    seed=SEEDS,
+    mode=st.sampled_from(["modular", "repair"]),
+    template=st.sampled_from([None, *MARKUPS]),
+)
+def test_random_prompts_mean_what_the_reference_says(
+    seed: int, mode: Mode, template: str | None
+) -> None:
     """Which tokens a plan computes, at which positions, and which ones they see."""
     rng = np.random.default_rng(seed)
-    store = SchemaStore(character_tokenizer(), block_size=32)
+    store = SchemaStore(character_tokenizer(template), block_size=32)
     words = ["a", "b", "c", "d", "e"]
-    schema = SchemaMaker(rng, words, 6).schema("s")
+    schema = SchemaMaker(rng, words, 6).schema("s", has_turns=template is not None)
     store.add(schema)
     text = random_prompt(rng, schema, words)
-    try:
-        rendered = store.render(text, mode=mode, repair_tokens=3)
-    except PmlError as error:
-        assert "the schema allows" in str(error)  # words and spaces are tokens here
-        return
+    rendered = store.render(text, mode=mode, repair_tokens=3)
     tokens = store.text_tokens
     repair_tokens = 3 if mode == "repair" else 0
+    markup = MARKUPS[template] if template else None
     meaning = Meaning(
-        schema, parse_prompt(text), tokens, tokens.placeholder, tokens.beginning, repair_tokens
-    )
+        schema, parse_prompt(text), tokens, tokens.placeholder, tokens.beginning, repair_tokens,
+        markup,
+    )  # fmt: skip
     plan = rendered.plan
     assert plan is not None
     assert ModulePlan.model_validate(plan.to_argument()) == plan

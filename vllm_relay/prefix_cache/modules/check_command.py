@@ -14,9 +14,8 @@ from rich.table import Table
 
 from vllm_relay.prefix_cache.modules.describe import describe_schema
 from vllm_relay.prefix_cache.modules.pml import read_schema
-from vllm_relay.prefix_cache.modules.schema import Schema, SchemaError
+from vllm_relay.prefix_cache.modules.schema import Schema
 from vllm_relay.prefix_cache.modules.schema_store import SchemaStore
-from vllm_relay.prefix_cache.modules.xml_tree import PmlError
 
 if TYPE_CHECKING:
     from vllm_relay.prefix_cache.modules.render import RenderedPrompt
@@ -48,8 +47,8 @@ def run_check(
             return 0
         store = _store(model, chat_template, block_size)
         layout = describe_schema(store.add(schema), block_size)
-        rendered = {str(each): store.render(each.read_text("utf-8")) for each in prompts}
-    except (PmlError, SchemaError) as error:
+        rendered = {str(each): store.render(_read_text(each), source=str(each)) for each in prompts}
+    except ValueError as error:
         print(error, file=sys.stderr)
         return 1
     except OSError as error:
@@ -66,9 +65,16 @@ def run_check(
 def _store(model: str, chat_template: Path | None, block_size: int) -> SchemaStore:
     from transformers import AutoTokenizer
 
-    template = None if chat_template is None else chat_template.read_text("utf-8")
+    template = None if chat_template is None else _read_text(chat_template)
     tokenizer = AutoTokenizer.from_pretrained(model)
     return SchemaStore(tokenizer, block_size=block_size, chat_template=template)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: expected text in UTF-8: {error}") from None
 
 
 def _prompt(rendered: RenderedPrompt) -> dict[str, Any]:
@@ -99,8 +105,8 @@ def _print_layout(layout: dict[str, Any], prompts: dict[str, dict[str, Any]]) ->
     table.add_column("parameters")
     for module in layout["modules"]:
         cells = [str(module[name]) for name in _COLUMNS]
-        *around, last = module["module"].split("/")
-        cells[0] = "  " * len(around) + last if last else "(every prompt)"
+        *parents, last = module["module"].split("/")
+        cells[0] = "  " * len(parents) + last if last else "(every prompt)"
         parameters = [f"{name} ({length})" for name, length in module["parameters"].items()]
         note = [] if module["cached"] else ["not cached"]
         table.add_row(*cells, ", ".join([*parameters, *note]))

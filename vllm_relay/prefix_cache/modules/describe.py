@@ -3,36 +3,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from vllm_relay.prefix_cache.modules.layout import (
     ModuleTokens,
     ParameterTokens,
     SchemaTokens,
-    UnionTokens,
 )
 
 
 def describe_schema(schema: SchemaTokens, block_size: int) -> dict[str, Any]:
     """For JSON: name, positions, and each module's path ("" for what every prompt has), first
-    position, positions, stored tokens, KV blocks, padding in tokens and parameters."""
+    position, positions, tokens of its own text, whether they are stored, the KV blocks and padding
+    tokens this takes, and parameters.
+
+    Args:
+        block_size: tokens of a KV block.
+    """
     return {
         "name": schema.schema.name,
         "positions": schema.size_tokens,
         "block_size": block_size,
-        "modules": [_describe(module, block_size) for module in modules_of(schema.root)],
+        "modules": [_describe(module, block_size) for module in schema.root.walk()],
     }
-
-
-def modules_of(module: ModuleTokens) -> Iterator[ModuleTokens]:
-    """A module and all modules in it, in the order of the text."""
-    yield module
-    for part in module.parts:
-        members = part.members if isinstance(part, UnionTokens) else (part,)
-        for member in members:
-            if isinstance(member, ModuleTokens):
-                yield from modules_of(member)
 
 
 def _describe(module: ModuleTokens, block_size: int) -> dict[str, Any]:

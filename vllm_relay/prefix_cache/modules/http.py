@@ -7,20 +7,23 @@ import asyncio
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 
 from vllm_relay.config import RelayConfig
 from vllm_relay.prefix_cache.http import error_response
 from vllm_relay.prefix_cache.modules.describe import describe_schema
-from vllm_relay.prefix_cache.modules.online import FIELD, STAND_IN_PROMPT, STORE_ATTRIBUTE
+from vllm_relay.prefix_cache.modules.online import (
+    FIELD,
+    STAND_IN_PROMPT,
+    keep_store,
+    store_of,
+)
 from vllm_relay.prefix_cache.modules.pml import parse_schema
 from vllm_relay.prefix_cache.modules.requests import unsupported_reason
-from vllm_relay.prefix_cache.modules.schema import SchemaError
 from vllm_relay.prefix_cache.modules.schema_store import SchemaStore
-from vllm_relay.prefix_cache.modules.xml_tree import PmlError
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -51,7 +54,7 @@ class SchemaEndpoints:
             return
         config, renderer = engine_client.vllm_config, state.online_renderer
         if reason := unsupported_reason(config):
-            renderer.relay_modules_reason = reason
+            keep_store(renderer, reason)
             return
         store = SchemaStore(
             engine_client.renderer.get_tokenizer(),
@@ -64,7 +67,7 @@ class SchemaEndpoints:
             store.add(Path(path))
         if names := store.names():
             logger.info("vllm-relay: schemas of prompt modules: %s", ", ".join(names))
-        setattr(renderer, STORE_ATTRIBUTE, store)
+        keep_store(renderer, store)
 
 
 class FillEmptyPrompts:
@@ -114,59 +117,48 @@ def _with_field(body: bytes, field: str, value: Any) -> bytes:
     return json.dumps({**request, field: value}).encode()
 
 
+def _store(raw_request: Request) -> SchemaStore:
+    try:
+        return store_of(raw_request.app.state.online_renderer)
+    except ValueError as error:
+        raise HTTPException(501, str(error)) from None
+
+
+Store = Annotated[SchemaStore, Depends(_store)]
+
+
 def _router() -> APIRouter:
     router = APIRouter(prefix="/relay", tags=["relay"])
 
     @router.post("/schemas", status_code=201)
-    async def add(raw_request: Request) -> Response:
+    async def add(raw_request: Request, store: Store) -> Response:
         """Add a schema, or take the place of the one with its name; the body is PML."""
-        store = _store(raw_request)
-        if isinstance(store, Response):
-            return store
         try:
             text = (await raw_request.body()).decode()
             # long ones must not keep others waiting
             schema = await asyncio.to_thread(lambda: store.add(parse_schema(text)))
-        except (PmlError, SchemaError, UnicodeDecodeError) as error:
+        except ValueError as error:
             return error_response(400, str(error))
         return JSONResponse(describe_schema(schema, store.block_size), 201)
 
     @router.get("/schemas")
-    async def schemas(raw_request: Request) -> Response:
+    async def schemas(store: Store) -> Response:
         """The names of all schemas."""
-        store = _store(raw_request)
-        if isinstance(store, Response):
-            return store
         return JSONResponse({"schemas": store.names()})
 
     @router.get("/schemas/{name}")
-    async def schema(name: str, raw_request: Request) -> Response:
+    async def schema(name: str, store: Store) -> Response:
         """The layout of a schema."""
-        store = _store(raw_request)
-        if isinstance(store, Response):
-            return store
         if name not in store:
             return error_response(404, store.unknown(name))
         return JSONResponse(describe_schema(store[name], store.block_size))
 
     @router.delete("/schemas/{name}", status_code=204)
-    async def remove(name: str, raw_request: Request) -> Response:
+    async def remove(name: str, store: Store) -> Response:
         """Forget a schema; what is computed of it is evicted when there is need."""
-        store = _store(raw_request)
-        if isinstance(store, Response):
-            return store
         if name not in store:
             return error_response(404, store.unknown(name))
         store.remove(name)
         return Response(status_code=204)
 
     return router
-
-
-def _store(raw_request: Request) -> SchemaStore | JSONResponse:
-    renderer = raw_request.app.state.online_renderer
-    store = getattr(renderer, STORE_ATTRIBUTE, None)
-    if store is None:
-        reason = getattr(renderer, "relay_modules_reason", "the server has not started")
-        return error_response(501, f"prompt modules: {reason}")
-    return store

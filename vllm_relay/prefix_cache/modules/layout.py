@@ -12,7 +12,7 @@ Source: Prompt Cache (Gim et al., 2024), section 3.3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from vllm_relay.prefix_cache.modules.plan import Segment, runs_of_positions
@@ -29,9 +29,9 @@ from vllm_relay.prefix_cache.modules.schema import (
 from vllm_relay.prefix_cache.modules.text_tokens import TextTokens
 
 
-@dataclass
+@dataclass(eq=False)
 class ModuleTokens:
-    """A module, or the text that every prompt has.
+    """A module, or the text that every prompt has; equal to itself only.
 
     Attributes:
         path: names from the outermost module on; empty for what every prompt has.
@@ -40,6 +40,7 @@ class ModuleTokens:
         tokens, positions: of its own text, placeholders included.
         placeholders: ranges of these that are placeholders.
         parts: its own text and what stands in it, in order.
+        scaffolds: names of modules right in it that are computed together.
         is_cached: whether its tokens are stored.
     """
 
@@ -61,6 +62,18 @@ class ModuleTokens:
     @property
     def end_position(self) -> int:
         return self.position + self.size_tokens
+
+    def children(self) -> Iterator[ModuleTokens]:
+        """The modules right in it, in the order of the text."""
+        for part in self.parts:
+            if isinstance(part, UnionTokens):
+                yield from part.members
+
+    def walk(self) -> Iterator[ModuleTokens]:
+        """Itself and all modules in it, in the order of the text."""
+        yield self
+        for child in self.children():
+            yield from child.walk()
 
     def segment(self, context: tuple[tuple[int, int], ...]) -> Segment:
         """For a plan in which the segments it sees have these places."""
@@ -95,12 +108,28 @@ class ParameterTokens:
     end: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class UnionTokens:
+    """Modules of which a prompt imports one at most; a module outside unions is alone in one."""
+
     members: tuple[ModuleTokens, ...]
 
 
-Part = OwnText | ParameterTokens | UnionTokens | ModuleTokens
+Part = OwnText | ParameterTokens | UnionTokens
+
+
+@dataclass(frozen=True)
+class TurnText:
+    """What a chat template writes around a turn.
+
+    Attributes:
+        path: of the module the turn stands in.
+    """
+
+    role: str
+    path: tuple[str, ...]
+    opening: str
+    closing: str
 
 
 @dataclass(frozen=True)
@@ -109,15 +138,13 @@ class SchemaTokens:
 
     Attributes:
         root: what every prompt has.
-        roles: of all turns, in the order of the text, each with the module it stands in.
-        around: opening and closing text of each turn.
+        turns: in the order of the text.
         turn_is_open: whether the last turn is the user's: text at the end of a prompt continues it.
     """
 
     schema: Schema
     root: ModuleTokens
-    roles: tuple[tuple[str, tuple[str, ...]], ...]
-    around: tuple[tuple[str, str], ...]
+    turns: tuple[TurnText, ...]
     turn_is_open: bool
 
     @property
@@ -131,21 +158,23 @@ def tokenize_schema(schema: Schema, text_tokens: TextTokens) -> SchemaTokens:
     Raises:
         SchemaError: the chat template cannot render its turns.
     """
-    roles = tuple(_roles(schema.content, (), in_union=False))
-    around = text_tokens.turns.openings_and_closings([role for role, _ in roles])
+    roles = list(_roles(schema.content, (), in_union=False))
+    texts = text_tokens.turns.openings_and_closings([role for role, _ in roles])
+    turns = tuple(
+        TurnText(role, path, *text) for (role, path), text in zip(roles, texts, strict=True)
+    )
     is_open = bool(roles) and roles[-1] == ("user", ()) and isinstance(schema.content[-1], Turn)
-    layout = _Layout(text_tokens, schema.scaffolds, around, is_open)
+    layout = _Layout(text_tokens, schema.scaffolds, turns, is_open)
     root = ModuleTokens((), 0, (), is_cached=True)
-    beginning = [] if roles else text_tokens.beginning
-    layout.begin(root, beginning)
+    layout.begin(root, [] if turns else text_tokens.beginning)
     layout.fill(root, schema.content)
-    return SchemaTokens(schema, root, roles, tuple(around), is_open)
+    return SchemaTokens(schema, root, turns, is_open)
 
 
 def _roles(
     content: Sequence[Content], path: tuple[str, ...], *, in_union: bool
-) -> list[tuple[str, tuple[str, ...]]]:
-    found: list[tuple[str, tuple[str, ...]]] = []
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Of all turns, with the module each stands in."""
     for each in content:
         if isinstance(each, Turn):
             if in_union:
@@ -153,14 +182,13 @@ def _roles(
                     f"module {path[-1]!r}: a turn of {each.role} in a member of a union: which "
                     "turns follow it must not depend on the choice; put the union into the turn"
                 )
-            found.append((each.role, path))
-            found += _roles(each.content, path, in_union=in_union)
+            yield each.role, path
+            yield from _roles(each.content, path, in_union=in_union)
         elif isinstance(each, Module):
-            found += _roles(each.content, (*path, each.name), in_union=in_union)
+            yield from _roles(each.content, (*path, each.name), in_union=in_union)
         elif isinstance(each, Union):
             for module in each.modules:
-                found += _roles(module.content, (*path, module.name), in_union=True)
-    return found
+                yield from _roles(module.content, (*path, module.name), in_union=True)
 
 
 class _Layout:
@@ -168,12 +196,14 @@ class _Layout:
         self,
         text_tokens: TextTokens,
         scaffolds: tuple[tuple[str, ...], ...],
-        around: list[tuple[str, str]],
+        turns: tuple[TurnText, ...],
         turn_is_open: bool,
     ) -> None:
         self._text_tokens = text_tokens
-        self._scaffolds = scaffolds
-        self._around = around
+        self._scaffolds: dict[str, list[tuple[str, ...]]] = {}
+        for scaffold in scaffolds:
+            self._scaffolds.setdefault(scaffold[0], []).append(scaffold)
+        self._turns = turns
         self._num_turns = 0
         self._turn_is_open = turn_is_open
 
@@ -188,8 +218,13 @@ class _Layout:
         texts: list[str] = []
         self._visit(module, content, texts)
         self._add_text(module, texts)
-        names = {part.path[-1] for part in _modules_of(module.parts)}
-        module.scaffolds = [each for each in self._scaffolds if names.issuperset(each)]
+        names = {child.path[-1]: None for child in module.children()}
+        module.scaffolds = [
+            scaffold
+            for name in names
+            for scaffold in self._scaffolds.get(name, ())
+            if names.keys() >= set(scaffold)
+        ]
 
     def _visit(self, module: ModuleTokens, content: Sequence[Content], texts: list[str]) -> None:
         """
@@ -202,11 +237,10 @@ class _Layout:
             elif isinstance(each, Turn):
                 number = self._num_turns
                 self._num_turns += 1
-                opening, closing = self._around[number]
-                texts.append(opening)
+                texts.append(self._turns[number].opening)
                 self._visit(module, each.content, texts)
-                if not (self._turn_is_open and number == len(self._around) - 1):
-                    texts.append(closing)
+                if not (self._turn_is_open and number == len(self._turns) - 1):
+                    texts.append(self._turns[number].closing)
             else:
                 self._add_text(module, texts)
                 self._add(module, each)
@@ -229,12 +263,9 @@ class _Layout:
             self._add_tokens(module, tokens)
             module.placeholders.append((begin, begin + length))
             module.parts.append(ParameterTokens(each, position, begin, begin + length))
-        elif isinstance(each, Module):
-            child = self._child(module, each, position)
-            module.parts.append(child)
-            module.size_tokens += child.size_tokens
         else:
-            children = tuple(self._child(module, member, position) for member in each.modules)
+            members = each.modules if isinstance(each, Union) else (each,)
+            children = tuple(self._child(module, member, position) for member in members)
             module.parts.append(UnionTokens(children))
             module.size_tokens += max(child.size_tokens for child in children)
 
@@ -243,23 +274,13 @@ class _Layout:
         module.positions += range(module.end_position, module.end_position + len(tokens))
         module.size_tokens += len(tokens)
 
-    def _child(self, around: ModuleTokens, module: Module, position: int) -> ModuleTokens:
-        before = [(around, len(around.tokens))] if around.tokens else []
+    def _child(self, parent: ModuleTokens, module: Module, position: int) -> ModuleTokens:
+        before = [(parent, len(parent.tokens))] if parent.tokens else []
         child = ModuleTokens(
-            (*around.path, module.name),
+            (*parent.path, module.name),
             position,
-            (*around.context, *before),
+            (*parent.context, *before),
             is_cached=module.cached,
         )
         self.fill(child, module.content)
         return child
-
-
-def _modules_of(parts: Sequence[Part]) -> list[ModuleTokens]:
-    found: list[ModuleTokens] = []
-    for part in parts:
-        if isinstance(part, ModuleTokens):
-            found.append(part)
-        elif isinstance(part, UnionTokens):
-            found += part.members
-    return found

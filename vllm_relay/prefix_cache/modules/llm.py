@@ -47,11 +47,10 @@ class ModularLLM:
         if reason := unsupported_reason(config):
             raise ValueError(f"prompt modules: {reason}")
         self.llm = llm
-        self._max_model_len = config.model_config.max_model_len
         self.schemas = SchemaStore(
             llm.get_tokenizer(),
             block_size=config.cache_config.block_size,
-            max_model_len=self._max_model_len,
+            max_model_len=config.model_config.max_model_len,
         )
         configured = map(Path, RelayConfig.from_vllm_config(config).schemas)
         for schema in (*configured, *schemas):
@@ -82,7 +81,7 @@ class ModularLLM:
         params = sampling_params or self.llm.get_default_sampling_params()
         outputs = self.llm.generate(
             [{"prompt_token_ids": each.token_ids} for each in rendered],
-            [with_plan(params, each, self._max_model_len) for each in rendered],
+            [with_plan(params, each, self.schemas.max_model_len) for each in rendered],
             **keywords,
         )
         pairs = zip(rendered, outputs, strict=True)

@@ -8,22 +8,23 @@ import re
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from vllm_relay.prefix_cache.modules.plan import EXTRA_ARG
 from vllm_relay.prefix_cache.modules.render import REPAIR_TOKENS, Mode
-from vllm_relay.prefix_cache.modules.schema import SchemaError
 from vllm_relay.prefix_cache.modules.xml_tree import PmlError
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from vllm_relay.prefix_cache.modules.schema_store import SchemaStore
 
 FIELD = "relay"
-STORE_ATTRIBUTE = "relay_schemas"
-"""Where vLLM's renderer keeps the SchemaStore of its server."""
+_STORE_ATTRIBUTE = "relay_schemas"
+_PROMPT_TAG = re.compile(r"\s*<prompt[\s/>]")
+_LIMITS = ("max_completion_tokens", "max_tokens")
 STAND_IN_PROMPT = "relay"
 """The prompt of completions that leave it out; vLLM demands one."""
-_PROMPT_TAG = re.compile(r"\s*<prompt[\s/>]")
 _USAGE_ATTRIBUTE = "_relay_module_tokens"
 
 
@@ -42,24 +43,37 @@ class ModularPrompt(BaseModel):
     mode: Mode = "modular"
     repair_tokens: int = Field(default=REPAIR_TOKENS, ge=0)
 
-    @property
-    def markup(self) -> str:
-        """The whole element.
-
-        Raises:
-            ValueError: its schema is not known.
-        """
-        if _PROMPT_TAG.match(self.prompt):
-            if self.schema_name is not None:
-                raise ValueError(f"{FIELD}.schema: {FIELD}.prompt is a <prompt>, leave it out")
-            return self.prompt
-        if self.schema_name is None:
+    @model_validator(mode="after")
+    def _check_schema(self) -> Self:
+        is_element = _PROMPT_TAG.match(self.prompt) is not None
+        if is_element and self.schema_name is not None:
+            raise ValueError("the prompt is a <prompt>, leave schema out")
+        if not is_element and self.schema_name is None:
             raise ValueError(
-                f"{FIELD}.schema: expected the name of a schema, or {FIELD}.prompt as <prompt "
-                'schema="NAME">...</prompt>'
+                "schema: expected the name of a schema, or prompt as "
+                '<prompt schema="NAME">...</prompt>'
             )
-        name = self.schema_name.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
-        return f'<prompt schema="{name}">{self.prompt}</prompt>'
+        return self
+
+
+def keep_store(renderer: Any, store: SchemaStore | str) -> None:
+    """Let a renderer of vLLM render with the schemas of its server.
+
+    Args:
+        store: or why there is none.
+    """
+    setattr(renderer, _STORE_ATTRIBUTE, store)
+
+
+def store_of(renderer: Any) -> SchemaStore:
+    """
+    Raises:
+        ValueError: there is none; with the reason.
+    """
+    store: SchemaStore | str = getattr(renderer, _STORE_ATTRIBUTE, "the server has not started")
+    if isinstance(store, str):
+        raise ValueError(f"prompt modules: {store}")
+    return store
 
 
 def apply_modular_prompt(renderer: Any, request: Any) -> list[int] | None:
@@ -74,28 +88,33 @@ def apply_modular_prompt(renderer: Any, request: Any) -> list[int] | None:
     given = (request.model_extra or {}).get(FIELD)
     if given is None:
         return None
-    store: SchemaStore | None = getattr(renderer, STORE_ATTRIBUTE, None)
-    if store is None:
-        raise ValueError(f"{FIELD}: this server knows no schemas: {_why_not(renderer)}")
+    store = store_of(renderer)
     try:
         modular = ModularPrompt.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, (FIELD, *first["loc"])))
-        raise ValueError(f"{where}: {first['msg']}") from None
+        raise ValueError(f"{where}: {first['msg'].removeprefix('Value error, ')}") from None
     _refuse_what_changes_prompts(request)
     try:
         rendered = store.render(
-            modular.markup, mode=modular.mode, repair_tokens=modular.repair_tokens
+            modular.prompt,
+            schema=modular.schema_name,
+            mode=modular.mode,
+            repair_tokens=modular.repair_tokens,
         )
-    except (PmlError, SchemaError) as error:
+    except PmlError as error:
         raise ValueError(f"{FIELD}.prompt: {error}") from None
     object.__setattr__(request, _USAGE_ATTRIBUTE, rendered.module_tokens)
     if rendered.plan is not None:
         request.vllm_xargs = {**(request.vllm_xargs or {}), EXTRA_ARG: rendered.plan.to_argument()}
-        if store.max_model_len is not None:
+        names = [name for name in _LIMITS if getattr(request, name, None) is not None]
+        if not names:
             default = renderer.model_config.get_diff_sampling_param().get("max_tokens")
-            _limit_output(request, store.max_model_len - rendered.num_taken, default)
+            request.max_tokens = rendered.limit_output(default, store.max_model_len)
+        for name in names:
+            limit = rendered.limit_output(getattr(request, name), store.max_model_len)
+            setattr(request, name, limit)
     return rendered.token_ids
 
 
@@ -110,27 +129,6 @@ def _refuse_what_changes_prompts(request: Any) -> None:
     for name in ("use_beam_search", "echo", "truncate_prompt_tokens", *unused):
         if getattr(request, name, None):
             raise ValueError(f"{name}: not with {FIELD}")
-
-
-def _limit_output(request: Any, most: int, default: int | None) -> None:
-    """No more tokens than there are positions behind the prompt.
-
-    Args:
-        default: the model's, for requests that say nothing.
-    """
-    given = [
-        name
-        for name in ("max_completion_tokens", "max_tokens")
-        if getattr(request, name, None) is not None
-    ]
-    for name in given:
-        setattr(request, name, min(getattr(request, name), most))
-    if not given:
-        request.max_tokens = most if default is None else min(most, default)
-
-
-def _why_not(renderer: Any) -> str:
-    return getattr(renderer, "relay_modules_reason", "it has not started yet")
 
 
 def add_usage(request: Any, usage: Any) -> None:

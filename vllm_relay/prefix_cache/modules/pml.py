@@ -7,8 +7,9 @@ Source: Prompt Cache (Gim et al., 2024), section 3.2, and the grammar of its pub
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ from vllm_relay.prefix_cache.modules.schema import (
     Parameter,
     Schema,
     SchemaError,
+    Scopes,
     Text,
     Turn,
     Union,
@@ -58,10 +60,15 @@ class Import:
 
 @dataclass(frozen=True)
 class PromptMarkup:
-    """A prompt as it is written, before it is held against its schema."""
+    """A prompt as it is written, before it is held against its schema.
+
+    Attributes:
+        turns: behind all else.
+    """
 
     schema: str
-    content: tuple[PromptText | Import | PromptTurn, ...]
+    content: tuple[PromptText | Import, ...]
+    turns: tuple[PromptTurn, ...]
     place: Place
 
 
@@ -72,7 +79,11 @@ def read_schema(path: Path) -> Schema:
         PmlError, SchemaError: it cannot be understood; with file, line and column.
         OSError: a file cannot be read.
     """
-    return parse_schema(path.read_text(encoding="utf-8"), str(path), base=path.parent)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SchemaError(f"{path}: expected text in UTF-8: {error}") from None
+    return parse_schema(text, str(path), base=path.parent)
 
 
 def parse_schema(text: str, source: str = "schema", *, base: Path | None = None) -> Schema:
@@ -90,30 +101,55 @@ def parse_schema(text: str, source: str = "schema", *, base: Path | None = None)
     return _SchemaReader(base).schema(root)
 
 
-def parse_prompt(text: str, source: str = "prompt") -> PromptMarkup:
+def parse_prompt(text: str, source: str = "prompt", *, schema: str | None = None) -> PromptMarkup:
     """What a prompt imports and says.
+
+    Args:
+        source: what errors call the text.
+        schema: the name of its schema, if the text is what stands in <prompt>.
 
     Raises:
         PmlError: it cannot be understood; with line and column.
     """
-    root = parse_xml(text, source)
+    root = parse_xml(text, source, inside=None if schema is None else "prompt")
     _expect_name(root, ("prompt",))
-    attributes = _attributes(root, ("schema", _PRESERVE), required=("schema",))
-    content = _prompt_content(root, _preserves(root, False), top=True)
-    return PromptMarkup(attributes["schema"], content, root.place)
+    if schema is None:
+        schema = _attributes(root, ("schema", _PRESERVE), required=("schema",))["schema"]
+    content: list[PromptText | Import] = []
+    turns: list[PromptTurn] = []
+    for each in _prompt_content(root, _preserves(root, False)):
+        if isinstance(each, PromptTurn):
+            turns.append(each)
+        elif not turns:
+            content.append(each)
+        elif isinstance(each, Import):
+            raise PmlError(
+                turns[0].place,
+                f"<{turns[0].role}> stands before a module, expected turns behind the last",
+            )
+        elif each.text.strip():
+            raise PmlError(
+                each.place,
+                f"found the text {_short(each.text)} behind <{turns[-1].role}>, expected it in a "
+                "turn",
+            )
+    return PromptMarkup(schema, tuple(content), tuple(turns), root.place)
 
 
 class _SchemaReader:
     def __init__(self, base: Path | None) -> None:
         self._base = base
-        self._scaffolds: list[tuple[str, ...]] = []
+        self._scaffolds: list[tuple[Element, tuple[str, ...]]] = []
 
     def schema(self, element: Element) -> Schema:
         attributes = _attributes(element, ("name", _PRESERVE), required=("name",))
         allowed = ("module", "union", *_PARAMETERS, *ROLES, "scaffold")
         content = self._content(element, allowed, _preserves(element, False))
-        scaffolds = tuple(self._scaffolds)
-        return _at(element, lambda: Schema(attributes["name"], *content, scaffolds=scaffolds))
+        schema = _at(element, lambda: Schema(attributes["name"], *content))
+        scopes = Scopes(schema)
+        for scaffold, names in self._scaffolds:
+            _at(scaffold, partial(scopes.check_scaffold, names))
+        return Schema(schema.name, *content, scaffolds=tuple(names for _, names in self._scaffolds))
 
     def _content(self, element: Element, allowed: Sequence[str], preserve: bool) -> list[Content]:
         for child in element.children:
@@ -186,7 +222,7 @@ class _SchemaReader:
         attributes = _attributes(element, ("modules",), required=("modules",))
         if element.children:
             raise PmlError(element.place, '<scaffold>: expected <scaffold modules="NAME NAME"/>')
-        self._scaffolds.append(tuple(attributes["modules"].split()))
+        self._scaffolds.append((element, tuple(attributes["modules"].split())))
 
     def _read(self, element: Element, src: str) -> str:
         if self._base is None:
@@ -222,27 +258,28 @@ def _parameter(element: Element) -> Parameter:
     return _at(element, lambda: Parameter(attributes["name"], int(length), placeholder))
 
 
-def _prompt_content(
-    element: Element, preserve: bool, *, top: bool
-) -> tuple[PromptText | Import | PromptTurn, ...]:
-    content: list[PromptText | Import | PromptTurn] = []
+def _prompt_content(element: Element, preserve: bool) -> Iterator[PromptText | Import | PromptTurn]:
     for child in _texts_cleaned(element, (), preserve):
         if isinstance(child, TextNode):
             if child.text.strip() or preserve:
-                content.append(PromptText(child.text, child.place))
+                yield PromptText(child.text, child.place)
         elif child.name in ROLES:
-            if not top:
-                raise PmlError(
-                    child.place, f"<{child.name}>: found inside <{element.name}>, expected turns "
-                    "in <prompt> only"
-                )  # fmt: skip
-            content.append(_prompt_turn(child, preserve))
+            yield _prompt_turn(child, preserve)
         else:
-            arguments = {k: v for k, v in child.attributes.items() if k != _PRESERVE}
-            within = _prompt_content(child, _preserves(child, preserve), top=False)
-            parts = tuple(each for each in within if not isinstance(each, PromptTurn))
-            content.append(Import(child.name, arguments, parts, child.place))
-    return tuple(content)
+            yield _import(child, preserve)
+
+
+def _import(element: Element, preserve: bool) -> Import:
+    arguments = {k: v for k, v in element.attributes.items() if k != _PRESERVE}
+    content: list[PromptText | Import] = []
+    for each in _prompt_content(element, _preserves(element, preserve)):
+        if isinstance(each, PromptTurn):
+            raise PmlError(
+                each.place, f"<{each.role}>: found inside <{element.name}>, expected turns in "
+                "<prompt> only"
+            )  # fmt: skip
+        content.append(each)
+    return Import(element.name, arguments, tuple(content), element.place)
 
 
 def _prompt_turn(element: Element, preserve: bool) -> PromptTurn:

@@ -18,15 +18,14 @@ if TYPE_CHECKING:
 
 
 def with_plan(
-    params: SamplingParams, rendered: RenderedPrompt, max_model_len: int
+    params: SamplingParams, rendered: RenderedPrompt, max_model_len: int | None
 ) -> SamplingParams:
     """The sampling parameters of a rendered prompt: with its plan, and with no more tokens than
     there are positions behind it."""
     params = params.clone()
     if rendered.plan is None:
         return params
-    most = max_model_len - rendered.num_taken
-    params.max_tokens = most if params.max_tokens is None else min(params.max_tokens, most)
+    params.max_tokens = rendered.limit_output(params.max_tokens, max_model_len)
     params.extra_args = {**(params.extra_args or {}), EXTRA_ARG: rendered.plan.to_argument()}
     return params
 

@@ -118,12 +118,13 @@ class Schema:
     def __init__(
         self, name: str, *content: Content | str, scaffolds: tuple[tuple[str, ...], ...] = ()
     ) -> None:
-        if not name.strip():
-            raise SchemaError(f"schema: given the name {name!r}, expected one with letters")
+        _check_schema_name(name)
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "content", _contents(f"schema {name!r}", content))
         object.__setattr__(self, "scaffolds", tuple(map(tuple, scaffolds)))
-        _check_scaffolds(self)
+        scopes = Scopes(self)
+        for scaffold in self.scaffolds:
+            scopes.check_scaffold(scaffold)
 
     def modules(self) -> Iterator[Module]:
         """All of them, in the order of the text."""
@@ -131,6 +132,41 @@ class Schema:
 
 
 Content = Text | Parameter | Module | Union | Turn
+
+
+class Scopes:
+    """Which modules of a schema can be imported beside each other."""
+
+    def __init__(self, schema: Schema) -> None:
+        self._by_name: dict[str, list[dict[str, tuple[Module, Union | None]]]] = {}
+        for content in (schema.content, *(module.content for module in schema.modules())):
+            scope = {module.name: (module, union) for module, union in _beside(content)}
+            for name in scope:
+                self._by_name.setdefault(name, []).append(scope)
+
+    def check_scaffold(self, names: tuple[str, ...]) -> None:
+        """
+        Raises:
+            SchemaError: no prompt can import modules of these names beside each other, or one of
+                them is not cached.
+        """
+        where = f"scaffold {' '.join(names)}"
+        distinct = dict.fromkeys(names)
+        if len(distinct) < 2:
+            raise SchemaError(f"{where}: expected two modules or more")
+        scopes = [
+            scope for scope in self._by_name.get(names[0], ()) if scope.keys() >= distinct.keys()
+        ]
+        if not scopes:
+            raise SchemaError(f"{where}: expected names of modules that stand beside each other")
+        for scope in scopes:
+            if others := [name for name in distinct if not scope[name][0].cached]:
+                raise SchemaError(f"{where}: {others[0]} is not cached")
+            unions = Counter(id(union) for name in distinct if (union := scope[name][1]))
+            if any(number > 1 for number in unions.values()):
+                raise SchemaError(
+                    f"{where}: two of these are in one union, and no prompt can import both"
+                )
 
 
 def check_name(what: str, name: str) -> None:
@@ -146,37 +182,35 @@ def check_name(what: str, name: str) -> None:
         raise SchemaError(f"{what}: the name {name!r} has a meaning of its own, take another")
 
 
-def members(content: tuple[Content, ...]) -> dict[str, tuple[Module, Union | None]]:
+def _check_schema_name(name: str) -> None:
+    if not name.strip():
+        raise SchemaError(f"schema: given the name {name!r}, expected one with letters")
+    if "/" in name or name in (".", "..") or not name.isprintable():
+        raise SchemaError(
+            f"schema: given the name {name!r}, expected a segment of a URL's path: printable, "
+            "without /"
+        )
+
+
+def _beside(content: tuple[Content, ...]) -> Iterator[tuple[Module, Union | None]]:
     """The modules that can be imported beside each other, through turns, with their unions."""
-    found: dict[str, tuple[Module, Union | None]] = {}
     for each in content:
         if isinstance(each, Module):
-            found[each.name] = (each, None)
+            yield each, None
         elif isinstance(each, Union):
-            found.update((module.name, (module, each)) for module in each.modules)
+            yield from ((module, each) for module in each.modules)
         elif isinstance(each, Turn):
-            found.update(members(each.content))
-    return found
+            yield from _beside(each.content)
 
 
 def _contents(where: str, content: tuple[Content | str, ...]) -> tuple[Content, ...]:
     contents = tuple(Text(each) if isinstance(each, str) else each for each in content)
-    modules, arguments = list(_names_of_modules(contents)), list(_names_of_parameters(contents))
-    for kind, names in (("modules", modules), ("parameters", arguments)):
+    modules = [module.name for module, _ in _beside(contents)]
+    for kind, names in (("modules", modules), ("parameters", _names_of_parameters(contents))):
         for name, number in Counter(names).items():
             if number > 1:
                 raise SchemaError(f"{where}: {number} {kind} are called {name!r}, expected one")
     return contents
-
-
-def _names_of_modules(content: tuple[Content, ...]) -> Iterator[str]:
-    for each in content:
-        if isinstance(each, Module):
-            yield each.name
-        elif isinstance(each, Union):
-            yield from (module.name for module in each.modules)
-        elif isinstance(each, Turn):
-            yield from _names_of_modules(each.content)
 
 
 def _names_of_parameters(content: tuple[Content, ...]) -> Iterator[str]:
@@ -188,35 +222,6 @@ def _names_of_parameters(content: tuple[Content, ...]) -> Iterator[str]:
 
 
 def _modules_in(content: tuple[Content, ...]) -> Iterator[Module]:
-    for each in content:
-        if isinstance(each, Module):
-            yield each
-            yield from _modules_in(each.content)
-        elif isinstance(each, Union):
-            yield from _modules_in(each.modules)
-        elif isinstance(each, Turn):
-            yield from _modules_in(each.content)
-
-
-def _check_scaffolds(schema: Schema) -> None:
-    scopes = [schema.content, *(module.content for module in schema.modules())]
-    for scaffold in schema.scaffolds:
-        if len(set(scaffold)) < 2:
-            raise SchemaError(f"scaffold {scaffold}: expected two modules or more")
-        if not any(set(scaffold) <= members(scope).keys() for scope in scopes):
-            raise SchemaError(
-                f"scaffold {' '.join(scaffold)}: expected names of modules that stand beside each "
-                "other"
-            )
-        for scope in scopes:
-            found = members(scope)
-            for name in scaffold:
-                if name in found and not found[name][0].cached:
-                    raise SchemaError(f"scaffold {' '.join(scaffold)}: {name} is not cached")
-            unions = [found[name][1] for name in scaffold if name in found]
-            for union in unions:
-                if union is not None and unions.count(union) > 1:
-                    raise SchemaError(
-                        f"scaffold {' '.join(scaffold)}: two of these are in one union, and no "
-                        "prompt can import both"
-                    )
+    for module, _ in _beside(content):
+        yield module
+        yield from _modules_in(module.content)

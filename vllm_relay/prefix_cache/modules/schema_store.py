@@ -73,14 +73,25 @@ class SchemaStore:
         return f"unknown schema {name!r}; known: {known}{did_you_mean(name, self._schemas)}"
 
     def render(
-        self, prompt: str, *, mode: Mode = "modular", repair_tokens: int = REPAIR_TOKENS
+        self,
+        prompt: str,
+        *,
+        schema: str | None = None,
+        source: str = "prompt",
+        mode: Mode = "modular",
+        repair_tokens: int = REPAIR_TOKENS,
     ) -> RenderedPrompt:
         """What the engine computes for a prompt in PML.
+
+        Args:
+            schema: the name of its schema, if the prompt is only what stands in <prompt>.
+            source: what errors call the prompt.
+            mode, repair_tokens: see `render.render`.
 
         Raises:
             PmlError: it cannot be understood, does not fit its schema, or is too long.
         """
-        markup = parse_prompt(prompt)
+        markup = parse_prompt(prompt, source, schema=schema)
         if markup.schema not in self._schemas:
             raise PmlError(markup.place, self.unknown(markup.schema))
         rendered = render(
@@ -92,7 +103,7 @@ class SchemaStore:
             repair_tokens=repair_tokens,
         )
         limit = self.max_model_len
-        if limit is not None and rendered.num_taken >= limit:
+        if limit is not None and rendered.min_model_len >= limit:
             raise PmlError(
                 markup.place,
                 f"the prompt takes {len(rendered.token_ids)} tokens with padding and positions up "

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 
@@ -43,12 +44,7 @@ def _common_indentation(parts: Sequence[str | bool]) -> str:
         if isinstance(part, str):
             goes_on = number + 1 < len(parts) and parts[number + 1] is True
             found += _INDENTATION.findall(part + "x" if goes_on else part)
-    if not found:
-        return ""
-    shortest = min(found, key=len)
-    while not all(each.startswith(shortest) for each in found):
-        shortest = shortest[:-1]
-    return shortest
+    return os.path.commonprefix(found)
 
 
 def _without_layout(text: str, indentation: str, begins: bool, ends: bool) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from xml.parsers import expat
 
@@ -18,16 +19,82 @@ class PmlError(ValueError):
         self.place = place
 
 
+class Document:
+    """A text as it is given, and as the parser gets it: with entities for what is no markup.
+
+    Args:
+        source: what errors call the text.
+        inside: the name of an element that the text is the content of; None: the text has its own.
+    """
+
+    def __init__(self, text: str, source: str, inside: str | None = None) -> None:
+        self.source = source
+        self._text = text
+        # sorted; of the characters that the given text does not have
+        self._inserted_at: list[int] = []
+        opening, closing = (f"<{inside}>", f"</{inside}>") if inside else ("", "")
+        self._num_opening_bytes = len(opening)
+        self.has_root = inside is None
+        # no surrogates: the parser says that they are no characters, and where
+        self.markup = f"{opening}{self._with_entities()}{closing}".encode(errors="surrogatepass")
+
+    def line_and_column(self, byte: int) -> tuple[int, int]:
+        """From 1, in the given text.
+
+        Args:
+            byte: of the markup.
+        """
+        before = self.markup[self._num_opening_bytes : byte].decode(errors="ignore")
+        offset = len(before) - bisect_right(self._inserted_at, len(before))
+        offset = min(offset, len(self._text))
+        line = self._text.count("\n", 0, offset) + 1
+        return line, offset - self._text.rfind("\n", 0, offset)
+
+    def _with_entities(self) -> str:
+        text, begin = self._text, 0
+        pieces: list[str] = []
+        while (verbatim := _VERBATIM.search(text, begin)) is not None:
+            end = text.find(_ENDS[verbatim[0]], verbatim.end())
+            if end < 0:
+                break  # the parser says what is wrong
+            pieces += self._replaced(begin, verbatim.start())
+            pieces.append(text[verbatim.start() : end])
+            begin = end
+        return "".join((*pieces, *self._replaced(begin, len(text))))
+
+    def _replaced(self, begin: int, end: int) -> Iterator[str]:
+        """Part of the text, with entities."""
+        for match in _NO_MARKUP.finditer(self._text, begin, end):
+            entity = "&lt;" if match["less"] else "&amp;"
+            first = match.start() + len(self._inserted_at)
+            self._inserted_at += range(first + 1, first + len(entity))
+            yield self._text[begin : match.start()]
+            yield entity
+            begin = match.end()
+        yield self._text[begin:end]
+
+
 @dataclass(frozen=True)
 class Place:
-    """Where something stands; lines and columns count from 1."""
+    """Where something stands. Line and column are counted when they are asked for: a document has
+    many places, and few of them are ever shown."""
 
-    source: str
-    line: int
-    column: int
+    document: Document = field(repr=False)
+    byte: int
+
+    @property
+    def line(self) -> int:
+        """From 1."""
+        return self.document.line_and_column(self.byte)[0]
+
+    @property
+    def column(self) -> int:
+        """From 1."""
+        return self.document.line_and_column(self.byte)[1]
 
     def __str__(self) -> str:
-        return f"{self.source}:{self.line}:{self.column}"
+        line, column = self.document.line_and_column(self.byte)
+        return f"{self.document.source}:{line}:{column}"
 
 
 @dataclass(frozen=True)
@@ -50,31 +117,27 @@ _ENDS = {"<!--": "-->", "<![CDATA[": "]]>"}
 MAX_DEPTH = 50
 
 
-def parse_xml(text: str, source: str) -> Element:
+def parse_xml(text: str, source: str, *, inside: str | None = None) -> Element:
     """The root element.
 
     Args:
         source: what errors call the text: a path, or "schema".
+        inside: the name of the root element, if the text is only what stands within.
 
     Raises:
         PmlError: it is not well-formed, or has a document type.
     """
-    return _Parser(text, source).parse()
+    return _Parser(Document(text, source, inside)).parse()
 
 
 class _Parser:
-    def __init__(self, text: str, source: str) -> None:
-        self._source = source
-        # expat counts columns in the text with entities: (line, column) -> characters too many
-        self._inserted: dict[int, list[int]] = {}
-        self._line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
-        self._text = self._with_entities(text)
-        self._lines = self._text.split("\n")
+    def __init__(self, document: Document) -> None:
+        self._document = document
         self._open: list[Element] = []
         self._root: Element | None = None
         self._pending: list[str] = []
         self._pending_place: Place | None = None
-        parser = self._parser = expat.ParserCreate()
+        parser = self._parser = expat.ParserCreate("utf-8")
         parser.StartElementHandler = self._start
         parser.EndElementHandler = self._end
         parser.CharacterDataHandler = self._characters
@@ -82,61 +145,26 @@ class _Parser:
 
     def parse(self) -> Element:
         try:
-            self._parser.Parse(self._text, True)
+            self._parser.Parse(self._document.markup, True)
         except expat.ExpatError as error:
             what = expat.errors.messages[error.code]
             hint = ""
-            if what == expat.errors.XML_ERROR_TAG_MISMATCH and self._open:
-                last = self._open[-1]
+            given = self._open if self._document.has_root else self._open[1:]
+            if what == expat.errors.XML_ERROR_TAG_MISMATCH and given:
+                last = given[-1]
                 hint = f": <{last.name}> of line {last.place.line} is not closed"
             elif what in (expat.errors.XML_ERROR_INVALID_TOKEN, expat.errors.XML_ERROR_SYNTAX):
                 hint = (
                     ': attributes are written name="value", "<" in a text as &lt;, "&" as &amp;, '
                     "and code may stand in <![CDATA[...]]>"
                 )
-            place = self._place(error.lineno, error.offset)
+            place = Place(self._document, self._parser.ErrorByteIndex)
             raise PmlError(place, f"{what}{hint}") from None
         assert self._root is not None
         return self._root
 
-    def _with_entities(self, text: str) -> str:
-        pieces: list[str] = []
-        begin = 0
-        while (verbatim := _VERBATIM.search(text, begin)) is not None:
-            end = text.find(_ENDS[verbatim[0]], verbatim.end())
-            if end < 0:
-                break  # expat says what is wrong
-            pieces += (self._replaced(text, begin, verbatim.start()), text[verbatim.start() : end])
-            begin = end
-        pieces.append(self._replaced(text, begin, len(text)))
-        return "".join(pieces)
-
-    def _replaced(self, text: str, begin: int, end: int) -> str:
-        """Part of the text, with entities."""
-
-        def entity(match: re.Match[str]) -> str:
-            found = "&lt;" if match["less"] else "&amp;"
-            line = bisect_right(self._line_starts, match.start())
-            column = match.start() - self._line_starts[line - 1]
-            self._inserted.setdefault(line, []).extend([column] * (len(found) - 1))
-            return found
-
-        pieces: list[str] = []
-        for match in _NO_MARKUP.finditer(text, begin, end):
-            pieces += (text[begin : match.start()], entity(match))
-            begin = match.end()
-        return "".join((*pieces, text[begin:end]))
-
-    def _place(self, line: int, column: int) -> Place:
-        # expat counts bytes
-        encoded = self._lines[line - 1].encode()[:column]
-        column = len(encoded.decode(errors="ignore"))
-        for inserted in self._inserted.get(line, ()):
-            column -= inserted < column
-        return Place(self._source, line, column + 1)
-
     def _here(self) -> Place:
-        return self._place(self._parser.CurrentLineNumber, self._parser.CurrentColumnNumber)
+        return Place(self._document, self._parser.CurrentByteIndex)
 
     def _start(self, name: str, attributes: dict[str, str]) -> None:
         self._flush()
