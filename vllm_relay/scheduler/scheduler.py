@@ -63,7 +63,9 @@ class _RelayScheduling(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self.modules.prepare()
         self.waiting.retry_blocked()
-        return super().schedule(*args, **kwargs)
+        output = super().schedule(*args, **kwargs)
+        self.modules.note_step(output.total_num_scheduled_tokens)
+        return output
 
     def add_request(self, request: Request) -> None:
         self.modules.add(request)

@@ -68,7 +68,7 @@ class ModularPrompts:
             for _ in range(6):
                 mode = "repair" if rng.random() < 0.3 else "modular"
                 prompt = store.render(random_prompt(rng, schema, WORDS), mode=mode)
-                if prompt.num_taken <= MAX_PROMPT_SLOTS:
+                if prompt.min_model_len <= MAX_PROMPT_SLOTS:
                     if prompt.plan is not None:
                         self.plans[len(self.token_ids)] = prompt.plan
                     self.token_ids.append(prompt.token_ids)

@@ -76,7 +76,6 @@ class ModuleAdmission:
 
     def prepare(self) -> None:
         """Have computed what waiting requests lack; before every step."""
-        self._idle_steps = 0 if self._scheduler.running else self._idle_steps + 1
         self._not_ready.clear()
         if not self._waiting:
             return
@@ -94,6 +93,11 @@ class ModuleAdmission:
                 self._not_ready.add(request.request_id)
                 self._compute(request, missing)
         self._hold()
+
+    def note_step(self, num_tokens: int) -> None:
+        """How many tokens have been scheduled in a step."""
+        is_idle = num_tokens == 0 and not self._scheduler.running
+        self._idle_steps = self._idle_steps + 1 if is_idle else 0
 
     def release(self) -> None:
         """Nobody leads any more; modules that were held can be evicted."""
@@ -118,8 +122,8 @@ class ModuleAdmission:
         leader = self._lease.request
         if leader is None:
             return
-        if self._idle_steps > 1:
-            # what it holds is in the way of a request before it, and nobody else runs
+        if self._idle_steps:
+            # what it holds is in the way of a request before it, and nobody runs
             self._lease.drop_blocks()
             return
         plan = plan_of_request(leader)
