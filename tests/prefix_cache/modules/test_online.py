@@ -76,13 +76,11 @@ def test_an_exact_prompt_is_a_prompt_like_any() -> None:
         ({}, {}, {"max_tokens": 35}),
         ({}, {"max_tokens": 20}, {"max_tokens": 20}),
         ({}, {"max_tokens": 50}, {"max_tokens": 35}),
-        ({"max_tokens": 50}, {"max_tokens": 20}, {"max_tokens": 35}),
         ({"max_tokens": 5}, {}, {"max_tokens": 5}),
-        ({"max_completion_tokens": 50}, {}, {"max_completion_tokens": 35}),
         (
             {"max_completion_tokens": 5, "max_tokens": 50},
             {},
-            {"max_completion_tokens": 5, "max_tokens": 35},
+            {"max_completion_tokens": 5, "max_tokens": 50},
         ),
     ],
 )
@@ -94,6 +92,12 @@ def test_there_are_no_more_tokens_than_positions(
     names = ("max_tokens", "max_completion_tokens")
     limits = {name: getattr(request, name) for name in names}
     assert {name: limit for name, limit in limits.items() if limit is not None} == expected
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_more_tokens_than_positions_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: given 36, but the prompt leaves 35 tokens"):
+        apply_modular_prompt(renderer_of({}), request_of(**{name: 36}))
 
 
 def test_without_a_longest_length_requests_keep_what_they_ask_for() -> None:

@@ -148,7 +148,7 @@ def test_a_prompt_keeps_its_texts_in_place() -> None:
         ("<schema>", 1, 9, "no element found"),
         ("<schema/>", 1, 1, "expected the attribute 'name'"),
         ("<shema/>", 1, 1, "found <shema>, expected <schema>; did you mean schema"),
-        ('<schema name=" "/>', 1, 1, "expected one with letters"),
+        ('<schema name=" "/>', 1, 1, "expected a name of at most"),
         ('<schema name="s">\n <modul name="a"/>\n</schema>', 2, 2, "did you mean module"),
         ('<schema name="s"><module nme="a"/></schema>', 1, 18, "did you mean name"),
         (

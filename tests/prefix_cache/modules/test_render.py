@@ -47,8 +47,8 @@ def texts_of(rendered: RenderedPrompt) -> tuple[dict[str, str], str]:
     plan = rendered.plan
     assert plan is not None and len(rendered.token_ids) == plan.num_prompt_slots
     segments = {
-        segment.name: text_of(rendered.token_ids[first : first + segment.num_tokens])
-        for first, segment in zip(plan.first_slots, plan.segments, strict=False)
+        segment.name: text_of(plan.segment_tokens(index, rendered.token_ids))
+        for index, segment in enumerate(plan.segments)
     }
     return segments, text_of(rendered.token_ids[plan.num_stored_slots :])
 
@@ -227,6 +227,21 @@ def test_repair_takes_the_place_of_the_first_tokens() -> None:
     assert plan.hidden_slots((5, 5)) == ((5, 35), (37, 64))
 
 
+def test_tokens_that_are_not_seen_are_tokens_of_the_prompt() -> None:
+    """Or penalties of repetition would find what the prompt does not say."""
+    store = store_of(
+        '<schema name="s"><module name="a">1<param name="p" len="4" scaffold="XYZ"/></module>'
+        "</schema>"
+    )
+    rendered = store.render('<a p="2"/>3', schema="s")
+    assert set(text_of(rendered.token_ids)) == set("<s>123")
+    assert texts_of(rendered)[0]["a"] == "1XYZ?"
+    plan = rendered.plan
+    assert plan is not None
+    encoded = plan.encoding_tokens(1, rendered.token_ids)
+    assert text_of(encoded[32:38]) == "1XYZ??"
+
+
 def test_repair_goes_on_behind_arguments_and_modules() -> None:
     store = store_of(
         '<schema name="s">In. <module name="a">12<param name="p" len="4"/>3'
@@ -341,7 +356,7 @@ def test_prompts_that_end_in_a_module_or_are_too_long_are_refused() -> None:
         store_of(schema).render('<prompt schema="s"><a/><user>x</user></prompt>')
     store = store_of(schema, max_model_len=66)
     store.render('<prompt schema="s"><a/>?</prompt>')
-    with pytest.raises(PmlError, match="takes 66 tokens with padding and positions up to 7"):
+    with pytest.raises(PmlError, match="takes 66 tokens with padding .* and positions up to 7"):
         store.render('<prompt schema="s"><a/>??</prompt>')
 
 

@@ -112,7 +112,9 @@ def _with_field(body: bytes, field: str, value: Any) -> bytes:
         request = json.loads(body)
     except ValueError:
         return body  # vLLM says what is wrong
-    if not isinstance(request, dict) or request.get(FIELD) is None or field in request:
+    if not isinstance(request, dict) or request.get(FIELD) is None:
+        return body
+    if request.get(field) is not None:
         return body
     return json.dumps({**request, field: value}).encode()
 

@@ -38,11 +38,14 @@ class ModularOutput:
 class ModularLLM:
     """An `LLM` and the schemas of its prompts.
 
+    Args:
+        schemas: or the paths of their files.
+
     Raises:
         ValueError: this engine cannot use modules; with the reason.
     """
 
-    def __init__(self, llm: LLM, *schemas: Schema | Path) -> None:
+    def __init__(self, llm: LLM, *schemas: Schema | Path | str) -> None:
         config = llm.llm_engine.vllm_config
         if reason := unsupported_reason(config):
             raise ValueError(f"prompt modules: {reason}")
@@ -54,12 +57,12 @@ class ModularLLM:
         )
         configured = map(Path, RelayConfig.from_vllm_config(config).schemas)
         for schema in (*configured, *schemas):
-            self.schemas.add(schema)
+            self.schemas.add(Path(schema) if isinstance(schema, str) else schema)
 
     def generate(
         self,
         prompts: str | Sequence[str],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         mode: Mode = "modular",
         repair_tokens: int = REPAIR_TOKENS,
@@ -68,6 +71,7 @@ class ModularLLM:
         """Answers to prompts in PML.
 
         Args:
+            sampling_params: for all prompts, or of each.
             keywords: for `LLM.generate`.
 
         Raises:
@@ -78,10 +82,16 @@ class ModularLLM:
             self.schemas.render(prompt, mode=mode, repair_tokens=repair_tokens)
             for prompt in prompts
         ]
-        params = sampling_params or self.llm.get_default_sampling_params()
+        given = sampling_params or self.llm.get_default_sampling_params()
+        params = list(given) if isinstance(given, Sequence) else [given] * len(rendered)
+        if len(params) != len(rendered):
+            raise ValueError(f"{len(params)} sampling_params for {len(rendered)} prompts")
         outputs = self.llm.generate(
             [{"prompt_token_ids": each.token_ids} for each in rendered],
-            [with_plan(params, each, self.schemas.max_model_len) for each in rendered],
+            [
+                with_plan(each, prompt, self.schemas.max_model_len)
+                for each, prompt in zip(params, rendered, strict=True)
+            ],
             **keywords,
         )
         pairs = zip(rendered, outputs, strict=True)

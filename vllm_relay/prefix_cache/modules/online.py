@@ -17,12 +17,12 @@ from vllm_relay.prefix_cache.modules.xml_tree import PmlError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from vllm_relay.prefix_cache.modules.render import RenderedPrompt
     from vllm_relay.prefix_cache.modules.schema_store import SchemaStore
 
 FIELD = "relay"
 _STORE_ATTRIBUTE = "relay_schemas"
 _PROMPT_TAG = re.compile(r"\s*<prompt[\s/>]")
-_LIMITS = ("max_completion_tokens", "max_tokens")
 STAND_IN_PROMPT = "relay"
 """The prompt of completions that leave it out; vLLM demands one."""
 _USAGE_ATTRIBUTE = "_relay_module_tokens"
@@ -41,7 +41,7 @@ class ModularPrompt(BaseModel):
     prompt: str
     schema_name: str | None = Field(default=None, alias="schema")
     mode: Mode = "modular"
-    repair_tokens: int = Field(default=REPAIR_TOKENS, ge=0)
+    repair_tokens: int = Field(default=REPAIR_TOKENS, ge=0, strict=True)
 
     @model_validator(mode="after")
     def _check_schema(self) -> Self:
@@ -108,14 +108,34 @@ def apply_modular_prompt(renderer: Any, request: Any) -> list[int] | None:
     object.__setattr__(request, _USAGE_ATTRIBUTE, rendered.module_tokens)
     if rendered.plan is not None:
         request.vllm_xargs = {**(request.vllm_xargs or {}), EXTRA_ARG: rendered.plan.to_argument()}
-        names = [name for name in _LIMITS if getattr(request, name, None) is not None]
-        if not names:
-            default = renderer.model_config.get_diff_sampling_param().get("max_tokens")
-            request.max_tokens = rendered.limit_output(default, store.max_model_len)
-        for name in names:
-            limit = rendered.limit_output(getattr(request, name), store.max_model_len)
-            setattr(request, name, limit)
+        _limit_output(request, rendered, renderer, store.max_model_len)
     return rendered.token_ids
+
+
+def _limit_output(
+    request: Any, rendered: RenderedPrompt, renderer: Any, max_model_len: int | None
+) -> None:
+    """No more tokens than there are positions behind the prompt.
+
+    Raises:
+        ValueError: the request wants more.
+    """
+    if max_model_len is None:
+        return
+    most = rendered.limit_output(None, max_model_len)
+    for name in ("max_completion_tokens", "max_tokens"):  # the first counts
+        given = getattr(request, name, None)
+        if given is None:
+            continue
+        if given > most:
+            raise ValueError(
+                f"{name}: given {given}, but the prompt leaves {most} tokens: it takes "
+                f"{rendered.min_model_len} of {max_model_len}, with padding and the gaps of what "
+                "it does not import"
+            )
+        return
+    default = renderer.model_config.get_diff_sampling_param().get("max_tokens")
+    request.max_tokens = rendered.limit_output(default, max_model_len)
 
 
 def _refuse_what_changes_prompts(request: Any) -> None:
@@ -129,6 +149,9 @@ def _refuse_what_changes_prompts(request: Any) -> None:
     for name in ("use_beam_search", "echo", "truncate_prompt_tokens", *unused):
         if getattr(request, name, None):
             raise ValueError(f"{name}: not with {FIELD}")
+    for name in ("add_special_tokens", "add_generation_prompt"):
+        if name in request.model_fields_set:
+            raise ValueError(f"{name}: not with {FIELD}: leave it out")
 
 
 def add_usage(request: Any, usage: Any) -> None:

@@ -7,6 +7,7 @@ Source: Prompt Cache (Gim et al., 2024), section 3.2, and the grammar of its pub
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from vllm_relay.prefix_cache.modules.schema import (
+    MAX_PARAMETER_TOKENS,
+    RESERVED,
     ROLES,
     Content,
     Module,
@@ -26,13 +29,21 @@ from vllm_relay.prefix_cache.modules.schema import (
     Union,
 )
 from vllm_relay.prefix_cache.modules.white_space import texts_of
-from vllm_relay.prefix_cache.modules.xml_tree import Element, Place, PmlError, TextNode, parse_xml
+from vllm_relay.prefix_cache.modules.xml_tree import (
+    Document,
+    Element,
+    Place,
+    PmlError,
+    TextNode,
+    parse_xml,
+)
 
 Made = TypeVar("Made")
 
 _PARAMETERS = ("param", "parameter")
 _INLINE = _PARAMETERS
 _PRESERVE = "xml:space"
+_PROMPT_TAG = re.compile(r"<prompt[\s/>]")
 
 
 @dataclass(frozen=True)
@@ -111,6 +122,11 @@ def parse_prompt(text: str, source: str = "prompt", *, schema: str | None = None
     Raises:
         PmlError: it cannot be understood; with line and column.
     """
+    if schema is None and _PROMPT_TAG.search(text) is None:
+        raise PmlError(
+            Place(Document(text, source), 0),
+            'expected <prompt schema="NAME">, with modules and text within',
+        )
     root = parse_xml(text, source, inside=None if schema is None else "prompt")
     _expect_name(root, ("prompt",))
     if schema is None:
@@ -231,12 +247,12 @@ class _SchemaReader:
                 "file: send the text instead"
             )  # fmt: skip
         path = (self._base / src).resolve()
-        if not path.is_relative_to(self._base.resolve()):
+        if not src or not path.is_relative_to(self._base.resolve()):
             raise PmlError(
                 element.place, f'<module>: given src="{src}", expected a file below {self._base}'
             )
         try:
-            return path.read_text(encoding="utf-8")
+            return path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise PmlError(element.place, f"<module>: cannot read {path}: {error}") from error
 
@@ -249,9 +265,10 @@ def _parameter(element: Element) -> Parameter:
     length = attributes[given[0]]
     if not length.isdecimal() or len(length) > 9 or int(length) < 1:
         raise PmlError(
-            element.place, f'<{element.name}>: given {given[0]}="{length}", expected a number of '
-            "tokens from 1"
-        )  # fmt: skip
+            element.place,
+            f'<{element.name}>: given {given[0]}="{length[:20]}", expected a number of tokens from '
+            f"1 to {MAX_PARAMETER_TOKENS}",
+        )
     if element.children:
         raise PmlError(element.place, f"<{element.name}>: expected it empty, <{element.name} .../>")
     placeholder = attributes.get("scaffold")
@@ -265,6 +282,11 @@ def _prompt_content(element: Element, preserve: bool) -> Iterator[PromptText | I
                 yield PromptText(child.text, child.place)
         elif child.name in ROLES:
             yield _prompt_turn(child, preserve)
+        elif child.name in RESERVED:
+            raise PmlError(
+                child.place,
+                f"found <{child.name}>, which schemas have: prompts import modules by their names",
+            )
         else:
             yield _import(child, preserve)
 

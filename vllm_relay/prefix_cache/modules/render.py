@@ -91,6 +91,8 @@ def render(
     """
     if mode not in MODES:
         raise ValueError(f"mode: given {mode!r}, expected one of {', '.join(MODES)}")
+    if isinstance(repair_tokens, bool) or not isinstance(repair_tokens, int) or repair_tokens < 0:
+        raise ValueError(f"repair_tokens: given {repair_tokens!r}, expected a number from 0")
     walk = _Walk(schema, text_tokens, repair_tokens if mode == "repair" else 0)
     walk.prompt(prompt)
     return walk.written_out() if mode == "exact" else walk.planned(block_size)
@@ -285,10 +287,13 @@ class _Walk:
                 )
         plan = ModulePlan(block_size=block_size, segments=segments, tail=tuple(tail))
         token_ids: list[int] = []
+        # in slots that are not seen a token that is there, so that penalties see nothing new
+        unseen = self._new[0].tokens[:1]
         for visit, segment in zip(self._visits, segments, strict=True):
-            tokens = visit.module.tokens
-            # padding repeats a token that is there, so that penalties see nothing new
-            token_ids += tokens + tokens[-1:] * (plan.num_slots(segment) - len(tokens))
+            tokens = visit.module.tokens + unseen * (plan.num_slots(segment) - segment.num_tokens)
+            for begin, end in segment.placeholders:
+                tokens[begin:end] = unseen * (end - begin)
+            token_ids += tokens
         for new in self._new:
             token_ids += new.tokens
         end = tail[-1].position + tail[-1].num_tokens

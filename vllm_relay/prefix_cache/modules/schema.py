@@ -15,6 +15,7 @@ from dataclasses import dataclass
 ROLES = ("system", "user", "assistant")
 RESERVED = (*ROLES, "schema", "prompt", "module", "union", "param", "parameter", "scaffold")
 MAX_PARAMETER_TOKENS = 1 << 16
+MAX_NAME_LENGTH = 128
 _NAME = re.compile(r"[^\W\d][\w.\-]*")
 
 
@@ -43,11 +44,14 @@ class Parameter:
 
     def __init__(self, name: str, length_tokens: int, placeholder: str | None = None) -> None:
         check_name("parameter", name)
-        if not 1 <= length_tokens <= MAX_PARAMETER_TOKENS:
+        is_number = isinstance(length_tokens, int) and not isinstance(length_tokens, bool)
+        if not (is_number and 1 <= length_tokens <= MAX_PARAMETER_TOKENS):
             raise SchemaError(
                 f"parameter {name!r}: given a length of {length_tokens} tokens, expected 1 to "
                 f"{MAX_PARAMETER_TOKENS}"
             )
+        if not isinstance(placeholder, str | None):
+            raise SchemaError(f"parameter {name!r}: given {placeholder!r}, expected a text")
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "length_tokens", length_tokens)
         object.__setattr__(self, "placeholder", placeholder)
@@ -83,6 +87,9 @@ class Union:
     def __init__(self, *modules: Module) -> None:
         if not modules:
             raise SchemaError("a union has no modules, expected at least one")
+        for each in modules:
+            if not isinstance(each, Module):
+                raise SchemaError(f"union: given {_type_of(each)}, expected modules")
         object.__setattr__(self, "modules", modules)
 
 
@@ -174,6 +181,9 @@ def check_name(what: str, name: str) -> None:
     Raises:
         SchemaError: it cannot be the name of a tag or an attribute of a prompt.
     """
+    if not isinstance(name, str) or len(name) > MAX_NAME_LENGTH:
+        given = _type_of(name) if not isinstance(name, str) else f"{len(name)} letters"
+        raise SchemaError(f"{what}: given {given}, expected a name of at most {MAX_NAME_LENGTH}")
     if not _NAME.fullmatch(name):
         raise SchemaError(
             f"{what}: given the name {name!r}, expected a letter or _, then letters, digits, _ . -"
@@ -183,8 +193,11 @@ def check_name(what: str, name: str) -> None:
 
 
 def _check_schema_name(name: str) -> None:
-    if not name.strip():
-        raise SchemaError(f"schema: given the name {name!r}, expected one with letters")
+    if not isinstance(name, str) or not name.strip() or len(name) > MAX_NAME_LENGTH:
+        given = repr(name[:40]) if isinstance(name, str) else _type_of(name)
+        raise SchemaError(
+            f"schema: given {given}, expected a name of at most {MAX_NAME_LENGTH} letters"
+        )
     if "/" in name or name in (".", "..") or not name.isprintable():
         raise SchemaError(
             f"schema: given the name {name!r}, expected a segment of a URL's path: printable, "
@@ -204,6 +217,12 @@ def _beside(content: tuple[Content, ...]) -> Iterator[tuple[Module, Union | None
 
 
 def _contents(where: str, content: tuple[Content | str, ...]) -> tuple[Content, ...]:
+    for each in content:
+        if not isinstance(each, str | Content):
+            raise SchemaError(
+                f"{where}: given {_type_of(each)}, expected texts, parameters, modules, unions and "
+                "turns"
+            )
     contents = tuple(Text(each) if isinstance(each, str) else each for each in content)
     modules = [module.name for module, _ in _beside(contents)]
     for kind, names in (("modules", modules), ("parameters", _names_of_parameters(contents))):
@@ -211,6 +230,10 @@ def _contents(where: str, content: tuple[Content | str, ...]) -> tuple[Content, 
             if number > 1:
                 raise SchemaError(f"{where}: {number} {kind} are called {name!r}, expected one")
     return contents
+
+
+def _type_of(value: object) -> str:
+    return f"a {type(value).__name__}"
 
 
 def _names_of_parameters(content: tuple[Content, ...]) -> Iterator[str]:

@@ -106,7 +106,8 @@ class SchemaStore:
         if limit is not None and rendered.min_model_len >= limit:
             raise PmlError(
                 markup.place,
-                f"the prompt takes {len(rendered.token_ids)} tokens with padding and positions up "
-                f"to {rendered.last_position}, the model takes less than {limit}",
+                f"the prompt takes {len(rendered.token_ids)} tokens with padding to KV blocks of "
+                f"{self.block_size} (--block-size) and positions up to {rendered.last_position}, "
+                f"the model takes less than {limit}",
             )
         return rendered

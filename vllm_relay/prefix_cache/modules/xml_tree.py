@@ -153,6 +153,8 @@ class _Parser:
             if what == expat.errors.XML_ERROR_TAG_MISMATCH and given:
                 last = given[-1]
                 hint = f": <{last.name}> of line {last.place.line} is not closed"
+            elif what == expat.errors.XML_ERROR_UNDEFINED_ENTITY:
+                hint = ': write "&" in a text as &amp;'
             elif what in (expat.errors.XML_ERROR_INVALID_TOKEN, expat.errors.XML_ERROR_SYNTAX):
                 hint = (
                     ': attributes are written name="value", "<" in a text as &lt;, "&" as &amp;, '
