@@ -225,10 +225,10 @@ def _describe(error: Any) -> str:
     else:
         expected = error["msg"].removeprefix("Input should be ")
     message = f"{option}: given {given}, expected {expected}"
-    if name == "system_prompts":
+    default = RelayConfig.model_fields[name].default
+    if isinstance(default, tuple):
         texts = f"[{given}]" if isinstance(error["input"], str) else '["TEXT", "@PATH"]'
         return f"{message}: write {texts}, or as a flag --additional-config.relay.{name}+ TEXT"
-    default = RelayConfig.model_fields[name].default
     return f"{message}, or leave it out for {json.dumps(default)}"
 
 

@@ -115,7 +115,10 @@ def test_messages_are_pinned_as_the_chat_template_renders_them() -> None:
     ("body", "status", "message"),
     [
         ("nonsense", 400, "Invalid JSON"),
-        ({}, 400, "expected one of text, messages and prompt_token_ids"),
+        ({}, 400, "expected one of text, messages, prompt_token_ids and relay"),
+        ({"text": "a", "relay": {"prompt": "x", "schema": "s"}}, 400, "expected one of text"),
+        ({"relay": {"prompt": "x"}}, 400, "expected the name of a schema"),
+        ({"relay": {"prompt": "x", "schema": "s"}}, 501, "prompt modules: "),
         ({"text": "a", "messages": []}, 400, "expected one of text, messages"),
         ({"text": "a", "ttl": 3}, 400, "ttl: Extra inputs"),
         ({"text": "a", "id": "../a"}, 400, "id: given '../a', expected 1 to 128 of the letters"),

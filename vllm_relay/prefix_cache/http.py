@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from vllm_relay.prefix_cache.modules.online import ModularPrompt, store_of
 from vllm_relay.prefix_cache.pin_client import (
     Pin,
     command_async,
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 
 
 class PromptRequest(BaseModel):
-    """A body with one of the three forms of a prompt."""
+    """A body with one of the forms of a prompt."""
+
+    _FORMS: ClassVar[tuple[str, ...]] = ("text", "messages", "prompt_token_ids")
 
     model_config = ConfigDict(extra="forbid")
 
@@ -38,16 +41,19 @@ class PromptRequest(BaseModel):
 
     @model_validator(mode="after")
     def _check_prompt(self) -> Self:
-        given = (self.text, self.messages, self.prompt_token_ids)
-        if sum(each is not None for each in given) != 1:
-            raise ValueError("expected one of text, messages and prompt_token_ids")
+        if sum(getattr(self, name) is not None for name in self._FORMS) != 1:
+            *others, last = self._FORMS
+            raise ValueError(f"expected one of {', '.join(others)} and {last}")
         return self
 
 
 class PinRequest(PromptRequest):
     """The body of ``POST /relay/pins``."""
 
+    _FORMS: ClassVar[tuple[str, ...]] = ("text", "messages", "prompt_token_ids", "relay")
+
     id: str | None = None
+    relay: ModularPrompt | None = None
 
 
 class PinEndpoints:
@@ -122,6 +128,18 @@ async def tokens_of_request(state: State, request: PromptRequest) -> list[int]:
 
 
 async def _pin(state: State, request: PinRequest) -> Pin:
+    if request.relay is not None:
+        try:
+            store = store_of(state.online_renderer)
+        except ValueError as error:
+            raise PinError(501, str(error)) from None
+        try:
+            rendered = request.relay.render(store)
+        except ValueError as error:
+            raise PinError(400, str(error)) from None
+        return await pin_tokens_async(
+            state.engine_client, rendered.token_ids, request.id, rendered.plan
+        )
     token_ids = await tokens_of_request(state, request)
     return await pin_tokens_async(state.engine_client, token_ids, request.id)
 

@@ -164,13 +164,19 @@ def test_server(models: dict[str, Path], tmp_path: Path) -> None:
         ):
             status, page = ask("POST", f"{server}/v1/completions", {**asked, **changed})
             assert status == 400 and expected in page, page
+        pin = {"id": "trip", "relay": {"schema": "trip", "prompt": "<hotel/> river"}}
+        status, page = ask("POST", f"{server}/relay/pins", pin)
+        pinned = json.loads(page)
+        assert status == 201 and pinned["resident"] and pinned["blocks"] == 2, page
+        assert pinned["tokens"] == 6 + 4
+        assert ask("DELETE", f"{server}/relay/pins/trip")[0] == 204
         assert ask("DELETE", f"{schemas}/trip")[0] == 204
         assert ask("DELETE", f"{schemas}/trip")[0] == 404
         status, page = ask("POST", f"{server}/v1/completions", asked)
         assert status == 400 and "unknown schema 'trip'; known: known" in page
         metrics = ask("GET", f"{server}/metrics")[1]
         assert 'relay:module_encodings_total{engine="0",model_name="tiny"} 4.0' in metrics
-        assert 'relay:module_hits_total{engine="0",model_name="tiny"} 16.0' in metrics
+        assert 'relay:module_hits_total{engine="0",model_name="tiny"} 18.0' in metrics
 
 
 def test_repair_finds_what_straddles_two_modules(tmp_path: Path) -> None:

@@ -18,10 +18,15 @@ from tests.prefix_cache.modules.chat_templates import character_tokenizer
 from vllm_relay.prefix_cache.modules import http
 from vllm_relay.prefix_cache.modules.http import SchemaEndpoints
 from vllm_relay.prefix_cache.modules.online import STAND_IN_PROMPT, store_of
+from vllm_relay.prefix_cache.modules.request_bodies import ModularBodies
 
 
 def client_of(
-    monkeypatch: pytest.MonkeyPatch, *, schemas: tuple[str, ...] = (), reason: str | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    schemas: tuple[str, ...] = (),
+    reason: str | None = None,
+    processes: int = 1,
 ) -> TestClient:
     monkeypatch.setattr(http, "unsupported_reason", lambda config: reason)
     app = FastAPI()
@@ -32,6 +37,7 @@ def client_of(
         additional_config={"relay": {"scheduler": True, "schemas": list(schemas)}},
         cache_config=SimpleNamespace(block_size=32),
         model_config=SimpleNamespace(max_model_len=512),
+        parallel_config=SimpleNamespace(_api_process_count=processes),
     )
     renderer = SimpleNamespace(get_tokenizer=character_tokenizer)
     engine = SimpleNamespace(vllm_config=config, renderer=renderer)
@@ -42,6 +48,7 @@ def client_of(
     @app.post("/v1/completions")
     @app.post("/v1/chat/completions")
     @app.post("/v1/embeddings")
+    @app.post("/v1/responses")
     async def echo(request: Request) -> Any:
         body = await request.body()
         assert request.headers["content-length"] == str(len(body))
@@ -122,7 +129,9 @@ def test_a_server_has_the_schemas_of_its_configuration(
         ("completions", {"relay": {}}, {"relay": {}, "prompt": STAND_IN_PROMPT}),
         ("chat/completions", {"relay": {}}, {"relay": {}, "messages": []}),
         ("completions", {"relay": {}, "prompt": "x"}, {"relay": {}, "prompt": "x"}),
+        ("completions", {"relay": {}, "prompt": None}, {"relay": {}, "prompt": STAND_IN_PROMPT}),
         ("completions", {"relay": None}, {"relay": None}),
+        ("responses", {"input": '"relay"'}, {"input": '"relay"'}),
         ("completions", {"prompt": '"relay"'}, {"prompt": '"relay"'}),
         ("embeddings", {"relay": {}}, {"relay": {}}),
         ("completions", ["relay"], ["relay"]),
@@ -133,6 +142,22 @@ def test_prompts_may_be_left_out_beside_the_field(
 ) -> None:
     answer = client_of(monkeypatch).post(f"/v1/{url}", json=body)
     assert json.loads(answer.json()) == expected
+
+
+def test_fields_that_would_be_ignored_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = client_of(monkeypatch).post("/v1/responses", json={"input": "x", "relay": {}})
+    assert refused.status_code == 400
+    assert "only /v1/completions and /v1/chat/completions" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("method", "url"), [("POST", "schemas"), ("DELETE", "schemas/x")])
+def test_schemas_that_other_processes_would_not_know_are_refused(
+    monkeypatch: pytest.MonkeyPatch, method: str, url: str
+) -> None:
+    client = client_of(monkeypatch, processes=3)
+    refused = client.request(method, f"/relay/{url}", content='<schema name="x"/>')
+    assert refused.status_code == 501 and "the other 2 processes" in refused.text
+    assert client.get("/relay/schemas").json() == {"schemas": []}
 
 
 def test_what_is_no_json_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +181,7 @@ def test_bodies_may_come_in_pieces() -> None:
             return queue.pop(0)
 
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-        await http.FillEmptyPrompts(app)(scope, receive, None)
+        await ModularBodies(app)(scope, receive, None)
         return list(seen)
 
     def piece(body: bytes, more: bool) -> dict[str, Any]:

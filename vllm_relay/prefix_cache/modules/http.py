@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
@@ -16,12 +15,11 @@ from vllm_relay.config import RelayConfig
 from vllm_relay.prefix_cache.http import error_response
 from vllm_relay.prefix_cache.modules.describe import describe_schema
 from vllm_relay.prefix_cache.modules.online import (
-    FIELD,
-    STAND_IN_PROMPT,
     keep_store,
     store_of,
 )
 from vllm_relay.prefix_cache.modules.pml import parse_schema
+from vllm_relay.prefix_cache.modules.request_bodies import ModularBodies
 from vllm_relay.prefix_cache.modules.requests import unsupported_reason
 from vllm_relay.prefix_cache.modules.schema_store import SchemaStore
 
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from starlette.datastructures import State
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger("vllm.relay")
 
@@ -42,7 +39,7 @@ class SchemaEndpoints:
 
     def attach_router(self, app: FastAPI) -> None:
         app.include_router(_router())
-        app.add_middleware(FillEmptyPrompts)
+        app.add_middleware(ModularBodies)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         """Read the configured schemas; the server is not listening yet.
@@ -53,6 +50,7 @@ class SchemaEndpoints:
         if engine_client is None:
             return
         config, renderer = engine_client.vllm_config, state.online_renderer
+        state.relay_num_processes = config.parallel_config._api_process_count
         if reason := unsupported_reason(config):
             keep_store(renderer, reason)
             return
@@ -70,55 +68,6 @@ class SchemaEndpoints:
         keep_store(renderer, store)
 
 
-class FillEmptyPrompts:
-    """Lets requests with the field `relay` leave out `prompt` and `messages`, which vLLM wants."""
-
-    _FIELDS: ClassVar[dict[str, tuple[str, Any]]] = {
-        "/v1/completions": ("prompt", STAND_IN_PROMPT),
-        "/v1/chat/completions": ("messages", []),
-    }
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (
-            scope["type"] != "http"
-            or scope["method"] != "POST"
-            or scope["path"] not in self._FIELDS
-        ):
-            await self._app(scope, receive, send)
-            return
-        messages: list[Message] = []
-        while not messages or messages[-1].get("more_body"):
-            messages.append(await receive())
-            if messages[-1]["type"] != "http.request":
-                break
-        body = b"".join(each.get("body", b"") for each in messages)
-        if f'"{FIELD}"'.encode() in body:
-            body = _with_field(body, *self._FIELDS[scope["path"]])
-            headers = [each for each in scope["headers"] if each[0] != b"content-length"]
-            scope["headers"] = [*headers, (b"content-length", str(len(body)).encode())]
-            messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive_again() -> Message:
-            return messages.pop(0) if messages else await receive()
-
-        await self._app(scope, receive_again, send)
-
-
-def _with_field(body: bytes, field: str, value: Any) -> bytes:
-    try:
-        request = json.loads(body)
-    except ValueError:
-        return body  # vLLM says what is wrong
-    if not isinstance(request, dict) or request.get(FIELD) is None:
-        return body
-    if request.get(field) is not None:
-        return body
-    return json.dumps({**request, field: value}).encode()
-
-
 def _store(raw_request: Request) -> SchemaStore:
     try:
         return store_of(raw_request.app.state.online_renderer)
@@ -126,14 +75,27 @@ def _store(raw_request: Request) -> SchemaStore:
         raise HTTPException(501, str(error)) from None
 
 
+def _own_store(raw_request: Request) -> SchemaStore:
+    store = _store(raw_request)
+    num_processes = raw_request.app.state.relay_num_processes
+    if num_processes > 1:
+        raise HTTPException(
+            501,
+            f"the other {num_processes - 1} processes of this server would not know of it: list "
+            "schemas in additional_config.relay.schemas, or set --api-server-count 1",
+        )
+    return store
+
+
 Store = Annotated[SchemaStore, Depends(_store)]
+OwnStore = Annotated[SchemaStore, Depends(_own_store)]
 
 
 def _router() -> APIRouter:
     router = APIRouter(prefix="/relay", tags=["relay"])
 
     @router.post("/schemas", status_code=201)
-    async def add(raw_request: Request, store: Store) -> Response:
+    async def add(raw_request: Request, store: OwnStore) -> Response:
         """Add a schema, or take the place of the one with its name; the body is PML."""
         try:
             text = (await raw_request.body()).decode()
@@ -156,7 +118,7 @@ def _router() -> APIRouter:
         return JSONResponse(describe_schema(store[name], store.block_size))
 
     @router.delete("/schemas/{name}", status_code=204)
-    async def remove(name: str, store: Store) -> Response:
+    async def remove(name: str, store: OwnStore) -> Response:
         """Forget a schema; what is computed of it is evicted when there is need."""
         if name not in store:
             return error_response(404, store.unknown(name))

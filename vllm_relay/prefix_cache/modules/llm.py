@@ -13,10 +13,11 @@ from vllm_relay.prefix_cache.modules.render import REPAIR_TOKENS, Mode, Rendered
 from vllm_relay.prefix_cache.modules.requests import unsupported_reason, with_plan
 from vllm_relay.prefix_cache.modules.schema import Schema
 from vllm_relay.prefix_cache.modules.schema_store import SchemaStore
-from vllm_relay.prefix_cache.pin_client import Pin, pin_tokens
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
+
+    from vllm_relay.prefix_cache.pin_client import Pin
 
 
 @dataclass(frozen=True)
@@ -108,5 +109,7 @@ class ModularLLM:
             PmlError: the prompt does not fit its schema.
             PinError: its modules cannot be pinned.
         """
+        from vllm_relay.prefix_cache.pin_client import pin_tokens  # which imports this package
+
         rendered = self.schemas.render(prompt)
         return pin_tokens(self.llm.llm_engine, rendered.token_ids, pin_id, rendered.plan)

@@ -55,6 +55,22 @@ class ModularPrompt(BaseModel):
             )
         return self
 
+    def render(self, store: SchemaStore) -> RenderedPrompt:
+        """What the engine computes.
+
+        Raises:
+            ValueError: the prompt cannot be rendered; with the reason.
+        """
+        try:
+            return store.render(
+                self.prompt,
+                schema=self.schema_name,
+                mode=self.mode,
+                repair_tokens=self.repair_tokens,
+            )
+        except PmlError as error:
+            raise ValueError(f"{FIELD}.prompt: {error}") from None
+
 
 def keep_store(renderer: Any, store: SchemaStore | str) -> None:
     """Let a renderer of vLLM render with the schemas of its server.
@@ -96,15 +112,7 @@ def apply_modular_prompt(renderer: Any, request: Any) -> list[int] | None:
         where = ".".join(map(str, (FIELD, *first["loc"])))
         raise ValueError(f"{where}: {first['msg'].removeprefix('Value error, ')}") from None
     _refuse_what_changes_prompts(request)
-    try:
-        rendered = store.render(
-            modular.prompt,
-            schema=modular.schema_name,
-            mode=modular.mode,
-            repair_tokens=modular.repair_tokens,
-        )
-    except PmlError as error:
-        raise ValueError(f"{FIELD}.prompt: {error}") from None
+    rendered = modular.render(store)
     object.__setattr__(request, _USAGE_ATTRIBUTE, rendered.module_tokens)
     if rendered.plan is not None:
         request.vllm_xargs = {**(request.vllm_xargs or {}), EXTRA_ARG: rendered.plan.to_argument()}

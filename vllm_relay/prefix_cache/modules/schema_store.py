@@ -12,7 +12,7 @@ from vllm_relay.prefix_cache.modules.pml import did_you_mean, parse_prompt, read
 from vllm_relay.prefix_cache.modules.render import REPAIR_TOKENS, Mode, RenderedPrompt, render
 from vllm_relay.prefix_cache.modules.schema import Schema
 from vllm_relay.prefix_cache.modules.text_tokens import TextTokens
-from vllm_relay.prefix_cache.modules.xml_tree import PmlError
+from vllm_relay.prefix_cache.modules.xml_tree import Document, Place, PmlError
 
 
 class SchemaStore:
@@ -38,6 +38,11 @@ class SchemaStore:
         self.block_size = block_size
         self.max_model_len = max_model_len
         self._schemas: dict[str, SchemaTokens] = {}
+        # a tokenizer of vLLM tells how long its tokens are
+        chars_per_token = getattr(tokenizer, "max_chars_per_token", None)
+        self._max_chars = (
+            max_model_len * chars_per_token if max_model_len and chars_per_token else None
+        )
 
     def add(self, schema: Schema | Path) -> SchemaTokens:
         """Add a schema, or take the place of the one with its name.
@@ -91,6 +96,12 @@ class SchemaStore:
         Raises:
             PmlError: it cannot be understood, does not fit its schema, or is too long.
         """
+        if self._max_chars is not None and len(prompt) > self._max_chars:
+            raise PmlError(
+                Place(Document("", source), 0),
+                f"the prompt has {len(prompt)} characters, expected at most {self._max_chars}: the "
+                f"model takes {self.max_model_len} tokens",
+            )
         markup = parse_prompt(prompt, source, schema=schema)
         if markup.schema not in self._schemas:
             raise PmlError(markup.place, self.unknown(markup.schema))
