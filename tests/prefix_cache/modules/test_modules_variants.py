@@ -40,7 +40,12 @@ def run(runner: str, backend: str, kind: str, mode: str, folder: Path) -> dict[s
 
 @pytest.mark.parametrize(
     ("runner", "backend", "kind", "mode"),
-    [("v2", "cpu", "llama", "modular"), ("v2", "cpu", "qwen3", "repair")],
+    [
+        ("v2", "cpu", "llama", "modular"),
+        ("v2", "cpu", "qwen3", "repair"),
+        ("v1", "cuda", "llama", "repair"),
+        ("v2", "cuda", "qwen3", "modular"),
+    ],
 )
 def test_logits_are_those_of_hugging_face(
     tmp_path: Path, runner: str, backend: str, kind: str, mode: str
