@@ -165,9 +165,8 @@ def plan_of(
 
 def hidden_runs(problem: AttentionProblem) -> list[HiddenRun]:
     """What the query tokens of a problem hide, for the planner."""
-    starts = problem.query_start_loc.tolist()
     hidden = problem.features.get("hidden", HiddenTokens({}))
-    return [(starts[request], starts[request + 1], each) for request, each in hidden.ranges.items()]
+    return hidden.query_runs(problem.query_start_loc.numpy())
 
 
 def solve(

@@ -266,7 +266,9 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
         rows = modules.rows_of_step(
             common.query_start_loc_cpu.numpy(), common.seq_lens_cpu_upper_bound.numpy()
         )
-        return ([], False) if rows is None else (rows.hidden_runs, rows.requests is not None)
+        if rows is None:
+            return [], False
+        return rows.hidden.query_runs(rows.query_start_loc), rows.requests is not None
 
     def _plan_prompts(
         self, common: CommonAttentionMetadata, hidden_runs: list[HiddenRun], first_request: int

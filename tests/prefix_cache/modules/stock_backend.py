@@ -12,11 +12,11 @@ from vllm_relay.attention_backends.relay_cuda import (
 
 
 class StockedBuilder(RelayCudaMetadataBuilder):
-    stock_builder_cls = StockBuilder  # type: ignore[assignment]  # it only builds
+    stock_builder_cls = StockBuilder
 
 
 class StockedImpl(RelayCudaImpl):
-    stock_impl_cls = StockImpl  # type: ignore[assignment]
+    stock_impl_cls = StockImpl
 
 
 class StockedBackend(RelayCudaBackend):

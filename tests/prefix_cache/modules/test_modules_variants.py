@@ -18,8 +18,9 @@ pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[3]
 
 
-def run(runner: str, backend: str, kind: str, mode: str, folder: Path) -> dict[str, Any]:
-    """A process from the beginning: vLLM looks for Triton when it is imported."""
+def run(runner: str, backend: str, main: str, kind: str, folder: Path, *options: str) -> Any:
+    """What a main writes, in a process from the beginning: vLLM looks for Triton when it is
+    imported."""
     from vllm_relay.demo.tokenizer import build_tokenizer
 
     model = save_model(kind, folder / "model")
@@ -27,12 +28,12 @@ def run(runner: str, backend: str, kind: str, mode: str, folder: Path) -> dict[s
     output = folder / "seen.json"
     module = "tests.prefix_cache.modules.variant_main"
     done = subprocess.run(
-        [sys.executable, "-m", module, runner, backend, str(model), mode, "2", str(output)],
+        [sys.executable, "-m", module, runner, backend, main, str(model), *options, str(output)],
         cwd=ROOT,
         env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(output.read_text())
@@ -51,8 +52,20 @@ def test_logits_are_those_of_hugging_face(
     tmp_path: Path, runner: str, backend: str, kind: str, mode: str
 ) -> None:
     """Of the tokens behind prompts with modules, and behind plain ones in the same steps."""
-    seen = run(runner, backend, kind, mode, tmp_path)
+    seen = run(runner, backend, "logits_main", kind, tmp_path, mode, "2")
     assert seen["runner_is_v2"] == (runner == "v2")
     assert seen["prompts"] == 10 and seen["segments"] > 10
     assert seen["worst"] < 1e-4
     assert seen["cached"] == seen["stored"]
+
+
+@pytest.mark.soak
+def test_requests_that_are_preempted_on_v2(tmp_path: Path) -> None:
+    seen = run("v2", "cpu", "engine_main", "llama", tmp_path)
+    assert seen["at_once"] == [seen["alone"]] * len(seen["at_once"])
+    assert seen["plain_after"] == seen["plain_before"] != seen["alone"]
+    assert seen["preemptions"] > 0
+    assert seen["together"] == seen["one_by_one"]
+    assert seen["repaired"][0] == seen["repaired"][1]
+    assert seen["after_reset"] == seen["at_last"] == seen["alone"]
+    assert seen["exact"] == seen["written_out"]

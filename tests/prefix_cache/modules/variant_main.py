@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""logits_main.py with vLLM's model runner V2, with the backend for CUDA, or with both.
+"""logits_main.py or engine_main.py with model runner V2, the backend for CUDA, or both.
 
 The Triton kernels of V2 and of the backend run in Triton's interpreter, on the CPU tensors of
 vLLM's CPU build. In one process: a spawned one would select the CPU backend again.
 
-python -m tests.prefix_cache.modules.variant_main RUNNER BACKEND MODEL MODE NUM_SCHEMAS OUTPUT
+python -m tests.prefix_cache.modules.variant_main RUNNER BACKEND MAIN ARGUMENT...
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import types
 
 
-def main(runner: str, backend: str, *arguments: str) -> None:
+def main(runner: str, backend: str, name: str, *arguments: str) -> None:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "v2"))
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -34,9 +34,7 @@ def main(runner: str, backend: str, *arguments: str) -> None:
     if backend == "cuda":
         plugin.CPU_BACKEND_PATH = "tests.prefix_cache.modules.stock_backend.StockedBackend"
 
-    from tests.prefix_cache.modules import logits_main
-
-    logits_main.main(*arguments)
+    importlib.import_module(f"tests.prefix_cache.modules.{name}").main(*arguments)
 
 
 if __name__ == "__main__":

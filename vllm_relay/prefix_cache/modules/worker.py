@@ -50,12 +50,6 @@ class StepRows:
     seq_lens: np.ndarray
     hidden: HiddenTokens
 
-    @property
-    def hidden_runs(self) -> list[tuple[int, int, Ranges]]:
-        """First query token, end, and what they hide, of rows that hide something."""
-        starts = self.query_start_loc.tolist()
-        return [(starts[row], starts[row + 1], each) for row, each in self.hidden.ranges.items()]
-
 
 @dataclass
 class ModuleWorker:
