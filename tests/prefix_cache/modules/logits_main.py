@@ -69,7 +69,8 @@ def main(model: str, mode: str, num_schemas: str, output: str) -> None:
         dtype="float32",
         enforce_eager=True,
         max_logprobs=-1,
-        max_num_batched_tokens=512,  # prompts are computed in chunks
+        max_num_batched_tokens=64,  # prompts are computed in chunks
+        max_num_seqs=16,
         num_gpu_blocks_override=256,
     )
     params = [

@@ -42,7 +42,7 @@ def run(runner: str, backend: str, main: str, kind: str, folder: Path, *options:
 @pytest.mark.parametrize(
     ("runner", "backend", "kind", "mode"),
     [
-        ("v2", "cpu", "llama", "modular"),
+        pytest.param("v2", "cpu", "llama", "modular", marks=pytest.mark.soak),
         ("v2", "cpu", "qwen3", "repair"),
         ("v1", "cuda", "llama", "repair"),
         ("v2", "cuda", "qwen3", "modular"),
