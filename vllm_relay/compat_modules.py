@@ -85,6 +85,16 @@ def give_positions_to_model(
     wrap(DefaultModelState, "prepare_attn", make_attn)
 
 
+def gives_positions(model_runner: Any) -> bool:
+    """Whether ``give_positions_to_model`` reaches the model of a V2 runner: models may bring a
+    model state of their own."""
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+    names = ("prepare_inputs", "prepare_dummy_inputs", "prepare_attn")
+    state_cls = type(model_runner.model_state)
+    return all(getattr(state_cls, name, None) is getattr(DefaultModelState, name) for name in names)
+
+
 def check_modular_requests() -> None:
     """Refuse requests with modules that their engine would not compute exactly, in the front end.
 

@@ -64,14 +64,25 @@ class ModuleWorker:
     batch: Any = None
 
     def begin_step(self, worker: Any, scheduler_output: Any) -> None:
-        """Takes over which requests begin and have ended."""
+        """Takes over which requests begin and have ended.
+
+        Raises:
+            RuntimeError: a request has modules, and its model takes its positions from elsewhere.
+        """
         self.batch = getattr(worker.model_runner, "input_batch", None)
         for request_id in scheduler_output.finished_req_ids:
             self.requests.pop(request_id, None)
         for new in scheduler_output.scheduled_new_reqs:
             plan = plan_of(new.sampling_params)
-            if plan is not None:
-                self.requests[new.req_id] = ModularRequest.of(plan)
+            if plan is None:
+                continue
+            if self.batch is None and not compat_modules.gives_positions(worker.model_runner):
+                name = type(worker.model_runner.model_state).__name__
+                raise RuntimeError(
+                    f"prompt modules: {name} gives the model positions of its own; "
+                    "VLLM_USE_V2_MODEL_RUNNER=0"
+                )
+            self.requests[new.req_id] = ModularRequest.of(plan)
 
     def begin_batch(self, batch: Any) -> None:
         """Takes over who is where in a step of model runner V2."""
