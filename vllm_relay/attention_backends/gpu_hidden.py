@@ -42,7 +42,9 @@ def bits_of(hidden: Sequence[Ranges], num_tokens: int) -> np.ndarray:
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """A copy on the device, which the host does not wait for."""
     tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def bits_and_rows(
