@@ -5,6 +5,7 @@ without its interpreter; prints a JSON object of what came out."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -20,11 +21,17 @@ VARIANTS: dict[int, dict[str, dict[str, Any]]] = {
     90: {
         "bf16": {},
         "fp16, every feature": {"dtype": "fp16", **EVERY_FEATURE},
-        "fp8 cache, head size 80": {"kv_dtype": "fp8e4nv", "head_size": 80},
+        "bf16, hidden tokens": {"hides": True},
+        "fp8 cache, head size 80, hidden tokens": {
+            "kv_dtype": "fp8e4nv",
+            "head_size": 80,
+            "hides": True,
+        },
         "head size 256": {"head_size": 256},
     },
     80: {
         "bf16": {},
+        "bf16, hidden tokens": {"hides": True},
         "fp16, every feature": {"dtype": "fp16", **EVERY_FEATURE},
         "head size 256": {"head_size": 256},
         "fp32": {"dtype": "fp32", "head_size": 64, "num_heads": 8},
@@ -59,6 +66,10 @@ def compile_variants(capability: int) -> dict[str, dict[str, dict[str, Any]]]:
                 "shared_bytes": compiled.metadata.shared,
                 "wgmma": "wgmma.mma_async" in compiled.asm["ptx"],
                 "mma.sync": "mma.sync" in compiled.asm["ptx"],
+                "copies_in_flight": max(
+                    map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", compiled.asm["ptx"])),
+                    default=0,
+                ),
                 "target": f".target sm_{capability}" in compiled.asm["ptx"],
             }
     return result

@@ -10,7 +10,7 @@ import torch
 
 from tests.attention_backends.plan_checks import check_plan
 from tests.attention_backends.strategies import AttentionProblem
-from tests.attention_backends.triton_problems import TINY_CUTS, attend
+from tests.attention_backends.triton_problems import TINY_CUTS, attend, hidden_runs
 from vllm_relay.attention_backends import triton_counts
 from vllm_relay.attention_backends.gpu_config import KernelConfig
 from vllm_relay.attention_backends.gpu_plan import GpuPlan
@@ -37,6 +37,7 @@ def make_planner(
         "max_query_len": max(1, longest),
         "max_seq_len": problem.block_table.shape[1] * problem.block_size,
         "num_blocks": len(problem.kv_cache),
+        "max_hidden": max(1, problem.num_requests) if "hidden" in problem.features else 0,
     }
     planner = DevicePlanner(
         PlannerLimits(**{**exactly, **limits}),
@@ -53,7 +54,8 @@ def make_planner(
     kept = planner.plan.counts[triton_counts.EPOCH.value].clone()
     for holder in (planner, planner.plan):
         for name, buffer in vars(holder).items():
-            if isinstance(buffer, torch.Tensor) and name not in ("leaders", "members", "totals"):
+            kept_buffers = ("leaders", "members", "totals", "hidden_bits", "hidden_row")
+            if isinstance(buffer, torch.Tensor) and name not in kept_buffers:
                 buffer.random_(-(2**31), 2**31, generator=generator)
     planner.plan.members[planner.limits.max_tokens :] = -(2**30)
     planner.plan.counts[triton_counts.EPOCH.value] = kept
@@ -68,7 +70,7 @@ def update(planner: DevicePlanner, problem: AttentionProblem, **options: Any) ->
         problem.seq_lens,
         max_query_len=longest,
         window_tokens=problem.features.get("sliding_window") or 0,
-        **options,
+        **{"hidden": hidden_runs(problem), **options},
     )
 
 

@@ -19,11 +19,11 @@ from vllm_relay.attention_backends import (
 )
 from vllm_relay.attention_backends.gpu_config import KernelConfig
 
-INT64_POINTERS = {"totals_ptr", "leaders_ptr", "hashes_ptr", "slot_mapping_ptr"}
+INT64_POINTERS = {"bits_ptr", "totals_ptr", "leaders_ptr", "hashes_ptr", "slot_mapping_ptr"}
 INT32_POINTERS = {
     "counts_ptr", "large_items_ptr", "small_items_ptr", "table_ptr", "members_ptr", "visible_ptr",
     "token_request_ptr", "token_entry_ptr", "query_start_loc_ptr", "chain_length_ptr", "chains_ptr",
-    "ranges_ptr",
+    "ranges_ptr", "bits_row_ptr",
     "seq_lens_ptr", "shareable_ptr", "parents_ptr", "shared_ptr", "group_first_ptr",
     "group_entries_ptr", "group_requests_ptr", "group_children_ptr", "positions_ptr",
 }  # fmt: skip
@@ -71,6 +71,7 @@ def variants(
     alibi: bool = False,
     window: bool = False,
     sinks: bool = False,
+    hides: bool = False,
 ) -> Iterator[tuple[str, Callable[[int], Any]]]:
     """Every kernel by name, as a function that compiles it for a compute capability: 80 for sm_80.
     Dtypes are Triton's names: bf16, fp16, fp32, fp8e4nv."""
@@ -97,6 +98,7 @@ def variants(
                 "HAS_SOFT_CAP": soft_cap,
                 "HAS_ALIBI": alibi,
                 "HAS_WINDOW": window,
+                "HIDES": hides,
                 "PRECISION": "ieee" if dtype == "fp32" else "tf32",
                 **heads,
                 **cuts,

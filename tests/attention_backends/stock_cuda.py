@@ -23,6 +23,8 @@ class StockImpl:
     def __init__(self, num_heads: int, head_size: int, scale: float, *args: Any) -> None:
         self.scale = scale
 
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None: ...
+
     def do_kv_cache_update(self, layer: Any, *tensors: torch.Tensor) -> None:
         key, value, kv_cache, slots = tensors
         triton_kv_cache.write_kv_cache(key, value, kv_cache, slots, layer._k_scale, layer._v_scale)

@@ -25,9 +25,10 @@ def with_plain_cache(packed: AttentionProblem) -> AttentionProblem:
     return replace(packed, kv_cache=torch.cat([key, value], dim=-1))
 
 
+@pytest.mark.parametrize("hides_tokens", [False, True], ids=["", "hidden"])
 @pytest.mark.parametrize("seed", [5, 8, 11])
-def test_every_kind_of_forest(seed: int) -> None:
-    packed = problem(seed)
+def test_every_kind_of_forest(seed: int, hides_tokens: bool) -> None:
+    packed = problem(seed, hides_tokens=hides_tokens)
     plain = with_plain_cache(packed)
     expected, _ = packed.solve(reference.relay_attention, output_dtype=torch.float64)
     bound, _ = error_bounds(packed, sums_rounded_weights=True)

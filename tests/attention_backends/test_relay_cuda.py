@@ -78,6 +78,7 @@ def step(requests: list[Any], padding_rows: int = 0) -> CommonAttentionMetadata:
         query_start_loc=query_start_loc,
         query_start_loc_cpu=query_start_loc,
         seq_lens=torch.tensor(seq_lens + [0] * padding_rows, dtype=torch.int32),
+        seq_lens_cpu_upper_bound=torch.tensor(seq_lens + [0] * padding_rows, dtype=torch.int32),
         num_reqs=len(requests) + padding_rows,
         num_actual_tokens=ends[-1] + padding_rows,
         max_query_len=max(query_lens),

@@ -77,3 +77,12 @@ def test_attention_uses_the_matrix_instructions_of_its_gpu(compiled, capability,
     facts = compiled[capability][variant]["attention_kernel"]
     assert facts["wgmma"] == (capability == 90)
     assert facts["mma.sync"] == (capability in (80, 89, 120) and variant != "fp32")
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_tiles_are_copied_ahead_whether_or_not_tokens_are_hidden(compiled, capability):
+    """A branch or an address that Triton cannot compute ahead would make it wait for each copy."""
+    kernels = compiled[capability]
+    seen, hidden = (kernels[name]["attention_kernel"] for name in ("bf16", "bf16, hidden tokens"))
+    assert seen["copies_in_flight"] == hidden["copies_in_flight"] > 1
+    assert seen["shared_bytes"] == hidden["shared_bytes"]

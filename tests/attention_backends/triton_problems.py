@@ -19,7 +19,9 @@ from tests.attention_backends.strategies import (
 from vllm_relay.attention_backends import cuda, reference
 from vllm_relay.attention_backends.forest import Forest
 from vllm_relay.attention_backends.gpu_config import KernelConfig
+from vllm_relay.attention_backends.gpu_hidden import HiddenRun, bits_and_rows
 from vllm_relay.attention_backends.gpu_plan import GpuPlan, plan_forest
+from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 
 TINY_CUTS = KernelConfig(
     tile_tokens=16, segment_tokens=64, section_tokens=128, small_rows=16, large_rows=32
@@ -161,6 +163,12 @@ def plan_of(
     )
 
 
+def hidden_runs(problem: AttentionProblem) -> list[HiddenRun]:
+    """What the query tokens of a problem hide, for the planner."""
+    hidden = problem.features.get("hidden", HiddenTokens({}))
+    return hidden.query_runs(problem.query_start_loc.numpy())
+
+
 def solve(
     problem: AttentionProblem,
     forest: Forest | None = None,
@@ -169,16 +177,21 @@ def solve(
     folds: bool = False,
     num_programs: int = 2,
     kv_cache: torch.Tensor | None = None,
+    runs: Sequence[HiddenRun] | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and lse of the Triton kernels, whose workspace is full of NaN. Without a forest, every
-    request reads alone."""
+    request reads alone; without runs, tokens hide what the problem says."""
     plan = plan_of(problem, forest, config=config, folds=folds)
+    hidden = None
+    if (runs := hidden_runs(problem) if runs is None else runs) or "hidden" in problem.features:
+        longest = int(problem.seq_lens.max()) if problem.num_requests else 0
+        hidden = bits_and_rows(runs, len(problem.query), longest)
     _, num_heads, head_size = problem.query.shape
     workspace = cuda.Workspace.allocate(plan.num_slots, num_heads, head_size, "cpu")
     return attend(
         problem,
-        cuda.PlanTensors.upload(plan, "cpu"),
+        cuda.PlanTensors.upload(plan, "cpu", hidden),
         workspace,
         config=fitting(config, problem),
         num_programs=num_programs,
@@ -200,6 +213,7 @@ def attend(
         states.fill_(torch.nan)
     out = arguments.pop("out", torch.full_like(problem.query, torch.nan))
     lse = torch.full(problem.query.shape[:2], torch.nan, dtype=torch.float32)
+    features = {name: each for name, each in problem.features.items() if name != "hidden"}
     scales = {"k_scale": torch.ones(()), "v_scale": torch.ones(())}
     cuda.relay_attention(
         problem.query,
@@ -210,7 +224,7 @@ def attend(
         out,
         scale=problem.scale,
         num_kv_heads=problem.num_kv_heads,
-        **{"lse": lse, **scales, **problem.features, **arguments},
+        **{"lse": lse, **scales, **features, **arguments},
     )
     return out, lse
 

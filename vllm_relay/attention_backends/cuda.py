@@ -14,6 +14,7 @@ import torch
 import triton
 
 from vllm_relay.attention_backends.gpu_config import KernelConfig
+from vllm_relay.attention_backends.gpu_hidden import upload
 from vllm_relay.attention_backends.gpu_plan import GpuPlan
 from vllm_relay.attention_backends.triton_attention import attention_kernel
 from vllm_relay.attention_backends.triton_merge import merge_kernel
@@ -38,11 +39,21 @@ class PlanTensors:
     chain_length: torch.Tensor
     chains: torch.Tensor
     ranges: torch.Tensor
+    hidden_bits: torch.Tensor | None = None
+    """int64 [rows, words]: `gpu_hidden.bits_of`; None where no query token ever hides anything."""
+    hidden_row: torch.Tensor | None = None
+    """int32 [query tokens]: what each hides, a row or `gpu_hidden.SEES_ALL`."""
 
     @staticmethod
-    def upload(plan: GpuPlan, device: torch.device | str) -> PlanTensors:
+    def upload(
+        plan: GpuPlan,
+        device: torch.device | str,
+        hidden: tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> PlanTensors:
+        """`hidden` are `hidden_bits` and `hidden_row`."""
+
         def to_device(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
+            return upload(np.ascontiguousarray(array, np.int32), torch.device(device))
 
         counts = np.array([len(plan.large_items), len(plan.small_items)])
         return PlanTensors(
@@ -56,6 +67,8 @@ class PlanTensors:
             chain_length=to_device(plan.chain_length),
             chains=to_device(plan.chains),
             ranges=to_device(plan.ranges),
+            hidden_bits=None if hidden is None else upload(hidden[0], torch.device(device)),
+            hidden_row=None if hidden is None else to_device(hidden[1]),
         )
 
 
@@ -145,6 +158,8 @@ def relay_attention(
         block_table,
         plan.members,
         plan.visible,
+        plan.counts if plan.hidden_bits is None else plan.hidden_bits,
+        plan.counts if plan.hidden_row is None else plan.hidden_row,
         alibi_slopes if alibi_slopes is not None else query,
         sinks if sinks is not None else query,
         workspace.totals,
@@ -161,6 +176,7 @@ def relay_attention(
         kv_cache.stride(1),
         kv_cache.stride(2),
         block_table.stride(0),
+        0 if plan.hidden_bits is None else plan.hidden_bits.stride(0),
         out.stride(0),
         out.stride(1),
         LARGE_ROWS=config.large_rows,
@@ -170,6 +186,7 @@ def relay_attention(
         HAS_SOFT_CAP=bool(logits_soft_cap),
         HAS_ALIBI=alibi_slopes is not None,
         HAS_WINDOW=bool(sliding_window),
+        HIDES=plan.hidden_bits is not None,
         PRECISION=precision,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -9,8 +9,10 @@ import torch
 from vllm_relay.attention_backends import cuda, triton_kv_cache
 from vllm_relay.attention_backends.forest import Forest
 from vllm_relay.attention_backends.gpu_config import KernelConfig, config_for
+from vllm_relay.attention_backends.gpu_hidden import HiddenRun, bits_and_rows
 from vllm_relay.attention_backends.gpu_plan import plan_forest
 from vllm_relay.attention_backends.gpu_planner import DevicePlanner, PlannerLimits
+from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 from vllm_relay.attention_backends.plan import check_forest
 
 
@@ -67,11 +69,12 @@ def relay_attention(
     alibi_slopes: torch.Tensor | None,
     logits_soft_cap: float | None,
     sinks: torch.Tensor | None,
+    hidden: HiddenTokens | None,
     k_scale: float,
     v_scale: float,
 ) -> None:
-    """Plans and runs one layer. A `Forest` is planned on the host, which waits for the device;
-    otherwise nothing does."""
+    """Plans and runs one layer. A `Forest` is planned on the host, which waits for the device, as
+    it does for hidden tokens; otherwise nothing does."""
     num_tokens, num_heads, head_size = query.shape
     num_requests = seq_lens.shape[0]
     if num_tokens == 0 or num_requests == 0:
@@ -92,6 +95,11 @@ def relay_attention(
         "v_scale": v_scale_there,
     }
     window_tokens = sliding_window or 0
+    runs: list[HiddenRun] = []
+    if hidden is not None:
+        starts = query_start_loc.cpu().numpy()
+        hidden.check(seq_lens.cpu().numpy() - np.diff(starts))
+        runs = hidden.query_runs(starts)
     if isinstance(forest, Forest):
         starts, lens = query_start_loc.cpu().numpy(), seq_lens.cpu().numpy()
         check_forest(forest, block_table.cpu().numpy(), np.diff(starts), lens, kv_cache.shape[2])
@@ -108,7 +116,9 @@ def relay_attention(
             query,
             kv_cache,
             block_table,
-            cuda.PlanTensors.upload(plan, device),
+            cuda.PlanTensors.upload(
+                plan, device, bits_and_rows(runs, num_tokens, int(lens.max())) if runs else None
+            ),
             cuda.Workspace.allocate(plan.num_slots, num_heads, head_size, device),
             out,
             config=config,
@@ -124,6 +134,7 @@ def relay_attention(
             max_query_len=num_tokens,
             max_seq_len=block_table.shape[1] * kv_cache.shape[2],
             num_blocks=kv_cache.shape[0],
+            max_hidden=len(runs),
         ),
         config,
         block_size=kv_cache.shape[2],
@@ -141,5 +152,6 @@ def relay_attention(
         max_query_len=num_tokens,
         window_tokens=window_tokens,
         shares=forest == "auto",
+        hidden=runs,
     )
     planner.attend(query, kv_cache, block_table, out, **features)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import triton
 from vllm_relay.attention_backends import gpu_plan, triton_counts, triton_groups, triton_plan
 from vllm_relay.attention_backends.cuda import PlanTensors, Workspace, relay_attention
 from vllm_relay.attention_backends.gpu_config import KernelConfig
+from vllm_relay.attention_backends.gpu_hidden import HiddenBits, HiddenRun
 
 EMIT_LANES = 64
 
@@ -29,6 +31,8 @@ class PlannerLimits:
     max_seq_len: int
     num_blocks: int
     """Of the KV cache: block ids are smaller."""
+    max_hidden: int = 0
+    """Different sets of hidden tokens in a step; 0 if query tokens always see all before them."""
 
 
 class DevicePlanner:
@@ -70,6 +74,11 @@ class DevicePlanner:
         def int32(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
+        self.hidden: HiddenBits | None = None
+        if limits.max_hidden:
+            self.hidden = HiddenBits(
+                limits.max_hidden, tokens, limits.max_seq_len, torch.device(device)
+            )
         max_granules = max(1, limits.max_seq_len // self.granule_tokens)
         # a range has pieces up to the first section, one per section, and what is left of a segment
         sections = 1 + limits.max_seq_len // config.section_tokens
@@ -92,6 +101,8 @@ class DevicePlanner:
             chain_length=int32(requests),
             chains=int32(requests, gpu_plan.MAX_DEPTH + 1, 2),
             ranges=int32(2 * requests, gpu_plan.RANGE_FIELDS),
+            hidden_bits=self.hidden.bits if self.hidden else None,
+            hidden_row=self.hidden.row_of_token if self.hidden else None,
         )
         self.plan.counts[triton_counts.EPOCH.value] = 1
         self.plan.members[:tokens] = torch.arange(tokens, dtype=torch.int32, device=device)
@@ -111,15 +122,17 @@ class DevicePlanner:
         kv_cache: torch.Tensor,
         block_table: torch.Tensor,
         out: torch.Tensor,
+        plan: PlanTensors | None = None,
         **arguments: Any,
     ) -> None:
-        """Runs the plan of the last `update` for one layer: `cuda.relay_attention`, which lists the
-        arguments. `block_table` is the one that was planned for."""
+        """Runs the plan of the last `update`, or one of another's that fits the workspace, for one
+        layer: `cuda.relay_attention`, which lists the arguments. `block_table` is the one that was
+        planned for."""
         relay_attention(
             query,
             kv_cache,
             block_table,
-            self.plan,
+            plan or self.plan,
             self.workspace,
             out,
             config=self.config,
@@ -140,6 +153,7 @@ class DevicePlanner:
         shares: bool = True,
         everything: bool = False,
         is_counted: bool = True,
+        hidden: Sequence[HiddenRun] = (),
     ) -> PlanTensors:
         """Launches the planning of a step; the same buffers hold every plan.
 
@@ -152,9 +166,10 @@ class DevicePlanner:
             shares: whether anything may be shared.
             everything: share also what does not pay.
             is_counted: add the step to `totals`.
+            hidden: what query tokens do not see of the tokens before them.
 
         Raises:
-            ValueError: more requests than the buffers are made for.
+            ValueError: more requests, or sets of hidden tokens, than the buffers are made for.
         """
         num_requests = seq_lens.shape[0]
         if num_requests > self.limits.max_requests:
@@ -162,6 +177,10 @@ class DevicePlanner:
                 f"{num_requests} requests in a step, the plan's buffers are made for "
                 f"{self.limits.max_requests}"
             )
+        if self.hidden is not None:
+            self.hidden.update(hidden)
+        elif hidden:
+            raise ValueError("tokens are hidden, and the planner is made for none: max_hidden")
         if num_requests == 0:
             self.plan.counts[: triton_counts.EPOCH.value].zero_()
             self.plan.token_request.fill_(-1)

@@ -7,6 +7,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -208,7 +209,7 @@ class Bench:
             device=self.device,
         )
 
-    def attend(self, planner: DevicePlanner, load: Load, **sharing: bool) -> Callable[[], None]:
+    def attend(self, planner: DevicePlanner, load: Load, **sharing: Any) -> Callable[[], None]:
         """Plans a batch, and returns what runs its attention into `out`, an attribute of it."""
         block_table, query_start_loc, seq_lens = self.batch(load)
         planner.update(block_table, query_start_loc, seq_lens, max_query_len=1, **sharing)

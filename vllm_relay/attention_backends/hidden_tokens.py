@@ -45,6 +45,15 @@ class HiddenTokens:
                     )
                 last_end = end
 
+    def query_runs(self, query_start_loc: np.ndarray) -> list[tuple[int, int, Ranges]]:
+        """First query token, end, and what they hide, of requests that hide something.
+
+        Args:
+            query_start_loc: int [requests + 1].
+        """
+        starts = query_start_loc.tolist()
+        return [(starts[each], starts[each + 1], hidden) for each, hidden in self.ranges.items()]
+
     def visible_pieces(self, request: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """The parts of tokens begin..end that are not hidden, in order."""
         for hidden_begin, hidden_end in self.ranges.get(request, ()):

@@ -122,7 +122,7 @@ def relay_attention(
         logits_soft_cap: scores become cap * tanh(scores / cap), before ALiBi.
         sinks: [heads]; one logit per head that takes part in the denominator only.
         hidden: tokens before its query tokens that a request does not see; not with a sliding
-            window, not with ALiBi, and not on a GPU.
+            window, and not with ALiBi. On a GPU the host waits for `query_start_loc`.
         out: [tokens, heads, head_size] to write to.
         kernel: "auto", or the name of a kernel (`vllm-relay doctor` lists them); tensors on a GPU
             are served by "triton", which on CPU tensors runs in Triton's interpreter only.
@@ -161,9 +161,8 @@ def relay_attention(
         raise ValueError(f"sliding_window: expected a positive number, got {sliding_window}")
     if logits_soft_cap is not None and not logits_soft_cap >= 0:
         raise ValueError(f"logits_soft_cap: expected a positive number, got {logits_soft_cap}")
-    if hidden is not None and (on_gpu or sliding_window or alibi_slopes is not None):
-        other = "kernels of GPUs" if on_gpu else "sliding_window or alibi_slopes"
-        raise ValueError(f"hidden: tokens cannot be hidden with {other}")
+    if hidden is not None and (sliding_window or alibi_slopes is not None):
+        raise ValueError("hidden: tokens cannot be hidden with sliding_window or alibi_slopes")
     if out is None:
         out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     _check_dtype("out", out, (query.dtype,))
@@ -198,6 +197,7 @@ def relay_attention(
             alibi_slopes=alibi_slopes,
             logits_soft_cap=logits_soft_cap,
             sinks=sinks,
+            hidden=hidden,
             k_scale=k_scale,
             v_scale=v_scale,
         )

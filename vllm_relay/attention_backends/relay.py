@@ -22,7 +22,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
-from vllm_relay import compat, compat_modules
+from vllm_relay import compat
 from vllm_relay.attention_backends import cpu
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 from vllm_relay.attention_backends.plan import StepPlan, plan_step
@@ -33,6 +33,7 @@ from vllm_relay.limits import (
     RelayUnsupportedError,
     attn_type_reason,
 )
+from vllm_relay.prefix_cache.modules.worker import set_up as set_up_modules
 from vllm_relay.prefix_cache.modules.worker import state as modules
 from vllm_relay.stats import recorder
 
@@ -102,8 +103,7 @@ class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
         self.head_size = kv_cache_spec.head_size
         self.block_size = kv_cache_spec.block_size
         self.kernel = cpu.kernel_for(kv_cache_spec.dtype, self.options.kernel)
-        compat.call_before_each_step("modules", modules.begin_step)
-        compat_modules.call_after_inputs(modules.move_positions)
+        set_up_modules(vllm_config)
         try:
             compat.attach_stats_to_worker_output()
         except Exception:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -35,10 +35,14 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_relay import compat
 from vllm_relay.attention_backends import triton_kv_cache
+from vllm_relay.attention_backends.cuda import PlanTensors
+from vllm_relay.attention_backends.gpu_hidden import HiddenRun
 from vllm_relay.attention_backends.gpu_ops import device_config
 from vllm_relay.attention_backends.gpu_planner import DevicePlanner, PlannerLimits
+from vllm_relay.attention_backends.gpu_prompts import PromptChunk, plan_prompts
 from vllm_relay.attention_backends.gpu_totals import TotalsReader
 from vllm_relay.attention_backends.relay_base import RelayBackendBase
+from vllm_relay.attention_backends.relay_cuda_prompts import requests_behind
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import (
     CUDA_BLOCK_SIZE_MULTIPLE_TOKENS,
@@ -46,6 +50,8 @@ from vllm_relay.limits import (
     RelayUnsupportedError,
     attn_type_reason,
 )
+from vllm_relay.prefix_cache.modules.worker import set_up as set_up_modules
+from vllm_relay.prefix_cache.modules.worker import state as modules
 from vllm_relay.stats import recorder
 
 logger = init_logger("vllm.relay")
@@ -87,7 +93,11 @@ class RelayCudaMetadata(AttentionMetadata):
     planner: DevicePlanner
     """Holds the plan of the step."""
     prompts: Any = None
-    """The stock backend's metadata of the prompts, or None where there are none."""
+    """The stock backend's metadata of the prompts, or None where it gets none."""
+    prompt_chunks: list[PromptChunk] = field(default_factory=list)
+    """The prompts of a step in which one of them hides tokens."""
+    prompt_block_table: torch.Tensor | None = None
+    """int32 [requests, max_blocks] on the device; what chunks are planned for."""
 
 
 class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
@@ -120,6 +130,7 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
             vllm_config, layer_names
         ) or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         self.window_tokens = _window_of_all(vllm_config, layer_names)
+        self.hides_tokens = set_up_modules(vllm_config)
         try:
             compat.attach_stats_to_worker_output()
         except Exception:
@@ -168,6 +179,7 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
                 max_query_len=max_query_len,
                 max_seq_len=self.vllm_config.model_config.max_model_len,
                 num_blocks=_num_kernel_blocks(self.vllm_config, spec),
+                max_hidden=max_requests if self.hides_tokens else 0,
             ),
             config,
             block_size=spec.block_size,
@@ -202,16 +214,23 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
                 ["non-causal attention: use another --attention-backend for this model"]
             )
         num_decodes, num_decode_tokens = common.num_reqs, common.num_actual_tokens
-        prompts = None
+        started_s = time.perf_counter()
+        hidden_runs, differ = self._hidden_runs(common)
+        prompts: Any = None
+        chunks: list[PromptChunk] = []
         if self.stock is not None:
             num_decodes, num_prompts, num_decode_tokens, _ = split_decodes_and_prefills(
                 common, decode_threshold=self.max_query_len
             )
-            if num_prompts:
+            if any(end > num_decode_tokens for _, end, _ in hidden_runs):
+                chunks = self._plan_prompts(common, hidden_runs, num_decodes)
+            elif num_prompts:
                 prompts = self.stock.build(
-                    0, _behind(common, num_decodes, num_decode_tokens), fast_build
+                    0, requests_behind(common, num_decodes, num_decode_tokens), fast_build
                 )
-        started_s = time.perf_counter()
+        elif differ:
+            num_decodes, num_decode_tokens = 0, 0
+            chunks = self._plan_prompts(common, hidden_runs, num_decodes)
         block_table = common.block_table_tensor[:num_decodes]
         self.planner.update(
             block_table,
@@ -222,6 +241,7 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
             min_shared_tokens=self.options.min_shared_tokens,
             shares=self.options.sharing,
             is_counted=recorder.is_in_step,
+            hidden=[run for run in hidden_runs if run[1] <= num_decode_tokens],
         )
         planning_time_s = time.perf_counter() - started_s
         if (stats := self.totals.step()) is not None:
@@ -233,6 +253,38 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
             block_table=block_table,
             planner=self.planner,
             prompts=prompts,
+            prompt_chunks=chunks,
+            prompt_block_table=common.block_table_tensor if chunks else None,
+        )
+
+    def _hidden_runs(self, common: CommonAttentionMetadata) -> tuple[list[HiddenRun], bool]:
+        """What query tokens of the step hide, and whether those of a request hide different
+        tokens."""
+        if not self.hides_tokens or not modules.requests:
+            return [], False
+        assert common.seq_lens_cpu_upper_bound is not None  # exact without drafts
+        rows = modules.rows_of_step(
+            common.query_start_loc_cpu.numpy(), common.seq_lens_cpu_upper_bound.numpy()
+        )
+        if rows is None:
+            return [], False
+        return rows.hidden.query_runs(rows.query_start_loc), rows.requests is not None
+
+    def _plan_prompts(
+        self, common: CommonAttentionMetadata, hidden_runs: list[HiddenRun], first_request: int
+    ) -> list[PromptChunk]:
+        assert common.seq_lens_cpu_upper_bound is not None
+        planner = self.planner
+        return plan_prompts(
+            common.query_start_loc_cpu.numpy(),
+            common.seq_lens_cpu_upper_bound.numpy(),
+            hidden_runs,
+            first_request=first_request,
+            config=planner.config,
+            group_size=planner.group_size,
+            max_slots=planner.workspace.totals.shape[0],
+            device=self.device,
+            window_tokens=self.window_tokens,
         )
 
 
@@ -366,6 +418,12 @@ class RelayCudaImpl(AttentionImpl[RelayCudaMetadata]):
                 layer, attn_metadata.planner, attn_metadata.block_table, slice(decodes),
                 query, kv_cache, output, lse,
             )  # fmt: skip
+        for chunk in attn_metadata.prompt_chunks:
+            assert attn_metadata.prompt_block_table is not None
+            self._attend_planned(
+                layer, attn_metadata.planner, attn_metadata.prompt_block_table, chunk.tokens,
+                query, kv_cache, output, lse, chunk.plan,
+            )  # fmt: skip
         if attn_metadata.prompts is not None:
             rest = slice(decodes, attn_metadata.num_tokens)
             self.stock.forward(
@@ -388,8 +446,10 @@ class RelayCudaImpl(AttentionImpl[RelayCudaMetadata]):
         kv_cache: torch.Tensor,
         output: torch.Tensor,
         lse: torch.Tensor | None,
+        plan: PlanTensors | None = None,
     ) -> None:
-        """Of the tokens that a planner has planned for, with the block table it was given."""
+        """Of the tokens that a planner has planned for, with the block table it was given; or of
+        those of another plan."""
         if self.alibi_slopes is not None and self.alibi_slopes.device != query.device:
             self.alibi_slopes = self.alibi_slopes.to(query.device)
         planner.attend(
@@ -397,6 +457,7 @@ class RelayCudaImpl(AttentionImpl[RelayCudaMetadata]):
             self._typed(kv_cache),
             block_table,
             output[tokens],
+            plan=plan,
             lse=None if lse is None else lse[tokens],
             scale=self.scale,
             sliding_window=self.sliding_window,
@@ -442,30 +503,3 @@ def _window_of_all(vllm_config: VllmConfig, layer_names: list[str]) -> int:
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
     windows = [getattr(layer.impl, "sliding_window", None) or 0 for layer in layers.values()]
     return max(windows) if windows and all(windows) else 0
-
-
-def _behind(
-    common: CommonAttentionMetadata, num_decodes: int, num_decode_tokens: int
-) -> CommonAttentionMetadata:
-    """The requests behind the first `num_decodes` as a batch of their own."""
-    rows = slice(num_decodes, None)
-
-    def sliced(name: str, part: slice) -> dict[str, Any]:
-        value = getattr(common, name, None)
-        return {} if value is None else {name: value[part]}
-
-    return common.replace(
-        query_start_loc=common.query_start_loc[rows] - num_decode_tokens,
-        query_start_loc_cpu=common.query_start_loc_cpu[rows] - num_decode_tokens,
-        seq_lens=common.seq_lens[rows],
-        num_reqs=common.num_reqs - num_decodes,
-        num_actual_tokens=common.num_actual_tokens - num_decode_tokens,
-        block_table_tensor=common.block_table_tensor[rows],
-        slot_mapping=common.slot_mapping[num_decode_tokens:],
-        _num_computed_tokens_cache=None,
-        _token_to_req_indices_cache=None,
-        **sliced("seq_lens_cpu_upper_bound", rows),
-        **sliced("is_prefilling", rows),
-        **sliced("req_idx", rows),
-        **sliced("positions", slice(num_decode_tokens, None)),
-    )

@@ -15,15 +15,22 @@ import triton
 import triton.language as tl
 
 from vllm_relay.attention_backends import gpu_plan
+from vllm_relay.attention_backends.triton_hidden import hide, load_hidden, without_hidden
+from vllm_relay.attention_backends.triton_items import (
+    TILE_STATES,
+    first_tile_of,
+    load_blocks,
+    load_first_blocks,
+    load_item,
+    load_rows,
+)
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 EMPTY: tl.constexpr = tl.constexpr(-1.0e30)
 """Reference of the state of no tokens."""
 
-ITEM_FIELDS: tl.constexpr = tl.constexpr(gpu_plan.ITEM_FIELDS)
 STATE: tl.constexpr = tl.constexpr(gpu_plan.MODE_STATE)
-TILE_STATES: tl.constexpr = tl.constexpr(gpu_plan.MODE_TILE_STATES)
 DIRECT: tl.constexpr = tl.constexpr(gpu_plan.MODE_DIRECT)
 NUM_LARGE: tl.constexpr = tl.constexpr(gpu_plan.NUM_LARGE_ITEMS)
 NUM_SMALL: tl.constexpr = tl.constexpr(gpu_plan.NUM_SMALL_ITEMS)
@@ -70,16 +77,6 @@ def finish(total, reference, output, sink, v_scale, HAS_SINKS: tl.constexpr):
 
 
 @triton.jit
-def _load_blocks(
-    table_ptr, tile_begin, first_token, end_token, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
-):
-    """The KV block of each token of the tile that begins at `tile_begin`."""
-    token = tile_begin + tl.arange(0, TILE)
-    is_read = (token >= first_token) & (token < end_token)
-    return tl.load(table_ptr + token // BLOCK_SIZE, mask=is_read, other=0)
-
-
-@triton.jit
 def _tile_state(
     query,
     kv_ptr,
@@ -90,6 +87,8 @@ def _tile_state(
     all_see_from,
     all_see_until,
     visible,
+    some_hide,
+    hidden,
     slope,
     scale,
     soft_cap,
@@ -103,6 +102,7 @@ def _tile_state(
     HAS_SOFT_CAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HIDES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """State of the tile of tokens that begins at `tile_begin`, and what its sums are still to be
@@ -112,6 +112,8 @@ def _tile_state(
     token = tile_begin + tl.arange(0, TILE)
     dim = tl.arange(0, PADDED_HEAD)
     is_read = (token >= first_token) & (token < end_token)
+    if HIDES:
+        is_read = is_read & (blocks >= 0)
     offset = blocks.to(tl.int64) * kv_stride_block + (token % BLOCK_SIZE) * kv_stride_token
     pointers = kv_ptr + offset[:, None] + dim[None, :]
     mask = is_read[:, None]
@@ -136,6 +138,8 @@ def _tile_state(
         if HAS_WINDOW:
             sees = sees & (token[None, :] >= (visible - window)[:, None])
         product = tl.where(sees, product, -float("inf"))
+    if some_hide:
+        product = hide(product, hidden, TILE)
 
     largest = tl.max(product, 1)
     sees_any = largest > -float("inf")
@@ -153,82 +157,19 @@ def _tile_state(
 
 
 @triton.jit
-def _load_item(items_ptr, work, num_work, NUM_KV_HEADS: tl.constexpr):
-    """The fields of the item of a piece of work, zeros behind the last one."""
-    item_ptr = items_ptr + work // NUM_KV_HEADS * ITEM_FIELDS
-    exists = work < num_work
-    table_row = tl.load(item_ptr, mask=exists, other=0)
-    members_first = tl.load(item_ptr + 1, mask=exists, other=0)
-    row_first = tl.load(item_ptr + 2, mask=exists, other=0)
-    num_rows = tl.load(item_ptr + 3, mask=exists, other=0)
-    begin = tl.load(item_ptr + 4, mask=exists, other=0)
-    end = tl.load(item_ptr + 5, mask=exists, other=0)
-    first_slot = tl.load(item_ptr + 6, mask=exists, other=0)
-    slots_per_entry = tl.load(item_ptr + 7, mask=exists, other=0)
-    mode = tl.load(item_ptr + 8, mask=exists, other=0)
-    return (
-        table_row, members_first, row_first, num_rows, begin, end, first_slot, slots_per_entry,
-        mode,
-    )  # fmt: skip
-
-
-@triton.jit
-def _load_rows(members_ptr, visible_ptr, item, ROWS: tl.constexpr, GROUP: tl.constexpr):
-    """The query token of each row, and how many KV tokens it sees."""
-    row = item[2] + tl.arange(0, ROWS)
-    is_row = row < item[3]
-    token = tl.load(members_ptr + item[1] + row // GROUP, mask=is_row, other=0)
-    return token, tl.load(visible_ptr + token, mask=is_row, other=0)
-
-
-@triton.jit
-def _first_tile(
-    item, visible, window, ROWS: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr
-):
-    """Begin and end of the tokens that some row of an item sees, and where its first tile begins:
-    states of tiles are written for all tiles of the item."""
-    _, _, row_first, num_rows, begin, end, _, _, mode = item
-    first_token = begin
-    if HAS_WINDOW:
-        is_row = row_first + tl.arange(0, ROWS) < num_rows
-        seen_from = tl.min(tl.where(is_row, visible - window, 2147483647), 0)
-        first_token = tl.maximum(begin, seen_from)
-    end_token = tl.minimum(end, tl.max(visible, 0))
-    # where nobody sees anything of it, the last tile, which is then not read
-    first_tile = tl.minimum(first_token, tl.maximum(begin, end - 1)) // TILE * TILE
-    first_tile = tl.where(mode == TILE_STATES, begin, first_tile)
-    return first_token, end_token, first_tile
-
-
-@triton.jit
-def _load_first_blocks(
-    table_ptr,
-    item,
-    visible,
-    window,
-    table_stride,
-    ROWS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-):
-    """The KV blocks of an item's first tile."""
-    first_token, end_token, first_tile = _first_tile(item, visible, window, ROWS, TILE, HAS_WINDOW)
-    table_ptr += item[0].to(tl.int64) * table_stride
-    return _load_blocks(table_ptr, first_tile, first_token, end_token, BLOCK_SIZE, TILE)
-
-
-@triton.jit
 def _attend_item(
     item,
     token,
     visible,
+    bits_row,
     blocks,
+    hidden,
     head,
     query_ptr,
     kv_ptr,
     v_scale_ptr,
     table_ptr,
+    bits_ptr,
     slopes_ptr,
     sinks_ptr,
     total_ptr,
@@ -245,6 +186,7 @@ def _attend_item(
     kv_stride_head,
     kv_stride_token,
     table_stride,
+    bits_stride,
     out_stride_token,
     out_stride_head,
     ROWS: tl.constexpr,
@@ -260,6 +202,7 @@ def _attend_item(
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    HIDES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     table_row, _, row_first, num_rows, begin, item_end, first_slot, slots_per_entry, mode = item
@@ -282,7 +225,9 @@ def _attend_item(
     if HAS_ALIBI:
         slope = tl.load(slopes_ptr + query_head, mask=is_row, other=0.0)
 
-    first_token, end_token, first_tile = _first_tile(item, visible, window, ROWS, TILE, HAS_WINDOW)
+    first_token, end_token, first_tile = first_tile_of(
+        item, visible, window, ROWS, TILE, HAS_WINDOW
+    )
     end_tile = tl.maximum(end_token, first_tile + 1)  # one tile at least, to write its state
     if mode == TILE_STATES:
         end_tile = item_end
@@ -290,6 +235,9 @@ def _attend_item(
     all_see_from = 0
     if HAS_WINDOW:
         all_see_from = tl.max(visible, 0) - window
+    some_hide = HIDES
+    if HIDES:
+        some_hide = tl.max(bits_row, 0) >= 0
     kv_ptr += head.to(tl.int64) * kv_stride_head
     table_ptr += table_row.to(tl.int64) * table_stride
     # int64: states of a large batch exceed 2^31 floats
@@ -302,13 +250,18 @@ def _attend_item(
     for tile_begin in range(first_tile, end_tile, TILE):
         next_tile = tile_begin + TILE
         # one tile ahead: Triton does not pipeline a load whose address waits for another load
-        next_blocks = _load_blocks(table_ptr, next_tile, first_token, end_token, BLOCK_SIZE, TILE)
+        next_blocks = load_blocks(table_ptr, next_tile, first_token, end_token, BLOCK_SIZE, TILE)
+        next_hidden = hidden
+        if HIDES:
+            next_hidden = load_hidden(bits_ptr, bits_row, next_tile, end_token, bits_stride, TILE)
+            next_blocks = without_hidden(next_blocks, next_hidden, TILE)
         tile_total, tile_reference, tile_output, tile_fraction = _tile_state(
             query, kv_ptr, blocks, tile_begin, first_token, end_token, all_see_from, all_see_until,
-            visible, slope, scale, soft_cap, window, kv_stride_block, kv_stride_token, HEAD_SIZE,
-            PADDED_HEAD, BLOCK_SIZE, TILE, HAS_SOFT_CAP, HAS_ALIBI, HAS_WINDOW, PRECISION,
+            visible, some_hide, hidden, slope, scale, soft_cap, window, kv_stride_block,
+            kv_stride_token, HEAD_SIZE, PADDED_HEAD, BLOCK_SIZE, TILE, HAS_SOFT_CAP, HAS_ALIBI,
+            HAS_WINDOW, HIDES, PRECISION,
         )  # fmt: skip
-        blocks = next_blocks
+        blocks, hidden = next_blocks, next_hidden
         total, reference, output = fold(
             total, reference, output, tile_total, tile_reference, tile_output, tile_fraction
         )
@@ -364,6 +317,8 @@ def _attend_items(
     table_ptr,
     members_ptr,
     visible_ptr,
+    bits_ptr,
+    bits_row_ptr,
     slopes_ptr,
     sinks_ptr,
     total_ptr,
@@ -380,6 +335,7 @@ def _attend_items(
     kv_stride_head,
     kv_stride_token,
     table_stride,
+    bits_stride,
     out_stride_token,
     out_stride_head,
     ROWS: tl.constexpr,
@@ -395,6 +351,7 @@ def _attend_items(
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    HIDES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Every item of one list whose turn it is. What an item needs first is loaded while the items
@@ -402,35 +359,41 @@ def _attend_items(
     num_kv_heads: tl.constexpr = NUM_HEADS // GROUP
     num_programs = tl.num_programs(0)
     work = first_work
-    item = _load_item(items_ptr, work, num_work, num_kv_heads)
-    token, visible = _load_rows(members_ptr, visible_ptr, item, ROWS, GROUP)
-    blocks = _load_first_blocks(
-        table_ptr, item, visible, window, table_stride, ROWS, BLOCK_SIZE, TILE, HAS_WINDOW
+    item = load_item(items_ptr, work, num_work, num_kv_heads)
+    token, visible, bits_row = load_rows(
+        members_ptr, visible_ptr, bits_row_ptr, item, ROWS, GROUP, HIDES
     )
-    next_item = _load_item(items_ptr, work + num_programs, num_work, num_kv_heads)
+    blocks, hidden = load_first_blocks(
+        table_ptr, item, visible, bits_ptr, bits_row, window, table_stride, bits_stride, ROWS,
+        BLOCK_SIZE, TILE, HAS_WINDOW, HIDES,
+    )  # fmt: skip
+    next_item = load_item(items_ptr, work + num_programs, num_work, num_kv_heads)
     while work < num_work:
-        next_token, next_visible = _load_rows(members_ptr, visible_ptr, next_item, ROWS, GROUP)
-        next_blocks = _load_first_blocks(
-            table_ptr, next_item, next_visible, window, table_stride, ROWS, BLOCK_SIZE, TILE,
-            HAS_WINDOW,
+        next_token, next_visible, next_bits_row = load_rows(
+            members_ptr, visible_ptr, bits_row_ptr, next_item, ROWS, GROUP, HIDES
+        )
+        next_blocks, next_hidden = load_first_blocks(
+            table_ptr, next_item, next_visible, bits_ptr, next_bits_row, window, table_stride,
+            bits_stride, ROWS, BLOCK_SIZE, TILE, HAS_WINDOW, HIDES,
         )  # fmt: skip
-        last_item = _load_item(items_ptr, work + 2 * num_programs, num_work, num_kv_heads)
+        last_item = load_item(items_ptr, work + 2 * num_programs, num_work, num_kv_heads)
         _attend_item(
-            item, token, visible, blocks, work % num_kv_heads, query_ptr, kv_ptr, v_scale_ptr,
-            table_ptr, slopes_ptr, sinks_ptr, total_ptr, reference_ptr, state_ptr, out_ptr, lse_ptr,
-            scale, soft_cap, window, query_stride_token, query_stride_head, kv_stride_block,
-            kv_stride_head, kv_stride_token, table_stride, out_stride_token, out_stride_head, ROWS,
-            NUM_HEADS, GROUP, HEAD_SIZE, PADDED_HEAD, BLOCK_SIZE, TILE, SEGMENT, HAS_SOFT_CAP,
-            HAS_ALIBI, HAS_WINDOW, HAS_SINKS, HAS_LSE, PRECISION,
+            item, token, visible, bits_row, blocks, hidden, work % num_kv_heads, query_ptr, kv_ptr,
+            v_scale_ptr, table_ptr, bits_ptr, slopes_ptr, sinks_ptr, total_ptr, reference_ptr,
+            state_ptr, out_ptr, lse_ptr, scale, soft_cap, window, query_stride_token,
+            query_stride_head, kv_stride_block, kv_stride_head, kv_stride_token, table_stride,
+            bits_stride, out_stride_token, out_stride_head, ROWS, NUM_HEADS, GROUP, HEAD_SIZE,
+            PADDED_HEAD, BLOCK_SIZE, TILE, SEGMENT, HAS_SOFT_CAP, HAS_ALIBI, HAS_WINDOW, HAS_SINKS,
+            HAS_LSE, HIDES, PRECISION,
         )  # fmt: skip
-        token, visible, blocks = next_token, next_visible, next_blocks
-        item = next_item
+        token, visible, bits_row = next_token, next_visible, next_bits_row
+        blocks, hidden, item = next_blocks, next_hidden, next_item
         next_item = last_item
         work += num_programs
     return work
 
 
-@triton.jit(do_not_specialize=["soft_cap", "window", "scale"])
+@triton.jit(do_not_specialize=["soft_cap", "window", "scale", "bits_stride"])
 def attention_kernel(
     counts_ptr,
     large_items_ptr,
@@ -442,6 +405,8 @@ def attention_kernel(
     table_ptr,
     members_ptr,
     visible_ptr,
+    bits_ptr,
+    bits_row_ptr,
     slopes_ptr,
     sinks_ptr,
     total_ptr,
@@ -458,6 +423,7 @@ def attention_kernel(
     kv_stride_head,
     kv_stride_token,
     table_stride,
+    bits_stride,
     out_stride_token,
     out_stride_head,
     LARGE_ROWS: tl.constexpr,
@@ -474,6 +440,7 @@ def attention_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    HIDES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Every program takes items in turn, the large ones first. The number of programs does not
@@ -484,17 +451,19 @@ def attention_kernel(
     scale *= tl.load(k_scale_ptr)
     work = _attend_items(
         large_items_ptr, tl.program_id(0), num_large, query_ptr, kv_ptr, v_scale_ptr, table_ptr,
-        members_ptr, visible_ptr, slopes_ptr, sinks_ptr, total_ptr, reference_ptr, state_ptr,
-        out_ptr, lse_ptr, scale, soft_cap, window, query_stride_token, query_stride_head,
-        kv_stride_block, kv_stride_head, kv_stride_token, table_stride, out_stride_token,
-        out_stride_head, LARGE_ROWS, NUM_HEADS, GROUP, HEAD_SIZE, PADDED_HEAD, BLOCK_SIZE, TILE,
-        SEGMENT, HAS_SOFT_CAP, HAS_ALIBI, HAS_WINDOW, HAS_SINKS, HAS_LSE, PRECISION,
+        members_ptr, visible_ptr, bits_ptr, bits_row_ptr, slopes_ptr, sinks_ptr, total_ptr,
+        reference_ptr, state_ptr, out_ptr, lse_ptr, scale, soft_cap, window, query_stride_token,
+        query_stride_head, kv_stride_block, kv_stride_head, kv_stride_token, table_stride,
+        bits_stride, out_stride_token, out_stride_head, LARGE_ROWS, NUM_HEADS, GROUP, HEAD_SIZE,
+        PADDED_HEAD, BLOCK_SIZE, TILE, SEGMENT, HAS_SOFT_CAP, HAS_ALIBI, HAS_WINDOW, HAS_SINKS,
+        HAS_LSE, HIDES, PRECISION,
     )  # fmt: skip
     _attend_items(
         small_items_ptr, work - num_large, num_small, query_ptr, kv_ptr, v_scale_ptr, table_ptr,
-        members_ptr, visible_ptr, slopes_ptr, sinks_ptr, total_ptr, reference_ptr, state_ptr,
-        out_ptr, lse_ptr, scale, soft_cap, window, query_stride_token, query_stride_head,
-        kv_stride_block, kv_stride_head, kv_stride_token, table_stride, out_stride_token,
-        out_stride_head, SMALL_ROWS, NUM_HEADS, GROUP, HEAD_SIZE, PADDED_HEAD, BLOCK_SIZE, TILE,
-        SEGMENT, HAS_SOFT_CAP, HAS_ALIBI, HAS_WINDOW, HAS_SINKS, HAS_LSE, PRECISION,
+        members_ptr, visible_ptr, bits_ptr, bits_row_ptr, slopes_ptr, sinks_ptr, total_ptr,
+        reference_ptr, state_ptr, out_ptr, lse_ptr, scale, soft_cap, window, query_stride_token,
+        query_stride_head, kv_stride_block, kv_stride_head, kv_stride_token, table_stride,
+        bits_stride, out_stride_token, out_stride_head, SMALL_ROWS, NUM_HEADS, GROUP, HEAD_SIZE,
+        PADDED_HEAD, BLOCK_SIZE, TILE, SEGMENT, HAS_SOFT_CAP, HAS_ALIBI, HAS_WINDOW, HAS_SINKS,
+        HAS_LSE, HIDES, PRECISION,
     )  # fmt: skip

@@ -12,6 +12,8 @@ from pathlib import Path
 
 PROMPTS_PER_SCHEMA = 5
 REPAIR_TOKENS = 6
+MAX_TOKENS = 3
+NUM_PLAIN_PROMPTS = 4
 
 
 def main(model: str, mode: str, num_schemas: str, output: str) -> None:
@@ -22,7 +24,7 @@ def main(model: str, mode: str, num_schemas: str, output: str) -> None:
 
     from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS
     from tests.prefix_cache.modules.random_prompts import SchemaMaker, random_prompt
-    from tests.prefix_cache.modules.reference import Meaning, logits
+    from tests.prefix_cache.modules.reference import Meaning, PlainMeaning, Token, logits
     from vllm_relay.prefix_cache.modules.plan import EXTRA_ARG
     from vllm_relay.prefix_cache.modules.pml import parse_prompt
     from vllm_relay.prefix_cache.modules.schema_store import SchemaStore
@@ -55,6 +57,10 @@ def main(model: str, mode: str, num_schemas: str, output: str) -> None:
                     repair_tokens,
                 )  # fmt: skip
             )
+    plain = [
+        rng.integers(3, len(tokenizer), int(rng.integers(10, 90))).tolist()
+        for _ in range(NUM_PLAIN_PROMPTS)
+    ]
     llm = LLM(
         model,
         additional_config={"relay": {"scheduler": True}},
@@ -63,27 +69,37 @@ def main(model: str, mode: str, num_schemas: str, output: str) -> None:
         dtype="float32",
         enforce_eager=True,
         max_logprobs=-1,
-        max_num_batched_tokens=512,  # prompts are computed in chunks
+        max_num_batched_tokens=64,  # prompts are computed in chunks
+        max_num_seqs=16,
         num_gpu_blocks_override=256,
     )
     params = [
         SamplingParams(
-            max_tokens=1, temperature=0.0, logprobs=-1, detokenize=False,
-            extra_args={EXTRA_ARG: each.plan.to_argument()},
+            max_tokens=MAX_TOKENS, temperature=0.0, logprobs=-1, detokenize=False, ignore_eos=True,
+            extra_args=extra_args,
         )
-        for each in rendered
+        for extra_args in [
+            *({EXTRA_ARG: each.plan.to_argument()} for each in rendered), *([None] * len(plain))
+        ]
     ]  # fmt: skip
-    prompts = [{"prompt_token_ids": each.token_ids} for each in rendered]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    prompts = [{"prompt_token_ids": ids} for ids in [*(r.token_ids for r in rendered), *plain]]
+    order = rng.permutation(len(prompts))  # modular and plain ones beside each other
+    answers = llm.generate([prompts[i] for i in order], [params[i] for i in order], use_tqdm=False)
+    outputs = [answers[place] for place in np.argsort(order)]
+    meanings += [PlainMeaning.of(ids) for ids in plain]
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     reference.set_attn_implementation("eager")
     worst = 0.0
     for found, meaning in zip(outputs, meanings, strict=True):
-        expected = logits(reference, meaning).log_softmax(-1)
-        given = found.outputs[0].logprobs[0]
-        got = torch.tensor([given[token].logprob for token in range(len(expected))])
-        worst = max(worst, float((got - expected).abs().max()))
+        completion = found.outputs[0]
+        for given, chosen in zip(completion.logprobs, completion.token_ids, strict=True):
+            expected = logits(reference, meaning).log_softmax(-1)
+            got = torch.tensor([given[token].logprob for token in range(len(expected))])
+            worst = max(worst, float((got - expected).abs().max()))
+            meaning.tokens.append(Token(chosen, meaning.tokens[-1].position + 1, None))
+    outputs = outputs[: len(rendered)]
     seen = {
+        "runner_is_v2": llm.llm_engine.vllm_config.use_v2_model_runner,
         "prompts": len(outputs),
         "worst": worst,
         "cached": [found.num_cached_tokens for found in outputs],

@@ -220,7 +220,21 @@ class Meaning:
         return False
 
 
-def logits(model: Any, meaning: Meaning) -> torch.Tensor:
+@dataclass
+class PlainMeaning:
+    """Of a prompt without modules."""
+
+    tokens: list[Token]
+
+    @classmethod
+    def of(cls, token_ids: list[int]) -> PlainMeaning:
+        return cls([Token(token, place, None) for place, token in enumerate(token_ids)])
+
+    def sees(self, one: Token, other: Token) -> bool:
+        return True
+
+
+def logits(model: Any, meaning: Meaning | PlainMeaning) -> torch.Tensor:
     """Float32 [vocabulary], of what follows the prompt."""
     tokens = meaning.tokens
     count = len(tokens)

@@ -112,14 +112,12 @@ def unsupported_reason(vllm_config: VllmConfig) -> str | None:
 
     if not relay_is_selected(vllm_config) or sparse_is_selected(vllm_config):
         return "only the RELAY backend masks their padding: use --attention-backend relay"
-    if not current_platform.is_cpu():
-        return "the kernels for GPUs cannot mask their padding yet; serve them on a CPU"
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
+        return "their padding is masked on CPUs and NVIDIA GPUs only"
     if not scheduler_is_selected(vllm_config):
         return "only RelayScheduler waits for them: add additional_config.relay.scheduler=true"
     if not vllm_config.cache_config.enable_prefix_caching:
         return "they live in the prefix cache: leave --no-enable-prefix-caching out"
-    if vllm_config.use_v2_model_runner:
-        return "model runner V2 gives tokens no positions of their own: VLLM_USE_V2_MODEL_RUNNER=0"
     if vllm_config.speculative_config is not None:
         return "drafts of speculative decoding know nothing of their positions"
     if vllm_config.kv_transfer_config is not None:

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The RELAY backend for CUDA with prompts by the reference, where they hide nothing."""
+
+from __future__ import annotations
+
+from tests.attention_backends.stock_cuda import StockBuilder, StockImpl
+from vllm_relay.attention_backends.relay_cuda import (
+    RelayCudaBackend,
+    RelayCudaImpl,
+    RelayCudaMetadataBuilder,
+)
+
+
+class StockedBuilder(RelayCudaMetadataBuilder):
+    stock_builder_cls = StockBuilder
+
+
+class StockedImpl(RelayCudaImpl):
+    stock_impl_cls = StockImpl
+
+
+class StockedBackend(RelayCudaBackend):
+    @staticmethod
+    def get_impl_cls() -> type[StockedImpl]:
+        return StockedImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[StockedBuilder]:
+        return StockedBuilder

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of prompts that hide tokens, made on the host: nothing is shared, and no graph captures
+them. Prompts are cut into chunks whose states fit into the workspace that decodes have anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_relay.attention_backends.cuda import PlanTensors
+from vllm_relay.attention_backends.forest import Forest
+from vllm_relay.attention_backends.gpu_config import KernelConfig
+from vllm_relay.attention_backends.gpu_hidden import HiddenRun, bits_and_rows
+from vllm_relay.attention_backends.gpu_plan import plan_forest
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """Query tokens of a step that are computed by one launch."""
+
+    tokens: slice
+    plan: PlanTensors
+    """Its items name rows of the step's whole block table."""
+
+
+def plan_prompts(
+    query_start_loc: np.ndarray,
+    seq_lens: np.ndarray,
+    runs: Sequence[HiddenRun],
+    *,
+    first_request: int,
+    config: KernelConfig,
+    group_size: int,
+    max_slots: int,
+    device: torch.device,
+    window_tokens: int = 0,
+) -> list[PromptChunk]:
+    """Every query token from a request of a step on.
+
+    Args:
+        query_start_loc: int32 [requests + 1], of the whole step.
+        seq_lens: int32 [requests], query tokens included.
+        runs: what query tokens of the step hide.
+        first_request: those before it are left out.
+        group_size: query heads per kv head.
+        max_slots: of the workspace, enough for one query token at least.
+        window_tokens: that every layer sees at most, 0 for all.
+    """
+    chunks = []
+    for first, starts, lens in _cut(query_start_loc, seq_lens, first_request, config, max_slots):
+        begin, end = int(starts[0]), int(starts[-1])
+        plan = plan_forest(
+            Forest.none(len(lens)),
+            starts - begin,
+            lens,
+            config=config,
+            group_size=group_size,
+            folds=True,
+            window_tokens=window_tokens,
+        )
+        for items in (plan.large_items, plan.small_items):
+            items[:, 0] += first
+        own = [
+            (max(run_begin, begin) - begin, min(run_end, end) - begin, ranges)
+            for run_begin, run_end, ranges in runs
+            if run_begin < end and run_end > begin
+        ]
+        hidden = bits_and_rows(own, end - begin, int(lens.max()))
+        chunks.append(PromptChunk(slice(begin, end), PlanTensors.upload(plan, device, hidden)))
+    return chunks
+
+
+def _cut(
+    query_start_loc: np.ndarray,
+    seq_lens: np.ndarray,
+    first_request: int,
+    config: KernelConfig,
+    max_slots: int,
+) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Chunks: first request, query_start_loc and seq_lens of those in it."""
+    starts: list[int] = [int(query_start_loc[first_request])]
+    lens: list[int] = []
+    first, free_slots = first_request, max_slots
+    for request in range(first_request, len(seq_lens)):
+        query_end, seq_len = int(query_start_loc[request + 1]), int(seq_lens[request])
+        # folded sections, what is left of the last one, and of its last segment
+        slots = seq_len // config.section_tokens + 2
+        while True:
+            count = min(query_end - starts[-1], free_slots // slots)
+            starts.append(starts[-1] + count)
+            lens.append(seq_len - (query_end - starts[-1]))
+            free_slots -= count * slots
+            if starts[-1] == query_end:
+                break
+            yield first, np.array(starts, np.int32), np.array(lens, np.int32)
+            starts, lens, first, free_slots = [starts[-1]], [], request, max_slots
+    if starts[-1] > starts[0]:
+        yield first, np.array(starts, np.int32), np.array(lens, np.int32)
