@@ -137,21 +137,21 @@ def tell_tokens_without_padding() -> None:
             cls: type, tokenizer: Any, request: Any, *args: Any, **kwargs: Any
         ) -> Any:
             state = original(cls, tokenizer, request, *args, **kwargs)
-            state.relay_padding_tokens = 0
+            state.relay_hidden_tokens = 0
             plan = plan_of(request.sampling_params)
             if plan is not None:
                 state.prompt_token_ids = plan.seen_tokens(request.prompt_token_ids)
                 state.prompt_len = len(state.prompt_token_ids)
-                state.relay_padding_tokens = len(request.prompt_token_ids) - state.prompt_len
+                state.relay_hidden_tokens = len(request.prompt_token_ids) - state.prompt_len
             return state
 
         return from_new_request
 
     def make_output(original: Callable[..., Any]) -> Callable[..., Any]:
         def make_request_output(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if getattr(self, "relay_padding_tokens", 0) and self.num_cached_tokens:
-                self.num_cached_tokens -= self.relay_padding_tokens
-                self.relay_padding_tokens = 0
+            if getattr(self, "relay_hidden_tokens", 0) and self.num_cached_tokens:
+                self.num_cached_tokens -= self.relay_hidden_tokens
+                self.relay_hidden_tokens = 0
             return original(self, *args, **kwargs)
 
         return make_request_output

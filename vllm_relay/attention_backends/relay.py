@@ -144,9 +144,7 @@ class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
             return self._plan(num_tokens, block_table, query_start_loc, seq_lens)
         if rows.requests is not None:
             block_table = block_table[torch.from_numpy(rows.requests)]
-        return self._plan_visible(
-            num_tokens, block_table, rows.query_start_loc, rows.seq_lens, rows.hidden
-        )
+        return self._plan(num_tokens, block_table, rows.query_start_loc, rows.seq_lens, rows.hidden)
 
     def _plan(
         self,
@@ -154,16 +152,7 @@ class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
         block_table: torch.Tensor,
         query_start_loc: np.ndarray,
         seq_lens: np.ndarray,
-    ) -> RelayMetadata:
-        return self._plan_visible(num_tokens, block_table, query_start_loc, seq_lens, None)
-
-    def _plan_visible(
-        self,
-        num_tokens: int,
-        block_table: torch.Tensor,
-        query_start_loc: np.ndarray,
-        seq_lens: np.ndarray,
-        hidden: HiddenTokens | None,
+        hidden: HiddenTokens | None = None,
     ) -> RelayMetadata:
         plan = plan_step(
             block_table.numpy(),

@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import AttentionLayer
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_relay.attention_backends import cpu
+from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 from vllm_relay.attention_backends.plan import plan_step
 from vllm_relay.attention_backends.reference import unpack_kv_cache
 from vllm_relay.attention_backends.relay import (
@@ -89,7 +90,9 @@ class RelaySparseMetadataBuilder(RelayMetadataBuilder):
         block_table: torch.Tensor,
         query_start_loc: np.ndarray,
         seq_lens: np.ndarray,
+        hidden: HiddenTokens | None = None,
     ) -> RelayMetadata:
+        assert hidden is None, "requests with modules have been refused"
         rows = mirrored_rows(self.policy, block_table.numpy(), query_start_loc, seq_lens)
         if any(row.residency.num_host_tokens for row in rows.values()):
             block_table, seq_lens = block_table.clone(), seq_lens.copy()

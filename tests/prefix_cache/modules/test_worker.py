@@ -12,7 +12,7 @@ import torch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from vllm_relay import compat_modules
-from vllm_relay.prefix_cache.modules import requests
+from vllm_relay.prefix_cache.modules import start_checks
 from vllm_relay.prefix_cache.modules.plan import ModulePlan, Segment, TailRun
 from vllm_relay.prefix_cache.modules.worker import ModularRequest, ModuleWorker
 
@@ -130,5 +130,5 @@ def test_devices(monkeypatch: pytest.MonkeyPatch, device: str, refusal: str | No
             get_sliding_window=lambda: None,
         ),
     )
-    reason = requests.unsupported_reason(config)
+    reason = start_checks.unsupported_reason(config)
     assert (reason is None) if refusal is None else refusal in str(reason)

@@ -20,8 +20,8 @@ from vllm_relay.prefix_cache.modules.online import (
 )
 from vllm_relay.prefix_cache.modules.pml import parse_schema
 from vllm_relay.prefix_cache.modules.request_bodies import ModularBodies
-from vllm_relay.prefix_cache.modules.requests import unsupported_reason
 from vllm_relay.prefix_cache.modules.schema_store import SchemaStore
+from vllm_relay.prefix_cache.modules.start_checks import unsupported_reason
 
 if TYPE_CHECKING:
     from argparse import Namespace

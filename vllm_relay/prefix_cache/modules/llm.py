@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_relay.config import RelayConfig
 from vllm_relay.prefix_cache.modules.render import REPAIR_TOKENS, Mode, RenderedPrompt
-from vllm_relay.prefix_cache.modules.requests import unsupported_reason, with_plan
+from vllm_relay.prefix_cache.modules.requests import with_plan
 from vllm_relay.prefix_cache.modules.schema import Schema
 from vllm_relay.prefix_cache.modules.schema_store import SchemaStore
+from vllm_relay.prefix_cache.modules.start_checks import unsupported_reason
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams

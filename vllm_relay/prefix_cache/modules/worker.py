@@ -15,7 +15,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_relay import compat, compat_modules
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens, Ranges
 from vllm_relay.prefix_cache.modules.plan import ModulePlan, plan_of
-from vllm_relay.prefix_cache.modules.requests import unsupported_reason
+from vllm_relay.prefix_cache.modules.start_checks import unsupported_reason
 
 
 @dataclass
