@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_relay.compat import wrap
+from vllm_relay.compat_wrap import wrap
 
 
 def call_after_inputs(on_inputs: Callable[[Any, Any], None]) -> None:
