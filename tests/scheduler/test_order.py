@@ -192,7 +192,7 @@ def test_nothing_is_kept_of_a_leader_that_is_done() -> None:
 
 def test_very_deep_trees() -> None:
     order: PrefixOrder[int] = PrefixOrder(lambda _: False)
-    depth = 5000
+    depth = 2000
     hashes = [index.to_bytes(4, "big") for index in range(depth)]
     for position in range(depth):
         order.add(position, hashes[: position + 1], position)

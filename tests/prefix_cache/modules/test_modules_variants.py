@@ -44,7 +44,7 @@ def run(runner: str, backend: str, main: str, kind: str, folder: Path, *options:
     [
         pytest.param("v2", "cpu", "llama", "modular", marks=pytest.mark.soak),
         ("v2", "cpu", "qwen3", "repair"),
-        ("v1", "cuda", "llama", "repair"),
+        pytest.param("v1", "cuda", "llama", "repair", marks=pytest.mark.soak),
         ("v2", "cuda", "qwen3", "modular"),
     ],
 )
