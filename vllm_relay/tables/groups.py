@@ -66,7 +66,9 @@ def split(
     return Children(parents, distinct - parents * num_values, counts, of_rows)
 
 
-def neighbor_tokens(column: Column, parents: Int64, codes: Int64, num_groups: int) -> Int64:
+def neighbor_tokens(
+    column: Column, parents: Int64, codes: Int64, num_groups: int
+) -> npt.NDArray[np.float64]:
     """Tokens that children share with the one before them in the same parent, summed by parent.
 
     Args:
@@ -77,7 +79,7 @@ def neighbor_tokens(column: Column, parents: Int64, codes: Int64, num_groups: in
     """
     pairs = np.flatnonzero(parents[1:] == parents[:-1])
     shared = column.shared_lengths(codes[pairs], codes[pairs + 1])
-    return np.bincount(parents[pairs], weights=shared, minlength=num_groups)
+    return np.bincount(parents[pairs], shared, num_groups).astype(np.float64)
 
 
 def saved_tokens(

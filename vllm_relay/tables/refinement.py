@@ -171,13 +171,9 @@ def _place(
     children = split(groups, num_groups, column.codes[rows], column.num_values, True)
     used = here.used.copy()
     used[:, number] = True
-    left = lone_children(
-        column, number, rows, groups, num_groups, children, used, here.depth
-    )
+    left = lone_children(column, number, rows, groups, num_groups, children, used, here.depth)
     together = children.counts[children.of_rows] > 1
     if together.any():
         of_children, parents = children.of_rows[together], children.parents
-        left.append(
-            Nodes.of(rows[together], of_children, used[parents], here.depth[parents] + 1)
-        )
+        left.append(Nodes.of(rows[together], of_children, used[parents], here.depth[parents] + 1))
     return left

@@ -65,6 +65,18 @@ class TokenSequences:
         tokens = self.tokens[gather_indices(self.offsets[chosen], lengths)]
         return TokenSequences(tokens, _offsets(lengths))
 
+    def surrounded(self, before: Sequence[int], after: Sequence[int]) -> TokenSequences:
+        """Every sequence with the same tokens in front of it and behind it."""
+        ends = TokenSequences.from_lists([before, after])
+        pool = np.concatenate([self.tokens, ends.tokens])
+        begins = np.empty((len(self), 3), np.int64)
+        lengths = np.empty((len(self), 3), np.int64)
+        begins[:, 0], lengths[:, 0] = len(self.tokens), len(before)
+        begins[:, 1], lengths[:, 1] = self.offsets[:-1], self.lengths
+        begins[:, 2], lengths[:, 2] = len(self.tokens) + len(before), len(after)
+        tokens = pool[gather_indices(begins.ravel(), lengths.ravel())]
+        return TokenSequences(tokens, _offsets(lengths.sum(axis=1)))
+
     def sorted_indices(self) -> Int64:
         """Indices that sort the sequences lexicographically, int64 [sequences]."""
         keys = self.tokens.astype(_narrowest(self.tokens)).tobytes()
