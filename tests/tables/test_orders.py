@@ -16,8 +16,8 @@ from vllm_relay.tables.columns import cell_text, encode_columns, render_field, r
 from vllm_relay.tables.field_sets import FieldSets
 from vllm_relay.tables.fixed_order import field_scores, fixed_order
 from vllm_relay.tables.order import ORDERS
-from vllm_relay.tables.per_row_order import per_row_order
-from vllm_relay.tables.table_order import TableOrder, compose, kept_order
+from vllm_relay.tables.per_row_order import _choose_fields, per_row_order
+from vllm_relay.tables.table_order import TableOrder, compose, kept_order, sort_rows
 
 
 def shared(columns, order):
@@ -75,9 +75,6 @@ def test_per_row_is_never_below_fixed_on_a_thousand_tables():
 @pytest.mark.parametrize("seed", range(60))
 def test_field_by_field_the_sets_alone_are_never_below_fixed(seed):
     """Without the comparison at the end, which large tables do without."""
-    from vllm_relay.tables.per_row_order import _choose_fields
-    from vllm_relay.tables.table_order import sort_rows
-
     # no two fields begin alike: what is shared is shared field by field
     columns = encode_columns(random_table(seed), lambda name, text: f"{name[-1]}{text}")
     for width in (1, 16):

@@ -24,10 +24,10 @@ from vllm_relay.tables.refinement import FieldPositions, Nodes, lone_children, r
 from vllm_relay.tables.table_order import TableOrder, compose, sort_rows
 
 MAX_WIDTH = 16
-_WORK_ROWS = 300_000_000
-"""Rows that are split, summed over sets and columns. It takes about half a minute of one core."""
 _SPLIT_ROWS = 5_000
-"""What a split costs beside its rows, in rows."""
+"""What a split of groups by a column costs beside its rows, in rows."""
+_BASE_WORK_ROWS, _WORK_ROWS_PER_ROW = 100_000_000, 200
+"""Rows that may be split, summed over sets and columns. A core splits 10 to 25 million a second."""
 _MAX_COMPARED_TOKENS = 1 << 25
 
 
@@ -64,8 +64,9 @@ def per_row_order(columns: Sequence[Column], width: int | None = None) -> TableO
 
 
 def _affordable_width(num_rows: int, num_columns: int) -> int:
-    work_rows = num_columns * (num_columns + 1) / 2 * (num_rows + _SPLIT_ROWS)
-    return max(1, min(MAX_WIDTH, int(_WORK_ROWS / work_rows)))
+    splits = num_columns * (num_columns + 1) / 2
+    affordable = _BASE_WORK_ROWS + _WORK_ROWS_PER_ROW * num_rows
+    return max(1, min(MAX_WIDTH, int(affordable / (splits * (num_rows + _SPLIT_ROWS)))))
 
 
 def _total_tokens(columns: Sequence[Column]) -> int:
