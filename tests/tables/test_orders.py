@@ -13,7 +13,6 @@ from tests.tables.reference import (
     total_shared,
 )
 from vllm_relay.tables.columns import cell_text, encode_columns, render_field, render_value
-from vllm_relay.tables.field_sets import FieldSets
 from vllm_relay.tables.fixed_order import field_scores, fixed_order
 from vllm_relay.tables.order import ORDERS
 from vllm_relay.tables.per_row_order import _choose_fields, per_row_order
@@ -178,14 +177,6 @@ def test_a_wider_search_saves_no_less_on_this_table():
     columns = encode(random_table(5, max_rows=400))
     totals = [shared(columns, per_row_order(columns, width)) for width in (1, 4, 64)]
     assert totals == sorted(totals)
-
-
-def test_all_sets_are_followed_if_there_is_room():
-    columns = encode({f"{n}": list("aabb") for n in range(3)})
-    independent = np.zeros((3, 3), np.bool_)
-    sets = FieldSets(columns, independent, [0, 1, 2], width=64)
-    assert sorted(sets.sets) == list(range(7))
-    assert sorted(FieldSets(columns, independent, [2, 1, 0], width=0).sets) == [0, 4, 6]
 
 
 def test_refused():

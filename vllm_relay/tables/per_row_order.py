@@ -28,7 +28,7 @@ _SPLIT_ROWS = 5_000
 """What a split of groups by a column costs beside its rows, in rows."""
 _BASE_WORK_ROWS, _WORK_ROWS_PER_ROW = 100_000_000, 200
 """Rows that may be split, summed over sets and columns. A core splits 10 to 25 million a second."""
-_MAX_COMPARED_TOKENS = 1 << 25
+_MAX_COMPARED_TOKENS = 1 << 24
 
 
 def per_row_order(columns: Sequence[Column], width: int | None = None) -> TableOrder:
@@ -40,7 +40,7 @@ def per_row_order(columns: Sequence[Column], width: int | None = None) -> TableO
 
     Returns:
         An order that saves at least as many tokens with an unlimited cache as `fixed_order`. They
-        are counted in the prompts up to 33 million tokens, and field by field beyond.
+        are counted in the prompts up to 16 million tokens, and field by field beyond.
 
     Raises:
         ValueError: there is no column, columns have different numbers of rows, or the width is
