@@ -53,7 +53,7 @@ def per_row_order(columns: Sequence[Column], width: int | None = None) -> TableO
     chosen = [column.take(distinct.first_rows) for column in columns]
     if width is None:
         width = _affordable_width(len(distinct.first_rows), len(columns))
-    fields = _choose_fields(chosen, width)
+    fields = _choose_fields(chosen, ranked_fields(columns), width)
     order = sort_rows(columns, fields[distinct.number_of_row])
     if rows == 0 or _total_tokens(columns) > _MAX_COMPARED_TOKENS:
         return order
@@ -73,10 +73,18 @@ def _total_tokens(columns: Sequence[Column]) -> int:
     return sum(int(column.lengths[column.codes].sum()) for column in columns)
 
 
-def _choose_fields(columns: Sequence[Column], width: int) -> npt.NDArray[np.int16]:
-    """int16 [rows, columns]: the columns of each row in their order."""
+def _choose_fields(
+    columns: Sequence[Column], ranked: npt.NDArray[np.int16], width: int
+) -> npt.NDArray[np.int16]:
+    """
+    Args:
+        columns: of distinct rows.
+        ranked: an order of fields for all rows that must not save more.
+
+    Returns:
+        The columns of each row in their order, int16 [rows, columns].
+    """
     rows = len(columns[0].codes)
-    ranked = ranked_fields(columns)
     positions = FieldPositions(rows, ranked)
     if rows > 1 and len(columns) > 1:
         sets = FieldSets(columns, find_dependencies(columns), ranked.tolist(), width)
