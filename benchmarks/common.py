@@ -17,7 +17,7 @@ from benchmarks import machine
 
 Row = dict[str, Any]
 
-PATH_OPTIONS = ("--json", "--cache")
+PATH_OPTIONS = ("--json", "--cache", "--data")
 
 
 def argument_parser(description: str, *, rounds: int, threads: int = 1) -> argparse.ArgumentParser:

@@ -31,6 +31,7 @@ BENCHMARKS = (
     "bench_eviction",
     "bench_predictor",
     "bench_modules",
+    "bench_tables",
     "bench_index_build",
     "bench_key_index",
     "bench_model_heads",

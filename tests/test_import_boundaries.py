@@ -44,6 +44,7 @@ LOADED = (
         "vllm_relay.sparse.head_profile",
         "vllm_relay.sparse.planner",
         "vllm_relay.sparse.reference",
+        "vllm_relay.tables",
     ],
 )
 def test_import_loads_neither_torch_nor_vllm(module: str) -> None:

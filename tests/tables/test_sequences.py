@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.tables.reference import shared_beginning, total_shared
+from vllm_relay.tables.range_minimum import RangeMinimum
+from vllm_relay.tables.sequences import TokenSequences
+
+token_lists = st.lists(
+    st.lists(
+        st.one_of(st.integers(0, 2), st.sampled_from([255, 256, 65536, 2**32 - 1])), max_size=6
+    ),
+    max_size=12,
+)
+
+
+def listed(sequences):
+    return [sequences[index].tolist() for index in range(len(sequences))]
+
+
+@given(token_lists)
+def test_order_and_shared_beginnings(lists):
+    sequences = TokenSequences.from_lists(lists)
+    assert listed(sequences) == lists
+    order = sequences.sorted_indices().tolist()
+    assert [lists[index] for index in order] == sorted(lists)
+    shared = [shared_beginning(a, b) for a, b in zip(lists, lists[1:], strict=False)]
+    assert sequences.shared_with_previous().tolist() == ([0] + shared if lists else [])
+    assert sequences.total_shared() == total_shared(lists)
+
+
+@given(
+    token_lists, st.lists(st.integers(0, 5), max_size=3), st.lists(st.integers(0, 5), max_size=3)
+)
+def test_taken_and_surrounded(lists, before, after):
+    sequences = TokenSequences.from_lists(lists)
+    assert listed(sequences.take(range(len(lists))[::-1])) == lists[::-1]
+    whole = [before + each + after for each in lists]
+    assert listed(sequences.surrounded(before, after)) == whole
+
+
+@given(st.lists(st.text(max_size=5), max_size=8))
+def test_characters_are_tokens(texts):
+    assert listed(TokenSequences.from_texts(texts)) == [list(map(ord, text)) for text in texts]
+
+
+def test_tokens_that_are_none_are_refused():
+    with pytest.raises(ValueError, match="tokens from -1 to 3 given"):
+        TokenSequences.from_lists([[-1, 3]])
+    with pytest.raises(ValueError, match="ids of a vocabulary"):
+        TokenSequences.from_lists([[1 << 32]])
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 63, 700])
+def test_minima_of_ranges(size):
+    rng = random.Random(size)
+    values = [rng.randrange(1000) for _ in range(size)]
+    ranges = [sorted((rng.randrange(size), rng.randrange(size))) for _ in range(400)]
+    first, last = np.array(ranges).T
+    found = RangeMinimum(np.array(values, np.int16)).query(first, last)
+    assert found.tolist() == [min(values[a : b + 1]) for a, b in ranges]
