@@ -135,9 +135,12 @@ def kinds_of_requests(engine: Engine, prompt: str) -> dict[str, Any]:
     from vllm_relay.prefix_cache.modules.requests import with_plan
 
     rendered = engine.modular.schemas.render(prompt)
-    params = SamplingParams(n=3, max_tokens=6, temperature=1.0, top_k=1, ignore_eos=True)
-    [out] = engine.modular.generate(prompt, params, use_tqdm=False)
-    seen: dict[str, Any] = {"samples": [list(each.token_ids) for each in out.output.outputs]}
+    seen: dict[str, Any] = {}
+    # Triton's interpreter cannot run the kernel that V2 has for top_k
+    if not engine.llm.llm_engine.vllm_config.use_v2_model_runner:
+        params = SamplingParams(n=3, max_tokens=6, temperature=1.0, top_k=1, ignore_eos=True)
+        [out] = engine.modular.generate(prompt, params, use_tqdm=False)
+        seen["samples"] = [list(each.token_ids) for each in out.output.outputs]
     tokens = {"prompt_token_ids": rendered.token_ids}
     planned = with_plan(engine.greedy, rendered, 512)
     before = engine.counts()

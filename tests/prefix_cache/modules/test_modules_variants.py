@@ -43,7 +43,7 @@ def run(runner: str, backend: str, main: str, kind: str, folder: Path, *options:
     ("runner", "backend", "kind", "mode"),
     [
         pytest.param("v2", "cpu", "llama", "modular", marks=pytest.mark.soak),
-        ("v2", "cpu", "qwen3", "repair"),
+        pytest.param("v2", "cpu", "qwen3", "repair", marks=pytest.mark.soak),
         pytest.param("v1", "cuda", "llama", "repair", marks=pytest.mark.soak),
         ("v2", "cuda", "qwen3", "modular"),
     ],
