@@ -36,6 +36,11 @@ def prompts() -> list[list[int]]:
     return made
 
 
+def adapters(count: int) -> tuple[LoRARequest | None, ...]:
+    """None, and so many adapters."""
+    return (None, *(LoRARequest(f"a{i}", i, f"a{i}") for i in range(1, count + 1)))
+
+
 @dataclass(frozen=True)
 class Question:
     prompt: int
@@ -158,6 +163,12 @@ class Soak:
             self.act()
         while self.engine.has_unfinished_requests():
             self.step()
+
+    def run(self, actions: int) -> None:
+        """So many random things, until all is answered and nothing is left."""
+        left = iter(range(actions))
+        self.run_while(lambda: next(left, None) is not None)
+        self.check_nothing_is_left()
 
     def check_nothing_is_left(self) -> None:
         assert not self.outstanding

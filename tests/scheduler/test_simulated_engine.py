@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
 from tests.integration.tiny_models import save_model
 from tests.scheduler.simulated_engine import answer, start
-from tests.scheduler.soak import FIRST_SEED, SECONDS, Question, Soak, prompts
+from tests.scheduler.soak import FIRST_SEED, SECONDS, Question, Soak, adapters, prompts
 
 EVICTIONS = ("queue", "lru", "fifo", "gdsf")
 STOP_TOKEN_IDS = tuple(range(3, 23))
@@ -77,7 +76,6 @@ def run(case: Case, model_folder: str, actions: int) -> Seen:
         additional_config={"relay": relay},
     )
     texts = prompts()
-    adapters = (None, *(LoRARequest(f"a{i}", i, f"a{i}") for i in range(1, case.num_adapters + 1)))
 
     def check(question: Question, actual: list[int]) -> None:
         assert actual == answer(question, texts[question.prompt], STOP_TOKEN_IDS)
@@ -89,14 +87,12 @@ def run(case: Case, model_folder: str, actions: int) -> Seen:
             check,
             sampling={"stop_token_ids": list(STOP_TOKEN_IDS)},
             priorities=(0, 1, 2),
-            adapters=adapters,
+            adapters=adapters(case.num_adapters),
         )
         kind = "Async" if case.asynchronous else "Sync"
         assert type(soak.scheduler).__name__ == kind + "RelayScheduler"
         seen = Seen(soak.scheduler)
-        left = iter(range(actions))
-        soak.run_while(lambda: next(left, None) is not None)
-        soak.check_nothing_is_left()
+        soak.run(actions)
         return seen
     finally:
         engine.engine_core.shutdown()

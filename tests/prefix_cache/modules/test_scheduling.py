@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-from vllm.lora.request import LoRARequest
 
 from tests.integration.engine_main import tokens
 from tests.integration.tiny_models import VOCAB_SIZE, save_model
 from tests.prefix_cache.modules.random_prompts import SchemaMaker, random_prompt
 from tests.scheduler.simulated_engine import answer, start
-from tests.scheduler.soak import FIRST_SEED, SECONDS, Question, Soak
+from tests.scheduler.soak import FIRST_SEED, SECONDS, Question, Soak, adapters
 from vllm_relay.prefix_cache.modules.admission import ENCODING_PREFIX
 from vllm_relay.prefix_cache.modules.plan import ModulePlan, plan_of_request
 from vllm_relay.prefix_cache.modules.schema_store import SchemaStore
@@ -129,7 +128,6 @@ def run(case: Case, model: str, actions: int) -> Seen:
         },
     )
     prompts = ModularPrompts(case.seed)
-    adapters = (None, *(LoRARequest(f"a{i}", i, f"a{i}") for i in range(1, case.num_adapters + 1)))
 
     def check(question: Question, actual: list[int]) -> None:
         plan = prompts.plans.get(question.prompt)
@@ -143,15 +141,13 @@ def run(case: Case, model: str, actions: int) -> Seen:
             check,
             sampling={"stop_token_ids": list(STOP_TOKEN_IDS)},
             priorities=(0, 1, 2),
-            adapters=adapters,
+            adapters=adapters(case.num_adapters),
             prompts=prompts.token_ids,
             plans=prompts.plans,
         )
         scheduler = soak.scheduler
         seen = Seen(scheduler)
-        left = iter(range(actions))
-        soak.run_while(lambda: next(left, None) is not None)
-        soak.check_nothing_is_left()
+        soak.run(actions)
         assert scheduler.modules.num_records() == 0
         return seen
     finally:

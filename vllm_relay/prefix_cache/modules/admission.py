@@ -37,8 +37,8 @@ class ModuleAdmission:
         self._keys: dict[str, bytes] = {}  # by id of the encoding
         self._first: set[bytes] = set()  # keys of the encodings that the leader waits for
         self._lease = _Lease(scheduler)
-        self._room_slots = 0  # for modules that nobody waits for yet
-        self._idle_steps = 0
+        self._room_slots = 0  # in a step, for modules that the leader does not need
+        self._was_idle = False
         self._numbers = count()
 
     def add(self, request: Request) -> None:
@@ -96,8 +96,7 @@ class ModuleAdmission:
 
     def note_step(self, num_tokens: int) -> None:
         """How many tokens have been scheduled in a step."""
-        is_idle = num_tokens == 0 and not self._scheduler.running
-        self._idle_steps = self._idle_steps + 1 if is_idle else 0
+        self._was_idle = num_tokens == 0 and not self._scheduler.running
 
     def release(self) -> None:
         """Nobody leads any more; modules that were held can be evicted."""
@@ -122,7 +121,7 @@ class ModuleAdmission:
         leader = self._lease.request
         if leader is None:
             return
-        if self._idle_steps:
+        if self._was_idle:
             # what it holds is in the way of a request before it, and nobody runs
             self._lease.drop_blocks()
             return
