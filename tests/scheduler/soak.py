@@ -161,7 +161,8 @@ class Soak:
     def run_while(self, goes_on: Callable[[], bool]) -> None:
         while goes_on():
             self.act()
-        while self.engine.has_unfinished_requests():
+        # an engine also has requests of its scheduler's own: modules of requests that were aborted
+        while self.engine.has_unfinished_requests() or self.scheduler.has_requests():
             self.step()
 
     def run(self, actions: int) -> None:
