@@ -22,7 +22,7 @@ from typing import TypeVar
 from benchmarks.common import Goal, Result, Row, argument_parser
 from benchmarks.tables.data import SOURCES, Source, Table, find_table, made_sales
 from benchmarks.tables.ggr import greedy_group_recursion
-from vllm_relay.tables import (
+from vllm_relay.tables.ordering import (
     BlockCache,
     Column,
     FieldPrompts,
@@ -32,7 +32,7 @@ from vllm_relay.tables import (
     encode_columns,
     render_value,
 )
-from vllm_relay.tables.order import ORDERS
+from vllm_relay.tables.ordering.order import ORDERS
 
 INSTRUCTION = (
     "You are given one row of a table as lines with the name of a field and its value. Say in one "

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vllm_relay.tables import Column, TableOrder
+from vllm_relay.tables.ordering import Column, TableOrder
 
 Rows = npt.NDArray[np.int64]
 

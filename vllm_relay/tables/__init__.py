@@ -1,38 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables whose rows become prompts: the order of rows and fields that the prefix cache likes.
+"""LLM queries over tables: SQL and DataFrames whose rows become prompts.
 
 Liu et al., "Optimizing LLM Queries in Relational Workloads", 2024.
 """
-
-from vllm_relay.tables.cached_tokens import BlockCache, cached_tokens
-from vllm_relay.tables.columns import (
-    Column,
-    encode_column,
-    encode_columns,
-    render_field,
-    render_value,
-)
-from vllm_relay.tables.dependencies import find_dependencies
-from vllm_relay.tables.duplicates import DistinctRows, distinct_rows
-from vllm_relay.tables.order import ChosenOrder, FieldPrompts, choose_order
-from vllm_relay.tables.sequences import TokenSequences
-from vllm_relay.tables.table_order import TableOrder, compose
-
-__all__ = [
-    "BlockCache",
-    "ChosenOrder",
-    "Column",
-    "DistinctRows",
-    "FieldPrompts",
-    "TableOrder",
-    "TokenSequences",
-    "cached_tokens",
-    "choose_order",
-    "compose",
-    "distinct_rows",
-    "encode_column",
-    "encode_columns",
-    "find_dependencies",
-    "render_field",
-    "render_value",
-]

@@ -2,7 +2,7 @@
 import pytest
 
 from benchmarks.tables.data import SOURCES, find_table, made_sales, read_table
-from vllm_relay.tables import encode_columns, find_dependencies
+from vllm_relay.tables.ordering import encode_columns, find_dependencies
 
 
 def test_texts_are_those_of_pandas(tmp_path):

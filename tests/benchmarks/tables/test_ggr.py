@@ -2,7 +2,7 @@
 import pytest
 
 from benchmarks.tables.ggr import Limits, greedy_group_recursion
-from tests.tables.reference import encode, random_table
+from tests.tables.ordering.reference import encode, random_table
 
 EVERYTHING = Limits(max_row_depth=100, max_column_depth=100, min_score=1, max_distinct=1)
 

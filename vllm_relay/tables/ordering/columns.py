@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_relay.tables.range_minimum import RangeMinimum
-from vllm_relay.tables.sequences import TokenSequences
+from vllm_relay.tables.ordering.range_minimum import RangeMinimum
+from vllm_relay.tables.ordering.sequences import TokenSequences
 
 Render = Callable[[str, str], str]
 """From the name of a field and the text of its value to its part of a prompt."""

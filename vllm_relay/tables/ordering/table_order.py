@@ -10,8 +10,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from vllm_relay.tables.columns import Column, num_rows
-from vllm_relay.tables.sequences import TokenSequences, gather_indices
+from vllm_relay.tables.ordering.columns import Column, num_rows
+from vllm_relay.tables.ordering.sequences import TokenSequences, gather_indices
 
 Answer = TypeVar("Answer")
 

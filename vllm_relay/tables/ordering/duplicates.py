@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from vllm_relay.tables.columns import Column, num_rows
-from vllm_relay.tables.groups import split
+from vllm_relay.tables.ordering.columns import Column, num_rows
+from vllm_relay.tables.ordering.groups import split
 
 Rule = Callable[[str], str]
 """From a text to the text that stands for all that are held to be equal."""

@@ -9,12 +9,12 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from vllm_relay.tables.cached_tokens import BlockCache, cached_tokens
-from vllm_relay.tables.columns import Column
-from vllm_relay.tables.fixed_order import fixed_order
-from vllm_relay.tables.per_row_order import per_row_order
-from vllm_relay.tables.sequences import TokenSequences
-from vllm_relay.tables.table_order import TableOrder, compose, kept_order
+from vllm_relay.tables.ordering.cached_tokens import BlockCache, cached_tokens
+from vllm_relay.tables.ordering.columns import Column
+from vllm_relay.tables.ordering.fixed_order import fixed_order
+from vllm_relay.tables.ordering.per_row_order import per_row_order
+from vllm_relay.tables.ordering.sequences import TokenSequences
+from vllm_relay.tables.ordering.table_order import TableOrder, compose, kept_order
 
 OrderName = Literal["keep", "fixed", "per_row"]
 OrderChoice = Literal["auto", "keep", "fixed", "per_row"]

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tables.reference import encode, random_table, shared_beginning, tables
-from vllm_relay.tables.dependencies import find_dependencies
-from vllm_relay.tables.field_sets import FieldSets
-from vllm_relay.tables.groups import split
+from tests.tables.ordering.reference import encode, random_table, shared_beginning, tables
+from vllm_relay.tables.ordering.dependencies import find_dependencies
+from vllm_relay.tables.ordering.field_sets import FieldSets
+from vllm_relay.tables.ordering.groups import split
 
 
 def most_saved(lines, fields):

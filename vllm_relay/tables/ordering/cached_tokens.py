@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vllm_relay.tables.sequences import TokenSequences, gather_indices
+from vllm_relay.tables.ordering.sequences import TokenSequences, gather_indices
 
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tables.reference import (
+from tests.tables.ordering.reference import (
     encode,
     most_shared,
     prompt_texts,
@@ -12,11 +12,11 @@ from tests.tables.reference import (
     tables,
     total_shared,
 )
-from vllm_relay.tables.columns import cell_text, encode_columns, render_field, render_value
-from vllm_relay.tables.fixed_order import field_scores, fixed_order, ranked_fields
-from vllm_relay.tables.order import ORDERS
-from vllm_relay.tables.per_row_order import _choose_fields, per_row_order
-from vllm_relay.tables.table_order import TableOrder, compose, kept_order, sort_rows
+from vllm_relay.tables.ordering.columns import cell_text, encode_columns, render_field, render_value
+from vllm_relay.tables.ordering.fixed_order import field_scores, fixed_order, ranked_fields
+from vllm_relay.tables.ordering.order import ORDERS
+from vllm_relay.tables.ordering.per_row_order import _choose_fields, per_row_order
+from vllm_relay.tables.ordering.table_order import TableOrder, compose, kept_order, sort_rows
 
 
 def shared(columns, order):

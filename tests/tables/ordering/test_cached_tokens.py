@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_relay.tables.cached_tokens import BlockCache, block_hashes, cached_tokens
-from vllm_relay.tables.sequences import TokenSequences
+from vllm_relay.tables.ordering.cached_tokens import BlockCache, block_hashes, cached_tokens
+from vllm_relay.tables.ordering.sequences import TokenSequences
 
 prompt_lists = st.lists(st.lists(st.integers(0, 1), max_size=14), max_size=14)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from vllm_relay.tables.columns import Column, num_rows
+from vllm_relay.tables.ordering.columns import Column, num_rows
 
 _SAMPLE_ROWS = 4096
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vllm_relay.tables.columns import Column
-from vllm_relay.tables.groups import Children, neighbor_tokens, saved_tokens, split
+from vllm_relay.tables.ordering.columns import Column
+from vllm_relay.tables.ordering.groups import Children, neighbor_tokens, saved_tokens, split
 
 Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]

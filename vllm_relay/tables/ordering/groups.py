@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vllm_relay.tables.columns import Column
+from vllm_relay.tables.ordering.columns import Column
 
 Int64 = npt.NDArray[np.int64]
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tables.reference import shared_beginning, total_shared
-from vllm_relay.tables.range_minimum import RangeMinimum
-from vllm_relay.tables.sequences import TokenSequences
+from tests.tables.ordering.reference import shared_beginning, total_shared
+from vllm_relay.tables.ordering.range_minimum import RangeMinimum
+from vllm_relay.tables.ordering.sequences import TokenSequences
 
 token_lists = st.lists(
     st.lists(

@@ -3,9 +3,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from tests.tables.reference import random_table, shared_beginning, tables
-from vllm_relay.tables.columns import cell_text, encode_column, encode_columns, render_value
-from vllm_relay.tables.dependencies import find_dependencies
+from tests.tables.ordering.reference import random_table, shared_beginning, tables
+from vllm_relay.tables.ordering.columns import cell_text, encode_column, encode_columns, render_value
+from vllm_relay.tables.ordering.dependencies import find_dependencies
 
 
 @given(tables())

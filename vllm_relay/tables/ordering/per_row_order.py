@@ -14,14 +14,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from vllm_relay.tables.columns import Column, num_rows
-from vllm_relay.tables.dependencies import find_dependencies
-from vllm_relay.tables.duplicates import distinct_rows
-from vllm_relay.tables.field_sets import FieldSet, FieldSets
-from vllm_relay.tables.fixed_order import fixed_order, ranked_fields
-from vllm_relay.tables.groups import split
-from vllm_relay.tables.refinement import FieldPositions, Nodes, lone_children, refine
-from vllm_relay.tables.table_order import TableOrder, compose, sort_rows
+from vllm_relay.tables.ordering.columns import Column, num_rows
+from vllm_relay.tables.ordering.dependencies import find_dependencies
+from vllm_relay.tables.ordering.duplicates import distinct_rows
+from vllm_relay.tables.ordering.field_sets import FieldSet, FieldSets
+from vllm_relay.tables.ordering.fixed_order import fixed_order, ranked_fields
+from vllm_relay.tables.ordering.groups import split
+from vllm_relay.tables.ordering.refinement import FieldPositions, Nodes, lone_children, refine
+from vllm_relay.tables.ordering.table_order import TableOrder, compose, sort_rows
 
 MAX_WIDTH = 16
 _SPLIT_ROWS = 5_000

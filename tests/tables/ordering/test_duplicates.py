@@ -2,9 +2,9 @@
 import pytest
 from hypothesis import given
 
-from tests.tables.reference import encode, tables
-from vllm_relay.tables.columns import cell_text
-from vllm_relay.tables.duplicates import distinct_rows
+from tests.tables.ordering.reference import encode, tables
+from vllm_relay.tables.ordering.columns import cell_text
+from vllm_relay.tables.ordering.duplicates import distinct_rows
 
 
 @given(tables())

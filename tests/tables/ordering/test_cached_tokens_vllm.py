@@ -11,8 +11,8 @@ import pytest
 from tests.integration.tiny_models import save_model
 from vllm_relay.prefix_cache.predict import CacheSize, Predictor, PredictorSettings
 from vllm_relay.prefix_cache.predict_input import PredictedRequest
-from vllm_relay.tables.cached_tokens import BlockCache, cached_tokens
-from vllm_relay.tables.sequences import TokenSequences
+from vllm_relay.tables.ordering.cached_tokens import BlockCache, cached_tokens
+from vllm_relay.tables.ordering.sequences import TokenSequences
 
 
 @pytest.mark.parametrize("num_blocks", [18, 25, 60])

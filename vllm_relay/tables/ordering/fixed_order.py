@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from vllm_relay.tables.columns import Column, num_rows
-from vllm_relay.tables.table_order import TableOrder, sort_rows
+from vllm_relay.tables.ordering.columns import Column, num_rows
+from vllm_relay.tables.ordering.table_order import TableOrder, sort_rows
 
 
 def field_scores(columns: Sequence[Column]) -> npt.NDArray[np.float64]:

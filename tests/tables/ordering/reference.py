@@ -9,8 +9,8 @@ from itertools import permutations, product
 import numpy as np
 from hypothesis import strategies as st
 
-from vllm_relay.tables.columns import Column, encode_columns
-from vllm_relay.tables.table_order import TableOrder
+from vllm_relay.tables.ordering.columns import Column, encode_columns
+from vllm_relay.tables.ordering.table_order import TableOrder
 
 Table = Mapping[str, Sequence[object]]
 

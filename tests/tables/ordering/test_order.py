@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tables.reference import encode, random_table, tables
-from vllm_relay.tables.cached_tokens import BlockCache, cached_tokens
-from vllm_relay.tables.order import ORDERS, FieldPrompts, choose_order
-from vllm_relay.tables.sequences import TokenSequences
-from vllm_relay.tables.table_order import compose
+from tests.tables.ordering.reference import encode, random_table, tables
+from vllm_relay.tables.ordering.cached_tokens import BlockCache, cached_tokens
+from vllm_relay.tables.ordering.order import ORDERS, FieldPrompts, choose_order
+from vllm_relay.tables.ordering.sequences import TokenSequences
+from vllm_relay.tables.ordering.table_order import compose
 
 
 @settings(max_examples=60)
@@ -39,7 +39,7 @@ def test_prompts_hold_what_all_have():
 
 
 def test_many_prompts_are_made_in_parts(monkeypatch):
-    monkeypatch.setattr("vllm_relay.tables.order._PROMPTS_PER_PART", 7)
+    monkeypatch.setattr("vllm_relay.tables.ordering.order._PROMPTS_PER_PART", 7)
     columns = encode({"a": [f"{n % 5}" for n in range(30)]})
     parts = list(FieldPrompts(columns)(ORDERS["fixed"](columns)))
     assert [len(part) for part in parts] == [7, 7, 7, 7, 2]

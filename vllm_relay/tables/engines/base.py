@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a job asks of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from vllm_relay.tables.ordering.cached_tokens import BlockCache
+from vllm_relay.tables.question import Question
+
+
+class EngineError(RuntimeError):
+    """The engine cannot go on: no prompt after this one has a chance."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """
+    Attributes:
+        number: comes back with the completion.
+        message: what the user says, before the chat template.
+        token_ids: of the templated prompt; empty if the engine has no tokenizer.
+    """
+
+    number: int
+    message: str
+    token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """
+    Attributes:
+        number: of the prompt.
+        text: of the answer.
+        error: why there is no answer; "" if there is one.
+        num_prompt_tokens: as the engine counts.
+        num_cached_tokens: of the prompt, found in the engine's prefix cache.
+        num_output_tokens: of the answer, its end included.
+        is_cut: whether the answer ended at the question's `max_tokens`.
+    """
+
+    number: int
+    text: str = ""
+    error: str = ""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    is_cut: bool = False
+
+
+class Engine(Protocol):
+    """
+    Attributes:
+        identity: the model and what else changes answers but is no part of a question.
+        tokenizer: of the model, a Hugging Face tokenizer; None if there is none at hand: token
+            counts are then estimates.
+        cache: the prefix cache; None if it is not known.
+        max_model_len: in tokens, a prompt and its answer; None if it is not known.
+        max_running: requests that are computed at once.
+    """
+
+    identity: str
+    tokenizer: Any | None
+    cache: BlockCache | None
+    max_model_len: int | None
+    max_running: int
+
+    def generate(self, prompts: Iterable[Prompt], question: Question) -> Iterator[Completion]:
+        """Answer prompts, in their order as far as the engine follows it.
+
+        Prompts are taken when there is room for them. A prompt that the engine refuses has a
+        completion with an error. Closing the iterator aborts what runs.
+
+        Raises:
+            EngineError: the engine is gone.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the engine, if it was started for this."""
+        ...

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a job is expected to take, and what it took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """
+    Attributes:
+        num_rows: of the table.
+        num_prompts: distinct ones.
+        num_known: prompts whose answer is in the checkpoint.
+        prompt_tokens: of the prompts that are not known.
+        cached_tokens: of these, found in the prefix cache; None if the cache is not known.
+        output_tokens: of their answers, about.
+        order: the name of the chosen order.
+        seconds: about; None if the engine's speed is not known.
+        tokens_are_exact: whether prompt tokens were counted with the model's tokenizer.
+    """
+
+    num_rows: int
+    num_prompts: int
+    num_known: int
+    prompt_tokens: int
+    cached_tokens: int | None
+    output_tokens: int
+    order: str
+    seconds: float | None
+    tokens_are_exact: bool
+
+
+@dataclass
+class JobReport:
+    """What was done; one for all questions of a query, added up.
+
+    Attributes:
+        num_rows: that were asked about.
+        num_prompts: distinct ones.
+        num_known: of them, whose answer was in the checkpoint.
+        num_errors: rows whose answer is an error.
+        prompt_tokens: of the prompts that ran.
+        cached_tokens: of these, found in the prefix cache.
+        output_tokens: of the answers.
+        saved_tokens: of prompts that did not run, because they are equal to others or known.
+        seconds: of the whole.
+        planning_seconds: of these, all but waiting for the engine.
+    """
+
+    num_rows: int = 0
+    num_prompts: int = 0
+    num_known: int = 0
+    num_errors: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    saved_tokens: int = 0
+    seconds: float = 0.0
+    planning_seconds: float = 0.0

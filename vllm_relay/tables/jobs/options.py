@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a job runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from vllm_relay.tables.ordering.duplicates import RULES
+from vllm_relay.tables.ordering.order import OrderChoice
+
+DEFAULT_BUCKET_ROWS = 250_000
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """
+    Attributes:
+        order: of rows and fields, see `choose_order`.
+        rules: names of `RULES` by which rows with different texts count as equal.
+        checkpoint: a file that keeps answers for later jobs; None keeps them as long as the
+            connection.
+        max_total_tokens: of prompts and answers, of all jobs of a connection; None has no limit.
+        show_progress: a bar on the standard error; None shows it on a terminal.
+        bucket_rows: rows that are ordered together, and held in memory at once.
+
+    Raises:
+        ValueError: an order or a rule is not known, or a number is below 1.
+    """
+
+    order: OrderChoice = "auto"
+    rules: tuple[str, ...] = ()
+    checkpoint: Path | None = None
+    max_total_tokens: int | None = None
+    show_progress: bool | None = None
+    bucket_rows: int = DEFAULT_BUCKET_ROWS
+
+    def __post_init__(self) -> None:
+        if self.order not in get_args(OrderChoice):
+            raise ValueError(
+                f"order={self.order!r} given, expected one of {list(get_args(OrderChoice))}"
+            )
+        unknown = [rule for rule in self.rules if rule not in RULES]
+        if unknown:
+            raise ValueError(f"rules {unknown} given, expected some of {list(RULES)}")
+        for name in ("max_total_tokens", "bucket_rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} given, expected at least 1")

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the model is to answer with, and how its text becomes a value of that type."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, TypeAlias, get_args
+
+OutputType = Literal["text", "int", "float", "bool", "json"]
+
+AnswerValue: TypeAlias = "str | int | float | bool"
+
+_SQL_TYPES: dict[OutputType, str] = {
+    "text": "VARCHAR",
+    "int": "BIGINT",
+    "float": "DOUBLE",
+    "bool": "BOOLEAN",
+    "json": "JSON",
+}
+_BOOLS = {"true": True, "false": False}
+# what a BIGINT and a DOUBLE can hold, without leading zeros, so that an answer ends
+_INT_PATTERN = r"-?(0|[1-9][0-9]{0,17})"
+_FLOAT_PATTERN = _INT_PATTERN + r"(\.[0-9]{1,12})?"
+
+
+class AnswerError(ValueError):
+    """A text that is no value of the type asked for."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """
+    Attributes:
+        type: of the values. "json" is given back as its text.
+        choices: the texts that are allowed, for "text"; any text if empty.
+        schema_json: the JSON schema that answers follow, as JSON, for "json"; "" allows any object.
+
+    Raises:
+        ValueError: the type is not known, or a choice or a schema does not go with it.
+    """
+
+    type: OutputType = "text"
+    choices: tuple[str, ...] = ()
+    schema_json: str = ""
+
+    def __post_init__(self) -> None:
+        if self.type not in get_args(OutputType):
+            raise ValueError(
+                f"return type {self.type!r} given, expected one of {list(get_args(OutputType))}"
+            )
+        if self.choices:
+            _check_choices(self.type, self.choices)
+        if self.schema_json and self.type != "json":
+            raise ValueError(
+                f"a JSON schema and return type {self.type!r} given: a schema goes with 'json'"
+            )
+
+    @classmethod
+    def of(
+        cls,
+        type: str | None = None,
+        choices: Sequence[str] | None = None,
+        schema: Mapping[str, Any] | str | None = None,
+    ) -> Output:
+        """What a user asks for; a schema without a type means "json".
+
+        Raises:
+            ValueError: as for the class, or the schema is not one.
+        """
+        if choices is not None and not choices:
+            raise ValueError("an empty list of choices was given, expected at least one text")
+        schema_json = "" if schema is None else _schema_json(schema)
+        name: Any = type or ("json" if schema_json else "text")
+        return cls(name, tuple(choices or ()), schema_json)
+
+    @property
+    def sql_type(self) -> str:
+        """DuckDB's name of the type of the values."""
+        return _SQL_TYPES[self.type]
+
+    @cached_property
+    def constraint(self) -> dict[str, Any]:
+        """Arguments of vLLM's StructuredOutputsParams; empty where any text is allowed."""
+        if self.choices:
+            return {"choice": list(self.choices)}
+        if self.type == "bool":
+            return {"choice": list(_BOOLS)}
+        if self.type == "int":
+            return {"regex": _INT_PATTERN}
+        if self.type == "float":
+            return {"regex": _FLOAT_PATTERN}
+        if self.type == "json":
+            return {"json": self.schema_json} if self.schema_json else {"json_object": True}
+        return {}
+
+    @property
+    def description(self) -> str:
+        """What the model is told of it, a sentence; empty where any text is allowed."""
+        if self.choices:
+            return f"Answer with one of: {', '.join(self.choices)}."
+        return {
+            "text": "",
+            "int": "Answer with an integer.",
+            "float": "Answer with a number.",
+            "bool": "Answer with true or false.",
+            "json": f"Answer with JSON of this schema: {self.schema_json}"
+            if self.schema_json
+            else "Answer with a JSON object.",
+        }[self.type]
+
+    def parse(self, text: str) -> AnswerValue:
+        """The value that a text stands for.
+
+        Raises:
+            AnswerError: it stands for none.
+        """
+        if self.choices:
+            if text.strip() not in self.choices:
+                raise AnswerError(f"answer {text!r} is none of {list(self.choices)}")
+            return text.strip()
+        if self.type == "text":
+            return text
+        stripped = text.strip()
+        try:
+            if self.type == "bool":
+                return _BOOLS[stripped.lower()]
+            if self.type == "json":
+                json.loads(stripped)
+                return stripped
+            return int(stripped) if self.type == "int" else float(stripped)
+        except (ValueError, KeyError):
+            raise AnswerError(f"answer {text!r} is not of type {self.type}") from None
+
+
+def _check_choices(type: str, choices: tuple[str, ...]) -> None:
+    if type != "text":
+        raise ValueError(f"choices and return type {type!r} given: choices are texts")
+    for choice in choices:
+        if not isinstance(choice, str) or not choice or choice != choice.strip():
+            raise ValueError(
+                f"choice {choice!r} given, expected a text without spaces around it: an answer is "
+                f"compared without them"
+            )
+    if len(set(choices)) < len(choices):
+        raise ValueError(f"choices {list(choices)} given, expected different ones")
+
+
+def _schema_json(schema: Mapping[str, Any] | str) -> str:
+    try:
+        parsed = json.loads(schema) if isinstance(schema, str) else dict(schema)
+        if not isinstance(parsed, dict):
+            raise ValueError("it is not an object")
+        return json.dumps(parsed, sort_keys=True)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"JSON schema {schema!r} given: {error}") from None

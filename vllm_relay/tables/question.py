@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of every row."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+
+from vllm_relay.tables.outputs import Output
+
+DEFAULT_MAX_TOKENS = 64
+
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
+
+
+@dataclass(frozen=True)
+class Question:
+    """
+    Attributes:
+        text: the same for every row; ``{name}`` refers to the row's field of that name.
+        fields: names of the fields that the prompt holds, in the caller's order.
+        output: what the answers are.
+        max_tokens: of an answer.
+        temperature: 0 answers greedily.
+        seed: of a temperature above 0.
+        set_fields: those of `fields` whose value is a list, and whose elements may be put in any
+            order.
+
+    Raises:
+        ValueError: there is no text or no field, a name is there twice, the text or `set_fields`
+            refer to a field that is not there, or a number is out of its range.
+    """
+
+    text: str
+    fields: tuple[str, ...]
+    output: Output = field(default_factory=Output)
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    temperature: float = 0.0
+    seed: int | None = None
+    set_fields: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.text.strip():
+            raise ValueError("an empty question was given, expected a text")
+        if not self.fields:
+            raise ValueError(f"question {self.text!r} has no fields, expected at least one")
+        twice = {name for name in self.fields if self.fields.count(name) > 1}
+        if twice:
+            raise ValueError(
+                f"fields {sorted(twice)} given twice: give one of them another name, as in "
+                f"{{name: expression}}"
+            )
+        for what, names in (("text", self.placeholders), ("set_fields", self.set_fields)):
+            unknown = [name for name in names if name not in self.fields]
+            if unknown:
+                raise ValueError(
+                    f"{what} of question {self.text!r} names {unknown}, expected some of its "
+                    f"fields {list(self.fields)}"
+                )
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens} given, expected at least 1")
+        if not 0 <= self.temperature <= 2:
+            raise ValueError(f"temperature={self.temperature} given, expected 0 to 2")
+
+    @property
+    def placeholders(self) -> list[str]:
+        """The fields that the text refers to."""
+        return list(dict.fromkeys(_PLACEHOLDER.findall(self.text)))
+
+    def renamed(self, fields: tuple[str, ...]) -> Question:
+        """The same with other fields."""
+        return replace(self, fields=fields)
