@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines that are killed by SIGKILL leave a folder of contexts from which the next ones go on.
 
-Run with `-m soak`; RELAY_SOAK_KILLS is the number of kills, 200 in a full run (about half an hour).
+Run with `-m soak`; RELAY_SOAK_KILLS is the least number of kills, 200 in a full run (about half an
+hour). More follow while too few of them came when there was something to lose.
 
 What is killed is a process with a whole vLLM engine that answers, keeps, reuses, deletes and evicts
 contexts (`soak.Soak`): scheduler, worker and index threads are in it. Each is a fork of a process
@@ -24,6 +25,7 @@ The machine goes on, so this says nothing about what is lost when it stops.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -38,17 +40,24 @@ NUM_KILLS = int(os.environ.get("RELAY_SOAK_KILLS", "8"))
 LAST_ENGINE_S = 5.0
 
 
+def enough(counts: Counter[str]) -> bool:
+    """Whether kills came when there was something to lose, on a machine however busy."""
+    return (
+        all(counts[name] >= NUM_KILLS / 4 for name in ("kept", "stored", "asked", "verified"))
+        and counts["killed_while_indexing"] > NUM_KILLS / 8
+        and counts["killed_while_writing"] > NUM_KILLS / 20
+    )
+
+
 def test_contexts_outlive_the_engine_that_stored_them(tmp_path: Path) -> None:
     model = build_recall_model(tmp_path / "model", max_position_embeddings=2048)
     kills = Kills(model, tmp_path, FIRST_SEED)
-    for _ in range(NUM_KILLS):
+    for number in range(4 * NUM_KILLS):
+        if number >= NUM_KILLS and enough(kills.counts):
+            break
         kills.kill_one()
     kills.end_one(LAST_ENGINE_S)
     counts = kills.counts
     print(dict(counts))
-    assert counts["kills"] == NUM_KILLS
-    for name in ("kept", "stored", "asked", "verified"):
-        assert counts[name] >= NUM_KILLS / 4, name
-    assert counts["killed_while_indexing"] > NUM_KILLS / 8
-    assert counts["killed_while_writing"] > NUM_KILLS / 20
+    assert enough(counts)
     assert counts["removed_files"] == counts["half_written_files"]
