@@ -96,7 +96,7 @@ def measure_hit_rates(name: str, source: Source, table: Table, rounds: int) -> R
 
 def measure_blocks(name: str, table: Table, block_size: int, sizes: list[int | None]) -> list[Row]:
     pieces = Pieces()
-    columns = encode_columns(table, tokenize=pieces)
+    columns = encode_columns(table, tokenize=lambda texts: map(pieces, texts))
     prompts = FieldPrompts(columns, pieces(INSTRUCTION), pieces("Answer:"))
     keep = ORDERS["keep"](columns)
     total = sum(len(part.tokens) for part in prompts(keep))

@@ -4,7 +4,12 @@ import pytest
 from hypothesis import given
 
 from tests.tables.ordering.reference import random_table, shared_beginning, tables
-from vllm_relay.tables.ordering.columns import cell_text, encode_column, encode_columns, render_value
+from vllm_relay.tables.ordering.columns import (
+    cell_text,
+    encode_column,
+    encode_columns,
+    render_value,
+)
 from vllm_relay.tables.ordering.dependencies import find_dependencies
 
 
@@ -31,8 +36,8 @@ def test_values_with_the_same_text_are_the_same():
 
 
 def test_lengths_are_those_of_the_tokenizer():
-    def words(text):
-        return [len(word) for word in text.split()]
+    def words(texts):
+        return [[len(word) for word in text.split()] for text in texts]
 
     column = encode_column("field", ["a bb", "ccc", "a b"], tokenize=words)
     assert dict(zip(column.texts, column.lengths.tolist(), strict=True)) == {

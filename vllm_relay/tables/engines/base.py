@@ -51,6 +51,21 @@ class Completion:
     is_cut: bool = False
 
 
+@dataclass(frozen=True)
+class PromptShape:
+    """An average prompt.
+
+    Attributes:
+        num_cached_tokens: that the prefix cache has.
+        num_new_tokens: of the prompt that it has not.
+        num_output_tokens: of the answer.
+    """
+
+    num_cached_tokens: int
+    num_new_tokens: int
+    num_output_tokens: int
+
+
 class Engine(Protocol):
     """
     Attributes:
@@ -77,6 +92,10 @@ class Engine(Protocol):
         Raises:
             EngineError: the engine is gone.
         """
+        ...
+
+    def prompts_per_s(self, shape: PromptShape, question: Question) -> float | None:
+        """How many such prompts run in a second, measured; None if that would cost something."""
         ...
 
     def close(self) -> None:

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
+from vllm_relay.tables.jobs.prompt_format import PromptTemplate
 from vllm_relay.tables.ordering.duplicates import RULES
 from vllm_relay.tables.ordering.order import OrderChoice
 
@@ -23,6 +24,7 @@ class JobOptions:
             connection.
         max_total_tokens: of prompts and answers, of all jobs of a connection; None has no limit.
         show_progress: a bar on the standard error; None shows it on a terminal.
+        template: of the prompts.
         bucket_rows: rows that are ordered together, and held in memory at once.
 
     Raises:
@@ -34,6 +36,7 @@ class JobOptions:
     checkpoint: Path | None = None
     max_total_tokens: int | None = None
     show_progress: bool | None = None
+    template: PromptTemplate = field(default_factory=PromptTemplate)
     bucket_rows: int = DEFAULT_BUCKET_ROWS
 
     def __post_init__(self) -> None:

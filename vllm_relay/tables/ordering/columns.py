@@ -18,8 +18,8 @@ from vllm_relay.tables.ordering.sequences import TokenSequences
 Render = Callable[[str, str], str]
 """From the name of a field and the text of its value to its part of a prompt."""
 
-Tokenize = Callable[[str], Sequence[int]]
-"""From the part of a prompt to its tokens."""
+Tokenize = Callable[[list[str]], Iterable[Sequence[int]]]
+"""From parts of prompts to the tokens of each."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def encode_column(
         name: of the field.
         values: a cell per row, of any type with a text.
         render: what becomes of a field in the prompt.
-        tokenize: the tokens of a rendered field; None counts characters.
+        tokenize: the tokens of rendered fields; None counts characters.
         null_text: stands for None and NaN.
     """
     numbers: dict[str, int] = {}
@@ -116,7 +116,7 @@ def encode_column(
         tokens = TokenSequences.from_texts(rendered)
         order = np.array(sorted(range(len(texts)), key=rendered.__getitem__), np.int64)
     else:
-        tokens = TokenSequences.from_lists(map(tokenize, rendered))
+        tokens = TokenSequences.from_lists(tokenize(rendered))
         order = tokens.sorted_indices()
     ranks = np.empty(len(texts), np.int32)
     ranks[order] = np.arange(len(texts), dtype=np.int32)

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's `LLM` in this process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import time
+from collections.abc import Iterable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs import tokens_input
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from vllm_relay.tables.engines.base import Completion, EngineError, Prompt, PromptShape
+from vllm_relay.tables.ordering.cached_tokens import BlockCache
+from vllm_relay.tables.question import Question
+
+_WINDOW_PER_RUNNING = 2
+"""Requests handed over, per request that runs: so that none waits for the planner."""
+_WARM_UP_PROMPTS = 16
+_LEAST_MEASURED_S = 2.0
+
+
+class InProcessEngine:
+    """An `Engine` over a `vllm.LLM`.
+
+    Args:
+        llm: that generates text. It is used by one job at a time.
+
+    Raises:
+        ValueError: it has no tokenizer, or does not generate text.
+    """
+
+    _numbers = count()
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        config = llm.llm_engine.vllm_config
+        if config.model_config.runner_type != "generate":
+            raise ValueError(
+                f"a model with runner {config.model_config.runner_type!r} given, expected one that "
+                f"generates text"
+            )
+        if config.model_config.skip_tokenizer_init:
+            raise ValueError("an LLM without a tokenizer given: leave skip_tokenizer_init out")
+        self.tokenizer = llm.get_tokenizer()
+        self.identity = _identity(config)
+        self.max_model_len: int | None = config.model_config.max_model_len
+        self.max_running: int = config.scheduler_config.max_num_seqs
+        self.cache = _cache_of(config)
+
+    def generate(self, prompts: Iterable[Prompt], question: Question) -> Iterator[Completion]:
+        """See `Engine`."""
+        return self._run(prompts, sampling_params(question))
+
+    def prompts_per_s(self, shape: PromptShape, question: Question) -> float:
+        """Measured with tokens drawn at random; the prefix cache is emptied afterwards."""
+        rng = random.Random(0)
+        vocabulary = range(self.llm.llm_engine.vllm_config.model_config.get_vocab_size())
+        params = sampling_params(question)
+        params.max_tokens = max(shape.num_output_tokens, 1)
+        # a text goes on as long as it is expected to
+        params.ignore_eos = not question.output.constraint
+        shared = rng.choices(vocabulary, k=shape.num_cached_tokens)
+
+        def prompts(count: int) -> Iterator[Prompt]:
+            for number in range(count):
+                own = rng.choices(vocabulary, k=max(shape.num_new_tokens, 1))
+                yield Prompt(number, "", shared + own)
+
+        def seconds(count: int) -> float:
+            began_s = time.perf_counter()
+            for completion in self._run(prompts(count), params):
+                if completion.error:
+                    raise EngineError(f"the speed cannot be measured: {completion.error}")
+            return time.perf_counter() - began_s
+
+        seconds(min(self.max_running, _WARM_UP_PROMPTS))
+        count = self.max_running
+        taken_s = seconds(count)
+        while taken_s < _LEAST_MEASURED_S:
+            count *= 4
+            taken_s = seconds(count)
+        self.llm.reset_prefix_cache()
+        return count / taken_s
+
+    def _run(self, prompts: Iterable[Prompt], params: SamplingParams) -> Iterator[Completion]:
+        engine = self.llm.llm_engine
+        waiting = iter(prompts)
+        running: dict[str, int] = {}
+        is_done = False
+        try:
+            while running or not is_done:
+                while not is_done and len(running) < _WINDOW_PER_RUNNING * self.max_running:
+                    prompt = next(waiting, None)
+                    if prompt is None:
+                        is_done = True
+                        break
+                    request_id = f"table-{next(self._numbers)}"
+                    try:
+                        engine.add_request(request_id, tokens_input(prompt.token_ids), params)
+                    except (ValueError, VLLMValidationError) as error:
+                        yield Completion(prompt.number, error=str(error))
+                        continue
+                    running[request_id] = prompt.number
+                if not running:
+                    continue
+                for output in engine.step():
+                    number = running.get(output.request_id) if output.finished else None
+                    if number is not None:
+                        del running[output.request_id]
+                        yield _completion(number, output)
+        except EngineDeadError as error:
+            running.clear()
+            raise EngineError(f"vLLM's engine has died: {error}") from error
+        finally:
+            if running:
+                engine.abort_request(list(running))
+
+    def close(self) -> None:
+        """The LLM is its owner's."""
+
+
+def sampling_params(question: Question) -> SamplingParams:
+    """What vLLM is told of a question's answers."""
+    constraint = question.output.constraint
+    return SamplingParams(
+        max_tokens=question.max_tokens,
+        temperature=question.temperature,
+        seed=question.seed,
+        structured_outputs=StructuredOutputsParams(**constraint) if constraint else None,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _completion(number: int, output: Any) -> Completion:
+    answer = output.outputs[0]
+    return Completion(
+        number,
+        text=answer.text,
+        num_prompt_tokens=len(output.prompt_token_ids),
+        num_cached_tokens=output.num_cached_tokens or 0,
+        num_output_tokens=len(answer.token_ids),
+        is_cut=answer.finish_reason == "length",
+    )
+
+
+def _cache_of(config: Any) -> BlockCache | None:
+    cache = config.cache_config
+    if not cache.enable_prefix_caching:
+        return None
+    num_blocks = cache.num_gpu_blocks
+    return BlockCache(cache.block_size, num_blocks - 1 if num_blocks else None)
+
+
+def _identity(config: Any) -> str:
+    """The model by name, configuration and files: other weights in the same folder are another."""
+    model = config.model_config
+    parts: dict[str, Any] = {
+        "model": model.model,
+        "revision": model.revision,
+        "dtype": str(model.dtype),
+        "quantization": model.quantization,
+        "config": model.hf_config.to_json_string(use_diff=False),
+        "seed": model.seed if config.load_config.load_format == "dummy" else None,
+    }
+    folder = Path(model.model)
+    if folder.is_dir():
+        parts["model"] = str(folder.resolve())
+        stats = [(each.name, each.stat()) for each in sorted(folder.iterdir()) if each.is_file()]
+        parts["files"] = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    digest = hashlib.blake2b(json.dumps(parts, default=str, sort_keys=True).encode())
+    return f"{model.model}@{digest.hexdigest()[:16]}"

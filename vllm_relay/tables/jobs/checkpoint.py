@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers kept in a file, by question, fields, model and parameters."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from vllm_relay.tables.engines.base import Completion
+from vllm_relay.tables.jobs.prompt_format import PromptTemplate
+from vllm_relay.tables.question import Question
+
+_APPLICATION_ID = 0x52454C59
+_VERSION = 1
+_KEYS_PER_QUERY = 500
+
+
+class CheckpointError(ValueError):
+    """A file that cannot be a checkpoint."""
+
+
+@dataclass(frozen=True)
+class KnownAnswer:
+    """
+    Attributes:
+        text: of the answer.
+        num_prompt_tokens, num_output_tokens: that it took.
+        is_cut: whether it ended at the question's `max_tokens`.
+    """
+
+    text: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    is_cut: bool
+
+
+class Checkpoint:
+    """An SQLite database. Each answer is there for good when `keep` returns, also if the process is
+    killed after that. Several processes may use a file at once.
+
+    Args:
+        path: of the file, made if it is not there; None keeps answers in memory.
+
+    Raises:
+        CheckpointError: it cannot be read or written, or is something else.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        try:
+            self._db = sqlite3.connect(
+                ":memory:" if path is None else path, isolation_level=None, timeout=60
+            )
+            self._open()
+        except sqlite3.Error as error:
+            raise CheckpointError(
+                f"checkpoint {path}: {error}; expected a file made by an earlier job, or a new "
+                f"file in a folder that can be written to"
+            ) from None
+
+    def known(self, keys: Sequence[bytes]) -> dict[bytes, KnownAnswer]:
+        """The answers of those keys that have one."""
+        found: dict[bytes, KnownAnswer] = {}
+        for begin in range(0, len(keys), _KEYS_PER_QUERY):
+            part = keys[begin : begin + _KEYS_PER_QUERY]
+            rows = self._db.execute(
+                "SELECT key, text, prompt_tokens, output_tokens, is_cut FROM answers "
+                f"WHERE key IN ({','.join('?' * len(part))})",
+                part,
+            )
+            for key, text, prompt_tokens, output_tokens, is_cut in rows:
+                found[key] = KnownAnswer(text, prompt_tokens, output_tokens, bool(is_cut))
+        return found
+
+    def keep(self, key: bytes, completion: Completion) -> None:
+        """An answer, unless it is an error."""
+        if completion.error:
+            return
+        self._db.execute(
+            "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?)",
+            (
+                key,
+                completion.text,
+                completion.num_prompt_tokens,
+                completion.num_output_tokens,
+                completion.is_cut,
+            ),
+        )
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _open(self) -> None:
+        db = self._db
+        (application_id,) = db.execute("PRAGMA application_id").fetchone()
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if tables and (application_id, version) != (_APPLICATION_ID, _VERSION):
+            raise sqlite3.DatabaseError("the database is another program's, or another version's")
+        # a commit survives a killed process; the last ones may not survive a power failure
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")
+        db.execute(
+            "CREATE TABLE IF NOT EXISTS answers (key BLOB PRIMARY KEY, text TEXT NOT NULL, "
+            "prompt_tokens INTEGER NOT NULL, output_tokens INTEGER NOT NULL, "
+            "is_cut INTEGER NOT NULL) WITHOUT ROWID"
+        )
+        db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+        db.execute(f"PRAGMA user_version = {_VERSION}")
+
+
+class Keys:
+    """Keys of the rows of a question: of what is asked, of whom, not of the order of the fields.
+
+    Args:
+        identity: of the engine.
+        question: that is asked.
+        template: of its prompts.
+        order_is_kept: whether the order of fields is the caller's; answers to prompts in that order
+            are kept apart.
+    """
+
+    def __init__(
+        self, identity: str, question: Question, template: PromptTemplate, order_is_kept: bool
+    ) -> None:
+        asked = [identity, asdict(question), asdict(template), order_is_kept]
+        self._start = hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=16)
+
+    def of(self, values: Sequence[str]) -> bytes:
+        """
+        Args:
+            values: JSON, of each of the question's fields.
+
+        Returns:
+            16 bytes.
+        """
+        state = self._start.copy()
+        state.update("\n".join(values).encode("utf-8", "surrogatepass"))
+        return state.digest()

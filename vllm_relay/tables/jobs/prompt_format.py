@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a question and the fields of a row become a prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_relay.tables.question import Question
+
+_MARK = "\N{REPLACEMENT CHARACTER}fields\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """What stands around the question and the fields.
+
+    The question comes first, so that the prompts of a table begin alike, and every field is text of
+    its own, the same wherever it stands.
+
+    Attributes:
+        before: with ``{question}``, ``{names}`` (a sentence on braces, where the question has some)
+            and ``{answer}`` (a sentence on the answer's type, where it has one).
+        field: with ``{name}``, and ``{json}`` or ``{text}`` for the value.
+        after: follows the fields.
+        base_after: instead of `after` where no chat template is applied.
+        chat: whether the model's chat template is applied, if it has one.
+
+    Raises:
+        ValueError: ``{question}`` or the value of a field is missing.
+    """
+
+    before: str = "{question}{names}{answer}\n\n"
+    field: str = '"{name}": {json}\n'
+    after: str = ""
+    base_after: str = "\nAnswer:"
+    chat: bool = True
+
+    def __post_init__(self) -> None:
+        if "{question}" not in self.before:
+            raise ValueError(f"before={self.before!r} given, expected {{question}} in it")
+        if "{json}" not in self.field and "{text}" not in self.field:
+            raise ValueError(f"field={self.field!r} given, expected {{json}} or {{text}} in it")
+
+    def render_field(self, name: str, value: str) -> str:
+        """
+        Args:
+            value: as JSON.
+        """
+        parts = {"{name}": name, "{json}": value, "{text}": text_of(value)}
+        return _replaced(self.field, parts)
+
+
+def text_of(value: str) -> str:
+    """A JSON value as text: strings without quotes, all else as it is."""
+    return json.loads(value) if value.startswith('"') else value
+
+
+class PromptFormat:
+    """Prompts of one question.
+
+    Args:
+        question: that is asked.
+        tokenizer: a Hugging Face tokenizer; None counts about four characters as a token.
+        template: what stands around the question and the fields.
+    """
+
+    def __init__(self, question: Question, tokenizer: Any | None, template: PromptTemplate) -> None:
+        self._tokenizer = tokenizer
+        self._has_turns = bool(
+            template.chat and tokenizer is not None and getattr(tokenizer, "chat_template", None)
+        )
+        output = question.output.description
+        parts = {
+            "{question}": question.text,
+            "{names}": "\nNames in braces are fields of the record." * bool(question.placeholders),
+            "{answer}": f"\n{output}" if output else "",
+        }
+        self._before = _replaced(template.before, parts)
+        is_base = tokenizer is not None and not self._has_turns
+        self._after = template.base_after if is_base else template.after
+        self._head, self._tail = self._surroundings()
+        # the last line of fields ends where the prompt goes on
+        self.before_tokens = self.tokens_of([self._head + self._before], whole=True)[0]
+        self.after_tokens = self.tokens_of([self._after + self._tail])[0]
+
+    def message(self, fields: Iterable[str]) -> str:
+        """What the user says, of the rendered fields in their order."""
+        return (self._before + "".join(fields)).rstrip("\n") + self._after
+
+    def token_ids(self, messages: Sequence[str]) -> list[list[int]]:
+        """The tokens of whole prompts."""
+        return self.tokens_of([self._head + each + self._tail for each in messages], whole=True)
+
+    def tokens_of(self, texts: Sequence[str], *, whole: bool = False) -> list[list[int]]:
+        """The tokens of texts.
+
+        Args:
+            whole: prompts from their beginning, or what stands somewhere within.
+        """
+        if self._tokenizer is None:
+            # pieces of text as numbers: equal pieces are equal
+            return [[hash(text[i : i + 4]) & 0x7FFFFFFF for i in range(0, len(text), 4)]
+                    for text in texts]  # fmt: skip
+        if not texts:
+            return []
+        special = whole and not self._has_turns
+        encoded = self._tokenizer(
+            list(texts), add_special_tokens=special, return_attention_mask=False, verbose=False
+        )
+        return encoded["input_ids"]
+
+    def _surroundings(self) -> tuple[str, str]:
+        """What the chat template puts in front of a message and behind it."""
+        if not self._has_turns:
+            return "", ""
+        assert self._tokenizer is not None
+        rendered = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": _MARK}], add_generation_prompt=True, tokenize=False
+        )
+        head, mark, tail = rendered.partition(_MARK)
+        if not mark:
+            raise ValueError(
+                "the model's chat template leaves the user's message out: give "
+                "PromptTemplate(chat=False)"
+            )
+        return head, tail
+
+
+def _replaced(template: str, parts: dict[str, str]) -> str:
+    """Each part put in once: what comes with a part is text."""
+    pieces = [template]
+    for name, value in parts.items():
+        done: list[str] = []
+        for number, piece in enumerate(pieces):
+            if number % 2:  # was put in
+                done.append(piece)
+                continue
+            split = piece.split(name)
+            for place, text in enumerate(split):
+                if place:
+                    done.append(value)
+                done.append(text)
+        pieces = done
+    return "".join(pieces)

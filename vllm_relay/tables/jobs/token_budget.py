@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A limit on what jobs may spend."""
+
+from __future__ import annotations
+
+
+class TokenBudgetError(RuntimeError):
+    """There are prompts left, but no tokens to run them with."""
+
+
+class TokenBudget:
+    """Prompts run only where their tokens and the longest possible answer are within the limit.
+
+    Args:
+        max_tokens: of prompts and answers; None has no limit.
+    """
+
+    def __init__(self, max_tokens: int | None) -> None:
+        self.max_tokens = max_tokens
+        self.spent_tokens = 0
+        self._reserved_tokens = 0
+
+    def reserve(self, num_tokens: int) -> bool:
+        """Whether so many are left; they are then kept for this prompt."""
+        after = self.spent_tokens + self._reserved_tokens + num_tokens
+        if self.max_tokens is not None and after > self.max_tokens:
+            return False
+        self._reserved_tokens += num_tokens
+        return True
+
+    def spend(self, num_reserved: int, num_tokens: int) -> None:
+        """What a prompt took of what was reserved for it."""
+        self._reserved_tokens -= num_reserved
+        self.spent_tokens += num_tokens
+
+    def release(self) -> None:
+        """Nothing runs any more."""
+        self._reserved_tokens = 0
