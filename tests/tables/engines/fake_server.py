@@ -79,7 +79,7 @@ class FakeServer:
         self.num_abandoned = 0
         self.port = 0
         self._num_running = 0
-        self._no_connection = threading.Condition()
+        self._changed = threading.Condition()
         self._num_connections = 0
         self._loop = asyncio.new_event_loop()
         self._server: asyncio.Server | None = None
@@ -115,8 +115,13 @@ class FakeServer:
 
     def wait_until_left(self) -> None:
         """Until no client has a connection."""
-        with self._no_connection:
-            assert self._no_connection.wait_for(lambda: self._num_connections == 0, timeout=60)
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._num_connections == 0, timeout=60)
+
+    def wait_until_running(self, num_prompts: int) -> None:
+        """Until it has so many prompts at once."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._num_running == num_prompts, timeout=60)
 
     async def _end(self) -> None:
         assert self._server is not None
@@ -127,17 +132,18 @@ class FakeServer:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with self._no_connection:
+        with self._changed:
             self._num_connections += 1
         try:
-            with suppress(ConnectionError, asyncio.IncompleteReadError):
+            gone = (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError)
+            with suppress(*gone):
                 while await self._serve_one(reader, writer):
                     pass
         finally:
             writer.close()
-            with self._no_connection:
+            with self._changed:
                 self._num_connections -= 1
-                self._no_connection.notify_all()
+                self._changed.notify_all()
 
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Whether the connection stays open."""
@@ -149,8 +155,10 @@ class FakeServer:
         body = await reader.readexactly(int(self.headers.get("content-length", 0)))
         if method == "POST" and path.endswith("completions"):
             self.bodies.append(json.loads(body))
-            self._num_running += 1
-            self.most_running = max(self.most_running, self._num_running)
+            with self._changed:
+                self._num_running += 1
+                self.most_running = max(self.most_running, self._num_running)
+                self._changed.notify_all()
             try:
                 reply = self.behaviour(self.bodies[-1])
                 if not await self._client_stays(reader, reply):

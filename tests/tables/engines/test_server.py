@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -299,22 +301,34 @@ def test_no_more_run_than_asked_for() -> None:
 
 
 def test_closing_aborts_what_runs() -> None:
-    """Sixteen hang in the server; the seventeenth is never sent."""
-
     def behaviour(body: dict[str, Any]) -> Reply:
         return answer() if body["prompt"] == [1] else Reply(hangs=True)
 
     with fake_server(behaviour) as server:
-        num_sockets = len(psutil.Process().net_connections())
         completions = engine_for(server.url, max_running=16).generate(prompts(100), QUESTION)
         assert next(completions).number == 0
         assert len(engine_threads()) == 1
+        server.wait_until_running(16)
         completions.close()
         assert not engine_threads()
+        sockets = psutil.Process().net_connections()
+        assert not [each for each in sockets if each.raddr and each.raddr.port == server.port]
         server.wait_until_left()
-        assert len(server.bodies) <= 17
-        assert server.num_abandoned == len(server.bodies) - 1
-        assert len(psutil.Process().net_connections()) == num_sockets
+        assert (len(server.bodies), server.num_abandoned) == (17, 16)
+
+
+def test_an_interrupt_while_nothing_arrives() -> None:
+    def behaviour(body: dict[str, Any]) -> Reply:
+        if body["prompt"] == [4]:
+            os.kill(os.getpid(), signal.SIGINT)
+        return Reply(hangs=True)
+
+    with fake_server(behaviour) as server:
+        completions = engine_for(server.url).generate(prompts(4), QUESTION)
+        with pytest.raises(KeyboardInterrupt):
+            next(completions)
+        assert not engine_threads()
+        server.wait_until_left()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])

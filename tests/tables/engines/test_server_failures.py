@@ -192,21 +192,19 @@ def test_the_server_goes_away_for_good() -> None:
         assert not engine_threads()
 
 
-def restarted(server: FakeServer) -> list[Any]:
-    """The completions of a job during which the server is started again."""
-    completions = hasty(server).generate(prompts(200), QUESTION)
-    given = [next(completions)]
-    server.stop()
-    server.start()
-    return given + list(completions)
-
-
 def test_the_server_is_restarted() -> None:
-    with fake_server() as server:
-        given = restarted(server)
+    """Requests that it has at that time are made again."""
+    with fake_server(lambda body: Reply(hangs=body["prompt"] != [1], page=answer().page)) as server:
+        completions = hasty(server, retries=RetryPolicy()).generate(prompts(200), QUESTION)
+        given = [next(completions)]
+        server.wait_until_running(4)
+        server.stop()
+        server.behaviour = lambda body: answer()
+        server.start()
+        given += completions
         assert sorted(each.number for each in given) == list(range(200))
         assert not any(each.error for each in given)
-        assert server.num_model_checks > 1
+        assert server.num_model_checks == 2
 
 
 def test_another_model_is_there_after_a_restart() -> None:
