@@ -23,6 +23,7 @@ class Reply:
         delay_s: until the reply is sent.
         hangs: no reply is sent; the connection stays open until the client closes it.
         drops: the connection is closed, without a reply.
+        crashes: all connections are.
     """
 
     page: Any = None
@@ -31,6 +32,7 @@ class Reply:
     delay_s: float = 0.0
     hangs: bool = False
     drops: bool = False
+    crashes: bool = False
 
 
 Behaviour = Callable[[dict[str, Any]], Reply]
@@ -80,7 +82,7 @@ class FakeServer:
         self.port = 0
         self._num_running = 0
         self._changed = threading.Condition()
-        self._num_connections = 0
+        self._writers: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
         self._server: asyncio.Server | None = None
         self._thread: threading.Thread | None = None
@@ -116,7 +118,7 @@ class FakeServer:
     def wait_until_left(self) -> None:
         """Until no client has a connection."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self._num_connections == 0, timeout=60)
+            assert self._changed.wait_for(lambda: not self._writers, timeout=60)
 
     def wait_until_running(self, num_prompts: int) -> None:
         """Until it has so many prompts at once."""
@@ -133,7 +135,7 @@ class FakeServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with self._changed:
-            self._num_connections += 1
+            self._writers.add(writer)
         try:
             gone = (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError)
             with suppress(*gone):
@@ -142,7 +144,7 @@ class FakeServer:
         finally:
             writer.close()
             with self._changed:
-                self._num_connections -= 1
+                self._writers.remove(writer)
                 self._changed.notify_all()
 
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
@@ -168,7 +170,10 @@ class FakeServer:
                 self._num_running -= 1
         else:
             reply = self._page(path)
-        if reply.drops:
+        if reply.crashes:
+            for each in self._writers:
+                each.transport.abort()
+        if reply.drops or reply.crashes:
             return False
         page = reply.page if isinstance(reply.page, bytes) else json.dumps(reply.page).encode()
         headers = {"Content-Length": str(len(page)), **reply.headers}

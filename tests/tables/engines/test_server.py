@@ -24,6 +24,7 @@ from tests.tables.engines.fake_server import (
 )
 from vllm_relay.tables.engines import Completion, EngineError, Prompt
 from vllm_relay.tables.engines.server import ServerEngine
+from vllm_relay.tables.engines.server_http import ServerAddress
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import Question
@@ -101,6 +102,17 @@ def test_messages_are_sent_to_others() -> None:
                 "temperature": 0.0,
             }
         ]
+
+
+def test_tokens_are_sent_to_others_that_are_said_to_take_them() -> None:
+    with fake_server(model=OTHER_MODEL) as server:
+        engine = engine_for(server.url, mode="completions")
+        list(engine.generate(prompts(1), Question("?", ("a",), Output("bool"), 5)))
+        assert server.bodies == [
+            {"model": "gpt", "prompt": [1], "max_tokens": 5, "temperature": 0.0}
+        ]
+        with pytest.raises(ValueError, match="but the server does not say where its tokenizer is"):
+            ServerEngine(server.url, mode="completions")
 
 
 @pytest.mark.parametrize(
@@ -213,6 +225,13 @@ def test_a_server_that_does_not_say_what_it_has(page: Reply, message: str) -> No
             engine_for(server.url)
 
 
+def test_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.setenv("no_proxy", "near")
+    assert ServerAddress.of("http://far/v1", None).proxy == "http://proxy:3128"
+    assert ServerAddress.of("http://near/v1", None).proxy is None
+
+
 def test_no_server() -> None:
     with fake_server() as server:
         url = server.url
@@ -305,12 +324,15 @@ def test_closing_aborts_what_runs() -> None:
         return answer() if body["prompt"] == [1] else Reply(hangs=True)
 
     with fake_server(behaviour) as server:
-        completions = engine_for(server.url, max_running=16).generate(prompts(100), QUESTION)
+        threads = set(threading.enumerate())
+        # names are looked up in further threads
+        url = server.url.replace("127.0.0.1", "localhost")
+        completions = engine_for(url, max_running=16).generate(prompts(100), QUESTION)
         assert next(completions).number == 0
         assert len(engine_threads()) == 1
         server.wait_until_running(16)
         completions.close()
-        assert not engine_threads()
+        assert set(threading.enumerate()) == threads
         sockets = psutil.Process().net_connections()
         assert not [each for each in sockets if each.raddr and each.raddr.port == server.port]
         server.wait_until_left()

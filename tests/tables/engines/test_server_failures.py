@@ -7,8 +7,10 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
+from random import Random
 from typing import Any
 
 import pytest
@@ -82,10 +84,11 @@ def once(token: int, reply: Reply) -> Callable[[dict[str, Any]], Reply]:
 )
 def test_failures_that_pass(reply: Reply) -> None:
     with fake_server(at_first(2, reply)) as server:
-        completions = list(hasty(server, timeout_s=0.5).generate(prompts(9), QUESTION))
+        timeout_s = 0.5 if reply.hangs else 60
+        completions = list(hasty(server, timeout_s=timeout_s).generate(prompts(9), QUESTION))
         assert sorted(each.number for each in completions) == list(range(9))
         assert {each.text for each in completions} == {"yes"}
-        assert len(server.bodies) == 27
+        assert len(server.bodies) == 27 or reply.hangs
 
 
 @pytest.mark.parametrize(
@@ -101,11 +104,51 @@ def test_failures_that_pass(reply: Reply) -> None:
 )
 def test_failures_of_one_prompt(reply: Reply, error: str) -> None:
     with fake_server(once(3, reply)) as server:
-        completions = list(hasty(server, timeout_s=0.5).generate(prompts(9), QUESTION))
+        timeout_s = 0.5 if reply.hangs else 60
+        completions = list(hasty(server, timeout_s=timeout_s).generate(prompts(9), QUESTION))
         assert [each.number for each in completions if each.error] == [2]
         [failed] = [each for each in completions if each.error]
         assert failed.error.startswith(error)
-        assert len(server.bodies) == 8 + 5
+        assert server.prompts.count([3]) == 5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_failures_by_chance(seed: int) -> None:
+    """Every prompt has one completion, which is its own."""
+    random = Random(seed)
+    replies = [failure(429), failure(500), failure(503), Reply(drops=True), Reply(b"{")]
+
+    def behaviour(body: dict[str, Any]) -> Reply:
+        if random.random() < 0.4:
+            return random.choice(replies)
+        token = body["prompt"][0]
+        reply = answer(str(token)) if token % 10 else failure(400, str(token))
+        return replace(reply, delay_s=random.choice([0, 0.001]))
+
+    with fake_server(behaviour) as server:
+        completions = list(hasty(server, max_running=16).generate(prompts(300), QUESTION))
+        assert sorted(each.number for each in completions) == list(range(300))
+        for each in completions:
+            token = each.number + 1
+            if each.text:
+                assert (each.text, each.error) == (str(token), "") and token % 10
+            else:
+                assert each.error == f"HTTP 400: {token}" or each.error.startswith("failed 5 ")
+        assert server.most_running <= 16
+        assert not engine_threads()
+
+
+def test_a_prompt_that_crashes_the_server() -> None:
+    """Those that the server has beside it fail with it, but not as often."""
+
+    def behaviour(body: dict[str, Any]) -> Reply:
+        return Reply(crashes=True) if body["prompt"] == [40] else replace(answer(), delay_s=0.005)
+
+    with fake_server(behaviour) as server:
+        completions = list(hasty(server, max_running=32).generate(prompts(300), QUESTION))
+        assert sorted(each.number for each in completions) == list(range(300))
+        assert [each.number for each in completions if each.error] == [39]
+        assert server.prompts.count([40]) == 5
 
 
 def test_a_prompt_that_is_passed_over() -> None:

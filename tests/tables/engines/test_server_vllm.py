@@ -80,25 +80,30 @@ def test_an_answer_that_is_cut(server: str) -> None:
     assert (completion.is_cut, completion.num_output_tokens, completion.error) == (True, 2, "")
 
 
-def num_finished(server: str) -> int:
-    """Requests that were answered so far, whole or cut."""
-    [status, page] = ask("GET", f"{server}/metrics")
+def metric(server: str, pattern: str) -> int:
+    """The sum of the samples whose name and labels match."""
+    status, page = ask("GET", f"{server}/metrics")
     assert status == 200
-    counts = re.findall(r'vllm:request_success_total\{.*"(?:stop|length)".*\} (\S+)', page)
-    return sum(int(float(count)) for count in counts)
+    samples = re.findall(rf"^vllm:{pattern} (\S+)$", page, re.MULTILINE)
+    assert samples
+    return sum(int(float(sample)) for sample in samples)
 
 
 def test_closing_aborts_requests_in_the_server(server: str) -> None:
-    """The first is refused while the others run."""
+    """The first is refused while the others run; these are never answered."""
     engine = ServerEngine(server, api_key=API_KEY, max_running=4)
-    before = num_finished(server)
+    finished = r'request_success_total\{.*"(?:stop|length)".*\}'
+    num_before = metric(server, finished)
     prompts = [Prompt(row, "", [9] * (8 if row else 600)) for row in range(5)]
     completions = engine.generate(iter(prompts), Question("?", ("place",), max_tokens=500))
     assert next(completions).error
     completions.close()
-    [completion] = engine.generate([Prompt(0, "", [9] * 8)], QUESTION)
-    assert not completion.error
-    assert num_finished(server) == before + 1
+    num_asked = 0
+    while num_asked == 0 or metric(server, r"num_requests_running\{.*\}"):
+        [completion] = engine.generate([Prompt(0, "", [9] * 8)], QUESTION)
+        assert not completion.error
+        num_asked += 1
+    assert metric(server, finished) == num_before + num_asked
 
 
 def test_the_tokenizer_of_another_model(server: str) -> None:

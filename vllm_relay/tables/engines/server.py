@@ -128,26 +128,26 @@ class ServerEngine:
             EngineError: the server is gone, or lets nobody in; the job can be resumed.
             ValueError: a prompt has no tokens in mode "completions".
         """
-        max_taken = self.max_running + max(1, self.max_running // 4)
+        max_outstanding = self.max_running + max(1, self.max_running // 4)
         source = iter(prompts)
         is_exhausted = False
-        num_taken = 0
+        num_outstanding = 0
         open_client = partial(self._open_client, question)
         with closing(AnsweringThread(open_client, self.max_running)) as answers:
             while True:
-                while not is_exhausted and num_taken < max_taken:
+                while not is_exhausted and num_outstanding < max_outstanding:
                     prompt = next(source, None)
                     if prompt is None:
                         is_exhausted = True
                         break
                     answers.submit(prompt)
-                    num_taken += 1
+                    num_outstanding += 1
                     if answers.has_result:
                         break
-                if num_taken == 0:
+                if num_outstanding == 0:
                     return
                 completion = answers.result()
-                num_taken -= 1
+                num_outstanding -= 1
                 yield completion
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 from vllm_relay.tables.engines.base import Completion, EngineError, Prompt
@@ -28,11 +29,16 @@ logger = logging.getLogger("vllm.relay")
 
 MODELS_PATH = "/v1/models"
 _WARN_AFTER_S = 10.0
+_NUM_BROKEN_OF_SUSPECTS = 2
 _RESUME = "start the job again when it is back: answers that it has are kept in its checkpoint"
 
 
 class ServerClient:
     """Answers prompts of one question; any number at once, in one event loop.
+
+    One of the prompts that a server has when its connections break may be why they broke. A prompt
+    for which this has happened twice is a suspect, and of suspects one runs at a time: the others
+    do not fail with it until they have no retries left.
 
     Args:
         is_chat: whether messages are sent, not tokens.
@@ -58,6 +64,7 @@ class ServerClient:
         self._may_be_restarted = False
         self._has_warned = False
         self._checking = asyncio.Lock()
+        self._running_suspect = asyncio.Lock()
 
     async def answer(self, prompt: Prompt) -> Completion:
         """
@@ -69,11 +76,13 @@ class ServerClient:
             ValueError: the prompt has no tokens, but tokens are to be sent.
         """
         body = self._common_fields | prompt_fields(prompt, self._is_chat)
-        num_failures = num_turned_away = num_passed_over = 0
+        num_failures = num_broken = num_turned_away = num_passed_over = 0
         num_answers = self._availability.num_answers
         while True:
             try:
-                completion = await self._attempt(prompt.number, body)
+                is_suspect = num_broken >= _NUM_BROKEN_OF_SUSPECTS
+                async with self._running_suspect if is_suspect else nullcontext():
+                    completion = await self._attempt(prompt.number, body)
             except ServerAway as error:
                 num_turned_away += 1
                 self._note_away(error)
@@ -88,8 +97,9 @@ class ServerClient:
                 delay_s = self._retries.delay_s(num_turned_away, error.retry_after_s)
             except (RequestFailed, ReplyError) as error:
                 num_failures += 1
-                if isinstance(error, RequestFailed):
-                    self._may_be_restarted |= error.may_restart
+                if isinstance(error, RequestFailed) and error.may_restart:
+                    num_broken += 1
+                    self._may_be_restarted = True
                 if num_failures > self._retries.max_retries:
                     self._note_failed_prompt(error)
                     return Completion(
