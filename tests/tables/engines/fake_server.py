@@ -83,7 +83,7 @@ class FakeServer:
         self._num_running = 0
         self._changed = threading.Condition()
         self._writers: set[asyncio.StreamWriter] = set()
-        self._loop = asyncio.new_event_loop()
+        self._loop: asyncio.AbstractEventLoop
         self._server: asyncio.Server | None = None
         self._thread: threading.Thread | None = None
 

@@ -142,7 +142,7 @@ def test_a_prompt_that_crashes_the_server() -> None:
     """Those that the server has beside it fail with it, but not as often."""
 
     def behaviour(body: dict[str, Any]) -> Reply:
-        return Reply(crashes=True) if body["prompt"] == [40] else replace(answer(), delay_s=0.005)
+        return Reply(crashes=True) if body["prompt"] == [40] else replace(answer(), delay_s=0.03)
 
     with fake_server(behaviour) as server:
         completions = list(hasty(server, max_running=32).generate(prompts(300), QUESTION))
