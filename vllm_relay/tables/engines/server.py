@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server that answers prompts: vLLM, or any other with OpenAI's API."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from vllm_relay.tables.engines.base import Completion, EngineError, Prompt
+from vllm_relay.tables.engines.server_client import MODELS_PATH, ServerClient
+from vllm_relay.tables.engines.server_http import (
+    HttpClient,
+    RequestFailed,
+    RequestRefused,
+    ServerAddress,
+    ServerAway,
+    open_http_client,
+)
+from vllm_relay.tables.engines.server_models import (
+    ServedModel,
+    block_cache,
+    choose_model,
+    served_models,
+)
+from vllm_relay.tables.engines.server_retries import RetryPolicy
+from vllm_relay.tables.engines.server_thread import AnsweringThread, AnswerPrompt, run_in_thread
+from vllm_relay.tables.ordering.cached_tokens import BlockCache
+from vllm_relay.tables.question import Question
+
+logger = logging.getLogger("vllm.relay")
+
+Mode = Literal["auto", "completions", "chat"]
+
+DEFAULT_MAX_RUNNING = 64
+DEFAULT_TIMEOUT_S = 600.0
+
+_START_TIMEOUT_S = 60.0
+# letters, digits, white space and signs that tokenizers split in different ways
+_TOKENIZER_PROBE = "Row 12: naïve café, 3.50 €;\n\tit's {'a': [1, 20]} — 東京"
+
+
+@dataclass(frozen=True)
+class _Server:
+    """What a server says of itself when a job starts.
+
+    Attributes:
+        probe_token_ids: its tokens of `_TOKENIZER_PROBE`; None if it does not say.
+    """
+
+    model: ServedModel
+    cache: BlockCache | None
+    probe_token_ids: list[int] | None
+
+
+class ServerEngine:
+    """An `Engine` over HTTP.
+
+    vLLM is sent the tokens of prompts (mode "completions"), so that it computes exactly those that
+    were planned. Other servers are sent messages (mode "chat"), as is vLLM if its tokenizer is not
+    at hand.
+
+    A server that is away, or turns requests away, is waited for. When it is back it must have the
+    same model. `identity` consists of the model's name and where the server has it from: other
+    weights under the same name are not noticed.
+
+    Args:
+        base_url: with or without /v1.
+        model: its name; None takes the only one that the server has.
+        api_key: None sends none.
+        tokenizer: of the model: a folder, a name on the Hugging Face hub, or a tokenizer; None
+            loads it from where the server has the model from.
+        max_running: prompts that the server has at once.
+        timeout_s: of a request, the time that it waits in the server included.
+        mode: "auto" chooses as above.
+        retries: None has `RetryPolicy`'s defaults.
+
+    Raises:
+        EngineError: the server does not answer, or not as expected.
+        ValueError: an argument is out of its range, the model is not there or one of several, or
+            the tokenizer is not the model's.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str | None = None,
+        *,
+        api_key: str | None = None,
+        tokenizer: str | Path | Any | None = None,
+        max_running: int = DEFAULT_MAX_RUNNING,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        mode: Mode = "auto",
+        retries: RetryPolicy | None = None,
+    ) -> None:
+        if mode not in get_args(Mode):
+            raise ValueError(f"mode={mode!r} given, expected one of {list(get_args(Mode))}")
+        if max_running < 1:
+            raise ValueError(f"max_running={max_running} given, expected at least 1")
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s={timeout_s} given, expected a number above 0")
+        self._address = ServerAddress.of(base_url, api_key)
+        self._timeout_s = timeout_s
+        self._retries = retries or RetryPolicy()
+        server = run_in_thread(_ask_server(self._address, model))
+        self._model = server.model
+        self.identity = server.model.identity
+        self.cache = server.cache
+        self.max_model_len = server.model.max_model_len
+        self.max_running = max_running
+        self.tokenizer = _choose_tokenizer(server, tokenizer, mode)
+        self.mode: Mode = mode
+        if mode == "auto":
+            sends_tokens = server.model.is_vllm and self.tokenizer is not None
+            self.mode = "completions" if sends_tokens else "chat"
+
+    def generate(self, prompts: Iterable[Prompt], question: Question) -> Iterator[Completion]:
+        """As `Engine.generate`; completions come as they are ready.
+
+        A prompt that fails again and again, though the server is there, has a completion with an
+        error. Beyond `max_running`, a quarter as many prompts are taken ahead of time.
+
+        Raises:
+            EngineError: the server is gone, or lets nobody in; the job can be resumed.
+            ValueError: a prompt has no tokens in mode "completions".
+        """
+        max_outstanding = self.max_running + max(1, self.max_running // 4)
+        source = iter(prompts)
+        is_exhausted = False
+        num_outstanding = 0
+        open_client = partial(self._open_client, question)
+        with closing(AnsweringThread(open_client, self.max_running)) as answers:
+            while True:
+                while not is_exhausted and num_outstanding < max_outstanding:
+                    prompt = next(source, None)
+                    if prompt is None:
+                        is_exhausted = True
+                        break
+                    answers.submit(prompt)
+                    num_outstanding += 1
+                    if answers.has_result:
+                        break
+                if num_outstanding == 0:
+                    return
+                completion = answers.result()
+                num_outstanding -= 1
+                yield completion
+
+    def close(self) -> None:
+        """Nothing is held between calls of `generate`."""
+
+    @asynccontextmanager
+    async def _open_client(self, question: Question) -> AsyncIterator[AnswerPrompt]:
+        async with open_http_client(self._address, self._timeout_s) as http:
+            is_chat = self.mode == "chat"
+            yield ServerClient(http, self._model, question, self._retries, is_chat=is_chat).answer
+
+
+async def _ask_server(address: ServerAddress, model_name: str | None) -> _Server:
+    async with open_http_client(address, _START_TIMEOUT_S) as http:
+        try:
+            models = served_models(await http.get_json(MODELS_PATH))
+        except (ServerAway, RequestFailed, RequestRefused, ValueError) as error:
+            raise EngineError(
+                f"{address.root_url}{MODELS_PATH} does not answer as expected: {error}: give the "
+                "address of a server with OpenAI's API that runs"
+            ) from error
+        model = choose_model(models, model_name)
+        if not model.is_vllm:
+            return _Server(model, None, None)
+        return _Server(model, await _cache(http), await _probe_token_ids(http, model.name))
+
+
+async def _cache(http: HttpClient) -> BlockCache | None:
+    try:
+        return block_cache((await http.get("/metrics")).decode(errors="replace"))
+    except (EngineError, ServerAway, RequestFailed, RequestRefused):
+        return None
+
+
+async def _probe_token_ids(http: HttpClient, model_name: str) -> list[int] | None:
+    body = {"model": model_name, "prompt": _TOKENIZER_PROBE, "add_special_tokens": False}
+    try:
+        return (await http.post_json("/tokenize", body))["tokens"]
+    except (EngineError, ServerAway, RequestFailed, RequestRefused, KeyError, TypeError):
+        return None
+
+
+def _choose_tokenizer(server: _Server, given: Any | None, mode: Mode) -> Any | None:
+    """None if there is none, and none is needed."""
+    if given is not None:
+        try:
+            return _checked_tokenizer(server, given)
+        except _TokenizerError as error:
+            raise ValueError(f"tokenizer={given!r} given: {error}") from error
+    if mode == "chat" or (mode == "auto" and not server.model.is_vllm):
+        return None
+    try:
+        return _checked_tokenizer(server, server.model.tokenizer_root)
+    except _TokenizerError as error:
+        if mode == "completions":
+            raise ValueError(
+                f"mode='completions' needs the model's tokenizer, but {error}"
+            ) from error
+        logger.warning(
+            "vllm-relay: %s. Messages are sent, not tokens, and token counts are estimates: give "
+            "the model's tokenizer",
+            error,
+        )
+        return None
+
+
+class _TokenizerError(Exception):
+    """Not loaded, or not the model's."""
+
+
+def _checked_tokenizer(server: _Server, source: Any) -> Any:
+    tokenizer = _load_tokenizer(source) if isinstance(source, (str, Path)) else source
+    if server.probe_token_ids is not None:
+        token_ids = list(tokenizer.encode(_TOKENIZER_PROBE, add_special_tokens=False))
+        if token_ids != server.probe_token_ids:
+            raise _TokenizerError(
+                f"the tokenizer has other tokens than the server's model {server.model.name!r}"
+            )
+    return tokenizer
+
+
+def _load_tokenizer(source: str | Path) -> Any:
+    if not str(source):
+        raise _TokenizerError("the server does not say where its tokenizer is")
+    try:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # transformers raises errors of many kinds
+        first_line = (str(error) or type(error).__name__).splitlines()[0]
+        raise _TokenizerError(
+            f"no tokenizer can be loaded from {str(source)!r}: {first_line}"
+        ) from error
