@@ -45,6 +45,7 @@ LOADED = (
         "vllm_relay.sparse.planner",
         "vllm_relay.sparse.reference",
         "vllm_relay.tables",
+        "vllm_relay.tables.engines.server",
     ],
 )
 def test_import_loads_neither_torch_nor_vllm(module: str) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from vllm_relay.tables.engines.base import Completion, EngineError, Prompt
+from vllm_relay.tables.engines.base import Completion, EngineError, Prompt, PromptShape
 from vllm_relay.tables.engines.server_client import MODELS_PATH, ServerClient
 from vllm_relay.tables.engines.server_http import (
     HttpClient,
@@ -149,6 +149,9 @@ class ServerEngine:
                 completion = answers.result()
                 num_outstanding -= 1
                 yield completion
+
+    def prompts_per_s(self, shape: PromptShape, question: Question) -> None:
+        """Not measured: others may use the server, and its owner may count tokens."""
 
     def close(self) -> None:
         """Nothing is held between calls of `generate`."""
