@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine that is opened when it is first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from typing import Any
+
+from vllm_relay.tables.engines.base import Completion, Engine, Prompt, PromptShape
+from vllm_relay.tables.ordering.cached_tokens import BlockCache
+from vllm_relay.tables.question import Question
+
+
+class LazyEngine:
+    """An `Engine`: statements that do not ask need none.
+
+    Args:
+        open_engine: is called when an engine is needed and there is none.
+    """
+
+    def __init__(self, open_engine: Callable[[], Engine]) -> None:
+        self._open_engine = open_engine
+
+    @cached_property
+    def _engine(self) -> Engine:
+        return self._open_engine()
+
+    @property
+    def identity(self) -> str:
+        return self._engine.identity
+
+    @property
+    def tokenizer(self) -> Any | None:
+        return self._engine.tokenizer
+
+    @property
+    def cache(self) -> BlockCache | None:
+        return self._engine.cache
+
+    @property
+    def max_model_len(self) -> int | None:
+        return self._engine.max_model_len
+
+    @property
+    def max_running(self) -> int:
+        return self._engine.max_running
+
+    def generate(self, prompts: Iterable[Prompt], question: Question) -> Iterator[Completion]:
+        """See `Engine`."""
+        return self._engine.generate(prompts, question)
+
+    def prompts_per_s(self, shape: PromptShape, question: Question) -> float | None:
+        """See `Engine`."""
+        return self._engine.prompts_per_s(shape, question)
+
+    def close(self) -> None:
+        """Close the engine, if it was opened; another one is opened when it is needed."""
+        if "_engine" in vars(self):
+            self._engine.close()
+            del self._engine

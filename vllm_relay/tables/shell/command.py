@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `vllm-relay sql` does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import duckdb
+from rich.console import Console
+
+from vllm_relay.arguments import check_model, check_writable
+from vllm_relay.tables.engines.base import Engine, EngineError
+from vllm_relay.tables.engines.lazy import LazyEngine
+from vllm_relay.tables.engines.opening import open_engine
+from vllm_relay.tables.jobs.checkpoint import CheckpointError
+from vllm_relay.tables.jobs.estimate import JobReport
+from vllm_relay.tables.jobs.options import JobOptions
+from vllm_relay.tables.jobs.token_budget import TokenBudgetError
+from vllm_relay.tables.shell.files import check_output, open_files, write_relation
+from vllm_relay.tables.shell.lines import read_statements
+from vllm_relay.tables.sql.connection import Connection, connect
+from vllm_relay.tables.sql.errors import SqlError
+from vllm_relay.tables.sql.result import Result
+
+_ERRORS_SHOWN = 5
+_FAILURES = (
+    SqlError,
+    EngineError,
+    TokenBudgetError,
+    CheckpointError,
+    duckdb.Error,
+    ValueError,
+    RuntimeError,
+)
+
+
+def run_sql(
+    paths: Sequence[Path],
+    *,
+    model: str | None,
+    server: str | None,
+    api_key: str | None,
+    command: str | None,
+    options: dict[str, Any],
+    on_error: Any,
+    llm_arguments: dict[str, Any],
+    output_path: Path | None,
+    console: Console | None = None,
+) -> int:
+    """Run statements from the command line, a pipe or a terminal.
+
+    Args:
+        paths: files that become tables.
+        model: a folder or hub id, or the server's name for it.
+        server: its address; None starts the model in this process when it is first asked.
+        command: statements; None reads them from the standard input.
+        options: of `JobOptions`.
+        on_error: see `connect`.
+        llm_arguments: of ``vllm.LLM``.
+        output_path: where the rows of the last statement are written instead of shown.
+        console: where results are shown; the standard output if None.
+
+    Returns:
+        The exit status: 0, or 1 if something was refused or failed; the reason is printed.
+    """
+    console = console or Console()
+    errors = Console(stderr=True)
+    engine = LazyEngine(lambda: _open(model, server, api_key, llm_arguments))
+    try:
+        if model is not None and server is None:
+            check_model(model)
+        if output_path is not None:
+            check_output(output_path)
+            check_writable("--output", output_path)
+        job_options = JobOptions(**options)
+        connection = connect(
+            open_files(paths), engine=engine, options=job_options, on_error=on_error
+        )
+    except _FAILURES as error:
+        errors.print(f"error: {error}", style="red", markup=False, highlight=False)
+        return 1
+    if job_options.checkpoint is not None:
+        errors.print(
+            f"answers are kept in {job_options.checkpoint}", style="dim", markup=False
+        )
+    shell = _Shell(connection, engine, console, errors, output_path)
+    try:
+        if command is not None:
+            return shell.run(command)
+        return shell.run_all(read_statements(sys.stdin))
+    finally:
+        engine.close()
+
+
+def _open(
+    model: str | None, server: str | None, api_key: str | None, llm_arguments: dict[str, Any]
+) -> Any:
+    if server is not None:
+        return open_engine(server, model=model, api_key=api_key)
+    if model is None:
+        raise ValueError("a statement calls llm(), but no model is given: give --model or --server")
+    return open_engine(model, **llm_arguments)
+
+
+class _Shell:
+    def __init__(
+        self,
+        connection: Connection,
+        engine: Engine,
+        console: Console,
+        errors: Console,
+        output: Path | None,
+    ) -> None:
+        self._connection = connection
+        self._engine = engine
+        self._console = console
+        self._errors = errors
+        self._output = output
+
+    def run_all(self, statements: Any) -> int:
+        """Statements one after the other; at a terminal also after one that failed.
+
+        Returns:
+            The exit status.
+        """
+        is_terminal = sys.stdin.isatty()
+        status = 0
+        for statement in statements:
+            status = self.run(statement)
+            if status and not is_terminal:
+                return status
+        return 0 if is_terminal else status
+
+    def run(self, statement: str) -> int:
+        """
+        Returns:
+            The exit status: 0, 1 if it failed, 130 if it was interrupted.
+        """
+        try:
+            result = self._connection.sql(statement)
+            if result is not None:
+                self._show(result)
+        except KeyboardInterrupt:
+            # the terminal has interrupted vLLM's processes too
+            self._engine.close()
+            self._errors.print(
+                "interrupted: answers that came are kept; run the statement again to go on"
+            )
+            return 130
+        except _FAILURES as error:
+            self._errors.print(f"error: {error}", style="red", markup=False, highlight=False)
+            return 1
+        return 0
+
+    def _show(self, result: Result) -> None:
+        if result.has_rows:
+            if self._output is not None:
+                write_relation(self._connection.duckdb_connection, result.relation, self._output)
+            elif result.columns == ["explain_key", "explain_value"]:
+                for _, text in result.fetchall():
+                    self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            else:
+                self._console.print(str(result.relation), markup=False, highlight=False,
+                                    soft_wrap=True)  # fmt: skip
+        if result.report.num_rows:
+            self._errors.print(summary(result.report), style="dim", markup=False, highlight=False)
+        for error in result.errors[:_ERRORS_SHOWN]:
+            self._errors.print(f"no answer: {error}", style="red", markup=False, highlight=False)
+        if len(result.errors) > _ERRORS_SHOWN:
+            self._errors.print(f"and {len(result.errors) - _ERRORS_SHOWN:,} more without an answer")
+
+
+def summary(report: JobReport) -> str:
+    """A line on what was asked and what it took."""
+    rate = report.cached_tokens / report.prompt_tokens if report.prompt_tokens else 0.0
+    parts = [
+        f"{report.num_rows:,} rows",
+        f"{report.num_prompts:,} different",
+        f"{report.num_known:,} known",
+        f"{report.prompt_tokens:,} prompt tokens, {rate:.1%} from the prefix cache",
+        f"{report.output_tokens:,} output tokens",
+        f"{report.saved_tokens:,} tokens not asked",
+        f"{report.seconds:.1f} s",
+    ]
+    if report.num_errors:
+        parts.append(f"{report.num_errors:,} errors")
+    return "; ".join(parts)
