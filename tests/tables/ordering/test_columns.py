@@ -4,7 +4,12 @@ import pytest
 from hypothesis import given
 
 from tests.tables.ordering.reference import random_table, shared_beginning, tables
-from vllm_relay.tables.ordering.columns import cell_text, encode_column, encode_columns, render_value
+from vllm_relay.tables.ordering.columns import (
+    cell_text,
+    encode_column,
+    encode_columns,
+    render_value,
+)
 from vllm_relay.tables.ordering.dependencies import find_dependencies
 
 

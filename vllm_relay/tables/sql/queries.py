@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A query with calls of llm() at any depth becomes one without: inner SELECTs come first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import duckdb
+from sqlglot import exp
+
+from vllm_relay.tables.sql.binder import Binder, query_text
+from vllm_relay.tables.sql.calls import null_answer
+from vllm_relay.tables.sql.errors import error_at
+from vllm_relay.tables.sql.execute import Asker, SelectExecution, Tables
+from vllm_relay.tables.sql.expressions import (
+    all_of,
+    ancestors,
+    calls_inside_first,
+    conjuncts,
+    has_call,
+    is_call,
+    is_query,
+)
+from vllm_relay.tables.sql.plan import SelectPlan, plan_select
+
+# after these joins a row of the left side is there once or more, or not at all, as it was before
+_KEEPING_SIDES = ("", "LEFT")
+_KEEPING_KINDS = ("", "INNER", "CROSS", "SEMI", "ANTI", "OUTER")
+
+
+@dataclass
+class QueryRunner:
+    """Answers the calls of one query.
+
+    Attributes:
+        binder: of the connection.
+        tables: in which the steps are kept.
+        asker: that answers.
+        plans: of the SELECTs with calls, in the order in which they were run.
+    """
+
+    binder: Binder
+    tables: Tables
+    asker: Asker
+    plans: list[SelectPlan] = field(default_factory=list)
+
+    def without_calls(self, query: exp.Query, ctes: Sequence[exp.CTE] = ()) -> exp.Query:
+        """The query over temporary tables that hold the answers.
+
+        Args:
+            query: with calls; it keeps its own common table expressions.
+            ctes: that it may use beside them, without calls.
+
+        Raises:
+            SqlError: a call stands where it cannot be answered.
+            duckdb.Error: the query is not valid.
+        """
+        if not has_call(query):
+            return query.copy()
+        query = query.copy()
+        own = self._own_ctes(query, ctes)
+        visible = [*ctes, *own]
+        if isinstance(query, exp.Subquery):
+            query.set("this", self.without_calls(query.this, visible))
+        elif isinstance(query, exp.SetOperation):
+            query.set("this", self._branch(query.this, visible))
+            query.set("expression", self._branch(query.expression, visible))
+        else:
+            assert isinstance(query, exp.Select)
+            query = self._select(query, visible)
+        if own:
+            query.set("with_", exp.With(expressions=own))
+        return query
+
+    def _own_ctes(self, query: exp.Query, ctes: Sequence[exp.CTE]) -> list[exp.CTE]:
+        """The common table expressions of a query, without calls; they leave the query."""
+        with_ = query.args.get("with_")
+        if with_ is None:
+            return []
+        query.set("with_", None)
+        done: list[exp.CTE] = []
+        names = {cte.alias.lower() for cte in ctes}
+        for cte in with_.expressions:
+            if cte.alias.lower() in names:
+                raise error_at(
+                    cte, f"WITH gives the name {cte.alias!r} a second time: use another name"
+                )
+            names.add(cte.alias.lower())
+            if has_call(cte) and with_.recursive:
+                raise error_at(cte, f"llm() in WITH RECURSIVE {cte.alias!r}: it cannot be answered")
+            users = [query, *with_.expressions]
+            num_uses = sum(_num_uses(user, cte.alias) for user in users)
+            visible = [*ctes, *done]
+            changed = cte.copy()
+            if has_call(cte):
+                if not num_uses:
+                    continue
+                body = self.without_calls(cte.this, visible)
+            else:
+                body = cte.this.copy()
+            if not with_.recursive and (num_uses > 1 or self.binder.has_volatile(body)):
+                # several statements will read it, and have to see the same rows
+                table = self.tables.create(query_text(body, visible))
+                body = exp.select("*").from_(table)
+            changed.set("this", body)
+            done.append(changed)
+        return done
+
+    def _branch(self, branch: exp.Query, ctes: Sequence[exp.CTE]) -> exp.Query:
+        """One side of a UNION, which has no order or limit of its own but in brackets."""
+        if not has_call(branch):
+            return branch.copy()
+        done = self.without_calls(branch, ctes)
+        return done if isinstance(done, (exp.SetOperation, exp.Subquery)) else done.subquery()
+
+    def _select(self, select: exp.Select, ctes: Sequence[exp.CTE]) -> exp.Select:
+        names = [name for name, _ in self.binder.columns(probe(select), ctes)]
+        self._move_join_conditions(select)
+        self._sources(select, ctes)
+        self._subqueries(select, ctes)
+        plan = plan_select(select, self.binder, ctes, names)
+        self.plans.append(plan)
+        return SelectExecution(plan, self.tables, self.asker).run(ctes)
+
+    def _move_join_conditions(self, select: exp.Select) -> None:
+        """Conditions with calls of inner joins become ones of WHERE."""
+        joins = select.args.get("joins") or []
+        for index, join in enumerate(joins):
+            condition = join.args.get("on")
+            if not _has_own_call(condition):
+                continue
+            later = joins[index:]
+            if join.side or join.kind not in ("", "INNER") or not all(map(_keeps_left, later)):
+                kind = " ".join(part for part in (join.side, join.kind, "JOIN") if part)
+                raise error_at(
+                    condition,
+                    f"llm() in ON of {kind}, or before an outer join: only the ON of inner joins "
+                    f"can ask; ask in a subquery that is joined, or in WHERE",
+                )
+            parts = conjuncts(condition)
+            free = all_of(part for part in parts if not has_call(part))
+            join.set("on", free if free is not None else exp.true())
+            asked = all_of(part for part in parts if has_call(part))
+            assert asked is not None
+            select.where(asked, copy=False)
+
+    def _sources(self, select: exp.Select, ctes: Sequence[exp.CTE]) -> None:
+        """SELECTs with calls in FROM."""
+        sources = [select.args.get("from_"), *(select.args.get("joins") or [])]
+        sources += select.args.get("laterals") or []
+        for source in sources:
+            if source is None or not has_call(source):
+                continue
+            for query in _outermost_queries(source):
+                if has_call(query):
+                    query.replace(self._standalone(query, ctes))
+            if has_call(source):
+                raise error_at(
+                    source,
+                    "llm() as an argument in FROM: ask in a subquery, FROM (SELECT llm(...) ...)",
+                )
+
+    def _subqueries(self, select: exp.Select, ctes: Sequence[exp.CTE]) -> None:
+        """Subqueries with calls in expressions."""
+        for query in _outermost_queries(select):
+            if has_call(query):
+                if any(is_call(parent) for parent in ancestors(query)):
+                    raise error_at(
+                        query, "a subquery with llm() in a field of llm(): ask in FROM or WITH"
+                    )
+                query.replace(self._standalone(query, ctes))
+
+    def _standalone(self, query: exp.Query, ctes: Sequence[exp.CTE]) -> exp.Query:
+        try:
+            self.binder.columns(probe(query), ctes)
+        except duckdb.BinderException as error:
+            raise error_at(
+                query,
+                f"a subquery with llm() that uses columns of the query around it, which cannot be "
+                f"asked before that: join instead ({str(error).splitlines()[0]})",
+            ) from None
+        return self.without_calls(query, ctes)
+
+
+def _keeps_left(join: exp.Join) -> bool:
+    return (
+        join.side in _KEEPING_SIDES
+        and join.kind in _KEEPING_KINDS
+        and (join.method or "") in ("", "ASOF", "NATURAL")
+    )
+
+
+def _has_own_call(node: exp.Expr | None) -> bool:
+    """Whether there is a call outside of subqueries."""
+    if node is None:
+        return False
+    outside = node.walk(prune=is_query)
+    return any(is_call(part) for part in outside)
+
+
+def _outermost_queries(node: exp.Expr) -> list[exp.Query]:
+    """Queries in a node that are in no other one of it."""
+    walk = node.walk(bfs=False, prune=lambda part: part is not node and is_query(part))
+    return [
+        part
+        for part in walk
+        if part is not node and isinstance(part, (exp.Select, exp.SetOperation))
+    ]
+
+
+def _num_uses(node: exp.Expr, name: str) -> int:
+    tables = node.find_all(exp.Table)
+    return sum(table.name.lower() == name.lower() and not table.db for table in tables)
+
+
+def probe(query: exp.Query) -> exp.Query:
+    """The query with NULL for answers: it is valid, and has the same columns, if the query is.
+
+    Raises:
+        SqlError: a call is not called as it should be.
+    """
+
+    probed = query.copy()
+    for call in calls_inside_first(probed):
+        call.replace(null_answer(call))
+    return probed
