@@ -58,6 +58,14 @@ class FakeRunner:
         """Of the questions with this text."""
         return [fields for question, fields in self.asked if question.text == text]
 
+    def answers(self, text: str) -> list[tuple[Fields, Any]]:
+        """Fields and answers of the questions with this text."""
+        return [
+            (fields, self._known[question, tuple(map(repr, fields.values()))][0])
+            for question, fields in self.asked
+            if question.text == text
+        ]
+
     def answer(self, source: str, question: Question, target: str) -> None:
         described = self._connection.execute(f"DESCRIBE {source}").fetchall()
         assert [row[0] for row in described] == list(question.fields)

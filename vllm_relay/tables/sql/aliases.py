@@ -8,7 +8,7 @@ from collections.abc import Callable
 from sqlglot import exp
 
 from vllm_relay.tables.sql.errors import error_at
-from vllm_relay.tables.sql.expressions import is_query, replace_in
+from vllm_relay.tables.sql.expressions import fold, is_query, replace_in
 
 
 class Aliases:
@@ -23,13 +23,17 @@ class Aliases:
         self._expressions: dict[str, exp.Expr] = {}
         for item in select.expressions:
             if isinstance(item, exp.Alias):
-                self._expressions.setdefault(item.alias.lower(), item.this)
+                self._expressions.setdefault(fold(item.alias), item.this)
+
+    def __contains__(self, name: str) -> bool:
+        return fold(name) in self._expressions
 
     def expand(self, node: exp.Expr, alias_first: bool = False) -> exp.Expr:
         """A copy with what the names stand for.
 
         Args:
-            alias_first: a name stands for an alias even if a column has it, as in ORDER BY.
+            alias_first: a node that is only a name stands for an alias even if a column has it,
+                as in ORDER BY.
 
         Raises:
             SqlError: an alias stands for itself.
@@ -42,12 +46,17 @@ class Aliases:
                 return part
             if not isinstance(part, exp.Column) or part.table or isinstance(part.this, exp.Star):
                 return None
-            name = part.name.lower()
-            if name not in self._expressions or (not alias_first and self._is_column(part)):
+            name = fold(part.name)
+            is_whole = alias_first and part.parent is None
+            if name not in self._expressions or (not is_whole and self._is_column(part)):
                 return part
             if name in above:
                 raise error_at(part, f"{part.name!r} in the select list stands for itself")
             # inside the select list a column goes before an alias
-            return exp.paren(self._expand(self._expressions[name], False, (*above, name)))
+            value = exp.paren(self._expand(self._expressions[name], False, (*above, name)))
+            if isinstance(part.parent, exp.Struct):
+                # the name is that of a field too
+                return exp.PropertyEQ(this=part.this.copy(), expression=value)
+            return value
 
         return replace_in(node, change)

@@ -18,12 +18,15 @@ from vllm_relay.tables.jobs.job_runner import JobRunner
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.binder import Binder
+from vllm_relay.tables.sql.errors import SqlError
 from vllm_relay.tables.sql.execute import Tables
+from vllm_relay.tables.sql.explain import EstimateAsker, Explanation, plan_steps
 from vllm_relay.tables.sql.expressions import sql_of
 from vllm_relay.tables.sql.jobs import JobAsker
+from vllm_relay.tables.sql.plan import with_error_columns
 from vllm_relay.tables.sql.queries import QueryRunner
 from vllm_relay.tables.sql.result import Result
-from vllm_relay.tables.sql.statements import split_statements, with_query
+from vllm_relay.tables.sql.statements import Statement, split_statements, with_query
 
 OnError = Literal["null", "column", "raise"]
 
@@ -119,30 +122,71 @@ class Connection:
             if statement.tree is None:
                 relation = self.duckdb_connection.sql(statement.text)
                 result = None if relation is None else Result(relation)
+            elif statement.is_explained:
+                relation = self.duckdb_connection.sql(
+                    "SELECT 'llm' AS explain_key, ? AS explain_value",
+                    params=[str(self._explained(statement))],
+                )
+                result = Result(relation)
             else:
                 result = self._run(statement.tree)
         return result
 
-    def _run(self, tree: exp.Expr) -> Result | None:
+    def explain(self, text: str) -> Explanation:
+        """What a statement that calls llm() would take; the model is not asked.
+
+        Raises:
+            SqlError: as for `sql`, or it is not one statement that calls llm().
+        """
+        statements = split_statements(text)
+        if len(statements) != 1 or statements[0].tree is None:
+            raise SqlError(f"{text!r} given, expected one statement that calls llm()")
+        return self._explained(statements[0])
+
+    def _explained(self, statement: Statement) -> Explanation:
+        assert statement.tree is not None
+        asker = EstimateAsker(self.duckdb_connection, self._runner)
+        tables = self._new_tables()
+        runner = QueryRunner(self._binder, tables, asker)
+        try:
+            with_query(statement.tree, runner.without_calls)
+        finally:
+            tables.drop_all()
+        before = statement.tree.sql("duckdb", pretty=True, normalize_functions=False)
+        return Explanation(asker.calls, before, plan_steps(runner.plans))
+
+    def _new_tables(self) -> Tables:
         while self._left_over:
             self._left_over.pop().drop_all()
         self._num_statements += 1
-        tables = Tables(self.duckdb_connection, self._num_statements)
+        return Tables(self.duckdb_connection, self._num_statements)
+
+    def _run(self, tree: exp.Expr) -> Result | None:
+        tables = self._new_tables()
         before = JobReport(**vars(self._runner.report))
         asker = JobAsker(self.duckdb_connection, self._runner, self._on_error == "raise")
         runner = QueryRunner(self._binder, tables, asker)
+        has_error_columns = self._on_error == "column"
+
+        def changed_query(query: exp.Query) -> exp.Query:
+            changed = runner.without_calls(query)
+            return with_error_columns(changed, runner.plans[-1]) if has_error_columns else changed
+
         try:
-            changed, is_query = with_query(tree, runner.without_calls)
+            changed, is_query = with_query(tree, changed_query)
+            if is_query and self._binder.has_volatile(changed):
+                # it would differ each time it is read
+                changed = exp.select("*").from_(tables.create(sql_of(changed)))
             relation = self.duckdb_connection.sql(sql_of(changed))
         except BaseException:
             tables.drop_all()
             raise
         report = _difference(self._runner.report, before)
-        if not is_query:
-            tables.drop_all()
         result = Result(relation, asker.errors, report)
         if is_query:
             weakref.finalize(result, self._left_over.append, tables)
+        else:
+            tables.drop_all()
         return result
 
 

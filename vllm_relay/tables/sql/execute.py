@@ -13,7 +13,7 @@ from sqlglot import exp
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.binder import query_text
 from vllm_relay.tables.sql.calls import ANSWER, ERROR
-from vllm_relay.tables.sql.expressions import RESERVED, ROW, STAGE, quoted, sql_of
+from vllm_relay.tables.sql.expressions import RESERVED, ROW, STAGE, quoted, sql_of, stage_names
 from vllm_relay.tables.sql.guards import guard_condition
 from vllm_relay.tables.sql.plan import PlannedCall, Predicate, SelectPlan
 from vllm_relay.tables.sql.predicates import SAMPLE_ROWS, ranked
@@ -24,7 +24,15 @@ _MIN_CHUNK_ROWS = 64
 
 
 class Asker(Protocol):
-    """What answers calls: a job, or an estimate of one."""
+    """What answers calls: a job, or an estimate of one.
+
+    Attributes:
+        is_bound: set where a call may be asked about fewer rows, after what others answer.
+        reads_answers: set where rows hold answers of other SELECTs.
+    """
+
+    is_bound: bool
+    reads_answers: bool
 
     def answer(self, source: str, call: PlannedCall, target: str) -> None:
         """As `JobRunner.answer`."""
@@ -111,16 +119,11 @@ class SelectExecution:
         """
         stage = Stage(self._tables.create(query_text(self._plan.stage, ctes)))
         predicates = self._order(stage)
-        if self._plan.cut is not None and self._asker.filters:
+        if self._plan.cut is not None:
+            self._asker.is_bound = True
             stage = self._rows_of_cut(stage, predicates, *self._plan.cut)
         else:
             stage = self._filtered(stage, predicates)
-            if self._plan.cut is not None:
-                offset, limit = self._plan.cut
-                stage = self._replaced(
-                    stage,
-                    f"SELECT * FROM {stage.table} ORDER BY {ROW} LIMIT {limit} OFFSET {offset}",
-                )
         for name in self._plan.late_calls:
             stage = self._answered(stage, self._plan.calls[name])
         final = self._plan.final.copy()
@@ -193,6 +196,7 @@ class SelectExecution:
             for name in predicate.calls:
                 if name not in stage.known:
                     stage = self._answered(stage, self._plan.calls[name])
+            self._asker.is_bound = True
             if self._asker.filters:
                 stage = self._replaced(
                     stage,
@@ -209,6 +213,9 @@ class SelectExecution:
         found: Stage | None = None
         num_found = num_seen = 0
         num_rows = self._tables.count(stage.table)
+        if not self._asker.filters:
+            # any row may be asked about
+            chunk_rows = max(num_rows, 1)
         while found is None or (num_found < wanted and num_seen < num_rows):
             chunk = Stage(
                 self._tables.create(
@@ -240,8 +247,13 @@ class SelectExecution:
 
     def _prompts(self, stage: Stage, call: PlannedCall) -> str:
         """A table with the fields of the rows for which a call matters."""
-        unknown = {name for name in self._plan.calls if name not in stage.known}
+        is_real = self._asker.filters
+        unknown = {name for name in self._plan.calls if not (is_real and name in stage.known)}
         guard = guard_condition(call.guards, unknown)
+        if not is_real and any(
+            stage_names(term) & unknown for terms in call.guards for term in terms
+        ):
+            self._asker.is_bound = True
         values = [f"{sql_of(part)} AS {_field(i)}" for i, part in enumerate(call.fields)]
         where = "" if guard is None else f" WHERE {sql_of(guard)}"
         return self._tables.create(
@@ -256,7 +268,7 @@ class SelectExecution:
     def _answered(self, stage: Stage, call: PlannedCall) -> Stage:
         """The stage with the answers of a call."""
         prompts = self._prompts(stage, call)
-        if not self._tables.count(prompts):
+        if self._asker.filters and not self._tables.count(prompts):
             self._tables.drop(prompts)
             return self._replaced(
                 stage,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Iterable, Iterator
 
 from sqlglot import exp
@@ -11,6 +12,7 @@ DIALECT = "duckdb"
 FUNCTION = "llm"
 # names that the rewritten statements use for themselves
 RESERVED = "__llm_"
+_LOWER = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
 STAGE = RESERVED + "stage"
 ROW = RESERVED + "row"
 
@@ -22,6 +24,11 @@ def sql_of(node: exp.Expr) -> str:
 def quoted(name: str) -> str:
     """A name as DuckDB reads it whatever it holds."""
     return '"' + name.replace('"', '""') + '"'
+
+
+def fold(name: str) -> str:
+    """What names have in common that DuckDB takes for the same: only ASCII letters lose case."""
+    return name.translate(_LOWER)
 
 
 def is_call(node: exp.Expr | None) -> bool:

@@ -26,8 +26,10 @@ def guard_terms(
     terms: list[exp.Expr] = []
     child, parent = node, node.parent
     while child is not root and parent is not None:
-        if is_aggregate(parent) and not isinstance(parent, exp.Filter):
-            terms = []
+        if is_aggregate(child):
+            # above it, only a FILTER is about the same rows
+            is_filtered = isinstance(parent, exp.Filter) and child is parent.this
+            return terms + (_terms_of(child, parent) if is_filtered else [])
         terms += _terms_of(child, parent)
         child, parent = parent, parent.parent
     return terms

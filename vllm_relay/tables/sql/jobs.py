@@ -44,6 +44,8 @@ class JobAsker:
     """
 
     filters = True
+    is_bound = False
+    reads_answers = False
 
     def __init__(self, connection: duckdb.DuckDBPyConnection, runner: Runner, raises: bool) -> None:
         self._connection = connection

@@ -28,6 +28,7 @@ from vllm_relay.tables.sql.expressions import (
     replace_in,
     sql_of,
     stage_column,
+    stage_names,
     walk_scope,
 )
 from vllm_relay.tables.sql.guards import guard_terms
@@ -53,6 +54,12 @@ class PlannedCall:
     question: Question
     fields: tuple[exp.Expr, ...]
     guards: list[list[exp.Expr]] = field(default_factory=list)
+
+    @property
+    def reads_answers(self) -> bool:
+        """Whether a field holds the answer of another call."""
+        prefix = f"{RESERVED}a"
+        return any(name.startswith(prefix) for part in self.fields for name in stage_names(part))
 
     @property
     def error(self) -> str:
@@ -84,6 +91,7 @@ class SelectPlan:
             calls decide which; the last SELECT has none then.
         final: the SELECT over the last stage, which is named `STAGE`.
         bare_calls: position in the select list and name of calls that stand there alone.
+        keeps_rows: each row of the result is one of the stage, without grouping.
     """
 
     stage: exp.Select
@@ -93,6 +101,7 @@ class SelectPlan:
     cut: tuple[int, int] | None
     final: exp.Select
     bare_calls: list[tuple[int, str]]
+    keeps_rows: bool
 
 
 def plan_select(
@@ -160,7 +169,9 @@ class _Planner:
                 cut = None
         if self._keeps_rows:
             _order_by_row(final)
-        return SelectPlan(stage, self._calls, predicates, late, cut, final, bare_calls)
+        return SelectPlan(
+            stage, self._calls, predicates, late, cut, final, bare_calls, self._keeps_rows
+        )
 
     def _where(self) -> tuple[exp.Expr | None, list[Predicate]]:
         """What DuckDB filters, and what it filters once calls are answered."""
@@ -220,8 +231,12 @@ class _Planner:
         Args:
             is_of_rows: it is evaluated once per row of the stage.
         """
-        if has_call(node):
-            node = self._aliases.expand(node, alias_first=isinstance(node, exp.Order))
+        if has_call(node) and isinstance(node, exp.Order):
+            node = node.copy()
+            for item in node.expressions:
+                item.set("this", self._aliases.expand(item.this, alias_first=True))
+        elif has_call(node):
+            node = self._aliases.expand(node)
         if is_of_rows:
             node = self._hoist(node)
         # a holder, so that a node that is a call itself can be replaced too
@@ -369,3 +384,18 @@ def _order_by_row(final: exp.Select) -> None:
         "order",
         exp.Order(expressions=[*order.expressions, exp.Ordered(this=stage_column(ROW))]),
     )
+
+
+def with_error_columns(query: exp.Query, plan: SelectPlan) -> exp.Query:
+    """The last form of a SELECT with a column of errors for each call alone in its list.
+
+    Other queries, and SELECTs whose rows are not single rows, stay as they are.
+    """
+    is_of_plan = isinstance(query, exp.Select) and query.expressions == plan.final.expressions
+    if not is_of_plan or not plan.keeps_rows:
+        return query
+    query = query.copy()
+    for position, name in plan.bare_calls:
+        alias = f"{query.expressions[position].alias}_error"
+        query.append("expressions", exp.alias_(stage_column(f"{name}_error"), alias, quoted=True))
+    return query

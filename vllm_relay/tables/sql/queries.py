@@ -14,14 +14,17 @@ from vllm_relay.tables.sql.calls import null_answer
 from vllm_relay.tables.sql.errors import error_at
 from vllm_relay.tables.sql.execute import Asker, SelectExecution, Tables
 from vllm_relay.tables.sql.expressions import (
+    RESERVED,
     all_of,
     ancestors,
     calls_inside_first,
     conjuncts,
+    fold,
     has_call,
     is_call,
     is_query,
 )
+from vllm_relay.tables.sql.grouping import ask_after_grouping
 from vllm_relay.tables.sql.plan import SelectPlan, plan_select
 
 # after these joins a row of the left side is there once or more, or not at all, as it was before
@@ -80,13 +83,13 @@ class QueryRunner:
             return []
         query.set("with_", None)
         done: list[exp.CTE] = []
-        names = {cte.alias.lower() for cte in ctes}
+        names = {fold(cte.alias) for cte in ctes}
         for cte in with_.expressions:
-            if cte.alias.lower() in names:
+            if fold(cte.alias) in names:
                 raise error_at(
                     cte, f"WITH gives the name {cte.alias!r} a second time: use another name"
                 )
-            names.add(cte.alias.lower())
+            names.add(fold(cte.alias))
             if has_call(cte) and with_.recursive:
                 raise error_at(cte, f"llm() in WITH RECURSIVE {cte.alias!r}: it cannot be answered")
             users = [query, *with_.expressions]
@@ -116,14 +119,19 @@ class QueryRunner:
 
     def _select(self, select: exp.Select, ctes: Sequence[exp.CTE]) -> exp.Select:
         names = [name for name, _ in self.binder.columns(probe(select), ctes)]
-        self._move_join_conditions(select)
+        self._move_join_conditions(select, ctes)
         self._sources(select, ctes)
         self._subqueries(select, ctes)
+        asking = ask_after_grouping(select, self.binder, ctes, names)
+        if asking is not None:
+            select = asking
+            self._sources(select, ctes)
         plan = plan_select(select, self.binder, ctes, names)
         self.plans.append(plan)
+        self.asker.reads_answers = _reads_answers(plan.stage, ctes)
         return SelectExecution(plan, self.tables, self.asker).run(ctes)
 
-    def _move_join_conditions(self, select: exp.Select) -> None:
+    def _move_join_conditions(self, select: exp.Select, ctes: Sequence[exp.CTE]) -> None:
         """Conditions with calls of inner joins become ones of WHERE."""
         joins = select.args.get("joins") or []
         for index, join in enumerate(joins):
@@ -143,7 +151,30 @@ class QueryRunner:
             join.set("on", free if free is not None else exp.true())
             asked = all_of(part for part in parts if has_call(part))
             assert asked is not None
+            self._name_tables(asked, select, joins[: index + 1], ctes)
             select.where(asked, copy=False)
+
+    def _name_tables(
+        self,
+        condition: exp.Expr,
+        select: exp.Select,
+        joins: list[exp.Join],
+        ctes: Sequence[exp.CTE],
+    ) -> None:
+        """Say of which of the joined tables columns are, as later ones may have their names."""
+        source = exp.Select(from_=select.args["from_"].copy(), joins=[j.copy() for j in joins])
+        tables = [select.args["from_"].this.alias_or_name]
+        tables += [join.this.alias_or_name for join in joins]
+        for column in list(condition.find_all(exp.Column)):
+            if column.table or isinstance(column.this, exp.Star):
+                continue
+            found = []
+            for table in tables:
+                named = exp.column(column.this.copy(), table=exp.to_identifier(table, quoted=True))
+                if self.binder.is_valid(source.select(named), ctes):
+                    found.append(named)
+            if len(found) == 1:
+                column.replace(found[0])
 
     def _sources(self, select: exp.Select, ctes: Sequence[exp.CTE]) -> None:
         """SELECTs with calls in FROM."""
@@ -183,6 +214,15 @@ class QueryRunner:
         return self.without_calls(query, ctes)
 
 
+def _reads_answers(query: exp.Query, ctes: Sequence[exp.CTE]) -> bool:
+    """Whether a query reads what the answers of another one are in."""
+    names = {table.name for table in query.find_all(exp.Table)}
+    used = [cte for cte in ctes if fold(cte.alias) in map(fold, names)]
+    return any(name.startswith(RESERVED) for name in names) or any(
+        _reads_answers(cte.this, [other for other in ctes if other is not cte]) for cte in used
+    )
+
+
 def _keeps_left(join: exp.Join) -> bool:
     return (
         join.side in _KEEPING_SIDES
@@ -211,7 +251,7 @@ def _outermost_queries(node: exp.Expr) -> list[exp.Query]:
 
 def _num_uses(node: exp.Expr, name: str) -> int:
     tables = node.find_all(exp.Table)
-    return sum(table.name.lower() == name.lower() and not table.db for table in tables)
+    return sum(fold(table.name) == fold(name) and not table.db for table in tables)
 
 
 def probe(query: exp.Query) -> exp.Query:

@@ -15,6 +15,7 @@ from vllm_relay.tables.sql.expressions import (
     ROW,
     STAGE,
     ancestors,
+    fold,
     is_query,
     replace_in,
     sql_of,
@@ -46,7 +47,7 @@ class StageColumns:
         self._is_column: dict[str, bool] = {}
         names: list[str] = []
         if "from_" in self._source:
-            names = [name.lower() for name, _ in self._described(exp.Star())]
+            names = [fold(name) for name, _ in self._described(exp.Star())]
         self._plain_names = {name for name in names if names.count(name) == 1}
 
     def _query(self, item: exp.Expr) -> exp.Select:
@@ -60,14 +61,23 @@ class StageColumns:
 
     def is_column(self, reference: exp.Column) -> bool:
         """Whether a reference is one to the rows that the SELECT reads."""
-        if not reference.table and reference.name.lower() in self._plain_names:
+        if not reference.table and fold(reference.name) in self._plain_names:
             return True
         if "from_" not in self._source:
             return False
-        text = sql_of(reference).lower()
+        text = fold(sql_of(reference))
         if text not in self._is_column:
             self._is_column[text] = self._binder.is_valid(self._query(reference), self._ctes)
         return self._is_column[text]
+
+    def is_plain(self, reference: exp.Column) -> bool:
+        """Whether a reference means the only column that has its name, with or without a table."""
+        if fold(reference.name) not in self._plain_names:
+            return False
+        # the first part could be a column with fields
+        return not reference.table or (
+            fold(reference.parts[0].name) not in self._plain_names and self.is_column(reference)
+        )
 
     def add(self, expression: exp.Expr) -> exp.Column:
         """A column of its own for the value of an expression."""
@@ -122,13 +132,13 @@ class StageColumns:
         return replace_in(root, change)
 
     def _reference(self, reference: exp.Column) -> exp.Expr:
-        if reference.parts[0].name.lower() in _names_of_subqueries(reference):
+        if fold(reference.parts[0].name) in _names_of_subqueries(reference):
             return reference
         if not self.is_column(reference):
             return reference
-        text = sql_of(reference).lower()
+        text = fold(sql_of(reference))
         if not reference.table:
-            key = reference.name.lower()
+            key = fold(reference.name)
             if key not in self._by_text:
                 self._by_text[key] = reference.name
                 self._expressions[reference.name] = reference.copy()
@@ -176,5 +186,5 @@ def _names_of_subqueries(node: exp.Expr) -> set[str]:
         if is_query(parent):
             for source in [parent.args.get("from_"), *(parent.args.get("joins") or [])]:
                 if source is not None:
-                    names.add(source.this.alias_or_name.lower())
+                    names.add(fold(source.this.alias_or_name))
     return names

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import sqlglot
 from sqlglot import exp
-from sqlglot.errors import SqlglotError
+from sqlglot.errors import ParseError, TokenError
 from sqlglot.tokens import Token, TokenType
 
 from vllm_relay.tables.sql.errors import SqlError, error_at
 from vllm_relay.tables.sql.expressions import DIALECT, FUNCTION, has_call
+
+_EXPLAIN = re.compile(r"EXPLAIN\b\s*(?P<analyze>ANALYZE\b\s*)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -37,52 +40,57 @@ def split_statements(text: str) -> list[Statement]:
     """
     try:
         tokens = sqlglot.tokenize(text, dialect=DIALECT)
-    except SqlglotError:
+        statements: list[Statement] = []
+        current: list[Token] = []
+        for token in [*tokens, None]:
+            if token is not None and token.token_type != TokenType.SEMICOLON:
+                current.append(token)
+            elif current:
+                statements.append(_statement(text, current[0].start, current[-1].end + 1))
+                current = []
+    except TokenError:
         # DuckDB says what is wrong with it
         return [Statement(text)]
-    if not _calls(tokens):
+    if all(statement.tree is None for statement in statements):
         return [Statement(text)]
-    statements: list[Statement] = []
-    current: list[Token] = []
-    for token in [*tokens, None]:
-        if token is not None and token.token_type != TokenType.SEMICOLON:
-            current.append(token)
-            continue
-        if current:
-            statements.append(_statement(text, current))
-        current = []
     return statements
 
 
-def _statement(text: str, tokens: list[Token]) -> Statement:
-    begin, end = tokens[0].start, tokens[-1].end + 1
+def _statement(text: str, begin: int, end: int) -> Statement:
     own = text[begin:end]
-    if not _calls(tokens):
+    explain = _EXPLAIN.match(own)
+    if explain is not None:
+        begin += explain.end()
+    if not _calls(sqlglot.tokenize(text[begin:end], dialect=DIALECT)):
         return Statement(own)
-    is_explained = tokens[0].text.upper() == "EXPLAIN"
-    if is_explained:
-        if len(tokens) > 1 and tokens[1].text.upper() == "ANALYZE":
-            raise SqlError(
-                "EXPLAIN ANALYZE of a query with llm() given: EXPLAIN asks nothing, and the "
-                "result of the query itself has a report"
-            )
-        begin = tokens[1].start
+    if explain is not None and explain["analyze"]:
+        raise SqlError(
+            "EXPLAIN ANALYZE of a query with llm() given: EXPLAIN asks nothing, and the result of "
+            "the query itself has a report"
+        )
     # spaces keep lines and columns
     before = "".join(c if c == "\n" else " " for c in text[:begin])
     try:
         tree = sqlglot.parse_one(before + text[begin:end], dialect=DIALECT)
-    except SqlglotError as error:
+    except ParseError as error:
         raise SqlError(f"a statement with llm() cannot be read: {error}") from None
-    return Statement(own, tree, is_explained)
+    return Statement(own, tree, explain is not None)
 
 
 def _calls(tokens: list[Token]) -> bool:
-    return any(
-        token.text.lower() == FUNCTION
-        and token.token_type != TokenType.STRING
-        and after.token_type == TokenType.L_PAREN
-        for token, after in zip(tokens, tokens[1:], strict=False)
-    )
+    for token, after in zip(tokens, [*tokens[1:], None], strict=True):
+        if token.token_type == TokenType.STRING:
+            # a command of which sqlglot knows no more than its first word
+            is_command = tokens[0].token_type == TokenType.COMMAND and token is tokens[1]
+            if is_command and _calls(sqlglot.tokenize(token.text, dialect=DIALECT)):
+                return True
+        elif (
+            token.text.lower() == FUNCTION
+            and after is not None
+            and after.token_type == TokenType.L_PAREN
+        ):
+            return True
+    return False
 
 
 def with_query(tree: exp.Expr, change: Callable[[exp.Query], exp.Query]) -> tuple[exp.Expr, bool]:
