@@ -40,7 +40,8 @@ def asked(connection, text, answer_of=None):
         ("SELECT id FROM movies WHERE type = 'Fresh' OR llm('q', {id}) = 'x'", {"q": 4}),
         ("SELECT id FROM movies WHERE llm('q', {id}) = 'x' OR id < 4", {"q": 5}),
         ("SELECT id FROM movies WHERE (id < 4 AND llm('q', {id}) = 'x') OR id = 1", {"q": 2}),
-        ("SELECT CASE WHEN id < 3 THEN 'a' WHEN id < 5 THEN llm('q', {id}) END FROM movies", {"q": 2}),
+        ("SELECT CASE WHEN id < 3 THEN 'a' WHEN id < 5 THEN llm('q', {id}) END FROM movies",
+         {"q": 2}),
         ("SELECT CASE WHEN id < 3 THEN 'a' ELSE llm('q', {id}) END FROM movies", {"q": 6}),
         ("SELECT CASE id WHEN 3 THEN 'a' WHEN 4 THEN llm('q', {id}) END FROM movies", {"q": 1}),
         ("SELECT if(id = 3, llm('q', {id}), 'b') FROM movies", {"q": 1}),
@@ -52,7 +53,8 @@ def asked(connection, text, answer_of=None):
          {"o": 1, "i": 1}),
         ("SELECT llm('g', {type}), count(*) FROM movies GROUP BY type", {"g": 4}),
         ("SELECT llm('g', {type}) FROM movies GROUP BY type HAVING count(*) > 1", {"g": 2}),
-        ("SELECT llm('g', {n: count(*)}) FROM movies GROUP BY type ORDER BY type LIMIT 1", {"g": 1}),
+        ("SELECT llm('g', {n: count(*)}) FROM movies GROUP BY type ORDER BY type LIMIT 1",
+         {"g": 1}),
         ("SELECT m.id FROM movies m JOIN reviews r ON m.id = r.id AND llm('q', {body}) = 'x'",
          {"q": 4}),
         ("WITH unused AS (SELECT llm('q', {id}) FROM movies) SELECT llm('r', {id}) FROM movies "
@@ -67,7 +69,8 @@ def asked(connection, text, answer_of=None):
          "ON s.id = r.id WHERE r.stars > 1 AND s.id < 3", {"q": 2}),
         ("SELECT s.a FROM reviews r LEFT JOIN (SELECT id, llm('q', {id}) AS a FROM movies) s "
          "ON s.id = r.id WHERE s.id IS NULL", {"q": 8}),
-        ("SELECT a FROM (SELECT id, llm('q', {id}) AS a FROM movies LIMIT 4) WHERE id > 2", {"q": 4}),
+        ("SELECT a FROM (SELECT id, llm('q', {id}) AS a FROM movies LIMIT 4) WHERE id > 2",
+         {"q": 4}),
         ("SELECT a, n FROM (SELECT id, llm('q', {id}) AS a, count(*) OVER () AS n FROM movies) "
          "WHERE id > 2", {"q": 8}),
         ("SELECT count(*) FROM (SELECT DISTINCT llm('q', {id}) FROM movies)", {"q": 8}),
@@ -150,7 +153,7 @@ def test_random_values_are_the_same_wherever_they_are_used(connection):
 def test_random_values_of_the_same_select(connection):
     runner = FakeRunner(connection)
     text = (
-        "SELECT n, random() AS x, llm('q', {x}) AS a, x + 1 FROM numbers "
+        "SELECT n, x, llm('q', {x}) AS a, x + 1 FROM (SELECT n, random() AS x FROM numbers) "
         "WHERE random() < 0.5 OR llm('r', {n}) = 't1'"
     )
     rows = Connection(connection, runner).sql(text).fetchall()

@@ -24,6 +24,7 @@ from vllm_relay.tables.sql.explain import EstimateAsker, Explanation, plan_steps
 from vllm_relay.tables.sql.expressions import sql_of
 from vllm_relay.tables.sql.jobs import JobAsker
 from vllm_relay.tables.sql.plan import with_error_columns
+from vllm_relay.tables.sql.probe import name_calls
 from vllm_relay.tables.sql.queries import QueryRunner
 from vllm_relay.tables.sql.result import Result
 from vllm_relay.tables.sql.statements import Statement, split_statements, with_query
@@ -149,7 +150,7 @@ class Connection:
         tables = self._new_tables()
         runner = QueryRunner(self._binder, tables, asker)
         try:
-            with_query(statement.tree, runner.without_calls)
+            with_query(statement.tree, lambda query: runner.without_calls(name_calls(query)))
         finally:
             tables.drop_all()
         before = statement.tree.sql("duckdb", pretty=True, normalize_functions=False)
@@ -169,7 +170,7 @@ class Connection:
         has_error_columns = self._on_error == "column"
 
         def changed_query(query: exp.Query) -> exp.Query:
-            changed = runner.without_calls(query)
+            changed = runner.without_calls(name_calls(query))
             return with_error_columns(changed, runner.plans[-1]) if has_error_columns else changed
 
         try:

@@ -11,13 +11,10 @@ from vllm_relay.tables.sql.aliases import Aliases
 from vllm_relay.tables.sql.binder import Binder
 from vllm_relay.tables.sql.errors import error_at
 from vllm_relay.tables.sql.expressions import (
-    FUNCTION,
     RESERVED,
     ancestors,
     calls_inside_first,
     fold,
-    has_call,
-    is_call,
     is_query,
     replace_in,
     sql_of,
@@ -169,8 +166,6 @@ class _Grouping:
                 raise error_at(
                     item, f"{sql_of(item)} beside llm() asked about groups: name the columns"
                 )
-            if not isinstance(item, exp.Alias) and has_call(item):
-                name = FUNCTION if is_call(item) else sql_of(item)
             expanded = self._aliases.expand(item.unalias())
             changed = self._over_groups(expanded)
             items.append(exp.alias_(changed, item.alias or name, quoted=True))

@@ -14,7 +14,6 @@ from vllm_relay.tables.sql.binder import Binder
 from vllm_relay.tables.sql.calls import read_call
 from vllm_relay.tables.sql.errors import error_at
 from vllm_relay.tables.sql.expressions import (
-    FUNCTION,
     RESERVED,
     ROW,
     STAGE,
@@ -216,10 +215,7 @@ class _Planner:
                 continue
             changed = self._root(item, is_of_rows=self._keeps_rows)
             if not isinstance(changed, exp.Alias) and sql_of(changed) != sql_of(item):
-                name = self._names[len(items)]
-                if has_call(item):
-                    name = FUNCTION if is_call(item) else sql_of(item)
-                changed = exp.alias_(changed, name, quoted=True)
+                changed = exp.alias_(changed, self._names[len(items)], quoted=True)
             if is_call(item.unalias()):
                 bare_calls.append((len(items), changed.unalias().name))
             items.append(changed)

@@ -10,14 +10,12 @@ import duckdb
 from sqlglot import exp
 
 from vllm_relay.tables.sql.binder import Binder, query_text
-from vllm_relay.tables.sql.calls import null_answer
 from vllm_relay.tables.sql.errors import error_at
 from vllm_relay.tables.sql.execute import Asker, SelectExecution, Tables
 from vllm_relay.tables.sql.expressions import (
     RESERVED,
     all_of,
     ancestors,
-    calls_inside_first,
     conjuncts,
     fold,
     has_call,
@@ -26,6 +24,8 @@ from vllm_relay.tables.sql.expressions import (
 )
 from vllm_relay.tables.sql.grouping import ask_after_grouping
 from vllm_relay.tables.sql.plan import SelectPlan, plan_select
+from vllm_relay.tables.sql.probe import probe
+from vllm_relay.tables.sql.pushdown import push_down
 
 # after these joins a row of the left side is there once or more, or not at all, as it was before
 _KEEPING_SIDES = ("", "LEFT")
@@ -82,6 +82,7 @@ class QueryRunner:
         if with_ is None:
             return []
         query.set("with_", None)
+        self._inline(query, with_)
         done: list[exp.CTE] = []
         names = {fold(cte.alias) for cte in ctes}
         for cte in with_.expressions:
@@ -93,7 +94,7 @@ class QueryRunner:
             if has_call(cte) and with_.recursive:
                 raise error_at(cte, f"llm() in WITH RECURSIVE {cte.alias!r}: it cannot be answered")
             users = [query, *with_.expressions]
-            num_uses = sum(_num_uses(user, cte.alias) for user in users)
+            num_uses = sum(len(_uses(user, cte.alias)) for user in users)
             visible = [*ctes, *done]
             changed = cte.copy()
             if has_call(cte):
@@ -110,6 +111,27 @@ class QueryRunner:
             done.append(changed)
         return done
 
+    def _inline(self, query: exp.Query, with_: exp.With) -> None:
+        """Make what is asked in WITH and used once a subquery, into which conditions can go."""
+        if with_.recursive:
+            return
+        for cte in list(with_.expressions):
+            uses = [
+                table for user in (query, *with_.expressions) for table in _uses(user, cte.alias)
+            ]
+            if len(uses) != 1 or not has_call(cte) or cte.args.get("materialized") is not None:
+                continue
+            table = uses[0]
+            if {key for key, value in table.args.items() if value} - {"this", "alias"}:
+                continue
+            if table.find_ancestor(exp.CTE, exp.Select) is None:
+                continue
+            alias = table.args.get("alias") or exp.TableAlias(this=cte.args["alias"].this.copy())
+            names = alias.columns or cte.args["alias"].columns
+            alias = exp.TableAlias(this=alias.this.copy(), columns=[n.copy() for n in names])
+            table.replace(exp.Subquery(this=cte.this.copy(), alias=alias))
+            cte.pop()
+
     def _branch(self, branch: exp.Query, ctes: Sequence[exp.CTE]) -> exp.Query:
         """One side of a UNION, which has no order or limit of its own but in brackets."""
         if not has_call(branch):
@@ -120,6 +142,7 @@ class QueryRunner:
     def _select(self, select: exp.Select, ctes: Sequence[exp.CTE]) -> exp.Select:
         names = [name for name, _ in self.binder.columns(probe(select), ctes)]
         self._move_join_conditions(select, ctes)
+        push_down(select, self.binder, ctes)
         self._sources(select, ctes)
         self._subqueries(select, ctes)
         asking = ask_after_grouping(select, self.binder, ctes, names)
@@ -249,19 +272,7 @@ def _outermost_queries(node: exp.Expr) -> list[exp.Query]:
     ]
 
 
-def _num_uses(node: exp.Expr, name: str) -> int:
+def _uses(node: exp.Expr, name: str) -> list[exp.Table]:
+    """Where a table of this name is read."""
     tables = node.find_all(exp.Table)
-    return sum(fold(table.name) == fold(name) and not table.db for table in tables)
-
-
-def probe(query: exp.Query) -> exp.Query:
-    """The query with NULL for answers: it is valid, and has the same columns, if the query is.
-
-    Raises:
-        SqlError: a call is not called as it should be.
-    """
-
-    probed = query.copy()
-    for call in calls_inside_first(probed):
-        call.replace(null_answer(call))
-    return probed
+    return [table for table in tables if fold(table.name) == fold(name) and not table.db]
