@@ -40,8 +40,10 @@ def asked(connection, text, answer_of=None):
         ("SELECT id FROM movies WHERE type = 'Fresh' OR llm('q', {id}) = 'x'", {"q": 4}),
         ("SELECT id FROM movies WHERE llm('q', {id}) = 'x' OR id < 4", {"q": 5}),
         ("SELECT id FROM movies WHERE (id < 4 AND llm('q', {id}) = 'x') OR id = 1", {"q": 2}),
-        ("SELECT CASE WHEN id < 3 THEN 'a' WHEN id < 5 THEN llm('q', {id}) END FROM movies",
-         {"q": 2}),
+        (
+            "SELECT CASE WHEN id < 3 THEN 'a' WHEN id < 5 THEN llm('q', {id}) END FROM movies",
+            {"q": 2},
+        ),
         ("SELECT CASE WHEN id < 3 THEN 'a' ELSE llm('q', {id}) END FROM movies", {"q": 6}),
         ("SELECT CASE id WHEN 3 THEN 'a' WHEN 4 THEN llm('q', {id}) END FROM movies", {"q": 1}),
         ("SELECT if(id = 3, llm('q', {id}), 'b') FROM movies", {"q": 1}),
@@ -49,35 +51,64 @@ def asked(connection, text, answer_of=None):
         ("SELECT ifnull(score, llm('q', {id}, return := 'float')) FROM movies", {"q": 1}),
         ("SELECT max(llm('q', {id})) FILTER (WHERE id > 6) FROM movies", {"q": 2}),
         ("SELECT CASE WHEN count(*) > 9 THEN max(llm('q', {id})) END FROM movies", {"q": 8}),
-        ("SELECT CASE WHEN id = 1 THEN llm('o', {s: llm('i', {id})}) END FROM movies",
-         {"o": 1, "i": 1}),
+        (
+            "SELECT CASE WHEN id = 1 THEN llm('o', {s: llm('i', {id})}) END FROM movies",
+            {"o": 1, "i": 1},
+        ),
         ("SELECT llm('g', {type}), count(*) FROM movies GROUP BY type", {"g": 4}),
         ("SELECT llm('g', {type}) FROM movies GROUP BY type HAVING count(*) > 1", {"g": 2}),
-        ("SELECT llm('g', {n: count(*)}) FROM movies GROUP BY type ORDER BY type LIMIT 1",
-         {"g": 1}),
-        ("SELECT m.id FROM movies m JOIN reviews r ON m.id = r.id AND llm('q', {body}) = 'x'",
-         {"q": 4}),
-        ("WITH unused AS (SELECT llm('q', {id}) FROM movies) SELECT llm('r', {id}) FROM movies "
-         "WHERE id = 1", {"r": 1}),
+        (
+            "SELECT llm('g', {n: count(*)}) FROM movies GROUP BY type ORDER BY type LIMIT 1",
+            {"g": 1},
+        ),
+        (
+            "SELECT m.id FROM movies m JOIN reviews r ON m.id = r.id AND llm('q', {body}) = 'x'",
+            {"q": 4},
+        ),
+        (
+            "WITH unused AS (SELECT llm('q', {id}) FROM movies) SELECT llm('r', {id}) FROM movies "
+            "WHERE id = 1",
+            {"r": 1},
+        ),
         ("SELECT id FROM (SELECT id, llm('q', {title}) AS a FROM movies)", {}),
         ("SELECT a FROM (SELECT id, llm('q', {id}) AS a FROM movies) WHERE id > 6", {"q": 2}),
-        ("SELECT a FROM (SELECT *, llm('q', {id}) AS a, llm('r', {id}) AS b FROM movies) s "
-         "WHERE s.id > 6", {"q": 2}),
-        ("WITH s AS (SELECT id, llm('q', {id}) AS a, llm('r', {id}) FROM movies) "
-         "SELECT a FROM s WHERE id < 3", {"q": 2}),
-        ("SELECT s.a FROM (SELECT id, llm('q', {id}) AS a FROM movies) s JOIN reviews r "
-         "ON s.id = r.id WHERE r.stars > 1 AND s.id < 3", {"q": 2}),
-        ("SELECT s.a FROM reviews r LEFT JOIN (SELECT id, llm('q', {id}) AS a FROM movies) s "
-         "ON s.id = r.id WHERE s.id IS NULL", {"q": 8}),
-        ("SELECT a FROM (SELECT id, llm('q', {id}) AS a FROM movies LIMIT 4) WHERE id > 2",
-         {"q": 4}),
-        ("SELECT a, n FROM (SELECT id, llm('q', {id}) AS a, count(*) OVER () AS n FROM movies) "
-         "WHERE id > 2", {"q": 8}),
+        (
+            "SELECT a FROM (SELECT *, llm('q', {id}) AS a, llm('r', {id}) AS b FROM movies) s "
+            "WHERE s.id > 6",
+            {"q": 2},
+        ),
+        (
+            "WITH s AS (SELECT id, llm('q', {id}) AS a, llm('r', {id}) FROM movies) "
+            "SELECT a FROM s WHERE id < 3",
+            {"q": 2},
+        ),
+        (
+            "SELECT s.a FROM (SELECT id, llm('q', {id}) AS a FROM movies) s JOIN reviews r "
+            "ON s.id = r.id WHERE r.stars > 1 AND s.id < 3",
+            {"q": 2},
+        ),
+        (
+            "SELECT s.a FROM reviews r LEFT JOIN (SELECT id, llm('q', {id}) AS a FROM movies) s "
+            "ON s.id = r.id WHERE s.id IS NULL",
+            {"q": 8},
+        ),
+        (
+            "SELECT a FROM (SELECT id, llm('q', {id}) AS a FROM movies LIMIT 4) WHERE id > 2",
+            {"q": 4},
+        ),
+        (
+            "SELECT a, n FROM (SELECT id, llm('q', {id}) AS a, count(*) OVER () AS n FROM movies) "
+            "WHERE id > 2",
+            {"q": 8},
+        ),
         ("SELECT count(*) FROM (SELECT DISTINCT llm('q', {id}) FROM movies)", {"q": 8}),
-        ("SELECT a FROM (SELECT id, llm('q', {id}) AS a FROM movies UNION ALL "
-         "SELECT stars, llm('r', {id}) FROM reviews) WHERE id > 7", {"q": 1, "r": 5}),
+        (
+            "SELECT a FROM (SELECT id, llm('q', {id}) AS a FROM movies UNION ALL "
+            "SELECT stars, llm('r', {id}) FROM reviews) WHERE id > 7",
+            {"q": 1, "r": 5},
+        ),
     ],
-)  # fmt: skip
+)
 def test_counts(connection, text, expected):
     counts, _ = asked(connection, text)
     assert counts == expected

@@ -24,7 +24,6 @@ from vllm_relay.tables.sql.explain import EstimateAsker, Explanation, plan_steps
 from vllm_relay.tables.sql.expressions import sql_of
 from vllm_relay.tables.sql.jobs import JobAsker
 from vllm_relay.tables.sql.plan import with_error_columns
-from vllm_relay.tables.sql.probe import name_calls
 from vllm_relay.tables.sql.queries import QueryRunner
 from vllm_relay.tables.sql.result import Result
 from vllm_relay.tables.sql.statements import Statement, split_statements, with_query
@@ -103,7 +102,6 @@ class Connection:
         self._runner = runner
         self._on_error = on_error
         self._binder = Binder(duckdb_connection)
-        self._num_statements = 0
         # tables of results that nobody has any more; a finalizer may not use the connection
         self._left_over: list[Tables] = []
 
@@ -150,7 +148,7 @@ class Connection:
         tables = self._new_tables()
         runner = QueryRunner(self._binder, tables, asker)
         try:
-            with_query(statement.tree, lambda query: runner.without_calls(name_calls(query)))
+            with_query(statement.tree, runner.run)
         finally:
             tables.drop_all()
         before = statement.tree.sql("duckdb", pretty=True, normalize_functions=False)
@@ -159,8 +157,7 @@ class Connection:
     def _new_tables(self) -> Tables:
         while self._left_over:
             self._left_over.pop().drop_all()
-        self._num_statements += 1
-        return Tables(self.duckdb_connection, self._num_statements)
+        return Tables(self.duckdb_connection)
 
     def _run(self, tree: exp.Expr) -> Result | None:
         tables = self._new_tables()
@@ -170,7 +167,7 @@ class Connection:
         has_error_columns = self._on_error == "column"
 
         def changed_query(query: exp.Query) -> exp.Query:
-            changed = runner.without_calls(name_calls(query))
+            changed = runner.run(query)
             return with_error_columns(changed, runner.plans[-1]) if has_error_columns else changed
 
         try:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +22,10 @@ from vllm_relay.tables.sql.predicates import SAMPLE_ROWS, ranked
 # rows of the first chunk of a LIMIT, per row that is wanted
 _CHUNK_ROWS_PER_WANTED = 2
 _MIN_CHUNK_ROWS = 64
+
+
+# of this process: several objects may share a connection of DuckDB
+_statement_numbers = itertools.count(1)
 
 
 class Asker(Protocol):
@@ -51,9 +56,9 @@ class Asker(Protocol):
 class Tables:
     """Temporary tables of one statement."""
 
-    def __init__(self, connection: duckdb.DuckDBPyConnection, statement_number: int) -> None:
+    def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
         self.connection = connection
-        self._prefix = f"{RESERVED}{statement_number}_"
+        self._prefix = f"{RESERVED}{next(_statement_numbers)}_"
         self._names: list[str] = []
         self._made = 0
 

@@ -24,7 +24,7 @@ from vllm_relay.tables.sql.expressions import (
 )
 from vllm_relay.tables.sql.grouping import ask_after_grouping
 from vllm_relay.tables.sql.plan import SelectPlan, plan_select
-from vllm_relay.tables.sql.probe import probe
+from vllm_relay.tables.sql.probe import name_calls, probe
 from vllm_relay.tables.sql.pushdown import push_down
 
 # after these joins a row of the left side is there once or more, or not at all, as it was before
@@ -48,16 +48,28 @@ class QueryRunner:
     asker: Asker
     plans: list[SelectPlan] = field(default_factory=list)
 
-    def without_calls(self, query: exp.Query, ctes: Sequence[exp.CTE] = ()) -> exp.Query:
+    def run(self, query: exp.Query) -> exp.Query:
         """The query over temporary tables that hold the answers.
 
-        Args:
-            query: with calls; it keeps its own common table expressions.
-            ctes: that it may use beside them, without calls.
-
         Raises:
-            SqlError: a call stands where it cannot be answered.
+            SqlError: a call is not called as it should be, or stands where it cannot be answered.
             duckdb.Error: the query is not valid.
+        """
+        names: set[str] = set()
+        for cte in query.find_all(exp.CTE):
+            if fold(cte.alias) in names:
+                raise error_at(
+                    cte, f"WITH gives the name {cte.alias!r} a second time: use another name"
+                )
+            names.add(fold(cte.alias))
+        return self.without_calls(name_calls(query))
+
+    def without_calls(self, query: exp.Query, ctes: Sequence[exp.CTE] = ()) -> exp.Query:
+        """As `run`, of a part of the query.
+
+        Args:
+            query: it keeps its own common table expressions.
+            ctes: that it may use beside them, without calls.
         """
         if not has_call(query):
             return query.copy()
@@ -84,13 +96,7 @@ class QueryRunner:
         query.set("with_", None)
         self._inline(query, with_)
         done: list[exp.CTE] = []
-        names = {fold(cte.alias) for cte in ctes}
         for cte in with_.expressions:
-            if fold(cte.alias) in names:
-                raise error_at(
-                    cte, f"WITH gives the name {cte.alias!r} a second time: use another name"
-                )
-            names.add(fold(cte.alias))
             if has_call(cte) and with_.recursive:
                 raise error_at(cte, f"llm() in WITH RECURSIVE {cte.alias!r}: it cannot be answered")
             users = [query, *with_.expressions]
