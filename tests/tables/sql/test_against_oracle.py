@@ -86,6 +86,23 @@ ORDERED = [
     f"(SELECT id, {ASK} FROM movies ORDER BY id DESC LIMIT 2) UNION ALL "
     "SELECT id, body FROM reviews ORDER BY 1, 2",
     "SELECT llm('none', {a: 1}), 5",
+    f"SELECT unnest(numbers) AS n, {ASK}, id FROM movies LIMIT 3 OFFSET 1",
+    f"SELECT unnest(m.numbers), {ASK}, m.id FROM movies m ORDER BY 1, id DESC LIMIT 4",
+    f"SELECT type, m.type, max({ASK}) FROM movies m GROUP BY m.type ORDER BY m.type",
+    f"SELECT m.type, max({ASK}), upper(m.type) FROM movies m GROUP BY type ORDER BY 1",
+    "SELECT id, m.id, r.id, llm('u', {m.id, r: r.id}) FROM movies m FULL JOIN reviews r "
+    "USING (id) ORDER BY id, stars",
+    "SELECT m.id, id, llm('g', {m.id, n: count(*)}) FROM movies m FULL JOIN reviews r USING (id) "
+    "GROUP BY m.id, id ORDER BY id",
+    "SELECT type FROM movies GROUP BY type HAVING max(id) > 2 AND "
+    "llm('g', {n: sum(id), type}, return := 'bool') OR type IS NULL ORDER BY type",
+    f"SELECT type FROM movies GROUP BY type HAVING max(id) > 2 AND max({RATE}) > 1 ORDER BY type",
+    f"SELECT s.id, s.a FROM (SELECT id, {ASK} AS a FROM movies) s LEFT JOIN reviews r ON "
+    "r.id = s.id WHERE s.id > 3 AND (r.stars > 1 OR r.stars IS NULL) ORDER BY 1, r.stars",
+    f"SELECT id, a FROM (SELECT m.id, {ASK} AS a FROM movies m RIGHT JOIN reviews r ON "
+    "m.id = r.id) WHERE id IS NULL OR id > 1 ORDER BY id, a",
+    f"SELECT id, a FROM (SELECT unnest(numbers) AS n, id, {ASK} AS a FROM movies) WHERE id > 2 "
+    "ORDER BY n",
     f"FROM movies SELECT id, {ASK}",
     f"SELECT id, {ASK} FROM (VALUES (1, 'x'), (2, NULL)) v(id, title)",
     "SELECT id, n, llm('n', {n}) FROM movies, unnest(numbers) u(n) ORDER BY id, n",

@@ -9,8 +9,10 @@ from functools import cached_property
 
 import duckdb
 from sqlglot import exp
+from sqlglot.dialects.duckdb import DuckDB
+from sqlglot.tokens import TokenType
 
-from vllm_relay.tables.sql.expressions import sql_of
+from vllm_relay.tables.sql.expressions import fold, sql_of
 
 _NAME = re.compile(r"\s*\"?(\w+)\"?\(")
 
@@ -43,7 +45,8 @@ class Binder:
 
     @cached_property
     def _volatile(self) -> frozenset[str]:
-        return self._functions("stability = 'VOLATILE'")
+        # of the same query too, as what is one for the user is several for DuckDB
+        return self._functions("stability IN ('VOLATILE', 'CONSISTENT_WITHIN_QUERY')")
 
     def _functions(self, condition: str) -> frozenset[str]:
         query = f"SELECT DISTINCT lower(function_name) FROM duckdb_functions() WHERE {condition}"
@@ -52,20 +55,33 @@ class Binder:
     def is_aggregate(self, node: exp.Expr) -> bool:
         """Whether a node computes one value of several rows; a window is one too."""
         return isinstance(node, (exp.AggFunc, exp.Window)) or (
-            isinstance(node, exp.Func) and _function_name(node) in self._aggregates
+            isinstance(node, exp.Func)
+            and not isinstance(node, exp.Connector)
+            and _function_name(node) in self._aggregates
         )
 
     def is_volatile(self, node: exp.Expr) -> bool:
         """Whether a node is a function that gives something else each time."""
-        return isinstance(node, exp.Func) and _function_name(node) in self._volatile
+        is_function = isinstance(node, exp.Func) and not isinstance(node, exp.Connector)
+        return is_function and _function_name(node) in self._volatile
 
     def has_volatile(self, node: exp.Expr) -> bool:
         return any(self.is_volatile(part) for part in node.find_all(exp.Func))
 
 
-def _function_name(node: exp.Func) -> str:
-    match = _NAME.match(sql_of(node))
-    return match[1].lower() if match else ""
+def _function_name(node: exp.Expr) -> str:
+    """The name of a function as DuckDB has it; "" if the node is written in another way."""
+    text = sql_of(node)
+    match = _NAME.match(text)
+    if match is None:
+        return fold(text) if text.isidentifier() else ""
+    # the bracket after the name has to be the last one: sum(x) > 1 AND y is no sum
+    depth = 0
+    for token in DuckDB().tokenize(text):
+        depth += (token.token_type == TokenType.L_PAREN) - (token.token_type == TokenType.R_PAREN)
+        if depth == 0 and token.token_type == TokenType.R_PAREN:
+            return fold(match[1]) if token.end == len(text) - 1 else ""
+    return ""
 
 
 def query_text(query: exp.Query, ctes: Sequence[exp.CTE]) -> str:

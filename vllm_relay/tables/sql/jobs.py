@@ -38,9 +38,6 @@ class JobAsker:
         connection: of DuckDB.
         runner: of jobs on it.
         raises: an error of a row ends the query.
-
-    Attributes:
-        errors: of distinct rows, so far.
     """
 
     filters = True
@@ -51,7 +48,7 @@ class JobAsker:
         self._connection = connection
         self._runner = runner
         self._raises = raises
-        self.errors: list[CallError] = []
+        self._errors: dict[tuple[str, str], CallError] = {}
 
     def answer(self, source: str, call: PlannedCall, target: str) -> None:
         self._runner.answer(source, call.question, target)
@@ -66,7 +63,12 @@ class JobAsker:
                 f"{len(found)} rows have no answer to {call.text}; the first is "
                 f"{found[0].fields}: {found[0].error}"
             )
-        self.errors += [error for error in found if error not in self.errors]
+        self._errors.update({(error.call, repr(error.fields)): error for error in found})
+
+    @property
+    def errors(self) -> list[CallError]:
+        """Of distinct rows, so far."""
+        return list(self._errors.values())
 
     def cost_per_prompt(self, source: str, question: Question) -> float:
         estimate = self._runner.estimate(source, question)

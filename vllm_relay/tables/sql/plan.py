@@ -21,6 +21,7 @@ from vllm_relay.tables.sql.expressions import (
     ancestors,
     calls_inside_first,
     conjuncts,
+    fold,
     has_call,
     is_call,
     is_query,
@@ -215,7 +216,9 @@ class _Planner:
                 continue
             changed = self._root(item, is_of_rows=self._keeps_rows)
             if not isinstance(changed, exp.Alias) and sql_of(changed) != sql_of(item):
-                changed = exp.alias_(changed, self._names[len(items)], quoted=True)
+                # an item that unnests may give several columns, and shift the names
+                name = sql_of(item) if unnests(self._select) else self._names[len(items)]
+                changed = exp.alias_(changed, name, quoted=True)
             if is_call(item.unalias()):
                 bare_calls.append((len(items), changed.unalias().name))
             items.append(changed)
@@ -235,6 +238,7 @@ class _Planner:
             node = self._aliases.expand(node)
         if is_of_rows:
             node = self._hoist(node)
+        self._check_subqueries(node)
         # a holder, so that a node that is a call itself can be replaced too
         holder = exp.Paren(this=node.copy())
         for call in calls_inside_first(holder):
@@ -277,6 +281,16 @@ class _Planner:
             if isinstance(parent, (exp.Limit, exp.Offset)):
                 raise error_at(call, "llm() in LIMIT or OFFSET, expected a number")
 
+    def _check_subqueries(self, node: exp.Expr) -> None:
+        """What is evaluated several times beside a call has to be the same each time."""
+        for query in node.find_all(exp.Select):
+            if has_call(node) and self._binder.has_volatile(query):
+                raise error_at(
+                    query,
+                    f"a subquery that differs each time beside llm(): {sql_of(query)}; give it a "
+                    f"column of its own in a subquery of FROM",
+                )
+
     def _hoist(self, node: exp.Expr) -> exp.Expr:
         """A copy in which what differs each time is evaluated once, with the stage."""
 
@@ -300,6 +314,8 @@ class _Planner:
         order = self._select.args.get("order")
         if order is None:
             return []
+        if unnests(self._select):
+            return None
         items: list[exp.Expr] = []
         for item in order.expressions:
             key = item.this
@@ -326,6 +342,8 @@ class _Planner:
         """Offset and limit, where they are numbers and count rows of the stage."""
         limit, offset = self._select.args.get("limit"), self._select.args.get("offset")
         if limit is None or self._select.args.get("qualify") or self._has_window():
+            return None
+        if unnests(self._select):
             return None
         numbers = [
             node.expression.this if isinstance(node.expression, exp.Literal) else ""
@@ -354,6 +372,16 @@ def keeps_rows(select: exp.Select, binder: Binder) -> bool:
         for root in roots
         if root is not None
         for part in walk_scope(root)
+    )
+
+
+def unnests(select: exp.Select) -> bool:
+    """Whether a row can become several, or none, in the select list."""
+    return any(
+        isinstance(part, (exp.Unnest, exp.Explode))
+        or (isinstance(part, exp.Anonymous) and fold(part.name) == "unnest")
+        for item in select.expressions
+        for part in item.walk(prune=is_query)
     )
 
 

@@ -16,10 +16,9 @@ from vllm_relay.tables.sql.expressions import (
     fold,
     has_call,
     has_subquery,
-    is_query,
     replace_in,
 )
-from vllm_relay.tables.sql.plan import keeps_rows
+from vllm_relay.tables.sql.plan import keeps_rows, unnests
 from vllm_relay.tables.sql.probe import probe
 from vllm_relay.tables.sql.stage import StageColumns
 
@@ -143,17 +142,7 @@ def _lets_through(select: exp.Select, binder: Binder) -> bool:
     if any(select.args.get(part) for part in _NOT_THROUGH):
         return False
     has_window = any(part.find(exp.Window) is not None for part in select.expressions)
-    return keeps_rows(select, binder) and not has_window and not _unnests(select)
-
-
-def _unnests(select: exp.Select) -> bool:
-    """Whether a row can become several, or none, in the select list."""
-    return any(
-        isinstance(part, (exp.Unnest, exp.Explode))
-        or (isinstance(part, exp.Anonymous) and fold(part.name) == "unnest")
-        for item in select.expressions
-        for part in item.walk(prune=is_query)
-    )
+    return keeps_rows(select, binder) and not has_window and not unnests(select)
 
 
 def _moved(

@@ -62,7 +62,13 @@ class QueryRunner:
                     cte, f"WITH gives the name {cte.alias!r} a second time: use another name"
                 )
             names.add(fold(cte.alias))
-        return self.without_calls(name_calls(query))
+        done = self.without_calls(name_calls(query))
+        for call in done.find_all(exp.Anonymous):
+            if is_call(call):
+                raise error_at(
+                    call, "llm() where it cannot be asked: ask in the select list of a subquery"
+                )
+        return done
 
     def without_calls(self, query: exp.Query, ctes: Sequence[exp.CTE] = ()) -> exp.Query:
         """As `run`, of a part of the query.

@@ -43,11 +43,17 @@ class StageColumns:
         self._ctes = ctes
         self._expressions: dict[str, exp.Expr] = {}
         self._by_text: dict[str, str] = {}
+        self._by_name: dict[str, str] = {}
         self._stars: dict[str, list[tuple[str, exp.Column]]] = {}
         self._is_column: dict[str, bool] = {}
         names: list[str] = []
         if "from_" in self._source:
             names = [fold(name) for name, _ in self._described(exp.Star())]
+        joins = self._source.get("joins", [])
+        merged = [fold(part.name) for join in joins for part in join.args.get("using") or []]
+        self._merged_names = set(merged)
+        if any(join.method == "NATURAL" for join in joins):
+            self._merged_names |= set(names)
         self._plain_names = {name for name in names if names.count(name) == 1}
 
     def _query(self, item: exp.Expr) -> exp.Select:
@@ -74,9 +80,11 @@ class StageColumns:
         """Whether a reference means the only column that has its name, with or without a table."""
         if fold(reference.name) not in self._plain_names:
             return False
-        # the first part could be a column with fields
+        # the first part could be a column with fields, the name one of USING
         return not reference.table or (
-            fold(reference.parts[0].name) not in self._plain_names and self.is_column(reference)
+            fold(reference.parts[0].name) not in self._plain_names
+            and fold(reference.name) not in self._merged_names
+            and self.is_column(reference)
         )
 
     def add(self, expression: exp.Expr) -> exp.Column:
@@ -137,12 +145,13 @@ class StageColumns:
         if not self.is_column(reference):
             return reference
         text = fold(sql_of(reference))
-        if not reference.table:
+        if not reference.table or self.is_plain(reference):
+            # the same column for DuckDB with and without its table
             key = fold(reference.name)
-            if key not in self._by_text:
-                self._by_text[key] = reference.name
+            if key not in self._by_name:
+                self._by_name[key] = reference.name
                 self._expressions[reference.name] = reference.copy()
-            return reference
+            return stage_column(self._by_name[key]) if reference.table else reference
         if text not in self._by_text:
             self._by_text[text] = self.add(reference).name
         return stage_column(self._by_text[text])
