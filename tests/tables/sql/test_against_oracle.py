@@ -86,6 +86,16 @@ ORDERED = [
     f"(SELECT id, {ASK} FROM movies ORDER BY id DESC LIMIT 2) UNION ALL "
     "SELECT id, body FROM reviews ORDER BY 1, 2",
     "SELECT llm('none', {a: 1}), 5",
+    f"SELECT #2, id FROM (SELECT id, {ASK} AS a FROM movies) WHERE #1 > 2 AND id < 7",
+    f"SELECT id, s FROM (SELECT id, {ASK} AS a FROM movies) s WHERE id < 7",
+    f"SELECT s.id, a FROM (SELECT *, {ASK} AS a FROM movies) s, reviews r WHERE s.id = r.id AND "
+    "s.type IS NOT NULL AND upper(s.title) < 'F' ORDER BY s.id, stars",
+    f"SELECT id, count(*) FROM (SELECT id, {ASK} AS a FROM movies) GROUP BY ALL ORDER BY ALL",
+    f"SELECT (SELECT max(a) FROM (SELECT {ASK} AS a FROM movies)), id FROM movies",
+    f"SELECT id, CASE WHEN id < 3 THEN 1 ELSE if(id > 5, {RATE}, llm('e', {{id}}, "
+    "return := 'int')) END FROM movies",
+    f"SELECT id, CASE if(id > 5, {RATE}, 2) WHEN 2 THEN {ASK} ELSE {ASK} || 'x' END FROM movies",
+    f"SELECT id, CASE id WHEN 2 THEN if({PASS}, {ASK}, 'n') WHEN {RATE} THEN 'r' END FROM movies",
     f"SELECT unnest(numbers) AS n, {ASK}, id FROM movies LIMIT 3 OFFSET 1",
     f"SELECT unnest(m.numbers), {ASK}, m.id FROM movies m ORDER BY 1, id DESC LIMIT 4",
     f"SELECT type, m.type, max({ASK}) FROM movies m GROUP BY m.type ORDER BY m.type",

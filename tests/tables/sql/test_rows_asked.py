@@ -160,6 +160,13 @@ def test_a_predicate_with_few_prompts_goes_first(connection):
     assert 500 <= counts["tenth"] <= 532
 
 
+def test_a_limit_with_two_predicates(connection):
+    text = f"SELECT n FROM numbers WHERE {EVEN} AND {TENTH} LIMIT 4"
+    counts, rows = asked(connection, text, by_number)
+    assert rows == [(0,), (10,), (20,), (30,)]
+    assert counts == {"tenth": 64, "even": 32 + 3}
+
+
 def test_few_rows_are_not_sampled(connection):
     text = f"SELECT n FROM numbers WHERE n < 100 AND {EVEN} AND {TENTH}"
     counts, _ = asked(connection, text, by_number)

@@ -240,6 +240,8 @@ def test_tables_of_others(make, tmp_path):
             "SELECT type, llm('q', {n: count(*)}) FROM movies GROUP BY ROLLUP (type)",
             "groups of ROLL",
         ),
+        ("SELECT #1, llm('q', {id}) FROM movies", "the column by its number, #1: use its name"),
+        ("SELECT llm('q', {x: #2}) FROM movies", "the column by its number, #2: use its name"),
         ("SELECT min(COLUMNS('i.*')), max(llm('q', {id})) FROM movies", "inside an expression"),
         ("SELECT id FROM movies LIMIT llm('q', {a: 1}, return := 'int')", "in LIMIT or OFFSET"),
     ],

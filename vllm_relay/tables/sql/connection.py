@@ -131,6 +131,10 @@ class Connection:
                 result = self._run(statement.tree)
         return result
 
+    def close(self) -> None:
+        """Close DuckDB's connection, with its temporary tables; results are gone then."""
+        self.duckdb_connection.close()
+
     def explain(self, text: str) -> Explanation:
         """What a statement that calls llm() would take; the model is not asked.
 

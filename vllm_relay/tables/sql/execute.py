@@ -155,10 +155,10 @@ class SelectExecution:
 
     def _rank(self, stage: Stage, predicate: Predicate) -> float:
         """Rows left out per token, by a sample."""
+        # with a limit, the first rows are asked about in any case
+        order = ROW if self._plan.cut is not None else f"hash({ROW})"
         sample = Stage(
-            self._tables.create(
-                f"SELECT * FROM {stage.table} ORDER BY hash({ROW}) LIMIT {SAMPLE_ROWS}"
-            )
+            self._tables.create(f"SELECT * FROM {stage.table} ORDER BY {order} LIMIT {SAMPLE_ROWS}")
         )
         tokens = 0.0
         for name in predicate.calls:

@@ -43,14 +43,14 @@ def _terms_of(child: exp.Expr, parent: exp.Expr) -> list[exp.Expr]:
         arguments = [parent.this, *parent.expressions]
         before = arguments[: _position(child, arguments)]
         return [exp.Is(this=exp.paren(other.copy()), expression=exp.Null()) for other in before]
-    if isinstance(parent, exp.If) and not isinstance(parent.parent, exp.Case):
+    if isinstance(parent, exp.If):
         if child is parent.this:
             return []
+        if _is_branch(parent):
+            # what comes before it is for the CASE to say
+            assert isinstance(parent.parent, exp.Case)
+            return [_is_true(_when(parent.parent, parent))]
         return [_is_true(parent.this) if child is parent.args.get("true") else _not(parent.this)]
-    if isinstance(parent, exp.If):  # a WHEN: what comes before it is the CASE's to say
-        case = parent.parent
-        assert isinstance(case, exp.Case)
-        return [] if child is parent.this else [_is_true(_when(case, parent))]
     if isinstance(parent, exp.Case):
         branches = parent.args.get("ifs") or []
         if child is parent.this:
@@ -64,6 +64,12 @@ def _terms_of(child: exp.Expr, parent: exp.Expr) -> list[exp.Expr]:
     if isinstance(parent, exp.Filter) and child is parent.this:
         return [_is_true(parent.expression.this)]
     return []
+
+
+def _is_branch(node: exp.If) -> bool:
+    """Whether it is a WHEN, not the function if()."""
+    case = node.parent
+    return isinstance(case, exp.Case) and any(node is other for other in case.args["ifs"])
 
 
 def _position(child: exp.Expr, arguments: list[exp.Expr]) -> int:

@@ -156,7 +156,7 @@ def _moved(
     """The condition over what each branch reads; None if it is about more than the source."""
     if has_call(condition) or has_subquery(condition) or binder.has_volatile(condition):
         return None
-    if condition.find(exp.Lambda, exp.Columns) is not None:
+    if condition.find(exp.Lambda, exp.Columns, exp.PositionalColumn) is not None:
         return None
     columns = list(condition.find_all(exp.Column))
     if not columns:
@@ -226,7 +226,8 @@ def _drop_columns(select: exp.Select, source: _Source, joins: list[exp.Join]) ->
         return
     inside = {id(part) for branch in source.branches for part in branch.walk()}
     outside = [part for part in select.walk() if id(part) not in inside]
-    if any(isinstance(part, exp.Columns) or _stands_for_columns(part) for part in outside):
+    by_others = (exp.Columns, exp.PositionalColumn)
+    if any(isinstance(part, by_others) or _stands_for_columns(part) for part in outside):
         return
     used: set[str] = set()
     for part in outside:

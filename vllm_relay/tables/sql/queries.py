@@ -157,6 +157,8 @@ class QueryRunner:
         push_down(select, self.binder, ctes)
         self._sources(select, ctes)
         self._subqueries(select, ctes)
+        if not has_call(select):
+            return select
         asking = ask_after_grouping(select, self.binder, ctes, names)
         if asking is not None:
             select = asking

@@ -128,6 +128,12 @@ class StageColumns:
         """
 
         def change(part: exp.Expr) -> exp.Expr | None:
+            if isinstance(part, exp.PositionalColumn):
+                raise error_at(
+                    part,
+                    f"a query with llm() names the column by its number, {sql_of(part)}: use "
+                    f"its name",
+                )
             if isinstance(part, exp.Columns):
                 raise error_at(part, f"{sql_of(part)} inside an expression of a query with llm()")
             if not isinstance(part, exp.Column) or part.table == STAGE:
