@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import gc
+import json
 import logging
 import subprocess
 import sys
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.tables.recording_engine import RecordingEngine
+from tests.vllm_processes import run_module
 from vllm_relay.tables import open_engine
 from vllm_relay.tables.engines.opening import is_engine
 
@@ -150,37 +151,15 @@ def test_unknown_names_are_no_attributes() -> None:
 
 
 @pytest.mark.integration
-def test_a_model_answers_and_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import polars as pl
-
-    from vllm_relay.demo.recall_model import build_recall_model
-    from vllm_relay.tables import PromptTemplate, llm_map
-    from vllm_relay.tables.engines.in_process import InProcessEngine
-
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    model = build_recall_model(tmp_path, max_position_embeddings=512, dtype="float32")
-    engine = open_engine(model, enforce_eager=True, max_num_seqs=4)
-    try:
-        table = pl.DataFrame(
-            {
-                "page": ["oslo harbour: amber falcon. rome mill: golden owl."] * 3,
-                "gate": ["rome mill", "oslo harbour", "rome mill"],
-            }
-        )
-        template = PromptTemplate(
-            before="{question} ", field="{text} ", base_after="", after="", chat=False
-        )
-        result = llm_map(
-            table, "which words are written?", engine=engine, template=template, max_tokens=2
-        )
-        assert result.values.to_list() == ["golden owl", "amber falcon", "golden owl"]
-        assert result.report.num_prompts == 2
-        # the model of somebody else stays
-        assert isinstance(engine, InProcessEngine) and is_engine(engine)
-        llm = engine.llm
-        again = llm_map(table, "which words are read?", engine=llm, template=template, max_tokens=2)
-        assert again.values.to_list() == result.values.to_list()
-    finally:
-        engine.close()
-        engine.close()
-        gc.collect()
+def test_a_model_answers_and_is_closed(tmp_path: Path) -> None:
+    done = run_module(
+        "tests.tables.llm_map_main", [str(tmp_path)], {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    answers = json.loads((tmp_path / "answers.json").read_text())
+    words = ["golden owl", "amber falcon", "golden owl"]
+    assert [text.strip() for text in answers["opened"]] == words
+    assert [text.strip() for text in answers["again"]] == words
+    assert answers["one_word"] == ["golden", "amber", "golden"]
+    assert answers["num_prompts"] == 2
+    assert answers["backend"] == "RELAY"
