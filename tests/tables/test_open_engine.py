@@ -13,7 +13,6 @@ import pytest
 from tests.tables.recording_engine import RecordingEngine
 from tests.vllm_processes import run_module
 from vllm_relay.tables import open_engine
-from vllm_relay.tables.engines.opening import is_engine
 
 
 def test_an_engine_is_given_back() -> None:
