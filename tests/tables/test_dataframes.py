@@ -235,9 +235,9 @@ def test_rows_that_differ_elsewhere_are_asked_once() -> None:
     assert result.values.to_pylist() == ['{"a": 1}', '{"a": 1}', '{"a": 2}']
 
 
-def test_fields_may_have_any_name() -> None:
-    names = ["answer", "error", "number", "r", "a", "rows", "select", 'with "quotes"', "with space",
-             "answers", "{braces}", "ä", "c0"]  # fmt: skip
+def test_fields_may_have_almost_any_name() -> None:
+    names = ["r", "a", "rows", "select", 'with "quotes"', "with space", "answers", "{braces}", "ä",
+             "c0", "value"]  # fmt: skip
     table = pa.table({name: [f"{name} 1", f"{name} 2"] for name in names})
     result, _ = ask(table)
     assert [json.loads(value) for value in result.values.to_pylist()] == table.to_pylist()
@@ -364,8 +364,9 @@ PAIR = pa.table({"a": [1], "b": [[1]]})
         (pd.DataFrame([[1, 2]], columns=["a", "a"]), {}, ValueError, "twice"),
         (pd.DataFrame([[1, 2]], columns=["a", "a"]), {"fields": "a"}, ValueError, "2 columns"),
         (pa.table({"a": [1], "A": [1]}), {}, ValueError, "takes for one name"),
-        (pa.table({"": [1]}), {}, ValueError, "not empty"),
-        (pa.table({"Relay_place": [1]}), {}, ValueError, "begin with"),
+        (pa.table({"": [1]}), {}, ValueError, "without a name"),
+        (pa.table({"Relay_place": [1]}), {}, ValueError, "'Relay_place' given, a name that jobs"),
+        (pa.table({"Answer": [1]}), {}, ValueError, "'Answer' given, a name that jobs"),
         (pa.table({"a": [b"x"]}), {}, ValueError, "decode them"),
         (pa.table({"a": [[b"x"]]}), {}, ValueError, "decode them"),
         (pa.table({"a": pa.array([1], pa.decimal256(50))}), {}, ValueError, "decimal128"),

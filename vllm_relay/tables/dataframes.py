@@ -30,7 +30,8 @@ from vllm_relay.tables.question import DEFAULT_MAX_TOKENS, Question, placeholder
 OnError = Literal["null", "raise"]
 
 _ROW, _INPUT, _TARGET = "relay_row", "relay_input", "relay_target"
-_RESERVED = "relay_"
+_RESERVED_START = "relay_"
+_RESERVED_NAMES = ("answer", "error")  # of what a job makes
 _ERRORS_SHOWN = 3
 
 
@@ -206,11 +207,7 @@ def _fields_of(prompt: str, table: CallerTable, fields: tuple[str, ...] | None) 
     if fields is None:
         fields = tuple(placeholders_of(prompt)) or _all_names(table)
     for name in fields:
-        if not name or name.lower().startswith(_RESERVED):
-            raise ValueError(
-                f"field {name!r} given, expected a name that is not empty and does not begin with "
-                f"{_RESERVED!r}: rename the column"
-            )
+        _check_name(name)
     lower = [name.lower() for name in fields]
     alike = [name for name in fields if lower.count(name.lower()) > 1]
     if len(set(alike)) > 1:
@@ -218,6 +215,16 @@ def _fields_of(prompt: str, table: CallerTable, fields: tuple[str, ...] | None) 
             f"fields {alike} given, which DuckDB takes for one name: rename one of the columns"
         )
     return fields
+
+
+def _check_name(name: str) -> None:
+    if not name:
+        raise ValueError("a field without a name was given: rename the column")
+    if name.lower() in _RESERVED_NAMES or name.lower().startswith(_RESERVED_START):
+        raise ValueError(
+            f"field {name!r} given, a name that jobs use themselves, as are all that begin with "
+            f"{_RESERVED_START!r}: rename the column"
+        )
 
 
 def _all_names(table: CallerTable) -> tuple[str, ...]:

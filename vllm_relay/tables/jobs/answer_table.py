@@ -69,12 +69,11 @@ class AnswerTable:
     def write_to(self, target: str) -> None:
         """Make the temporary table of the rows' fields, their answers and errors."""
         self._insert()
-        # a field may be called number, answer or error
-        names = ", ".join(f"r.{quoted(name)}" for name in self._rows.fields)
+        names = ", ".join(map(quoted, self._rows.fields))
         self._connection.execute(
-            f"CREATE TEMP TABLE {quoted(target)} AS SELECT {names}, a.answer, a.error "
-            f"FROM {self._rows.name} AS r JOIN {self._name} AS a ON r.relay_number = a.number "
-            f"ORDER BY r.relay_number"
+            f"CREATE TEMP TABLE {quoted(target)} AS SELECT {names}, answer, error "
+            f"FROM {self._rows.name} JOIN {self._name} ON relay_number = number "
+            f"ORDER BY relay_number"
         )
 
     def drop(self) -> None:
