@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
 from tests.tables.recording_engine import RecordingEngine, Refusal, Row
-from vllm_relay.tables import MapResult, PromptTemplate, llm_map
+from vllm_relay.tables import MapResult, Output, PromptTemplate, llm_map
 from vllm_relay.tables.dataframes import RowsFailedError
 from vllm_relay.tables.jobs.token_budget import TokenBudgetError
 
@@ -202,11 +202,12 @@ def test_a_schema_means_json() -> None:
     assert '"properties"' in engine.messages[0]
 
 
-def test_choices_are_the_only_answers() -> None:
+@pytest.mark.parametrize(
+    "options", [{"choices": ["yes", "no"]}, {"output": Output(choices=("yes", "no"))}]
+)
+def test_choices_are_the_only_answers(options: dict[str, Any]) -> None:
     table = pa.table({"n": [1, 2]})
-    result, engine = ask(
-        table, lambda row: "yes" if row["n"] == 1 else "maybe", choices=["yes", "no"]
-    )
+    result, engine = ask(table, lambda row: "yes" if row["n"] == 1 else "maybe", **options)
     assert result.values.to_pylist() == ["yes", None]
     assert "Answer with one of: yes, no." in engine.messages[0]
 
@@ -308,11 +309,13 @@ def test_columns_of_pandas() -> None:
             "time": pd.to_datetime(["2020-01-01", None, "2020-01-01"]),
             "span": pd.to_timedelta(["1h", None, "1h"]),
             "object": [{"a": 1}, None, {"a": 1}],
+            "arrow": pd.array(["x", None, "x"], pd.ArrowDtype(pa.string())),
+            "sparse": pd.arrays.SparseArray([1.5, NAN, 1.5]),
         }
     )
     result, engine = ask(frame)
     first = {"category": "x", "nullable": 1, "missing": 1.5, "time": "2020-01-01 00:00:00",
-             "span": "01:00:00", "object": {"a": 1}}  # fmt: skip
+             "span": "01:00:00", "object": {"a": 1}, "arrow": "x", "sparse": 1.5}  # fmt: skip
     rows = [first, dict.fromkeys(first), first]
     assert [json.loads(value) for value in result.values] == rows
     assert len(engine.messages) == 2
@@ -357,6 +360,7 @@ PAIR = pa.table({"a": [1], "b": [[1]]})
         (PAIR, {"output": list}, TypeError, "output=<class 'list'>"),
         (PAIR, {"output": "date"}, ValueError, "'date'"),
         (PAIR, {"output": int, "choices": ["1"]}, ValueError, "choices are texts"),
+        (PAIR, {"output": Output(), "choices": ["1"]}, ValueError, "beside an Output"),
         (PAIR, {"choices": "yes"}, TypeError, "expected a list of texts"),
         (PAIR, {"max_tokens": 0}, ValueError, "max_tokens=0"),
         (PAIR, {"bucket_rows": 0}, ValueError, "bucket_rows=0"),

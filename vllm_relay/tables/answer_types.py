@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from vllm_relay.tables.outputs import AnswerError, Output
+from vllm_relay.tables.outputs import Output
 
 _NAMES_OF_TYPES: dict[Any, str] = {str: "text", int: "int", float: "float", bool: "bool"}
 
@@ -36,15 +36,15 @@ class AnswerType:
                 f"{'.'.join(map(str, each['loc']))}: {each['msg']}".removeprefix(": ")
                 for each in error.errors(include_url=False)
             )
-            return str(AnswerError(f"answer {text!r} is no {self.model.__name__}: {problems}"))
+            return f"answer {text!r} is no {self.model.__name__}: {problems}"
         return ""
 
 
 def answer_type(output: Any, choices: Sequence[str] | None) -> AnswerType:
     """
     Args:
-        output: a type's name, a type of Python, a pydantic model or a JSON schema; None means
-            "text".
+        output: a type's name, a type of Python, a pydantic model, a JSON schema or an `Output`;
+            None means "text".
         choices: the texts that are allowed; None allows all.
 
     Raises:
@@ -55,6 +55,10 @@ def answer_type(output: Any, choices: Sequence[str] | None) -> AnswerType:
         raise TypeError(f"choices={choices!r} given, expected a list of texts")
     if output is None or isinstance(output, str):
         return AnswerType(Output.of(output, choices))
+    if isinstance(output, Output):
+        if choices is not None:
+            raise ValueError(f"choices={choices!r} given beside an Output: put them in there")
+        return AnswerType(output)
     if isinstance(output, type) and issubclass(output, BaseModel):
         made = Output.of("json", choices, output.model_json_schema())
         return AnswerType(made, output)
@@ -64,5 +68,5 @@ def answer_type(output: Any, choices: Sequence[str] | None) -> AnswerType:
         return AnswerType(Output.of(_NAMES_OF_TYPES[output], choices))
     raise TypeError(
         f"output={output!r} given, expected the name of a type, one of str, int, float and bool, a "
-        f"pydantic model or a JSON schema"
+        f"pydantic model, a JSON schema or an Output"
     )

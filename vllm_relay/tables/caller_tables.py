@@ -59,7 +59,10 @@ class _PandasTable:
         self.num_rows = len(frame)
 
     def column(self, place: int) -> pa.ChunkedArray:
-        array = pa.array(self._frame.iloc[:, place], from_pandas=True)
+        series = self._frame.iloc[:, place]
+        if isinstance(series.dtype, sys.modules["pandas"].SparseDtype):
+            series = series.sparse.to_dense()
+        array = pa.array(series, from_pandas=True)
         return array if isinstance(array, pa.ChunkedArray) else pa.chunked_array([array])
 
     def values(self, column: pa.ChunkedArray) -> Any:

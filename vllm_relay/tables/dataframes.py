@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -105,7 +106,9 @@ def llm_map(
     template: PromptTemplate | None = None,
     bucket_rows: int = DEFAULT_BUCKET_ROWS,
 ) -> MapResult:
-    """Ask a question of every row; equal rows are asked once.
+    """Ask a question of every row; rows whose fields are equal are asked once.
+
+    In pandas NaN is a missing value; elsewhere it is a number, equal to itself.
 
     Args:
         table: a pandas or Polars DataFrame or an Arrow table.
@@ -115,7 +118,8 @@ def llm_map(
         engine: see `open_engine`. What is opened here is closed here: open a model first if it is
             to answer more than one question.
         output: what answers are: "text", "int", "float", "bool" or "json"; str, int, float or bool;
-            a pydantic model; or a JSON schema. Answers that a pydantic model refuses are errors.
+            a pydantic model; a JSON schema; or an `Output`. Answers that a pydantic model refuses
+            are errors. A schema is what the model is held to, answers are not checked again.
         choices: the only texts that are allowed.
         order: of rows and fields in the prompts, see `JobOptions`; values are in the table's order.
         max_tokens: of an answer.
@@ -289,7 +293,7 @@ def _register(
         shown.append(f"{value} AS {_column(number)}")
     num_rows = len(columns[0])
     arrow = pa.table(
-        [pa.array(range(num_rows), pa.int64()), *columns],
+        [pa.array(np.arange(num_rows)), *columns],
         names=[_ROW, *map(_column, range(len(columns)))],
     )
     connection.register("relay_arrow", arrow)

@@ -10,12 +10,13 @@ from typing import Any
 
 from vllm_relay.tables.engines.base import Engine
 
-_ENGINE_ATTRIBUTES = ("identity", "tokenizer", "max_running", "generate", "close")
+# its other attributes may open it
+_ENGINE_METHODS = ("generate", "prompts_per_s", "close")
 
 
 def is_engine(value: Any) -> bool:
-    """Whether a value is an `Engine`, as far as its attributes tell."""
-    return not isinstance(value, type) and all(hasattr(value, name) for name in _ENGINE_ATTRIBUTES)
+    """Whether a value is an `Engine`, as far as its methods tell."""
+    return not isinstance(value, type) and all(hasattr(value, name) for name in _ENGINE_METHODS)
 
 
 def open_engine(engine: Any, **arguments: Any) -> Engine:
