@@ -15,6 +15,7 @@ import typer
 N = TypeVar("N", int, float)
 
 _NOT_WITH_LONG = ["model", "num_system_prompts", "system_prompt_tokens", "rounds"]
+_NOT_WITH_TABLES = [*_NOT_WITH_LONG, "output_tokens", "document_tokens"]
 
 app = typer.Typer(
     help="Shared-prefix attention for vLLM.", no_args_is_help=True, add_completion=False
@@ -105,6 +106,14 @@ def demo(
             "plain text; 24 questions and 4 tokens of each answer if not said.",
         ),
     ] = False,
+    with_tables: Annotated[
+        bool,
+        typer.Option(
+            "--tables",
+            help="Ask questions of every row of a table instead, row by row and with llm_map; 480 "
+            "rows if --questions does not say.",
+        ),
+    ] = False,
     document_tokens: Annotated[
         int, typer.Option(help="With --long: length of the document, 4096 to 32000.")
     ] = 24_000,
@@ -113,11 +122,16 @@ def demo(
 
     With --long: one document of tens of thousands of tokens, all of it on the device or a window.
     With --modules: parts of a document, computed once or in each order anew.
+    With --tables: rows of a table, in its order or in the one that is best for the prefix cache.
     """
     # so that the engines are stopped and their files removed, as after Ctrl-C
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    if long and with_modules:
-        raise typer.BadParameter("given with --modules, expected one of them", param_hint="--long")
+    kinds = {"--long": long, "--modules": with_modules, "--tables": with_tables}
+    given = [option for option, is_given in kinds.items() if is_given]
+    if len(given) > 1:
+        raise typer.BadParameter(
+            f"given with {' and '.join(given[1:])}, expected one of them", param_hint=given[0]
+        )
     if long:
         from vllm_relay.demo.long_run import run_long_demo
 
@@ -141,6 +155,18 @@ def demo(
             if _is_given(context, "questions_per_prompt")
             else 24,
             output_tokens=output_tokens if _is_given(context, "output_tokens") else 4,
+            dtype=dtype,
+            seed=seed,
+            keep=keep,
+            json_path=json_path,
+        )
+        raise typer.Exit(status)
+    if with_tables:
+        from vllm_relay.demo.tables_run import run_tables_demo
+
+        _refuse_given(context, "has no effect with --tables", _NOT_WITH_TABLES)
+        status = run_tables_demo(
+            num_rows=questions_per_prompt if _is_given(context, "questions_per_prompt") else 480,
             dtype=dtype,
             seed=seed,
             keep=keep,
