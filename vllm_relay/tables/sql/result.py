@@ -12,7 +12,7 @@ from vllm_relay.tables.jobs.estimate import JobReport
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]  # has no stubs here
     import polars
-    import pyarrow  # type: ignore[import-untyped]  # has no types
+    import pyarrow
 
     from vllm_relay.tables.sql.jobs import CallError
 
@@ -35,6 +35,11 @@ class Result:
         self._relation = relation
         self.errors = errors or []
         self.report = report or JobReport()
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the statement gives rows, also none."""
+        return self._relation is not None
 
     @property
     def relation(self) -> duckdb.DuckDBPyRelation:
