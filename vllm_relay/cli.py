@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -329,6 +330,72 @@ def tune(
         kv_dtype=kv_dtype,
         block_size=block_size,
         folder=folder,
+    )
+    raise typer.Exit(status)
+
+
+@app.command()
+def sql(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="FILE...",
+            help="Tables: .csv, .tsv, .parquet, .json, .jsonl (named as the file), .duckdb.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A model folder or hub id; with --server its name there.")
+    ] = None,
+    server: Annotated[
+        str | None, typer.Option(help="Address of a server with OpenAI's API, http://...")
+    ] = None,
+    command: Annotated[
+        str | None,
+        typer.Option("--command", "-c", help="Statements; read from the input if not said."),
+    ] = None,
+    output_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="File for the rows of the last statement: .csv, .parquet, .json, .jsonl.",
+            dir_okay=False,
+        ),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            help="File that keeps answers, so that a statement that was interrupted goes on.",
+            dir_okay=False,
+        ),
+    ] = None,
+    order: Annotated[str, typer.Option(help="auto, keep, fixed or per_row.")] = "auto",
+    max_total_tokens: Annotated[
+        int | None, typer.Option(min=1, help="No more tokens of prompts and answers than these.")
+    ] = None,
+    on_error: Annotated[
+        str, typer.Option(help="What a row without an answer gives: null, column or raise.")
+    ] = "null",
+    dtype: Annotated[str | None, typer.Option(help="As vLLM's option.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="As vLLM's option.")] = None,
+) -> None:
+    """Run SQL in which llm() asks a model, on files; as a shell if there is no --command.
+
+    Exit status: 0, or 1 if a statement or an option is refused; 130 if it was interrupted.
+    """
+    from vllm_relay.tables.shell.command import run_sql
+
+    llm_arguments = {"dtype": dtype, "max_model_len": max_model_len}
+    status = run_sql(
+        files or [],
+        model=model,
+        server=server,
+        api_key=os.environ.get("OPENAI_API_KEY") or os.environ.get("VLLM_API_KEY"),
+        command=command,
+        options={"order": order, "checkpoint": checkpoint, "max_total_tokens": max_total_tokens},
+        on_error=on_error,
+        llm_arguments={name: value for name, value in llm_arguments.items() if value is not None},
+        output_path=output_path,
     )
     raise typer.Exit(status)
 
