@@ -90,12 +90,41 @@ def test_temporary_tables_go_with_their_result(asking, connection):
     result = asking.sql(ASK)
     assert temporary() == 1
     result = asking.sql(f"SELECT * FROM ({ASK}) WHERE a > 't1' AND llm('r', {{a}}) > 't1'")
+    asking.explain(ASK)
+    with pytest.raises(duckdb.Error):
+        asking.sql("SELECT llm('q', {id: (title || 'x')::INT}) FROM movies")
     del result
     gc.collect()
     asking.sql(f"CREATE TABLE x AS {ASK}")
-    with pytest.raises(duckdb.Error):
-        asking.sql("SELECT llm('q', {id: id::VARCHAR::INT + (title || 'x')::INT}) FROM movies")
     assert temporary() == 0
+
+
+def test_a_broken_transaction_says_what_broke_it(asking, connection):
+    connection.execute("BEGIN")
+    with pytest.raises(duckdb.ConversionException):
+        asking.sql("SELECT llm('q', {id: (title || 'x')::INT}) FROM movies")
+    connection.execute("ROLLBACK")
+    assert len(asking.sql(ASK).fetchall()) == 8
+
+
+def test_rows_that_a_job_leaves_out_are_no_nulls(connection):
+    class Forgetful(FakeRunner):
+        def answer(self, source, question, target):
+            super().answer(source, question, target)
+            connection.execute(f"DELETE FROM {target} WHERE id IN (2, 3)")
+
+    with pytest.raises(RuntimeError, match="2 rows have neither an answer nor an error to llm"):
+        Connection(connection, Forgetful(connection)).sql(ASK)
+
+
+def test_functions_of_users_are_evaluated_once(connection):
+    connection.execute("CREATE MACRO coin() AS random() < 0.5")
+    runner = FakeRunner(connection)
+    text = "SELECT n FROM numbers WHERE coin() OR llm('q', {n}) = 't1'"
+    rows = Connection(connection, runner).sql(text).fetchall()
+    found = {fields["n"]: answer for fields, answer in runner.answers("q")}
+    assert 300 < len(found) < 700
+    assert [n for (n,) in rows] == [n for n in range(1000) if found.get(n, "t1") == "t1"]
 
 
 def test_errors_give_null_and_are_kept(connection):

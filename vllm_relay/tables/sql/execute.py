@@ -295,6 +295,13 @@ class SelectExecution:
             f"LEFT JOIN {target} AS __llm_t ON {same}",
             stage.known | {call.name},
         )
+        missing = self._tables.value(
+            f"SELECT count(*) FROM {answered.table} AS __llm_s JOIN {prompts} AS __llm_p "
+            f"ON __llm_s.{ROW} = __llm_p.{ROW} "
+            f"WHERE {call.name} IS NULL AND {call.error} IS NULL"
+        )
+        if missing:
+            raise RuntimeError(f"{missing} rows have neither an answer nor an error to {call.text}")
         self._tables.drop(prompts)
         self._tables.drop(target)
         return answered
