@@ -177,6 +177,13 @@ def test_explain_asks_nothing(connection):
         asking.explain("SELECT 1")
 
 
+def test_explain_tells_how_predicates_are_ordered(asking):
+    where = "llm('p', {id}) = 'x' AND llm('r', {id}) = 'x'"
+    steps = asking.explain(f"SELECT id FROM movies WHERE {where}").steps
+    expected = "the 2 predicates that ask go in the order that a sample of 32 rows suggests"
+    assert sum(step.startswith(expected) for step in steps) == 1
+
+
 def test_explain_of_subqueries(asking):
     inner = "SELECT id, llm('i', {title}) AS s FROM movies"
     explained = asking.explain(f"SELECT llm('q', {{s}}), id FROM ({inner})")
