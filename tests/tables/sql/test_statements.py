@@ -90,12 +90,41 @@ def test_temporary_tables_go_with_their_result(asking, connection):
     result = asking.sql(ASK)
     assert temporary() == 1
     result = asking.sql(f"SELECT * FROM ({ASK}) WHERE a > 't1' AND llm('r', {{a}}) > 't1'")
+    asking.explain(ASK)
+    with pytest.raises(duckdb.Error):
+        asking.sql("SELECT llm('q', {id: (title || 'x')::INT}) FROM movies")
     del result
     gc.collect()
     asking.sql(f"CREATE TABLE x AS {ASK}")
-    with pytest.raises(duckdb.Error):
-        asking.sql("SELECT llm('q', {id: id::VARCHAR::INT + (title || 'x')::INT}) FROM movies")
     assert temporary() == 0
+
+
+def test_a_broken_transaction_says_what_broke_it(asking, connection):
+    connection.execute("BEGIN")
+    with pytest.raises(duckdb.ConversionException):
+        asking.sql("SELECT llm('q', {id: (title || 'x')::INT}) FROM movies")
+    connection.execute("ROLLBACK")
+    assert len(asking.sql(ASK).fetchall()) == 8
+
+
+def test_rows_that_a_job_leaves_out_are_no_nulls(connection):
+    class Forgetful(FakeRunner):
+        def answer(self, source, question, target):
+            super().answer(source, question, target)
+            connection.execute(f"DELETE FROM {target} WHERE id IN (2, 3)")
+
+    with pytest.raises(RuntimeError, match="2 rows have neither an answer nor an error to llm"):
+        Connection(connection, Forgetful(connection)).sql(ASK)
+
+
+def test_functions_of_users_are_evaluated_once(connection):
+    connection.execute("CREATE MACRO coin() AS random() < 0.5")
+    runner = FakeRunner(connection)
+    text = "SELECT n FROM numbers WHERE coin() OR llm('q', {n}) = 't1'"
+    rows = Connection(connection, runner).sql(text).fetchall()
+    found = {fields["n"]: answer for fields, answer in runner.answers("q")}
+    assert 300 < len(found) < 700
+    assert [n for (n,) in rows] == [n for n in range(1000) if found.get(n, "t1") == "t1"]
 
 
 def test_errors_give_null_and_are_kept(connection):
@@ -146,6 +175,13 @@ def test_explain_asks_nothing(connection):
     assert asking.sql("EXPLAIN SELECT 1").columns == ["explain_key", "explain_value"]
     with pytest.raises(SqlError, match="expected one statement that calls llm"):
         asking.explain("SELECT 1")
+
+
+def test_explain_tells_how_predicates_are_ordered(asking):
+    where = "llm('p', {id}) = 'x' AND llm('r', {id}) = 'x'"
+    steps = asking.explain(f"SELECT id FROM movies WHERE {where}").steps
+    expected = "the 2 predicates that ask go in the order that a sample of 32 rows suggests"
+    assert sum(step.startswith(expected) for step in steps) == 1
 
 
 def test_explain_of_subqueries(asking):

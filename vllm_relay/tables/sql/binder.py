@@ -18,7 +18,7 @@ _NAME = re.compile(r"\s*\"?(\w+)\"?\(")
 
 
 class Binder:
-    """Names and functions as one DuckDB connection understands them."""
+    """Names and functions as one DuckDB connection understands them, for one statement."""
 
     def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
         self._connection = connection
@@ -45,8 +45,11 @@ class Binder:
 
     @cached_property
     def _volatile(self) -> frozenset[str]:
-        # of the same query too, as what is one for the user is several for DuckDB
-        return self._functions("stability IN ('VOLATILE', 'CONSISTENT_WITHIN_QUERY')")
+        # what is one query for the user is several for DuckDB, and users' functions may do anything
+        return self._functions(
+            "stability IN ('VOLATILE', 'CONSISTENT_WITHIN_QUERY') "
+            "OR (NOT internal AND function_type IN ('macro', 'scalar'))"
+        )
 
     def _functions(self, condition: str) -> frozenset[str]:
         query = f"SELECT DISTINCT lower(function_name) FROM duckdb_functions() WHERE {condition}"

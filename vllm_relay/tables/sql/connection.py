@@ -101,7 +101,6 @@ class Connection:
         self.duckdb_connection = duckdb_connection
         self._runner = runner
         self._on_error = on_error
-        self._binder = Binder(duckdb_connection)
         # tables of results that nobody has any more; a finalizer may not use the connection
         self._left_over: list[Tables] = []
 
@@ -150,11 +149,12 @@ class Connection:
         assert statement.tree is not None
         asker = EstimateAsker(self.duckdb_connection, self._runner)
         tables = self._new_tables()
-        runner = QueryRunner(self._binder, tables, asker)
+        binder = Binder(self.duckdb_connection)
+        runner = QueryRunner(binder, tables, asker)
         try:
             with_query(statement.tree, runner.run)
         finally:
-            tables.drop_all()
+            self._left_over.append(tables)
         before = statement.tree.sql("duckdb", pretty=True, normalize_functions=False)
         return Explanation(asker.calls, before, plan_steps(runner.plans))
 
@@ -167,7 +167,8 @@ class Connection:
         tables = self._new_tables()
         before = JobReport(**vars(self._runner.report))
         asker = JobAsker(self.duckdb_connection, self._runner, self._on_error == "raise")
-        runner = QueryRunner(self._binder, tables, asker)
+        binder = Binder(self.duckdb_connection)
+        runner = QueryRunner(binder, tables, asker)
         has_error_columns = self._on_error == "column"
 
         def changed_query(query: exp.Query) -> exp.Query:
@@ -176,12 +177,13 @@ class Connection:
 
         try:
             changed, is_query = with_query(tree, changed_query)
-            if is_query and self._binder.has_volatile(changed):
+            if is_query and binder.has_volatile(changed):
                 # it would differ each time it is read
                 changed = exp.select("*").from_(tables.create(sql_of(changed)))
             relation = self.duckdb_connection.sql(sql_of(changed))
         except BaseException:
-            tables.drop_all()
+            # later, as a transaction of the caller may be broken now
+            self._left_over.append(tables)
             raise
         report = _difference(self._runner.report, before)
         result = Result(relation, asker.errors, report)

@@ -17,7 +17,7 @@ from vllm_relay.tables.sql.calls import ANSWER, ERROR
 from vllm_relay.tables.sql.expressions import RESERVED, ROW, STAGE, quoted, sql_of, stage_names
 from vllm_relay.tables.sql.guards import guard_condition
 from vllm_relay.tables.sql.plan import PlannedCall, Predicate, SelectPlan
-from vllm_relay.tables.sql.predicates import SAMPLE_ROWS, ranked
+from vllm_relay.tables.sql.predicates import MIN_SAMPLED_ROWS, SAMPLE_ROWS, ranked
 
 # rows of the first chunk of a LIMIT, per row that is wanted
 _CHUNK_ROWS_PER_WANTED = 2
@@ -148,7 +148,7 @@ class SelectExecution:
         if (
             len(predicates) < 2
             or not self._asker.filters
-            or self._tables.count(stage.table) < 4 * SAMPLE_ROWS
+            or self._tables.count(stage.table) < MIN_SAMPLED_ROWS
         ):
             return predicates
         return ranked(predicates, lambda predicate: self._rank(stage, predicate))
@@ -295,6 +295,13 @@ class SelectExecution:
             f"LEFT JOIN {target} AS __llm_t ON {same}",
             stage.known | {call.name},
         )
+        missing = self._tables.value(
+            f"SELECT count(*) FROM {answered.table} AS __llm_s JOIN {prompts} AS __llm_p "
+            f"ON __llm_s.{ROW} = __llm_p.{ROW} "
+            f"WHERE {call.name} IS NULL AND {call.error} IS NULL"
+        )
+        if missing:
+            raise RuntimeError(f"{missing} rows have neither an answer nor an error to {call.text}")
         self._tables.drop(prompts)
         self._tables.drop(target)
         return answered

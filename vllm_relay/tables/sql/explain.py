@@ -14,6 +14,7 @@ from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.calls import ANSWER, ERROR
 from vllm_relay.tables.sql.expressions import quoted, sql_of
 from vllm_relay.tables.sql.plan import PlannedCall, SelectPlan
+from vllm_relay.tables.sql.predicates import MIN_SAMPLED_ROWS, SAMPLE_ROWS
 
 if TYPE_CHECKING:
     from vllm_relay.tables.sql.connection import Runner
@@ -147,6 +148,11 @@ def plan_steps(plans: list[SelectPlan]) -> list[str]:
     for number, plan in enumerate(plans, 1):
         name = f"stage {number}" if len(plans) > 1 else "stage"
         steps.append(f"{name}: {sql_of(plan.stage)}")
+        if len(plan.predicates) > 1:
+            steps.append(
+                f"the {len(plan.predicates)} predicates that ask go in the order that a sample of "
+                f"{SAMPLE_ROWS} rows suggests, if there are {MIN_SAMPLED_ROWS} rows or more"
+            )
         for predicate in plan.predicates:
             steps += [_ask_step(plan.calls[call]) for call in predicate.calls]
             steps.append(f"keep rows where {sql_of(predicate.condition)}")

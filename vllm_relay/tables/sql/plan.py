@@ -21,7 +21,6 @@ from vllm_relay.tables.sql.expressions import (
     ancestors,
     calls_inside_first,
     conjuncts,
-    fold,
     has_call,
     is_call,
     is_query,
@@ -32,6 +31,7 @@ from vllm_relay.tables.sql.expressions import (
     walk_scope,
 )
 from vllm_relay.tables.sql.guards import guard_terms
+from vllm_relay.tables.sql.rows import keeps_rows, unnests
 from vllm_relay.tables.sql.stage import StageColumns
 
 # parts of a SELECT that its last form keeps, beside the list
@@ -360,38 +360,6 @@ class _Planner:
             for item in self._select.expressions
             for part in walk_scope(item)
         )
-
-
-def keeps_rows(select: exp.Select, binder: Binder) -> bool:
-    """Whether each row of the result is one row that the SELECT reads, so without grouping."""
-    if any(select.args.get(part) for part in ("distinct", "group", "having")):
-        return False
-    roots = [*select.expressions, select.args.get("order"), select.args.get("qualify")]
-    return not any(
-        binder.is_aggregate(part) and not _is_of_window(part)
-        for root in roots
-        if root is not None
-        for part in walk_scope(root)
-    )
-
-
-def unnests(select: exp.Select) -> bool:
-    """Whether a row can become several, or none, in the select list."""
-    return any(
-        isinstance(part, (exp.Unnest, exp.Explode))
-        or (isinstance(part, exp.Anonymous) and fold(part.name) == "unnest")
-        for item in select.expressions
-        for part in item.walk(prune=is_query)
-    )
-
-
-def _is_of_window(node: exp.Expr) -> bool:
-    """Whether it is a window, or the function of one."""
-    while isinstance(node.parent, (exp.Filter, exp.IgnoreNulls, exp.RespectNulls, exp.WithinGroup)):
-        node = node.parent
-    return isinstance(node, exp.Window) or (
-        isinstance(node.parent, exp.Window) and node.parent.this is node
-    )
 
 
 def quoted_row() -> exp.Column:

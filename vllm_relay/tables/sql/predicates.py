@@ -9,6 +9,8 @@ from vllm_relay.tables.sql.plan import Predicate
 
 # rows on which the selectivity of a predicate is seen before all are asked about
 SAMPLE_ROWS = 32
+# with fewer, the sample would be much of the work
+MIN_SAMPLED_ROWS = 4 * SAMPLE_ROWS
 
 
 def ranked(predicates: list[Predicate], rank: Callable[[Predicate], float]) -> list[Predicate]:

@@ -18,8 +18,8 @@ from vllm_relay.tables.sql.expressions import (
     has_subquery,
     replace_in,
 )
-from vllm_relay.tables.sql.plan import keeps_rows, unnests
 from vllm_relay.tables.sql.probe import probe
+from vllm_relay.tables.sql.rows import keeps_rows, unnests
 from vllm_relay.tables.sql.stage import StageColumns
 
 _NOT_THROUGH = ("limit", "offset", "qualify", "windows", "sample", "pivots")
