@@ -12,6 +12,7 @@ import pytest
 
 from tests.tables.recording_engine import RecordingEngine
 from tests.vllm_processes import run_module
+from vllm_relay.limits import RelayUnsupportedError
 from vllm_relay.tables import open_engine
 
 
@@ -60,14 +61,13 @@ class FakeLLM:
     refuses: tuple[str, ...] = ()
 
     def __init__(self, model: str, **arguments: Any) -> None:
-        from vllm_relay.limits import RelayUnsupportedError
-
         self.given = {"model": model, **arguments}
         if arguments.get("attention_backend") in self.refuses:
-            try:
-                raise RelayUnsupportedError(["heads of this size"])
-            except RelayUnsupportedError as error:
-                raise ValueError(f"a validation error: {error}") from None
+            error = RelayUnsupportedError(["heads of size 20: use another backend", "MLA"])
+            raise ValueError(
+                f"1 validation error for VllmConfig\n  Value error, {error} [type=value_error, "
+                f"input_value=ArgsKwargs(...)]\n    For further information visit a page"
+            )
 
 
 @pytest.fixture
@@ -120,8 +120,9 @@ def test_a_model_that_relay_cannot_serve_starts_without(
         opened: Any = open_engine("m")
     assert "attention_backend" not in opened.given
     assert opened.given["additional_config"] == RELAY
-    assert "relay cannot serve heads of this size" in caplog.text
-    with pytest.raises(ValueError, match="heads of this size"):
+    refusal = "relay cannot serve heads of size 20: use another backend; relay cannot serve MLA"
+    assert caplog.messages == [f"vllm-relay: {refusal}; m starts with vLLM's own attention backend"]
+    with pytest.raises(ValueError, match="heads of size 20"):
         open_engine("m", attention_backend="relay")
 
 

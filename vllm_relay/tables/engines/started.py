@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 from vllm import LLM
 
-from vllm_relay.limits import RelayUnsupportedError
 from vllm_relay.tables.engines.in_process import InProcessEngine
 
 logger = logging.getLogger("vllm.relay")
@@ -46,10 +46,8 @@ def start_engine(model: str, **arguments: Any) -> StartedEngine:
     return StartedEngine(LLM(model, **chosen))
 
 
-def _refusal(error: BaseException | None) -> str | None:
+def _refusal(error: ValueError) -> str | None:
     """Why relay cannot serve the model; None if it can, as far as the error tells."""
-    while error is not None:
-        if isinstance(error, RelayUnsupportedError) or "relay cannot serve" in str(error):
-            return str(error)
-        error = error.__cause__ or error.__context__
-    return None
+    # vLLM's configurations wrap the message of a RelayUnsupportedError in one of pydantic
+    found = re.search(r"relay cannot serve .*?(?= \[type=|$)", str(error), re.MULTILINE)
+    return found and found[0]
