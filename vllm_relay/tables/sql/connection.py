@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields
 from os import PathLike, fspath
 from typing import Any, Literal, Protocol, get_args
@@ -12,7 +13,7 @@ from typing import Any, Literal, Protocol, get_args
 import duckdb
 from sqlglot import exp
 
-from vllm_relay.tables.engines.base import Engine
+from vllm_relay.tables.engines.opening import is_engine, open_engine
 from vllm_relay.tables.jobs.estimate import Estimate, JobReport
 from vllm_relay.tables.jobs.job_runner import JobRunner
 from vllm_relay.tables.jobs.options import JobOptions
@@ -44,7 +45,7 @@ class Runner(Protocol):
 def connect(
     database: str | PathLike[str] | duckdb.DuckDBPyConnection = ":memory:",
     *,
-    engine: Engine,
+    engine: Any,
     options: JobOptions | None = None,
     tables: Mapping[str, Any] | None = None,
     on_error: OnError = "null",
@@ -52,7 +53,7 @@ def connect(
     """
     Args:
         database: a file, or an open connection, which stays open.
-        engine: that answers.
+        engine: that answers, see `open_engine`; what is opened here is closed with the connection.
         options: of the jobs.
         tables: by name, data frames of pandas or Polars, Arrow tables, or files that DuckDB reads.
         on_error: what a row without an answer gives: NULL, NULL and its error in a column after
@@ -64,8 +65,15 @@ def connect(
         connection = duckdb.connect(fspath(database))
     for name, table in (tables or {}).items():
         _register(connection, name, table)
-    runner = JobRunner(connection, engine, options or JobOptions())
-    return Connection(connection, runner, on_error)
+    is_own = not is_engine(engine)
+    opened = open_engine(engine) if is_own else engine
+    runner = JobRunner(connection, opened, options or JobOptions())
+    on_close = [runner.close]
+    if is_own:
+        on_close.append(opened.close)
+    if connection is not database:
+        on_close.append(connection.close)
+    return Connection(connection, runner, on_error, on_close)
 
 
 def _register(connection: duckdb.DuckDBPyConnection, name: str, table: Any) -> None:
@@ -83,6 +91,7 @@ class Connection:
         duckdb_connection: of DuckDB.
         runner: of the jobs on it.
         on_error: see `connect`.
+        on_close: what `close` calls.
 
     Raises:
         ValueError: `on_error` is not known.
@@ -93,6 +102,7 @@ class Connection:
         duckdb_connection: duckdb.DuckDBPyConnection,
         runner: Runner,
         on_error: OnError = "null",
+        on_close: Sequence[Callable[[], None]] = (),
     ) -> None:
         if on_error not in get_args(OnError):
             raise ValueError(
@@ -101,8 +111,21 @@ class Connection:
         self.duckdb_connection = duckdb_connection
         self._runner = runner
         self._on_error = on_error
+        self._on_close = ExitStack()
+        for call in reversed(on_close):
+            self._on_close.callback(call)
         # tables of results that nobody has any more; a finalizer may not use the connection
         self._left_over: list[Tables] = []
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the checkpoint, and the engine and the database if they were opened here."""
+        self._on_close.close()
 
     def sql(self, text: str) -> Result | None:
         """Run statements; those without llm() go to DuckDB as they are.
