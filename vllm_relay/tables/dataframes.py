@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
@@ -166,35 +167,18 @@ def llm_map(
     _check_lists(question, columns)
     with duckdb.connect() as connection:
         source = _register(connection, question, columns)
-        is_borrowed = is_engine(engine)
-        opened: Engine = _Borrowed(engine) if is_borrowed else open_engine(engine)
-        try:
+        with ExitStack() as cleanup:
+            opened: Engine = engine if is_engine(engine) else open_engine(engine)
+            if opened is not engine:
+                cleanup.callback(opened.close)
             runner = JobRunner(connection, opened, options)
-        except BaseException:
-            opened.close()
-            raise
-        try:
+            cleanup.callback(runner.close)
             runner.answer(source, question, _TARGET)
-        finally:
-            runner.close()
         answers = _answers_of_rows(connection, question)
     result = _result(rows, answers, types, runner.report)
     if result.errors and on_error == "raise":
         raise RowsFailedError(result)
     return result
-
-
-class _Borrowed:
-    """An engine that goes on when the job is done."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def close(self) -> None:
-        pass
 
 
 def _names(argument: str, given: Sequence[str] | None) -> tuple[str, ...] | None:

@@ -124,7 +124,8 @@ class Connection:
         self.close()
 
     def close(self) -> None:
-        """Close the checkpoint, and the engine and the database if they were opened here."""
+        """Close the checkpoint, and the engine and the database if they were opened here; results
+        are gone with the database."""
         self._on_close.close()
 
     def sql(self, text: str) -> Result | None:
@@ -152,10 +153,6 @@ class Connection:
             else:
                 result = self._run(statement.tree)
         return result
-
-    def close(self) -> None:
-        """Close DuckDB's connection, with its temporary tables; results are gone then."""
-        self.duckdb_connection.close()
 
     def explain(self, text: str) -> Explanation:
         """What a statement that calls llm() would take; the model is not asked.
