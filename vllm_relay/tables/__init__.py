@@ -6,7 +6,6 @@ Liu et al., "Optimizing LLM Queries in Relational Workloads", 2024.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
     from vllm_relay.tables.jobs.prompt_format import PromptTemplate
     from vllm_relay.tables.outputs import Output
     from vllm_relay.tables.question import Question
-
-connect: Callable[..., Any]
+    from vllm_relay.tables.sql.connection import connect
 
 __all__ = [
     "JobOptions",

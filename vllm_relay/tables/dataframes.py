@@ -21,8 +21,8 @@ from vllm_relay.tables.answer_types import AnswerType, answer_type
 from vllm_relay.tables.caller_tables import CallerTable, arrow_columns, caller_table
 from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.engines.opening import is_engine, open_engine
+from vllm_relay.tables.identifiers import quoted
 from vllm_relay.tables.jobs.estimate import JobReport
-from vllm_relay.tables.jobs.job_rows import quoted
 from vllm_relay.tables.jobs.job_runner import JobRunner
 from vllm_relay.tables.jobs.options import DEFAULT_BUCKET_ROWS, JobOptions
 from vllm_relay.tables.jobs.prompt_format import PromptTemplate
@@ -33,7 +33,6 @@ OnError = Literal["null", "raise"]
 
 _ROW, _INPUT, _TARGET = "relay_row", "relay_input", "relay_target"
 _RESERVED_START = "relay_"
-_RESERVED_NAMES = ("answer", "error")  # of what a job makes
 _ERRORS_SHOWN = 3
 
 
@@ -208,7 +207,7 @@ def _fields_of(prompt: str, table: CallerTable, fields: tuple[str, ...] | None) 
 def _check_name(name: str) -> None:
     if not name:
         raise ValueError("a field without a name was given: rename the column")
-    if name.lower() in _RESERVED_NAMES or name.lower().startswith(_RESERVED_START):
+    if name.lower().startswith(_RESERVED_START):
         raise ValueError(
             f"field {name!r} given, a name that jobs use themselves, as are all that begin with "
             f"{_RESERVED_START!r}: rename the column"

@@ -124,9 +124,9 @@ class Output:
             if text.strip() not in self.choices:
                 raise AnswerError(f"answer {text!r} is none of {list(self.choices)}")
             return text.strip()
-        if self.type == "text":
-            return text
         stripped = text.strip()
+        if self.type == "text":
+            return stripped
         try:
             if self.type == "bool":
                 return _BOOLS[stripped.lower()]

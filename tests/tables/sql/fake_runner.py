@@ -9,6 +9,7 @@ from typing import Any
 
 import duckdb
 
+from vllm_relay.tables.identifiers import ANSWER, ERROR
 from vllm_relay.tables.jobs.estimate import Estimate, JobReport
 from vllm_relay.tables.question import Question
 
@@ -74,8 +75,8 @@ class FakeRunner:
         answers = [self._answer(question, row) for row in rows]
         columns = ", ".join(f'"{row[0]}" {row[1]}' for row in described)
         self._connection.execute(
-            f"CREATE TEMP TABLE {target} ({columns}, answer {question.output.sql_type}, "
-            f"error VARCHAR)"
+            f"CREATE TEMP TABLE {target} ({columns}, {ANSWER} {question.output.sql_type}, "
+            f"{ERROR} VARCHAR)"
         )
         marks = ", ".join("?" * (len(described) + 2))
         lines = [[*row, *answer] for row, answer in zip(rows, answers, strict=True)]
@@ -93,6 +94,11 @@ class FakeRunner:
             except RowError as error:
                 self._known[key] = (None, str(error))
         return self._known[key]
+
+    def tokens_per_prompt(self, source: str, question: Question) -> float:
+        estimate = self.estimate(source, question)
+        num_asked = estimate.num_prompts - estimate.num_known
+        return (estimate.prompt_tokens + estimate.output_tokens) / max(num_asked, 1)
 
     def estimate(self, source: str, question: Question) -> Estimate:
         rows = self._connection.execute(source).fetchall()

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,9 @@ def open_engine(engine: Any, **arguments: Any) -> Engine:
             "an empty engine was given, expected a model or a server's address, http://..."
         )
     if isinstance(engine, str) and engine.startswith(("http://", "https://")):
-        server = import_module("vllm_relay.tables.engines.server")
-        return server.ServerEngine(engine, **arguments)
+        from vllm_relay.tables.engines.server import ServerEngine
+
+        return ServerEngine(engine, **arguments)
     if isinstance(engine, (str, Path)):
         from vllm_relay.tables.engines.started import start_engine
 

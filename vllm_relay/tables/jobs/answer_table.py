@@ -9,10 +9,10 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from vllm_relay.tables.jobs.job_rows import JobRows, quoted
+from vllm_relay.tables.identifiers import ANSWER, ERROR, quoted
+from vllm_relay.tables.jobs.job_rows import JobRows
 from vllm_relay.tables.outputs import AnswerError, AnswerValue, Output
 
-ANSWER, ERROR = "answer", "error"
 _ROWS_PER_INSERT = 20_000
 _ARROW_TYPES = {
     "text": pa.string(),

@@ -14,11 +14,6 @@ from vllm_relay.tables.ordering.order import OrderChoice
 from vllm_relay.tables.question import Question
 
 
-def quoted(name: str) -> str:
-    """An identifier in SQL."""
-    return '"' + name.replace('"', '""') + '"'
-
-
 @dataclass(frozen=True)
 class Bucket:
     """Rows that are ordered together.

@@ -59,12 +59,12 @@ class JobRunner:
         Args:
             source: a query whose columns are the question's fields, by name.
             target: the temporary table that is made: the distinct rows of the source in the order
-                in which they first come, with the columns ``answer``, of the output's SQL type, and
-                ``error``, VARCHAR; one of these is NULL.
+                in which they first come, with the columns ``relay_answer``, of the output's SQL
+                type, and ``relay_error``, VARCHAR; one of these is NULL.
 
         Raises:
             ValueError: the source has other columns than the question fields, the target is there
-                already, or a field is called "answer" or "error".
+                already, or a field has the name of an answer's column.
             CheckpointError: an answer cannot be kept.
             EngineError: the engine is gone.
             TokenBudgetError: there are not enough tokens for all prompts.
@@ -124,9 +124,25 @@ class JobRunner:
             num_refused=counted.num_refused,
         )
 
-    def plan(self, rows: JobRows, question: Question) -> JobPlan:
+    def tokens_per_prompt(self, source: str, question: Question) -> float:
+        """Of an average prompt and its answer, about, whether it is known or not."""
+        with ExitStack() as cleanup:
+            rows = JobRows(self._connection, source, question)
+            cleanup.callback(rows.drop)
+            nothing_known = Checkpoint(None)
+            cleanup.callback(nothing_known.close)
+            counted = _Counted(self.plan(rows, question, nothing_known))
+            for _ in counted.prompts():
+                pass
+        per_prompt = counted.prompt_tokens / max(counted.num_asked, 1)
+        return per_prompt + self._answer_tokens(question)
+
+    def plan(
+        self, rows: JobRows, question: Question, checkpoint: Checkpoint | None = None
+    ) -> JobPlan:
         prompt_format = PromptFormat(question, self.engine.tokenizer, self.options.template)
-        return JobPlan(rows, question, self.engine, prompt_format, self.options, self._checkpoint)
+        known = checkpoint or self._checkpoint
+        return JobPlan(rows, question, self.engine, prompt_format, self.options, known)
 
     def close(self) -> None:
         """Close the checkpoint; the engine is its owner's."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import duckdb
 
-from vllm_relay.tables.jobs.job_rows import quoted
+from vllm_relay.tables.identifiers import quoted
 
 _DATABASES = (".duckdb", ".db", ".ddb")
 _READERS = {

@@ -9,6 +9,7 @@ from typing import Any
 
 from sqlglot import exp
 
+from vllm_relay.tables.identifiers import ANSWER, ERROR
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import DEFAULT_MAX_TOKENS, Question
 from vllm_relay.tables.sql.errors import error_at
@@ -25,7 +26,6 @@ PARAMETERS = (
 )
 USAGE = "llm('text', {field, name: expression}, choices := ['Yes', 'No'])"
 # what the table of answers holds beside the fields
-ANSWER, ERROR = "answer", "error"
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ class Runner(Protocol):
 
     def estimate(self, source: str, question: Question) -> Estimate: ...
 
+    def tokens_per_prompt(self, source: str, question: Question) -> float: ...
+
 
 def connect(
     database: str | PathLike[str] | duckdb.DuckDBPyConnection = ":memory:",

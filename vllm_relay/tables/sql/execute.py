@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import duckdb
 from sqlglot import exp
 
+from vllm_relay.tables.identifiers import ANSWER, ERROR, quoted
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.binder import query_text
-from vllm_relay.tables.sql.calls import ANSWER, ERROR
-from vllm_relay.tables.sql.expressions import RESERVED, ROW, STAGE, quoted, sql_of, stage_names
+from vllm_relay.tables.sql.expressions import RESERVED, ROW, STAGE, sql_of, stage_names
 from vllm_relay.tables.sql.guards import guard_condition
 from vllm_relay.tables.sql.plan import PlannedCall, Predicate, SelectPlan
 from vllm_relay.tables.sql.predicates import MIN_SAMPLED_ROWS, SAMPLE_ROWS, ranked

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import duckdb
 
+from vllm_relay.tables.identifiers import ANSWER, ERROR, quoted
 from vllm_relay.tables.jobs.estimate import Estimate
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import Question
-from vllm_relay.tables.sql.calls import ANSWER, ERROR
-from vllm_relay.tables.sql.expressions import quoted, sql_of
+from vllm_relay.tables.sql.expressions import sql_of
 from vllm_relay.tables.sql.plan import PlannedCall, SelectPlan
 from vllm_relay.tables.sql.predicates import MIN_SAMPLED_ROWS, SAMPLE_ROWS
 

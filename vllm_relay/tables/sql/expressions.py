@@ -21,11 +21,6 @@ def sql_of(node: exp.Expr) -> str:
     return node.sql(DIALECT, normalize_functions=False)
 
 
-def quoted(name: str) -> str:
-    """A name as DuckDB reads it whatever it holds."""
-    return '"' + name.replace('"', '""') + '"'
-
-
 def fold(name: str) -> str:
     """What names have in common that DuckDB takes for the same: only ASCII letters lose case."""
     return name.translate(_LOWER)

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import duckdb
 
+from vllm_relay.tables.identifiers import ERROR, quoted
 from vllm_relay.tables.question import Question
-from vllm_relay.tables.sql.calls import ERROR
 from vllm_relay.tables.sql.errors import AnswerFailedError
-from vllm_relay.tables.sql.expressions import quoted
 from vllm_relay.tables.sql.plan import PlannedCall
 
 if TYPE_CHECKING:
@@ -71,6 +70,4 @@ class JobAsker:
         return list(self._errors.values())
 
     def cost_per_prompt(self, source: str, question: Question) -> float:
-        estimate = self._runner.estimate(source, question)
-        num_asked = estimate.num_prompts - estimate.num_known
-        return (estimate.prompt_tokens + estimate.output_tokens) / max(num_asked, 1)
+        return self._runner.tokens_per_prompt(source, question)

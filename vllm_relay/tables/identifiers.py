@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names in SQL."""
+
+from __future__ import annotations
+
+ANSWER, ERROR = "relay_answer", "relay_error"
+"""Columns of what a job makes, beside its fields."""
+
+
+def quoted(name: str) -> str:
+    """A name as DuckDB reads it whatever it holds."""
+    return '"' + name.replace('"', '""') + '"'
