@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -70,6 +71,8 @@ class Output:
         Raises:
             ValueError: as for the class, or the schema is not one.
         """
+        if isinstance(choices, str):
+            raise ValueError(f"choices={choices!r} given, expected a list of texts")
         if choices is not None and not choices:
             raise ValueError("an empty list of choices was given, expected at least one text")
         schema_json = "" if schema is None else _schema_json(schema)
@@ -128,11 +131,43 @@ class Output:
             if self.type == "bool":
                 return _BOOLS[stripped.lower()]
             if self.type == "json":
-                json.loads(stripped)
+                parsed = json.loads(stripped, parse_constant=_no_constant)
+                # DuckDB's JSON has no half of a surrogate pair
+                json.dumps(parsed, ensure_ascii=False).encode()
                 return stripped
-            return int(stripped) if self.type == "int" else float(stripped)
-        except (ValueError, KeyError):
+            return _int_of(stripped) if self.type == "int" else _float_of(stripped)
+        except (ValueError, KeyError, RecursionError):
             raise AnswerError(f"answer {text!r} is not of type {self.type}") from None
+
+
+def well_formed(text: str) -> str:
+    """A text that can be written as UTF-8: halves of surrogate pairs are replaced."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _int_of(text: str) -> int:
+    value = int(text)
+    if not _is_plain_number(text) or not -(1 << 63) <= value < 1 << 63:
+        raise ValueError
+    return value
+
+
+def _float_of(text: str) -> float:
+    value = float(text)
+    if not _is_plain_number(text) or not math.isfinite(value):
+        raise ValueError
+    return value
+
+
+def _is_plain_number(text: str) -> bool:
+    # Python also takes 1_000 and digits of other scripts
+    return text.isascii() and "_" not in text
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is no JSON")
 
 
 def _check_choices(type: str, choices: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ import json
 import random
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ class InProcessEngine:
     def prompts_per_s(self, shape: PromptShape, question: Question) -> float:
         """Measured with tokens drawn at random; the prefix cache is emptied afterwards."""
         rng = random.Random(0)
-        vocabulary = range(self.llm.llm_engine.vllm_config.model_config.get_vocab_size())
+        vocabulary = self._ordinary_tokens()
         params = sampling_params(question)
         params.max_tokens = max(shape.num_output_tokens, 1)
         # a text goes on as long as it is expected to
@@ -104,12 +105,13 @@ class InProcessEngine:
                         is_done = True
                         break
                     request_id = f"table-{next(self._numbers)}"
+                    # known before it is added: whatever ends this loop aborts it
+                    running[request_id] = prompt.number
                     try:
                         engine.add_request(request_id, tokens_input(prompt.token_ids), params)
                     except (ValueError, VLLMValidationError) as error:
+                        del running[request_id]
                         yield Completion(prompt.number, error=str(error))
-                        continue
-                    running[request_id] = prompt.number
                 if not running:
                     continue
                 for output in engine.step():
@@ -122,7 +124,15 @@ class InProcessEngine:
             raise EngineError(f"vLLM's engine has died: {error}") from error
         finally:
             if running:
-                engine.abort_request(list(running))
+                # one that was interrupted may be dead as well
+                with suppress(EngineDeadError):
+                    engine.abort_request(list(running))
+
+    def _ordinary_tokens(self) -> list[int]:
+        """Those that stand for text: others may begin an image, say."""
+        size = self.llm.llm_engine.vllm_config.model_config.get_vocab_size()
+        special = {*self.tokenizer.all_special_ids, *self.tokenizer.get_added_vocab().values()}
+        return [token for token in range(min(size, len(self.tokenizer))) if token not in special]
 
     def close(self) -> None:
         """The LLM is its owner's."""
@@ -142,9 +152,11 @@ def sampling_params(question: Question) -> SamplingParams:
 
 def _completion(number: int, output: Any) -> Completion:
     answer = output.outputs[0]
+    has_failed = answer.finish_reason in ("abort", "error")
     return Completion(
         number,
         text=answer.text,
+        error=f"the engine ended the answer with {answer.finish_reason!r}" if has_failed else "",
         num_prompt_tokens=len(output.prompt_token_ids),
         num_cached_tokens=output.num_cached_tokens or 0,
         num_output_tokens=len(answer.token_ids),
@@ -164,17 +176,26 @@ def _identity(config: Any) -> str:
     """The model by name, configuration and files: other weights in the same folder are another."""
     model = config.model_config
     parts: dict[str, Any] = {
-        "model": model.model,
+        "model": _files(model.model),
         "revision": model.revision,
+        # of a model from a hub, whose revision may be a branch
+        "commit": getattr(model.hf_config, "_commit_hash", None),
+        "tokenizer": _files(model.tokenizer),
+        "tokenizer_revision": model.tokenizer_revision,
         "dtype": str(model.dtype),
         "quantization": model.quantization,
+        "kv_cache_dtype": config.cache_config.cache_dtype,
         "config": model.hf_config.to_json_string(use_diff=False),
         "seed": model.seed if config.load_config.load_format == "dummy" else None,
     }
-    folder = Path(model.model)
-    if folder.is_dir():
-        parts["model"] = str(folder.resolve())
-        stats = [(each.name, each.stat()) for each in sorted(folder.iterdir()) if each.is_file()]
-        parts["files"] = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     digest = hashlib.blake2b(json.dumps(parts, default=str, sort_keys=True).encode())
     return f"{model.model}@{digest.hexdigest()[:16]}"
+
+
+def _files(name: str) -> tuple[str, list[tuple[str, int, int]]]:
+    """A name as it is; a folder with its files, their sizes in bytes and times in nanoseconds."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return name, []
+    stats = [(each.name, each.stat()) for each in sorted(folder.iterdir()) if each.is_file()]
+    return str(folder.resolve()), [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]

@@ -12,6 +12,7 @@ import pyarrow as pa
 from vllm_relay.tables.jobs.job_rows import JobRows, quoted
 from vllm_relay.tables.outputs import AnswerError, AnswerValue, Output
 
+ANSWER, ERROR = "answer", "error"
 _ROWS_PER_INSERT = 20_000
 _ARROW_TYPES = {
     "text": pa.string(),
@@ -29,14 +30,22 @@ class AnswerTable:
         connection: to DuckDB.
         rows: that are asked about.
         output: what the answers are.
+        target: the name of the table that `write` makes.
+
+    Attributes:
+        num_answered: distinct rows that have an answer or an error.
+
+    Raises:
+        ValueError: the target is there already, or a field has the name of one of its columns.
     """
 
     def __init__(
-        self, connection: duckdb.DuckDBPyConnection, rows: JobRows, output: Output
+        self, connection: duckdb.DuckDBPyConnection, rows: JobRows, output: Output, target: str
     ) -> None:
         self._connection = connection
         self._rows = rows
         self._output = output
+        self._target = target
         self._name = f"{rows.name}_answers"
         self._schema = pa.schema(
             [
@@ -47,37 +56,61 @@ class AnswerTable:
         )
         self._pending: list[tuple[int, AnswerValue | None, str | None]] = []
         self.num_answered = 0
-        self.num_errors = 0
+        self._check_names()
         connection.execute(
             f"CREATE TEMP TABLE {self._name} (number BIGINT, answer {output.sql_type}, "
             f"error VARCHAR)"
         )
 
-    def add_text(self, numbers: Sequence[int], text: str) -> None:
-        """An answer, which is an error if it is not of the type asked for."""
+    def add_text(self, numbers: Sequence[int], text: str, is_cut: bool) -> bool:
+        """Whether the text is of the type asked for; if not it is an error.
+
+        Args:
+            numbers: of the distinct rows.
+            text: of the answer.
+            is_cut: whether it ended at the question's `max_tokens`.
+        """
         try:
             value = self._output.parse(text)
         except AnswerError as error:
-            self.add_error(numbers, str(error))
-        else:
-            self._add([(number, value, None) for number in numbers])
+            cut = ": it was cut at the question's max_tokens, give more" if is_cut else ""
+            self.add_error(numbers, f"{error}{cut}")
+            return False
+        self._add([(number, value, None) for number in numbers])
+        return True
 
     def add_error(self, numbers: Sequence[int], error: str) -> None:
-        self.num_errors += len(numbers)
         self._add([(number, None, error) for number in numbers])
 
-    def write_to(self, target: str) -> None:
-        """Make the temporary table of the rows' fields, their answers and errors."""
+    def write(self) -> None:
+        """Make the target: the rows' fields, their answers and errors."""
         self._insert()
-        names = ", ".join(map(quoted, self._rows.fields))
+        fields = ", ".join(
+            f"{column} AS {quoted(name)}"
+            for column, name in zip(self._rows.columns, self._rows.fields, strict=True)
+        )
         self._connection.execute(
-            f"CREATE TEMP TABLE {quoted(target)} AS SELECT {names}, answer, error "
-            f"FROM {self._rows.name} JOIN {self._name} ON relay_number = number "
-            f"ORDER BY relay_number"
+            f"CREATE TEMP TABLE {quoted(self._target)} AS SELECT {fields}, {ANSWER}, {ERROR} "
+            f"FROM {self._rows.name} JOIN {self._name} USING (number) ORDER BY number"
         )
 
     def drop(self) -> None:
         self._connection.execute(f"DROP TABLE IF EXISTS {self._name}")
+
+    def _check_names(self) -> None:
+        # before anything is spent
+        taken = [name for name in self._rows.fields if name.lower() in (ANSWER, ERROR)]
+        if taken:
+            raise ValueError(
+                f"fields {taken} given: results have columns {ANSWER!r} and {ERROR!r} of their "
+                f"own, give the fields other names, as in {{name: expression}}"
+            )
+        found = self._connection.execute(
+            "SELECT count(*) FROM duckdb_tables() WHERE temporary AND lower(table_name) = lower(?)",
+            [self._target],
+        ).fetchone()
+        if found != (0,):
+            raise ValueError(f"target {self._target!r} given: there is such a temporary table")
 
     def _add(self, rows: list[tuple[int, AnswerValue | None, str | None]]) -> None:
         self.num_answered += len(rows)
@@ -92,7 +125,8 @@ class AnswerTable:
             pa.array(column, field.type)
             for column, field in zip(zip(*self._pending, strict=True), self._schema, strict=True)
         ]
-        self._connection.register("relay_new_answers", pa.table(columns, self._schema))
-        self._connection.execute(f"INSERT INTO {self._name} SELECT * FROM relay_new_answers")
-        self._connection.unregister("relay_new_answers")
+        view = f"{self._name}_new"
+        self._connection.register(view, pa.table(columns, self._schema))
+        self._connection.execute(f"INSERT INTO {self._name} SELECT * FROM {view}")
+        self._connection.unregister(view)
         self._pending.clear()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from vllm_relay.tables.question import Question
 _APPLICATION_ID = 0x52454C59
 _VERSION = 1
 _KEYS_PER_QUERY = 500
+_LOCK_TIMEOUT_S = 60.0
 
 
 class CheckpointError(ValueError):
@@ -43,7 +45,8 @@ class Checkpoint:
     killed after that. Several processes may use a file at once.
 
     Args:
-        path: of the file, made if it is not there; None keeps answers in memory.
+        path: of the file, made if it is not there; None keeps answers until `close`, in memory and
+            beyond 2 MB in a temporary file.
 
     Raises:
         CheckpointError: it cannot be read or written, or is something else.
@@ -53,14 +56,17 @@ class Checkpoint:
         self.path = path
         try:
             self._db = sqlite3.connect(
-                ":memory:" if path is None else path, isolation_level=None, timeout=60
+                path or "", isolation_level=None, timeout=_LOCK_TIMEOUT_S, check_same_thread=False
             )
-            self._open()
         except sqlite3.Error as error:
-            raise CheckpointError(
-                f"checkpoint {path}: {error}; expected a file made by an earlier job, or a new "
-                f"file in a folder that can be written to"
-            ) from None
+            raise self._unusable(error) from None
+        try:
+            self._open()
+        except BaseException as error:
+            self._db.close()
+            if isinstance(error, sqlite3.Error):
+                raise self._unusable(error) from None
+            raise
 
     def known(self, keys: Sequence[bytes]) -> dict[bytes, KnownAnswer]:
         """The answers of those keys that have one."""
@@ -77,40 +83,71 @@ class Checkpoint:
         return found
 
     def keep(self, key: bytes, completion: Completion) -> None:
-        """An answer, unless it is an error."""
+        """An answer, unless it is an error.
+
+        Raises:
+            CheckpointError: it cannot be written, as on a full disk.
+        """
         if completion.error:
             return
-        self._db.execute(
-            "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?)",
-            (
-                key,
-                completion.text,
-                completion.num_prompt_tokens,
-                completion.num_output_tokens,
-                completion.is_cut,
-            ),
+        row = (
+            key,
+            completion.text,
+            completion.num_prompt_tokens,
+            completion.num_output_tokens,
+            completion.is_cut,
         )
+        try:
+            self._db.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?)", row)
+        except sqlite3.Error as error:
+            raise CheckpointError(f"checkpoint {self.path}: {error}") from error
 
     def close(self) -> None:
         self._db.close()
 
     def _open(self) -> None:
         db = self._db
+        # one process makes the table, the others wait for it
+        db.execute("BEGIN IMMEDIATE")
         (application_id,) = db.execute("PRAGMA application_id").fetchone()
         (version,) = db.execute("PRAGMA user_version").fetchone()
         (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        if tables and (application_id, version) != (_APPLICATION_ID, _VERSION):
-            raise sqlite3.DatabaseError("the database is another program's, or another version's")
+        if tables and application_id != _APPLICATION_ID:
+            raise sqlite3.DatabaseError("the database is another program's")
+        if tables and version != _VERSION:
+            raise sqlite3.DatabaseError(
+                f"it has version {version}, this program reads version {_VERSION}"
+            )
+        if not tables:
+            db.execute(
+                "CREATE TABLE answers (key BLOB PRIMARY KEY, text TEXT NOT NULL, "
+                "prompt_tokens INTEGER NOT NULL, output_tokens INTEGER NOT NULL, "
+                "is_cut INTEGER NOT NULL) WITHOUT ROWID"
+            )
+            db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+            db.execute(f"PRAGMA user_version = {_VERSION}")
+        db.execute("COMMIT")
         # a commit survives a killed process; the last ones may not survive a power failure
-        db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
-        db.execute(
-            "CREATE TABLE IF NOT EXISTS answers (key BLOB PRIMARY KEY, text TEXT NOT NULL, "
-            "prompt_tokens INTEGER NOT NULL, output_tokens INTEGER NOT NULL, "
-            "is_cut INTEGER NOT NULL) WITHOUT ROWID"
+        self._use_write_ahead_log()
+
+    def _use_write_ahead_log(self) -> None:
+        deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
+        while True:
+            try:
+                self._db.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError:
+                # this does not wait for other processes by itself
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(0.01)
+
+    def _unusable(self, error: sqlite3.Error) -> CheckpointError:
+        return CheckpointError(
+            f"checkpoint {self.path}: {error}; expected a file made by an earlier job, or a new "
+            f"file in a folder that can be written to"
         )
-        db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-        db.execute(f"PRAGMA user_version = {_VERSION}")
 
 
 class Keys:

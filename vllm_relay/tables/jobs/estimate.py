@@ -13,12 +13,13 @@ class Estimate:
         num_rows: of the table.
         num_prompts: distinct ones.
         num_known: prompts whose answer is in the checkpoint.
-        prompt_tokens: of the prompts that are not known.
+        prompt_tokens: of the prompts that will run.
         cached_tokens: of these, found in the prefix cache; None if the cache is not known.
         output_tokens: of their answers, about.
         order: the name of the chosen order.
         seconds: about; None if the engine's speed is not known.
         tokens_are_exact: whether prompt tokens were counted with the model's tokenizer.
+        num_refused: prompts that are too long for the engine.
     """
 
     num_rows: int
@@ -30,6 +31,7 @@ class Estimate:
     order: str
     seconds: float | None
     tokens_are_exact: bool
+    num_refused: int = 0
 
 
 @dataclass
@@ -37,14 +39,15 @@ class JobReport:
     """What was done; one for all questions of a query, added up.
 
     Attributes:
-        num_rows: that were asked about.
-        num_prompts: distinct ones.
+        num_rows: of the sources.
+        num_prompts: distinct ones, as far as the jobs came.
         num_known: of them, whose answer was in the checkpoint.
-        num_errors: rows whose answer is an error.
+        num_errors: rows of the sources that have an error for an answer.
         prompt_tokens: of the prompts that ran.
         cached_tokens: of these, found in the prefix cache.
         output_tokens: of the answers.
-        saved_tokens: of prompts that did not run, because they are equal to others or known.
+        saved_tokens: of prompts that did not run, because they are equal to others or known, and
+            of their answers.
         seconds: of the whole.
         planning_seconds: of these, all but waiting for the engine.
     """

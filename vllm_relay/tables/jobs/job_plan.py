@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +15,10 @@ from vllm_relay.tables.jobs.checkpoint import Checkpoint, Keys, KnownAnswer
 from vllm_relay.tables.jobs.job_rows import Bucket, JobRows
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.jobs.prompt_format import PromptFormat, text_of
+from vllm_relay.tables.jobs.set_fields import reordered_lists, sorted_list
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.ordering.columns import Column, encode_columns
 from vllm_relay.tables.ordering.duplicates import distinct_rows
-from vllm_relay.tables.ordering.element_order import order_elements
 from vllm_relay.tables.ordering.order import FieldPrompts, choose_order
 from vllm_relay.tables.question import Question
 
@@ -27,12 +26,13 @@ _PROMPTS_PER_CHUNK = 256
 _ANY_CACHE = BlockCache(block_size_tokens=16)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Kind:
     """Rows that become the same prompt.
 
     Attributes:
-        numbers: of the distinct rows, more than one only by rules.
+        numbers: of the distinct rows. They are several by rules, and where different values have
+            the same JSON.
         num_rows: of the source.
         key: of the answer in the checkpoint.
         values: JSON, of each of the question's fields.
@@ -51,7 +51,8 @@ class PlannedPrompt:
     Attributes:
         kind: of the rows.
         prompt: its number is that of the first row.
-        token_ids: of the prompt; without a tokenizer numbers of about as many pieces of it.
+        token_ids: of the prompt; without a tokenizer about as many numbers, equal for equal
+            beginnings.
     """
 
     kind: Kind
@@ -131,7 +132,7 @@ class JobPlan:
 
     def _kinds(self, bucket: Bucket) -> list[Kind]:
         values = {
-            name: list(map(_sorted_list, texts)) if name in self._question.set_fields else texts
+            name: list(map(sorted_list, texts)) if name in self._question.set_fields else texts
             for name, texts in bucket.values.items()
         }
         groups: Sequence[int] = range(len(bucket.numbers))
@@ -142,43 +143,30 @@ class JobPlan:
             groups = found.number_of_row.tolist()
         of_rows = zip(*values.values(), strict=True)
         kinds: dict[bytes, Kind] = {}
-        key_of_group: dict[int, bytes] = {}
+        kind_of_group: dict[int, Kind] = {}
         rows = zip(of_rows, bucket.numbers, bucket.counts, groups, strict=True)
         for row_values, number, num_rows, group in rows:
-            key = key_of_group.get(group)
-            if key is None:
-                key = key_of_group[group] = self._keys.of(row_values)
-            kind = kinds.get(key)
+            kind = kind_of_group.get(group)
             if kind is None:
-                kinds[key] = Kind([number], num_rows, key, row_values)
-            else:
-                kinds[key] = replace(
-                    kind, numbers=[*kind.numbers, number], num_rows=kind.num_rows + num_rows
-                )
+                key = self._keys.of(row_values)
+                kind = kinds.get(key)
+                if kind is None:
+                    kind = kinds[key] = Kind([], 0, key, row_values)
+                kind_of_group[group] = kind
+            kind.numbers.append(number)
+            kind.num_rows += num_rows
         return list(kinds.values())
 
     def _ordered(self, kinds: list[Kind]) -> Generator[PlannedPrompt | RefusedRows]:
-        names = self._question.fields
-        template = self._options.template
-        values = {name: [kind.values[i] for kind in kinds] for i, name in enumerate(names)}
-        for name in self._question.set_fields:
-            values[name] = _reordered(values[name])
-        columns = encode_columns(
-            values,
-            render=template.render_field,
-            tokenize=self._format.tokens_of,
-        )
-        lines = [
-            [template.render_field(name, value) for value in column.texts]
-            for name, column in zip(names, columns, strict=True)
-        ]
-        fitting, refused = self._split_by_length(columns)
-        for index, num_tokens in refused:
-            yield RefusedRows(kinds[index], self._too_long(num_tokens))
-        if not fitting:
+        columns, lines = self._encoded(kinds)
+        refused = self._too_long_rows(columns, lines)
+        for row, num_tokens in refused.items():
+            yield RefusedRows(kinds[row], self._too_long(num_tokens))
+        if len(refused) == len(kinds):
             return
         if refused:
-            kinds = [kinds[index] for index in fitting]
+            fitting = [row for row in range(len(kinds)) if row not in refused]
+            kinds = [kinds[row] for row in fitting]
             columns = [column.take(np.array(fitting)) for column in columns]
         chosen = choose_order(
             columns,
@@ -186,25 +174,50 @@ class JobPlan:
             self._cache_for(columns),
             FieldPrompts(columns, self._format.before_tokens, self._format.after_tokens),
         )
-        self.order_names[chosen.name] += len(fitting)
+        self.order_names[chosen.name] += len(kinds)
         codes = [column.codes.tolist() for column in columns]
-        for begin in range(0, len(fitting), _PROMPTS_PER_CHUNK):
+        limit = self._limit_tokens
+        for begin in range(0, len(kinds), _PROMPTS_PER_CHUNK):
             chunk = slice(begin, begin + _PROMPTS_PER_CHUNK)
             rows = chosen.order.rows[chunk].tolist()
-            fields = chosen.order.fields[chunk].tolist()
             messages = [
                 self._format.message([lines[number][codes[number][row]] for number in numbers])
-                for row, numbers in zip(rows, fields, strict=True)
+                for row, numbers in zip(rows, chosen.order.fields[chunk].tolist(), strict=True)
             ]
             token_ids = self._format.token_ids(messages)
             for row, message, tokens in zip(rows, messages, token_ids, strict=True):
-                limit = self._engine.max_model_len
                 if limit is not None and len(tokens) >= limit:
                     yield RefusedRows(kinds[row], self._too_long(len(tokens)))
                     continue
                 sent = tokens if self._engine.tokenizer is not None else []
                 prompt = Prompt(kinds[row].numbers[0], message, sent)
                 yield PlannedPrompt(kinds[row], prompt, tokens)
+
+    def _encoded(self, kinds: Sequence[Kind]) -> tuple[list[Column], list[list[str]]]:
+        """Columns of the question's fields, and the rendered field of each of their values."""
+        values = {
+            name: [kind.values[i] for kind in kinds] for i, name in enumerate(self._question.fields)
+        }
+        for name in self._question.set_fields:
+            values[name] = reordered_lists(values[name])
+        rendered: dict[str, dict[str, str]] = {name: {} for name in values}
+
+        def render(name: str, value: str) -> str:
+            line = rendered[name][value] = self._options.template.render_field(name, value)
+            return line
+
+        columns = encode_columns(values, render, self._format.piece_tokens)
+        lines = [[rendered[column.name][value] for value in column.texts] for column in columns]
+        return columns, lines
+
+    @property
+    def _limit_tokens(self) -> int | None:
+        """Prompts have fewer tokens; None if there is no limit."""
+        limits = [self._engine.max_model_len]
+        cache = self._engine.cache
+        if cache is not None and cache.num_blocks is not None:
+            limits.append(cache.block_size_tokens * cache.num_blocks)
+        return min((each for each in limits if each is not None), default=None)
 
     def _lengths(self, columns: Sequence[Column]) -> npt.NDArray[np.int64]:
         """Tokens of each prompt, about: pieces of a prompt may have more than the whole."""
@@ -219,28 +232,32 @@ class JobPlan:
         needed = -(-int(self._lengths(columns).max()) // cache.block_size_tokens)
         return replace(cache, num_blocks=max(cache.num_blocks, needed))
 
-    def _split_by_length(
-        self, columns: Sequence[Column]
-    ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Rows whose prompts may fit into the engine, and the others with about their tokens."""
-        lengths = self._lengths(columns)
-        limits = [self._engine.max_model_len]
-        cache = self._engine.cache
-        if cache is not None and cache.num_blocks is not None:
-            limits.append(cache.block_size_tokens * cache.num_blocks)
-        limit = min((each for each in limits if each is not None), default=None)
+    def _too_long_rows(
+        self, columns: Sequence[Column], lines: Sequence[Sequence[str]]
+    ) -> dict[int, int]:
+        """The tokens of prompts that are too long with fields in the caller's order, by row."""
+        limit = self._limit_tokens
         if limit is None:
-            return list(range(len(lengths))), []
-        is_long = lengths > limit + 2 * (len(columns) + 2)
-        return (
-            np.flatnonzero(~is_long).tolist(),
-            [(index, int(lengths[index])) for index in np.flatnonzero(is_long).tolist()],
-        )
+            return {}
+        rows = np.flatnonzero(self._lengths(columns) >= limit).tolist()
+        too_long: dict[int, int] = {}
+        for begin in range(0, len(rows), _PROMPTS_PER_CHUNK):
+            chunk = rows[begin : begin + _PROMPTS_PER_CHUNK]
+            messages = [
+                self._format.message(
+                    [texts[column.codes[row]] for texts, column in zip(lines, columns, strict=True)]
+                )
+                for row in chunk
+            ]
+            for row, tokens in zip(chunk, self._format.token_ids(messages), strict=True):
+                if len(tokens) >= limit:
+                    too_long[row] = len(tokens)
+        return too_long
 
     def _too_long(self, num_tokens: int) -> str:
         return (
-            f"the prompt has {num_tokens} tokens, the engine takes prompts below "
-            f"{self._engine.max_model_len}"
+            f"the prompt has {num_tokens} tokens, the engine takes prompts of fewer than "
+            f"{self._limit_tokens}"
         )
 
 
@@ -249,25 +266,3 @@ def _with_texts(column: Column) -> Column:
     return replace(
         column, texts=["\0null" if each == "null" else text_of(each) for each in column.texts]
     )
-
-
-def _sorted_list(value: str) -> str:
-    """A JSON list with its elements in one order for all lists of these elements."""
-    parsed = json.loads(value)
-    if not isinstance(parsed, list):
-        return value
-    return f"[{', '.join(sorted(json.dumps(each, ensure_ascii=False) for each in parsed))}]"
-
-
-def _reordered(values: list[str]) -> list[str]:
-    """JSON lists, each with its elements in the order that is best for all."""
-    parsed = [json.loads(each) for each in values]
-    as_texts = [
-        [json.dumps(item, ensure_ascii=False) for item in each] if isinstance(each, list) else []
-        for each in parsed
-    ]
-    ordered = order_elements(as_texts)
-    return [
-        f"[{', '.join(texts)}]" if isinstance(each, list) else value
-        for value, each, texts in zip(values, parsed, ordered, strict=True)
-    ]

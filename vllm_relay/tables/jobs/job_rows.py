@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -17,11 +17,6 @@ from vllm_relay.tables.question import Question
 def quoted(name: str) -> str:
     """An identifier in SQL."""
     return '"' + name.replace('"', '""') + '"'
-
-
-def literal(text: str) -> str:
-    """A text in SQL."""
-    return "'" + text.replace("'", "''") + "'"
 
 
 @dataclass(frozen=True)
@@ -40,12 +35,19 @@ class Bucket:
 
 
 class JobRows:
-    """A temporary table of the distinct rows of a source, numbered as they come in it.
+    """A temporary table of the distinct rows of a source, numbered as they first come in it.
 
     Args:
         connection: to DuckDB.
         source: a query whose columns are the question's fields.
         question: about these.
+
+    Attributes:
+        fields: names of the question's fields.
+        name: of the table, with the columns ``number``, ``num_rows`` and `columns`.
+        columns: of the fields. Fields may have any names, those of other columns too.
+        num_distinct: rows of the table.
+        num_rows: of the source.
 
     Raises:
         ValueError: the source has other columns.
@@ -59,22 +61,25 @@ class JobRows:
         self._connection = connection
         self.fields = question.fields
         self.name = f"relay_rows_{next(self._tables)}"
-        columns = connection.sql(source).columns
-        if tuple(columns) != question.fields:
+        self.columns = [f"field_{i}" for i in range(len(self.fields))]
+        self._sorted_name = f"{self.name}_sorted"
+        found = connection.sql(source).columns
+        if tuple(found) != tuple(self.fields):
             raise ValueError(
-                f"a query with columns {columns} given, expected the fields of the question: "
-                f"{list(question.fields)}"
+                f"a query with columns {found} given, expected the fields of the question: "
+                f"{list(self.fields)}"
             )
-        names = ", ".join(map(quoted, self.fields))
+        columns = ", ".join(self.columns)
+        # a comment may end the source
         connection.execute(
             f"CREATE TEMP TABLE {self.name} AS "
-            f"SELECT row_number() OVER (ORDER BY relay_first) - 1 AS relay_number, "
-            f"relay_count, {names} FROM "
-            f"(SELECT {names}, min(relay_place) AS relay_first, count(*) AS relay_count FROM "
-            f"(SELECT *, row_number() OVER () AS relay_place FROM ({source})) GROUP BY {names})"
+            f"SELECT row_number() OVER (ORDER BY first_place) - 1 AS number, num_rows, {columns} "
+            f"FROM (SELECT {columns}, min(place) AS first_place, count(*) AS num_rows FROM "
+            f"(SELECT *, row_number() OVER () AS place FROM (\n{source}\n) AS source({columns})) "
+            f"GROUP BY {columns})"
         )
         self.num_distinct, self.num_rows = self._one(
-            f"SELECT count(*), coalesce(sum(relay_count), 0)::BIGINT FROM {self.name}"
+            f"SELECT count(*), coalesce(sum(num_rows), 0)::BIGINT FROM {self.name}"
         )
 
     def buckets(self, max_rows: int, order: OrderChoice) -> Iterator[Bucket]:
@@ -86,44 +91,43 @@ class JobRows:
         if self.num_distinct <= max_rows:
             yield self._bucket(self.name, "true")
             return
-        table, place = self.name, "relay_number"
+        table, place = self.name, "number"
         if order != "keep":
-            table, place = f"{self.name}_sorted", "relay_place"
-            keys = ", ".join(map(quoted, self._fields_by_savings()))
+            table, place = self._sorted_name, "place"
+            keys = ", ".join(self._columns_by_savings())
             self._connection.execute(
                 f"CREATE TEMP TABLE {table} AS SELECT row_number() OVER (ORDER BY {keys}) - 1 "
-                f"AS relay_place, * FROM {self.name}"
+                f"AS place, * FROM {self.name}"
             )
         for begin in range(0, self.num_distinct, max_rows):
             yield self._bucket(table, f"{place} >= {begin} AND {place} < {begin + max_rows}")
-        if table != self.name:
-            self._connection.execute(f"DROP TABLE {table}")
 
     def drop(self) -> None:
-        self._connection.execute(f"DROP TABLE IF EXISTS {self.name}")
+        for table in (self._sorted_name, self.name):
+            self._connection.execute(f"DROP TABLE IF EXISTS {table}")
 
-    def _fields_by_savings(self) -> list[str]:
+    def _columns_by_savings(self) -> Sequence[str]:
         scores = ", ".join(
-            f"avg(length({quoted(name)}::VARCHAR)) / greatest(approx_count_distinct"
-            f"({quoted(name)}), 1)"
-            for name in self.fields
+            f"avg(length({column}::VARCHAR)) / greatest(approx_count_distinct({column}), 1)"
+            for column in self.columns
         )
-        found = self._one(f"SELECT {scores} FROM {self.name}")
-        return sorted(self.fields, key=lambda name: -(found[self.fields.index(name)] or 0.0))
+        found = dict(zip(self.columns, self._one(f"SELECT {scores} FROM {self.name}"), strict=True))
+        return sorted(self.columns, key=lambda column: -(found[column] or 0.0))
 
     def _bucket(self, table: str, condition: str) -> Bucket:
         values = ", ".join(
-            f"coalesce(to_json({quoted(name)})::VARCHAR, 'null')" for name in self.fields
+            f"coalesce(to_json({column})::VARCHAR, 'null') AS {column}" for column in self.columns
         )
         found = self._connection.execute(
-            f"SELECT relay_number, relay_count, {values} FROM {table} WHERE {condition} "
-            f"ORDER BY relay_number"
+            f"SELECT number, num_rows, {values} FROM {table} WHERE {condition} ORDER BY number"
         ).fetchnumpy()
-        numbers, counts, *columns = (found[name] for name in found)
         return Bucket(
-            numbers.tolist(),
-            counts.tolist(),
-            {name: column.tolist() for name, column in zip(self.fields, columns, strict=True)},
+            found["number"].tolist(),
+            found["num_rows"].tolist(),
+            {
+                name: found[column].tolist()
+                for name, column in zip(self.fields, self.columns, strict=True)
+            },
         )
 
     def _one(self, query: str) -> Any:

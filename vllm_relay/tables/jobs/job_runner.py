@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import islice
 
 import duckdb
 import numpy as np
@@ -12,7 +15,7 @@ from vllm_relay.tables.engines.base import Engine, PromptShape
 from vllm_relay.tables.jobs.answer_table import AnswerTable
 from vllm_relay.tables.jobs.checkpoint import Checkpoint
 from vllm_relay.tables.jobs.estimate import Estimate, JobReport
-from vllm_relay.tables.jobs.job_plan import JobPlan, KnownRows, PlannedPrompt
+from vllm_relay.tables.jobs.job_plan import JobPlan, KnownRows, PlannedPrompt, RefusedRows
 from vllm_relay.tables.jobs.job_rows import JobRows
 from vllm_relay.tables.jobs.job_run import JobRun
 from vllm_relay.tables.jobs.options import JobOptions
@@ -21,6 +24,8 @@ from vllm_relay.tables.jobs.token_budget import TokenBudget
 from vllm_relay.tables.ordering.cached_tokens import cached_tokens
 from vllm_relay.tables.ordering.sequences import TokenSequences
 from vllm_relay.tables.question import Question
+
+_PROMPTS_PER_PART = 4096
 
 
 class JobRunner:
@@ -58,68 +63,66 @@ class JobRunner:
                 ``error``, VARCHAR; one of these is NULL.
 
         Raises:
+            ValueError: the source has other columns than the question fields, the target is there
+                already, or a field is called "answer" or "error".
+            CheckpointError: an answer cannot be kept.
             EngineError: the engine is gone.
             TokenBudgetError: there are not enough tokens for all prompts.
-            KeyboardInterrupt: of whoever waits. In all three cases answers that came are in the
-                checkpoint.
+            KeyboardInterrupt: of whoever waits. In the last three cases answers that came are in
+                the checkpoint, and the runner can be used again.
         """
         began_s = time.perf_counter()
-        rows = JobRows(self._connection, source, question)
-        answers = AnswerTable(self._connection, rows, question.output)
-        run = JobRun(
-            self.plan(rows, question),
-            self.engine,
-            answers,
-            self._checkpoint,
-            self._budget,
-            self.report,
-        )
+        waiting_s = 0.0
         try:
-            run.run(rows, question, self.options.show_progress)
-            answers.write_to(target)
+            with ExitStack() as cleanup:
+                rows = JobRows(self._connection, source, question)
+                cleanup.callback(rows.drop)
+                answers = AnswerTable(self._connection, rows, question.output, target)
+                cleanup.callback(answers.drop)
+                plan = self.plan(rows, question)
+                run = JobRun(
+                    plan, self.engine, answers, self._checkpoint, self._budget, self.report
+                )
+                try:
+                    run.run(rows, question, self.options.show_progress)
+                finally:
+                    self._budget.release()
+                    waiting_s = run.waiting_s
+                answers.write()
         finally:
-            self._budget.release()
-            self.report.num_errors += answers.num_errors
-            answers.drop()
-            rows.drop()
             seconds = time.perf_counter() - began_s
             self.report.seconds += seconds
-            self.report.planning_seconds += seconds - run.waiting_s
+            self.report.planning_seconds += seconds - waiting_s
 
     def estimate(self, source: str, question: Question) -> Estimate:
         """What `answer` would take; asks the engine for no answer."""
-        rows = JobRows(self._connection, source, question)
-        try:
+        with ExitStack() as cleanup:
+            rows = JobRows(self._connection, source, question)
+            cleanup.callback(rows.drop)
             plan = self.plan(rows, question)
-            num_known, parts = 0, [TokenSequences.from_lists([])]
-            chunk: list[list[int]] = []
-            for step in plan.steps():
-                if isinstance(step, KnownRows):
-                    num_known += 1
-                elif isinstance(step, PlannedPrompt):
-                    chunk.append(step.token_ids)
-                    if len(chunk) == 4096:
-                        parts.append(TokenSequences.from_lists(chunk))
-                        chunk = []
-            parts.append(TokenSequences.from_lists(chunk))
-            num_prompts = sum(map(len, parts))
-            prompt_tokens = sum(len(part.tokens) for part in parts)
+            counted = _Counted(plan)
             cache = self.engine.cache
-            cached = None if cache is None else int(np.sum(cached_tokens(parts, cache)))
-            output_tokens = num_prompts * self._answer_tokens(question)
-            return Estimate(
-                num_rows=rows.num_rows,
-                num_prompts=num_prompts + num_known,
-                num_known=num_known,
-                prompt_tokens=prompt_tokens,
-                cached_tokens=cached,
-                output_tokens=output_tokens,
-                order=plan.order_name,
-                seconds=self._seconds(question, num_prompts, prompt_tokens, cached, output_tokens),
-                tokens_are_exact=self.engine.tokenizer is not None,
-            )
-        finally:
-            rows.drop()
+            if cache is None:
+                cached = None
+                for _ in counted.prompts():
+                    pass
+            else:
+                cached = int(np.sum(cached_tokens(counted.prompts(), cache)))
+        output_tokens = counted.num_asked * self._answer_tokens(question)
+        return Estimate(
+            num_rows=rows.num_rows,
+            num_prompts=counted.num_asked + counted.num_known + counted.num_refused,
+            num_known=counted.num_known,
+            prompt_tokens=counted.prompt_tokens,
+            cached_tokens=cached,
+            output_tokens=output_tokens,
+            order=plan.order_name,
+            seconds=self._seconds(
+                question, counted.num_asked, counted.prompt_tokens, cached, output_tokens
+            ),
+            tokens_are_exact=self.engine.tokenizer is not None,
+            num_refused=counted.num_refused,
+        )
 
     def plan(self, rows: JobRows, question: Question) -> JobPlan:
         prompt_format = PromptFormat(question, self.engine.tokenizer, self.options.template)
@@ -162,3 +165,34 @@ class JobRunner:
         )
         speed = self.engine.prompts_per_s(shape, question)
         return None if speed is None else num_prompts / speed
+
+
+class _Counted:
+    """The prompts of a plan, counted while they are gone through."""
+
+    def __init__(self, plan: JobPlan) -> None:
+        self._plan = plan
+        self.num_asked = 0
+        self.num_known = 0
+        self.num_refused = 0
+        self.prompt_tokens = 0
+
+    def prompts(self) -> Iterator[TokenSequences]:
+        """In parts, so that not all tokens are in memory at once."""
+        yield TokenSequences.from_lists([])
+        steps = self._plan.steps()
+        while chunk := list(islice(self._asked(steps), _PROMPTS_PER_PART)):
+            yield TokenSequences.from_lists(chunk)
+
+    def _asked(
+        self, steps: Iterator[PlannedPrompt | KnownRows | RefusedRows]
+    ) -> Iterator[list[int]]:
+        for step in steps:
+            if isinstance(step, PlannedPrompt):
+                self.num_asked += 1
+                self.prompt_tokens += len(step.token_ids)
+                yield step.token_ids
+            elif isinstance(step, KnownRows):
+                self.num_known += 1
+            else:
+                self.num_refused += 1

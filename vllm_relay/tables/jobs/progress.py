@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from types import TracebackType
 
 from rich.console import Console
@@ -17,6 +19,8 @@ from rich.progress import (
 )
 
 from vllm_relay.tables.jobs.estimate import JobReport
+
+_LEAST_INTERVAL_S = 0.1
 
 
 class JobProgress:
@@ -41,6 +45,7 @@ class JobProgress:
             disable=not shown,
             transient=True,
         )
+        self._shown_s = -math.inf
         self._task: TaskID = self._progress.add_task("asking", total=num_rows, figures="")
 
     def __enter__(self) -> JobProgress:
@@ -56,7 +61,14 @@ class JobProgress:
         self._progress.stop()
 
     def show(self, num_answered: int, report: JobReport) -> None:
-        """Rows that have an answer or an error, and what the job took so far."""
+        """Rows that have an answer or an error, and what the job took so far.
+
+        It may be called often: the bar changes ten times a second at most.
+        """
+        now_s = time.monotonic()
+        if now_s - self._shown_s < _LEAST_INTERVAL_S:
+            return
+        self._shown_s = now_s
         rate = report.cached_tokens / report.prompt_tokens if report.prompt_tokens else 0.0
         figures = (
             f"hit rate {rate:.0%}, {report.saved_tokens + report.cached_tokens:,} tokens saved"

@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from vllm_relay.tables.question import Question
 
+_TEXTS_PER_CALL = 4096
 _MARK = "\N{REPLACEMENT CHARACTER}fields\N{REPLACEMENT CHARACTER}"
 
 
@@ -49,8 +53,20 @@ class PromptTemplate:
         Args:
             value: as JSON.
         """
-        parts = {"{name}": name, "{json}": value, "{text}": text_of(value)}
-        return _replaced(self.field, parts)
+        return "".join(
+            name
+            if part == "{name}"
+            else value
+            if part == "{json}"
+            else text_of(value)
+            if part == "{text}"
+            else part
+            for part in self._field_parts
+        )
+
+    @cached_property
+    def _field_parts(self) -> list[str]:
+        return re.split(r"(\{name\}|\{json\}|\{text\})", self.field)
 
 
 def text_of(value: str) -> str:
@@ -81,14 +97,18 @@ class PromptFormat:
         self._before = _replaced(template.before, parts)
         is_base = tokenizer is not None and not self._has_turns
         self._after = template.base_after if is_base else template.after
-        self._head, self._tail = self._surroundings()
+        self._field_end = "\n" if template.field.endswith("\n") else ""
+        self._head, self._tail = self._surroundings(_MARK)
+        # some chat templates leave out spaces around what the user says
+        self._is_trimmed = self._surroundings(f" \n{_MARK}\n ") == (self._head, self._tail)
         # the last line of fields ends where the prompt goes on
         self.before_tokens = self.tokens_of([self._head + self._before], whole=True)[0]
         self.after_tokens = self.tokens_of([self._after + self._tail])[0]
 
     def message(self, fields: Iterable[str]) -> str:
         """What the user says, of the rendered fields in their order."""
-        return (self._before + "".join(fields)).rstrip("\n") + self._after
+        message = (self._before + "".join(fields)).removesuffix(self._field_end) + self._after
+        return message.strip() if self._is_trimmed else message
 
     def token_ids(self, messages: Sequence[str]) -> list[list[int]]:
         """The tokens of whole prompts."""
@@ -112,13 +132,20 @@ class PromptFormat:
         )
         return encoded["input_ids"]
 
-    def _surroundings(self) -> tuple[str, str]:
+    def piece_tokens(self, texts: Sequence[str]) -> Iterator[array[int]]:
+        """The tokens of texts that stand somewhere within prompts, with little memory."""
+        for begin in range(0, len(texts), _TEXTS_PER_CALL):
+            for token_ids in self.tokens_of(texts[begin : begin + _TEXTS_PER_CALL]):
+                yield array("I", token_ids)
+
+    def _surroundings(self, message: str) -> tuple[str, str]:
         """What the chat template puts in front of a message and behind it."""
         if not self._has_turns:
-            return "", ""
+            head, _, tail = message.partition(_MARK)
+            return head, tail
         assert self._tokenizer is not None
         rendered = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": _MARK}], add_generation_prompt=True, tokenize=False
+            [{"role": "user", "content": message}], add_generation_prompt=True, tokenize=False
         )
         head, mark, tail = rendered.partition(_MARK)
         if not mark:
@@ -131,17 +158,4 @@ class PromptFormat:
 
 def _replaced(template: str, parts: dict[str, str]) -> str:
     """Each part put in once: what comes with a part is text."""
-    pieces = [template]
-    for name, value in parts.items():
-        done: list[str] = []
-        for number, piece in enumerate(pieces):
-            if number % 2:  # was put in
-                done.append(piece)
-                continue
-            split = piece.split(name)
-            for place, text in enumerate(split):
-                if place:
-                    done.append(value)
-                done.append(text)
-        pieces = done
-    return "".join(pieces)
+    return re.sub("|".join(map(re.escape, parts)), lambda found: parts[found[0]], template)

@@ -11,6 +11,8 @@ class TokenBudgetError(RuntimeError):
 class TokenBudget:
     """Prompts run only where their tokens and the longest possible answer are within the limit.
 
+    Prompts that are aborted are not counted.
+
     Args:
         max_tokens: of prompts and answers; None has no limit.
     """
@@ -22,11 +24,15 @@ class TokenBudget:
 
     def reserve(self, num_tokens: int) -> bool:
         """Whether so many are left; they are then kept for this prompt."""
-        after = self.spent_tokens + self._reserved_tokens + num_tokens
-        if self.max_tokens is not None and after > self.max_tokens:
+        if not self.has(num_tokens):
             return False
         self._reserved_tokens += num_tokens
         return True
+
+    def has(self, num_tokens: int) -> bool:
+        """Whether so many are left."""
+        after = self.spent_tokens + self._reserved_tokens + num_tokens
+        return self.max_tokens is None or after <= self.max_tokens
 
     def spend(self, num_reserved: int, num_tokens: int) -> None:
         """What a prompt took of what was reserved for it."""

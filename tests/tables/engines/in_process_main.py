@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs jobs on vLLM, for test_in_process.py.
+
+Usage: python -m tests.tables.engines.in_process_main MODEL FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import duckdb
+from vllm import LLM
+from vllm.inputs import tokens_input
+
+from tests.tables.jobs.job_cases import NUMBERS, NUMBERS_SQL, answered, numbers_table, runner
+from vllm_relay.tables.engines.base import Completion, Prompt, PromptShape
+from vllm_relay.tables.engines.in_process import InProcessEngine, sampling_params
+from vllm_relay.tables.outputs import Output
+from vllm_relay.tables.question import Question
+
+_STRUCTURED = {
+    "choices": Output("text", ("yes", "no", "maybe")),
+    "int": Output("int"),
+    "float": Output("float"),
+    "bool": Output("bool"),
+    "json": Output.of(
+        schema={
+            "type": "object",
+            "properties": {"ok": {"type": "boolean"}},
+            "required": ["ok"],
+            "additionalProperties": False,
+        }
+    ),
+}
+
+
+class Recorded:
+    """An engine's prompts."""
+
+    def __init__(self, engine: InProcessEngine) -> None:
+        self._engine = engine
+        self.prompts: list[Prompt] = []
+        self.interrupt_after: int | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(self, prompts: Iterator[Prompt], question: Question) -> Iterator[Completion]:
+        def recorded() -> Iterator[Prompt]:
+            for prompt in prompts:
+                self.prompts.append(prompt)
+                yield prompt
+
+        completions = self._engine.generate(recorded(), question)
+        try:
+            for number, completion in enumerate(completions):
+                yield completion
+                if number + 1 == self.interrupt_after:
+                    raise KeyboardInterrupt
+        finally:
+            completions.close()  # type: ignore[attr-defined]
+
+
+def run_jobs(engine: Recorded) -> dict[str, Any]:
+    connection = numbers_table(40)
+    job = runner(connection, engine)
+    estimate = asdict(job.estimate(NUMBERS_SQL, NUMBERS))
+    job.answer(NUMBERS_SQL, NUMBERS, "out")
+    rows = answered(connection)
+    prompts = {prompt.number: tokens_input(prompt.token_ids) for prompt in engine.prompts}
+    outputs = engine.llm.generate(
+        [prompts[number] for number in range(40)], sampling_params(NUMBERS), use_tqdm=False
+    )
+    return {
+        "answers": [row[2] for row in rows],
+        "errors": [row[3] for row in rows],
+        "expected": [output.outputs[0].text for output in outputs],
+        "report": asdict(job.report),
+        "estimate": estimate,
+    }
+
+
+def run_structured(engine: Recorded) -> dict[str, Any]:
+    connection = numbers_table(6)
+    job = runner(connection, engine)
+    found = {}
+    for name, output in _STRUCTURED.items():
+        question = Question("Which?", ("id", "kind"), output, max_tokens=64)
+        job.answer(NUMBERS_SQL, question, name)
+        rows = answered(connection, name)
+        found[name] = [row[2] for row in rows], [row[3] for row in rows]
+    return found
+
+
+def run_poisoned(engine: Recorded) -> Sequence[Any]:
+    connection = duckdb.connect()
+    connection.execute(
+        "CREATE TABLE t AS SELECT i AS id, repeat('x', CASE WHEN i % 20 = 0 THEN 600 ELSE 3 END) "
+        "AS kind FROM range(200) AS numbers(i)"
+    )
+    runner(connection, engine).answer(
+        NUMBERS_SQL, Question("Which?", ("id", "kind"), max_tokens=2), "out"
+    )
+    return [row[2:] for row in answered(connection)]
+
+
+def run_interrupted(engine: Recorded) -> dict[str, Any]:
+    long = Question("Which?", ("id",), max_tokens=200)
+    prompts = (Prompt(number, "", [5 + number] * 20) for number in range(30))
+    completions = engine.generate(prompts, long)
+    next(completions)
+    vllm = engine.llm.llm_engine
+    before = vllm.get_num_unfinished_requests()
+    completions.close()  # type: ignore[attr-defined]
+    after = vllm.get_num_unfinished_requests()
+    connection = numbers_table(40)
+    job = runner(connection, engine)
+    engine.interrupt_after = 3
+    try:
+        job.answer(NUMBERS_SQL, NUMBERS, "interrupted")
+    except KeyboardInterrupt:
+        engine.interrupt_after = None
+    interrupted = vllm.get_num_unfinished_requests()
+    job.answer(NUMBERS_SQL, NUMBERS, "out")
+    return {
+        "unfinished_before_closing": before,
+        "unfinished_after_closing": after,
+        "unfinished_after_interruption": interrupted,
+        "num_known_after_interruption": job.report.num_known,
+        "num_rows_after_interruption": len(answered(connection)),
+    }
+
+
+def run_refused(engine: Recorded) -> list[dict[str, Any]]:
+    prompts = iter([Prompt(0, "", [5] * 600), Prompt(1, "", [5] * 20)])
+    return [asdict(each) for each in engine.generate(prompts, NUMBERS)]
+
+
+def run_measured(engine: Recorded) -> dict[str, Any]:
+    def cached() -> int:
+        prompts = iter([Prompt(0, "", [7] * 100)])
+        return next(engine.generate(prompts, NUMBERS)).num_cached_tokens
+
+    cached()
+    before = cached()
+    speed = engine.prompts_per_s(PromptShape(32, 16, 2), NUMBERS)
+    return {
+        "prompts_per_s": speed,
+        "cached_before_measuring": before,
+        "cached_after_measuring": cached(),
+    }
+
+
+def identities(engine: Recorded, model: Path) -> list[str]:
+    llm = engine.llm
+    found = [InProcessEngine(llm).identity, InProcessEngine(llm).identity]
+    weights = model / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    return [*found, InProcessEngine(llm).identity]
+
+
+def main(model: str, folder: str) -> None:
+    llm = LLM(
+        model=model,
+        dtype="float32",
+        enforce_eager=True,
+        block_size=32,
+        max_model_len=512,
+        max_num_seqs=8,
+        num_gpu_blocks_override=200,
+        enable_prefix_caching=True,
+        disable_log_stats=False,
+        seed=0,
+    )
+    engine = Recorded(InProcessEngine(llm))
+    found = run_jobs(engine)
+    found["structured"] = run_structured(engine)
+    found["poisoned"] = run_poisoned(engine)
+    found["refused"] = run_refused(engine)
+    found |= run_interrupted(engine)
+    found |= run_measured(engine)
+    found["identities"] = identities(engine, Path(model))
+    Path(folder, "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM in a process of its own, asked by jobs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import Any
+
+import pytest
+
+from tests import vllm_processes
+from tests.integration.tiny_models import save_model
+from tests.tables.byte_tokenizer import byte_tokenizer
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("engine")
+    model = save_model("llama", folder / "model")
+    byte_tokenizer().save_pretrained(model)
+    done: subprocess.CompletedProcess[str] = vllm_processes.run_module(
+        "tests.tables.engines.in_process_main", [str(model), str(folder)], {}
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((folder / "found.json").read_text())
+
+
+def test_answers_are_those_that_vllm_gives_to_the_same_prompts(found: dict[str, Any]) -> None:
+    assert len(found["answers"]) == 40
+    assert found["answers"] == found["expected"]
+    assert found["errors"] == [None] * 40
+
+
+def test_the_prefix_cache_finds_what_prompts_share(found: dict[str, Any]) -> None:
+    report = found["report"]
+    assert report["num_prompts"] == 40
+    assert report["prompt_tokens"] == found["estimate"]["prompt_tokens"]
+    assert 0 < report["cached_tokens"] < report["prompt_tokens"]
+    assert report["output_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("output", "types"), [("choices", str), ("int", int), ("float", float), ("bool", bool)]
+)
+def test_structured_answers_are_values(
+    found: dict[str, Any], output: str, types: type[object]
+) -> None:
+    values, errors = found["structured"][output]
+    assert errors == [None] * 6
+    assert all(type(value) is types for value in values)
+    if output == "choices":
+        assert set(values) <= {"yes", "no", "maybe"}
+
+
+def test_structured_json_follows_its_schema(found: dict[str, Any]) -> None:
+    values, errors = found["structured"]["json"]
+    for value, error in zip(values, errors, strict=True):
+        assert error is None
+        assert type(json.loads(value)["ok"]) is bool
+
+
+def test_poisoned_rows_are_errors_and_the_others_have_answers(found: dict[str, Any]) -> None:
+    errors = found["poisoned"]
+    assert len(errors) == 200
+    for index, (answer, error) in enumerate(errors):
+        if index % 20 == 0:
+            assert answer is None
+            assert "fewer than 512" in error
+        else:
+            assert error is None
+
+
+def test_prompts_that_vllm_refuses_are_completions_with_errors(found: dict[str, Any]) -> None:
+    refused, answered = found["refused"]
+    assert refused["error"]
+    assert refused["num_prompt_tokens"] == refused["num_output_tokens"] == 0
+    assert answered["error"] == ""
+
+
+def test_closing_aborts_what_runs(found: dict[str, Any]) -> None:
+    assert found["unfinished_before_closing"] > 0
+    assert found["unfinished_after_closing"] == 0
+    assert found["unfinished_after_interruption"] == 0
+    assert found["num_known_after_interruption"] >= 3
+    assert found["num_rows_after_interruption"] == 40
+
+
+def test_the_speed_is_measured_and_leaves_no_cache(found: dict[str, Any]) -> None:
+    assert found["prompts_per_s"] > 0
+    assert found["cached_before_measuring"] > 0
+    assert found["cached_after_measuring"] == 0
+
+
+def test_the_identity_is_that_of_the_weights(found: dict[str, Any]) -> None:
+    first, same, other = found["identities"]
+    assert first == same != other
