@@ -13,6 +13,7 @@ import numpy.typing as npt
 from vllm_relay.tables.engines.base import Engine, Prompt
 from vllm_relay.tables.jobs.checkpoint import Checkpoint, Keys, KnownAnswer
 from vllm_relay.tables.jobs.job_rows import Bucket, JobRows
+from vllm_relay.tables.jobs.joined_tokens import FieldTokens, PromptTokens
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.jobs.prompt_format import PromptFormat, text_of
 from vllm_relay.tables.jobs.set_fields import reordered_lists, sorted_list
@@ -107,6 +108,7 @@ class JobPlan:
         self._options = options
         self._checkpoint = checkpoint
         self._keys = Keys(engine.identity, question, options.template, options.order == "keep")
+        self._field_tokens = FieldTokens(prompt_format)
         self.order_names: Counter[str] = Counter()
         self.num_by_rules = 0
 
@@ -176,15 +178,20 @@ class JobPlan:
         )
         self.order_names[chosen.name] += len(kinds)
         codes = [column.codes.tolist() for column in columns]
+        prompt_tokens = PromptTokens(self._field_tokens, self._format, columns, lines)
         limit = self._limit_tokens
         for begin in range(0, len(kinds), _PROMPTS_PER_CHUNK):
             chunk = slice(begin, begin + _PROMPTS_PER_CHUNK)
             rows = chosen.order.rows[chunk].tolist()
-            messages = [
-                self._format.message([lines[number][codes[number][row]] for number in numbers])
+            cells = [
+                [(number, codes[number][row]) for number in numbers]
                 for row, numbers in zip(rows, chosen.order.fields[chunk].tolist(), strict=True)
             ]
-            token_ids = self._format.token_ids(messages)
+            messages = [
+                self._format.message([lines[number][code] for number, code in each])
+                for each in cells
+            ]
+            token_ids = prompt_tokens.of(cells, messages)
             for row, message, tokens in zip(rows, messages, token_ids, strict=True):
                 if limit is not None and len(tokens) >= limit:
                     yield RefusedRows(kinds[row], self._too_long(len(tokens)))
@@ -206,7 +213,7 @@ class JobPlan:
             line = rendered[name][value] = self._options.template.render_field(name, value)
             return line
 
-        columns = encode_columns(values, render, self._format.piece_tokens)
+        columns = encode_columns(values, render, self._field_tokens.of_last)
         lines = [[rendered[column.name][value] for value in column.texts] for column in columns]
         return columns, lines
 

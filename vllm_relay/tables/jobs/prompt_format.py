@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import json
 import re
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from vllm_relay.tables.question import Question
 
-_TEXTS_PER_CALL = 4096
+_MARKS = frozenset("\"'<[(-*#|")
 _MARK = "\N{REPLACEMENT CHARACTER}fields\N{REPLACEMENT CHARACTER}"
 
 
@@ -81,6 +80,13 @@ class PromptFormat:
         question: that is asked.
         tokenizer: a Hugging Face tokenizer; None counts about four characters as a token.
         template: what stands around the question and the fields.
+
+    Attributes:
+        before, after: the text in front of the fields and behind the last one, which ends without
+            its newline.
+        before_tokens, after_tokens: their tokens.
+        field_mark: the character that every field begins with, if it ends with a newline; "" if
+            that is not known.
     """
 
     def __init__(self, question: Question, tokenizer: Any | None, template: PromptTemplate) -> None:
@@ -102,8 +108,12 @@ class PromptFormat:
         # some chat templates leave out spaces around what the user says
         self._is_trimmed = self._surroundings(f" \n{_MARK}\n ") == (self._head, self._tail)
         # the last line of fields ends where the prompt goes on
-        self.before_tokens = self.tokens_of([self._head + self._before], whole=True)[0]
-        self.after_tokens = self.tokens_of([self._after + self._tail])[0]
+        self.before = self._head + self._before
+        self.after = self._after + self._tail
+        mark = template.field[0]
+        self.field_mark = mark if self._field_end and mark in _MARKS else ""
+        self.before_tokens = self.tokens_of([self.before], whole=True)[0]
+        self.after_tokens = self.tokens_of([self.after])[0]
 
     def message(self, fields: Iterable[str]) -> str:
         """What the user says, of the rendered fields in their order."""
@@ -132,11 +142,16 @@ class PromptFormat:
         )
         return encoded["input_ids"]
 
-    def piece_tokens(self, texts: Sequence[str]) -> Iterator[array[int]]:
-        """The tokens of texts that stand somewhere within prompts, with little memory."""
-        for begin in range(0, len(texts), _TEXTS_PER_CALL):
-            for token_ids in self.tokens_of(texts[begin : begin + _TEXTS_PER_CALL]):
-                yield array("I", token_ids)
+    @property
+    def vocabulary(self) -> Sequence[str]:
+        """The model's tokens; none without a tokenizer."""
+        return [] if self._tokenizer is None else list(self._tokenizer.get_vocab())
+
+    def begins_with_special_token(self, text: str) -> bool:
+        """Whether it begins with a token that is found in the text before all others."""
+        assert self._tokenizer is not None
+        added = self._tokenizer.added_tokens_decoder.values()
+        return any(text.startswith(token.content) and not token.lstrip for token in added)
 
     def _surroundings(self, message: str) -> tuple[str, str]:
         """What the chat template puts in front of a message and behind it."""

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_relay.tables.outputs import AnswerError, Output, well_formed
+
+
+def test_a_schema_without_a_type_means_json() -> None:
+    output = Output.of(schema={"type": "object", "properties": {}})
+    assert output == Output.of("json", schema='{"properties": {}, "type": "object"}')
+    assert output.sql_type == "JSON"
+    assert output.constraint == {"json": '{"properties": {}, "type": "object"}'}
+    assert Output.of() == Output("text")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"type": "date"}, "return type 'date'"),
+        ({"choices": []}, "empty list of choices"),
+        ({"choices": "yes"}, "expected a list of texts"),
+        ({"choices": ["yes", "yes"]}, "expected different ones"),
+        ({"choices": ["yes "]}, "without spaces around it"),
+        ({"choices": [1]}, "expected a text"),
+        ({"choices": ["1"], "type": "int"}, "choices are texts"),
+        ({"schema": "{"}, "JSON schema"),
+        ({"schema": "[]"}, "not an object"),
+        ({"schema": {"a": object()}}, "JSON schema"),
+        ({"schema": {}, "type": "int"}, "a schema goes with 'json'"),
+    ],
+)
+def test_bad_outputs_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Output.of(**arguments)
+
+
+@pytest.mark.parametrize("type", ["int", "float"])
+@given(text=st.from_regex(r"-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,12})?", fullmatch=True))
+def test_what_the_engine_may_answer_is_a_value(type: str, text: str) -> None:
+    output = Output.of(type)
+    if text.isascii() and re.fullmatch(output.constraint["regex"], text):
+        value = output.parse(text)
+        assert value == (int(text) if type == "int" else float(text))
+
+
+@given(st.sampled_from(["int", "float", "bool", "json"]), st.text(max_size=8))
+def test_any_answer_is_a_value_of_the_type_or_an_error(type: str, text: str) -> None:
+    output = Output.of(type)
+    try:
+        value = output.parse(text)
+    except AnswerError as error:
+        assert type in str(error)
+    else:
+        expected = {"int": int, "float": float, "bool": bool, "json": str}[type]
+        assert isinstance(value, expected)
+        if type == "json":
+            json.loads(str(value))
+
+
+@given(st.text(alphabet=st.characters(), max_size=10))
+def test_texts_become_well_formed_and_others_stay(text: str) -> None:
+    mended = well_formed(text)
+    mended.encode()
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        assert mended != text
+    else:
+        assert mended == text
