@@ -7,7 +7,6 @@ import pytest
 
 from tests.tables.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
 from vllm_relay.prefix_cache.modules import Module, Schema, SchemaStore, Turn, Union
-from vllm_relay.prefix_cache.modules.layout import UnionTokens
 from vllm_relay.prefix_cache.modules.render import REPAIR_TOKENS, Mode
 from vllm_relay.tables.jobs.module_layout import PlacedModule
 from vllm_relay.tables.jobs.module_render import ModuleRenderer
@@ -29,10 +28,8 @@ def test_prompts_are_those_of_a_schema(mode: Mode) -> None:
     store = SchemaStore(TOKENIZER, block_size=8)
     root = store.add(schema).root
     placed = {
-        member.name: PlacedModule(0, member.name, "", member.tokens, member.position)
-        for part in root.parts
-        if isinstance(part, UnionTokens)
-        for member in part.members
+        member.name: PlacedModule(number, member.name, "", member.tokens, member.position)
+        for number, member in enumerate(root.children())
     }
     renderer = ModuleRenderer(root.tokens, 8, REPAIR_TOKENS if mode == "repair" else 0)
     for first, second in (("a1", "b1"), ("a1", "b2"), ("a2", "b1"), ("a2", "b2")):

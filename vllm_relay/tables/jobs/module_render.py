@@ -15,7 +15,7 @@ from vllm_relay.tables.jobs.module_layout import PlacedModule
 
 
 class ModuleRenderer:
-    """Prompts that begin alike.
+    """Prompts of one layout.
 
     Args:
         beginning: token ids of what all prompts begin with; a module too, which all others see.
@@ -28,6 +28,7 @@ class ModuleRenderer:
         self._block_size = block_size_tokens
         self._repair_tokens = repair_tokens
         self._root = Segment(name="", num_tokens=len(beginning), position_runs=((0, 0),))
+        self._segments: dict[int, Segment] = {}
 
     def render(self, parts: Sequence[PlacedModule | list[int]]) -> RenderedPrompt:
         """
@@ -50,7 +51,7 @@ class ModuleRenderer:
             repaired = part.token_ids[: self._repair_tokens]
             if repaired:
                 new.append((repaired, part.position, seen))
-            segments.append(self._segment(part, len(repaired)))
+            segments.append(self._segment(part))
             contents.append(part.token_ids)
             end = max(end, part.end_position)
         plan = ModulePlan(
@@ -74,14 +75,18 @@ class ModuleRenderer:
             {segment.name: segment.num_seen_tokens for segment in segments},
         )
 
-    def _segment(self, module: PlacedModule, num_repaired: int) -> Segment:
-        return Segment(
-            name=module.name,
-            num_tokens=len(module.token_ids),
-            position_runs=((0, module.position),),
-            replaced=((0, num_repaired),) if num_repaired else (),
-            context=((0, len(self._beginning)),),
-        )
+    def _segment(self, module: PlacedModule) -> Segment:
+        if module.number not in self._segments:
+            num_tokens = len(module.token_ids)
+            num_repaired = min(num_tokens, self._repair_tokens)
+            self._segments[module.number] = Segment(
+                name=module.name,
+                num_tokens=num_tokens,
+                position_runs=((0, module.position),),
+                replaced=((0, num_repaired),) if num_repaired else (),
+                context=((0, len(self._beginning)),),
+            )
+        return self._segments[module.number]
 
 
 def _tail(
