@@ -86,7 +86,7 @@ def test_demo_has_an_option_for_each_of_run_demo() -> None:
     from vllm_relay.demo.run import run_demo
 
     options = {parameter.name for parameter in typer.main.get_command(app).commands["demo"].params}
-    options -= {"long", "document_tokens", "with_modules"}
+    options -= {"long", "document_tokens", "with_modules", "with_tables"}
     assert options == set(inspect.signature(run_demo).parameters) - {"console"}
 
 

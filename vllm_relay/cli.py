@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import typer
 N = TypeVar("N", int, float)
 
 _NOT_WITH_LONG = ["model", "num_system_prompts", "system_prompt_tokens", "rounds"]
+_NOT_WITH_TABLES = [*_NOT_WITH_LONG, "output_tokens", "document_tokens"]
 
 app = typer.Typer(
     help="Shared-prefix attention for vLLM.", no_args_is_help=True, add_completion=False
@@ -105,6 +107,14 @@ def demo(
             "plain text; 24 questions and 4 tokens of each answer if not said.",
         ),
     ] = False,
+    with_tables: Annotated[
+        bool,
+        typer.Option(
+            "--tables",
+            help="Ask questions of every row of a table instead, row by row and with llm_map; 480 "
+            "rows if --questions does not say.",
+        ),
+    ] = False,
     document_tokens: Annotated[
         int, typer.Option(help="With --long: length of the document, 4096 to 32000.")
     ] = 24_000,
@@ -113,11 +123,16 @@ def demo(
 
     With --long: one document of tens of thousands of tokens, all of it on the device or a window.
     With --modules: parts of a document, computed once or in each order anew.
+    With --tables: rows of a table, in its order or in the one that is best for the prefix cache.
     """
     # so that the engines are stopped and their files removed, as after Ctrl-C
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    if long and with_modules:
-        raise typer.BadParameter("given with --modules, expected one of them", param_hint="--long")
+    kinds = {"--long": long, "--modules": with_modules, "--tables": with_tables}
+    given = [option for option, is_given in kinds.items() if is_given]
+    if len(given) > 1:
+        raise typer.BadParameter(
+            f"given with {' and '.join(given[1:])}, expected one of them", param_hint=given[0]
+        )
     if long:
         from vllm_relay.demo.long_run import run_long_demo
 
@@ -141,6 +156,18 @@ def demo(
             if _is_given(context, "questions_per_prompt")
             else 24,
             output_tokens=output_tokens if _is_given(context, "output_tokens") else 4,
+            dtype=dtype,
+            seed=seed,
+            keep=keep,
+            json_path=json_path,
+        )
+        raise typer.Exit(status)
+    if with_tables:
+        from vllm_relay.demo.tables_run import run_tables_demo
+
+        _refuse_given(context, "has no effect with --tables", _NOT_WITH_TABLES)
+        status = run_tables_demo(
+            num_rows=questions_per_prompt if _is_given(context, "questions_per_prompt") else 480,
             dtype=dtype,
             seed=seed,
             keep=keep,
@@ -303,6 +330,72 @@ def tune(
         kv_dtype=kv_dtype,
         block_size=block_size,
         folder=folder,
+    )
+    raise typer.Exit(status)
+
+
+@app.command()
+def sql(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="FILE...",
+            help="Tables: .csv, .tsv, .parquet, .json, .jsonl (named as the file), .duckdb.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A model folder or hub id; with --server its name there.")
+    ] = None,
+    server: Annotated[
+        str | None, typer.Option(help="Address of a server with OpenAI's API, http://...")
+    ] = None,
+    command: Annotated[
+        str | None,
+        typer.Option("--command", "-c", help="Statements; read from the input if not said."),
+    ] = None,
+    output_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="File for the rows of the last statement: .csv, .parquet, .json, .jsonl.",
+            dir_okay=False,
+        ),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            help="File that keeps answers, so that a statement that was interrupted goes on.",
+            dir_okay=False,
+        ),
+    ] = None,
+    order: Annotated[str, typer.Option(help="auto, keep, fixed or per_row.")] = "auto",
+    max_total_tokens: Annotated[
+        int | None, typer.Option(min=1, help="No more tokens of prompts and answers than these.")
+    ] = None,
+    on_error: Annotated[
+        str, typer.Option(help="What a row without an answer gives: null, column or raise.")
+    ] = "null",
+    dtype: Annotated[str | None, typer.Option(help="As vLLM's option.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="As vLLM's option.")] = None,
+) -> None:
+    """Run SQL in which llm() asks a model, on files; as a shell if there is no --command.
+
+    Exit status: 0, or 1 if a statement or an option is refused; 130 if it was interrupted.
+    """
+    from vllm_relay.tables.shell.command import run_sql
+
+    llm_arguments = {"dtype": dtype, "max_model_len": max_model_len}
+    status = run_sql(
+        files or [],
+        model=model,
+        server=server,
+        api_key=os.environ.get("OPENAI_API_KEY") or os.environ.get("VLLM_API_KEY"),
+        command=command,
+        options={"order": order, "checkpoint": checkpoint, "max_total_tokens": max_total_tokens},
+        on_error=on_error,
+        llm_arguments={name: value for name, value in llm_arguments.items() if value is not None},
+        output_path=output_path,
     )
     raise typer.Exit(status)
 

@@ -135,7 +135,7 @@ def _ledger_conversations(
             f"{output_tokens} tokens after them, expected at least {num_questions}: "
             "make the system prompts longer or ask less"
         )
-    entries = _ledger_entries(rng, num_entries)
+    entries = ledger_entries(rng, num_entries)
     words = [word for entry in entries for word in entry]
     questions = []
     for i in rng.choice(num_askable, num_questions, replace=False):
@@ -151,7 +151,7 @@ def _ledger_conversations(
     return Conversations("\n".join([intro, *lines]), questions)
 
 
-def _ledger_entries(rng: np.random.Generator, num_entries: int) -> list[tuple[str, str, str, str]]:
+def ledger_entries(rng: np.random.Generator, num_entries: int) -> list[tuple[str, str, str, str]]:
     """Entries (city, place, adjective, noun) in which no two adjacent words occur twice."""
     if num_entries > _MAX_ENTRIES:
         raise ValueError(

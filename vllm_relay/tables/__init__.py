@@ -1,5 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLM queries over tables: SQL and DataFrames whose rows become prompts.
+"""Tables whose rows become prompts: questions to language models as part of a query.
 
 Liu et al., "Optimizing LLM Queries in Relational Workloads", 2024.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_relay.tables.dataframes import MapResult, llm_map
+    from vllm_relay.tables.engines.opening import open_engine
+    from vllm_relay.tables.jobs.options import JobOptions
+    from vllm_relay.tables.jobs.prompt_format import PromptTemplate
+    from vllm_relay.tables.outputs import Output
+    from vllm_relay.tables.question import Question
+
+connect: Callable[..., Any]
+
+__all__ = [
+    "JobOptions",
+    "MapResult",
+    "Output",
+    "PromptTemplate",
+    "Question",
+    "connect",
+    "llm_map",
+    "open_engine",
+]
+
+_MODULES = {
+    "JobOptions": "jobs.options",
+    "MapResult": "dataframes",
+    "Output": "outputs",
+    "PromptTemplate": "jobs.prompt_format",
+    "Question": "question",
+    "connect": "sql.connection",
+    "llm_map": "dataframes",
+    "open_engine": "engines.opening",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what is asked for: DuckDB and Arrow are optional, and take time."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -65,8 +65,13 @@ class Question:
     @property
     def placeholders(self) -> list[str]:
         """The fields that the text refers to."""
-        return list(dict.fromkeys(_PLACEHOLDER.findall(self.text)))
+        return placeholders_of(self.text)
 
     def renamed(self, fields: tuple[str, ...]) -> Question:
         """The same with other fields."""
         return replace(self, fields=fields)
+
+
+def placeholders_of(text: str) -> list[str]:
+    """The names that a question's text refers to, each once."""
+    return list(dict.fromkeys(_PLACEHOLDER.findall(text)))

@@ -84,11 +84,16 @@ class Engine(Protocol):
         max_running: requests that are computed at once.
     """
 
-    identity: str
-    tokenizer: Any | None
-    cache: BlockCache | None
-    max_model_len: int | None
-    max_running: int
+    @property
+    def identity(self) -> str: ...
+    @property
+    def tokenizer(self) -> Any | None: ...
+    @property
+    def cache(self) -> BlockCache | None: ...
+    @property
+    def max_model_len(self) -> int | None: ...
+    @property
+    def max_running(self) -> int: ...
 
     def generate(self, prompts: Iterable[Prompt], question: Question) -> Iterator[Completion]:
         """Answer prompts, in their order as far as the engine follows it.

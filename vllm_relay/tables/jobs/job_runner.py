@@ -131,9 +131,8 @@ class JobRunner:
         return JobPlan(rows, question, self.engine, prompt_format, self.options, self._checkpoint)
 
     def close(self) -> None:
-        """Close the checkpoint and let go of the engine."""
+        """Close the checkpoint; the engine is its owner's."""
         self._checkpoint.close()
-        self.engine.close()
 
     def _answer_tokens(self, question: Question) -> int:
         """Of an answer with its end, about: as long as it may be where any text is allowed."""

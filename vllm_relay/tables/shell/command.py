@@ -83,9 +83,7 @@ def run_sql(
         errors.print(f"error: {error}", style="red", markup=False, highlight=False)
         return 1
     if job_options.checkpoint is not None:
-        errors.print(
-            f"answers are kept in {job_options.checkpoint}", style="dim", markup=False
-        )
+        errors.print(f"answers are kept in {job_options.checkpoint}", style="dim", markup=False)
     shell = _Shell(connection, engine, console, errors, output_path)
     try:
         if command is not None:

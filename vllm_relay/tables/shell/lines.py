@@ -53,7 +53,7 @@ def read_statements(source: TextIO) -> Iterator[str]:
 
 
 def is_complete(text: str) -> bool:
-    """Whether a text ends with a semicolon that ends a statement, not one in quotes or a comment."""
+    """Whether a text ends with a semicolon, and not one in quotes or in a comment."""
     tokens = [at for at, kind in duckdb.tokenize(text) if kind != duckdb.token_type.comment]
     return bool(tokens) and text[tokens[-1] :].lstrip().startswith(";")
 

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job on vLLM that is to be killed.
+
+Usage: python -m tests.tables.engines.killed_vllm_main MODEL CHECKPOINT TOKEN_LOG RESULT NUM_ROWS
+
+TOKEN_LOG gets a line with the number of tokens of each finished answer; RESULT the answers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+# in this process, so that killing it ends all of it
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+from vllm import LLM
+
+from tests.tables.jobs.job_cases import NUMBERS, NUMBERS_SQL, answered, numbers_table, runner
+from vllm_relay.tables.engines.base import Completion, Prompt
+from vllm_relay.tables.engines.in_process import InProcessEngine
+from vllm_relay.tables.question import Question
+
+
+class Logged(InProcessEngine):
+    """Writes down the tokens of every step, those of unfinished answers too."""
+
+    def __init__(self, llm: LLM, log: Path) -> None:
+        super().__init__(llm)
+        self._log = log
+
+    def generate(self, prompts: Iterable[Prompt], question: Question) -> Iterator[Completion]:
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        update = scheduler.update_from_output
+
+        def counted(scheduled: object, output: object) -> object:
+            sampled = sum(map(len, output.sampled_token_ids))  # type: ignore[attr-defined]
+            with self._log.open("a") as file:
+                file.write(f"{sampled}\n")
+            return update(scheduled, output)
+
+        scheduler.update_from_output = counted
+        try:
+            yield from super().generate(prompts, question)
+        finally:
+            scheduler.update_from_output = update
+
+
+def main(model: str, checkpoint: str, token_log: str, result: str, num_rows: str) -> None:
+    llm = LLM(
+        model=model,
+        dtype="float32",
+        enforce_eager=True,
+        block_size=32,
+        max_model_len=512,
+        max_num_seqs=4,
+        num_gpu_blocks_override=200,
+        seed=0,
+    )
+    connection = numbers_table(int(num_rows))
+    job = runner(connection, Logged(llm, Path(token_log)), Path(checkpoint))
+    job.answer(NUMBERS_SQL, NUMBERS, "out")
+    Path(result).write_text(json.dumps(answered(connection)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

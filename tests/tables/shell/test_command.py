@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-relay sql` with an engine that answers with a field."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.tables.fake_engine import FakeEngine, Fields
+from vllm_relay.tables.shell import command as shell_command
+from vllm_relay.tables.shell.command import run_sql
+
+QUERY = "SELECT id, llm('What is the {name}?', {name}) AS answer FROM films"
+
+
+@pytest.fixture
+def films(tmp_path: Path) -> Path:
+    path = tmp_path / "films.csv"
+    path.write_text("id,name\n1,ab\n2,cd\n3,ab\n")
+    return path
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    fake = FakeEngine(answer=lambda fields: fields["name"].strip('"'))
+    monkeypatch.setattr(shell_command, "open_engine", lambda *_, **__: fake)
+    return fake
+
+
+def run(paths: list[Path], **given: Any) -> tuple[int, str]:
+    """The exit status and what was printed."""
+    printed = io.StringIO()
+    arguments: dict[str, Any] = {
+        "model": None, "server": "http://host", "api_key": None, "command": None, "options": {},
+        "on_error": "null", "llm_arguments": {}, "output_path": None,
+        "console": Console(file=printed, width=100),
+    }  # fmt: skip
+    status = run_sql(paths, **{**arguments, **given})
+    return status, printed.getvalue()
+
+
+def test_rows_are_shown_and_what_they_took(
+    films: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, printed = run([films], command=QUERY)
+    assert status == 0
+    assert [line.split("│")[2].strip() for line in printed.splitlines() if "│" in line][2:] == [
+        "ab",
+        "cd",
+        "ab",
+    ]
+    assert len(engine.prompts) == 2
+    assert "3 rows; 2 different" in capsys.readouterr().err
+
+
+def test_rows_are_written_to_a_file(films: Path, engine: FakeEngine, tmp_path: Path) -> None:
+    output = tmp_path / "out.csv"
+    status, printed = run([films], command=QUERY, output_path=output)
+    assert (status, printed) == (0, "")
+    assert output.read_text() == "id,answer\n1,ab\n2,cd\n3,ab\n"
+
+
+def test_statements_are_read_from_the_input(
+    films: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"CREATE TABLE a AS {QUERY};\nSELECT id FROM a;"))
+    status, printed = run([films])
+    assert status == 0 and "│  3 │" in printed.replace("     3 │", "  3 │")
+
+
+def test_explain_asks_nothing(films: Path, engine: FakeEngine) -> None:
+    def refuse(fields: Fields) -> str:
+        raise AssertionError("asked")
+
+    engine.answer = refuse
+    status, printed = run([films], command=f"EXPLAIN {QUERY}")
+    assert status == 0 and "2 different" in printed
+
+
+def test_statements_without_llm_need_no_model(
+    films: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([films], server=None, command="SELECT count(*) FROM films")[0] == 0
+    assert run([films], server=None, command=QUERY)[0] == 1
+    assert "give --model or --server" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"command": "SELECT nothing FROM films"}, "nothing"),
+        ({"command": "SELECT llm(1) FROM films"}, "llm"),
+        ({"options": {"order": "best"}}, "order='best'"),
+        ({"on_error": "stop"}, "on_error='stop'"),
+        ({"output_path": Path("out.xlsx")}, "ends with one of"),
+        ({"output_path": Path("nowhere/out.csv")}, "cannot write there"),
+        ({"server": None, "model": "./nowhere"}, "no config.json"),
+    ],
+)
+def test_what_is_refused_is_told(
+    given: dict[str, Any],
+    message: str,
+    films: Path,
+    engine: FakeEngine,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, printed = run([films], **{"command": "SELECT 1", **given})
+    assert (status, printed) == (1, "")
+    assert message in capsys.readouterr().err
+
+
+def test_a_statement_that_fails_ends_a_script(
+    films: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("SELECT nothing;\nCREATE TABLE a AS SELECT 1;"))
+    assert run([films])[0] == 1
+
+
+def test_an_interrupted_statement_can_be_run_again(
+    films: Path, engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = tmp_path / "answers"
+    options = {"checkpoint": checkpoint}
+
+    def interrupt(step: int) -> None:
+        if step == 1:
+            raise KeyboardInterrupt
+
+    engine.max_running = 1
+    engine.before_step = interrupt
+    assert run([films], command=QUERY, options=options)[0] == 130
+    assert "run the statement again" in capsys.readouterr().err
+    asked = len(engine.prompts)
+    engine.before_step = None
+    assert run([films], command=QUERY, options=options)[0] == 0
+    assert "1 known" in capsys.readouterr().err
+    assert len(engine.prompts) == asked + 1

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same query with llm() as an ordinary function of DuckDB, asked row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import duckdb
+import sqlglot
+from sqlglot import exp
+
+from vllm_relay.tables.question import Question
+from vllm_relay.tables.sql.calls import Field, read_call
+from vllm_relay.tables.sql.expressions import calls_inside_first
+
+Answer = Callable[[Question, dict[str, Any]], Any]
+
+
+def plain_rows(
+    connection: duckdb.DuckDBPyConnection, text: str, answer_of: Answer
+) -> list[tuple[Any, ...]]:
+    """Rows of a query whose calls have their fields in braces."""
+    tree = sqlglot.parse_one(text, dialect="duckdb")
+    names: dict[str, str] = {}
+    for node in calls_inside_first(tree):
+        # one function per text, so that GROUP BY finds the expression of the select list
+        written = node.sql("duckdb")
+        call = read_call(node, _no_star)
+        if written not in names:
+            names[written] = f"llm_{len(names)}"
+            connection.create_function(
+                names[written],
+                _function(call.question, answer_of),
+                None,  # type: ignore[arg-type]  # any number of any type
+                call.question.output.sql_type,
+                null_handling="special",
+            )
+        values = [field.expression.copy() for field in call.fields]
+        node.replace(exp.Anonymous(this=names[written], expressions=values))
+    try:
+        return connection.sql(tree.sql("duckdb")).fetchall()
+    finally:
+        for name in names.values():
+            connection.remove_function(name)
+
+
+def _function(question: Question, answer_of: Answer) -> Callable[..., Any]:
+    def answer(*values: Any) -> Any:
+        return answer_of(question, dict(zip(question.fields, values, strict=True)))
+
+    return answer
+
+
+def _no_star(star: exp.Expr) -> list[Field]:
+    raise AssertionError(f"the oracle does not know the fields of {star}")

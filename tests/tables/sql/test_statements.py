@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statements, results and errors."""
+
+import gc
+
+import duckdb
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+
+from tests.tables.sql.fake_runner import FakeRunner, RowError, hashed_answer
+from vllm_relay.tables.sql import AnswerFailedError, Connection, SqlError, connect
+
+
+@pytest.fixture
+def asking(connection):
+    return Connection(connection, FakeRunner(connection))
+
+
+def failing(question, fields):
+    if fields["id"] % 3 == 0:
+        raise RowError(f"no answer to {fields['id']}")
+    return hashed_answer(question, fields)
+
+
+ASK = "SELECT id, llm('q', {id}) AS a FROM movies"
+
+
+def test_create_table_and_insert(asking, connection):
+    expected = asking.sql(ASK).fetchall()
+    asking.sql(
+        f"CREATE TABLE answers AS {ASK}; INSERT INTO answers (a, id) SELECT a, id FROM ({ASK})"
+    )
+    rows = connection.sql("SELECT * FROM answers").fetchall()
+    assert rows == expected + expected
+    asking.sql("CREATE OR REPLACE TABLE answers AS SELECT llm('q', {id}) FROM movies")
+    assert connection.sql("SELECT * FROM answers").columns == ["llm"]
+
+
+def test_copy(asking, connection, tmp_path):
+    path = tmp_path / "answers.parquet"
+    asking.sql(f"COPY ({ASK}) TO '{path}' (FORMAT parquet)")
+    assert connection.read_parquet(str(path)).fetchall() == asking.sql(ASK).fetchall()
+
+
+def test_a_file_in_from(asking, connection, tmp_path):
+    path = tmp_path / "movies.csv"
+    connection.execute(f"COPY movies TO '{path}'")
+    rows = asking.sql(f"SELECT id, llm('q', {{id}}) AS a FROM '{path}'").fetchall()
+    assert rows == asking.sql(ASK).fetchall()
+
+
+def test_other_statements_are_duckdbs(asking, connection):
+    # sqlglot would write it in another way
+    text = "SELECT  string_agg(title,'llm(' ORDER BY id)   FROM movies -- llm()"
+    assert asking.sql(text).columns == connection.sql(text).columns
+    assert asking.sql("SELECT 1 AS one; SELECT 2 AS two").columns == ["two"]
+    with pytest.raises(duckdb.ParserException):
+        asking.sql("SELEC 1")
+
+
+def test_forms_of_a_result(asking):
+    result = asking.sql(ASK)
+    rows = result.fetchall()
+    assert result.columns == ["id", "a"]
+    assert result.fetchall() == rows
+    assert list(result.df().itertuples(index=False, name=None)) == rows
+    assert result.pl().rows() == rows
+    assert [tuple(row.values()) for row in result.arrow().to_pylist()] == rows
+    assert result.report.num_rows == 8
+    assert result.errors == []
+
+
+def test_types(asking):
+    result = asking.sql(
+        "SELECT llm('q', {id}) AS t, llm('q', {id}, return := 'int') AS i, "
+        "llm('q', {id}, return := 'float') AS f, llm('q', {id}, return := 'bool') AS b, "
+        "llm('q', {id}, schema := '{\"type\": \"object\"}') AS j FROM movies"
+    )
+    kinds = [str(kind) for kind in result.relation.types]
+    assert kinds == ["VARCHAR", "BIGINT", "DOUBLE", "BOOLEAN", "JSON"]
+
+
+def test_temporary_tables_go_with_their_result(asking, connection):
+    def temporary():
+        query = "SELECT count(*) FROM duckdb_tables() WHERE temporary"
+        return connection.sql(query).fetchall()[0][0]
+
+    result = asking.sql(ASK)
+    assert temporary() == 1
+    result = asking.sql(f"SELECT * FROM ({ASK}) WHERE a > 't1' AND llm('r', {{a}}) > 't1'")
+    asking.explain(ASK)
+    with pytest.raises(duckdb.Error):
+        asking.sql("SELECT llm('q', {id: (title || 'x')::INT}) FROM movies")
+    del result
+    gc.collect()
+    asking.sql(f"CREATE TABLE x AS {ASK}")
+    assert temporary() == 0
+
+
+def test_a_broken_transaction_says_what_broke_it(asking, connection):
+    connection.execute("BEGIN")
+    with pytest.raises(duckdb.ConversionException):
+        asking.sql("SELECT llm('q', {id: (title || 'x')::INT}) FROM movies")
+    connection.execute("ROLLBACK")
+    assert len(asking.sql(ASK).fetchall()) == 8
+
+
+def test_rows_that_a_job_leaves_out_are_no_nulls(connection):
+    class Forgetful(FakeRunner):
+        def answer(self, source, question, target):
+            super().answer(source, question, target)
+            connection.execute(f"DELETE FROM {target} WHERE id IN (2, 3)")
+
+    with pytest.raises(RuntimeError, match="2 rows have neither an answer nor an error to llm"):
+        Connection(connection, Forgetful(connection)).sql(ASK)
+
+
+def test_functions_of_users_are_evaluated_once(connection):
+    connection.execute("CREATE MACRO coin() AS random() < 0.5")
+    runner = FakeRunner(connection)
+    text = "SELECT n FROM numbers WHERE coin() OR llm('q', {n}) = 't1'"
+    rows = Connection(connection, runner).sql(text).fetchall()
+    found = {fields["n"]: answer for fields, answer in runner.answers("q")}
+    assert 300 < len(found) < 700
+    assert [n for (n,) in rows] == [n for n in range(1000) if found.get(n, "t1") == "t1"]
+
+
+def test_errors_give_null_and_are_kept(connection):
+    result = Connection(connection, FakeRunner(connection, failing)).sql(ASK)
+    nulls = [id for id, answer in result.fetchall() if answer is None]
+    assert nulls == [3, 6]
+    found = sorted((error.fields["id"], error.error) for error in result.errors)
+    assert found == [(3, "no answer to 3"), (6, "no answer to 6")]
+    assert result.errors[0].call == "llm('q', {'id': id})"
+
+
+def test_errors_as_columns(connection):
+    asking = Connection(connection, FakeRunner(connection, failing), on_error="column")
+    result = asking.sql("SELECT llm('q', {id}) AS a, id, upper(llm('q', {id})) FROM movies")
+    assert result.columns[0::3] == ["a", "a_error"]
+    assert [row[3] for row in result.fetchall() if row[0] is None] == [
+        "no answer to 3",
+        "no answer to 6",
+    ]
+    # other queries have none
+    assert asking.sql(f"SELECT DISTINCT a FROM ({ASK})").columns == ["a"]
+
+
+def test_errors_that_raise(connection):
+    asking = Connection(connection, FakeRunner(connection, failing), on_error="raise")
+    with pytest.raises(AnswerFailedError, match=r"2 rows have no answer to llm\('q'.*no answer to"):
+        asking.sql(ASK)
+    with pytest.raises(ValueError, match=r"on_error='x' given, expected one of \['null'"):
+        Connection(connection, FakeRunner(connection), on_error="x")
+
+
+def test_explain_asks_nothing(connection):
+    runner = FakeRunner(connection)
+    asking = Connection(connection, runner)
+    text = "SELECT llm('q', {id, s: llm('i', {title})}) FROM movies WHERE llm('p', {id}) = 'x'"
+    explained = asking.explain(text)
+    assert runner.asked == []
+    calls = [(c.estimate.num_rows, c.estimate.num_prompts, c.is_bound) for c in explained.calls]
+    assert calls == [(8, 8, False), (8, 7, True), (8, 8, True)]
+    assert [c.estimate.tokens_are_exact for c in explained.calls] == [True, True, False]
+    assert explained.num_tokens == (8 + 7 + 8) * 12
+    lines = str(explained).splitlines()
+    assert "  rows:           at most 8" in lines
+    assert "  prompts:        8 different, 0 known" in lines
+    assert "  prompt tokens:  at most about 80, of which cached: 40" in lines
+    assert any(line.startswith("  stage: SELECT") for line in lines)
+    assert asking.sql(f"explain\n{text}").fetchall() == [("llm", str(explained))]
+    assert asking.sql("EXPLAIN SELECT 1").columns == ["explain_key", "explain_value"]
+    with pytest.raises(SqlError, match="expected one statement that calls llm"):
+        asking.explain("SELECT 1")
+
+
+def test_explain_tells_how_predicates_are_ordered(asking):
+    where = "llm('p', {id}) = 'x' AND llm('r', {id}) = 'x'"
+    steps = asking.explain(f"SELECT id FROM movies WHERE {where}").steps
+    expected = "the 2 predicates that ask go in the order that a sample of 32 rows suggests"
+    assert sum(step.startswith(expected) for step in steps) == 1
+
+
+def test_explain_of_subqueries(asking):
+    inner = "SELECT id, llm('i', {title}) AS s FROM movies"
+    explained = asking.explain(f"SELECT llm('q', {{s}}), id FROM ({inner})")
+    assert [c.estimate.tokens_are_exact for c in explained.calls] == [True, False]
+    explained = asking.explain(f"{inner} UNION ALL {inner}")
+    assert [c.estimate.tokens_are_exact for c in explained.calls] == [True, True]
+
+
+@pytest.mark.parametrize("make", [pd.DataFrame, pl.DataFrame, pa.table])
+def test_tables_of_others(make, tmp_path):
+    path = tmp_path / "a'b.csv"
+    path.write_text("x,y\n1,2\n")
+    tables = {"own": make({"x": [1, 2]}), "a file": path}
+    asking = connect(engine=None, tables=tables)
+    assert asking.sql("SELECT sum(x) FROM own").fetchall() == [(3,)]
+    assert asking.sql('SELECT y FROM "a file"').fetchall() == [(2,)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("SELECT llm(title, {id}) FROM movies", "line 1, column 8: the first argument of llm"),
+        (
+            "SELECT\n  llm('q') FROM movies",
+            "line 2, column 3: llm.. has 1 arguments without a name",
+        ),
+        ("SELECT llm('q', title) FROM movies", "second argument of llm.. is title, expected "),
+        ("SELECT llm('q', {title || 'x'}) FROM movies", "has no name: write {name: title"),
+        (
+            "SELECT llm('q', {title}, choice := ['a']) FROM movies",
+            "no parameter 'choice', expected",
+        ),
+        (
+            "SELECT llm('q', {title}, seed := 1, seed := 2) FROM movies",
+            "'seed' of llm.. is given tw",
+        ),
+        (
+            "SELECT llm('q', {title}, seed := 'x') FROM movies",
+            "seed := 'x' given to llm.., expected",
+        ),
+        ("SELECT llm('q', {title}, choices := 'x') FROM movies", "expected a list of texts"),
+        ("SELECT llm('q', {title}, return := 'x') FROM movies", "return type 'x' given, expected"),
+        ("SELECT llm('q {x}', {title}) FROM movies", r"names \['x'\], expected some of its fields"),
+        ("SELECT llm('q', {a: 1, A: 2}) FROM movies", "differ by more than case"),
+        ("SELECT llm('q', {answer: 1}) FROM movies", "name of a column of the answers"),
+        (
+            "SELECT llm('q', *) FROM movies m JOIN reviews r ON m.id = r.id",
+            "differ by more than cas",
+        ),
+        ("SELECT llm('q', {title}) FROM movies ORDER BY llm('q')", "1 arguments"),
+        ("CREATE VIEW v AS SELECT llm('q', {id}) FROM movies", "A view cannot ask: make a table"),
+        (
+            "UPDATE movies SET title = llm('q', {id})",
+            "llm.. in UPDATE: expected SELECT, CREATE TAB",
+        ),
+        ("PREPARE p AS SELECT llm('q', {id}) FROM movies", "expected SELECT, CREATE TABLE"),
+        ("EXPLAIN ANALYZE SELECT llm('q', {id}) FROM movies", "EXPLAIN ANALYZE of a query"),
+        ("SELECT llm('q', {id} FROM movies", "cannot be read"),
+        (
+            "SELECT m.id FROM movies m LEFT JOIN reviews r ON llm('q', {body}) = 'x'",
+            "in ON of LEFT JO",
+        ),
+        (
+            "SELECT id FROM movies m, range(llm('q', {id: 1}, return := 'int'))",
+            "an argument in FROM",
+        ),
+        (
+            "SELECT list_transform(numbers, lambda x: llm('q', {y: x})) FROM movies",
+            "inside a lambda",
+        ),
+        (
+            "SELECT (SELECT llm('q', {body, m.title}) FROM reviews LIMIT 1) FROM movies m",
+            "uses columns of the query around it",
+        ),
+        (
+            "SELECT llm('q', {s: (SELECT max(llm('i', {body})) FROM reviews)}) FROM movies",
+            "a subquery with llm.. in a field of llm",
+        ),
+        (
+            "WITH RECURSIVE r AS (SELECT 1 AS n UNION ALL SELECT llm('q', {n}) FROM r) "
+            "SELECT * FROM r",
+            "llm.. in WITH RECURSIVE 'r'",
+        ),
+        (
+            "WITH a AS (SELECT 1 AS x) SELECT * FROM (WITH a AS (SELECT llm('q', {x}) AS y FROM a) "
+            "SELECT * FROM a) UNION ALL SELECT x::VARCHAR FROM a",
+            "WITH gives the name 'a' a second",
+        ),
+        (
+            "SELECT type, llm('q', {n: count(*)}) FROM movies GROUP BY ROLLUP (type)",
+            "groups of ROLL",
+        ),
+        ("SELECT #1, llm('q', {id}) FROM movies", "the column by its number, #1: use its name"),
+        ("SELECT llm('q', {x: #2}) FROM movies", "the column by its number, #2: use its name"),
+        ("SELECT min(COLUMNS('i.*')), max(llm('q', {id})) FROM movies", "inside an expression"),
+        ("SELECT id FROM movies LIMIT llm('q', {a: 1}, return := 'int')", "in LIMIT or OFFSET"),
+    ],
+)
+def test_refused(asking, text, message):
+    with pytest.raises(SqlError, match=message):
+        asking.sql(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("SELECT llm('q', {nothing}) FROM movies", "nothing"),
+        ("SELECT llm('q', {id}) FROM nowhere", "nowhere"),
+        ("SELECT title, max(llm('q', {id})) FROM movies", "must appear in the GROUP BY"),
+        ("SELECT m.id FROM movies m JOIN reviews r ON true WHERE llm('q', {id}) = 'x'", "mbiguous"),
+        ("SELECT id FROM movies WHERE llm('q', {id}) + 1 = DATE '2020-01-01'", "Binder"),
+    ],
+)
+def test_what_duckdb_refuses(connection, text, message):
+    runner = FakeRunner(connection)
+    with pytest.raises(duckdb.Error, match=message):
+        Connection(connection, runner).sql(text)
+    assert runner.asked == []

@@ -1,0 +1,443 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import datetime
+import decimal
+import json
+import math
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, Field
+
+from tests.tables.recording_engine import RecordingEngine, Refusal, Row
+from vllm_relay.tables import MapResult, Output, PromptTemplate, llm_map
+from vllm_relay.tables.dataframes import RowsFailedError
+from vllm_relay.tables.jobs.token_budget import TokenBudgetError
+
+KINDS: dict[str, Callable[[pa.Table], Any]] = {
+    "arrow": lambda table: table,
+    "pandas": lambda table: table.to_pandas(),
+    "polars": lambda table: pl.DataFrame(pl.from_arrow(table)),
+}
+
+
+def ask(
+    table: Any, answer: Callable[[Row], str] | None = None, **options: Any
+) -> tuple[MapResult, RecordingEngine]:
+    engine = RecordingEngine(answer) if answer else RecordingEngine()
+    return llm_map(table, "What is it?", engine=engine, **options), engine
+
+
+def listed(values: Any) -> list[Any]:
+    """Values of any kind, None where one is missing."""
+    if isinstance(values, pd.Series):
+        return [None if pd.isna(value) else value for value in values]
+    return values.to_pylist() if isinstance(values, pa.ChunkedArray) else values.to_list()
+
+
+CELLS = {
+    "text": st.none() | st.sampled_from(["", "a", "A", " a", "é\n", '"quoted"', "{n}", "null"]),
+    "total": st.none() | st.integers(-2, 2) | st.sampled_from([2**53 + 1, -(2**62)]),
+    "weight": st.none() | st.sampled_from([0.0, 1.5, -2.25, 1e300, math.inf]),
+    "flag": st.none() | st.booleans(),
+    "day": st.none() | st.dates(datetime.date(2020, 1, 1), datetime.date(2020, 1, 3)),
+    "words": st.none() | st.lists(st.none() | st.sampled_from(["x", "y"]), max_size=2),
+    "pair": st.none() | st.fixed_dictionaries({"k": st.sampled_from(["p", "q"])}),
+}
+TYPES = {
+    "text": pa.string(),
+    "total": pa.int64(),
+    "weight": pa.float64(),
+    "flag": pa.bool_(),
+    "day": pa.date32(),
+    "words": pa.list_(pa.string()),
+    "pair": pa.struct([("k", pa.string())]),
+}
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> pa.Table:
+    names = draw(st.lists(st.sampled_from(list(CELLS)), min_size=1, max_size=4, unique=True))
+    num_rows = draw(st.integers(0, 12))
+    rows = draw(
+        st.lists(st.tuples(*(CELLS[name] for name in names)), min_size=num_rows, max_size=num_rows)
+    )
+    return pa.table(
+        [pa.array([row[i] for row in rows], TYPES[name]) for i, name in enumerate(names)],
+        names=names,
+    )
+
+
+def expected_row(row: Row) -> Row:
+    return {name: str(each) if name == "day" and each else each for name, each in row.items()}
+
+
+@settings(max_examples=60)
+@given(
+    tables(),
+    st.sampled_from(list(KINDS)),
+    st.sampled_from(["auto", "keep", "fixed", "per_row"]),
+    st.sampled_from([2, 1000]),
+)
+def test_every_row_has_its_own_answer_in_the_tables_order(
+    table: pa.Table, kind: str, order: Any, bucket_rows: int
+) -> None:
+    # integers with missing values are floats in pandas, as everybody knows
+    if kind == "pandas" and "total" in table.column_names:
+        table = table.drop_columns(["total"])
+    if not table.column_names:
+        return
+    made = KINDS[kind](table)
+    result, engine = ask(made, order=order, bucket_rows=bucket_rows)
+    rows = [expected_row(row) for row in table.to_pylist()]
+    assert [json.loads(value) for value in listed(result.values)] == rows
+    assert result.objects == listed(result.values)
+    assert not result.errors
+    distinct = {json.dumps(row, sort_keys=True) for row in rows}
+    assert len(engine.messages) == len(distinct) == result.report.num_prompts
+    assert result.report.num_rows == len(rows)
+
+
+def test_values_are_of_the_tables_kind() -> None:
+    table = pa.table({"n": [3, 1, 3]})
+    values = {kind: ask(make(table), output=int, answer=lambda row: str(row["n"] * 2))[0].values
+              for kind, make in KINDS.items()}  # fmt: skip
+    assert isinstance(values["pandas"], pd.Series) and isinstance(values["polars"], pl.Series)
+    assert isinstance(values["arrow"], pa.ChunkedArray)
+    assert [listed(each) for each in values.values()] == [[6, 2, 6]] * 3
+    frame = KINDS["pandas"](table)
+    frame["double"] = values["pandas"]
+    assert frame["double"].tolist() == [6, 2, 6]
+    assert table.append_column("double", values["arrow"]).num_columns == 2
+    assert KINDS["polars"](table).with_columns(double=values["polars"]).width == 2
+
+
+def test_a_record_batch_is_a_table() -> None:
+    result, _ = ask(pa.RecordBatch.from_pydict({"n": [1]}))
+    assert result.values.to_pylist() == ['{"n": 1}']
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        pd.Index([5, 5, 1]),
+        pd.MultiIndex.from_tuples([("a", 1), ("a", 1), ("b", 2)], names=["x", "y"]),
+        pd.date_range("2020-01-01", periods=3),
+    ],
+)
+def test_the_index_is_kept(index: pd.Index) -> None:
+    frame = pd.DataFrame({"n": [2, 1, 2]}, index=index)
+    result, engine = ask(frame)
+    pd.testing.assert_index_equal(result.values.index, frame.index, exact=True)
+    assert result.values.tolist() == ['{"n": 2}', '{"n": 1}', '{"n": 2}']
+    assert len(engine.messages) == 2
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(
+    ("output", "value"), [(int, 7), (float, 2.5), (bool, True), (str, "x"), ("json", '{"a": 1}')]
+)
+def test_rows_without_an_answer_are_missing(kind: str, output: Any, value: Any) -> None:
+    def answer(row: Row) -> str:
+        if row["n"] == 2:
+            raise Refusal("too long")
+        return str(value)
+
+    result, _ = ask(KINDS[kind](pa.table({"n": [1, 2, 3, 2]})), answer, output=output)
+    assert listed(result.values) == [value, None, value, None]
+    assert result.errors == {1: "too long", 3: "too long"}
+    assert result.report.num_errors == 2
+    assert result.objects[:2] == [{"a": 1} if output == "json" else value, None]
+
+
+def test_types_of_values_do_not_depend_on_what_is_missing() -> None:
+    frame = pd.DataFrame({"n": [1, 2]})
+    for output, text, dtype in [(int, "1", "Int64"), (bool, "true", "boolean")]:
+        for answers in (dict.fromkeys([1, 2], text), {1: text, 2: "?"}, {1: "?", 2: "?"}):
+            result, _ = ask(frame, lambda row, texts=answers: texts[row["n"]], output=output)
+            assert result.values.dtype == dtype
+
+
+def test_an_exception_has_the_other_answers() -> None:
+    def answer(row: Row) -> str:
+        if row["n"] != 2:
+            raise Refusal("no")
+        return "yes"
+
+    with pytest.raises(RowsFailedError, match="4 of 5 rows .* row 0: no; .* and 1 more") as raised:
+        ask(pd.DataFrame({"n": [1, 2, 3, 4, 5]}), answer, on_error="raise")
+    assert listed(raised.value.result.values) == [None, "yes", None, None, None]
+
+
+class Film(BaseModel):
+    title: str
+    year: int = Field(ge=1888)
+
+
+def test_a_pydantic_model_checks_every_answer() -> None:
+    table = pl.DataFrame({"n": [1, 2, 3, 1]})
+    texts = {1: '{"title": "a", "year": 1999}', 2: '{"title": "b", "year": 3}', 3: '{"title": "c'}
+    result, _ = ask(table, lambda row: texts[row["n"]], output=Film)
+    film = Film(title="a", year=1999)
+    assert result.objects == [film, None, None, film]
+    assert listed(result.values) == [texts[1], None, None, texts[1]]
+    assert list(result.errors) == [1, 2]
+    assert "Film: year: Input should be greater" in result.errors[1]
+    assert "not of type json" in result.errors[2]
+
+
+def test_a_schema_means_json() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    result, engine = ask(pa.table({"n": [1]}), lambda row: '{"a": 1}', output=schema)
+    assert result.objects == [{"a": 1}]
+    assert '"properties"' in engine.messages[0]
+
+
+@pytest.mark.parametrize(
+    "options", [{"choices": ["yes", "no"]}, {"output": Output(choices=("yes", "no"))}]
+)
+def test_choices_are_the_only_answers(options: dict[str, Any]) -> None:
+    table = pa.table({"n": [1, 2]})
+    result, engine = ask(table, lambda row: "yes" if row["n"] == 1 else "maybe", **options)
+    assert result.values.to_pylist() == ["yes", None]
+    assert "Answer with one of: yes, no." in engine.messages[0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "expected"),
+    [
+        ("Which?", None, ["b", "a", "c"]),
+        ("Which {c} of {a}?", None, ["c", "a"]),
+        ("Which {c}?", ["a", "c"], ["a", "c"]),
+        ("Which?", "a", ["a"]),
+    ],
+)
+def test_fields_are_those_asked_for(prompt: str, fields: Any, expected: list[str]) -> None:
+    engine = RecordingEngine()
+    table = pa.table({"b": ["B"], "a": ["A"], "c": ["C"]})
+    llm_map(table, prompt, fields, engine=engine, order="keep")
+    lines = engine.messages[0].partition("\n\n")[2].split("\n")
+    assert lines == [f'"{name}": "{name.upper()}"' for name in expected]
+
+
+def test_rows_that_differ_elsewhere_are_asked_once() -> None:
+    table = pa.table({"a": [1, 1, 2], "b": [1, 2, 3]})
+    result, engine = ask(table, fields=["a"])
+    assert len(engine.messages) == 2
+    assert result.values.to_pylist() == ['{"a": 1}', '{"a": 1}', '{"a": 2}']
+
+
+def test_fields_may_have_almost_any_name() -> None:
+    names = ["r", "a", "rows", "select", 'with "quotes"', "with space", "answers", "{braces}", "ä",
+             "c0", "value"]  # fmt: skip
+    table = pa.table({name: [f"{name} 1", f"{name} 2"] for name in names})
+    result, _ = ask(table)
+    assert [json.loads(value) for value in result.values.to_pylist()] == table.to_pylist()
+
+
+def test_a_table_of_one_column_that_is_all_missing() -> None:
+    for make in KINDS.values():
+        for column in (pa.nulls(3), pa.nulls(3, pa.string()), pa.nulls(3, pa.list_(pa.int64()))):
+            result, engine = ask(make(pa.table({"a": column})))
+            assert listed(result.values) == ['{"a": null}'] * 3
+            assert len(engine.messages) == 1
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_table_without_rows_asks_nothing(kind: str) -> None:
+    table = pa.table({name: pa.array([], type) for name, type in TYPES.items()})
+    result, engine = ask(KINDS[kind](table), output=int)
+    assert listed(result.values) == [] and not engine.messages and not result.errors
+    assert len(KINDS[kind](table)) == len(result.values)
+
+
+NAN = math.nan
+BERLIN = datetime.timezone(datetime.timedelta(hours=1))
+
+
+@pytest.mark.parametrize(
+    ("column", "shown"),
+    [
+        (pa.array([0.1, 2.0, None, NAN], pa.float32()), [0.1, 2.0, None, NAN]),
+        (pa.array([0.5, NAN, NAN], pa.float16()), [0.5, NAN, NAN]),
+        (pa.array([[NAN], [NAN], [None]]), [[NAN], [NAN], [None]]),
+        (pa.array([decimal.Decimal("1.10"), None]), [1.1, None]),
+        (pa.array(["x", "y", "x", None]).dictionary_encode(), ["x", "y", "x", None]),
+        (pa.array(["x"], pa.large_string()), ["x"]),
+        (pa.array(["x"], pa.string_view()), ["x"]),
+        (pa.array([2**64 - 1], pa.uint64()), [2**64 - 1]),
+        (
+            pa.array([datetime.datetime(2020, 1, 1, 1, tzinfo=BERLIN)], pa.timestamp("us", "CET")),
+            ["2020-01-01 00:00:00+00"],
+        ),
+        (pa.array([1, 1000000001], pa.timestamp("ns")),
+         ["1970-01-01 00:00:00.000000001", "1970-01-01 00:00:01.000000001"]),
+        (pa.array([datetime.time(3, 4)]), ["03:04:00"]),
+        (pa.array([[("k", 1)], []], pa.map_(pa.string(), pa.int8())), [{"k": 1}, {}]),
+        (pa.array([{"a": [{"b": "c"}]}]), [{"a": [{"b": "c"}]}]),
+        (pa.array([uuid.UUID(int=1).bytes], pa.uuid()), [str(uuid.UUID(int=1))]),
+    ],
+    ids=lambda value: str(value.type) if isinstance(value, pa.Array) else "",
+)  # fmt: skip
+def test_types_of_columns(column: pa.Array, shown: list[Any]) -> None:
+    result, engine = ask(pa.table({"v": column}))
+    answers = [json.loads(value)["v"] for value in result.values.to_pylist()]
+    assert json.dumps(answers) == json.dumps(shown)  # NaN is not equal to itself
+    assert len(engine.messages) == len({json.dumps(value) for value in shown})
+
+
+def test_decimals_keep_their_digits() -> None:
+    _, engine = ask(pa.table({"v": [decimal.Decimal("12345678901234567890.10")]}))
+    assert engine.messages[0].endswith('"v": 12345678901234567890.10')
+
+
+def test_columns_of_pandas() -> None:
+    frame = pd.DataFrame(
+        {
+            "category": pd.Categorical(["x", None, "x"]),
+            "nullable": pd.array([1, None, 1], "Int64"),
+            "missing": [1.5, NAN, 1.5],
+            "time": pd.to_datetime(["2020-01-01", None, "2020-01-01"]),
+            "span": pd.to_timedelta(["1h", None, "1h"]),
+            "object": [{"a": 1}, None, {"a": 1}],
+            "arrow": pd.array(["x", None, "x"], pd.ArrowDtype(pa.string())),
+            "sparse": pd.arrays.SparseArray([1.5, NAN, 1.5]),
+        }
+    )
+    result, engine = ask(frame)
+    first = {"category": "x", "nullable": 1, "missing": 1.5, "time": "2020-01-01 00:00:00",
+             "span": "01:00:00", "object": {"a": 1}, "arrow": "x", "sparse": 1.5}  # fmt: skip
+    rows = [first, dict.fromkeys(first), first]
+    assert [json.loads(value) for value in result.values] == rows
+    assert len(engine.messages) == 2
+
+
+def test_columns_of_polars() -> None:
+    frame = pl.DataFrame(
+        {
+            "category": pl.Series(["x", None, "x"], dtype=pl.Categorical),
+            "enum": pl.Series(["y", None, "y"], dtype=pl.Enum(["y", "z"])),
+            "nan": [NAN, None, NAN],
+            "list": [[1], None, [1]],
+        }
+    )
+    result, engine = ask(frame)
+    first = {"category": "x", "enum": "y", "nan": NAN, "list": [1]}
+    rows = [first, dict.fromkeys(first), first]
+    answers = [json.loads(value) for value in result.values]
+    assert json.dumps(answers) == json.dumps([dict(sorted(row.items())) for row in rows])
+    assert len(engine.messages) == 2
+
+
+PAIR = pa.table({"a": [1], "b": [[1]]})
+
+
+@pytest.mark.parametrize(
+    ("table", "options", "error", "message"),
+    [
+        ({"a": [1]}, {}, TypeError, "builtins.dict given, expected a pandas"),
+        (pl.LazyFrame({"a": [1]}), {}, TypeError, "give table.collect"),
+        (pa.table({}), {}, ValueError, "without columns"),
+        (pd.DataFrame(), {}, ValueError, "without columns"),
+        (PAIR, {"fields": ["c"]}, ValueError, "'c' given, which is no column .*'a', 'b'"),
+        (PAIR, {"fields": []}, ValueError, "no fields"),
+        (PAIR, {"fields": ["a", "a"]}, ValueError, "given twice"),
+        (PAIR, {"fields": ["a", 3]}, TypeError, r"fields with \[3\] given"),
+        (PAIR, {"reorder": ["a"]}, ValueError, "of type int64, expected a column of lists"),
+        (PAIR, {"reorder": ["c"]}, ValueError, "names .'c'."),
+        (PAIR, {"order": "best"}, ValueError, "order='best'"),
+        (PAIR, {"rules": ["upper"]}, ValueError, "upper"),
+        (PAIR, {"on_error": "stop"}, ValueError, "on_error='stop'"),
+        (PAIR, {"output": list}, TypeError, "output=<class 'list'>"),
+        (PAIR, {"output": "date"}, ValueError, "'date'"),
+        (PAIR, {"output": int, "choices": ["1"]}, ValueError, "choices are texts"),
+        (PAIR, {"output": Output(), "choices": ["1"]}, ValueError, "beside an Output"),
+        (PAIR, {"choices": "yes"}, TypeError, "expected a list of texts"),
+        (PAIR, {"max_tokens": 0}, ValueError, "max_tokens=0"),
+        (PAIR, {"bucket_rows": 0}, ValueError, "bucket_rows=0"),
+        (pd.DataFrame([[1, 2]]), {}, ValueError, r"columns \[0, 1\] have names that are not"),
+        (pd.DataFrame([[1, 2]], columns=["a", "a"]), {}, ValueError, "twice"),
+        (pd.DataFrame([[1, 2]], columns=["a", "a"]), {"fields": "a"}, ValueError, "2 columns"),
+        (pa.table({"a": [1], "A": [1]}), {}, ValueError, "takes for one name"),
+        (pa.table({"": [1]}), {}, ValueError, "without a name"),
+        (pa.table({"Relay_place": [1]}), {}, ValueError, "'Relay_place' given, a name that jobs"),
+        (pa.table({"Answer": [1]}), {}, ValueError, "'Answer' given, a name that jobs"),
+        (pa.table({"a": [b"x"]}), {}, ValueError, "decode them"),
+        (pa.table({"a": [[b"x"]]}), {}, ValueError, "decode them"),
+        (pa.table({"a": pa.array([1], pa.decimal256(50))}), {}, ValueError, "decimal128"),
+        (pd.DataFrame({"a": [1, "x"]}), {}, ValueError, "in one type"),
+        (pd.DataFrame({"a": [object()]}), {}, ValueError, "in one type"),
+        (pd.DataFrame({"a": [1 + 2j]}), {}, ValueError, "in one type"),
+        (pd.DataFrame({"a": pd.period_range("2020", periods=1)}), {}, ValueError, "no text"),
+        (pd.DataFrame({"a": pd.cut([1, 2], 2)}), {}, ValueError, "no text"),
+        (pl.DataFrame({"a": [object()]}), {}, ValueError, "Python objects"),
+        (pl.DataFrame({"a": [2**100]}), {}, ValueError, "in one type"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_asked(
+    table: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    engine = RecordingEngine()
+    with pytest.raises(error, match=message):
+        llm_map(table, "Which?", engine=engine, **options)
+    assert not engine.messages
+
+
+def test_other_columns_do_not_matter() -> None:
+    frame = pd.DataFrame([[1, 2, 3, b"x"]], columns=["a", "b", "b", 7])
+    result, _ = ask(frame, fields=["a"])
+    assert result.values.tolist() == ['{"a": 1}']
+
+
+def test_a_prompt_of_unknown_placeholders_is_refused() -> None:
+    with pytest.raises(ValueError, match="'title' given, which is no column"):
+        llm_map(PAIR, "Is {title} good?", engine=RecordingEngine())
+
+
+def test_lists_may_be_reordered() -> None:
+    table = pa.table({"q": ["1", "2"], "passages": [["a", "b"], ["b", "a"]]})
+    result, engine = ask(table, fields=["passages"], reorder="passages")
+    assert len(engine.messages) == 1 and len(result.values) == 2
+
+
+def test_rules_and_templates_are_used() -> None:
+    table = pa.table({"t": ["A", "a ", "b"]})
+    template = PromptTemplate(before="{question}{names}{answer}!\n\n")
+    result, engine = ask(table, rules=["strip", "casefold"], template=template)
+    assert len(engine.messages) == 2 and engine.messages[0].startswith("What is it?!")
+    assert result.values.to_pylist()[0] == result.values.to_pylist()[1]
+
+
+def test_a_budget_ends_the_job_and_a_checkpoint_goes_on(tmp_path: Path) -> None:
+    table = pa.table({"n": list(range(20))})
+    options: dict[str, Any] = {"checkpoint": str(tmp_path / "answers.db"), "max_tokens": 1}
+    with pytest.raises(TokenBudgetError):
+        ask(table, max_total_tokens=120, **options)
+    result, engine = ask(table, **options)
+    assert 0 < len(engine.messages) < 20
+    assert result.report.num_known == 20 - len(engine.messages)
+    assert result.objects == [json.dumps({"n": number}) for number in range(20)]
+
+
+def test_an_engine_goes_on_after_a_job() -> None:
+    engine = RecordingEngine()
+    for _ in range(2):
+        llm_map(PAIR, "What is it?", engine=engine)
+    assert engine.num_closed == 0
+
+
+def test_rows_come_to_the_job_in_the_tables_order() -> None:
+    numbers = [(7 * i) % 50_021 for i in range(50_000)]
+    result, engine = ask(pa.table({"n": numbers}), lambda row: str(row["n"]), order="keep",
+                         output=int)  # fmt: skip
+    assert [message.rpartition(" ")[2] for message in engine.messages] == list(map(str, numbers))
+    assert result.values.to_pylist() == numbers

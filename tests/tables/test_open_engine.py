@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tables.recording_engine import RecordingEngine
+from tests.vllm_processes import run_module
+from vllm_relay.limits import RelayUnsupportedError
+from vllm_relay.tables import open_engine
+
+
+def test_an_engine_is_given_back() -> None:
+    engine = RecordingEngine()
+    assert open_engine(engine) is engine
+
+
+def test_a_server_is_reached_by_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ServerEngine:
+        def __init__(self, base_url: str, **arguments: Any) -> None:
+            self.given = (base_url, arguments)
+
+    module = type(sys)("vllm_relay.tables.engines.server")
+    module.ServerEngine = ServerEngine  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    opened: Any = open_engine("http://localhost:8000", model="m")
+    assert opened.given == ("http://localhost:8000", {"model": "m"})
+
+
+@pytest.mark.parametrize(
+    ("engine", "arguments", "error", "message"),
+    [
+        (3, {}, TypeError, "engine 3 given, expected a model"),
+        (None, {}, TypeError, "engine None given"),
+        (RecordingEngine, {}, TypeError, "RecordingEngine"),
+        ("", {}, ValueError, "an empty engine"),
+        (
+            RecordingEngine(),
+            {"dtype": "float32"},
+            ValueError,
+            r"\['dtype'\] given with a Recording",
+        ),
+    ],
+)
+def test_anything_else_is_refused(
+    engine: Any, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        open_engine(engine, **arguments)
+
+
+class FakeLLM:
+    """Stands for ``vllm.LLM``, which would take a model."""
+
+    refuses: tuple[str, ...] = ()
+
+    def __init__(self, model: str, **arguments: Any) -> None:
+        self.given = {"model": model, **arguments}
+        if arguments.get("attention_backend") in self.refuses:
+            error = RelayUnsupportedError(["heads of size 20: use another backend", "MLA"])
+            raise ValueError(
+                f"1 validation error for VllmConfig\n  Value error, {error} [type=value_error, "
+                f"input_value=ArgsKwargs(...)]\n    For further information visit a page"
+            )
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Any:
+    pytest.importorskip("vllm")
+    from vllm_relay.tables.engines import started
+
+    monkeypatch.setattr(FakeLLM, "refuses", ())
+    monkeypatch.setattr(started, "LLM", FakeLLM)
+    monkeypatch.setattr(started, "StartedEngine", lambda llm: llm)
+    return started
+
+
+RELAY = {"relay": {"scheduler": True}}
+
+
+def test_a_model_starts_with_relay(started: Any) -> None:
+    opened: Any = open_engine("a/model", dtype="float32")
+    assert opened.given == {
+        "model": "a/model",
+        "dtype": "float32",
+        "enable_prefix_caching": True,
+        "attention_backend": "relay",
+        "additional_config": RELAY,
+    }
+
+
+def test_arguments_win(started: Any) -> None:
+    opened: Any = open_engine(
+        Path("folder"),
+        attention_backend="CPU_ATTN",
+        enable_prefix_caching=False,
+        additional_config={"relay": {}, "other": 1},
+    )
+    assert opened.given == {
+        "model": "folder",
+        "enable_prefix_caching": False,
+        "attention_backend": "CPU_ATTN",
+        "additional_config": {"relay": {}, "other": 1},
+    }
+    opened = open_engine("m", scheduler_cls="a.Scheduler")
+    assert "additional_config" not in opened.given
+
+
+def test_a_model_that_relay_cannot_serve_starts_without(
+    started: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(FakeLLM, "refuses", ("relay",))
+    with caplog.at_level(logging.WARNING, logger="vllm.relay"):
+        opened: Any = open_engine("m")
+    assert "attention_backend" not in opened.given
+    assert opened.given["additional_config"] == RELAY
+    refusal = "relay cannot serve heads of size 20: use another backend; relay cannot serve MLA"
+    assert caplog.messages == [f"vllm-relay: {refusal}; m starts with vLLM's own attention backend"]
+    with pytest.raises(ValueError, match="heads of size 20"):
+        open_engine("m", attention_backend="relay")
+
+
+def test_the_package_imports_what_is_asked_for_only() -> None:
+    program = (
+        "import sys, vllm_relay.tables as tables;"
+        "heavy = ('torch', 'transformers', 'vllm', 'duckdb', 'pyarrow', 'pandas', 'polars');"
+        "print([name for name in heavy if name in sys.modules]);"
+        "from vllm_relay.tables import open_engine, Question, Output, JobOptions, PromptTemplate;"
+        "print([name for name in heavy if name in sys.modules]);"
+        "import vllm_relay.tables.dataframes;"
+        "from vllm_relay.tables import llm_map;"
+        "print([name for name in heavy if name in sys.modules], callable(llm_map),"
+        " callable(open_engine), 'connect' in dir(tables))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[]", "[]", "['duckdb', 'pyarrow'] True True True"]
+
+
+def test_unknown_names_are_no_attributes() -> None:
+    import vllm_relay.tables
+
+    with pytest.raises(AttributeError, match="no attribute 'llm_reduce'"):
+        _ = vllm_relay.tables.llm_reduce
+
+
+@pytest.mark.integration
+def test_a_model_answers_and_is_closed(tmp_path: Path) -> None:
+    done = run_module(
+        "tests.tables.llm_map_main", [str(tmp_path)], {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    answers = json.loads((tmp_path / "answers.json").read_text())
+    words = ["golden owl", "amber falcon", "golden owl"]
+    assert [text.strip() for text in answers["opened"]] == words
+    assert [text.strip() for text in answers["again"]] == words
+    assert answers["one_word"] == ["golden", "amber", "golden"]
+    assert answers["num_prompts"] == 2
+    assert answers["backend"] == "RELAY"

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of pandas, Polars and Arrow: their columns as Arrow's, and values in their kind."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+ANSWER_NAME = "answer"
+"""Of the Series that values become."""
+
+_EXTENSIONS_WITH_TEXT = ("arrow.bool8", "arrow.json", "arrow.uuid")
+_MAX_DECIMAL_DIGITS = 38
+
+
+class CallerTable(Protocol):
+    """
+    Attributes:
+        names: of the columns, in their order.
+        num_rows: of the table.
+    """
+
+    names: list[Any]
+    num_rows: int
+
+    def column(self, place: int) -> pa.ChunkedArray:
+        """
+        Raises:
+            pa.ArrowException, TypeError, ValueError, OverflowError, NotImplementedError: Arrow has
+                no type for it.
+        """
+        ...
+
+    def values(self, column: pa.ChunkedArray) -> Any:
+        """One value for each row, in the kind of the table."""
+        ...
+
+
+class _ArrowTable:
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table
+        self.names = list(table.column_names)
+        self.num_rows = table.num_rows
+
+    def column(self, place: int) -> pa.ChunkedArray:
+        return self._table.column(place)
+
+    def values(self, column: pa.ChunkedArray) -> pa.ChunkedArray:
+        return column
+
+
+class _PandasTable:
+    def __init__(self, frame: Any) -> None:
+        self._frame = frame
+        self.names = list(frame.columns)
+        self.num_rows = len(frame)
+
+    def column(self, place: int) -> pa.ChunkedArray:
+        series = self._frame.iloc[:, place]
+        if isinstance(series.dtype, sys.modules["pandas"].SparseDtype):
+            series = series.sparse.to_dense()
+        array = pa.array(series, from_pandas=True)
+        return array if isinstance(array, pa.ChunkedArray) else pa.chunked_array([array])
+
+    def values(self, column: pa.ChunkedArray) -> Any:
+        pandas = sys.modules["pandas"]
+        # integers and truth values that may be missing stay what they are
+        types = {pa.int64(): pandas.Int64Dtype(), pa.bool_(): pandas.BooleanDtype()}
+        series = column.to_pandas(types_mapper=types.get)
+        series.index = self._frame.index
+        return series.rename(ANSWER_NAME)
+
+
+class _PolarsTable:
+    def __init__(self, frame: Any) -> None:
+        self._frame = frame
+        self.names = list(frame.columns)
+        self.num_rows = frame.height
+
+    def column(self, place: int) -> pa.ChunkedArray:
+        import polars as pl
+
+        series = self._frame.to_series(place)
+        if series.dtype == pl.Object:
+            raise TypeError("its values are Python objects")
+        return pa.chunked_array([series.to_arrow()])
+
+    def values(self, column: pa.ChunkedArray) -> Any:
+        import polars as pl
+
+        return pl.Series(ANSWER_NAME, column)
+
+
+def caller_table(table: Any) -> CallerTable:
+    """
+    Raises:
+        TypeError: it is no table of pandas, Polars or Arrow.
+    """
+    pandas, polars = sys.modules.get("pandas"), sys.modules.get("polars")
+    if pandas is not None and isinstance(table, pandas.DataFrame):
+        return _PandasTable(table)
+    if polars is not None and isinstance(table, polars.DataFrame):
+        return _PolarsTable(table)
+    if isinstance(table, pa.RecordBatch):
+        table = pa.Table.from_batches([table])
+    if isinstance(table, pa.Table):
+        return _ArrowTable(table)
+    given = f"a table of type {type(table).__module__}.{type(table).__qualname__}"
+    if polars is not None and isinstance(table, polars.LazyFrame):
+        raise TypeError(f"{given} given, expected a DataFrame: give table.collect()")
+    raise TypeError(
+        f"{given} given, expected a pandas or Polars DataFrame or an Arrow table: give "
+        f"pyarrow.table(...) of it"
+    )
+
+
+def arrow_columns(table: CallerTable, fields: Sequence[str]) -> list[pa.ChunkedArray]:
+    """
+    Raises:
+        ValueError: a field is no column or several, or its values have no text.
+    """
+    return [_arrow_column(table, name) for name in fields]
+
+
+def _arrow_column(table: CallerTable, name: str) -> pa.ChunkedArray:
+    names = table.names
+    # names may be anything in pandas, also what cannot be compared
+    places = [i for i, each in enumerate(names) if isinstance(each, str) and each == name]
+    if len(places) != 1:
+        found = "no column" if not places else f"the name of {len(places)} columns"
+        raise ValueError(
+            f"field {name!r} given, which is {found} of the table: expected one of {names}"
+            + (", each once" if places else "")
+        )
+    try:
+        column = table.column(places[0])
+    except (pa.ArrowException, TypeError, ValueError, OverflowError, NotImplementedError) as error:
+        raise ValueError(
+            f"column {name!r} has values that Arrow cannot hold in one type ({error}): convert it "
+            f"to text or to one type, or leave it out of fields"
+        ) from None
+    reason = _reason_against(column.type)
+    if reason:
+        raise ValueError(
+            f"column {name!r} of type {column.type} given: {reason}, or leave it out of fields"
+        )
+    if pa.types.is_float16(column.type):
+        column = column.cast(pa.float32())
+    return column
+
+
+def _reason_against(type: pa.DataType, *, is_nested: bool = False) -> str:
+    """What to do about a type that a prompt cannot show as it is; "" if it can."""
+    types = pa.types
+    if isinstance(type, pa.BaseExtensionType):
+        if type.extension_name in _EXTENSIONS_WITH_TEXT:
+            return ""
+        return "its values have no text that DuckDB knows; convert them to text"
+    if (
+        types.is_binary(type)
+        or types.is_large_binary(type)
+        or types.is_fixed_size_binary(type)
+        or types.is_binary_view(type)
+    ):
+        return "bytes are no text; decode them"
+    if types.is_decimal256(type):
+        return f"decimals have up to {_MAX_DECIMAL_DIGITS} digits; cast it to decimal128"
+    if types.is_union(type) or (is_nested and types.is_float16(type)):
+        return "DuckDB has no such type; convert it to text"
+    if types.is_dictionary(type) or types.is_run_end_encoded(type):
+        return _reason_against(type.value_type, is_nested=True)
+    children = (type.field(number).type for number in range(type.num_fields))
+    return next(filter(None, (_reason_against(each, is_nested=True) for each in children)), "")

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A question to every row of a data frame."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from vllm_relay.tables.answer_types import AnswerType, answer_type
+from vllm_relay.tables.caller_tables import CallerTable, arrow_columns, caller_table
+from vllm_relay.tables.engines.base import Engine
+from vllm_relay.tables.engines.opening import is_engine, open_engine
+from vllm_relay.tables.jobs.estimate import JobReport
+from vllm_relay.tables.jobs.job_rows import quoted
+from vllm_relay.tables.jobs.job_runner import JobRunner
+from vllm_relay.tables.jobs.options import DEFAULT_BUCKET_ROWS, JobOptions
+from vllm_relay.tables.jobs.prompt_format import PromptTemplate
+from vllm_relay.tables.ordering.order import OrderChoice
+from vllm_relay.tables.question import DEFAULT_MAX_TOKENS, Question, placeholders_of
+
+OnError = Literal["null", "raise"]
+
+_ROW, _INPUT, _TARGET = "relay_row", "relay_input", "relay_target"
+_RESERVED_START = "relay_"
+_RESERVED_NAMES = ("answer", "error")  # of what a job makes
+_ERRORS_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class MapResult:
+    """
+    Attributes:
+        values: an answer for each row of the table, missing where there is none: a pandas Series
+            with the table's index, a Polars Series or an Arrow ChunkedArray, named "answer". JSON
+            is given as its text.
+        errors: why a row has no answer, by the row's place in the table, from 0.
+        report: what the job took.
+        answer_type: of the values.
+        arrow_values: the same values as an Arrow array.
+    """
+
+    values: Any
+    errors: dict[int, str]
+    report: JobReport
+    answer_type: AnswerType = field(repr=False)
+    arrow_values: pa.ChunkedArray = field(repr=False)
+
+    @cached_property
+    def objects(self) -> list[Any]:
+        """The values as Python has them, None where there is none: instances of the pydantic model,
+        dictionaries where the output is JSON, else texts and numbers."""
+        values = self.arrow_values.to_pylist()
+        if self.answer_type.output.type != "json":
+            return values
+        model = self.answer_type.model
+        parse = json.loads if model is None else model.model_validate_json
+        return [None if value is None else parse(value) for value in values]
+
+
+class RowsFailedError(RuntimeError):
+    """Rows have no answer, and ``on_error="raise"`` was given.
+
+    Attributes:
+        result: with the answers of the other rows.
+    """
+
+    def __init__(self, result: MapResult) -> None:
+        shown = list(result.errors.items())[:_ERRORS_SHOWN]
+        more = len(result.errors) - len(shown)
+        super().__init__(
+            f"{len(result.errors)} of {len(result.arrow_values)} rows have no answer: "
+            + "; ".join(f"row {place}: {error}" for place, error in shown)
+            + (f"; and {more} more" if more else "")
+        )
+        self.result = result
+
+
+def llm_map(
+    table: Any,
+    prompt: str,
+    fields: Sequence[str] | None = None,
+    *,
+    engine: Any,
+    output: Any = None,
+    choices: Sequence[str] | None = None,
+    order: OrderChoice = "auto",
+    max_tokens: int = DEFAULT_MAX_TOKENS,
+    temperature: float = 0.0,
+    seed: int | None = None,
+    reorder: Sequence[str] = (),
+    rules: Sequence[str] = (),
+    checkpoint: str | PathLike[str] | None = None,
+    max_total_tokens: int | None = None,
+    show_progress: bool | None = None,
+    on_error: OnError = "null",
+    template: PromptTemplate | None = None,
+    bucket_rows: int = DEFAULT_BUCKET_ROWS,
+) -> MapResult:
+    """Ask a question of every row; rows whose fields are equal are asked once.
+
+    In pandas NaN is a missing value; elsewhere it is a number, equal to itself.
+
+    Args:
+        table: a pandas or Polars DataFrame or an Arrow table.
+        prompt: the question; ``{name}`` refers to the column of that name.
+        fields: the columns that the prompt holds. None means those that the prompt refers to, or
+            all columns if it refers to none.
+        engine: see `open_engine`. What is opened here is closed here: open a model first if it is
+            to answer more than one question.
+        output: what answers are: "text", "int", "float", "bool" or "json"; str, int, float or bool;
+            a pydantic model; a JSON schema; or an `Output`. Answers that a pydantic model refuses
+            are errors. A schema is what the model is held to, answers are not checked again.
+        choices: the only texts that are allowed.
+        order: of rows and fields in the prompts, see `JobOptions`; values are in the table's order.
+        max_tokens: of an answer.
+        temperature: 0 answers greedily.
+        seed: of a temperature above 0.
+        reorder: those of the fields whose value is a list, and whose elements may be put in any
+            order.
+        rules, checkpoint, max_total_tokens, show_progress, template, bucket_rows: see `JobOptions`.
+        on_error: what becomes of a row without an answer: a missing value, or an exception when all
+            rows are done.
+
+    Raises:
+        TypeError: the table, the engine or the output is none of the above.
+        ValueError: a field is no column of the table or cannot be shown, or another argument does
+            not fit. As with a TypeError, nothing was asked yet.
+        CheckpointError: the checkpoint cannot be used.
+        TokenBudgetError: there are not enough tokens for all prompts.
+        EngineError: the engine is gone.
+        RowsFailedError: rows have no answer, and ``on_error="raise"`` is given.
+    """
+    if on_error not in get_args(OnError):
+        raise ValueError(f"on_error={on_error!r} given, expected one of {list(get_args(OnError))}")
+    rows = caller_table(table)
+    types = answer_type(output, choices)
+    question = Question(
+        prompt,
+        _fields_of(prompt, rows, _names("fields", fields)),
+        types.output,
+        max_tokens,
+        temperature,
+        seed,
+        _names("reorder", reorder) or (),
+    )
+    options = JobOptions(
+        order,
+        _names("rules", rules) or (),
+        None if checkpoint is None else Path(checkpoint),
+        max_total_tokens,
+        show_progress,
+        template or PromptTemplate(),
+        bucket_rows,
+    )
+    columns = arrow_columns(rows, question.fields)
+    _check_lists(question, columns)
+    with duckdb.connect() as connection:
+        source = _register(connection, question, columns)
+        with ExitStack() as cleanup:
+            opened: Engine = engine if is_engine(engine) else open_engine(engine)
+            if opened is not engine:
+                cleanup.callback(opened.close)
+            runner = JobRunner(connection, opened, options)
+            cleanup.callback(runner.close)
+            runner.answer(source, question, _TARGET)
+        answers = _answers_of_rows(connection, question)
+    result = _result(rows, answers, types, runner.report)
+    if result.errors and on_error == "raise":
+        raise RowsFailedError(result)
+    return result
+
+
+def _names(argument: str, given: Sequence[str] | None) -> tuple[str, ...] | None:
+    if given is None:
+        return None
+    names = (given,) if isinstance(given, str) else tuple(given)
+    wrong = [name for name in names if not isinstance(name, str)]
+    if wrong:
+        raise TypeError(f"{argument} with {wrong} given, expected names, which are strings")
+    return names
+
+
+def _fields_of(prompt: str, table: CallerTable, fields: tuple[str, ...] | None) -> tuple[str, ...]:
+    if fields is None:
+        fields = tuple(placeholders_of(prompt)) or _all_names(table)
+    for name in fields:
+        _check_name(name)
+    lower = [name.lower() for name in fields]
+    alike = [name for name in fields if lower.count(name.lower()) > 1]
+    if len(set(alike)) > 1:
+        raise ValueError(
+            f"fields {alike} given, which DuckDB takes for one name: rename one of the columns"
+        )
+    return fields
+
+
+def _check_name(name: str) -> None:
+    if not name:
+        raise ValueError("a field without a name was given: rename the column")
+    if name.lower() in _RESERVED_NAMES or name.lower().startswith(_RESERVED_START):
+        raise ValueError(
+            f"field {name!r} given, a name that jobs use themselves, as are all that begin with "
+            f"{_RESERVED_START!r}: rename the column"
+        )
+
+
+def _all_names(table: CallerTable) -> tuple[str, ...]:
+    others = [name for name in table.names if not isinstance(name, str)]
+    if others:
+        raise ValueError(
+            f"columns {others} have names that are not strings: rename them, as with "
+            f"table.rename(columns=str), or say which fields to use"
+        )
+    if not table.names:
+        raise ValueError("a table without columns was given, expected at least one")
+    return tuple(table.names)
+
+
+def _check_lists(question: Question, columns: Sequence[pa.ChunkedArray]) -> None:
+    for name, column in zip(question.fields, columns, strict=True):
+        is_list = (
+            pa.types.is_list(column.type)
+            or pa.types.is_large_list(column.type)
+            or pa.types.is_fixed_size_list(column.type)
+            or pa.types.is_list_view(column.type)
+            or pa.types.is_large_list_view(column.type)
+            or pa.types.is_null(column.type)
+        )
+        if name in question.set_fields and not is_list:
+            raise ValueError(
+                f"reorder names column {name!r} of type {column.type}, expected a column of lists"
+            )
+
+
+def _column(number: int) -> str:
+    return f"relay_{number}"
+
+
+def _register(
+    connection: duckdb.DuckDBPyConnection, question: Question, columns: Sequence[pa.ChunkedArray]
+) -> str:
+    """Make the view `_INPUT`, whose columns have numbers for names.
+
+    Returns:
+        The query of the question's fields, in the table's order.
+
+    Raises:
+        ValueError: DuckDB has no type for a column.
+    """
+    # what timestamps with a time zone look like
+    connection.execute("SET TimeZone = 'UTC'")
+    shown = []
+    for number, (name, column) in enumerate(zip(question.fields, columns, strict=True)):
+        try:
+            connection.register("relay_column", pa.table({"value": column.slice(0, 1)}))
+            connection.execute("SELECT to_json(value) FROM relay_column").fetchall()
+            connection.unregister("relay_column")
+        except duckdb.Error as error:
+            raise ValueError(
+                f"column {name!r} of type {column.type} given, which DuckDB does not take "
+                f"({error}): convert it, or leave it out of fields"
+            ) from None
+        # single precision as it is written: 0.1, not 0.10000000149011612
+        is_single = pa.types.is_float32(column.type)
+        value = f"{_column(number)}::VARCHAR::DOUBLE" if is_single else _column(number)
+        shown.append(f"{value} AS {_column(number)}")
+    num_rows = len(columns[0])
+    arrow = pa.table(
+        [pa.array(np.arange(num_rows)), *columns],
+        names=[_ROW, *map(_column, range(len(columns)))],
+    )
+    connection.register("relay_arrow", arrow)
+    connection.execute(
+        f"CREATE TEMP VIEW {_INPUT} AS SELECT {_ROW}, {', '.join(shown)} FROM relay_arrow"
+    )
+    fields = ", ".join(
+        f"{_column(number)} AS {quoted(name)}" for number, name in enumerate(question.fields)
+    )
+    return f"SELECT {fields} FROM {_INPUT} ORDER BY {_ROW}"
+
+
+def _answers_of_rows(connection: duckdb.DuckDBPyConnection, question: Question) -> pa.Table:
+    """The columns ``answer`` and ``error`` of every row of the table, in its order."""
+    numbers = range(len(question.fields))
+    # by position: fields may have any name
+    names = ", ".join([*map(_column, numbers), "relay_answer", "relay_error"])
+    matches = " AND ".join(
+        f"rows.{_column(number)} IS NOT DISTINCT FROM answers.{_column(number)}"
+        for number in numbers
+    )
+    is_json = question.output.type == "json"
+    answer = "relay_answer::VARCHAR" if is_json else "relay_answer"
+    answers = connection.sql(
+        f"SELECT {answer} AS answer, relay_error AS error FROM {_INPUT} AS rows "
+        f"LEFT JOIN {_TARGET} AS answers({names}) ON {matches} ORDER BY rows.{_ROW}"
+    ).to_arrow_table()
+    nulls = pc.and_(pc.is_null(answers["answer"]), pc.is_null(answers["error"]))
+    if pc.any(nulls).as_py():
+        raise AssertionError(f"{pc.sum(nulls)} rows are missing among the answers")
+    return answers
+
+
+def _result(
+    table: CallerTable, answers: pa.Table, types: AnswerType, report: JobReport
+) -> MapResult:
+    values = answers["answer"]
+    failed = pc.indices_nonzero(pc.is_valid(answers["error"]))
+    errors = dict(zip(failed.to_pylist(), answers["error"].take(failed).to_pylist(), strict=True))
+    if types.model is not None:
+        refused = {text: types.check(text) for text in values.unique().to_pylist() if text}
+        texts = values.to_pylist()
+        for place, text in enumerate(texts):
+            if text and refused[text]:
+                errors[place], texts[place] = refused[text], None
+        values = pa.chunked_array([pa.array(texts, pa.string())])
+    report.num_errors = len(errors)
+    return MapResult(table.values(values), dict(sorted(errors.items())), report, types, values)

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call of llm() in a statement: the question it asks, and the expressions of its fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sqlglot import exp
+
+from vllm_relay.tables.outputs import Output
+from vllm_relay.tables.question import DEFAULT_MAX_TOKENS, Question
+from vllm_relay.tables.sql.errors import error_at
+from vllm_relay.tables.sql.expressions import DIALECT, sql_of
+
+PARAMETERS = (
+    "choices",
+    "return",
+    "schema",
+    "max_tokens",
+    "temperature",
+    "seed",
+    "reorder",
+)
+USAGE = "llm('text', {field, name: expression}, choices := ['Yes', 'No'])"
+# what the table of answers holds beside the fields
+ANSWER, ERROR = "answer", "error"
+
+
+@dataclass(frozen=True)
+class Field:
+    """
+    Attributes:
+        name: in the prompt.
+        expression: of its value.
+    """
+
+    name: str
+    expression: exp.Expr
+
+
+@dataclass(frozen=True)
+class LlmCall:
+    """
+    Attributes:
+        question: of every row.
+        fields: in the order of the question's.
+    """
+
+    question: Question
+    fields: tuple[Field, ...]
+
+
+def read_call(node: exp.Anonymous, star_fields: Callable[[exp.Expr], list[Field]]) -> LlmCall:
+    """
+    Args:
+        node: a call of llm().
+        star_fields: the fields that ``*`` or ``t.*`` stands for.
+
+    Raises:
+        SqlError: it is not called as it should be.
+    """
+    text, fields_node, named = _arguments(node)
+    fields = _fields(node, fields_node, star_fields)
+    parameters = _parameters(node, named)
+    output = _output(node, parameters)
+    try:
+        question = Question(
+            text,
+            tuple(field.name for field in fields),
+            output,
+            max_tokens=parameters.get("max_tokens", DEFAULT_MAX_TOKENS),
+            temperature=float(parameters.get("temperature", 0.0)),
+            seed=parameters.get("seed"),
+            set_fields=tuple(parameters.get("reorder", ())),
+        )
+    except ValueError as error:
+        raise error_at(node, str(error)) from None
+    return LlmCall(question, tuple(fields))
+
+
+def null_answer(node: exp.Anonymous) -> exp.Expr:
+    """An expression of the type of a call's answers that DuckDB takes if it takes the fields.
+
+    Raises:
+        SqlError: it is not called as it should be.
+    """
+    _, fields_node, named = _arguments(node)
+    output = _output(node, _parameters(node, named))
+    values: list[exp.Expr] = []
+    if not is_star(fields_node):
+        values = [field.expression.copy() for field in _fields(node, fields_node, lambda _: [])]
+    is_given = exp.Is(this=exp.Tuple(expressions=[*values, exp.null()]), expression=exp.null())
+    case = exp.Case(ifs=[exp.If(this=is_given, true=exp.null())])
+    return exp.cast(case, output.sql_type, dialect=DIALECT)
+
+
+def _arguments(node: exp.Anonymous) -> tuple[str, exp.Expr, list[exp.Expr]]:
+    """The text, the fields and the parameters of a call."""
+    positional = [part for part in node.expressions if not _is_named(part)]
+    named = [part for part in node.expressions if _is_named(part)]
+    if len(positional) != 2:
+        raise error_at(
+            node,
+            f"llm() has {len(positional)} arguments without a name, expected two, as in {USAGE}",
+        )
+    text, fields = positional
+    if not (isinstance(text, exp.Literal) and text.is_string):
+        raise error_at(
+            node,
+            f"the first argument of llm() is {sql_of(text)}, expected a text in single quotes: it "
+            f"is the same for every row; what differs by row belongs to the fields, as in {USAGE}",
+        )
+    return text.this, fields, named
+
+
+def _output(node: exp.Anonymous, parameters: dict[str, Any]) -> Output:
+    try:
+        return Output.of(
+            parameters.get("return"), parameters.get("choices"), parameters.get("schema")
+        )
+    except ValueError as error:
+        raise error_at(node, str(error)) from None
+
+
+def _is_named(node: exp.Expr) -> bool:
+    return isinstance(node, (exp.PropertyEQ, exp.Kwarg))
+
+
+def is_star(node: exp.Expr) -> bool:
+    """Whether it is ``*`` or ``t.*``."""
+    return isinstance(node, exp.Star) or (
+        isinstance(node, exp.Column) and isinstance(node.this, exp.Star)
+    )
+
+
+def _fields(
+    call: exp.Anonymous, node: exp.Expr, star_fields: Callable[[exp.Expr], list[Field]]
+) -> list[Field]:
+    if is_star(node):
+        fields = star_fields(node)
+    elif isinstance(node, exp.Struct):
+        fields = [_field(call, part) for part in node.expressions]
+    else:
+        raise error_at(
+            call,
+            f"the second argument of llm() is {sql_of(node)}, expected its fields: {{a, b}}, "
+            f"{{name: expression}}, * or t.*",
+        )
+    seen: dict[str, str] = {}
+    for field in fields:
+        key = field.name.lower()
+        if key in (ANSWER, ERROR):
+            raise error_at(
+                call,
+                f"a field is named {field.name!r}, which is the name of a column of the answers: "
+                f"give it another one, as in {{its_{key}: {key}}}",
+            )
+        if key in seen:
+            raise error_at(
+                call,
+                f"two fields are named {seen[key]!r} and {field.name!r}, expected names that "
+                f"differ by more than case: give one of them another name, as in "
+                f"{{name: expression}}",
+            )
+        seen[key] = field.name
+    return fields
+
+
+def _field(call: exp.Anonymous, node: exp.Expr) -> Field:
+    if isinstance(node, exp.PropertyEQ):
+        return Field(node.this.name, node.expression)
+    if isinstance(node, exp.Column) and not isinstance(node.this, exp.Star):
+        return Field(node.name, node)
+    if isinstance(node, exp.Dot):
+        return Field(node.name, node)
+    raise error_at(
+        call, f"field {sql_of(node)} of llm() has no name: write {{name: {sql_of(node)}}}"
+    )
+
+
+def _parameters(call: exp.Anonymous, named: list[exp.Expr]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for node in named:
+        name = node.this.name.lower()
+        if name not in PARAMETERS:
+            raise error_at(
+                call,
+                f"llm() has no parameter {node.this.name!r}, expected some of {list(PARAMETERS)}",
+            )
+        if name in values:
+            raise error_at(call, f"parameter {name!r} of llm() is given twice")
+        values[name] = _value(call, name, node.expression)
+    return values
+
+
+def _value(call: exp.Anonymous, name: str, node: exp.Expr) -> Any:
+    expected: str
+    value = _constant(node)
+    if name in ("choices", "reorder"):
+        expected = "a list of texts, as in ['a', 'b']"
+        is_right = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    elif name in ("return", "schema"):
+        expected = "a text in single quotes"
+        is_right = isinstance(value, str)
+    elif name == "temperature":
+        expected = "a number"
+        is_right = isinstance(value, (int, float)) and not isinstance(value, bool)
+    else:
+        expected = "an integer"
+        is_right = isinstance(value, int) and not isinstance(value, bool)
+    if not is_right:
+        raise error_at(call, f"{name} := {sql_of(node)} given to llm(), expected {expected}")
+    return value
+
+
+def _constant(node: exp.Expr) -> Any:
+    """A literal as a value of Python; None if it is none."""
+    if isinstance(node, exp.Literal):
+        return node.this if node.is_string else _number(node.this)
+    if isinstance(node, exp.Neg):
+        value = _constant(node.this)
+        return -value if isinstance(value, (int, float)) else None
+    if isinstance(node, exp.Array):
+        return [_constant(item) for item in node.expressions]
+    return None
+
+
+def _number(text: str) -> int | float | None:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return None

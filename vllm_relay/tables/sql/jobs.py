@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls answered by jobs, and the errors of their rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import duckdb
+
+from vllm_relay.tables.question import Question
+from vllm_relay.tables.sql.calls import ERROR
+from vllm_relay.tables.sql.errors import AnswerFailedError
+from vllm_relay.tables.sql.expressions import quoted
+from vllm_relay.tables.sql.plan import PlannedCall
+
+if TYPE_CHECKING:
+    from vllm_relay.tables.sql.connection import Runner
+
+
+@dataclass(frozen=True)
+class CallError:
+    """
+    Attributes:
+        call: its text.
+        fields: of the row that has no answer, by name.
+        error: why.
+    """
+
+    call: str
+    fields: dict[str, Any]
+    error: str
+
+
+class JobAsker:
+    """
+    Args:
+        connection: of DuckDB.
+        runner: of jobs on it.
+        raises: an error of a row ends the query.
+    """
+
+    filters = True
+    is_bound = False
+    reads_answers = False
+
+    def __init__(self, connection: duckdb.DuckDBPyConnection, runner: Runner, raises: bool) -> None:
+        self._connection = connection
+        self._runner = runner
+        self._raises = raises
+        self._errors: dict[tuple[str, str], CallError] = {}
+
+    def answer(self, source: str, call: PlannedCall, target: str) -> None:
+        self._runner.answer(source, call.question, target)
+        names = call.question.fields
+        columns = ", ".join(quoted(name) for name in (*names, ERROR))
+        rows = self._connection.execute(
+            f"SELECT {columns} FROM {target} WHERE {ERROR} IS NOT NULL"
+        ).fetchall()
+        found = [CallError(call.text, dict(zip(names, row, strict=False)), row[-1]) for row in rows]
+        if found and self._raises:
+            raise AnswerFailedError(
+                f"{len(found)} rows have no answer to {call.text}; the first is "
+                f"{found[0].fields}: {found[0].error}"
+            )
+        self._errors.update({(error.call, repr(error.fields)): error for error in found})
+
+    @property
+    def errors(self) -> list[CallError]:
+        """Of distinct rows, so far."""
+        return list(self._errors.values())
+
+    def cost_per_prompt(self, source: str, question: Question) -> float:
+        estimate = self._runner.estimate(source, question)
+        num_asked = estimate.num_prompts - estimate.num_known
+        return (estimate.prompt_tokens + estimate.output_tokens) / max(num_asked, 1)
