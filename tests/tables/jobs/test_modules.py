@@ -75,6 +75,7 @@ def asked(
     """The prompts of a job, which have the fields of their rows or are too long."""
     engine = engine or module_engine()
     job = runner(connection, engine, modules=modules, **options)
+    connection.execute("DROP TABLE IF EXISTS out")
     job.answer("FROM t", question, "out")
     for row in answered(connection):
         *values, answer, error = row
@@ -169,6 +170,16 @@ def test_without_a_gain_over_prefixes_there_are_no_modules() -> None:
     )
     question = Question("What?", ("product", "review"), max_tokens=8)
     assert all(prompt.modules is None for prompt in asked(connection, question))
+
+
+@pytest.mark.parametrize("order", ["auto", "keep", "fixed", "per_row"])
+def test_rows_run_in_their_chosen_order(order: str) -> None:
+    connection = reviews()
+    numbers = [
+        [prompt.number for prompt in asked(connection, modules=modules, order=order)]
+        for modules in ("off", "modular")
+    ]
+    assert numbers[0] == numbers[1]
 
 
 def test_null_is_no_module() -> None:

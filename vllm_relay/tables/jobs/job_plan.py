@@ -26,6 +26,8 @@ from vllm_relay.tables.question import Question
 
 _PROMPTS_PER_CHUNK = 256
 _ANY_CACHE = BlockCache(block_size_tokens=16)
+_LEAST_SAVED_SHARE = 0.1
+"""Of the computed tokens: for less, modules are not worth other answers."""
 
 
 @dataclass
@@ -235,7 +237,7 @@ class JobPlan:
         rows: npt.NDArray[np.int64],
         prefix_tokens: npt.NDArray[np.int64],
     ) -> ModulePrompts | None:
-        """None where the prefix cache saves as much without modules.
+        """None where the prefix cache saves about as much without modules.
 
         Args:
             rows: in their order.
@@ -258,7 +260,8 @@ class JobPlan:
             cached_tokens=prefix_tokens,
         )
         without = int(row_tokens.sum() - prefix_tokens.sum())
-        return modules if modules.computed_tokens < without else None
+        most = (1 - _LEAST_SAVED_SHARE) * without
+        return modules if modules.computed_tokens < most else None
 
     def _encoded(self, kinds: Sequence[Kind]) -> tuple[list[Column], list[list[str]]]:
         """Columns of the question's fields, and the rendered field of each of their values."""

@@ -159,12 +159,13 @@ class JobRun:
         self._budget.spend(self._reserved(planned), num_tokens)
         report, kind = self._report, planned.kind
         report.prompt_tokens += completion.num_prompt_tokens
-        # modules are always cached when a prompt begins, also if they were computed for it
-        report.cached_tokens += completion.num_cached_tokens - planned.num_encoded_tokens
+        report.cached_tokens += completion.num_cached_tokens
         report.output_tokens += completion.num_output_tokens
         if completion.error:
             self._add_error(kind, completion.error)
             return
+        # modules are always cached when a prompt begins, also if they were computed for it
+        report.cached_tokens -= planned.num_encoded_tokens
         report.saved_tokens += (kind.num_rows - 1) * num_tokens
         self._checkpoint.keep(kind.key, completion)
         self._add_text(kind, completion.text, completion.is_cut)

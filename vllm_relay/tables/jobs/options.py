@@ -29,8 +29,9 @@ class JobOptions:
         bucket_rows: rows that are ordered together, and held in memory at once.
         modules: whether long values that rows share become prompt modules, which are computed once
             and reused whatever stands before them. They do not see each other, so answers may
-            change; "repair" computes the first tokens of each anew in every prompt. Needs an engine
-            that takes modules. Where the prefix cache saves as much, prompts have none.
+            change; "repair" computes the first tokens of each anew in every prompt. Fields with
+            modules come first, in every order. Needs an engine that takes modules. Where the prefix
+            cache saves about as much, prompts have none.
 
     Raises:
         ValueError: an order, a rule or a mode of modules is not known, or a number is below 1.
