@@ -60,7 +60,6 @@ class ModulePrompts:
             the order of `rows`.
 
     Attributes:
-        num_modules: that there are.
         computed_tokens: of all prompts, about.
     """
 
@@ -100,7 +99,6 @@ class ModulePrompts:
             max_positions=None if limit_tokens is None else limit_tokens - max_answer_tokens,
         )
         self._columns_with_modules = [number for number, each in enumerate(self._placed) if each]
-        self.num_modules = sum(map(len, self._placed))
         self._repair_tokens = REPAIR_TOKENS if mode == "repair" else 0
         self._renderer = ModuleRenderer(self._beginning, self._block_size, self._repair_tokens)
         self._parts: dict[tuple[int, int], list[PlacedModule | str]] = {}
