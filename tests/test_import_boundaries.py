@@ -46,6 +46,7 @@ LOADED = (
         "vllm_relay.sparse.reference",
         "vllm_relay.tables",
         "vllm_relay.tables.engines.server",
+        "vllm_relay.tables.jobs.job_runner",
     ],
 )
 def test_import_loads_neither_torch_nor_vllm(module: str) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.question import Question
+
+if TYPE_CHECKING:
+    from vllm_relay.prefix_cache.modules.render import RenderedPrompt
 
 
 class EngineError(RuntimeError):
@@ -22,11 +25,13 @@ class Prompt:
         number: comes back with the completion.
         message: what the user says, before the chat template.
         token_ids: of the templated prompt; empty if the engine has no tokenizer.
+        modules: the same with prompt modules, for an engine that takes them; None if it has none.
     """
 
     number: int
     message: str
     token_ids: list[int]
+    modules: RenderedPrompt | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,9 @@ class PromptShape:
 
 
 class Engine(Protocol):
-    """
+    """An engine may also have an attribute ``modules_refusal``: None if it takes prompts with
+    modules, else the reason why it does not.
+
     Attributes:
         identity: the model and what else changes answers but is no part of a question.
         tokenizer: of the model, a Hugging Face tokenizer; None if there is none at hand: token
@@ -106,3 +113,8 @@ class Engine(Protocol):
     def close(self) -> None:
         """Let go of the engine, if it was started for this."""
         ...
+
+
+def modules_refusal(engine: Engine) -> str | None:
+    """Why an engine takes no prompts with modules; None if it does."""
+    return getattr(engine, "modules_refusal", "prompt modules run in vLLM in this process only")

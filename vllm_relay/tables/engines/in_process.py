@@ -19,6 +19,8 @@ from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_relay.prefix_cache.modules.requests import with_plan
+from vllm_relay.prefix_cache.modules.start_checks import unsupported_reason
 from vllm_relay.tables.engines.base import Completion, EngineError, Prompt, PromptShape
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.question import Question
@@ -56,6 +58,7 @@ class InProcessEngine:
         self.max_model_len: int | None = config.model_config.max_model_len
         self.max_running: int = config.scheduler_config.max_num_seqs
         self.cache = _cache_of(config)
+        self.modules_refusal = unsupported_reason(config)
 
     def generate(self, prompts: Iterable[Prompt], question: Question) -> Iterator[Completion]:
         """See `Engine`."""
@@ -108,7 +111,7 @@ class InProcessEngine:
                     # known before it is added: whatever ends this loop aborts it
                     running[request_id] = prompt.number
                     try:
-                        engine.add_request(request_id, tokens_input(prompt.token_ids), params)
+                        engine.add_request(request_id, *self._request(prompt, params))
                     except (ValueError, VLLMValidationError) as error:
                         del running[request_id]
                         yield Completion(prompt.number, error=str(error))
@@ -127,6 +130,12 @@ class InProcessEngine:
                 # one that was interrupted may be dead as well
                 with suppress(EngineDeadError):
                     engine.abort_request(list(running))
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> tuple[Any, SamplingParams]:
+        if prompt.modules is None:
+            return tokens_input(prompt.token_ids), params
+        params = with_plan(params, prompt.modules, self.max_model_len)
+        return tokens_input(prompt.modules.token_ids), params
 
     def _ordinary_tokens(self) -> list[int]:
         """Those that stand for text: others may begin an image, say."""

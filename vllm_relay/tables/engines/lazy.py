@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
-from vllm_relay.tables.engines.base import Completion, Engine, Prompt, PromptShape
+from vllm_relay.tables.engines.base import (
+    Completion,
+    Engine,
+    Prompt,
+    PromptShape,
+    modules_refusal,
+)
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.question import Question
 
@@ -45,6 +51,11 @@ class LazyEngine:
     @property
     def max_running(self) -> int:
         return self._engine.max_running
+
+    @property
+    def modules_refusal(self) -> str | None:
+        """See `Engine`."""
+        return modules_refusal(self._engine)
 
     def generate(self, prompts: Iterable[Prompt], question: Question) -> Iterator[Completion]:
         """See `Engine`."""

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vllm_relay.tables.engines.base import Completion
+from vllm_relay.tables.jobs.module_prompts import ModuleMode
 from vllm_relay.tables.jobs.prompt_format import PromptTemplate
 from vllm_relay.tables.question import Question
 
@@ -159,12 +160,20 @@ class Keys:
         template: of its prompts.
         order_is_kept: whether the order of fields is the caller's; answers to prompts in that order
             are kept apart.
+        modules: how modules are used: answers with modules are kept apart, by mode.
     """
 
     def __init__(
-        self, identity: str, question: Question, template: PromptTemplate, order_is_kept: bool
+        self,
+        identity: str,
+        question: Question,
+        template: PromptTemplate,
+        order_is_kept: bool,
+        modules: ModuleMode = "off",
     ) -> None:
         asked = [identity, asdict(question), asdict(template), order_is_kept]
+        if modules != "off":
+            asked.append(modules)
         self._start = hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=16)
 
     def of(self, values: Sequence[str]) -> bytes:

@@ -20,6 +20,7 @@ class Estimate:
         seconds: about; None if the engine's speed is not known.
         tokens_are_exact: whether prompt tokens were counted with the model's tokenizer.
         num_refused: prompts that are too long for the engine.
+        num_modular: prompts with modules; these are cached for all prompts but the first.
     """
 
     num_rows: int
@@ -32,6 +33,7 @@ class Estimate:
     seconds: float | None
     tokens_are_exact: bool
     num_refused: int = 0
+    num_modular: int = 0
 
 
 @dataclass

@@ -10,14 +10,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from vllm_relay.tables.engines.base import Engine, Prompt
+from vllm_relay.tables.engines.base import Engine, Prompt, modules_refusal
 from vllm_relay.tables.jobs.checkpoint import Checkpoint, Keys, KnownAnswer
 from vllm_relay.tables.jobs.job_rows import Bucket, JobRows
 from vllm_relay.tables.jobs.joined_tokens import FieldTokens, PromptTokens
+from vllm_relay.tables.jobs.module_prompts import ModulePrompt, ModulePrompts
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.jobs.prompt_format import PromptFormat, text_of
 from vllm_relay.tables.jobs.set_fields import reordered_lists, sorted_list
-from vllm_relay.tables.ordering.cached_tokens import BlockCache
+from vllm_relay.tables.ordering.cached_tokens import BlockCache, cached_tokens
 from vllm_relay.tables.ordering.columns import Column, encode_columns
 from vllm_relay.tables.ordering.duplicates import distinct_rows
 from vllm_relay.tables.ordering.order import FieldPrompts, choose_order
@@ -25,6 +26,8 @@ from vllm_relay.tables.question import Question
 
 _PROMPTS_PER_CHUNK = 256
 _ANY_CACHE = BlockCache(block_size_tokens=16)
+_LEAST_SAVED_SHARE = 0.1
+"""Of the computed tokens: for less, modules are not worth other answers."""
 
 
 @dataclass
@@ -54,11 +57,14 @@ class PlannedPrompt:
         prompt: its number is that of the first row.
         token_ids: of the prompt; without a tokenizer about as many numbers, equal for equal
             beginnings.
+        num_encoded_tokens: of its modules, that are computed for this prompt and no earlier one,
+            about.
     """
 
     kind: Kind
     prompt: Prompt
     token_ids: list[int]
+    num_encoded_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,9 @@ class JobPlan:
     Attributes:
         order_names: rows by the name of the order that was chosen for their bucket.
         num_by_rules: rows that are left out only because rules make their texts equal.
+
+    Raises:
+        ValueError: the options ask for modules, and the engine takes none.
     """
 
     def __init__(
@@ -107,7 +116,19 @@ class JobPlan:
         self._format = prompt_format
         self._options = options
         self._checkpoint = checkpoint
-        self._keys = Keys(engine.identity, question, options.template, options.order == "keep")
+        if options.modules != "off" and (reason := modules_refusal(engine)):
+            raise ValueError(
+                f"modules={options.modules!r} given, but the engine takes no prompt modules: "
+                f'{reason}. Give LLM(..., attention_backend="relay", '
+                f'additional_config={{"relay": {{"scheduler": True}}}}), or modules="off"'
+            )
+        self._keys = Keys(
+            engine.identity,
+            question,
+            options.template,
+            options.order == "keep",
+            options.modules,
+        )
         self._field_tokens = FieldTokens(prompt_format)
         self.order_names: Counter[str] = Counter()
         self.num_by_rules = 0
@@ -170,35 +191,77 @@ class JobPlan:
             fitting = [row for row in range(len(kinds)) if row not in refused]
             kinds = [kinds[row] for row in fitting]
             columns = [column.take(np.array(fitting)) for column in columns]
-        chosen = choose_order(
-            columns,
-            self._options.order,
-            self._cache_for(columns),
-            FieldPrompts(columns, self._format.before_tokens, self._format.after_tokens),
-        )
+        prompts = FieldPrompts(columns, self._format.before_tokens, self._format.after_tokens)
+        cache = self._cache_for(columns)
+        chosen = choose_order(columns, self._options.order, cache, prompts)
         self.order_names[chosen.name] += len(kinds)
+        modules = None
+        if self._options.modules != "off":
+            prefix_tokens = cached_tokens(prompts(chosen.order), cache)
+            modules = self._modules(columns, lines, chosen.order.rows, prefix_tokens)
         codes = [column.codes.tolist() for column in columns]
         prompt_tokens = PromptTokens(self._field_tokens, self._format, columns, lines)
         limit = self._limit_tokens
         for begin in range(0, len(kinds), _PROMPTS_PER_CHUNK):
             chunk = slice(begin, begin + _PROMPTS_PER_CHUNK)
             rows = chosen.order.rows[chunk].tolist()
+            fields = chosen.order.fields[chunk].tolist()
+            modular = modules.of_rows(rows, fields) if modules is not None else {}
             cells = [
                 [(number, codes[number][row]) for number in numbers]
-                for row, numbers in zip(rows, chosen.order.fields[chunk].tolist(), strict=True)
+                for row, numbers in zip(rows, fields, strict=True)
+                if row not in modular
             ]
             messages = [
                 self._format.message([lines[number][code] for number, code in each])
                 for each in cells
             ]
-            token_ids = prompt_tokens.of(cells, messages)
-            for row, message, tokens in zip(rows, messages, token_ids, strict=True):
+            token_ids = prompt_tokens.of(cells, messages) if cells else []
+            without = zip(messages, token_ids, strict=True)
+            for row in rows:
+                if row in modular:
+                    yield _with_modules(kinds[row], modular[row])
+                    continue
+                message, tokens = next(without)
                 if limit is not None and len(tokens) >= limit:
                     yield RefusedRows(kinds[row], self._too_long(len(tokens)))
                     continue
                 sent = tokens if self._engine.tokenizer is not None else []
                 prompt = Prompt(kinds[row].numbers[0], message, sent)
                 yield PlannedPrompt(kinds[row], prompt, tokens)
+
+    def _modules(
+        self,
+        columns: Sequence[Column],
+        lines: Sequence[Sequence[str]],
+        rows: npt.NDArray[np.int64],
+        prefix_tokens: npt.NDArray[np.int64],
+    ) -> ModulePrompts | None:
+        """None where the prefix cache saves about as much without modules.
+
+        Args:
+            rows: in their order.
+            prefix_tokens: that the prefix cache finds without modules, in this order.
+        """
+        cache = self._engine.cache
+        assert cache is not None  # or the engine takes no modules
+        row_tokens = self._lengths(columns)
+        modules = ModulePrompts(
+            columns,
+            lines,
+            self._question.set_fields,
+            self._format,
+            cache=cache,
+            limit_tokens=self._limit_tokens,
+            max_answer_tokens=self._question.max_tokens,
+            mode=self._options.modules,
+            rows=rows,
+            row_tokens=row_tokens,
+            cached_tokens=prefix_tokens,
+        )
+        without = int(row_tokens.sum() - prefix_tokens.sum())
+        most = (1 - _LEAST_SAVED_SHARE) * without
+        return modules if modules.computed_tokens < most else None
 
     def _encoded(self, kinds: Sequence[Kind]) -> tuple[list[Column], list[list[str]]]:
         """Columns of the question's fields, and the rendered field of each of their values."""
@@ -266,6 +329,15 @@ class JobPlan:
             f"the prompt has {num_tokens} tokens, the engine takes prompts of fewer than "
             f"{self._limit_tokens}"
         )
+
+
+def _with_modules(kind: Kind, prompt: ModulePrompt) -> PlannedPrompt:
+    return PlannedPrompt(
+        kind,
+        Prompt(kind.numbers[0], prompt.message, prompt.token_ids, prompt.rendered),
+        prompt.token_ids,
+        prompt.num_encoded_tokens,
+    )
 
 
 def _with_texts(column: Column) -> Column:

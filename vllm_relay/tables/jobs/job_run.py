@@ -164,6 +164,8 @@ class JobRun:
         if completion.error:
             self._add_error(kind, completion.error)
             return
+        # modules are always cached when a prompt begins, also if they were computed for it
+        report.cached_tokens -= planned.num_encoded_tokens
         report.saved_tokens += (kind.num_rows - 1) * num_tokens
         self._checkpoint.keep(kind.key, completion)
         self._add_text(kind, completion.text, completion.is_cut)

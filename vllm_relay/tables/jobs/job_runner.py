@@ -108,6 +108,7 @@ class JobRunner:
                     pass
             else:
                 cached = int(np.sum(cached_tokens(counted.prompts(), cache)))
+                cached += counted.cached_module_tokens
         output_tokens = counted.num_asked * self._answer_tokens(question)
         return Estimate(
             num_rows=rows.num_rows,
@@ -122,6 +123,7 @@ class JobRunner:
             ),
             tokens_are_exact=self.engine.tokenizer is not None,
             num_refused=counted.num_refused,
+            num_modular=counted.num_modular,
         )
 
     def tokens_per_prompt(self, source: str, question: Question) -> float:
@@ -190,10 +192,12 @@ class _Counted:
         self.num_asked = 0
         self.num_known = 0
         self.num_refused = 0
+        self.num_modular = 0
         self.prompt_tokens = 0
+        self.cached_module_tokens = 0
 
     def prompts(self) -> Iterator[TokenSequences]:
-        """In parts, so that not all tokens are in memory at once."""
+        """Those without modules, in parts, so that not all tokens are in memory at once."""
         yield TokenSequences.from_lists([])
         steps = self._plan.steps()
         while chunk := list(islice(self._asked(steps), _PROMPTS_PER_PART)):
@@ -206,7 +210,14 @@ class _Counted:
             if isinstance(step, PlannedPrompt):
                 self.num_asked += 1
                 self.prompt_tokens += len(step.token_ids)
-                yield step.token_ids
+                modules = step.prompt.modules
+                if modules is None:
+                    yield step.token_ids
+                    continue
+                self.num_modular += 1
+                self.cached_module_tokens += (
+                    sum(modules.module_tokens.values()) - step.num_encoded_tokens
+                )
             elif isinstance(step, KnownRows):
                 self.num_known += 1
             else:

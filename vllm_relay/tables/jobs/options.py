@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
+from vllm_relay.tables.jobs.module_prompts import ModuleMode
 from vllm_relay.tables.jobs.prompt_format import PromptTemplate
 from vllm_relay.tables.ordering.duplicates import RULES
 from vllm_relay.tables.ordering.order import OrderChoice
@@ -26,9 +27,14 @@ class JobOptions:
         show_progress: a bar on the standard error; None shows it on a terminal.
         template: of the prompts.
         bucket_rows: rows that are ordered together, and held in memory at once.
+        modules: whether long values that rows share become prompt modules, which are computed once
+            and reused whatever stands before them. They do not see each other, so answers may
+            change; "repair" computes the first tokens of each anew in every prompt. Fields with
+            modules come first, in every order. Needs an engine that takes modules. Where the prefix
+            cache saves about as much, prompts have none.
 
     Raises:
-        ValueError: an order or a rule is not known, or a number is below 1.
+        ValueError: an order, a rule or a mode of modules is not known, or a number is below 1.
     """
 
     order: OrderChoice = "auto"
@@ -38,12 +44,14 @@ class JobOptions:
     show_progress: bool | None = None
     template: PromptTemplate = field(default_factory=PromptTemplate)
     bucket_rows: int = DEFAULT_BUCKET_ROWS
+    modules: ModuleMode = "off"
 
     def __post_init__(self) -> None:
-        if self.order not in get_args(OrderChoice):
-            raise ValueError(
-                f"order={self.order!r} given, expected one of {list(get_args(OrderChoice))}"
-            )
+        choices = (("order", get_args(OrderChoice)), ("modules", get_args(ModuleMode)))
+        for name, known in choices:
+            given = getattr(self, name)
+            if given not in known:
+                raise ValueError(f"{name}={given!r} given, expected one of {list(known)}")
         unknown = [rule for rule in self.rules if rule not in RULES]
         if unknown:
             raise ValueError(f"rules {unknown} given, expected some of {list(RULES)}")

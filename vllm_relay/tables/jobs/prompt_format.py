@@ -82,6 +82,7 @@ class PromptFormat:
         template: what stands around the question and the fields.
 
     Attributes:
+        template: what stands around the question and the fields.
         before, after: the text in front of the fields and behind the last one, which ends without
             its newline.
         before_tokens, after_tokens: their tokens.
@@ -90,6 +91,7 @@ class PromptFormat:
     """
 
     def __init__(self, question: Question, tokenizer: Any | None, template: PromptTemplate) -> None:
+        self.template = template
         self._tokenizer = tokenizer
         self._has_turns = bool(
             template.chat and tokenizer is not None and getattr(tokenizer, "chat_template", None)
@@ -119,6 +121,21 @@ class PromptFormat:
         """What the user says, of the rendered fields in their order."""
         message = (self._before + "".join(fields)).removesuffix(self._field_end) + self._after
         return message.strip() if self._is_trimmed else message
+
+    @property
+    def field_end(self) -> str:
+        """What every field ends with but the last one of a prompt."""
+        return self._field_end
+
+    @property
+    def beginning(self) -> str:
+        """`before`, as it stands in prompts."""
+        return self._head + (self._before.lstrip() if self._is_trimmed else self._before)
+
+    def ending(self, fields: str) -> str:
+        """The last of the rendered fields, and what stands behind them."""
+        end = fields.removesuffix(self._field_end) + self._after
+        return (end.rstrip() if self._is_trimmed else end) + self._tail
 
     def token_ids(self, messages: Sequence[str]) -> list[list[int]]:
         """The tokens of whole prompts."""
