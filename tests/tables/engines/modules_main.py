@@ -95,7 +95,7 @@ def asked(
     before = counts(llm)
     estimate = job.estimate("FROM t", question)
     job.answer("FROM t", question, "out")
-    rows = connection.execute("SELECT answer, error FROM out").fetchall()
+    rows = connection.execute("SELECT relay_answer, relay_error FROM out").fetchall()
     spent = counts(llm) - before
     return {
         "errors": [error for _, error in rows if error is not None],

@@ -57,7 +57,7 @@ def main(num_rows: str, bucket_rows: str, folder: str) -> None:
     found = {
         "num_prompts": job.report.num_prompts,
         "num_known": estimated.num_known,
-        "num_answers": connection.execute("SELECT count(answer) FROM out").fetchone(),
+        "num_answers": connection.execute("SELECT count(relay_answer) FROM out").fetchone(),
         "peak_bytes": peak_bytes(),
     }
     print(json.dumps(found))

@@ -105,7 +105,7 @@ def test_rows_get_the_answers_to_their_fields(
     # what a plain query finds in each row, and what the job says of it
     joined = " AND ".join(f"t.{quoted(n)} IS NOT DISTINCT FROM out.{quoted(n)}" for n in types)
     found = connection.execute(
-        f"SELECT {', '.join(f't.{quoted(n)}' for n in types)}, answer, error "
+        f"SELECT {', '.join(f't.{quoted(n)}' for n in types)}, relay_answer, relay_error "
         f"FROM t LEFT JOIN out ON {joined}"
     ).fetchall()
     assert len(found) == len(rows)
@@ -115,7 +115,7 @@ def test_rows_get_the_answers_to_their_fields(
     }
     assert {canonical(answer_values(row[-2], types), types, sets) for row in found} == expected
     own = connection.execute(
-        f"SELECT {jsons.replace('to_json(', 'to_json(out.')}, answer, error FROM out"
+        f"SELECT {jsons.replace('to_json(', 'to_json(out.')}, relay_answer, relay_error FROM out"
     ).fetchall()
     for *values, answer, error in own:
         assert error is None
@@ -221,7 +221,7 @@ def test_different_values_with_the_same_json_are_asked_together() -> None:
     assert len(engine.prompts) == 2
 
 
-@pytest.mark.parametrize("name", ["answer", "Error"])
+@pytest.mark.parametrize("name", ["relay_answer", "Relay_Error"])
 def test_a_field_with_the_name_of_a_result_is_refused_before_anything_is_asked(name: str) -> None:
     connection = duckdb.connect()
     engine = FakeEngine()

@@ -50,16 +50,16 @@ class AnswerTable:
         self._schema = pa.schema(
             [
                 ("number", pa.int64()),
-                ("answer", _ARROW_TYPES[output.type]),
-                ("error", pa.string()),
+                (ANSWER, _ARROW_TYPES[output.type]),
+                (ERROR, pa.string()),
             ]
         )
         self._pending: list[tuple[int, AnswerValue | None, str | None]] = []
         self.num_answered = 0
         self._check_names()
         connection.execute(
-            f"CREATE TEMP TABLE {self._name} (number BIGINT, answer {output.sql_type}, "
-            f"error VARCHAR)"
+            f"CREATE TEMP TABLE {self._name} (number BIGINT, {ANSWER} {output.sql_type}, "
+            f"{ERROR} VARCHAR)"
         )
 
     def add_text(self, numbers: Sequence[int], text: str, is_cut: bool) -> bool:
