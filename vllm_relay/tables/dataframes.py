@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from vllm_relay.tables.answer_types import AnswerType, answer_type
 from vllm_relay.tables.caller_tables import CallerTable, arrow_columns, caller_table
 from vllm_relay.tables.engines.base import Engine
+from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.engines.opening import is_engine, open_engine
 from vllm_relay.tables.identifiers import quoted
 from vllm_relay.tables.jobs.estimate import JobReport
@@ -167,8 +168,9 @@ def llm_map(
     with duckdb.connect() as connection:
         source = _register(connection, question, columns)
         with ExitStack() as cleanup:
-            opened: Engine = engine if is_engine(engine) else open_engine(engine)
-            if opened is not engine:
+            opened: Engine = engine
+            if not is_engine(engine):
+                opened = LazyEngine(lambda: open_engine(engine))
                 cleanup.callback(opened.close)
             runner = JobRunner(connection, opened, options)
             cleanup.callback(runner.close)

@@ -9,6 +9,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
+from tests.tables.fake_engine import FakeEngine
 from tests.tables.sql.fake_runner import FakeRunner, RowError, hashed_answer
 from vllm_relay.tables.sql import AnswerFailedError, Connection, SqlError, connect
 
@@ -197,7 +198,7 @@ def test_tables_of_others(make, tmp_path):
     path = tmp_path / "a'b.csv"
     path.write_text("x,y\n1,2\n")
     tables = {"own": make({"x": [1, 2]}), "a file": path}
-    asking = connect(engine=None, tables=tables)
+    asking = connect(engine=FakeEngine(), tables=tables)
     assert asking.sql("SELECT sum(x) FROM own").fetchall() == [(3,)]
     assert asking.sql('SELECT y FROM "a file"').fetchall() == [(2,)]
 
@@ -228,7 +229,7 @@ def test_tables_of_others(make, tmp_path):
         ("SELECT llm('q', {title}, return := 'x') FROM movies", "return type 'x' given, expected"),
         ("SELECT llm('q {x}', {title}) FROM movies", r"names \['x'\], expected some of its fields"),
         ("SELECT llm('q', {a: 1, A: 2}) FROM movies", "differ by more than case"),
-        ("SELECT llm('q', {answer: 1}) FROM movies", "name of a column of the answers"),
+        ("SELECT llm('q', {relay_answer: 1}) FROM movies", "name of a column of the answers"),
         (
             "SELECT llm('q', *) FROM movies m JOIN reviews r ON m.id = r.id",
             "differ by more than cas",

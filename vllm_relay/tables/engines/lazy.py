@@ -32,6 +32,10 @@ class LazyEngine:
     def _engine(self) -> Engine:
         return self._open_engine()
 
+    def open(self) -> None:
+        """Open it now."""
+        _ = self._engine
+
     @property
     def identity(self) -> str:
         return self._engine.identity

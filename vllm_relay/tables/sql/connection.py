@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import fields
 from os import PathLike, fspath
@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, get_args
 import duckdb
 from sqlglot import exp
 
+from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.engines.opening import is_engine, open_engine
 from vllm_relay.tables.jobs.estimate import Estimate, JobReport
 from vllm_relay.tables.jobs.job_runner import JobRunner
@@ -65,17 +66,22 @@ def connect(
         connection = database
     else:
         connection = duckdb.connect(fspath(database))
-    for name, table in (tables or {}).items():
-        _register(connection, name, table)
-    is_own = not is_engine(engine)
-    opened = open_engine(engine) if is_own else engine
-    runner = JobRunner(connection, opened, options or JobOptions())
-    on_close = [runner.close]
-    if is_own:
-        on_close.append(opened.close)
-    if connection is not database:
-        on_close.append(connection.close)
-    return Connection(connection, runner, on_error, on_close)
+    with ExitStack() as on_failure:
+        on_close = ExitStack()
+        on_failure.callback(on_close.close)
+        if connection is not database:
+            on_close.callback(connection.close)
+        opened = engine if is_engine(engine) else LazyEngine(lambda: open_engine(engine))
+        runner = JobRunner(connection, opened, options or JobOptions())
+        on_close.callback(runner.close)
+        made = Connection(connection, runner, on_error, on_close)
+        for name, table in (tables or {}).items():
+            _register(connection, name, table)
+        if isinstance(opened, LazyEngine) and opened is not engine:
+            on_close.callback(opened.close)
+            opened.open()  # last of all: it may take minutes
+        on_failure.pop_all()
+    return made
 
 
 def _register(connection: duckdb.DuckDBPyConnection, name: str, table: Any) -> None:
@@ -93,7 +99,7 @@ class Connection:
         duckdb_connection: of DuckDB.
         runner: of the jobs on it.
         on_error: see `connect`.
-        on_close: what `close` calls.
+        on_close: what `close` closes.
 
     Raises:
         ValueError: `on_error` is not known.
@@ -104,7 +110,7 @@ class Connection:
         duckdb_connection: duckdb.DuckDBPyConnection,
         runner: Runner,
         on_error: OnError = "null",
-        on_close: Sequence[Callable[[], None]] = (),
+        on_close: ExitStack | None = None,
     ) -> None:
         if on_error not in get_args(OnError):
             raise ValueError(
@@ -113,9 +119,7 @@ class Connection:
         self.duckdb_connection = duckdb_connection
         self._runner = runner
         self._on_error = on_error
-        self._on_close = ExitStack()
-        for call in reversed(on_close):
-            self._on_close.callback(call)
+        self._on_close = on_close or ExitStack()
         # tables of results that nobody has any more; a finalizer may not use the connection
         self._left_over: list[Tables] = []
 
