@@ -370,6 +370,13 @@ def sql(
         ),
     ] = None,
     order: Annotated[str, typer.Option(help="auto, keep, fixed or per_row.")] = "auto",
+    modules: Annotated[
+        str,
+        typer.Option(
+            help="off, or modular or repair: long values that rows share become prompt modules, "
+            "which may change answers."
+        ),
+    ] = "off",
     max_total_tokens: Annotated[
         int | None, typer.Option(min=1, help="No more tokens of prompts and answers than these.")
     ] = None,
@@ -392,7 +399,12 @@ def sql(
         server=server,
         api_key=os.environ.get("OPENAI_API_KEY") or os.environ.get("VLLM_API_KEY"),
         command=command,
-        options={"order": order, "checkpoint": checkpoint, "max_total_tokens": max_total_tokens},
+        options={
+            "order": order,
+            "modules": modules,
+            "checkpoint": checkpoint,
+            "max_total_tokens": max_total_tokens,
+        },
         on_error=on_error,
         llm_arguments={name: value for name, value in llm_arguments.items() if value is not None},
         output_path=output_path,
