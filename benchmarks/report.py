@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.common import show
 from benchmarks.markdown import markdown_table
 from benchmarks.sparse.plots import plot_result
+from benchmarks.tables.plots import plot_tables
 
 Json = dict[str, Any]
 
@@ -88,6 +89,7 @@ def write_page(results: list[Json], page: Path, plot_folder: Path) -> None:
         figures = plot_result(result, plot_folder) if result["name"] == "bench_key_index" else {}
         links = {title: os.path.relpath(path, page.parent) for title, path in figures.items()}
         parts.append(_benchmark(result, links))
+    plot_tables(results, plot_folder)
     parts.append(_cuda(plot_folder / "cuda.json"))
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text("\n".join(parts).rstrip() + "\n")

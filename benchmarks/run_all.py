@@ -32,6 +32,7 @@ BENCHMARKS = (
     "bench_predictor",
     "bench_modules",
     "bench_tables",
+    "bench_table_queries",
     "bench_index_build",
     "bench_key_index",
     "bench_model_heads",

@@ -22,7 +22,7 @@ from vllm_relay.tables.caller_tables import CallerTable, arrow_columns, caller_t
 from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.engines.opening import is_engine, open_engine
-from vllm_relay.tables.identifiers import quoted
+from vllm_relay.tables.identifiers import ANSWER, ERROR, quoted
 from vllm_relay.tables.jobs.estimate import JobReport
 from vllm_relay.tables.jobs.job_runner import JobRunner
 from vllm_relay.tables.jobs.options import DEFAULT_BUCKET_ROWS, JobOptions
@@ -251,7 +251,7 @@ def _column(number: int) -> str:
 def _register(
     connection: duckdb.DuckDBPyConnection, question: Question, columns: Sequence[pa.ChunkedArray]
 ) -> str:
-    """Make the view `_INPUT`, whose columns have numbers for names.
+    """Make the table `_INPUT` known, whose columns have numbers for names.
 
     Returns:
         The query of the question's fields, in the table's order.
@@ -261,8 +261,7 @@ def _register(
     """
     # what timestamps with a time zone look like
     connection.execute("SET TimeZone = 'UTC'")
-    shown = []
-    for number, (name, column) in enumerate(zip(question.fields, columns, strict=True)):
+    for name, column in zip(question.fields, columns, strict=True):
         try:
             connection.register("relay_column", pa.table({"value": column.slice(0, 1)}))
             connection.execute("SELECT to_json(value) FROM relay_column").fetchall()
@@ -272,19 +271,12 @@ def _register(
                 f"column {name!r} of type {column.type} given, which DuckDB does not take "
                 f"({error}): convert it, or leave it out of fields"
             ) from None
-        # single precision as it is written: 0.1, not 0.10000000149011612
-        is_single = pa.types.is_float32(column.type)
-        value = f"{_column(number)}::VARCHAR::DOUBLE" if is_single else _column(number)
-        shown.append(f"{value} AS {_column(number)}")
     num_rows = len(columns[0])
     arrow = pa.table(
         [pa.array(np.arange(num_rows)), *columns],
         names=[_ROW, *map(_column, range(len(columns)))],
     )
-    connection.register("relay_arrow", arrow)
-    connection.execute(
-        f"CREATE TEMP VIEW {_INPUT} AS SELECT {_ROW}, {', '.join(shown)} FROM relay_arrow"
-    )
+    connection.register(_INPUT, arrow)
     fields = ", ".join(
         f"{_column(number)} AS {quoted(name)}" for number, name in enumerate(question.fields)
     )
@@ -295,15 +287,15 @@ def _answers_of_rows(connection: duckdb.DuckDBPyConnection, question: Question) 
     """The columns ``answer`` and ``error`` of every row of the table, in its order."""
     numbers = range(len(question.fields))
     # by position: fields may have any name
-    names = ", ".join([*map(_column, numbers), "relay_answer", "relay_error"])
+    names = ", ".join([*map(_column, numbers), ANSWER, ERROR])
     matches = " AND ".join(
         f"rows.{_column(number)} IS NOT DISTINCT FROM answers.{_column(number)}"
         for number in numbers
     )
     is_json = question.output.type == "json"
-    answer = "relay_answer::VARCHAR" if is_json else "relay_answer"
+    answer = f"{ANSWER}::VARCHAR" if is_json else ANSWER
     answers = connection.sql(
-        f"SELECT {answer} AS answer, relay_error AS error FROM {_INPUT} AS rows "
+        f"SELECT {answer} AS answer, {ERROR} AS error FROM {_INPUT} AS rows "
         f"LEFT JOIN {_TARGET} AS answers({names}) ON {matches} ORDER BY rows.{_ROW}"
     ).to_arrow_table()
     nulls = pc.and_(pc.is_null(answers["answer"]), pc.is_null(answers["error"]))

@@ -279,3 +279,12 @@ def test_elements_of_sets_stay_as_they_are_written() -> None:
     row = answered(connection)[0]
     expected = connection.execute("SELECT to_json(a)::VARCHAR, to_json(b)::VARCHAR FROM t")
     assert tuple(json.loads(row[2]).values()) == expected.fetchone()
+
+
+def test_numbers_of_single_precision_are_as_they_are_written() -> None:
+    connection = duckdb.connect()
+    engine = FakeEngine()
+    source = "SELECT unnest([0.1, 16777216, -2.5e-7, NULL])::FLOAT AS a"
+    runner(connection, engine).answer(source, Question("What?", ("a",)), "out")
+    answers = [json.loads(row[1])["a"] for row in answered(connection)]
+    assert answers == ["0.1", "16777216.0", "-2.5e-7", "null"]

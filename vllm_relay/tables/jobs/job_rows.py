@@ -77,6 +77,13 @@ class JobRows:
             f"SELECT count(*), coalesce(sum(num_rows), 0)::BIGINT FROM {self.name}"
         )
 
+        types = connection.sql(f"SELECT {columns} FROM {self.name}").types
+        # numbers of single precision as they are written, not as what they are in double precision
+        self._exact = [
+            f"{column}::VARCHAR::DOUBLE" if str(type) == "FLOAT" else column
+            for column, type in zip(self.columns, types, strict=True)
+        ]
+
     def buckets(self, max_rows: int, order: OrderChoice) -> Iterator[Bucket]:
         """The rows, each once.
 
@@ -111,7 +118,8 @@ class JobRows:
 
     def _bucket(self, table: str, condition: str) -> Bucket:
         values = ", ".join(
-            f"coalesce(to_json({column})::VARCHAR, 'null') AS {column}" for column in self.columns
+            f"coalesce(to_json({exact})::VARCHAR, 'null') AS {column}"
+            for column, exact in zip(self.columns, self._exact, strict=True)
         )
         found = self._connection.execute(
             f"SELECT number, num_rows, {values} FROM {table} WHERE {condition} ORDER BY number"
