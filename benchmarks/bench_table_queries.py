@@ -21,7 +21,6 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 from vllm import LLM
-from vllm_relay.tables.sql.connection import connect
 
 from benchmarks.common import Goal, Result, Row, Timing, argument_parser, ratio
 from benchmarks.tables.data import SOURCES, find_table
@@ -34,6 +33,7 @@ from vllm_relay.tables.engines.in_process import InProcessEngine
 from vllm_relay.tables.jobs.estimate import JobReport
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.jobs.prompt_format import PromptFormat
+from vllm_relay.tables.sql.connection import connect
 
 FILM_FIELDS = ("link", "review", "title", "info", "id")
 EACH_BAR, MEDIAN_BAR, MEDIAN_AIM = 1.5, 2, 3
@@ -57,6 +57,7 @@ class Database:
         for name, table in tables.items():
             connection.register("made", pa.table(table))
             connection.execute(f"COPY (FROM made) TO '{self._files[name]}' (FORMAT parquet)")
+        self.num_films = len(films["id"])
         self.texts = [
             str(cell) for table in tables.values() for cells in table.values() for cell in cells
         ]
@@ -69,18 +70,24 @@ class Database:
 
 
 def load_films(data: Path | None, rows: int) -> dict[str, list[Any]]:
+    """All reviews of so many films that there are about as many rows, in the table's order."""
     source = SOURCES["movies_small"]
     if data is None:
-        table = source.made(rows)
+        table = source.made(source.rows)
     else:
         found = find_table(source, data)
         if found is None:
             raise SystemExit(f"no {source.file} in the folder of --data or below: put it there")
         given = ("rotten_tomatoes_link", "review_content", "movie_title", "movie_info", "id")
-        table = {new: found[old][:rows] for new, old in zip(FILM_FIELDS, given, strict=True)}
-    return {
-        name: [int(cell) if name == "id" else cell for cell in table[name]] for name in FILM_FIELDS
+        table = {new: found[old] for new, old in zip(FILM_FIELDS, given, strict=True)}
+    titles = list(dict.fromkeys(table["title"]))
+    chosen = set(titles[: max(1, round(len(titles) * rows / source.rows))])
+    kept = [number for number, title in enumerate(table["title"]) if title in chosen]
+    films: dict[str, list[Any]] = {
+        name: [table[name][number] for number in kept] for name in FILM_FIELDS
     }
+    films["id"] = list(map(int, films["id"]))
+    return films
 
 
 def load_questions(data: Path | None, rows: int) -> dict[str, list[Any]]:
@@ -184,7 +191,9 @@ def measure_orders(keep: Contender, auto: Contender, options: Namespace) -> list
     return rows
 
 
-def measure_pushdown(stock: Contender, auto: Contender, options: Namespace) -> list[Row]:
+def measure_pushdown(
+    stock: Contender, auto: Contender, database: Database, options: Namespace
+) -> list[Row]:
     rows: list[Row] = []
     for query in PUSHED_DOWN:
         naive_s, auto_s = [], []
@@ -195,7 +204,7 @@ def measure_pushdown(stock: Contender, auto: Contender, options: Namespace) -> l
         rows.append(
             {
                 "query": query.name,
-                "rows of the table": options.rows,
+                "rows of the table": database.num_films,
                 "prompts asked": report.num_prompts,
                 "every row s": Timing(naive_s).median_s,
                 "auto s": Timing(auto_s).median_s,
@@ -216,7 +225,7 @@ def start(model: str, options: Namespace, **arguments: Any) -> LLM:
         block_size=options.block_size,
         enable_prefix_caching=True,
         disable_log_stats=True,
-        enforce_eager=options.smoke,
+        enforce_eager=True,
         **arguments,
     )
 
@@ -247,7 +256,7 @@ def main() -> None:
         keep = Contender(stock_llm, "keep", database)
         auto = Contender(relay_llm, "auto", database)
         orders = measure_orders(keep, auto, options)
-        pushed = measure_pushdown(keep, auto, options)
+        pushed = measure_pushdown(keep, auto, database, options)
     result.add_table("Whole queries: the table's order against the chosen one", orders)
     result.add_table("Whole queries: every row against what has to be asked", pushed)
     add_goals(result, orders, pushed)
