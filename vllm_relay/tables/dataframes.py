@@ -289,7 +289,7 @@ def _answers_of_rows(connection: duckdb.DuckDBPyConnection, question: Question) 
     # by position: fields may have any name
     names = ", ".join([*map(_column, numbers), ANSWER, ERROR])
     matches = " AND ".join(
-        f"rows.{_column(number)} IS NOT DISTINCT FROM answers.{_column(number)}"
+        f"to_json(rows.{_column(number)}) IS NOT DISTINCT FROM to_json(answers.{_column(number)})"
         for number in numbers
     )
     is_json = question.output.type == "json"

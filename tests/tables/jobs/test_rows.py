@@ -288,3 +288,18 @@ def test_numbers_of_single_precision_are_as_they_are_written() -> None:
     runner(connection, engine).answer(source, Question("What?", ("a",)), "out")
     answers = [json.loads(row[1])["a"] for row in answered(connection)]
     assert answers == ["0.1", "16777216.0", "-2.5e-7", "null"]
+
+
+def test_rows_are_equal_if_their_prompts_are() -> None:
+    connection = duckdb.connect()
+    connection.execute("CREATE TABLE t (a VARCHAR COLLATE NOCASE, b DOUBLE)")
+    connection.execute("INSERT INTO t VALUES ('Yes', 0), ('YES', 0), ('Yes', '-0.0'), ('Yes', 0)")
+    engine = FakeEngine()
+    runner(connection, engine).answer("FROM t", Question("What?", ("a", "b")), "out")
+    assert len(engine.prompts) == 3
+    answers = [json.loads(row[-2]) for row in answered(connection)]
+    assert answers == [
+        {"a": '"Yes"', "b": "0.0"},
+        {"a": '"YES"', "b": "0.0"},
+        {"a": '"Yes"', "b": "-0.0"},
+    ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import duckdb
 
-from vllm_relay.tables.identifiers import ANSWER, ERROR
+from vllm_relay.tables.identifiers import ANSWER, ERROR, quoted
 from vllm_relay.tables.jobs.estimate import Estimate, JobReport
 from vllm_relay.tables.question import Question
 
@@ -70,7 +70,10 @@ class FakeRunner:
     def answer(self, source: str, question: Question, target: str) -> None:
         described = self._connection.execute(f"DESCRIBE {source}").fetchall()
         assert [row[0] for row in described] == list(question.fields)
-        rows = self._connection.execute(f"SELECT DISTINCT * FROM ({source})").fetchall()
+        shown = ", ".join(f"to_json({quoted(name)})" for name in question.fields)
+        rows = self._connection.execute(
+            f"SELECT DISTINCT ON ({shown}) * FROM ({source})"
+        ).fetchall()
         self.sources.append((question, rows))
         answers = [self._answer(question, row) for row in rows]
         columns = ", ".join(f'"{row[0]}" {row[1]}' for row in described)

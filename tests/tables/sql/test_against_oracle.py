@@ -12,6 +12,15 @@ PASS = "llm('p', {info, id}, return := 'bool')"
 RATE = "llm('r', {info}, return := 'int')"
 
 ORDERED = [
+    f"SELECT id, {ASK} FROM movies LIMIT 50%",
+    f"SELECT id, CASE WHEN row_number() OVER (ORDER BY -id) < 3 THEN {ASK} END FROM movies "
+    "ORDER BY id",
+    f"SELECT id FROM movies QUALIFY row_number() OVER (PARTITION BY type ORDER BY id) = 1 "
+    f"AND {PASS} ORDER BY id",
+    f"SELECT s.id, r.stars, a FROM ((SELECT id, {ASK} AS a FROM movies) s RIGHT JOIN reviews r "
+    "ON s.id = r.id) WHERE a IS NULL ORDER BY r.stars",
+    f"SELECT q FROM ((SELECT id, {ASK} AS a FROM movies) s(p, q) JOIN reviews r ON p = r.id) "
+    "ORDER BY r.stars",
     f"SELECT id, {ASK} FROM movies",
     f"SELECT id, {ASK} AS a FROM movies WHERE type = 'Fresh'",
     f"SELECT {ASK} || '!' AS a, id FROM movies WHERE score > 2 OR type IS NULL",

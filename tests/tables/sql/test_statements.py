@@ -303,3 +303,40 @@ def test_what_duckdb_refuses(connection, text, message):
     with pytest.raises(duckdb.Error, match=message):
         Connection(connection, runner).sql(text)
     assert runner.asked == []
+
+
+def test_rows_that_differ_in_case_only_keep_their_answers():
+    connection = duckdb.connect()
+    connection.execute("CREATE TABLE t (id INT, a VARCHAR COLLATE NOCASE)")
+    connection.execute("INSERT INTO t VALUES (1, 'Yes'), (2, 'YES'), (3, 'Yes')")
+    engine = FakeEngine(answer=lambda fields: fields["a"])
+    asking = connect(connection, engine=engine)
+    rows = asking.sql("SELECT id, llm('What?', {a}) FROM t").fetchall()
+    assert rows == [(1, '"Yes"'), (2, '"YES"'), (3, '"Yes"')]
+    assert len(engine.prompts) == 2
+
+
+def test_columns_of_errors_are_added_where_there_is_place():
+    connection = duckdb.connect()
+    connection.execute("CREATE TABLE t AS SELECT 1 AS id; CREATE TABLE answers (a VARCHAR)")
+    asking = connect(connection, engine=FakeEngine(answer=lambda fields: "x"), on_error="column")
+    unread = "SELECT count(*) FROM (SELECT llm('What?', {id}) AS a, id FROM t)"
+    assert asking.sql(unread).fetchall() == [(1,)]
+    asking.sql("INSERT INTO answers SELECT llm('What?', {id}) FROM t")
+    assert asking.sql("FROM answers").fetchall() == [("x",)]
+
+
+def test_a_random_condition_asks_about_all_rows():
+    connection = duckdb.connect()
+    connection.execute("CREATE TABLE t AS SELECT range AS id FROM range(40)")
+    asking = connect(connection, engine=FakeEngine(answer=lambda fields: "x"))
+    query = "SELECT count(*) FILTER (WHERE random() < 0.5 AND llm('What?', {id}) IS NULL) FROM t"
+    assert asking.sql(query).fetchall() == [(0,)]
+
+
+def test_an_asof_join_cannot_ask():
+    connection = duckdb.connect()
+    connection.execute("CREATE TABLE t AS SELECT 1 AS at; CREATE TABLE u AS SELECT 0 AS at, 2 AS x")
+    asking = connect(connection, engine=FakeEngine())
+    with pytest.raises(SqlError, match="llm"):
+        asking.sql("FROM t ASOF JOIN u ON t.at >= u.at AND llm('What?', {x}) = 'y'")

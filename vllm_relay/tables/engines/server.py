@@ -65,8 +65,8 @@ class ServerEngine:
     at hand.
 
     A server that is away, or turns requests away, is waited for. When it is back it must have the
-    same model. `identity` consists of the model's name and where the server has it from: other
-    weights under the same name are not noticed.
+    same model. `identity` consists of the model's name, where the server has it from and the mode:
+    other weights under the same name are not noticed.
 
     Args:
         base_url: with or without /v1.
@@ -108,7 +108,6 @@ class ServerEngine:
         self._retries = retries or RetryPolicy()
         server = run_in_thread(_ask_server(self._address, model))
         self._model = server.model
-        self.identity = server.model.identity
         self.cache = server.cache
         self.max_model_len = server.model.max_model_len
         self.max_running = max_running
@@ -117,6 +116,8 @@ class ServerEngine:
         if mode == "auto":
             sends_tokens = server.model.is_vllm and self.tokenizer is not None
             self.mode = "completions" if sends_tokens else "chat"
+        # the same message may become another prompt
+        self.identity = f"{server.model.identity} {self.mode}"
 
     def generate(self, prompts: Iterable[Prompt], question: Question) -> Iterator[Completion]:
         """As `Engine.generate`; completions come as they are ready.

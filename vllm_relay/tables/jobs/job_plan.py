@@ -282,7 +282,9 @@ class JobPlan:
 
     @property
     def _limit_tokens(self) -> int | None:
-        """Prompts have fewer tokens; None if there is no limit."""
+        """Prompts have fewer tokens; None if there is no limit, or none that can be counted."""
+        if self._engine.tokenizer is None:
+            return None
         limits = [self._engine.max_model_len]
         cache = self._engine.cache
         if cache is not None and cache.num_blocks is not None:

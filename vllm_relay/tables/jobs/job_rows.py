@@ -65,13 +65,16 @@ class JobRows:
                 f"{list(self.fields)}"
             )
         columns = ", ".join(self.columns)
+        # rows are equal if they are shown alike, whatever their collation says
+        shown = ", ".join(f"to_json({column})" for column in self.columns)
+        firsts = ", ".join(f"arg_min({column}, place) AS {column}" for column in self.columns)
         # a comment may end the source
         connection.execute(
             f"CREATE TEMP TABLE {self.name} AS "
             f"SELECT row_number() OVER (ORDER BY first_place) - 1 AS number, num_rows, {columns} "
-            f"FROM (SELECT {columns}, min(place) AS first_place, count(*) AS num_rows FROM "
+            f"FROM (SELECT {firsts}, min(place) AS first_place, count(*) AS num_rows FROM "
             f"(SELECT *, row_number() OVER () AS place FROM (\n{source}\n) AS source({columns})) "
-            f"GROUP BY {columns})"
+            f"GROUP BY {shown})"
         )
         self.num_distinct, self.num_rows = self._one(
             f"SELECT count(*), coalesce(sum(num_rows), 0)::BIGINT FROM {self.name}"

@@ -12,29 +12,19 @@ import duckdb
 from rich.console import Console
 
 from vllm_relay.arguments import check_model, check_writable
-from vllm_relay.tables.engines.base import Engine, EngineError
+from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.engines.opening import open_engine
-from vllm_relay.tables.jobs.checkpoint import CheckpointError
 from vllm_relay.tables.jobs.estimate import JobReport
 from vllm_relay.tables.jobs.options import JobOptions
-from vllm_relay.tables.jobs.token_budget import TokenBudgetError
 from vllm_relay.tables.shell.files import check_output, open_files, write_relation
 from vllm_relay.tables.shell.lines import read_statements
 from vllm_relay.tables.sql.connection import Connection, connect
-from vllm_relay.tables.sql.errors import SqlError
 from vllm_relay.tables.sql.result import Result
 
 _ERRORS_SHOWN = 5
-_FAILURES = (
-    SqlError,
-    EngineError,
-    TokenBudgetError,
-    CheckpointError,
-    duckdb.Error,
-    ValueError,
-    RuntimeError,
-)
+# of SQL, engines, budgets and checkpoints too
+_FAILURES = (duckdb.Error, ValueError, RuntimeError)
 
 
 def run_sql(
@@ -90,6 +80,8 @@ def run_sql(
             return shell.run(command)
         return shell.run_all(read_statements(sys.stdin))
     finally:
+        connection.close()
+        connection.duckdb_connection.close()
         engine.close()
 
 

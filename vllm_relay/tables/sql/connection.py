@@ -195,11 +195,14 @@ class Connection:
         asker = JobAsker(self.duckdb_connection, self._runner, self._on_error == "raise")
         binder = Binder(self.duckdb_connection)
         runner = QueryRunner(binder, tables, asker)
-        has_error_columns = self._on_error == "column"
+        # the columns of the target of an INSERT are given
+        has_error_columns = self._on_error == "column" and not isinstance(tree, exp.Insert)
 
         def changed_query(query: exp.Query) -> exp.Query:
             changed = runner.run(query)
-            return with_error_columns(changed, runner.plans[-1]) if has_error_columns else changed
+            if not has_error_columns or not runner.plans:
+                return changed
+            return with_error_columns(changed, runner.plans[-1])
 
         try:
             changed, is_query = with_query(tree, changed_query)

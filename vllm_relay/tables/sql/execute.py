@@ -284,7 +284,7 @@ class SelectExecution:
         target = self._tables.new_name()
         self._asker.answer(self._source(prompts, call), call, target)
         same = " AND ".join(
-            f"__llm_p.{_field(i)} IS NOT DISTINCT FROM __llm_t.{quoted(name)}"
+            f"to_json(__llm_p.{_field(i)}) IS NOT DISTINCT FROM to_json(__llm_t.{quoted(name)})"
             for i, name in enumerate(call.question.fields)
         )
         answered = self._replaced(

@@ -246,9 +246,7 @@ class _Planner:
             call.replace(stage_column(self._plan_call(call)))
         root = self._columns.over_stage(holder.this)
         for column in self._call_columns(root):
-            self._calls[column.name].guards.append(
-                guard_terms(column, root, self._binder.is_aggregate)
-            )
+            self._calls[column.name].guards.append(self._guards(column, root))
         return root
 
     def _plan_call(self, node: exp.Anonymous) -> str:
@@ -261,13 +259,22 @@ class _Planner:
             self._by_text[text] = name
         return self._by_text[text]
 
+    def _guards(self, column: exp.Column, root: exp.Expr) -> list[exp.Expr]:
+        """Conditions of a call's rows that are the same here and in the final SELECT."""
+        return [
+            term
+            for term in guard_terms(column, root, self._binder.is_aggregate)
+            if not self._binder.has_volatile(term)
+            and not any(self._binder.is_aggregate(part) for part in walk_scope(term))
+        ]
+
     def _pass_guards_on(self, names: Sequence[str]) -> None:
         """A call in a field of another matters where the other does."""
         for name in reversed(names):
             outer = self._calls[name]
             for value in outer.fields:
                 for column in self._call_columns(value):
-                    terms = guard_terms(column, value, self._binder.is_aggregate)
+                    terms = self._guards(column, value)
                     self._calls[column.name].guards += [[*above, *terms] for above in outer.guards]
 
     def _check_place(self, call: exp.Anonymous) -> None:
@@ -343,7 +350,7 @@ class _Planner:
         limit, offset = self._select.args.get("limit"), self._select.args.get("offset")
         if limit is None or self._select.args.get("qualify") or self._has_window():
             return None
-        if unnests(self._select):
+        if unnests(self._select) or limit.args.get("limit_options"):
             return None
         numbers = [
             node.expression.this if isinstance(node.expression, exp.Literal) else ""

@@ -75,6 +75,8 @@ def _source(node: exp.Subquery, binder: Binder, ctes: Sequence[exp.CTE]) -> _Sou
         return None
     if alias is not None and alias.columns:
         return None
+    if node.args.get("joins") or node.args.get("laterals"):
+        return None
     branches = _branches(node.this)
     if branches is None:
         return None
@@ -88,8 +90,10 @@ def _source(node: exp.Subquery, binder: Binder, ctes: Sequence[exp.CTE]) -> _Sou
 
 def _branches(query: exp.Expr) -> list[exp.Select] | None:
     """The SELECTs of a UNION ALL, or one; None if a condition cannot go into them."""
-    if isinstance(query, exp.Subquery) and not query.args.get("with_"):
-        return _branches(query.this)
+    if isinstance(query, exp.Subquery):
+        # anything else in the parentheses is about more than the query in them
+        is_bare = not any(value for part, value in query.args.items() if part != "this")
+        return _branches(query.this) if is_bare else None
     if query.args.get("with_") is not None:
         return None
     if isinstance(query, exp.Union):

@@ -176,8 +176,10 @@ class QueryRunner:
             if not _has_own_call(condition):
                 continue
             later = joins[index:]
-            if join.side or join.kind not in ("", "INNER") or not all(map(_keeps_left, later)):
-                kind = " ".join(part for part in (join.side, join.kind, "JOIN") if part)
+            is_inner = not join.side and not join.method and join.kind in ("", "INNER")
+            if not is_inner or not all(map(_keeps_left, later)):
+                parts_of_kind = (join.method, join.side, join.kind, "JOIN")
+                kind = " ".join(part for part in parts_of_kind if part)
                 raise error_at(
                     condition,
                     f"llm() in ON of {kind}, or before an outer join: only the ON of inner joins "
