@@ -15,10 +15,6 @@ def test_placeholders_are_the_fields_that_the_text_names() -> None:
     assert question.placeholders == ["review", "title"]
 
 
-def test_renamed_questions_have_other_fields() -> None:
-    assert Question("Good?", ("a",)).renamed(("b", "c")) == Question("Good?", ("b", "c"))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names in SQL."""
+"""Names and texts in SQL."""
 
 from __future__ import annotations
 
@@ -10,3 +10,8 @@ ANSWER, ERROR = "relay_answer", "relay_error"
 def quoted(name: str) -> str:
     """A name as DuckDB reads it whatever it holds."""
     return '"' + name.replace('"', '""') + '"'
+
+
+def literal(text: str) -> str:
+    """A text as DuckDB reads it whatever it holds."""
+    return "'" + text.replace("'", "''") + "'"

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from vllm_relay.tables.outputs import Output
 
@@ -66,10 +66,6 @@ class Question:
     def placeholders(self) -> list[str]:
         """The fields that the text refers to."""
         return placeholders_of(self.text)
-
-    def renamed(self, fields: tuple[str, ...]) -> Question:
-        """The same with other fields."""
-        return replace(self, fields=fields)
 
 
 def placeholders_of(text: str) -> list[str]:

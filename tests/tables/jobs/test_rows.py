@@ -194,6 +194,7 @@ def test_rules_ask_rows_that_they_make_equal_once() -> None:
     answers = {row[0]: json.loads(row[1])["a"] for row in answered(connection)}
     assert answers == {"A": '"A"', "a": '"A"', " a": '"A"', "b": '"b"', None: "null"}
     assert len(engine.prompts) == job.report.num_prompts == 3
+    assert job.report.num_by_rules == 2
     of_a = -(-len(engine.prompts[0].message) // 4) + engine.num_answer_tokens
     assert job.report.saved_tokens == 3 * of_a
 

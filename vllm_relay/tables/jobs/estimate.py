@@ -44,6 +44,8 @@ class JobReport:
         num_rows: of the sources.
         num_prompts: distinct ones, as far as the jobs came.
         num_known: of them, whose answer was in the checkpoint.
+        num_by_rules: distinct rows that were not asked about only because rules make them equal to
+            others.
         num_errors: rows of the sources that have an error for an answer.
         prompt_tokens: of the prompts that ran.
         cached_tokens: of these, found in the prefix cache.
@@ -57,6 +59,7 @@ class JobReport:
     num_rows: int = 0
     num_prompts: int = 0
     num_known: int = 0
+    num_by_rules: int = 0
     num_errors: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -83,6 +83,7 @@ class JobRun:
                         f"answers; raise max_total_tokens and run the query again to go on"
                     )
                 self._ask(steps, question, progress)
+        self._report.num_by_rules += self._plan.num_by_rules
 
     def _ask(self, steps: Steps, question: Question, progress: JobProgress) -> None:
         """Until there is nothing more to ask, or a prompt is postponed."""

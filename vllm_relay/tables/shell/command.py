@@ -175,6 +175,8 @@ def summary(report: JobReport) -> str:
         f"{report.saved_tokens:,} tokens not asked",
         f"{report.seconds:.1f} s",
     ]
+    if report.num_by_rules:
+        parts.append(f"{report.num_by_rules:,} equal by rules")
     if report.num_errors:
         parts.append(f"{report.num_errors:,} errors")
     return "; ".join(parts)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import duckdb
 
-from vllm_relay.tables.identifiers import quoted
+from vllm_relay.tables.identifiers import literal, quoted
 
 _DATABASES = (".duckdb", ".db", ".ddb")
 _READERS = {
@@ -50,7 +50,7 @@ def open_files(paths: Sequence[Path]) -> duckdb.DuckDBPyConnection:
         connection = duckdb.connect(str(databases[0]) if databases else ":memory:")
         for path in databases[1:]:
             connection.execute(
-                f"ATTACH {_literal(str(path))} AS {quoted(table_name(path))} (READ_ONLY)"
+                f"ATTACH {literal(str(path))} AS {quoted(table_name(path))} (READ_ONLY)"
             )
         names: dict[str, Path] = {}
         for path in paths:
@@ -64,7 +64,7 @@ def open_files(paths: Sequence[Path]) -> duckdb.DuckDBPyConnection:
             names[name] = path
             reader = _READERS[_ending(path)]
             connection.execute(
-                f"CREATE TEMP VIEW {quoted(name)} AS SELECT * FROM {reader}({_literal(str(path))})"
+                f"CREATE TEMP VIEW {quoted(name)} AS SELECT * FROM {reader}({literal(str(path))})"
             )
     except duckdb.Error as error:
         raise ValueError(f"a file cannot be read: {error}") from error
@@ -95,7 +95,7 @@ def write_relation(
     """Write all rows, in the format that the file's name says."""
     relation.create_view("relay_output", replace=True)
     connection.execute(
-        f"COPY (SELECT * FROM relay_output) TO {_literal(str(path))} "
+        f"COPY (SELECT * FROM relay_output) TO {literal(str(path))} "
         f"({_WRITERS[path.suffix.lower()]})"
     )
     connection.execute("DROP VIEW relay_output")
@@ -104,7 +104,3 @@ def write_relation(
 def _ending(path: Path) -> str:
     plain = path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path
     return plain.suffix.lower()
-
-
-def _literal(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"

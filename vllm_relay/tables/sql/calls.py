@@ -25,7 +25,6 @@ PARAMETERS = (
     "reorder",
 )
 USAGE = "llm('text', {field, name: expression}, choices := ['Yes', 'No'])"
-# what the table of answers holds beside the fields
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from sqlglot import exp
 
 from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.engines.opening import is_engine, open_engine
+from vllm_relay.tables.identifiers import literal, quoted
 from vllm_relay.tables.jobs.estimate import Estimate, JobReport
 from vllm_relay.tables.jobs.job_runner import JobRunner
 from vllm_relay.tables.jobs.options import JobOptions
@@ -86,9 +87,8 @@ def connect(
 
 def _register(connection: duckdb.DuckDBPyConnection, name: str, table: Any) -> None:
     if isinstance(table, (str, PathLike)):
-        identifier = sql_of(exp.to_identifier(name, quoted=True))
-        path = sql_of(exp.Literal.string(fspath(table)))
-        connection.execute(f"CREATE OR REPLACE TEMP VIEW {identifier} AS FROM {path}")
+        path = literal(fspath(table))
+        connection.execute(f"CREATE OR REPLACE TEMP VIEW {quoted(name)} AS FROM {path}")
     else:
         connection.register(name, table.to_arrow() if hasattr(table, "to_arrow") else table)
 

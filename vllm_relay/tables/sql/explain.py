@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import duckdb
 
-from vllm_relay.tables.identifiers import ANSWER, ERROR, quoted
+from vllm_relay.tables.identifiers import ANSWER, ERROR, literal, quoted
 from vllm_relay.tables.jobs.estimate import Estimate
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import Question
@@ -131,7 +131,7 @@ def _stand_in(output: Output, fields: str) -> str:
     """An expression of some answer, another one for other fields where that is possible."""
     number = f"hash({fields})"
     if output.choices:
-        listed = ", ".join("'" + choice.replace("'", "''") + "'" for choice in output.choices)
+        listed = ", ".join(map(literal, output.choices))
         return f"[{listed}][1 + ({number} % {len(output.choices)})::BIGINT]"
     return {
         "text": f"{number}::VARCHAR",
