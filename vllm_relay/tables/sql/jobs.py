@@ -16,6 +16,8 @@ from vllm_relay.tables.sql.plan import PlannedCall
 if TYPE_CHECKING:
     from vllm_relay.tables.sql.connection import Runner
 
+MOST_ERRORS = 10_000
+
 
 @dataclass(frozen=True)
 class CallError:
@@ -54,20 +56,24 @@ class JobAsker:
         names = call.question.fields
         columns = ", ".join(quoted(name) for name in (*names, ERROR))
         rows = self._connection.execute(
-            f"SELECT {columns} FROM {target} WHERE {ERROR} IS NOT NULL"
+            f"SELECT {columns} FROM {target} WHERE {ERROR} IS NOT NULL LIMIT {MOST_ERRORS}"
         ).fetchall()
         found = [CallError(call.text, dict(zip(names, row, strict=False)), row[-1]) for row in rows]
         if found and self._raises:
             raise AnswerFailedError(
-                f"{len(found)} rows have no answer to {call.text}; the first is "
+                f"{_at_least(len(found))} rows have no answer to {call.text}; the first is "
                 f"{found[0].fields}: {found[0].error}"
             )
         self._errors.update({(error.call, repr(error.fields)): error for error in found})
 
     @property
     def errors(self) -> list[CallError]:
-        """Of distinct rows, so far."""
+        """Of distinct rows, so far; the first `MOST_ERRORS` of each job."""
         return list(self._errors.values())
 
     def cost_per_prompt(self, source: str, question: Question) -> float:
         return self._runner.tokens_per_prompt(source, question)
+
+
+def _at_least(count: int) -> str:
+    return f"at least {count:,}" if count == MOST_ERRORS else f"{count:,}"

@@ -22,7 +22,8 @@ class Result:
 
     Args:
         relation: of the rows.
-        errors: of rows that have no answer.
+        errors: of distinct rows that have no answer, the first 10,000 of each job; `report` has
+            their number.
         report: of the jobs.
     """
 
