@@ -61,7 +61,8 @@ AGGREGATES = [
     "percentile_cont(0.5) WITHIN GROUP (ORDER BY id), arg_max(title, id), min_by(title, id), "
     "first(title ORDER BY id), last(id ORDER BY id), histogram(type), count(DISTINCT type)",
     "sum(id) FILTER (WHERE id > 2), max(id, 2), arg_min(id, score - id, 2), entropy(id), "
-    "kurtosis(id), corr(id, score), covar_pop(id, score), regr_slope(id, score), count_if(id > 2), sumkahan(id)",
+    "kurtosis(id), corr(id, score), covar_pop(id, score), regr_slope(id, score), count_if(id > 2), "
+    "sumkahan(id)",
 ]
 
 
