@@ -57,6 +57,12 @@ def test_rows_are_shown_and_what_they_took(
     assert "3 rows; 2 different" in capsys.readouterr().err
 
 
+def test_each_statement_shows_its_rows(films: Path, engine: FakeEngine) -> None:
+    status, printed = run([films], command=f"SELECT 11 AS x; {QUERY}; SELECT ';22' AS y;")
+    assert status == 0
+    assert printed.index(" 11 ") < printed.index(" cd ") < printed.index(" ;22 ")
+
+
 def test_rows_are_written_to_a_file(films: Path, engine: FakeEngine, tmp_path: Path) -> None:
     output = tmp_path / "out.csv"
     status, printed = run([films], command=QUERY, output_path=output)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from vllm_relay.tables.shell.files import check_output, open_files, write_relati
 from vllm_relay.tables.shell.lines import read_statements
 from vllm_relay.tables.sql.connection import Connection, connect
 from vllm_relay.tables.sql.result import Result
+from vllm_relay.tables.sql.statements import split_statements
 
 _ERRORS_SHOWN = 5
 # of SQL, engines, budgets and checkpoints too
@@ -92,6 +94,9 @@ def _open(
         return open_engine(server, model=model, api_key=api_key)
     if model is None:
         raise ValueError("a statement calls llm(), but no model is given: give --model or --server")
+    # read when vLLM is imported; the standard output is for rows
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     return open_engine(model, **llm_arguments)
 
 
@@ -124,15 +129,17 @@ class _Shell:
                 return status
         return 0 if is_terminal else status
 
-    def run(self, statement: str) -> int:
-        """
+    def run(self, text: str) -> int:
+        """One statement after the other, each with what it gives.
+
         Returns:
             The exit status: 0, 1 if it failed, 130 if it was interrupted.
         """
         try:
-            result = self._connection.sql(statement)
-            if result is not None:
-                self._show(result)
+            for each in split_statements(text):
+                result = self._connection.sql(each.text)
+                if result is not None:
+                    self._show(result)
         except KeyboardInterrupt:
             # the terminal has interrupted vLLM's processes too
             self._engine.close()
