@@ -65,7 +65,7 @@ def test_tokens_are_sent_to_vllm() -> None:
     with fake_server() as server:
         engine = engine_for(server.url + "/v1/", api_key="secret")
         assert (engine.mode, engine.max_model_len, engine.cache) == ("completions", 512, None)
-        assert engine.identity == "tiny [org/tiny]"
+        assert engine.identity == "tiny [org/tiny] completions"
         question = Question("?", ("a",), Output(choices=("yes", "no")), 5, 0.5, 7)
         [completion] = engine.generate([Prompt(3, "message", [5, 6])], question)
         assert completion == Completion(3, "yes", "", 3, 0, 2)
@@ -91,7 +91,7 @@ def test_messages_are_sent_to_others() -> None:
     with fake_server(lambda body: chat_answer(), OTHER_MODEL) as server:
         engine = ServerEngine(server.url)
         assert (engine.mode, engine.max_model_len, engine.cache) == ("chat", None, None)
-        assert (engine.identity, engine.tokenizer) == ("gpt", None)
+        assert (engine.identity, engine.tokenizer) == ("gpt chat", None)
         [completion] = engine.generate([Prompt(0, "message", [])], QUESTION)
         assert completion == Completion(0, "yes")
         assert server.bodies == [
@@ -146,7 +146,10 @@ def test_one_of_several_models() -> None:
         with pytest.raises(ValueError, match=r"'big' given, expected one .*\['tiny', 'lora'\]"):
             engine_for(server.url, model="big")
         engine = engine_for(server.url, model="lora")
-        assert (engine.identity, engine.max_model_len) == ("lora [org/lora] [org/tiny]", 512)
+        assert (engine.identity, engine.max_model_len) == (
+            "lora [org/lora] [org/tiny] completions",
+            512,
+        )
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
 
 def test_choices(server: str, model: Path) -> None:
     engine = ServerEngine(server, api_key=API_KEY, max_running=1)
-    assert (engine.mode, engine.identity) == ("completions", f"tiny [{model}]")
+    assert (engine.mode, engine.identity) == ("completions", f"tiny [{model}] completions")
     assert engine.max_model_len == MAX_MODEL_LEN_TOKENS
     assert engine.cache == BlockCache(BLOCK_SIZE_TOKENS, 47)
     # tokens that no text has: the first of a text is always 1
