@@ -21,6 +21,7 @@ class Reply:
     Attributes:
         page: becomes JSON if it is not bytes.
         delay_s: until the reply is sent.
+        held_until: the reply is sent when this is set.
         hangs: no reply is sent; the connection stays open until the client closes it.
         drops: the connection is closed, without a reply.
         crashes: all connections are.
@@ -30,6 +31,7 @@ class Reply:
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     delay_s: float = 0.0
+    held_until: asyncio.Event | None = None
     hangs: bool = False
     drops: bool = False
     crashes: bool = False
@@ -183,6 +185,8 @@ class FakeServer:
         return True
 
     async def _client_stays(self, reader: asyncio.StreamReader, reply: Reply) -> bool:
+        if reply.held_until is not None:
+            await reply.held_until.wait()
         if not reply.hangs and not reply.delay_s:
             return True
         # nothing more is sent by a client that waits

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -323,8 +324,12 @@ def test_no_more_run_than_asked_for() -> None:
 
 
 def test_closing_aborts_what_runs() -> None:
+    all_run = asyncio.Event()
+
     def behaviour(body: dict[str, Any]) -> Reply:
-        return answer() if body["prompt"] == [1] else Reply(hangs=True)
+        if len(server.bodies) == 16:
+            all_run.set()
+        return replace(answer(), held_until=all_run) if body["prompt"] == [1] else Reply(hangs=True)
 
     with fake_server(behaviour) as server:
         threads = set(threading.enumerate())
@@ -342,7 +347,15 @@ def test_closing_aborts_what_runs() -> None:
         assert (len(server.bodies), server.num_abandoned) == (17, 16)
 
 
-def test_an_interrupt_while_nothing_arrives() -> None:
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where the tests were started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_while_nothing_arrives(interrupts: None) -> None:
     def behaviour(body: dict[str, Any]) -> Reply:
         if body["prompt"] == [4]:
             os.kill(os.getpid(), signal.SIGINT)

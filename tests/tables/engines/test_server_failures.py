@@ -7,6 +7,7 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
@@ -147,8 +148,10 @@ def test_a_prompt_that_crashes_the_server() -> None:
     with fake_server(behaviour) as server:
         completions = list(hasty(server, max_running=32).generate(prompts(300), QUESTION))
         assert sorted(each.number for each in completions) == list(range(300))
-        assert [each.number for each in completions if each.error] == [39]
-        assert server.prompts.count([40]) == 5
+        [failed] = [each for each in completions if each.error]
+        assert failed.number == 39 and failed.error.startswith("failed 5 times")
+        # a request on a connection that a crash has just closed does not arrive
+        assert 3 <= server.prompts.count([40]) <= 5
 
 
 def test_a_prompt_that_is_passed_over() -> None:
@@ -237,16 +240,18 @@ def test_the_server_goes_away_for_good() -> None:
 
 def test_the_server_is_restarted() -> None:
     """Requests that it has at that time are made again."""
-    with fake_server(lambda body: Reply(hangs=body["prompt"] != [1], page=answer().page)) as server:
-        completions = hasty(server, retries=RetryPolicy()).generate(prompts(200), QUESTION)
-        given = [next(completions)]
+    with (
+        fake_server(lambda body: Reply(hangs=body["prompt"][0] > 20, page=answer().page)) as server,
+        ThreadPoolExecutor() as threads,
+    ):
+        engine = hasty(server, retries=RetryPolicy())
+        given = threads.submit(list, engine.generate(prompts(200), QUESTION))
         server.wait_until_running(4)
         server.stop()
         server.behaviour = lambda body: answer()
         server.start()
-        given += completions
-        assert sorted(each.number for each in given) == list(range(200))
-        assert not any(each.error for each in given)
+        assert sorted(each.number for each in given.result()) == list(range(200))
+        assert not any(each.error for each in given.result())
         assert server.num_model_checks == 2
 
 
