@@ -6,13 +6,18 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from vllm_relay.tables.engines.base import Completion, Prompt, PromptShape
+from vllm_relay.tables.engines.base import (
+    Completion,
+    Completions,
+    Prompt,
+    PromptShape,
+)
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.question import Question
 
@@ -85,7 +90,7 @@ class FakeEngine:
     num_aborted: int = 0
     is_closed: bool = False
 
-    def generate(self, prompts: Iterable[Prompt], question: Question) -> Iterator[Completion]:
+    def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
         source = iter(prompts)
         waiting: deque[_Running] = deque()
         running: list[_Running] = []

@@ -4,11 +4,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_relay.tables.engines.base import Completion, Prompt, PromptShape
+from vllm_relay.tables.engines.base import (
+    Completion,
+    Completions,
+    Prompt,
+    PromptShape,
+)
 from vllm_relay.tables.question import Question
 
 Row = dict[str, Any]
@@ -48,7 +53,7 @@ class RecordingEngine:
     max_running: int = 4
     num_closed: int = 0
 
-    def generate(self, prompts: Iterable[Prompt], question: Question) -> Iterator[Completion]:
+    def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
         for prompt in prompts:
             self.messages.append(prompt.message)
             try:

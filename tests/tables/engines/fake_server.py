@@ -61,7 +61,7 @@ class FakeServer:
     """
     Attributes:
         behaviour: the reply to the body of a POST; called in the server's thread.
-        models: the page of /v1/models, or a reply.
+        models: the page of /v1/models, or a reply, or a function that gives one of them.
         metrics: the page of /metrics; None has none.
         token_ids: of /tokenize; None has no such path.
         bodies: of the POSTs for prompts, in the order in which they arrived.
@@ -202,7 +202,8 @@ class FakeServer:
     def _page(self, path: str) -> Reply:
         if path == "/v1/models":
             self.num_model_checks += 1
-            return self.models if isinstance(self.models, Reply) else Reply(self.models)
+            models = self.models() if callable(self.models) else self.models
+            return models if isinstance(models, Reply) else Reply(models)
         if path == "/metrics" and self.metrics is not None:
             return Reply(self.metrics.encode())
         if path == "/tokenize" and self.token_ids is not None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,11 @@ from vllm.inputs import tokens_input
 
 from tests.tables.jobs.job_cases import NUMBERS, NUMBERS_SQL, answered, numbers_table, runner
 from vllm_relay.tables.engines import in_process
-from vllm_relay.tables.engines.base import Completion, Prompt, PromptShape
+from vllm_relay.tables.engines.base import (
+    Completions,
+    Prompt,
+    PromptShape,
+)
 from vllm_relay.tables.engines.in_process import InProcessEngine, sampling_params
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import Question
@@ -51,20 +56,17 @@ class Recorded:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def generate(self, prompts: Iterator[Prompt], question: Question) -> Iterator[Completion]:
+    def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
         def recorded() -> Iterator[Prompt]:
             for prompt in prompts:
                 self.prompts.append(prompt)
                 yield prompt
 
-        completions = self._engine.generate(recorded(), question)
-        try:
+        with closing(self._engine.generate(recorded(), question)) as completions:
             for number, completion in enumerate(completions):
                 yield completion
                 if number + 1 == self.interrupt_after:
                     raise KeyboardInterrupt
-        finally:
-            completions.close()  # type: ignore[attr-defined]
 
 
 def run_jobs(engine: Recorded) -> dict[str, Any]:
@@ -117,7 +119,7 @@ def run_interrupted(engine: Recorded) -> dict[str, Any]:
     next(completions)
     vllm = engine.llm.llm_engine
     before = vllm.get_num_unfinished_requests()
-    completions.close()  # type: ignore[attr-defined]
+    completions.close()
     after = vllm.get_num_unfinished_requests()
     connection = numbers_table(40)
     job = runner(connection, engine)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 # in this process, so that killing it ends all of it
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -20,7 +21,10 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM
 
 from tests.tables.jobs.job_cases import NUMBERS, NUMBERS_SQL, answered, numbers_table, runner
-from vllm_relay.tables.engines.base import Completion, Prompt
+from vllm_relay.tables.engines.base import (
+    Completions,
+    Prompt,
+)
 from vllm_relay.tables.engines.in_process import InProcessEngine
 from vllm_relay.tables.question import Question
 
@@ -32,12 +36,12 @@ class Logged(InProcessEngine):
         super().__init__(llm)
         self._log = log
 
-    def generate(self, prompts: Iterable[Prompt], question: Question) -> Iterator[Completion]:
+    def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         update = scheduler.update_from_output
 
-        def counted(scheduled: object, output: object) -> object:
-            sampled = sum(map(len, output.sampled_token_ids))  # type: ignore[attr-defined]
+        def counted(scheduled: Any, output: Any) -> Any:
+            sampled = sum(map(len, output.sampled_token_ids))
             with self._log.open("a") as file:
                 file.write(f"{sampled}\n")
             return update(scheduled, output)

@@ -277,12 +277,8 @@ def test_models_that_cannot_be_checked_for_a_while() -> None:
     with fake_server(at_first(1, failure(404))) as server:
         engine = hasty(server)
         pages = [failure(404), Reply(b"<html>"), Reply({}), Reply(drops=True)]
-        page = server._page
-
-        def later(path: str) -> Reply:
-            return pages.pop() if pages and path == "/v1/models" else page(path)
-
-        server._page = later  # type: ignore[method-assign]
+        models = server.models
+        server.models = lambda: pages.pop() if pages else models
         completions = list(engine.generate(prompts(20), QUESTION))
         assert sorted(each.number for each in completions) == list(range(20))
 
@@ -322,4 +318,4 @@ def test_retry_after() -> None:
 @pytest.mark.parametrize("name", ["max_retries", "patience_s"])
 def test_bad_policies(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=-1 given, expected at least 0"):
-        RetryPolicy(**{name: -1})  # type: ignore[arg-type]
+        replace(RetryPolicy(), **{name: -1})

@@ -11,14 +11,18 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import duckdb
 
 from tests.tables.fake_engine import FakeEngine
 from tests.tables.jobs.job_cases import runner
-from vllm_relay.tables.engines.base import Completion, Prompt
+from vllm_relay.tables.engines.base import (
+    Completion,
+    Completions,
+    Prompt,
+)
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.question import Question
 
@@ -26,7 +30,7 @@ DUCKDB_MEMORY_MB = 100
 
 
 class InstantEngine(FakeEngine):
-    def generate(self, prompts: Iterable[Prompt], question: Question) -> Iterator[Completion]:
+    def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
         for prompt in prompts:
             yield Completion(prompt.number, "an answer of some words", "", 50, 0, 5)
 

@@ -22,8 +22,12 @@ from tests.tables.jobs.job_cases import (
     runner,
     temporary_tables,
 )
-from vllm_relay.tables.engines.base import Completion, Prompt
+from vllm_relay.tables.engines.base import (
+    Completions,
+    Prompt,
+)
 from vllm_relay.tables.jobs.job_plan import JobPlan
+from vllm_relay.tables.jobs.job_runner import JobRunner
 from vllm_relay.tables.jobs.token_budget import TokenBudgetError
 from vllm_relay.tables.ordering.cached_tokens import BlockCache, cached_tokens
 from vllm_relay.tables.ordering.sequences import TokenSequences
@@ -33,9 +37,8 @@ from vllm_relay.tables.question import Question
 TOKENIZER = byte_tokenizer()
 
 
-def spent(job: object) -> int:
-    report = job.report  # type: ignore[attr-defined]
-    return report.prompt_tokens + report.output_tokens
+def spent(job: JobRunner) -> int:
+    return job.report.prompt_tokens + job.report.output_tokens
 
 
 @pytest.mark.parametrize("num_answer_tokens", [1, 8])
@@ -100,7 +103,7 @@ def with_twins(num_rows: int) -> duckdb.DuckDBPyConnection:
 class CachingEngine(FakeEngine):
     """Prompts one after the other, with the tokens that the simulated cache finds."""
 
-    def generate(self, prompts: Iterable[Prompt], question: Question) -> Iterator[Completion]:
+    def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
         assert self.cache is not None
         asked = list(prompts)
         found = cached_tokens(TokenSequences.from_lists(p.token_ids for p in asked), self.cache)

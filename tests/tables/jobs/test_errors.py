@@ -22,7 +22,12 @@ from tests.tables.jobs.job_cases import (
     runner,
     temporary_tables,
 )
-from vllm_relay.tables.engines.base import Completion, EngineError, Prompt
+from vllm_relay.tables.engines.base import (
+    Completion,
+    Completions,
+    EngineError,
+    Prompt,
+)
 from vllm_relay.tables.jobs.job_plan import JobPlan
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.outputs import Output
@@ -97,7 +102,7 @@ def test_answers_become_values_or_errors(output: Output, text: str, value: objec
 
 def test_an_error_says_that_its_answer_was_cut() -> None:
     class Cutting(FakeEngine):
-        def generate(self, prompts: Iterable[Prompt], question: Question) -> Iterator[Completion]:
+        def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
             for prompt in prompts:
                 yield Completion(prompt.number, '{"a', is_cut=True)
 
@@ -198,7 +203,7 @@ def test_planning_that_is_interrupted_aborts_the_engine(monkeypatch: pytest.Monk
 
 def test_an_engine_that_forgets_prompts_is_an_error() -> None:
     class Forgetful(FakeEngine):
-        def generate(self, prompts: Iterable[Prompt], question: Question) -> Iterator[Completion]:
+        def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
             return (each for each in super().generate(prompts, question) if each.number != 3)
 
     connection = numbers_table(10)

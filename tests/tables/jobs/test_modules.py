@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.tables.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
 from tests.tables.fake_engine import FakeEngine
 from tests.tables.jobs.job_cases import answered, runner
-from vllm_relay.tables.engines.base import Prompt
+from vllm_relay.tables.engines.base import Completion, Completions, Prompt
 from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.jobs.module_cache import ModuleCache
 from vllm_relay.tables.jobs.prompt_format import PromptTemplate
@@ -38,6 +38,15 @@ class ModuleEngine(FakeEngine):
     """Takes prompts with modules."""
 
     modules_refusal: str | None = None
+
+
+class UnreadModuleEngine(ModuleEngine):
+    """Answers prompts whatever they are."""
+
+    def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
+        for prompt in prompts:
+            self.prompts.append(prompt)
+            yield Completion(prompt.number, "answer")
 
 
 def module_engine(max_model_len: int | None = 20_000, tokenizer: Any = TOKENIZER) -> ModuleEngine:
@@ -262,13 +271,12 @@ def test_any_table(data: st.DataObject, order: str, modules: str, limit: int, fi
         "c": pa.array([each[2] for each in rows], pa.list_(pa.string())),
     }
     question = Question("What?", ("a", "b", "c"), max_tokens=4, set_fields=("c",))
-    asking = ModuleEngine(
+    asking = UnreadModuleEngine(
         answer=lambda fields: "",
         tokenizer=TOKENIZER,
         cache=BlockCache(BLOCK_SIZE_TOKENS, 10_000),
         max_model_len=limit,
     )
-    asking.generate = _without_reading(asking)  # type: ignore[method-assign]
     job = runner(
         table(**columns), asking, order=order, modules=modules, template=PromptTemplate(field=field)
     )
@@ -278,17 +286,6 @@ def test_any_table(data: st.DataObject, order: str, modules: str, limit: int, fi
         if prompt.modules is not None:
             assert prompt.modules.min_model_len + 4 <= limit
             modules_of(prompt)
-
-
-def _without_reading(asking: ModuleEngine) -> Any:
-    from vllm_relay.tables.engines.base import Completion
-
-    def generate(prompts: Any, question: Question) -> Any:
-        for prompt in prompts:
-            asking.prompts.append(prompt)
-            yield Completion(prompt.number, "answer")
-
-    return generate
 
 
 def test_answers_with_modules_are_kept_apart(tmp_path: Path) -> None:

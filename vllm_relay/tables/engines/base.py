@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.question import Question
@@ -56,6 +56,9 @@ class Completion:
     is_cut: bool = False
 
 
+Completions: TypeAlias = Generator[Completion, None, None]
+
+
 @dataclass(frozen=True)
 class PromptShape:
     """An average prompt.
@@ -95,11 +98,11 @@ class Engine(Protocol):
     @property
     def max_running(self) -> int: ...
 
-    def generate(self, prompts: Iterable[Prompt], question: Question) -> Iterator[Completion]:
+    def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
         """Answer prompts, in their order as far as the engine follows it.
 
         Prompts are taken when there is room for them. A prompt that the engine refuses has a
-        completion with an error. Closing the iterator aborts what runs.
+        completion with an error. Closing the generator aborts what runs.
 
         Raises:
             EngineError: the engine is gone.

@@ -21,7 +21,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_relay.prefix_cache.modules.requests import with_plan
 from vllm_relay.prefix_cache.modules.start_checks import unsupported_reason
-from vllm_relay.tables.engines.base import Completion, EngineError, Prompt, PromptShape
+from vllm_relay.tables.engines.base import (
+    Completion,
+    Completions,
+    EngineError,
+    Prompt,
+    PromptShape,
+)
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.question import Question
 
@@ -60,7 +66,7 @@ class InProcessEngine:
         self.cache = _cache_of(config)
         self.modules_refusal = unsupported_reason(config)
 
-    def generate(self, prompts: Iterable[Prompt], question: Question) -> Iterator[Completion]:
+    def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
         """See `Engine`."""
         return self._run(prompts, sampling_params(question))
 
@@ -95,7 +101,7 @@ class InProcessEngine:
         self.llm.reset_prefix_cache()
         return count / taken_s
 
-    def _run(self, prompts: Iterable[Prompt], params: SamplingParams) -> Iterator[Completion]:
+    def _run(self, prompts: Iterable[Prompt], params: SamplingParams) -> Completions:
         engine = self.llm.llm_engine
         waiting = iter(prompts)
         running: dict[str, int] = {}

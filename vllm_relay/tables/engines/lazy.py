@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
 from vllm_relay.tables.engines.base import (
-    Completion,
+    Completions,
     Engine,
     Prompt,
     PromptShape,
@@ -61,7 +61,7 @@ class LazyEngine:
         """See `Engine`."""
         return modules_refusal(self._engine)
 
-    def generate(self, prompts: Iterable[Prompt], question: Question) -> Iterator[Completion]:
+    def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
         """See `Engine`."""
         return self._engine.generate(prompts, question)
 

@@ -4,14 +4,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from vllm_relay.tables.engines.base import Completion, EngineError, Prompt, PromptShape
+from vllm_relay.tables.engines.base import (
+    Completions,
+    EngineError,
+    Prompt,
+    PromptShape,
+)
 from vllm_relay.tables.engines.server_client import MODELS_PATH, ServerClient
 from vllm_relay.tables.engines.server_http import (
     HttpClient,
@@ -29,6 +34,11 @@ from vllm_relay.tables.engines.server_models import (
 )
 from vllm_relay.tables.engines.server_retries import RetryPolicy
 from vllm_relay.tables.engines.server_thread import AnsweringThread, AnswerPrompt, run_in_thread
+from vllm_relay.tables.engines.server_tokenizer import (
+    TOKENIZER_PROBE,
+    TokenizerError,
+    checked_tokenizer,
+)
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.question import Question
 
@@ -40,8 +50,6 @@ DEFAULT_MAX_RUNNING = 64
 DEFAULT_TIMEOUT_S = 600.0
 
 _START_TIMEOUT_S = 60.0
-# letters, digits, white space and signs that tokenizers split in different ways
-_TOKENIZER_PROBE = "Row 12: naïve café, 3.50 €;\n\tit's {'a': [1, 20]} — 東京"
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ class _Server:
     """What a server says of itself when a job starts.
 
     Attributes:
-        probe_token_ids: its tokens of `_TOKENIZER_PROBE`; None if it does not say.
+        probe_token_ids: its tokens of `TOKENIZER_PROBE`; None if it does not say.
     """
 
     model: ServedModel
@@ -119,7 +127,7 @@ class ServerEngine:
         # the same message may become another prompt
         self.identity = f"{server.model.identity} {self.mode}"
 
-    def generate(self, prompts: Iterable[Prompt], question: Question) -> Iterator[Completion]:
+    def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
         """As `Engine.generate`; completions come as they are ready.
 
         A prompt that fails again and again, though the server is there, has a completion with an
@@ -187,7 +195,7 @@ async def _cache(http: HttpClient) -> BlockCache | None:
 
 
 async def _probe_token_ids(http: HttpClient, model_name: str) -> list[int] | None:
-    body = {"model": model_name, "prompt": _TOKENIZER_PROBE, "add_special_tokens": False}
+    body = {"model": model_name, "prompt": TOKENIZER_PROBE, "add_special_tokens": False}
     try:
         return (await http.post_json("/tokenize", body))["tokens"]
     except (EngineError, ServerAway, RequestFailed, RequestRefused, KeyError, TypeError):
@@ -198,14 +206,15 @@ def _choose_tokenizer(server: _Server, given: Any | None, mode: Mode) -> Any | N
     """None if there is none, and none is needed."""
     if given is not None:
         try:
-            return _checked_tokenizer(server, given)
-        except _TokenizerError as error:
+            return checked_tokenizer(given, server.model.name, server.probe_token_ids)
+        except TokenizerError as error:
             raise ValueError(f"tokenizer={given!r} given: {error}") from error
     if mode == "chat" or (mode == "auto" and not server.model.is_vllm):
         return None
     try:
-        return _checked_tokenizer(server, server.model.tokenizer_root)
-    except _TokenizerError as error:
+        root = server.model.tokenizer_root
+        return checked_tokenizer(root, server.model.name, server.probe_token_ids)
+    except TokenizerError as error:
         if mode == "completions":
             raise ValueError(
                 f"mode='completions' needs the model's tokenizer, but {error}"
@@ -216,32 +225,3 @@ def _choose_tokenizer(server: _Server, given: Any | None, mode: Mode) -> Any | N
             error,
         )
         return None
-
-
-class _TokenizerError(Exception):
-    """Not loaded, or not the model's."""
-
-
-def _checked_tokenizer(server: _Server, source: Any) -> Any:
-    tokenizer = _load_tokenizer(source) if isinstance(source, (str, Path)) else source
-    if server.probe_token_ids is not None:
-        token_ids = list(tokenizer.encode(_TOKENIZER_PROBE, add_special_tokens=False))
-        if token_ids != server.probe_token_ids:
-            raise _TokenizerError(
-                f"the tokenizer has other tokens than the server's model {server.model.name!r}"
-            )
-    return tokenizer
-
-
-def _load_tokenizer(source: str | Path) -> Any:
-    if not str(source):
-        raise _TokenizerError("the server does not say where its tokenizer is")
-    try:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(source)
-    except Exception as error:  # transformers raises errors of many kinds
-        first_line = (str(error) or type(error).__name__).splitlines()[0]
-        raise _TokenizerError(
-            f"no tokenizer can be loaded from {str(source)!r}: {first_line}"
-        ) from error

@@ -87,16 +87,13 @@ class JobRun:
 
     def _ask(self, steps: Steps, question: Question, progress: JobProgress) -> None:
         """Until there is nothing more to ask, or a prompt is postponed."""
-        with closing(self._prompts(steps)) as prompts:
-            completions = self._engine.generate(prompts, question)
-            try:
-                while (completion := self._next(completions)) is not None:
-                    self._take(completion)
-                    progress.show(self._answers.num_answered, self._report)
-            finally:
-                close = getattr(completions, "close", None)
-                if close is not None:
-                    close()
+        with (
+            closing(self._prompts(steps)) as prompts,
+            closing(self._engine.generate(prompts, question)) as completions,
+        ):
+            while (completion := self._next(completions)) is not None:
+                self._take(completion)
+                progress.show(self._answers.num_answered, self._report)
         if self._running:
             raise EngineError(
                 f"the engine has left {len(self._running)} prompts without a completion"

@@ -21,15 +21,15 @@ from vllm_relay.tables.jobs.job_runner import JobRunner
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.binder import Binder
+from vllm_relay.tables.sql.error_columns import with_error_columns
 from vllm_relay.tables.sql.errors import SqlError
-from vllm_relay.tables.sql.execute import Tables
 from vllm_relay.tables.sql.explain import EstimateAsker, Explanation, plan_steps
 from vllm_relay.tables.sql.expressions import sql_of
 from vllm_relay.tables.sql.jobs import JobAsker
-from vllm_relay.tables.sql.plan import with_error_columns
 from vllm_relay.tables.sql.queries import QueryRunner
 from vllm_relay.tables.sql.result import Result
 from vllm_relay.tables.sql.statements import Statement, split_statements, with_query
+from vllm_relay.tables.sql.temporary_tables import TemporaryTables
 
 OnError = Literal["null", "column", "raise"]
 
@@ -121,7 +121,7 @@ class Connection:
         self._on_error = on_error
         self._on_close = on_close or ExitStack()
         # tables of results that nobody has any more; a finalizer may not use the connection
-        self._left_over: list[Tables] = []
+        self._left_over: list[TemporaryTables] = []
 
     def __enter__(self) -> Connection:
         return self
@@ -184,10 +184,10 @@ class Connection:
         before = statement.tree.sql("duckdb", pretty=True, normalize_functions=False)
         return Explanation(asker.calls, before, plan_steps(runner.plans))
 
-    def _new_tables(self) -> Tables:
+    def _new_tables(self) -> TemporaryTables:
         while self._left_over:
             self._left_over.pop().drop_all()
-        return Tables(self.duckdb_connection)
+        return TemporaryTables(self.duckdb_connection)
 
     def _run(self, tree: exp.Expr) -> Result | None:
         tables = self._new_tables()

@@ -3,92 +3,23 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-import duckdb
 from sqlglot import exp
 
 from vllm_relay.tables.identifiers import ANSWER, ERROR, quoted
-from vllm_relay.tables.question import Question
+from vllm_relay.tables.sql.asker import Asker
 from vllm_relay.tables.sql.binder import query_text
 from vllm_relay.tables.sql.expressions import RESERVED, ROW, STAGE, sql_of, stage_names
 from vllm_relay.tables.sql.guards import guard_condition
-from vllm_relay.tables.sql.plan import PlannedCall, Predicate, SelectPlan
 from vllm_relay.tables.sql.predicates import MIN_SAMPLED_ROWS, SAMPLE_ROWS, ranked
+from vllm_relay.tables.sql.select_plan import PlannedCall, Predicate, SelectPlan
+from vllm_relay.tables.sql.temporary_tables import TemporaryTables
 
 # rows of the first chunk of a LIMIT, per row that is wanted
 _CHUNK_ROWS_PER_WANTED = 2
 _MIN_CHUNK_ROWS = 64
-
-
-# of this process: several objects may share a connection of DuckDB
-_statement_numbers = itertools.count(1)
-
-
-class Asker(Protocol):
-    """What answers calls: a job, or an estimate of one.
-
-    Attributes:
-        is_bound: set where a call may be asked about fewer rows, after what others answer.
-        reads_answers: set where rows hold answers of other SELECTs.
-    """
-
-    is_bound: bool
-    reads_answers: bool
-
-    def answer(self, source: str, call: PlannedCall, target: str) -> None:
-        """As `JobRunner.answer`."""
-        ...
-
-    def cost_per_prompt(self, source: str, question: Question) -> float:
-        """Tokens that a prompt takes, its answer included."""
-        ...
-
-    @property
-    def filters(self) -> bool:
-        """Whether answers are real, so that predicates can leave out rows."""
-        ...
-
-
-class Tables:
-    """Temporary tables of one statement."""
-
-    def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
-        self.connection = connection
-        self._prefix = f"{RESERVED}{next(_statement_numbers)}_"
-        self._names: list[str] = []
-        self._made = 0
-
-    def new_name(self) -> str:
-        self._made += 1
-        name = f"{self._prefix}{self._made}"
-        self._names.append(name)
-        return name
-
-    def create(self, query: str) -> str:
-        """The name of a table with the rows of a query."""
-        name = self.new_name()
-        self.connection.execute(f"CREATE TEMP TABLE {name} AS {query}")
-        return name
-
-    def drop(self, name: str) -> None:
-        self.connection.execute(f"DROP TABLE IF EXISTS {name}")
-        self._names.remove(name)
-
-    def drop_all(self) -> None:
-        for name in list(self._names):
-            self.drop(name)
-
-    def count(self, name: str) -> int:
-        return int(self.value(f"SELECT count(*) FROM {name}"))
-
-    def value(self, query: str) -> Any:
-        row = self.connection.execute(query).fetchone()
-        assert row is not None
-        return row[0]
 
 
 @dataclass
@@ -111,7 +42,7 @@ class SelectExecution:
         asker: that answers.
     """
 
-    def __init__(self, plan: SelectPlan, tables: Tables, asker: Asker) -> None:
+    def __init__(self, plan: SelectPlan, tables: TemporaryTables, asker: Asker) -> None:
         self._plan = plan
         self._tables = tables
         self._asker = asker

@@ -13,8 +13,8 @@ from vllm_relay.tables.jobs.estimate import Estimate
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.expressions import sql_of
-from vllm_relay.tables.sql.plan import PlannedCall, SelectPlan
 from vllm_relay.tables.sql.predicates import MIN_SAMPLED_ROWS, SAMPLE_ROWS
+from vllm_relay.tables.sql.select_plan import PlannedCall, SelectPlan
 
 if TYPE_CHECKING:
     from vllm_relay.tables.sql.connection import Runner

@@ -11,7 +11,7 @@ import duckdb
 from vllm_relay.tables.identifiers import ERROR, quoted
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.errors import AnswerFailedError
-from vllm_relay.tables.sql.plan import PlannedCall
+from vllm_relay.tables.sql.select_plan import PlannedCall
 
 if TYPE_CHECKING:
     from vllm_relay.tables.sql.connection import Runner

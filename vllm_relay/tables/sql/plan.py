@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from sqlglot import exp
 
-from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.aliases import Aliases
 from vllm_relay.tables.sql.binder import Binder
 from vllm_relay.tables.sql.calls import read_call
@@ -27,81 +25,15 @@ from vllm_relay.tables.sql.expressions import (
     replace_in,
     sql_of,
     stage_column,
-    stage_names,
     walk_scope,
 )
 from vllm_relay.tables.sql.guards import guard_terms
 from vllm_relay.tables.sql.rows import keeps_rows, unnests
+from vllm_relay.tables.sql.select_plan import PlannedCall, Predicate, SelectPlan
 from vllm_relay.tables.sql.stage import StageColumns
 
 # parts of a SELECT that its last form keeps, beside the list
 _LATE_PARTS = ("distinct", "group", "having", "qualify", "windows", "order", "limit", "offset")
-
-
-@dataclass
-class PlannedCall:
-    """
-    Attributes:
-        name: of the stage's column of answers.
-        text: of the call, for people.
-        question: of every row.
-        fields: their expressions over the stage, in the order of the question's.
-        guards: per place of the call, the conditions without which it does not matter there.
-    """
-
-    name: str
-    text: str
-    question: Question
-    fields: tuple[exp.Expr, ...]
-    guards: list[list[exp.Expr]] = field(default_factory=list)
-
-    @property
-    def reads_answers(self) -> bool:
-        """Whether a field holds the answer of another call."""
-        prefix = f"{RESERVED}a"
-        return any(name.startswith(prefix) for part in self.fields for name in stage_names(part))
-
-    @property
-    def error(self) -> str:
-        """The stage's column of errors."""
-        return f"{self.name}_error"
-
-
-@dataclass(frozen=True)
-class Predicate:
-    """
-    Attributes:
-        condition: over the stage.
-        calls: that it needs, in the order in which they can be answered.
-    """
-
-    condition: exp.Expr
-    calls: tuple[str, ...]
-
-
-@dataclass
-class SelectPlan:
-    """
-    Attributes:
-        stage: the SELECT whose rows the calls are about; its columns are what is needed later.
-        calls: by name.
-        predicates: conditions with calls, all of which a row has to pass.
-        late_calls: asked of the rows that passed, in the order in which they can be answered.
-        cut: offset and limit, where the result's rows are rows of the stage in their order and
-            calls decide which; the last SELECT has none then.
-        final: the SELECT over the last stage, which is named `STAGE`.
-        bare_calls: position in the select list and name of calls that stand there alone.
-        keeps_rows: each row of the result is one of the stage, without grouping.
-    """
-
-    stage: exp.Select
-    calls: dict[str, PlannedCall]
-    predicates: list[Predicate]
-    late_calls: list[str]
-    cut: tuple[int, int] | None
-    final: exp.Select
-    bare_calls: list[tuple[int, str]]
-    keeps_rows: bool
 
 
 def plan_select(
@@ -383,18 +315,3 @@ def _order_by_row(final: exp.Select) -> None:
         "order",
         exp.Order(expressions=[*order.expressions, exp.Ordered(this=stage_column(ROW))]),
     )
-
-
-def with_error_columns(query: exp.Query, plan: SelectPlan) -> exp.Query:
-    """The last form of a SELECT with a column of errors for each call alone in its list.
-
-    Other queries, and SELECTs whose rows are not single rows, stay as they are.
-    """
-    is_of_plan = isinstance(query, exp.Select) and query.expressions == plan.final.expressions
-    if not is_of_plan or not plan.keeps_rows:
-        return query
-    query = query.copy()
-    for position, name in plan.bare_calls:
-        alias = f"{query.expressions[position].alias}_error"
-        query.append("expressions", exp.alias_(stage_column(f"{name}_error"), alias, quoted=True))
-    return query

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vllm_relay.tables.sql.plan import Predicate
+from vllm_relay.tables.sql.select_plan import Predicate
 
 # rows on which the selectivity of a predicate is seen before all are asked about
 SAMPLE_ROWS = 32

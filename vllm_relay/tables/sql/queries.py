@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import duckdb
 from sqlglot import exp
 
+from vllm_relay.tables.sql.asker import Asker
 from vllm_relay.tables.sql.binder import Binder, query_text
 from vllm_relay.tables.sql.errors import error_at
-from vllm_relay.tables.sql.execute import Asker, SelectExecution, Tables
+from vllm_relay.tables.sql.execute import SelectExecution
 from vllm_relay.tables.sql.expressions import (
     RESERVED,
     all_of,
@@ -23,9 +24,11 @@ from vllm_relay.tables.sql.expressions import (
     is_query,
 )
 from vllm_relay.tables.sql.grouping import ask_after_grouping
-from vllm_relay.tables.sql.plan import SelectPlan, plan_select
+from vllm_relay.tables.sql.plan import plan_select
 from vllm_relay.tables.sql.probe import name_calls, probe
 from vllm_relay.tables.sql.pushdown import push_down
+from vllm_relay.tables.sql.select_plan import SelectPlan
+from vllm_relay.tables.sql.temporary_tables import TemporaryTables
 
 # after these joins a row of the left side is there once or more, or not at all, as it was before
 _KEEPING_SIDES = ("", "LEFT")
@@ -44,7 +47,7 @@ class QueryRunner:
     """
 
     binder: Binder
-    tables: Tables
+    tables: TemporaryTables
     asker: Asker
     plans: list[SelectPlan] = field(default_factory=list)
 
