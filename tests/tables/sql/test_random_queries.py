@@ -123,6 +123,28 @@ union_queries = st.tuples(inner_unordered, st.sampled_from(["id > 2", "v > 1", "
         f"SELECT id, a, llm('i', {{b}}, return := 'int') FROM t) WHERE {p[1]} ORDER BY id, v"
     )
 )
+group_conditions = st.sampled_from(
+    [
+        "k IN (SELECT b FROM t WHERE b > 0)",
+        "k IN (SELECT b FROM t)",
+        "j IS NOT NULL AND k > 0",
+        "j = 'a' OR s > 2",
+        "k + 1 < (SELECT max(id) FROM t)",
+        "EXISTS (SELECT 1 FROM t WHERE t.b = g.k)",
+    ]
+)
+condition_on_groups_queries = st.tuples(
+    st.one_of(ints, st.just("a")),
+    ints,
+    wheres,
+    st.sampled_from(["k, c", "1, 2", "ALL"]),
+    group_conditions,
+).map(
+    lambda p: (
+        f"SELECT k, j, s FROM (SELECT {p[0]} AS k, c AS j, sum({p[1]}) AS s FROM t{p[2]} "
+        f"GROUP BY {p[3]}) g WHERE {p[4]} ORDER BY k, j, s"
+    )
+)
 
 
 def check(rows, text):
@@ -159,4 +181,10 @@ def test_grouped(rows, text):
 @settings(max_examples=12, deadline=None)
 @given(tables, st.one_of(distinct_queries, join_queries, window_queries, union_queries))
 def test_others(rows, text):
+    check(rows, text)
+
+
+@settings(max_examples=12, deadline=None)
+@given(tables, condition_on_groups_queries)
+def test_conditions_on_groups(rows, text):
     check(rows, text)

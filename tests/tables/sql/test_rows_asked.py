@@ -107,6 +107,64 @@ def asked(connection, text, answer_of=None):
             "SELECT stars, llm('r', {id}) FROM reviews) WHERE id > 7",
             {"q": 1, "r": 5},
         ),
+        (
+            "SELECT a FROM (SELECT id, llm('q', {id}) AS a FROM movies) "
+            "WHERE id IN (SELECT id FROM reviews WHERE stars < 40)",
+            {"q": 2},
+        ),
+        (
+            "SELECT * FROM (SELECT id, llm('q', {id}) AS a FROM movies) s "
+            "WHERE EXISTS (FROM reviews r WHERE r.id = s.id)",
+            {"q": 8},
+        ),
+        (
+            "SELECT * FROM (SELECT type, max(llm('q', {id})) AS a, count(*) AS n FROM movies "
+            "GROUP BY type) WHERE type IN (SELECT 'Fresh') AND n > 1",
+            {"q": 4},
+        ),
+        (
+            "SELECT * FROM (SELECT id + 1 AS k, max(llm('q', {id})) FROM movies GROUP BY k) "
+            "WHERE k < 4",
+            {"q": 2},
+        ),
+        (
+            "SELECT * FROM (SELECT id AS k, type, max(llm('q', {id})) FROM movies GROUP BY ALL) "
+            "WHERE k < 4",
+            {"q": 3},
+        ),
+        (
+            "SELECT * FROM (SELECT type, llm('q', {type}) FROM movies GROUP BY 1) "
+            "WHERE type = 'Fresh'",
+            {"q": 1},
+        ),
+        (
+            "SELECT * FROM (SELECT id, max(llm('q', {id})) FROM movies GROUP BY ROLLUP (id)) "
+            "WHERE id < 4",
+            {"q": 8},
+        ),
+        (
+            "SELECT * FROM (SELECT type, max(llm('q', {id})) AS a, max(score) AS b FROM movies "
+            "GROUP BY type) WHERE b > 4",
+            {"q": 8},
+        ),
+        (
+            "SELECT * FROM (SELECT score, max(llm('q', {id})) AS a FROM movies GROUP BY score) "
+            "WHERE score > 4",
+            {"q": 3},
+        ),
+        (
+            "SELECT * FROM (SELECT score::DOUBLE AS s, max(llm('q', {id})) AS a FROM movies "
+            "GROUP BY s) WHERE s > 4",
+            {"q": 8},
+        ),
+        (
+            "SELECT * FROM (SELECT DISTINCT id, llm('q', {id}) FROM movies) WHERE id < 4",
+            {"q": 3},
+        ),
+        (
+            "SELECT * FROM (SELECT DISTINCT ON (type) id, llm('q', {id}) FROM movies) WHERE id < 4",
+            {"q": 8},
+        ),
     ],
 )
 def test_counts(connection, text, expected):

@@ -13,6 +13,8 @@ FUNCTION = "llm"
 # names that the rewritten statements use for themselves
 RESERVED = "__llm_"
 _LOWER = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
+# around an aggregate: sum(x) FILTER (...), first(x IGNORE NULLS)
+AGGREGATE_CLAUSES = (exp.Filter, exp.WithinGroup, exp.IgnoreNulls, exp.RespectNulls)
 STAGE = RESERVED + "stage"
 ROW = RESERVED + "row"
 
@@ -72,8 +74,14 @@ def is_query(node: exp.Expr) -> bool:
     return isinstance(node, (exp.Select, exp.SetOperation))
 
 
-def has_subquery(node: exp.Expr) -> bool:
-    return node.find(exp.Select, exp.SetOperation) is not None
+def outermost_queries(node: exp.Expr) -> list[exp.Query]:
+    """Queries in a node that are in no other one of it."""
+    walk = node.walk(bfs=False, prune=lambda part: part is not node and is_query(part))
+    return [
+        part
+        for part in walk
+        if part is not node and isinstance(part, (exp.Select, exp.SetOperation))
+    ]
 
 
 def conjuncts(condition: exp.Expr | None) -> list[exp.Expr]:

@@ -14,15 +14,14 @@ from vllm_relay.tables.sql.expressions import (
     RESERVED,
     ancestors,
     calls_inside_first,
-    fold,
     is_query,
     replace_in,
     sql_of,
 )
+from vllm_relay.tables.sql.groups import Groups
 from vllm_relay.tables.sql.stage import StageColumns
 
 _GROUPS = RESERVED + "groups"
-_SETS = (exp.Rollup, exp.Cube, exp.GroupingSets)
 _OUTER_PARTS = ("distinct", "qualify", "windows", "order", "limit", "offset")
 
 
@@ -51,25 +50,24 @@ class _Grouping:
         self, select: exp.Select, binder: Binder, columns: StageColumns, names: Sequence[str]
     ) -> None:
         self._select = select
-        self._binder = binder
         self._columns = columns
         self._names = names
         self._aliases = Aliases(select, columns.is_column)
+        self._groups = Groups(select, binder, columns)
         self._inner: dict[str, tuple[str, exp.Expr]] = {}
 
     def split(self) -> exp.Select | None:
-        if not self._is_grouped():
+        if not self._groups.is_grouped:
             return None
-        keys = {self._text(key): key for key in self._keys()}
+        keys = self._groups.keys
         roots = [*self._select.expressions]
         roots += [self._select.args[part] for part in ("having", "qualify", "order")
                   if self._select.args.get(part)]  # fmt: skip
         if not any(self._asks_about_groups(root, keys) for root in roots):
             return None
-        group = self._select.args.get("group")
-        if group is not None and any(isinstance(node, _SETS) for node in group.expressions):
+        if self._groups.has_sets:
             raise error_at(
-                group,
+                self._select.args["group"],
                 "llm() asked about groups of ROLLUP, CUBE or GROUPING SETS: group in a "
                 "subquery, and ask about its rows",
             )
@@ -93,68 +91,11 @@ class _Grouping:
         outer.set("from_", exp.From(this=inner.subquery(_GROUPS)))
         return outer
 
-    def _is_grouped(self) -> bool:
-        if self._select.args.get("group") or self._select.args.get("having"):
-            return True
-        roots = [*self._select.expressions, self._select.args.get("order")]
-        return any(
-            self._is_of_groups(part)
-            for root in roots
-            if root is not None
-            for part in root.walk(prune=is_query)
-        )
-
-    def _is_of_groups(self, node: exp.Expr) -> bool:
-        """Whether it is an aggregate of the grouping, not the function of a window."""
-        while isinstance(node, (exp.Filter, exp.WithinGroup, exp.IgnoreNulls, exp.RespectNulls)):
-            if isinstance(node.parent, exp.Window) and node.parent.this is node:
-                return False
-            node = node.this
-        if isinstance(node, exp.Window) or not self._binder.is_aggregate(node):
-            return False
-        above = node.parent
-        while isinstance(above, (exp.Filter, exp.WithinGroup, exp.IgnoreNulls, exp.RespectNulls)):
-            node, above = above, above.parent
-        return not (isinstance(above, exp.Window) and above.this is node)
-
-    def _keys(self) -> list[exp.Expr]:
-        group = self._select.args.get("group")
-        if group is None:
-            return []
-        items = [item.unalias() for item in self._select.expressions]
-        if group.args.get("all"):
-            expanded = [self._aliases.expand(item) for item in items]
-            return [
-                item for item in expanded
-                if not any(self._is_of_groups(part) for part in item.walk(prune=is_query))
-            ]  # fmt: skip
-        written = _flat(group.expressions)
-        keys: list[exp.Expr] = []
-        for key in written:
-            if isinstance(key, exp.Literal) and not key.is_string:
-                key = items[int(key.this) - 1]
-            keys.append(self._aliases.expand(key))
-        return keys
-
-    def _text(self, node: exp.Expr) -> str:
-        """The same for the same expression, whether or not it names tables."""
-
-        def change(part: exp.Expr) -> exp.Expr | None:
-            if isinstance(part, exp.Paren):
-                return replace_in(part.unnest(), change)
-            if isinstance(part, exp.Column):
-                if not isinstance(part.this, exp.Star) and self._columns.is_plain(part):
-                    return exp.column(exp.to_identifier(fold(part.name), quoted=True))
-                return part
-            return None
-
-        return sql_of(replace_in(node.unnest(), change))
-
     def _asks_about_groups(self, root: exp.Expr, keys: dict[str, exp.Expr]) -> bool:
         expanded = exp.Paren(this=self._aliases.expand(root))
         for call in calls_inside_first(expanded):
             parents = [call, *ancestors(call)]
-            if not any(self._is_of_groups(parent) or self._text(parent) in keys
+            if not any(self._groups.is_of_groups(parent) or self._groups.text(parent) in keys
                        for parent in parents):  # fmt: skip
                 return True
         return False
@@ -200,8 +141,10 @@ class _Grouping:
         def change(part: exp.Expr) -> exp.Expr | None:
             if is_query(part):
                 return part
-            is_of_groups = self._is_of_groups(part)
-            text = self._text(part) if is_of_groups or isinstance(part, exp.Condition) else ""
+            is_of_groups = self._groups.is_of_groups(part)
+            text = (
+                self._groups.text(part) if is_of_groups or isinstance(part, exp.Condition) else ""
+            )
             if is_of_groups and text not in self._inner:
                 name = f"{RESERVED}g{len(self._inner)}"
                 self._inner[text] = (name, part.copy())
@@ -225,12 +168,3 @@ class _Grouping:
         holder = exp.Paren(this=node.copy())
         changed = replace_in(holder, change)
         return changed.this if isinstance(changed, exp.Paren) else changed
-
-
-def _flat(keys: Sequence[exp.Expr]) -> list[exp.Expr]:
-    """Keys, those of ROLLUP, CUBE and GROUPING SETS too."""
-    flat: list[exp.Expr] = []
-    for key in keys:
-        is_set = isinstance(key, (*_SETS, exp.Tuple))
-        flat += _flat(key.expressions) if is_set else [key.unnest()]
-    return flat

@@ -15,14 +15,19 @@ from vllm_relay.tables.sql.expressions import (
     conjuncts,
     fold,
     has_call,
-    has_subquery,
+    is_query,
+    outermost_queries,
     replace_in,
+    walk_scope,
 )
+from vllm_relay.tables.sql.groups import Groups
 from vllm_relay.tables.sql.probe import probe
 from vllm_relay.tables.sql.rows import keeps_rows, unnests
 from vllm_relay.tables.sql.stage import StageColumns
 
 _NOT_THROUGH = ("limit", "offset", "qualify", "windows", "sample", "pivots")
+# values that are equal, and not the same: -0.0 and 0.0
+_FLOATS = ("FLOAT", "DOUBLE")
 
 
 @dataclass
@@ -126,7 +131,7 @@ def _push_conditions(
     select: exp.Select, source: _Source, binder: Binder, ctes: Sequence[exp.CTE]
 ) -> None:
     where = select.args.get("where")
-    if where is None or not all(_lets_through(branch, binder) for branch in source.branches):
+    if where is None or not all(_lets_through(branch) for branch in source.branches):
         return
     outer = StageColumns(probe(select), binder, ctes)
     kept: list[exp.Expr] = []
@@ -141,12 +146,41 @@ def _push_conditions(
     select.set("where", None if left is None else exp.Where(this=left))
 
 
-def _lets_through(select: exp.Select, binder: Binder) -> bool:
-    """Whether leaving out rows of the result is leaving out rows that the SELECT reads."""
-    if any(select.args.get(part) for part in _NOT_THROUGH):
+def _lets_through(select: exp.Select) -> bool:
+    """Whether conditions on values of the result may be ones on what the SELECT reads."""
+    if any(select.args.get(part) for part in _NOT_THROUGH) or unnests(select):
         return False
-    has_window = any(part.find(exp.Window) is not None for part in select.expressions)
-    return keeps_rows(select, binder) and not has_window and not unnests(select)
+    return not any(part.find(exp.Window) is not None for part in select.expressions)
+
+
+def _commute(
+    columns: set[str],
+    values: Sequence[exp.Expr],
+    branch: exp.Select,
+    source: _Source,
+    binder: Binder,
+    ctes: Sequence[exp.CTE],
+) -> bool:
+    """Whether leaving out rows of the result is leaving out rows that the SELECT reads.
+
+    Args:
+        columns: that the condition is about.
+        values: their expressions in the branch.
+    """
+    if keeps_rows(branch, binder):
+        return True
+    distinct = branch.args.get("distinct")
+    if distinct is not None and distinct.args.get("on") is not None:
+        return False
+    if any(kind in _FLOATS for name, kind in source.columns if fold(name) in columns):
+        return False
+    if any(is_star(item) for item in branch.expressions):
+        return False
+    plain = probe(branch)
+    groups = Groups(branch, binder, StageColumns(plain, binder, ctes))
+    if not groups.is_grouped:
+        return True
+    return not groups.has_sets and all(groups.text(value) in groups.keys for value in values)
 
 
 def _moved(
@@ -158,11 +192,14 @@ def _moved(
     ctes: Sequence[exp.CTE],
 ) -> list[exp.Expr] | None:
     """The condition over what each branch reads; None if it is about more than the source."""
-    if has_call(condition) or has_subquery(condition) or binder.has_volatile(condition):
+    if has_call(condition) or binder.has_volatile(condition):
+        return None
+    if not all(binder.is_valid(query, ctes) for query in outermost_queries(condition)):
+        # it is about rows of the query around it
         return None
     if condition.find(exp.Lambda, exp.Columns, exp.PositionalColumn) is not None:
         return None
-    columns = list(condition.find_all(exp.Column))
+    columns = [part for part in walk_scope(condition) if isinstance(part, exp.Column)]
     if not columns:
         return None
     for column in columns:
@@ -177,10 +214,14 @@ def _moved(
         if any(value is None or binder.has_volatile(value) for value in values.values()):
             return None
         found = {name: value for name, value in values.items() if value is not None}
+        if not _commute(set(found), list(found.values()), branch, source, binder, ctes):
+            return None
 
         def change(
             part: exp.Expr, found: dict[str, exp.Expr] = found
         ) -> exp.Expr | None:  # of this branch
+            if is_query(part):
+                return part
             return (
                 exp.paren(found[fold(part.name)].copy()) if isinstance(part, exp.Column) else None
             )

@@ -22,6 +22,7 @@ from vllm_relay.tables.sql.expressions import (
     has_call,
     is_call,
     is_query,
+    outermost_queries,
 )
 from vllm_relay.tables.sql.grouping import ask_after_grouping
 from vllm_relay.tables.sql.plan import plan_select
@@ -225,7 +226,7 @@ class QueryRunner:
         for source in sources:
             if source is None or not has_call(source):
                 continue
-            for query in _outermost_queries(source):
+            for query in outermost_queries(source):
                 if has_call(query):
                     query.replace(self._standalone(query, ctes))
             if has_call(source):
@@ -236,7 +237,7 @@ class QueryRunner:
 
     def _subqueries(self, select: exp.Select, ctes: Sequence[exp.CTE]) -> None:
         """Subqueries with calls in expressions."""
-        for query in _outermost_queries(select):
+        for query in outermost_queries(select):
             if has_call(query):
                 if any(is_call(parent) for parent in ancestors(query)):
                     raise error_at(
@@ -279,16 +280,6 @@ def _has_own_call(node: exp.Expr | None) -> bool:
         return False
     outside = node.walk(prune=is_query)
     return any(is_call(part) for part in outside)
-
-
-def _outermost_queries(node: exp.Expr) -> list[exp.Query]:
-    """Queries in a node that are in no other one of it."""
-    walk = node.walk(bfs=False, prune=lambda part: part is not node and is_query(part))
-    return [
-        part
-        for part in walk
-        if part is not node and isinstance(part, (exp.Select, exp.SetOperation))
-    ]
 
 
 def _uses(node: exp.Expr, name: str) -> list[exp.Table]:

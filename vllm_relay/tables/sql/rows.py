@@ -6,7 +6,7 @@ from __future__ import annotations
 from sqlglot import exp
 
 from vllm_relay.tables.sql.binder import Binder
-from vllm_relay.tables.sql.expressions import fold, is_query, walk_scope
+from vllm_relay.tables.sql.expressions import AGGREGATE_CLAUSES, fold, is_query, walk_scope
 
 
 def keeps_rows(select: exp.Select, binder: Binder) -> bool:
@@ -34,7 +34,7 @@ def unnests(select: exp.Select) -> bool:
 
 def _is_of_window(node: exp.Expr) -> bool:
     """Whether it is a window, or the function of one."""
-    while isinstance(node.parent, (exp.Filter, exp.IgnoreNulls, exp.RespectNulls, exp.WithinGroup)):
+    while isinstance(node.parent, AGGREGATE_CLAUSES):
         node = node.parent
     return isinstance(node, exp.Window) or (
         isinstance(node.parent, exp.Window) and node.parent.this is node
