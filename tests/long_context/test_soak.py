@@ -23,7 +23,14 @@ pytestmark = pytest.mark.soak
 
 SECONDS_PER_ENGINE = 180.0
 NUM_ENGINES = max(2, round(SECONDS / SECONDS_PER_ENGINE))
-MAY_BE_NONE = {"wrong", "lost", "contexts_lost", "memory_taken", "refused", "restarts"}
+MAX_ENGINES = 4 * NUM_ENGINES
+MAY_BE_NONE = {"wrong", "lost", "contexts_lost", "memory_taken", "refused"}
+LEAST = max(1, SECONDS // 300)
+
+
+def too_few(counts: Counter[str]) -> dict[str, int]:
+    """What did not happen often enough."""
+    return {name: counts[name] for name in counts.keys() - MAY_BE_NONE if counts[name] < LEAST}
 
 
 def run(*arguments: str) -> None:
@@ -41,9 +48,12 @@ def run(*arguments: str) -> None:
 def test_nothing_is_lost_nothing_is_wrong_and_nothing_leaks(tmp_path: Path) -> None:
     model = str(build_recall_model(tmp_path / "model", max_position_embeddings=2048))
     output = tmp_path / "output.json"
-    counts: Counter[str] = Counter(restarts=NUM_ENGINES - 1)
+    counts: Counter[str] = Counter()
     wrong: list[str] = []
-    for seed in range(FIRST_SEED, FIRST_SEED + NUM_ENGINES):
+    # on a slow machine an engine does less in its time
+    for seed in range(FIRST_SEED, FIRST_SEED + MAX_ENGINES):
+        if seed >= FIRST_SEED + NUM_ENGINES and not too_few(counts):
+            break
         run(model, str(tmp_path / "contexts"), str(output), str(SECONDS / NUM_ENGINES), str(seed))
         result = json.loads(output.read_text())
         print(f"seed {seed}: {result['counts']}", flush=True)
@@ -52,6 +62,4 @@ def test_nothing_is_lost_nothing_is_wrong_and_nothing_leaks(tmp_path: Path) -> N
     print(f"in all: {dict(counts)}")
     assert not wrong, "\n".join(wrong[:20])
     assert counts["lost"] == 0
-    least = max(1, SECONDS // 300)
-    for name in counts.keys() - MAY_BE_NONE:
-        assert counts[name] >= least, f"{name}: {counts[name]}, expected at least {least}"
+    assert not too_few(counts), f"expected at least {LEAST} of each"
