@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from vllm_relay import doctor
 from vllm_relay.cli import app
+from vllm_relay.demo.options import DemoOptions
 from vllm_relay.doctor import Backend, Check, Report
 
 runner = CliRunner()
@@ -51,8 +52,8 @@ def test_doctor_exit_status_says_whether_relay_can_run(
 def test_demo_hands_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given: dict[str, Any] = {}
 
-    def run_demo(model: str | None, **options: Any) -> int:
-        given.update(options, model=model)
+    def run_demo(options: DemoOptions, model: str | None, **sizes: Any) -> int:
+        given.update(sizes, options=options, model=model)
         return 3
 
     monkeypatch.setattr("vllm_relay.demo.run.run_demo", run_demo)
@@ -75,7 +76,7 @@ def test_demo_hands_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert given["model"] == "a-model"
     assert given["num_system_prompts"] == 2
     assert given["questions_per_prompt"] == 5
-    assert given["json_path"] == results
+    assert given["options"].json_path == results
 
 
 def test_demo_has_an_option_for_each_of_run_demo() -> None:
@@ -87,14 +88,15 @@ def test_demo_has_an_option_for_each_of_run_demo() -> None:
 
     options = {parameter.name for parameter in typer.main.get_command(app).commands["demo"].params}
     options -= {"long", "document_tokens", "with_modules", "with_tables"}
-    assert options == set(inspect.signature(run_demo).parameters) - {"console"}
+    parameters = {*inspect.signature(run_demo).parameters, *DemoOptions.__annotations__}
+    assert options == parameters - {"options", "console"}
 
 
 def test_demo_of_modules_has_sizes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
 
-    def run_modules_demo(**options: Any) -> int:
-        given.update(options)
+    def run_modules_demo(options: DemoOptions, **sizes: Any) -> int:
+        given.update(sizes)
         return 0
 
     monkeypatch.setattr("vllm_relay.demo.modules_run.run_modules_demo", run_modules_demo)
@@ -109,15 +111,15 @@ def test_demo_of_modules_has_sizes_of_its_own(monkeypatch: pytest.MonkeyPatch) -
 def test_demo_of_long_contexts_has_sizes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
 
-    def run_long_demo(**options: Any) -> int:
-        given.update(options)
+    def run_long_demo(options: DemoOptions, **sizes: Any) -> int:
+        given.update(sizes, options=options)
         return 3
 
     monkeypatch.setattr("vllm_relay.demo.long_run.run_long_demo", run_long_demo)
     assert runner.invoke(app, ["demo", "--long", "--seed", "7"]).exit_code == 3
     assert given["document_tokens"] == 24_000
     assert (given["num_questions"], given["output_tokens"]) == (6, 8)
-    assert (given["dtype"], given["seed"]) == ("bfloat16", 7)
+    assert (given["options"].dtype, given["options"].seed) == ("bfloat16", 7)
     sizes = ["--document-tokens", "5000", "--questions", "24", "--output-tokens", "4"]
     runner.invoke(app, ["demo", "--long", *sizes])
     assert given["document_tokens"] == 5000

@@ -133,62 +133,47 @@ def demo(
         raise typer.BadParameter(
             f"given with {' and '.join(given[1:])}, expected one of them", param_hint=given[0]
         )
+    from vllm_relay.demo.options import DemoOptions
+
+    options = DemoOptions(dtype, seed, keep, json_path)
     if long:
         from vllm_relay.demo.long_run import run_long_demo
 
         _refuse_given(context, "has no effect with --long", _NOT_WITH_LONG)
         status = run_long_demo(
+            options,
             document_tokens=document_tokens,
-            num_questions=questions_per_prompt if _is_given(context, "questions_per_prompt") else 6,
-            output_tokens=output_tokens if _is_given(context, "output_tokens") else 8,
-            dtype=dtype,
-            seed=seed,
-            keep=keep,
-            json_path=json_path,
+            num_questions=_given_or(context, "questions_per_prompt", 6),
+            output_tokens=_given_or(context, "output_tokens", 8),
         )
-        raise typer.Exit(status)
-    if with_modules:
+    elif with_modules:
         from vllm_relay.demo.modules_run import run_modules_demo
 
         _refuse_given(context, "has no effect with --modules", _NOT_WITH_LONG)
         status = run_modules_demo(
-            num_questions=questions_per_prompt
-            if _is_given(context, "questions_per_prompt")
-            else 24,
-            output_tokens=output_tokens if _is_given(context, "output_tokens") else 4,
-            dtype=dtype,
-            seed=seed,
-            keep=keep,
-            json_path=json_path,
+            options,
+            num_questions=_given_or(context, "questions_per_prompt", 24),
+            output_tokens=_given_or(context, "output_tokens", 4),
         )
-        raise typer.Exit(status)
-    if with_tables:
+    elif with_tables:
         from vllm_relay.demo.tables_run import run_tables_demo
 
         _refuse_given(context, "has no effect with --tables", _NOT_WITH_TABLES)
-        status = run_tables_demo(
-            num_rows=questions_per_prompt if _is_given(context, "questions_per_prompt") else 480,
-            dtype=dtype,
-            seed=seed,
-            keep=keep,
-            json_path=json_path,
-        )
-        raise typer.Exit(status)
-    from vllm_relay.demo.run import run_demo
+        num_rows = _given_or(context, "questions_per_prompt", 480)
+        status = run_tables_demo(options, num_rows=num_rows)
+    else:
+        from vllm_relay.demo.run import run_demo
 
-    _refuse_given(context, "needs --long", ["document_tokens"])
-    status = run_demo(
-        model,
-        num_system_prompts=num_system_prompts,
-        system_prompt_tokens=system_prompt_tokens,
-        questions_per_prompt=questions_per_prompt,
-        output_tokens=output_tokens,
-        rounds=rounds,
-        dtype=dtype,
-        seed=seed,
-        keep=keep,
-        json_path=json_path,
-    )
+        _refuse_given(context, "needs --long", ["document_tokens"])
+        status = run_demo(
+            options,
+            model,
+            num_system_prompts=num_system_prompts,
+            system_prompt_tokens=system_prompt_tokens,
+            questions_per_prompt=questions_per_prompt,
+            output_tokens=output_tokens,
+            rounds=rounds,
+        )
     raise typer.Exit(status)
 
 
@@ -511,6 +496,11 @@ def check_modules(
 def _is_given(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
+
+
+def _given_or(context: typer.Context, name: str, default: int) -> int:
+    """The value of an option that has another default here."""
+    return context.params[name] if _is_given(context, name) else default
 
 
 def _refuse_given(context: typer.Context, why: str, names: list[str]) -> None:

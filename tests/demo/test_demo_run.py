@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from vllm_relay.demo.options import DemoOptions
 from vllm_relay.demo.recall_model import build_recall_model
 from vllm_relay.demo.requests import WorkloadSizes, general_requests
 from vllm_relay.demo.run import run_demo
@@ -21,13 +22,11 @@ def recording_console() -> Console:
 def test_relay_answers_like_stock_vllm_and_reads_less(tmp_path: Path) -> None:
     console = recording_console()
     status = run_demo(
+        DemoOptions(keep=tmp_path, json_path=tmp_path / "numbers.json", console=console),
         num_system_prompts=2,
         system_prompt_tokens=600,
         questions_per_prompt=4,
         output_tokens=8,
-        keep=tmp_path,
-        json_path=tmp_path / "numbers.json",
-        console=console,
     )
     assert status == 0, console.export_text()
     numbers = json.loads((tmp_path / "numbers.json").read_text())
@@ -41,15 +40,16 @@ def test_relay_answers_like_stock_vllm_and_reads_less(tmp_path: Path) -> None:
 
 
 def test_settings_out_of_range_are_explained(tmp_path: Path) -> None:
-    for settings, message in [
-        ({"rounds": 0}, "rounds is 0"),
-        ({"questions_per_prompt": 0}, "questions_per_prompt is 0"),
-        ({"dtype": "int8"}, "dtype is 'int8'"),
-        ({"system_prompt_tokens": 100}, "expected at least 49"),
-        ({"model": str(tmp_path / "missing")}, "missing"),
+    for dtype, settings, message in [
+        ("bfloat16", {"rounds": 0}, "rounds is 0"),
+        ("bfloat16", {"questions_per_prompt": 0}, "questions_per_prompt is 0"),
+        ("int8", {}, "dtype is 'int8'"),
+        ("bfloat16", {"system_prompt_tokens": 100}, "expected at least 49"),
+        ("bfloat16", {"model": str(tmp_path / "missing")}, "missing"),
     ]:
         console = recording_console()
-        assert run_demo(**settings, keep=tmp_path / "demo", console=console) == 1
+        options = DemoOptions(dtype, keep=tmp_path / "demo", console=console)
+        assert run_demo(options, **settings) == 1
         assert message in console.export_text()
 
 

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from vllm_relay.demo.long_run import run_long_demo
+from vllm_relay.demo.options import DemoOptions
 
 SIZES = {"document_tokens": 6000, "num_questions": 3, "output_tokens": 8}
 
@@ -20,13 +21,10 @@ def recording_console() -> Console:
 @pytest.mark.usefixtures("quick_engines")
 def test_relay_sparse_answers_right_and_holds_a_window(tmp_path: Path) -> None:
     console = recording_console()
-    status = run_long_demo(
-        **SIZES,
-        dtype="float32",
-        keep=tmp_path,
-        json_path=tmp_path / "numbers.json",
-        console=console,
+    options = DemoOptions(
+        dtype="float32", keep=tmp_path, json_path=tmp_path / "numbers.json", console=console
     )
+    status = run_long_demo(options, **SIZES)
     text = console.export_text()
     assert status == 0, text
     numbers = json.loads((tmp_path / "numbers.json").read_text())
@@ -43,15 +41,21 @@ def test_relay_sparse_answers_right_and_holds_a_window(tmp_path: Path) -> None:
 
 
 def test_settings_out_of_range_are_explained(tmp_path: Path) -> None:
-    for settings, message in [
+    for sizes, message in [
         ({"document_tokens": 1000}, "document_tokens is 1000, expected 4096 to 32000"),
         ({"num_questions": 1}, "num_questions is 1, expected at least 2"),
         ({"num_questions": 9999}, "num_questions is 9999, expected 1 to"),
         ({"output_tokens": 2}, "output_tokens is 2, expected at least 3"),
         ({"output_tokens": 9}, "output_tokens is 9, expected 2 to 8"),
+    ]:
+        console = recording_console()
+        options = DemoOptions(keep=tmp_path, console=console)
+        assert run_long_demo(options, **{**SIZES, **sizes}) == 1
+        assert message in console.export_text()
+    for given, message in [
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"json_path": tmp_path / "missing" / "numbers.json"}, "missing"),
     ]:
         console = recording_console()
-        assert run_long_demo(**{**SIZES, **settings}, keep=tmp_path, console=console) == 1
+        assert run_long_demo(DemoOptions(**given, keep=tmp_path, console=console), **SIZES) == 1
         assert message in console.export_text()

@@ -10,6 +10,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from vllm_relay.cli import app
+from vllm_relay.demo.options import DemoOptions
 from vllm_relay.demo.tables_engine import TableAnswers, Way
 from vllm_relay.demo.tables_run import run_tables_demo
 from vllm_relay.demo.tables_workload import tables_workload
@@ -26,10 +27,8 @@ def recording_console() -> Console:
 @pytest.mark.usefixtures("quick_engines")
 def test_both_ways_answer_right_and_llm_map_computes_less(tmp_path: Path) -> None:
     console = recording_console()
-    status = run_tables_demo(
-        num_rows=60, keep=tmp_path, json_path=tmp_path / "numbers.json", console=console
-    )
-    assert status == 0, console.export_text()
+    options = DemoOptions(keep=tmp_path, json_path=tmp_path / "numbers.json", console=console)
+    assert run_tables_demo(options, num_rows=60) == 0, console.export_text()
     numbers = json.loads((tmp_path / "numbers.json").read_text())
     rows, ours = numbers["row_by_row"], numbers["llm_map"]
     assert rows["answers_right"] == ours["answers_right"] == rows["answers"] == 120
@@ -72,7 +71,8 @@ def test_a_wrong_answer_is_a_failure(
     monkeypatch.setattr(EngineWithoutModel, "wrong", wrong)
     console = recording_console()
     path = tmp_path / "numbers.json"
-    status = run_tables_demo(num_rows=40, keep=tmp_path, json_path=path, console=console)
+    options = DemoOptions(keep=tmp_path, json_path=path, console=console)
+    status = run_tables_demo(options, num_rows=40)
     text = console.export_text()
     numbers = json.loads(path.read_text())
     assert status == (1 if wrong else 0)
@@ -82,26 +82,28 @@ def test_a_wrong_answer_is_a_failure(
 
 
 def test_settings_out_of_range_are_explained(tmp_path: Path) -> None:
-    for settings, message in [
-        ({"num_rows": 0}, "num_rows is 0, expected at least 1"),
-        ({"num_rows": 1, "dtype": "int8"}, "dtype is 'int8'"),
-        ({"num_rows": 1, "json_path": tmp_path / "missing" / "numbers.json"}, "missing"),
+    for num_rows, given, message in [
+        (0, {}, "num_rows is 0, expected at least 1"),
+        (1, {"dtype": "int8"}, "dtype is 'int8'"),
+        (1, {"json_path": tmp_path / "missing" / "numbers.json"}, "missing"),
     ]:
         console = recording_console()
-        assert run_tables_demo(**settings, keep=tmp_path, console=console) == 1
+        options = DemoOptions(**given, keep=tmp_path, console=console)
+        assert run_tables_demo(options, num_rows=num_rows) == 1
         assert message in console.export_text()
 
 
 def test_the_command_has_sizes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
 
-    def run(**options: Any) -> int:
-        given.update(options)
+    def run(options: DemoOptions, **sizes: Any) -> int:
+        given.update(sizes, options=options)
         return 3
 
     monkeypatch.setattr("vllm_relay.demo.tables_run.run_tables_demo", run)
     assert runner.invoke(app, ["demo", "--tables", "--seed", "7"]).exit_code == 3
-    assert (given["num_rows"], given["seed"], given["dtype"]) == (480, 7, "bfloat16")
+    assert given["num_rows"] == 480
+    assert (given["options"].seed, given["options"].dtype) == (7, "bfloat16")
     runner.invoke(app, ["demo", "--tables", "--questions", "5"])
     assert given["num_rows"] == 5
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from typing import Any
 
 from vllm import LLM, SamplingParams
 
@@ -18,12 +19,23 @@ COUNTERS = (
     "relay:kv_tokens_logical",
     "relay:kv_tokens_read",
 )
-_CPU_KV_CACHE_SPACE_GIB = "2"
 
 
-def start_llm(settings: EngineSettings) -> LLM:
-    """The engine, with prefix caching and with the metrics that `read_counters` reads."""
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_KV_CACHE_SPACE_GIB)
+def start_llm(
+    settings: EngineSettings,
+    *,
+    cpu_kv_cache_gib: int = 2,
+    with_metrics: bool = True,
+    **llm_arguments: Any,
+) -> LLM:
+    """The engine, with prefix caching.
+
+    Args:
+        cpu_kv_cache_gib: on CPUs, where `VLLM_CPU_KVCACHE_SPACE` does not say otherwise.
+        with_metrics: those that `LLM.get_metrics` returns.
+        llm_arguments: others of `LLM`.
+    """
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(cpu_kv_cache_gib))
     return LLM(
         settings.model,
         attention_backend=settings.attention_backend,
@@ -33,8 +45,9 @@ def start_llm(settings: EngineSettings) -> LLM:
         enable_prefix_caching=True,
         enforce_eager=True,
         gpu_memory_utilization=0.4,  # the other engine is alive at the same time
-        disable_log_stats=False,
+        disable_log_stats=not with_metrics,
         seed=0,
+        **llm_arguments,
     )
 
 

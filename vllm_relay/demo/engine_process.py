@@ -15,11 +15,17 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+T = TypeVar("T")
+E = TypeVar("E", bound="EngineProcess")
 
 _LOG_TAIL_LINES = 25
 _STOP_TIMEOUT_S = 30.0
@@ -100,6 +106,33 @@ class EngineProcess:
             os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
         self._connection.close()
+
+
+@contextlib.contextmanager
+def running_engines(engines: Iterable[E]) -> Iterator[list[E]]:
+    """Engines that have all started; they are stopped together.
+
+    Args:
+        engines: made one by one by a generator, so that all are stopped if one cannot be made.
+
+    Raises:
+        EngineError: an engine failed; the message ends with its log.
+    """
+    with contextlib.ExitStack() as stack:
+        running: list[E] = []
+        for engine in engines:
+            stack.enter_context(engine)
+            running.append(engine)
+        for engine in running:
+            engine.wait()
+        yield running
+        for engine in running:
+            engine.ask_to_stop()
+
+
+def in_turn(items: Iterable[T], round_number: int) -> list[T]:
+    """The items, backwards in odd rounds, so that it is not always the same one that begins."""
+    return list(items)[:: 1 if round_number % 2 == 0 else -1]
 
 
 def wait_until_workers_sleep() -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from typing import Any
@@ -11,24 +10,19 @@ from typing import Any
 from vllm import LLM, SamplingParams
 
 from vllm_relay.demo.engine import EngineSettings
+from vllm_relay.demo.engine_main import start_llm
 from vllm_relay.demo.engine_process import serve
 from vllm_relay.demo.modules_engine import BLOCK_SIZE_TOKENS, ModulesAnswer
 
 
-def start_llm(settings: EngineSettings) -> LLM:
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+def start(settings: EngineSettings) -> LLM:
     relay = {"relay": {"scheduler": True}} if settings.attention_backend == "relay" else {}
-    return LLM(
-        settings.model,
+    return start_llm(
+        settings,
+        cpu_kv_cache_gib=1,
+        with_metrics=False,
         additional_config=relay,
-        attention_backend=settings.attention_backend,
         block_size=BLOCK_SIZE_TOKENS,
-        dtype=settings.dtype,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        enforce_eager=True,
-        gpu_memory_utilization=0.4,  # the other engine is alive at the same time
-        seed=0,
     )
 
 
@@ -63,4 +57,4 @@ def answer(
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), start_llm, answer)
+    serve(int(sys.argv[1]), start, answer)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 
@@ -12,6 +11,7 @@ import pyarrow as pa
 from vllm import LLM
 
 from vllm_relay.demo.engine import EngineSettings
+from vllm_relay.demo.engine_main import start_llm
 from vllm_relay.demo.engine_process import serve
 from vllm_relay.demo.tables_engine import BLOCK_SIZE_TOKENS, NUM_BLOCKS, TableAnswers, Way
 from vllm_relay.demo.tables_workload import TEMPLATE
@@ -22,21 +22,14 @@ from vllm_relay.tables.jobs.prompt_format import PromptFormat
 from vllm_relay.tables.question import Question
 
 
-def start_llm(settings: EngineSettings) -> LLM:
+def start(settings: EngineSettings) -> LLM:
     """vLLM as it is, with prefix caching."""
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    return LLM(
-        settings.model,
-        attention_backend=settings.attention_backend,
+    return start_llm(
+        settings,
+        cpu_kv_cache_gib=1,
+        with_metrics=False,
         block_size=BLOCK_SIZE_TOKENS,
         num_gpu_blocks_override=NUM_BLOCKS,
-        dtype=settings.dtype,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        enable_prefix_caching=True,
-        enforce_eager=True,
-        gpu_memory_utilization=0.4,
-        seed=0,
     )
 
 
@@ -102,4 +95,4 @@ def _llm_map(llm: LLM, columns: dict[str, list[str]], question: Question) -> Tab
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), start_llm, ask)
+    serve(int(sys.argv[1]), start, ask)

@@ -6,19 +6,16 @@ One engine answers both, vLLM as it is: what differs is which prompts it gets, a
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from vllm_relay.arguments import check_writable
 from vllm_relay.demo.engine import EngineSettings
-from vllm_relay.demo.engine_process import EngineError
+from vllm_relay.demo.engine_process import in_turn, running_engines
+from vllm_relay.demo.options import DemoOptions
 from vllm_relay.demo.recall_model import build_recall_model
 from vllm_relay.demo.tables_engine import (
     BLOCK_SIZE_TOKENS,
@@ -58,86 +55,79 @@ class WayReport:
         return self.cached_tokens / self.prompt_tokens
 
 
-def run_tables_demo(
-    *,
-    num_rows: int,
-    dtype: str = "bfloat16",
-    seed: int = 0,
-    keep: Path | None = None,
-    json_path: Path | None = None,
-    console: Console | None = None,
-) -> int:
+def run_tables_demo(options: DemoOptions, *, num_rows: int) -> int:
     """Run the comparison, print a table and return the exit status.
 
     Args:
         num_rows: of the table, from 1 on.
-        dtype: of the weights, the activations and the KV cache.
-        seed: the same seed gives the same model and table.
-        keep: where the recall model and the log are kept; a temporary directory if None.
-        json_path: where all numbers are written as JSON.
-        console: where to print; the standard output if None.
 
     Returns:
         0, or 1 if a setting is out of its range, the engine failed or answers are wrong; the reason
         is printed.
     """
-    console = console or Console()
-    with ExitStack() as stack:
-        directory = keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        try:
-            check_writable("--json", json_path)
-            workload = tables_workload(num_rows=num_rows, seed=seed)
-            directory.mkdir(parents=True, exist_ok=True)
-            model = build_recall_model(directory / "recall-model", dtype=dtype, seed=seed)
-            [choices] = [
-                len(c) for each in workload.questions if (c := each.question.output.choices)
-            ]
-            console.print(
-                f"The recall model in {dtype}: {len(workload.questions)} questions to each of "
-                f"{num_rows:,} rows, one of them with {choices} choices; the KV cache holds "
-                f"{NUM_BLOCKS * BLOCK_SIZE_TOKENS:,} tokens."
-            )
-            answers = _ask(workload, str(model), dtype, directory, console)
-        except (EngineError, OSError, ValueError) as error:
-            console.print(str(error), style="red", markup=False, highlight=False)
-            return 1
-    reports = {way: _report(workload, answers[way]) for way in _WAYS}
-    console.print(_table(reports))
-    if json_path is not None:
-        numbers = {
-            way: {**asdict(each), "hit_rate": each.hit_rate} for way, each in reports.items()
+    reports = options.run(lambda: _run(options, num_rows))
+    if reports is None:
+        return 1
+    options.console.print(_table(reports))
+    options.write_json(
+        {
+            "dtype": options.dtype,
+            "seed": options.seed,
+            "num_rows": num_rows,
+            **{way: {**asdict(each), "hit_rate": each.hit_rate} for way, each in reports.items()},
         }
-        settings = {"dtype": dtype, "seed": seed, "num_rows": num_rows}
-        json_path.write_text(json.dumps({**settings, **numbers}, indent=2) + "\n")
-    return _conclude(reports, console)
-
-
-def _ask(
-    workload: TablesWorkload, model: str, dtype: str, directory: Path, console: Console
-) -> dict[Way, list[TableAnswers]]:
-    """The answers to each question. Which way begins changes with every question."""
-    settings = EngineSettings(
-        model=model,
-        attention_backend=None,
-        dtype=dtype,
-        max_model_len=_MAX_MODEL_LEN_TOKENS,
-        max_num_seqs=_MAX_NUM_SEQS,
     )
+    rows, ours = reports["row_by_row"], reports["llm_map"]
+    return options.conclude(
+        [
+            f"{_WAYS[way]}: {wrong} of {report.answers} answers are wrong"
+            for way, report in reports.items()
+            if (wrong := report.answers - report.answers_right)
+        ],
+        f"llm_map took {ours.seconds:.2f} s for what took {rows.seconds:.2f} s row by row: "
+        f"{rows.seconds / ours.seconds:.2f} times as fast.",
+    )
+
+
+def _run(options: DemoOptions, num_rows: int) -> dict[Way, WayReport]:
+    workload = tables_workload(num_rows=num_rows, seed=options.seed)
+    with options.folder() as folder:
+        model = build_recall_model(folder / "recall-model", dtype=options.dtype, seed=options.seed)
+        [choices] = [len(c) for each in workload.questions if (c := each.question.output.choices)]
+        options.console.print(
+            f"The recall model in {options.dtype}: {len(workload.questions)} questions to each of "
+            f"{num_rows:,} rows, one of them with {choices} choices; the KV cache holds "
+            f"{NUM_BLOCKS * BLOCK_SIZE_TOKENS:,} tokens."
+        )
+        settings = EngineSettings(
+            model=str(model),
+            attention_backend=None,
+            dtype=options.dtype,
+            max_model_len=_MAX_MODEL_LEN_TOKENS,
+            max_num_seqs=_MAX_NUM_SEQS,
+        )
+        answers = _answers(workload, settings, folder, options.console)
+    return {way: _report(workload, of_way) for way, of_way in answers.items()}
+
+
+def _answers(
+    workload: TablesWorkload, settings: EngineSettings, folder: Path, console: Console
+) -> dict[Way, list[TableAnswers]]:
+    """To each question. Which way begins changes with every question."""
     answers: dict[Way, list[TableAnswers]] = {way: [] for way in _WAYS}
-    with ExitStack() as stack:
-        status = stack.enter_context(console.status("starting vLLM"))
-        engine = stack.enter_context(TablesEngine("vLLM", settings, directory / "vllm.log"))
-        engine.wait()
+    with (
+        console.status("starting vLLM") as status,
+        running_engines([TablesEngine("vLLM", settings, folder / "vllm.log")]) as [engine],
+    ):
         status.update("warming up")
         few = {name: cells[:_WARM_UP_ROWS] for name, cells in workload.columns.items()}
         for question in workload.questions:
             for way in _WAYS:
                 engine.ask(way, few, question.question)
         for i, question in enumerate(workload.questions):
-            for way in list(_WAYS) if i % 2 == 0 else reversed(_WAYS):
+            for way in in_turn(_WAYS, i):
                 status.update(f"{_WAYS[way]}: question {i + 1} of {len(workload.questions)}")
                 answers[way].append(engine.ask(way, workload.columns, question.question))
-        engine.ask_to_stop()
     return answers
 
 
@@ -181,27 +171,3 @@ def _table(reports: dict[Way, WayReport]) -> Table:
         "job time", *(f"{r.seconds:.2f} s" for r in both), f"{ours.seconds / rows.seconds:.3g}"
     )
     return table
-
-
-def _conclude(reports: dict[Way, WayReport], console: Console) -> int:
-    wrong = {
-        way: report.answers - report.answers_right
-        for way, report in reports.items()
-        if report.answers_right < report.answers
-    }
-    for way, count in wrong.items():
-        console.print(
-            f"{_WAYS[way]}: {count} of {reports[way].answers} answers are wrong",
-            style="red",
-            highlight=False,
-        )
-    if wrong:
-        return 1
-    rows, ours = reports["row_by_row"], reports["llm_map"]
-    console.print(
-        f"llm_map took {ours.seconds:.2f} s for what took {rows.seconds:.2f} s row by row: "
-        f"{rows.seconds / ours.seconds:.2f} times as fast.",
-        style="green",
-        highlight=False,
-    )
-    return 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_relay.demo.words import ADJECTIVES
-from vllm_relay.demo.workload import WORDS_PER_ENTRY, ledger_entries
+from vllm_relay.demo.workload import WORDS_PER_ENTRY, check_at_least, ledger_entries
 from vllm_relay.tables.jobs.prompt_format import PromptTemplate
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import Question
@@ -71,8 +71,7 @@ def tables_workload(*, num_rows: int, seed: int) -> TablesWorkload:
     Raises:
         ValueError: `num_rows` is below 1.
     """
-    if num_rows < 1:
-        raise ValueError(f"num_rows is {num_rows}, expected at least 1")
+    check_at_least(1, num_rows=num_rows)
     rng = np.random.default_rng(seed)
     pages = [ledger_entries(rng, PAGE_TOKENS // WORDS_PER_ENTRY) for _ in range(NUM_PAGES)]
     page_texts = ["\n".join(f"{a} {b}: {c} {d}." for a, b, c, d in entries) for entries in pages]

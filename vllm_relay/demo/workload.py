@@ -72,7 +72,10 @@ def ledger_workload(
     Raises:
         ValueError: a count is out of its range or the ledger has too few entries for the questions.
     """
-    _check_counts(num_system_prompts, questions_per_prompt, output_tokens)
+    check_at_least(
+        1, num_system_prompts=num_system_prompts, questions_per_prompt=questions_per_prompt
+    )
+    check_at_least(2, output_tokens=output_tokens)
     rng = np.random.default_rng(seed)
     return [
         _ledger_conversations(
@@ -90,7 +93,9 @@ def handbook_workload(
     seed: int = 0,
 ) -> list[Conversations]:
     """Handbooks in plain English and questions about them, for any model: no answers are known."""
-    _check_counts(num_system_prompts, questions_per_prompt, output_tokens=2)
+    check_at_least(
+        1, num_system_prompts=num_system_prompts, questions_per_prompt=questions_per_prompt
+    )
     rng = np.random.default_rng(seed)
     conversations = []
     for handbook in range(num_system_prompts):
@@ -171,11 +176,12 @@ def ledger_entries(rng: np.random.Generator, num_entries: int) -> list[tuple[str
     return list(zip(*(text[i::WORDS_PER_ENTRY] for i in range(WORDS_PER_ENTRY)), strict=True))
 
 
-def _check_counts(num_system_prompts: int, questions_per_prompt: int, output_tokens: int) -> None:
-    for name, value, least in [
-        ("num_system_prompts", num_system_prompts, 1),
-        ("questions_per_prompt", questions_per_prompt, 1),
-        ("output_tokens", output_tokens, 2),
-    ]:
+def check_at_least(least: int, **values: int) -> None:
+    """Refuse a size that is too small.
+
+    Raises:
+        ValueError: names it.
+    """
+    for name, value in values.items():
         if value < least:
             raise ValueError(f"{name} is {value}, expected at least {least}")
