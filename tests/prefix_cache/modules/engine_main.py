@@ -22,19 +22,14 @@ class Engine:
 
     def __init__(self, model: str) -> None:
         import numpy as np
-        from vllm import LLM, SamplingParams
+        from vllm import SamplingParams
 
+        from tests.small_llm import small_relay_llm
         from vllm_relay.prefix_cache.modules.llm import ModularLLM
         from vllm_relay.prefix_cache.modules.schema import Module, Parameter, Schema
 
-        self.llm = LLM(
+        self.llm = small_relay_llm(
             model,
-            additional_config={"relay": {"scheduler": True}},
-            attention_backend="relay",
-            block_size=32,
-            disable_log_stats=False,
-            dtype="float32",
-            enforce_eager=True,
             max_num_batched_tokens=512,
             max_num_seqs=16,
             num_gpu_blocks_override=NUM_BLOCKS,

@@ -15,16 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
-from vllm import LLM
 from vllm.inputs import tokens_input
 
+from tests.small_llm import small_llm
 from tests.tables.jobs.job_cases import NUMBERS, NUMBERS_SQL, answered, numbers_table, runner
 from vllm_relay.tables.engines import in_process
-from vllm_relay.tables.engines.base import (
-    Completions,
-    Prompt,
-    PromptShape,
-)
+from vllm_relay.tables.engines.base import Completions, Prompt, PromptShape
 from vllm_relay.tables.engines.in_process import InProcessEngine, sampling_params
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import Question
@@ -171,18 +167,7 @@ def identities(engine: Recorded, model: Path) -> list[str]:
 
 
 def main(model: str, folder: str) -> None:
-    llm = LLM(
-        model=model,
-        dtype="float32",
-        enforce_eager=True,
-        block_size=32,
-        max_model_len=512,
-        max_num_seqs=8,
-        num_gpu_blocks_override=200,
-        enable_prefix_caching=True,
-        disable_log_stats=False,
-        seed=0,
-    )
+    llm = small_llm(model, max_model_len=512, max_num_seqs=8)
     engine = Recorded(InProcessEngine(llm))
     found = run_jobs(engine)
     found["structured"] = run_structured(engine)

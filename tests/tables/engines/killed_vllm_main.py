@@ -20,11 +20,9 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 from vllm import LLM
 
+from tests.small_llm import small_llm
 from tests.tables.jobs.job_cases import NUMBERS, NUMBERS_SQL, answered, numbers_table, runner
-from vllm_relay.tables.engines.base import (
-    Completions,
-    Prompt,
-)
+from vllm_relay.tables.engines.base import Completions, Prompt
 from vllm_relay.tables.engines.in_process import InProcessEngine
 from vllm_relay.tables.question import Question
 
@@ -54,16 +52,7 @@ class Logged(InProcessEngine):
 
 
 def main(model: str, checkpoint: str, token_log: str, result: str, num_rows: str) -> None:
-    llm = LLM(
-        model=model,
-        dtype="float32",
-        enforce_eager=True,
-        block_size=32,
-        max_model_len=512,
-        max_num_seqs=4,
-        num_gpu_blocks_override=200,
-        seed=0,
-    )
+    llm = small_llm(model, max_model_len=512, max_num_seqs=4)
     connection = numbers_table(int(num_rows))
     job = runner(connection, Logged(llm, Path(token_log)), Path(checkpoint))
     job.answer(NUMBERS_SQL, NUMBERS, "out")

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 from vllm import LLM
 
+from tests.small_llm import small_relay_llm
 from tests.tables.jobs.job_cases import runner
 from vllm_relay.demo.recall_model import build_recall_model
 from vllm_relay.tables.engines.in_process import InProcessEngine
@@ -113,18 +114,7 @@ def asked(
 
 def main(folder: str) -> None:
     model = build_recall_model(Path(folder, "model"), dtype="float32")
-    llm = LLM(
-        str(model),
-        additional_config={"relay": {"scheduler": True}},
-        attention_backend="relay",
-        block_size=32,
-        disable_log_stats=False,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=1024,
-        max_num_seqs=8,
-        num_gpu_blocks_override=200,
-    )
+    llm = small_relay_llm(str(model), max_model_len=1024, max_num_seqs=8)
     texts = Texts(llm.get_tokenizer())
     cases = {
         "fields": (
