@@ -84,7 +84,6 @@ class Engine(Protocol):
             counts are then estimates.
         cache: the prefix cache; None if it is not known.
         max_model_len: in tokens, a prompt and its answer; None if it is not known.
-        max_running: requests that are computed at once.
     """
 
     @property
@@ -95,8 +94,6 @@ class Engine(Protocol):
     def cache(self) -> BlockCache | None: ...
     @property
     def max_model_len(self) -> int | None: ...
-    @property
-    def max_running(self) -> int: ...
 
     def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
         """Answer prompts, in their order as far as the engine follows it.

@@ -53,10 +53,6 @@ class LazyEngine:
         return self._engine.max_model_len
 
     @property
-    def max_running(self) -> int:
-        return self._engine.max_running
-
-    @property
     def modules_refusal(self) -> str | None:
         """See `Engine`."""
         return modules_refusal(self._engine)
