@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +27,37 @@ from vllm_relay.attention_backends import (
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Per block, at most."""
 PARAMETERS = [
-    pytest.param(capability, variant, id=f"sm_{capability} {variant}")
+    pytest.param(
+        capability,
+        variant,
+        id=f"sm_{capability} {variant}",
+        marks=[] if capability == 90 else pytest.mark.soak,
+    )
     for capability, variants in VARIANTS.items()
     for variant in variants
 ]
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """What `compile_main` says, for every capability at once."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    processes = {
-        capability: subprocess.Popen(
+def compiled(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[int], dict[str, Any]]:
+    """What `compile_main` says of a capability."""
+
+    @functools.cache
+    def of_capability(capability: int) -> dict[str, Any]:
+        environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+        done = subprocess.run(
             [sys.executable, "-m", "tests.attention_backends.compile_main", str(capability)],
             cwd=Path(__file__).parents[2],
             env={**environment, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             text=True,
         )
-        for capability in VARIANTS
-    }
-    outputs = {capability: process.communicate() for capability, process in processes.items()}
-    for capability, process in processes.items():
-        assert process.returncode == 0, outputs[capability][1]
-    return {capability: json.loads(output) for capability, (output, _) in outputs.items()}
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return of_capability
 
 
 def kernel_names() -> set[str]:
@@ -64,7 +72,7 @@ def kernel_names() -> set[str]:
 
 @pytest.mark.parametrize(("capability", "variant"), PARAMETERS)
 def test_every_kernel_compiles_and_fits(compiled, capability, variant):
-    kernels = compiled[capability][variant]
+    kernels = compiled(capability)[variant]
     wanted = {"attention_kernel"} if capability in ATTENTION_ONLY else kernel_names()
     assert set(kernels) == wanted
     for name, facts in kernels.items():
@@ -74,15 +82,15 @@ def test_every_kernel_compiles_and_fits(compiled, capability, variant):
 
 @pytest.mark.parametrize(("capability", "variant"), PARAMETERS)
 def test_attention_uses_the_matrix_instructions_of_its_gpu(compiled, capability, variant):
-    facts = compiled[capability][variant]["attention_kernel"]
+    facts = compiled(capability)[variant]["attention_kernel"]
     assert facts["wgmma"] == (capability == 90)
     assert facts["mma.sync"] == (capability in (80, 89, 120) and variant != "fp32")
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.soak), 90])
 def test_tiles_are_copied_ahead_whether_or_not_tokens_are_hidden(compiled, capability):
     """A branch or an address that Triton cannot compute ahead would make it wait for each copy."""
-    kernels = compiled[capability]
+    kernels = compiled(capability)
     seen, hidden = (kernels[name]["attention_kernel"] for name in ("bf16", "bf16, hidden tokens"))
     assert seen["copies_in_flight"] == hidden["copies_in_flight"] > 1
     assert seen["shared_bytes"] == hidden["shared_bytes"]

@@ -63,7 +63,13 @@ def run_engine(
     return json.loads(output.read_text()), [line for line in log if "pinned system" in line]
 
 
-@pytest.mark.parametrize("multiprocessing", [False, True], ids=["in_process", "spawned"])
+@pytest.mark.parametrize(
+    "multiprocessing",
+    [
+        pytest.param(False, marks=pytest.mark.soak, id="in_process"),
+        pytest.param(True, id="spawned"),
+    ],
+)
 def test_llm(model: Path, tmp_path: Path, multiprocessing: bool) -> None:
     seen, logged = run_engine(
         "pin_engine_main",

@@ -132,8 +132,10 @@ def test_retrieval_is_as_accurate_as_dense_attention(
 @pytest.mark.parametrize(
     ("costs", "query"),
     [
-        *((costs, None) for costs in ("shipped", "full", "flat", "coarse", "graph")),
-        *((costs, Dipr(alpha=0.01)) for costs in ("shipped", "coarse", "graph")),
+        *((costs, None) for costs in ("shipped", "flat", "graph")),
+        *((costs, Dipr(alpha=0.01)) for costs in ("shipped", "coarse")),
+        *(pytest.param(costs, None, marks=pytest.mark.soak) for costs in ("full", "coarse")),
+        pytest.param("graph", Dipr(alpha=0.01), marks=pytest.mark.soak),
     ],
 )
 def test_plans_are_as_accurate_as_dense_attention(

@@ -28,6 +28,7 @@ def unified_attention() -> list[str]:
     return ["--unified-attention", str(path)]
 
 
+@pytest.mark.soak
 def test_all_parts_run_without_a_gpu_and_report_no_times(tmp_path: Path) -> None:
     files = ["--json", str(tmp_path / "a.json"), "--markdown", str(tmp_path / "a.md")]
     done = run("--interpret", *files, *unified_attention())
