@@ -12,6 +12,45 @@ PASS = "llm('p', {info, id}, return := 'bool')"
 RATE = "llm('r', {info}, return := 'int')"
 
 ORDERED = [
+    f"SELECT * REPLACE (upper({ASK}) AS title) FROM movies",
+    f"SELECT id AS i, * EXCLUDE (info) REPLACE ({ASK} AS title, score + 1 AS score) FROM movies",
+    f"SELECT m.* REPLACE ({ASK} AS info), r.stars FROM movies m JOIN reviews r ON m.id = r.id "
+    "ORDER BY r.stars",
+    f"SELECT * LIKE '%i%', {ASK} AS a FROM movies",
+    f"SELECT * NOT LIKE '%i%', {ASK} AS a FROM movies",
+    f"SELECT * SIMILAR TO 't.*', {ASK} AS a FROM movies",
+    f"SELECT count(*) FROM movies WHERE {PASS}",
+    f"SELECT id, {ASK} FROM movies QUALIFY row_number() OVER (PARTITION BY type ORDER BY id) = 1",
+    f"SELECT id, {ASK} AS a, row_number() OVER (ORDER BY score, id) AS n, n + 1, "
+    "count(*) OVER () AS all_of_them FROM movies WHERE id > 1 QUALIFY n > 2 ORDER BY n",
+    f"SELECT id, {ASK} AS a, rank() OVER (ORDER BY id) AS n FROM movies QUALIFY n > 2 "
+    "ORDER BY a, id LIMIT 3",
+    f"SELECT id, {ASK} AS a FROM movies QUALIFY row_number() OVER (ORDER BY id DESC) > 2 "
+    "ORDER BY id LIMIT 3 OFFSET 1",
+    "SELECT id, llm('q', {s: sum(id) OVER (ORDER BY id)}) AS k FROM movies "
+    "QUALIFY k IS NOT NULL AND id > 2",
+    "SELECT id, llm('q', {s: count(*) OVER ()}) AS k FROM movies "
+    "QUALIFY row_number() OVER (ORDER BY id) > 2",
+    f"SELECT id, {ASK} AS a, count(*) OVER w AS n FROM movies WINDOW w AS (PARTITION BY type) "
+    "QUALIFY row_number() OVER (PARTITION BY type ORDER BY id) = 1 ORDER BY id",
+    "WITH RECURSIVE r AS (SELECT 1 AS n UNION ALL SELECT n + 1 FROM r WHERE n < 5) "
+    "SELECT n, llm('c', {n}) FROM r ORDER BY n",
+    "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r WHERE n < 5), "
+    "s AS (SELECT n, llm('c', {n}) AS a FROM r) SELECT * FROM s JOIN movies m ON s.n = m.id "
+    "ORDER BY n",
+    "SELECT * FROM (WITH RECURSIVE r AS (SELECT 1 AS n UNION ALL SELECT n + 1 FROM r WHERE n < 5) "
+    "SELECT n, llm('c', {n}) AS a FROM r) ORDER BY n",
+    *(
+        f"SELECT * FROM (SELECT {constant} AS k, count({ASK}) AS n FROM movies GROUP BY ALL) "
+        f"WHERE k = 7"
+        for constant in ("1 + 1", "NULL", "(SELECT 8)")
+    ),
+    "SELECT * FROM (SELECT c, count(llm('q', {i}, return := 'int')) AS n FROM "
+    "(VALUES (INTERVAL 30 DAY, 1), (INTERVAL 1 MONTH, 2)) v(c, i) GROUP BY c) "
+    "WHERE datepart('month', c) = 1",
+    "SELECT * FROM (SELECT c, count(llm('q', {i}, return := 'int')) AS n FROM "
+    "(SELECT c COLLATE NOCASE AS c, i FROM (VALUES ('A', 1), ('a', 2)) v(c, i)) GROUP BY c) "
+    "WHERE ascii(c) = 97",
     f"SELECT id, {ASK} FROM movies LIMIT 50%",
     f"SELECT id, CASE WHEN row_number() OVER (ORDER BY -id) < 3 THEN {ASK} END FROM movies "
     "ORDER BY id",

@@ -35,6 +35,16 @@ def asked(connection, text, answer_of=None):
         ("SELECT llm('q', {id}) FROM movies ORDER BY score LIMIT 3 OFFSET 4", {"q": 3}),
         ("SELECT llm('q', {id}) AS a FROM movies ORDER BY a LIMIT 3", {"q": 8}),
         ("SELECT id FROM movies QUALIFY row_number() OVER (ORDER BY llm('q', {id})) = 1", {"q": 8}),
+        (
+            "SELECT id, llm('q', {id}), count(*) OVER () FROM movies "
+            "QUALIFY row_number() OVER (PARTITION BY type ORDER BY id) = 1",
+            {"q": 4},
+        ),
+        (
+            "SELECT id, llm('q', {id}) FROM movies "
+            "QUALIFY row_number() OVER (PARTITION BY type ORDER BY id) = 1 LIMIT 2",
+            {"q": 2},
+        ),
         ("SELECT llm('q', {id}), upper(llm('q', {id})) FROM movies", {"q": 8}),
         ("SELECT avg(llm('q', {id}, return := 'int')) FROM movies WHERE id < 3", {"q": 2}),
         ("SELECT id FROM movies WHERE type = 'Fresh' OR llm('q', {id}) = 'x'", {"q": 4}),

@@ -51,6 +51,17 @@ class Binder:
             "OR (NOT internal AND function_type IN ('macro', 'scalar'))"
         )
 
+    @cached_property
+    def has_collations(self) -> bool:
+        """Whether texts that differ may be equal in some column."""
+        default, tables = self._connection.execute(
+            "SELECT current_setting('default_collation'), (SELECT count(*) FROM ("
+            "SELECT sql FROM duckdb_tables() UNION ALL "
+            "SELECT sql FROM duckdb_views() WHERE NOT internal"
+            ") WHERE sql ILIKE '%collate%')"
+        ).fetchall()[0]
+        return bool(default) or bool(tables)
+
     def _functions(self, condition: str) -> frozenset[str]:
         query = f"SELECT DISTINCT lower(function_name) FROM duckdb_functions() WHERE {condition}"
         return frozenset(row[0] for row in self._connection.execute(query).fetchall())
@@ -94,5 +105,11 @@ def query_text(query: exp.Query, ctes: Sequence[exp.CTE]) -> str:
     query = query.copy()
     own = query.args.get("with_")
     known = [cte.copy() for cte in ctes]
-    query.set("with_", exp.With(expressions=known + (own.expressions if own else [])))
+    query.set(
+        "with_",
+        exp.With(
+            expressions=known + (own.expressions if own else []),
+            recursive=bool(own and own.recursive),
+        ),
+    )
     return sql_of(query)

@@ -19,6 +19,7 @@ from vllm_relay.tables.sql.expressions import (
     ancestors,
     calls_inside_first,
     conjuncts,
+    fold,
     has_call,
     is_call,
     is_query,
@@ -28,6 +29,7 @@ from vllm_relay.tables.sql.expressions import (
     walk_scope,
 )
 from vllm_relay.tables.sql.guards import guard_terms
+from vllm_relay.tables.sql.qualify import early_qualify, has_window, qualify_by_where
 from vllm_relay.tables.sql.rows import keeps_rows, unnests
 from vllm_relay.tables.sql.select_plan import PlannedCall, Predicate, SelectPlan
 from vllm_relay.tables.sql.stage import StageColumns
@@ -69,10 +71,14 @@ class _Planner:
         self._calls: dict[str, PlannedCall] = {}
         self._by_text: dict[str, str] = {}
         self._keeps_rows = keeps_rows(select, binder)
+        # a condition of QUALIFY that the stage has; windows are computed there then
+        self._qualify: exp.Expr | None = None
 
     def plan(self) -> SelectPlan:
         free, predicates = self._where()
         self._pass_guards_on(list(self._calls))
+        if self._keeps_rows and not predicates:
+            self._qualify = early_qualify(self._select, self._aliases)
         early = list(self._calls)
         # one that was asked under a guard has no answer for the other rows that passed
         self._by_text = {
@@ -83,7 +89,7 @@ class _Planner:
         order = self._stage_order()
         for part in _LATE_PARTS:
             node = self._select.args.get(part)
-            if part == "order" and order is not None:
+            if (part == "order" and order is not None) or (part == "qualify" and self._qualify):
                 continue
             if isinstance(node, list):
                 final.set(part, [self._root(item) for item in node])
@@ -91,7 +97,8 @@ class _Planner:
                 final.set(part, self._root(node))
         late = [name for name in self._calls if name not in early]
         self._pass_guards_on(late)
-        stage = self._columns.stage(free, order or [])
+        qualify_by_where(final, self._keeps_rows)
+        stage = self._columns.stage(free, self._qualify, order or [])
         cut = self._cut() if order is not None else None
         if cut is not None:
             final.set("limit", None)
@@ -140,11 +147,7 @@ class _Planner:
         bare_calls: list[tuple[int, str]] = []
         for item in self._select.expressions:
             if self._columns.is_star_item(item):
-                if has_call(item):
-                    raise error_at(
-                        item, f"llm() inside {sql_of(item)}: give it a place of its own in the list"
-                    )
-                items += self._columns.expand_star(item)
+                items += self._star_items(item, len(items), bare_calls)
                 continue
             changed = self._root(item, is_of_rows=self._keeps_rows)
             if not isinstance(changed, exp.Alias) and sql_of(changed) != sql_of(item):
@@ -155,6 +158,32 @@ class _Planner:
                 bare_calls.append((len(items), changed.unalias().name))
             items.append(changed)
         return items, bare_calls
+
+    def _star_items(
+        self, item: exp.Expr, position: int, bare_calls: list[tuple[int, str]]
+    ) -> list[exp.Expr]:
+        """What a star stands for; of ``* REPLACE (llm(...) AS a)`` columns that ask too."""
+        star = item.this if isinstance(item, exp.Column) else item
+        asked: dict[str, exp.Expr] = {}
+        if isinstance(star, exp.Star) and has_call(star):
+            item = item.copy()
+            star = item.this if isinstance(item, exp.Column) else item
+            given = star.args.get("replace") or []
+            asked = {fold(each.alias): each.this for each in given if has_call(each)}
+            star.set("replace", [each for each in given if not has_call(each)])
+        if has_call(item):
+            raise error_at(
+                item, f"llm() inside {sql_of(item)}: give it a place of its own in the list"
+            )
+        items = self._columns.expand_star(item)
+        for index, column in enumerate(items):
+            value = asked.get(fold(column.alias))
+            if value is not None:
+                changed = self._root(value, is_of_rows=self._keeps_rows)
+                if is_call(value):
+                    bare_calls.append((position + index, changed.name))
+                items[index] = exp.alias_(changed, column.alias, quoted=True)
+        return items
 
     def _root(self, node: exp.Expr, is_of_rows: bool = False) -> exp.Expr:
         """An expression over the stage; its calls are planned.
@@ -234,6 +263,8 @@ class _Planner:
         """A copy in which what differs each time is evaluated once, with the stage."""
 
         def change(part: exp.Expr) -> exp.Expr | None:
+            if self._qualify is not None and isinstance(part, exp.Window):
+                return self._columns.add(part)
             if is_query(part) or (self._binder.is_aggregate(part) and not has_call(part)):
                 return part
             if (
@@ -280,7 +311,8 @@ class _Planner:
     def _cut(self) -> tuple[int, int] | None:
         """Offset and limit, where they are numbers and count rows of the stage."""
         limit, offset = self._select.args.get("limit"), self._select.args.get("offset")
-        if limit is None or self._select.args.get("qualify") or self._has_window():
+        late_qualify = self._select.args.get("qualify") is not None and self._qualify is None
+        if limit is None or late_qualify or any(map(has_window, self._select.expressions)):
             return None
         if unnests(self._select) or limit.args.get("limit_options"):
             return None
@@ -292,13 +324,6 @@ class _Planner:
         if not all(number.isdigit() for number in numbers):
             return None
         return (int(numbers[0]) if offset is not None else 0), int(numbers[-1])
-
-    def _has_window(self) -> bool:
-        return any(
-            isinstance(part, exp.Window)
-            for item in self._select.expressions
-            for part in walk_scope(item)
-        )
 
 
 def quoted_row() -> exp.Column:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from sqlglot import exp
 
-from vllm_relay.tables.sql.calls import null_answer
+from vllm_relay.tables.sql.calls import is_star, null_answer
 from vllm_relay.tables.sql.expressions import (
     FUNCTION,
     calls_inside_first,
@@ -36,7 +36,7 @@ def name_calls(query: exp.Query) -> exp.Query:
     named = query.copy()
     for select in named.find_all(exp.Select):
         for item in list(select.expressions):
-            if has_call(item) and not isinstance(item, exp.Alias):
+            if has_call(item) and not isinstance(item, exp.Alias) and not is_star(item):
                 name = FUNCTION if is_call(item) else sql_of(item)
                 item.replace(exp.alias_(item.copy(), name, quoted=True))
     return named

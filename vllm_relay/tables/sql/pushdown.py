@@ -26,8 +26,13 @@ from vllm_relay.tables.sql.rows import keeps_rows, unnests
 from vllm_relay.tables.sql.stage import StageColumns
 
 _NOT_THROUGH = ("limit", "offset", "qualify", "windows", "sample", "pivots")
-# values that are equal, and not the same: -0.0 and 0.0
-_FLOATS = ("FLOAT", "DOUBLE")
+# types of which equal values are the same; unlike -0.0 and 0.0, or 30 days and a month
+_EXACT = (
+    *("BOOLEAN", "TINYINT", "SMALLINT", "INTEGER", "BIGINT", "HUGEINT"),
+    *("UTINYINT", "USMALLINT", "UINTEGER", "UBIGINT", "UHUGEINT"),
+    *("DATE", "TIME", "TIMESTAMP", "UUID", "BLOB", "VARCHAR"),
+)
+_EXACT_BEGINNINGS = ("DECIMAL(", "ENUM(", "TIMESTAMP_")
 
 
 @dataclass
@@ -172,7 +177,10 @@ def _commute(
     distinct = branch.args.get("distinct")
     if distinct is not None and distinct.args.get("on") is not None:
         return False
-    if any(kind in _FLOATS for name, kind in source.columns if fold(name) in columns):
+    kinds = [kind for name, kind in source.columns if fold(name) in columns]
+    if not all(kind in _EXACT or kind.startswith(_EXACT_BEGINNINGS) for kind in kinds):
+        return False
+    if "VARCHAR" in kinds and (binder.has_collations or branch.find(exp.Collate) is not None):
         return False
     if any(is_star(item) for item in branch.expressions):
         return False
@@ -180,7 +188,10 @@ def _commute(
     groups = Groups(branch, binder, StageColumns(plain, binder, ctes))
     if not groups.is_grouped:
         return True
-    return not groups.has_sets and all(groups.text(value) in groups.keys for value in values)
+    # GROUP BY ALL of constants gives a row for no rows
+    has_rows = any(key.find(exp.Column) is not None for key in groups.keys.values())
+    keys = groups.keys
+    return not groups.has_sets and has_rows and all(groups.text(value) in keys for value in values)
 
 
 def _moved(

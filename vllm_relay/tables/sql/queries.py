@@ -107,7 +107,8 @@ class QueryRunner:
         self._inline(query, with_)
         done: list[exp.CTE] = []
         for cte in with_.expressions:
-            if has_call(cte) and with_.recursive:
+            is_recursive = with_.recursive and bool(_uses(cte.this, cte.alias))
+            if has_call(cte) and is_recursive:
                 raise error_at(cte, f"llm() in WITH RECURSIVE {cte.alias!r}: it cannot be answered")
             users = [query, *with_.expressions]
             num_uses = sum(len(_uses(user, cte.alias)) for user in users)
@@ -119,7 +120,11 @@ class QueryRunner:
                 body = self.without_calls(cte.this, visible)
             else:
                 body = cte.this.copy()
-            if not with_.recursive and (num_uses > 1 or self.binder.has_volatile(body)):
+            if is_recursive:
+                alone = exp.select("*").from_(exp.to_identifier(cte.alias, quoted=True))
+                alone.set("with_", exp.With(expressions=[cte.copy()], recursive=True))
+                body = exp.select("*").from_(alone.subquery(RESERVED + "r"))
+            if is_recursive or num_uses > 1 or self.binder.has_volatile(body):
                 # several statements will read it, and have to see the same rows
                 table = self.tables.create(query_text(body, visible))
                 body = exp.select("*").from_(table)

@@ -95,7 +95,9 @@ class StageColumns:
 
     def is_star_item(self, item: exp.Expr) -> bool:
         """Whether an item of the select list stands for several."""
-        return is_star(item) or isinstance(item, exp.Columns)
+        # t.* LIKE 'a%', or any other such operator, chooses columns
+        chooses = isinstance(item, exp.Binary) and is_star(item.this)
+        return is_star(item) or isinstance(item, exp.Columns) or chooses
 
     def star(self, item: exp.Expr) -> list[tuple[str, exp.Column]]:
         """Names and columns of the stage that a star stands for."""
@@ -134,7 +136,8 @@ class StageColumns:
                     f"a query with llm() names the column by its number, {sql_of(part)}: use "
                     f"its name",
                 )
-            if isinstance(part, exp.Columns):
+            is_count = isinstance(part.parent, (exp.Count, exp.Column))
+            if isinstance(part, exp.Columns) or (isinstance(part, exp.Star) and not is_count):
                 raise error_at(part, f"{sql_of(part)} inside an expression of a query with llm()")
             if not isinstance(part, exp.Column) or part.table == STAGE:
                 return None
@@ -162,11 +165,14 @@ class StageColumns:
             self._by_text[text] = self.add(reference).name
         return stage_column(self._by_text[text])
 
-    def stage(self, where: exp.Expr | None, order: list[exp.Expr]) -> exp.Select:
-        """The SELECT that fills the stage, with the number of each row.
+    def stage(
+        self, where: exp.Expr | None, qualify: exp.Expr | None, order: list[exp.Expr]
+    ) -> exp.Select:
+        """The SELECT that fills the stage, with a number for each row that grows.
 
         Args:
             where: which rows.
+            qualify: which of these, by windows over them.
             order: of the rows; [] keeps the order in which they are read.
         """
         window = exp.Window(
@@ -183,6 +189,8 @@ class StageColumns:
         inner.set("expressions", items)
         if where is not None:
             inner.set("where", exp.Where(this=where.copy()))
+        if qualify is not None:
+            inner.set("qualify", exp.Qualify(this=qualify.copy()))
         alias = exp.TableAlias(
             this=exp.to_identifier(STAGE),
             columns=[exp.to_identifier(name, quoted=True) for name in names],
