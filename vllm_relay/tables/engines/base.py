@@ -73,6 +73,13 @@ class PromptShape:
     num_new_tokens: int
     num_output_tokens: int
 
+    def num_shared_tokens(self, number: int, block_size_tokens: int) -> int:
+        """What the prompt of this number shares: whole blocks, as only these are cached, and
+        `num_cached_tokens` on average of all numbers."""
+        shared = self.num_cached_tokens
+        before, after = (each * shared // block_size_tokens for each in (number, number + 1))
+        return (after - before) * block_size_tokens
+
 
 class Engine(Protocol):
     """An engine may also have an attribute ``modules_refusal``: None if it takes prompts with

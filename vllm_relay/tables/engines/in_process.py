@@ -78,12 +78,15 @@ class InProcessEngine:
         params.max_tokens = max(shape.num_output_tokens, 1)
         # a text goes on as long as it is expected to
         params.ignore_eos = not question.output.constraint
-        shared = rng.choices(vocabulary, k=shape.num_cached_tokens)
+        block_size = self.cache.block_size_tokens if self.cache is not None else 1
+        num_tokens = shape.num_cached_tokens + max(shape.num_new_tokens, 1)
+        shared = rng.choices(vocabulary, k=num_tokens)
 
         def prompts(count: int) -> Iterator[Prompt]:
             for number in range(count):
-                own = rng.choices(vocabulary, k=max(shape.num_new_tokens, 1))
-                yield Prompt(number, "", shared + own)
+                num_shared = shape.num_shared_tokens(number, block_size)
+                own = rng.choices(vocabulary, k=max(num_tokens - num_shared, 1))
+                yield Prompt(number, "", shared[:num_shared] + own)
 
         def seconds(count: int) -> float:
             began_s = time.perf_counter()
