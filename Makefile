@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# one more than two cores have: engines that start leave some of their time
+WORKERS ?= 3
 
 BOOTSTRAP = $(PYTHON) scripts/bootstrap.py --venv $(VENV)
 BIN = $(VENV)/bin
@@ -22,8 +24,8 @@ setup:  ## a virtual environment with vLLM for the CPU, and the compiled extensi
 demo: setup  ## stock vLLM against vLLM with relay; ARGS go to `vllm-relay demo`
 	$(BIN)/vllm-relay demo $(ARGS)
 
-test: setup  ## the tests, in a process per core; ARGS go to pytest, "-n 0" makes it one process
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+test: setup  ## the tests, in WORKERS processes; ARGS go to pytest, "-n 0" makes it one process
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 sanitize: setup  ## a random workload of the C++ index under address, undefined and thread sanitizers
 	$(BIN)/python scripts/sanitize.py $(ARGS)
