@@ -14,6 +14,7 @@ from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import DEFAULT_MAX_TOKENS, Question
 from vllm_relay.tables.sql.errors import error_at
 from vllm_relay.tables.sql.expressions import DIALECT, sql_of
+from vllm_relay.tables.sql.texts import text_of
 
 PARAMETERS = (
     "choices",
@@ -104,14 +105,15 @@ def _arguments(node: exp.Anonymous) -> tuple[str, exp.Expr, list[exp.Expr]]:
             node,
             f"llm() has {len(positional)} arguments without a name, expected two, as in {USAGE}",
         )
-    text, fields = positional
-    if not (isinstance(text, exp.Literal) and text.is_string):
+    first, fields = positional
+    text = text_of(first)
+    if text is None:
         raise error_at(
             node,
-            f"the first argument of llm() is {sql_of(text)}, expected a text in single quotes: it "
+            f"the first argument of llm() is {sql_of(first)}, expected a text in single quotes: it "
             f"is the same for every row; what differs by row belongs to the fields, as in {USAGE}",
         )
-    return text.this, fields, named
+    return text, fields, named
 
 
 def _output(node: exp.Anonymous, parameters: dict[str, Any]) -> Output:
@@ -216,8 +218,11 @@ def _value(call: exp.Anonymous, name: str, node: exp.Expr) -> Any:
 
 def _constant(node: exp.Expr) -> Any:
     """A literal as a value of Python; None if it is none."""
+    text = text_of(node)
+    if text is not None:
+        return text
     if isinstance(node, exp.Literal):
-        return node.this if node.is_string else _number(node.this)
+        return _number(node.this)
     if isinstance(node, exp.Neg):
         value = _constant(node.this)
         return -value if isinstance(value, (int, float)) else None

@@ -21,6 +21,7 @@ from vllm_relay.tables.jobs.job_runner import JobRunner
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.binder import Binder
+from vllm_relay.tables.sql.checks import check_statement, without_asking
 from vllm_relay.tables.sql.error_columns import with_error_columns
 from vllm_relay.tables.sql.errors import SqlError
 from vllm_relay.tables.sql.explain import EstimateAsker, Explanation, plan_steps
@@ -173,6 +174,11 @@ class Connection:
 
     def _explained(self, statement: Statement) -> Explanation:
         assert statement.tree is not None
+        before = statement.tree.sql("duckdb", pretty=True, normalize_functions=False)
+        check_statement(self.duckdb_connection, statement.tree)
+        free = without_asking(self.duckdb_connection, statement.tree)
+        if free is not None:
+            return Explanation([], before, [free])
         asker = EstimateAsker(self.duckdb_connection, self._runner)
         tables = self._new_tables()
         binder = Binder(self.duckdb_connection)
@@ -181,7 +187,6 @@ class Connection:
             with_query(statement.tree, runner.run)
         finally:
             self._left_over.append(tables)
-        before = statement.tree.sql("duckdb", pretty=True, normalize_functions=False)
         return Explanation(asker.calls, before, plan_steps(runner.plans))
 
     def _new_tables(self) -> TemporaryTables:
@@ -190,6 +195,10 @@ class Connection:
         return TemporaryTables(self.duckdb_connection)
 
     def _run(self, tree: exp.Expr) -> Result | None:
+        check_statement(self.duckdb_connection, tree)
+        free = without_asking(self.duckdb_connection, tree)
+        if free is not None:
+            return Result(self.duckdb_connection.sql(free))
         tables = self._new_tables()
         before = JobReport(**vars(self._runner.report))
         asker = JobAsker(self.duckdb_connection, self._runner, self._on_error == "raise")
