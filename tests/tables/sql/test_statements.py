@@ -340,3 +340,20 @@ def test_an_asof_join_cannot_ask():
     asking = connect(connection, engine=FakeEngine())
     with pytest.raises(SqlError, match="llm"):
         asking.sql("FROM t ASOF JOIN u ON t.at >= u.at AND llm('What?', {x}) = 'y'")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "SELECT id, llm('q', {id}) AS a FROM movies ORDER BY a",
+        "SELECT id, llm('q', {id}) AS a FROM movies WHERE a <> 'x'",
+        "SELECT llm('q', {id}) AS a, count(*) FROM movies GROUP BY a",
+        "SELECT m.id FROM movies m JOIN reviews r ON m.id = r.id AND llm('q', {body}) <> ''",
+    ],
+)
+def test_names_that_are_looked_up_do_not_end_a_transaction(connection, text):
+    connection.execute("BEGIN")
+    connection.execute("INSERT INTO movies (id) VALUES (100)")
+    assert Connection(connection, FakeRunner(connection)).sql(text).fetchall()
+    connection.execute("COMMIT")
+    assert connection.execute("SELECT count(*) FROM movies").fetchall() == [(9,)]

@@ -29,7 +29,11 @@ class Binder:
         Raises:
             duckdb.Error: the query is not valid.
         """
-        rows = self._connection.execute(f"DESCRIBE {query_text(query, ctes)}").fetchall()
+        text = query_text(query, ctes)
+        # unlike a statement that fails, a relation that does leaves the transaction as it is;
+        # with nextval() it is run
+        self._connection.sql(f"FROM ({text}) LIMIT 0")
+        rows = self._connection.execute(f"DESCRIBE {text}").fetchall()
         return [(row[0], row[1]) for row in rows]
 
     def is_valid(self, query: exp.Query, ctes: Sequence[exp.CTE]) -> bool:
