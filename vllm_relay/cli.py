@@ -343,7 +343,8 @@ def sql(
         typer.Option(
             "--output",
             "-o",
-            help="File for the rows of the last statement: .csv, .parquet, .json, .jsonl.",
+            help="File for the rows of the last statement: .csv, .parquet, .json, .jsonl. Those of "
+            "others are shown. At a terminal each statement's rows take the place of those before.",
             dir_okay=False,
         ),
     ] = None,

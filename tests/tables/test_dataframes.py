@@ -361,7 +361,9 @@ PAIR = pa.table({"a": [1], "b": [[1]]})
         (PAIR, {"output": "date"}, ValueError, "'date'"),
         (PAIR, {"output": int, "choices": ["1"]}, ValueError, "choices are texts"),
         (PAIR, {"output": Output(), "choices": ["1"]}, ValueError, "beside an Output"),
+        (PAIR, {"reorder": "b"}, TypeError, r"reorder='b' given, expected a list .* \['b'\]"),
         (PAIR, {"choices": "yes"}, TypeError, "expected a list of texts"),
+        (PAIR, {"choices": [1, 2]}, ValueError, r"expected texts: give \['1', '2'\]"),
         (PAIR, {"max_tokens": 0}, ValueError, "max_tokens=0"),
         (PAIR, {"bucket_rows": 0}, ValueError, "bucket_rows=0"),
         (pd.DataFrame([[1, 2]]), {}, ValueError, r"columns \[0, 1\] have names that are not"),
@@ -405,7 +407,7 @@ def test_a_prompt_of_unknown_placeholders_is_refused() -> None:
 
 def test_lists_may_be_reordered() -> None:
     table = pa.table({"q": ["1", "2"], "passages": [["a", "b"], ["b", "a"]]})
-    result, engine = ask(table, fields=["passages"], reorder="passages")
+    result, engine = ask(table, fields=["passages"], reorder=["passages"])
     assert len(engine.messages) == 1 and len(result.values) == 2
 
 
@@ -426,6 +428,49 @@ def test_a_budget_ends_the_job_and_a_checkpoint_goes_on(tmp_path: Path) -> None:
     assert 0 < len(engine.messages) < 20
     assert result.report.num_known == 20 - len(engine.messages)
     assert result.objects == [json.dumps({"n": number}) for number in range(20)]
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("on_error", ["null", "raise"])
+def test_a_spent_budget_leaves_the_answers_that_came(kind: str, on_error: Any) -> None:
+    table = KINDS[kind](pa.table({"n": [*range(20), 0, 19]}))
+    options: dict[str, Any] = {"max_tokens": 1, "max_total_tokens": 120, "on_error": on_error}
+    with pytest.raises(TokenBudgetError, match="in this error's result and nowhere") as raised:
+        ask(table, lambda row: str(row["n"]), output=int, order="keep", **options)
+    assert "give a checkpoint" in str(raised.value)
+    result = raised.value.result
+    assert result is not None
+    values = listed(result.values)
+    num_done = values.index(None)
+    assert 0 < num_done < 19
+    assert values == [*range(num_done), *[None] * (20 - num_done), 0, None]
+    assert set(result.errors) == {*range(num_done, 20), 21}
+    assert set(result.errors.values()) == {"not asked: the budget of 120 tokens is spent"}
+    assert result.report.num_errors == len(result.errors)
+    assert f"{num_done} of 20 different rows are done" in str(raised.value)
+
+
+def test_a_budget_for_nothing_leaves_no_answers() -> None:
+    with pytest.raises(TokenBudgetError) as raised:
+        ask(pa.table({"n": [1, 2]}), max_total_tokens=1)
+    result = raised.value.result
+    assert result is not None and result.objects == [None, None] and list(result.errors) == [0, 1]
+
+
+def test_a_spent_budget_leaves_what_rules_made_equal() -> None:
+    words = [word for number in range(20) for word in (f"w{number}", f"W{number}")]
+    with pytest.raises(TokenBudgetError) as raised:
+        ask(pa.table({"t": words}), rules=["casefold"], max_tokens=1, max_total_tokens=120)
+    assert raised.value.result is not None and raised.value.result.report.num_by_rules == 20
+
+
+def test_a_spent_budget_names_the_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "answers.db"
+    table = pa.table({"n": list(range(20))})
+    with pytest.raises(TokenBudgetError, match="answers.db keeps them: raise max") as raised:
+        ask(table, checkpoint=path, max_tokens=1, max_total_tokens=120)
+    assert raised.value.result is not None and raised.value.result.errors
+    assert "nowhere else" not in str(raised.value)
 
 
 def test_an_engine_goes_on_after_a_job() -> None:

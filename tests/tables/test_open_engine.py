@@ -31,6 +31,8 @@ def test_a_server_is_reached_by_its_address(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, module.__name__, module)
     opened: Any = open_engine("http://localhost:8000", model="m")
     assert opened.given == ("http://localhost:8000", {"model": "m"})
+    opened = open_engine("HTTPS://host")
+    assert opened.given == ("HTTPS://host", {})
 
 
 @pytest.mark.parametrize(
@@ -40,6 +42,9 @@ def test_a_server_is_reached_by_its_address(monkeypatch: pytest.MonkeyPatch) -> 
         (None, {}, TypeError, "engine None given"),
         (RecordingEngine, {}, TypeError, "RecordingEngine"),
         ("", {}, ValueError, "an empty engine"),
+        ("host:80", {}, ValueError, "engine 'host:80' given, expected .* give 'http://host:80'"),
+        ("10.0.0.1:80/v1", {}, ValueError, "for a server give 'http://10.0.0.1:80/v1'"),
+        ("host", {"model": "m"}, ValueError, "'host' given with model='m', expected a model alone"),
         (
             RecordingEngine(),
             {"dtype": "float32"},

@@ -28,7 +28,8 @@ def test_a_schema_without_a_type_means_json() -> None:
         ({"choices": "yes"}, "expected a list of texts"),
         ({"choices": ["yes", "yes"]}, "expected different ones"),
         ({"choices": ["yes "]}, "without spaces around it"),
-        ({"choices": [1]}, "expected a text"),
+        ({"choices": [1, 2]}, r"choices \[1, 2\] given, expected texts: give \['1', '2'\]"),
+        ({"choices": ["a", 2]}, r"expected texts: give \['a', '2'\]"),
         ({"choices": ["1"], "type": "int"}, "choices are texts"),
         ({"schema": "{"}, "JSON schema"),
         ({"schema": "[]"}, "not an object"),
@@ -39,6 +40,11 @@ def test_a_schema_without_a_type_means_json() -> None:
 def test_bad_outputs_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Output.of(**arguments)
+
+
+def test_a_text_is_no_list_of_choices() -> None:
+    with pytest.raises(ValueError, match=r"choices='ab' given.* give \['ab'\]"):
+        Output(choices="ab")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("type", ["int", "float"])

@@ -23,6 +23,8 @@ def test_placeholders_are_the_fields_that_the_text_names() -> None:
         ({"fields": ("a", "b", "a")}, r"\['a'\] given twice"),
         ({"text": "Is {b} good?"}, r"names \['b'\]"),
         ({"set_fields": ("b",)}, r"set_fields .* names \['b'\]"),
+        ({"fields": "a"}, r"fields='a' given, expected a list of names: give \['a'\]"),
+        ({"set_fields": "a"}, r"set_fields='a' given, expected a list of names: give \['a'\]"),
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"temperature": -0.1}, "temperature=-0.1"),
         ({"temperature": 2.1}, "temperature=2.1"),

@@ -27,6 +27,7 @@ from vllm_relay.tables.jobs.estimate import JobReport
 from vllm_relay.tables.jobs.job_runner import JobRunner
 from vllm_relay.tables.jobs.options import DEFAULT_BUCKET_ROWS, JobOptions
 from vllm_relay.tables.jobs.prompt_format import PromptTemplate
+from vllm_relay.tables.jobs.token_budget import TokenBudgetError
 from vllm_relay.tables.ordering.order import OrderChoice
 from vllm_relay.tables.question import DEFAULT_MAX_TOKENS, Question, placeholders_of
 
@@ -137,12 +138,15 @@ def llm_map(
         ValueError: a field is no column of the table or cannot be shown, or another argument does
             not fit. As with a TypeError, nothing was asked yet.
         CheckpointError: the checkpoint cannot be used.
-        TokenBudgetError: there are not enough tokens for all prompts.
+        TokenBudgetError: there are not enough tokens for all prompts. Its `result` has the answers
+            that came; the other rows have an error.
         EngineError: the engine is gone.
         RowsFailedError: rows have no answer, and ``on_error="raise"`` is given.
     """
     if on_error not in get_args(OnError):
         raise ValueError(f"on_error={on_error!r} given, expected one of {list(get_args(OnError))}")
+    if isinstance(reorder, str):
+        raise TypeError(f"reorder={reorder!r} given, expected a list of fields: give {[reorder]}")
     rows = caller_table(table)
     types = answer_type(output, choices)
     question = Question(
@@ -174,12 +178,34 @@ def llm_map(
                 cleanup.callback(opened.close)
             runner = JobRunner(connection, opened, options)
             cleanup.callback(runner.close)
-            runner.answer(source, question, _TARGET)
+            spent: TokenBudgetError | None = None
+            try:
+                runner.answer(source, question, _TARGET, keep_partial=True)
+            except TokenBudgetError as error:
+                spent = error
         answers = _answers_of_rows(connection, question)
     result = _result(rows, answers, types, runner.report)
+    if spent is not None:
+        raise _with_result(spent, result, options.checkpoint)
     if result.errors and on_error == "raise":
         raise RowsFailedError(result)
     return result
+
+
+def _with_result(
+    error: TokenBudgetError, result: MapResult, checkpoint: Path | None
+) -> TokenBudgetError:
+    if checkpoint is not None:
+        advice = (
+            f"their answers are in this error's result, and the checkpoint {checkpoint} keeps "
+            f"them: raise max_total_tokens and ask again to go on"
+        )
+    else:
+        advice = (
+            "their answers are in this error's result and nowhere else: raise max_total_tokens, "
+            "and give a checkpoint, a file, so that a job that is stopped can go on"
+        )
+    return TokenBudgetError(error.reason, advice, result)
 
 
 def _names(argument: str, given: Sequence[str] | None) -> tuple[str, ...] | None:

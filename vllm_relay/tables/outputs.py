@@ -72,7 +72,7 @@ class Output:
             ValueError: as for the class, or the schema is not one.
         """
         if isinstance(choices, str):
-            raise ValueError(f"choices={choices!r} given, expected a list of texts")
+            raise _one_text(choices)
         if choices is not None and not choices:
             raise ValueError("an empty list of choices was given, expected at least one text")
         schema_json = "" if schema is None else _schema_json(schema)
@@ -170,11 +170,23 @@ def _no_constant(text: str) -> None:
     raise ValueError(f"{text} is no JSON")
 
 
+def _one_text(choices: str) -> ValueError:
+    return ValueError(
+        f"choices={choices!r} given, expected a list of texts: give {[choices]} or more"
+    )
+
+
 def _check_choices(type: str, choices: tuple[str, ...]) -> None:
+    if isinstance(choices, str):
+        raise _one_text(choices)
     if type != "text":
         raise ValueError(f"choices and return type {type!r} given: choices are texts")
+    if not all(isinstance(choice, str) for choice in choices):
+        raise ValueError(
+            f"choices {list(choices)} given, expected texts: give {[str(each) for each in choices]}"
+        )
     for choice in choices:
-        if not isinstance(choice, str) or not choice or choice != choice.strip():
+        if not choice or choice != choice.strip():
             raise ValueError(
                 f"choice {choice!r} given, expected a text without spaces around it: an answer is "
                 f"compared without them"

@@ -27,8 +27,9 @@ class Question:
             order.
 
     Raises:
-        ValueError: there is no text or no field, a name is there twice, the text or `set_fields`
-            refer to a field that is not there, or a number is out of its range.
+        ValueError: there is no text or no field, a text stands for a list, a name is there twice,
+            the text or `set_fields` refer to a field that is not there, or a number is out of its
+            range.
     """
 
     text: str
@@ -42,6 +43,12 @@ class Question:
     def __post_init__(self) -> None:
         if not self.text.strip():
             raise ValueError("an empty question was given, expected a text")
+        for what in ("fields", "set_fields"):
+            given = getattr(self, what)
+            if isinstance(given, str):
+                raise ValueError(
+                    f"{what}={given!r} given, expected a list of names: give {[given]}"
+                )
         if not self.fields:
             raise ValueError(f"question {self.text!r} has no fields, expected at least one")
         twice = {name for name in self.fields if self.fields.count(name) > 1}

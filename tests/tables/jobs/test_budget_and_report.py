@@ -81,6 +81,39 @@ def test_a_budget_that_is_just_enough_is_enough() -> None:
         )
 
 
+def test_a_spent_budget_says_where_the_answers_are(tmp_path: Path) -> None:
+    connection = numbers_table(100)
+    engine = FakeEngine(tokenizer=TOKENIZER)
+    job = runner(connection, engine, max_total_tokens=500)
+    with pytest.raises(TokenBudgetError) as raised:
+        job.answer(NUMBERS_SQL, NUMBERS, "out")
+    message = str(raised.value)
+    assert "without a checkpoint" in message and "only as long as this connection" in message
+    assert "raise max_total_tokens, and give a checkpoint" in message
+    assert raised.value.result is None
+    num_asked = len(engine.prompts)
+    assert num_asked > 0 and f"{num_asked} of 100 different rows are done" in message
+    # as long as the runner they are there
+    assert job.estimate(NUMBERS_SQL, NUMBERS).num_known == num_asked
+    job = runner(connection, engine, tmp_path / "answers", max_total_tokens=500)
+    with pytest.raises(TokenBudgetError, match="answers keeps their answers: raise .* to go on"):
+        job.answer(NUMBERS_SQL, NUMBERS, "out")
+
+
+def test_the_rows_that_were_asked_about_can_be_had() -> None:
+    connection = numbers_table(100)
+    engine = FakeEngine(tokenizer=TOKENIZER)
+    job = runner(connection, engine, max_total_tokens=500)
+    with pytest.raises(TokenBudgetError):
+        job.answer(NUMBERS_SQL, NUMBERS, "out", keep_partial=True)
+    found = connection.execute(
+        "SELECT count(*), count(relay_answer), count(relay_error), any_value(relay_error) FROM out"
+    ).fetchone()
+    num_asked = len(engine.prompts)
+    error = "not asked: the budget of 500 tokens is spent"
+    assert found == (100, num_asked, 100 - num_asked, error)
+
+
 def test_refused_rows_cost_nothing() -> None:
     def refuse_all(fields: Fields) -> str:
         raise RefusedPrompt("no")

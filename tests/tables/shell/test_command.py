@@ -78,6 +78,146 @@ def test_statements_are_read_from_the_input(
     assert status == 0 and "│  3 │" in printed.replace("     3 │", "  3 │")
 
 
+AN_OUTPUT = "id,answer\n1,ab\n2,cd\n3,ab\n"
+
+
+def give(statements: str, is_piped: bool, monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
+    """Arguments of `run`; a line for each statement where they are piped."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(statements.replace("; ", ";\n")))
+    return {"command": None if is_piped else statements}
+
+
+@pytest.mark.parametrize("is_piped", [False, True])
+@pytest.mark.parametrize(
+    "before",
+    [
+        f"CREATE TABLE made AS {QUERY}",
+        f"CREATE TABLE made (id INT, answer VARCHAR); INSERT INTO made {QUERY}",
+        "SET threads = 2",
+        "PRAGMA threads = 2",
+        "SHOW TABLES",
+        "SELECT 11 AS x",
+        f"EXPLAIN {QUERY}",
+    ],
+)
+def test_rows_of_the_last_statement_are_written_only(
+    before: str,
+    is_piped: bool,
+    films: Path,
+    engine: FakeEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    output = tmp_path / "out.csv"
+    statements = give(f"{before}; {QUERY}; -- the end", is_piped, monkeypatch)
+    status, printed = run([films], output_path=output, **statements)
+    assert status == 0
+    assert output.read_text() == AN_OUTPUT
+    # the others are shown as without an output
+    assert printed == run([films], **give(before, is_piped, monkeypatch))[1] != ""
+
+
+@pytest.mark.parametrize("is_piped", [False, True])
+@pytest.mark.parametrize(
+    ("last", "rows"),
+    [
+        ("SHOW TABLES", "name\nfilms\n"),
+        ("PRAGMA show_tables", "name\nfilms\n"),
+        ("CREATE TABLE t (a INT); INSERT INTO t VALUES (5) RETURNING a AS b", "b\n5\n"),
+        (f"CREATE TABLE t (a INT, b TEXT); INSERT INTO t {QUERY} RETURNING b", "b\nab\ncd\nab\n"),
+        ("SELECT 1 AS x; SELECT 2 AS y", "y\n2\n"),
+    ],
+)
+def test_any_rows_are_written(
+    last: str,
+    rows: str,
+    is_piped: bool,
+    films: Path,
+    engine: FakeEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    output = tmp_path / "out.csv"
+    assert run([films], output_path=output, **give(last, is_piped, monkeypatch))[0] == 0
+    assert output.read_text() == rows
+
+
+@pytest.mark.parametrize("is_piped", [False, True])
+@pytest.mark.parametrize(
+    "last",
+    [
+        f"CREATE TABLE made AS {QUERY}",
+        f"CREATE TABLE made (id INT, answer VARCHAR); INSERT INTO made {QUERY}",
+        "SET threads = 2",
+        "CREATE TABLE made AS SELECT 'returning' AS a",
+        "CREATE TABLE made (a TEXT); INSERT INTO made VALUES ('returning')",
+    ],
+)
+def test_an_output_without_rows_is_refused_before_anything_is_run(
+    last: str,
+    is_piped: bool,
+    films: Path,
+    engine: FakeEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = tmp_path / "out.csv"
+    statements = give(f"{QUERY}; {last}", is_piped, monkeypatch)
+    assert run([films], output_path=output, **statements) == (1, "")
+    message = " ".join(capsys.readouterr().err.split())
+    end = " ".join(last.rpartition("; ")[2].split()[:3])
+    assert f"the last statement gives no rows: {end}" in message and "SELECT" in message
+    assert not engine.prompts and not output.exists()
+
+
+def test_of_several_statements_the_last_is_named(
+    films: Path, engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run([films], command="SELECT 1; SET threads = 2", output_path=tmp_path / "out.csv")
+    assert "gives no rows: SET threads = 2;" in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_output_without_a_statement_is_refused(
+    films: Path, engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([films], command="-- nothing", output_path=tmp_path / "out.csv") == (1, "")
+    assert "--output given without a statement" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_writes_the_rows_of_each_statement(
+    films: Path,
+    engine: FakeEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = tmp_path / "out.csv"
+    lines = [f"{QUERY};", "SET threads = 2;", "SELECT nothing;"]
+    seen: list[str] = []
+
+    def type_line(prompt: str) -> str:
+        seen.append(output.read_text() if output.exists() else "")
+        if not lines:
+            raise EOFError
+        return lines.pop(0)
+
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr("builtins.input", type_line)
+    assert run([films], output_path=output)[0] == 0
+    assert seen == ["", AN_OUTPUT, AN_OUTPUT, AN_OUTPUT]
+    told = " ".join(capsys.readouterr().err.split())
+    assert told.count("in place of those before") == 1 and "nothing" in told
+    lines = ["SELECT 7 AS x;"]
+    assert run([films], output_path=output)[0] == 0
+    assert output.read_text() == "x\n7\n"
+
+
 def test_explain_asks_nothing(films: Path, engine: FakeEngine) -> None:
     def refuse(fields: Fields) -> str:
         raise AssertionError("asked")
@@ -105,6 +245,13 @@ def test_statements_without_llm_need_no_model(
         ({"output_path": Path("out.xlsx")}, "ends with one of"),
         ({"output_path": Path("nowhere/out.csv")}, "cannot write there"),
         ({"server": None, "model": "./nowhere"}, "no config.json"),
+        ({"server": "host:80"}, "--server 'host:80' given, expected an address"),
+        ({"server": "10.0.0.1:80/v1", "model": "m"}, "give http://10.0.0.1:80/v1"),
+        ({"server": ""}, "--server '' given, expected an address"),
+        ({"server": "ftp://host"}, "begins with http:// or https://"),
+        ({"server": "http://"}, "and a host, as in http://localhost:8000"),
+        ({"server": "http://host:port"}, "and a host, as in"),
+        ({"server": "http://[::1"}, "and a host, as in"),
     ],
 )
 def test_what_is_refused_is_told(
@@ -116,7 +263,8 @@ def test_what_is_refused_is_told(
 ) -> None:
     status, printed = run([films], **{"command": "SELECT 1", **given})
     assert (status, printed) == (1, "")
-    assert message in capsys.readouterr().err
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not engine.prompts
 
 
 def test_a_statement_that_fails_ends_a_script(
@@ -145,3 +293,14 @@ def test_an_interrupted_statement_can_be_run_again(
     assert run([films], command=QUERY, options=options)[0] == 0
     assert "1 known" in capsys.readouterr().err
     assert len(engine.prompts) == asked + 1
+
+
+def test_what_an_interrupt_loses_is_told(
+    films: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(step: int) -> None:
+        raise KeyboardInterrupt
+
+    engine.before_step = interrupt
+    assert run([films], command=QUERY)[0] == 130
+    assert "are lost; give --checkpoint" in capsys.readouterr().err

@@ -74,6 +74,30 @@ def test_rows_are_written(ending: str, tmp_path: Path) -> None:
     assert duckdb.sql(f"SELECT a, b FROM '{path}'").fetchall() == [(1, "é")]
 
 
+@pytest.mark.parametrize(
+    ("statement", "rows"),
+    [
+        ("SHOW TABLES", [("numbers",)]),
+        ("PRAGMA show_tables", [("numbers",)]),
+        ("SELECT column_name FROM (DESCRIBE numbers)", [("a",)]),
+        ("INSERT INTO numbers VALUES (3) RETURNING a", [(3,)]),
+        ("EXECUTE prepared", [(7,)]),
+        ("SELECT a AS x, a AS x FROM numbers", [(2, 2)]),
+    ],
+)
+@pytest.mark.parametrize("ending", [".csv", ".parquet", ".json", ".jsonl"])
+def test_rows_of_any_statement_are_written(
+    ending: str, statement: str, rows: list[tuple[object, ...]], tmp_path: Path
+) -> None:
+    path = tmp_path / f"out{ending}"
+    connection = duckdb.connect()
+    connection.execute("CREATE TABLE numbers AS SELECT 2 AS a; PREPARE prepared AS SELECT 7 AS b")
+    write_relation(connection, connection.sql(statement), path)
+    source = f"read_csv('{path}', header = true)" if ending == ".csv" else f"'{path}'"
+    assert duckdb.sql(f"FROM {source}").fetchall() == rows
+    assert connection.execute("SELECT name FROM (SHOW TABLES)").fetchall() == [("numbers",)]
+
+
 def test_an_unknown_kind_of_output_is_refused() -> None:
     with pytest.raises(ValueError, match="ends with one of"):
         check_output(Path("out.xlsx"))

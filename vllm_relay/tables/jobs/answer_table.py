@@ -82,6 +82,15 @@ class AnswerTable:
     def add_error(self, numbers: Sequence[int], error: str) -> None:
         self._add([(number, None, error) for number in numbers])
 
+    def add_error_to_rest(self, error: str) -> None:
+        """Of all rows that have no answer and no error."""
+        self._insert()
+        self._connection.execute(
+            f"INSERT INTO {self._name} SELECT number, NULL, ? FROM {self._rows.name} "
+            f"WHERE number NOT IN (SELECT number FROM {self._name})",
+            [error],
+        )
+
     def write(self) -> None:
         """Make the target: the rows' fields, their answers and errors."""
         self._insert()

@@ -72,18 +72,35 @@ class JobRun:
             JobProgress(rows.num_distinct, show_progress) as progress,
             closing(self._plan.steps()) as steps,
         ):
-            self._ask(steps, question, progress)
-            while self._postponed is not None:
-                # answers were shorter than they might have been: there may be tokens left
-                if not self._budget.has(self._reserved(self._postponed)):
-                    raise TokenBudgetError(
-                        f"the budget of {self._budget.max_tokens:,} tokens is spent "
-                        f"({self._budget.spent_tokens:,} used): {self._answers.num_answered:,} of "
-                        f"{rows.num_distinct:,} rows are done, and the checkpoint keeps their "
-                        f"answers; raise max_total_tokens and run the query again to go on"
-                    )
+            try:
                 self._ask(steps, question, progress)
-        self._report.num_by_rules += self._plan.num_by_rules
+                while self._postponed is not None:
+                    # answers were shorter than they might have been: there may be tokens left
+                    if not self._budget.has(self._reserved(self._postponed)):
+                        raise self._budget_error(rows.num_distinct)
+                    self._ask(steps, question, progress)
+            finally:
+                self._report.num_by_rules += self._plan.num_by_rules
+
+    def _budget_error(self, num_distinct: int) -> TokenBudgetError:
+        reason = (
+            f"the budget of {self._budget.max_tokens:,} tokens is spent "
+            f"({self._budget.spent_tokens:,} used): {self._answers.num_answered:,} of "
+            f"{num_distinct:,} different rows are done"
+        )
+        path = self._checkpoint.path
+        if path is not None:
+            advice = (
+                f"the checkpoint {path} keeps their answers: raise max_total_tokens and run the "
+                f"query again to go on"
+            )
+        else:
+            advice = (
+                "without a checkpoint their answers are kept only as long as this connection, "
+                "whose budget stays spent: raise max_total_tokens, and give a checkpoint, a file, "
+                "so that a query that is stopped can go on"
+            )
+        return TokenBudgetError(reason, advice)
 
     def _ask(self, steps: Steps, question: Question, progress: JobProgress) -> None:
         """Until there is nothing more to ask, or a prompt is postponed."""

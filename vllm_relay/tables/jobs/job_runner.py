@@ -20,7 +20,7 @@ from vllm_relay.tables.jobs.job_rows import JobRows
 from vllm_relay.tables.jobs.job_run import JobRun
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.jobs.prompt_format import PromptFormat
-from vllm_relay.tables.jobs.token_budget import TokenBudget
+from vllm_relay.tables.jobs.token_budget import TokenBudget, TokenBudgetError
 from vllm_relay.tables.ordering.cached_tokens import cached_tokens
 from vllm_relay.tables.ordering.sequences import TokenSequences
 from vllm_relay.tables.question import Question
@@ -53,7 +53,9 @@ class JobRunner:
         self._checkpoint = Checkpoint(options.checkpoint)
         self._budget = TokenBudget(options.max_total_tokens)
 
-    def answer(self, source: str, question: Question, target: str) -> None:
+    def answer(
+        self, source: str, question: Question, target: str, *, keep_partial: bool = False
+    ) -> None:
         """Ask about every distinct row.
 
         Args:
@@ -61,6 +63,8 @@ class JobRunner:
             target: the temporary table that is made: the distinct rows of the source in the order
                 in which they first come, with the columns ``relay_answer``, of the output's SQL
                 type, and ``relay_error``, VARCHAR; one of these is NULL.
+            keep_partial: whether the target is made also where a TokenBudgetError is raised; rows
+                that were not asked about have an error there.
 
         Raises:
             ValueError: the source has other columns than the question fields, the target is there
@@ -68,8 +72,8 @@ class JobRunner:
             CheckpointError: an answer cannot be kept.
             EngineError: the engine is gone.
             TokenBudgetError: there are not enough tokens for all prompts.
-            KeyboardInterrupt: of whoever waits. In the last three cases answers that came are in
-                the checkpoint, and the runner can be used again.
+            KeyboardInterrupt: of whoever waits. In the last three cases the checkpoint has the
+                answers that came, without a file until `close`, and the runner can be used again.
         """
         began_s = time.perf_counter()
         waiting_s = 0.0
@@ -85,6 +89,13 @@ class JobRunner:
                 )
                 try:
                     run.run(rows, question, self.options.show_progress)
+                except TokenBudgetError:
+                    if keep_partial:
+                        answers.add_error_to_rest(
+                            f"not asked: the budget of {self._budget.max_tokens:,} tokens is spent"
+                        )
+                        answers.write()
+                    raise
                 finally:
                     self._budget.release()
                     waiting_s = run.waiting_s

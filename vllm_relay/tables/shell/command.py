@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from rich.console import Console
 from vllm_relay.arguments import check_model, check_writable
 from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.engines.lazy import LazyEngine
-from vllm_relay.tables.engines.opening import open_engine
+from vllm_relay.tables.engines.opening import check_address, open_engine
 from vllm_relay.tables.jobs.estimate import JobReport
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.shell.files import check_output, open_files, write_relation
 from vllm_relay.tables.shell.lines import read_statements
+from vllm_relay.tables.shell.script import gives_rows, place_of_output
 from vllm_relay.tables.sql.connection import Connection, connect
 from vllm_relay.tables.sql.result import Result
 from vllm_relay.tables.sql.statements import split_statements
@@ -52,7 +54,9 @@ def run_sql(
         options: of `JobOptions`.
         on_error: see `connect`.
         llm_arguments: of ``vllm.LLM``.
-        output_path: where the rows of the last statement are written instead of shown.
+        output_path: where the rows of the last statement are written instead of shown; of
+            statements that are typed at a terminal, those of each that gives rows, in place of
+            those before.
         console: where results are shown; the standard output if None.
 
     Returns:
@@ -62,7 +66,9 @@ def run_sql(
     errors = Console(stderr=True)
     engine = LazyEngine(lambda: _open(model, server, api_key, llm_arguments))
     try:
-        if model is not None and server is None:
+        if server is not None:
+            check_address("--server", server)
+        elif model is not None:
             check_model(model)
         if output_path is not None:
             check_output(output_path)
@@ -76,11 +82,18 @@ def run_sql(
         return 1
     if job_options.checkpoint is not None:
         errors.print(f"answers are kept in {job_options.checkpoint}", style="dim", markup=False)
-    shell = _Shell(connection, engine, console, errors, output_path)
+    is_terminal = command is None and sys.stdin.isatty()
+    keeps_answers = is_terminal or job_options.checkpoint is not None
+    shell = _Shell(connection, engine, console, errors, output_path, keeps_answers)
     try:
+        if is_terminal:
+            return shell.run_typed(read_statements(sys.stdin))
         if command is not None:
-            return shell.run(command)
-        return shell.run_all(read_statements(sys.stdin))
+            return shell.run([command])
+        if output_path is not None:
+            # which statement is the last is known at the end
+            return shell.run(read_statements(sys.stdin))
+        return shell.run_piped(read_statements(sys.stdin))
     finally:
         connection.close()
         connection.duckdb_connection.close()
@@ -101,6 +114,12 @@ def _open(
 
 
 class _Shell:
+    """
+    Args:
+        output: where rows are written.
+        keeps_answers: whether those of an interrupted statement can be used again.
+    """
+
     def __init__(
         self,
         connection: Connection,
@@ -108,54 +127,83 @@ class _Shell:
         console: Console,
         errors: Console,
         output: Path | None,
+        keeps_answers: bool,
     ) -> None:
         self._connection = connection
         self._engine = engine
         self._console = console
         self._errors = errors
         self._output = output
+        self._keeps_answers = keeps_answers
 
-    def run_all(self, statements: Any) -> int:
-        """Statements one after the other; at a terminal also after one that failed.
+    def run(self, texts: Iterable[str]) -> int:
+        """All statements; the rows of the last one go to the output.
 
         Returns:
-            The exit status.
+            The exit status: 0, 1 if one failed, 130 if it was interrupted.
         """
-        is_terminal = sys.stdin.isatty()
-        status = 0
-        for statement in statements:
-            status = self.run(statement)
-            if status and not is_terminal:
+        return self._status_of(partial(self._run_script, texts))
+
+    def run_piped(self, texts: Iterable[str]) -> int:
+        """Texts when they come, until one fails, without an output; returns as `run`."""
+        for text in texts:
+            status = self._status_of(partial(self._run_each, text))
+            if status:
                 return status
-        return 0 if is_terminal else status
+        return 0
 
-    def run(self, text: str) -> int:
-        """One statement after the other, each with what it gives.
+    def run_typed(self, texts: Iterable[str]) -> int:
+        """Texts when they come, also after one that failed; all rows go to the output.
 
         Returns:
-            The exit status: 0, 1 if it failed, 130 if it was interrupted.
+            The exit status, 0.
         """
+        for text in texts:
+            self._status_of(partial(self._run_each, text))
+        return 0
+
+    def _run_script(self, texts: Iterable[str]) -> None:
+        statements = [each for text in texts for each in split_statements(text)]
+        place = None
+        if self._output is not None:
+            place = place_of_output(self._connection.duckdb_connection, statements)
+        for number, each in enumerate(statements):
+            self._run(each.text, self._output if number == place else None)
+
+    def _run_each(self, text: str) -> None:
+        for each in split_statements(text):
+            is_written = self._output is not None and gives_rows(
+                self._connection.duckdb_connection, each
+            )
+            self._run(each.text, self._output if is_written else None)
+            if is_written:
+                note = f"rows are in {self._output}, in place of those before"
+                self._errors.print(note, style="dim", markup=False, highlight=False)
+
+    def _status_of(self, run: Callable[[], None]) -> int:
         try:
-            for each in split_statements(text):
-                result = self._connection.sql(each.text)
-                if result is not None:
-                    self._show(result)
+            run()
         except KeyboardInterrupt:
             # the terminal has interrupted vLLM's processes too
             self._engine.close()
-            self._errors.print(
-                "interrupted: answers that came are kept; run the statement again to go on"
-            )
+            kept = "answers that came are kept; run the statement again to go on"
+            lost = "answers that came are lost; give --checkpoint to keep them"
+            self._errors.print(f"interrupted: {kept if self._keeps_answers else lost}")
             return 130
         except _FAILURES as error:
             self._errors.print(f"error: {error}", style="red", markup=False, highlight=False)
             return 1
         return 0
 
-    def _show(self, result: Result) -> None:
+    def _run(self, text: str, output: Path | None) -> None:
+        result = self._connection.sql(text)
+        if result is not None:
+            self._show(result, output)
+
+    def _show(self, result: Result, output: Path | None) -> None:
         if result.has_rows:
-            if self._output is not None:
-                write_relation(self._connection.duckdb_connection, result.relation, self._output)
+            if output is not None:
+                write_relation(self._connection.duckdb_connection, result.relation, output)
             elif result.columns == ["explain_key", "explain_value"]:
                 for _, text in result.fetchall():
                     self._console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -93,12 +93,13 @@ def write_relation(
     connection: duckdb.DuckDBPyConnection, relation: duckdb.DuckDBPyRelation, path: Path
 ) -> None:
     """Write all rows, in the format that the file's name says."""
-    relation.create_view("relay_output", replace=True)
+    # DuckDB finds it by the variable's name; a view would be a row of SHOW TABLES, and cannot read
+    # what a statement other than SELECT gives
+    __llm_output = relation
     connection.execute(
-        f"COPY (SELECT * FROM relay_output) TO {literal(str(path))} "
+        f"COPY (SELECT * FROM __llm_output) TO {literal(str(path))} "
         f"({_WRITERS[path.suffix.lower()]})"
     )
-    connection.execute("DROP VIEW relay_output")
 
 
 def _ending(path: Path) -> str:

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which statements give rows that a file can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import duckdb
+from sqlglot import exp
+
+from vllm_relay.tables.sql.statements import Statement
+
+_Kind = duckdb.StatementType
+_WITH_ROWS = (
+    _Kind.SELECT,
+    _Kind.EXPLAIN,
+    _Kind.PRAGMA,
+    _Kind.CALL,
+    _Kind.EXECUTE,
+    _Kind.MULTI,  # PIVOT
+)
+_WITH_RETURNING = (_Kind.INSERT, _Kind.UPDATE, _Kind.DELETE, _Kind.MERGE_INTO)
+_SHOWN_CHARACTERS = 60
+
+
+def gives_rows(connection: duckdb.DuckDBPyConnection, statement: Statement) -> bool | None:
+    """Whether a statement gives rows, more than their number; None if it is empty.
+
+    Raises:
+        duckdb.Error: it cannot be read.
+    """
+    tree = statement.tree
+    if tree is not None:
+        is_query = statement.is_explained or isinstance(tree, exp.Query)
+        return is_query or tree.args.get("returning") is not None
+    # without llm() there may be several
+    parts = connection.extract_statements(statement.text)
+    if not parts:
+        return None
+    kind = parts[-1].type
+    return kind in _WITH_ROWS or (kind in _WITH_RETURNING and _has_returning(parts[-1].query))
+
+
+def place_of_output(connection: duckdb.DuckDBPyConnection, statements: Sequence[Statement]) -> int:
+    """The place of the last statement, whose rows are written.
+
+    Raises:
+        ValueError: it gives none, or there is no statement.
+        duckdb.Error: it cannot be read.
+    """
+    for place, statement in reversed(list(enumerate(statements))):
+        has_rows = gives_rows(connection, statement)
+        if has_rows:
+            return place
+        if has_rows is not None:
+            raise ValueError(
+                f"--output given, but the last statement gives no rows: "
+                f"{_shown(_last_part(connection, statement))}; "
+                f"end with a SELECT, or leave out --output"
+            )
+    raise ValueError("--output given without a statement, expected one that gives rows: SELECT ...")
+
+
+def _last_part(connection: duckdb.DuckDBPyConnection, statement: Statement) -> str:
+    if statement.tree is not None:
+        return statement.text
+    # DuckDB before 2.0 has no text of some
+    return connection.extract_statements(statement.text)[-1].query.strip() or statement.text
+
+
+def _has_returning(text: str) -> bool:
+    return any(
+        kind == duckdb.token_type.keyword and text[at : at + 9].upper() == "RETURNING"
+        for at, kind in duckdb.tokenize(text)
+    )
+
+
+def _shown(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}..."
