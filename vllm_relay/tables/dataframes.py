@@ -145,8 +145,6 @@ def llm_map(
     """
     if on_error not in get_args(OnError):
         raise ValueError(f"on_error={on_error!r} given, expected one of {list(get_args(OnError))}")
-    if isinstance(reorder, str):
-        raise TypeError(f"reorder={reorder!r} given, expected a list of fields: give {[reorder]}")
     rows = caller_table(table)
     types = answer_type(output, choices)
     question = Question(
