@@ -38,6 +38,7 @@ from vllm_relay.tables.sql.connection import connect
 FILM_FIELDS = ("link", "review", "title", "info", "id")
 EACH_BAR, MEDIAN_BAR, MEDIAN_AIM = 1.5, 2, 3
 PUSHED_BAR, PUSHED_AIM = 4, 6
+KV_CACHE_BYTES = 1 << 30  # of each of the two engines
 
 
 class Database:
@@ -223,6 +224,7 @@ def start(model: str, options: Namespace, **arguments: Any) -> LLM:
         max_model_len=2048,
         max_num_seqs=options.requests,
         block_size=options.block_size,
+        kv_cache_memory_bytes=KV_CACHE_BYTES,
         enable_prefix_caching=True,
         disable_log_stats=True,
         enforce_eager=True,
