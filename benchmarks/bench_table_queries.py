@@ -5,7 +5,8 @@ The five kinds of queries of Liu et al., 2024, with a model of Qwen2.5-0.5B's si
 weights. "keep" asks stock vLLM with its prefix cache, in the order of the table's rows and fields;
 "auto" asks vLLM with relay attention and the relay scheduler in the order that is chosen. Both ask
 equal prompts once. Queries with something to push down are compared with prompts for every row of
-the table, one after the other, asked of stock vLLM. Times are those of the whole query: planning,
+the table, one after the other, asked of stock vLLM; choices are then written to their end, where
+both others stop when one is certain. Times are those of the whole query: planning,
 SQL, the model. Before each the prefix cache is emptied. EXPLAIN is what it says before the query
 runs the first time.
 """
@@ -33,6 +34,7 @@ from vllm_relay.tables.engines.in_process import InProcessEngine
 from vllm_relay.tables.jobs.estimate import JobReport
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.jobs.prompt_format import PromptFormat
+from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.connection import connect
 
 FILM_FIELDS = ("link", "review", "title", "info", "id")
@@ -95,11 +97,19 @@ def load_questions(data: Path | None, rows: int) -> dict[str, list[Any]]:
     return made_questions(rows) if data is None else read_questions(data, rows)
 
 
+class WholeAnswers(InProcessEngine):
+    """Answers with choices come as stock vLLM gives them: token by token to their end."""
+
+    def max_answer_tokens(self, question: Question) -> int:
+        return question.max_tokens
+
+
 class Contender:
     """An engine and the order in which it is asked."""
 
     def __init__(self, llm: LLM, order: Any, database: Database) -> None:
         self.engine = InProcessEngine(llm)
+        self._naive = WholeAnswers(llm)
         self._order = order
         self._database = database
 
@@ -126,9 +136,8 @@ class Contender:
         connection = self._database.connect()
         began_s = time.perf_counter()
         for call in query.naive:
-            for completion in self.engine.generate(
-                naive_prompts(connection, call, self.engine.tokenizer), call.question
-            ):
+            prompts = naive_prompts(connection, call, self._naive.tokenizer)
+            for completion in self._naive.generate(prompts, call.question):
                 assert not completion.error, completion.error
         seconds = time.perf_counter() - began_s
         wait_until_workers_sleep()

@@ -39,6 +39,9 @@ class RecallEngine:
             text = self.tokenizer.decode(follow[:1] if question.output.choices else follow)
             yield Completion(prompt.number, text)
 
+    def max_answer_tokens(self, question: Question) -> int:
+        return question.max_tokens
+
     def prompts_per_s(self, shape: PromptShape, question: Question) -> None:
         return None
 

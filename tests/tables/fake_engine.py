@@ -115,6 +115,9 @@ class FakeEngine:
         finally:
             self.num_aborted += len(waiting) + len(running)
 
+    def max_answer_tokens(self, question: Question) -> int:
+        return question.max_tokens
+
     def prompts_per_s(self, shape: PromptShape, question: Question) -> float | None:
         return None
 

@@ -63,6 +63,9 @@ class RecordingEngine:
             else:
                 yield Completion(prompt.number, text, num_prompt_tokens=10, num_output_tokens=1)
 
+    def max_answer_tokens(self, question: Question) -> int:
+        return question.max_tokens
+
     def prompts_per_s(self, shape: PromptShape, question: Question) -> None:
         return None
 

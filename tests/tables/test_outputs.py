@@ -71,6 +71,57 @@ def test_any_answer_is_a_value_of_the_type_or_an_error(type: str, text: str) -> 
             json.loads(str(value))
 
 
+_CHOICES = st.lists(
+    st.text("aé€😀 ", min_size=1, max_size=5).filter(lambda text: text == text.strip()),
+    min_size=1,
+    max_size=6,
+    unique=True,
+)
+
+
+@given(_CHOICES, st.data())
+def test_deciding_tokens_tell_the_choice(choices: list[str], data: st.DataObject) -> None:
+    output = Output.of(choices=choices)
+    for choice in choices:
+        content = choice.encode()
+        num_tokens = output.num_deciding_tokens
+        assert num_tokens is not None
+        # tokens of some bytes each
+        ends = sorted(data.draw(st.sets(st.integers(1, len(content)))) | {len(content)})
+        is_cut = num_tokens <= len(ends)
+        seen = content[: ends[min(num_tokens, len(ends)) - 1]]
+        for errors in ("ignore", "replace"):
+            assert output.parse(seen.decode(errors=errors), is_cut) == choice
+
+
+@pytest.mark.parametrize(
+    ("output", "num_tokens"),
+    [
+        (Output.of(choices=["POSITIVE", "NEGATIVE", "NEUTRAL"]), 3),
+        (Output.of(choices=["Yes", "No"]), 1),
+        (Output.of(choices=["Yes"]), 1),
+        (Output.of(choices=["No", "None"]), 3),
+        (Output.of(choices=["x", "xé"]), 3),
+        (Output.of("bool"), 1),
+        (Output.of("int"), None),
+        (Output.of("text"), None),
+    ],
+)
+def test_how_many_tokens_tell_the_choice(output: Output, num_tokens: int | None) -> None:
+    assert output.num_deciding_tokens == num_tokens
+
+
+def test_what_is_cut_before_it_is_told_is_an_error() -> None:
+    output = Output.of(choices=["No", "None", "Yes"])
+    with pytest.raises(AnswerError, match=r"may go on as any of \['No', 'None'\]"):
+        output.parse("No", is_cut=True)
+    with pytest.raises(AnswerError, match="none of"):
+        output.parse("Maybe", is_cut=True)
+    assert output.parse("No") == "No"
+    assert output.parse("Non", is_cut=True) == "None"
+    assert Output.of("bool").parse("f", is_cut=True) is False
+
+
 @given(st.text(alphabet=st.characters(), max_size=10))
 def test_texts_become_well_formed_and_others_stay(text: str) -> None:
     mended = well_formed(text)

@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from os.path import commonprefix
 from typing import Any, Literal, TypeAlias, get_args
 
 OutputType = Literal["text", "int", "float", "bool", "json"]
@@ -87,10 +89,8 @@ class Output:
     @cached_property
     def constraint(self) -> dict[str, Any]:
         """Arguments of vLLM's StructuredOutputsParams; empty where any text is allowed."""
-        if self.choices:
-            return {"choice": list(self.choices)}
-        if self.type == "bool":
-            return {"choice": list(_BOOLS)}
+        if self._texts:
+            return {"choice": list(self._texts)}
         if self.type == "int":
             return {"regex": _INT_PATTERN}
         if self.type == "float":
@@ -98,6 +98,21 @@ class Output:
         if self.type == "json":
             return {"json": self.schema_json} if self.schema_json else {"json_object": True}
         return {}
+
+    @property
+    def _texts(self) -> tuple[str, ...]:
+        """All that an answer may be; empty if they are not counted."""
+        return tuple(_BOOLS) if self.type == "bool" else self.choices
+
+    @cached_property
+    def num_deciding_tokens(self) -> int | None:
+        """After how many tokens at most only one text is left, if the engine keeps to
+        `constraint`: a token is at least a byte, or the text's end. None if texts are not counted.
+        """
+        if not self._texts:
+            return None
+        # of texts in order, neighbours have the most in common
+        return max([1, *(_num_deciding_bytes(*pair) for pair in pairwise(sorted(self._texts)))])
 
     @property
     def description(self) -> str:
@@ -114,12 +129,18 @@ class Output:
             else "Answer with a JSON object.",
         }[self.type]
 
-    def parse(self, text: str) -> AnswerValue:
+    def parse(self, text: str, is_cut: bool = False) -> AnswerValue:
         """The value that a text stands for.
+
+        Args:
+            is_cut: whether it might have gone on. It then stands for the only one of counted texts
+                that begins like it.
 
         Raises:
             AnswerError: it stands for none.
         """
+        if is_cut and self._texts:
+            text = self._completed(text)
         if self.choices:
             if text.strip() not in self.choices:
                 raise AnswerError(f"answer {text!r} is none of {list(self.choices)}")
@@ -139,12 +160,28 @@ class Output:
         except (ValueError, KeyError, RecursionError):
             raise AnswerError(f"answer {text!r} is not of type {self.type}") from None
 
+    def _completed(self, text: str) -> str:
+        # a character whose bytes are not all there
+        beginning = text.lstrip().rstrip("\ufffd")
+        found = [each for each in self._texts if each.startswith(beginning)]
+        if len(found) > 1:
+            raise AnswerError(f"answer {text!r} may go on as any of {found}")
+        return found[0] if found else text
+
 
 def well_formed(text: str) -> str:
     """A text that can be written as UTF-8: halves of surrogate pairs are replaced."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _num_deciding_bytes(first: str, second: str) -> int:
+    """Up to the first character that differs, with it; the end of a text counts as a byte."""
+    common = commonprefix([first, second])
+    differing = (each[len(common) : len(common) + 1] for each in (first, second))
+    most = max(1, *(len(each.encode(errors="surrogatepass")) for each in differing))
+    return len(common.encode(errors="surrogatepass")) + most
 
 
 def _int_of(text: str) -> int:

@@ -27,6 +27,7 @@ from vllm_relay.tables.question import Question
 
 _STRUCTURED = {
     "choices": Output("text", ("yes", "no", "maybe")),
+    "alike": Output("text", ("no", "none", "north")),
     "int": Output("int"),
     "float": Output("float"),
     "bool": Output("bool"),
@@ -93,6 +94,26 @@ def run_structured(engine: Recorded) -> dict[str, Any]:
         job.answer(NUMBERS_SQL, question, name)
         rows = answered(connection, name)
         found[name] = [row[2] for row in rows], [row[3] for row in rows]
+    return found
+
+
+def run_choices(engine: Recorded) -> dict[str, Any]:
+    """Answers that end when the choice is certain, and what vLLM answers as a whole."""
+    found = {}
+    for name in ("choices", "alike", "bool"):
+        question = Question("Which?", ("id",), _STRUCTURED[name], temperature=1, seed=3)
+        prompts = [Prompt(number, "", [5 + number] * 20) for number in range(12)]
+        completions = sorted(engine.generate(prompts, question), key=lambda each: each.number)
+        outputs = engine.llm.generate(
+            [tokens_input(prompt.token_ids) for prompt in prompts],
+            sampling_params(question),
+            use_tqdm=False,
+        )
+        found[name] = {
+            "values": [question.output.parse(each.text, each.is_cut) for each in completions],
+            "whole": [question.output.parse(output.outputs[0].text) for output in outputs],
+            "num_tokens": [each.num_output_tokens for each in completions],
+        }
     return found
 
 
@@ -171,6 +192,7 @@ def main(model: str, folder: str) -> None:
     engine = Recorded(InProcessEngine(llm))
     found = run_jobs(engine)
     found["structured"] = run_structured(engine)
+    found["decided"] = run_choices(engine)
     found["poisoned"] = run_poisoned(engine)
     found["refused"] = run_refused(engine)
     found |= run_interrupted(engine)

@@ -44,7 +44,8 @@ def test_the_prefix_cache_finds_what_prompts_share(found: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("output", "types"), [("choices", str), ("int", int), ("float", float), ("bool", bool)]
+    ("output", "types"),
+    [("choices", str), ("alike", str), ("int", int), ("float", float), ("bool", bool)],
 )
 def test_structured_answers_are_values(
     found: dict[str, Any], output: str, types: type[object]
@@ -52,8 +53,20 @@ def test_structured_answers_are_values(
     values, errors = found["structured"][output]
     assert errors == [None] * 6
     assert all(type(value) is types for value in values)
+    if output == "alike":
+        assert set(values) <= {"no", "none", "north"}
     if output == "choices":
         assert set(values) <= {"yes", "no", "maybe"}
+
+
+@pytest.mark.parametrize(("output", "most"), [("choices", 1), ("alike", 3), ("bool", 1)])
+def test_answers_with_choices_end_when_the_choice_is_certain(
+    found: dict[str, Any], output: str, most: int
+) -> None:
+    decided = found["decided"][output]
+    assert decided["values"] == decided["whole"]
+    assert len(set(decided["values"])) > 1
+    assert max(decided["num_tokens"]) == most
 
 
 def test_structured_json_follows_its_schema(found: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ class Completion:
         num_prompt_tokens: as the engine counts.
         num_cached_tokens: of the prompt, found in the engine's prefix cache.
         num_output_tokens: of the answer, its end included.
-        is_cut: whether the answer ended at the question's `max_tokens`.
+        is_cut: whether the answer ended at the engine's `max_answer_tokens`.
     """
 
     number: int
@@ -111,6 +111,10 @@ class Engine(Protocol):
         Raises:
             EngineError: the engine is gone.
         """
+        ...
+
+    def max_answer_tokens(self, question: Question) -> int:
+        """Where `generate` cuts an answer: the question's `max_tokens`, or fewer that suffice."""
         ...
 
     def prompts_per_s(self, shape: PromptShape, question: Question) -> float | None:

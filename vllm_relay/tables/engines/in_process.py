@@ -64,11 +64,22 @@ class InProcessEngine:
         self.max_model_len: int | None = config.model_config.max_model_len
         self.max_running: int = config.scheduler_config.max_num_seqs
         self.cache = _cache_of(config)
+        self._reasons = bool(config.structured_outputs_config.reasoning_parser)
         self.modules_refusal = unsupported_reason(config)
 
     def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
         """See `Engine`."""
-        return self._run(prompts, sampling_params(question))
+        params = sampling_params(question)
+        params.max_tokens = self.max_answer_tokens(question)
+        return self._run(prompts, params)
+
+    def max_answer_tokens(self, question: Question) -> int:
+        """See `Engine`. Answers with choices end when only one of them is left."""
+        enough = question.output.num_deciding_tokens
+        # a model that reasons is bound to the choices only afterwards
+        if enough is None or self._reasons:
+            return question.max_tokens
+        return min(enough, question.max_tokens)
 
     def prompts_per_s(self, shape: PromptShape, question: Question) -> float:
         """Measured with tokens drawn at random; the prefix cache is emptied afterwards."""

@@ -61,6 +61,10 @@ class LazyEngine:
         """See `Engine`."""
         return self._engine.generate(prompts, question)
 
+    def max_answer_tokens(self, question: Question) -> int:
+        """See `Engine`."""
+        return self._engine.max_answer_tokens(question)
+
     def prompts_per_s(self, shape: PromptShape, question: Question) -> float | None:
         """See `Engine`."""
         return self._engine.prompts_per_s(shape, question)

@@ -253,7 +253,7 @@ class JobPlan:
             self._format,
             cache=cache,
             limit_tokens=self._limit_tokens,
-            max_answer_tokens=self._question.max_tokens,
+            max_answer_tokens=self._engine.max_answer_tokens(self._question),
             mode=self._options.modules,
             rows=rows,
             row_tokens=row_tokens,

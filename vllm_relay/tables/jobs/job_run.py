@@ -54,7 +54,7 @@ class JobRun:
         self._report = report
         self._running: dict[int, PlannedPrompt] = {}
         self._postponed: PlannedPrompt | None = None
-        self._max_tokens = 0
+        self._max_answer_tokens = 0
         self._planning_s = 0.0
         self.waiting_s = 0.0
 
@@ -66,7 +66,7 @@ class JobRun:
             EngineError: the engine is gone.
             TokenBudgetError: there are not enough tokens for all prompts.
         """
-        self._max_tokens = question.max_tokens
+        self._max_answer_tokens = self._engine.max_answer_tokens(question)
         self._report.num_rows += rows.num_rows
         with (
             JobProgress(rows.num_distinct, show_progress) as progress,
@@ -194,4 +194,4 @@ class JobRun:
         self._report.num_errors += kind.num_rows
 
     def _reserved(self, planned: PlannedPrompt) -> int:
-        return len(planned.token_ids) + self._max_tokens
+        return len(planned.token_ids) + self._max_answer_tokens

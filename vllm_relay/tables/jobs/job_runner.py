@@ -168,13 +168,14 @@ class JobRunner:
             output.type, ()
         )
         if not texts:
-            return question.max_tokens
+            return self.engine.max_answer_tokens(question)
         if tokenizer is None:
             lengths = [len(text) // 4 + 1 for text in texts]
         else:
             encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
             lengths = [len(token_ids) for token_ids in encoded]
-        return min(round(sum(lengths) / len(lengths)) + 1, question.max_tokens)
+        average = round(sum(lengths) / len(lengths)) + 1
+        return min(average, self.engine.max_answer_tokens(question))
 
     def _seconds(
         self,
