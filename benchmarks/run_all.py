@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from benchmarks.report import load_results, write_page
@@ -51,7 +52,10 @@ BENCHMARKS = (
 def run(name: str, json_path: Path, arguments: list[str]) -> bool:
     command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(json_path), *arguments]
     print(f"\n=== {name} {' '.join(arguments)}", flush=True)
-    return subprocess.run(command, cwd=ROOT).returncode == 0
+    began_s = time.monotonic()
+    status = subprocess.run(command, cwd=ROOT).returncode
+    print(f"--- {name}: exit status {status}, {time.monotonic() - began_s:.0f} s", flush=True)
+    return status == 0
 
 
 def main() -> None:
