@@ -27,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.sparse import rope_heads
+from benchmarks.sparse.head_shape import Shape
 from benchmarks.sparse.random_matrices import noisy_heads, normal, power_law, rotation, take_heads
 
 NUM_SINKS = 4
@@ -68,18 +69,6 @@ class Head:
     @property
     def group_size(self) -> int:
         return self.queries.shape[1]
-
-
-class Shape(NamedTuple):
-    """What a kind is asked for: sizes, `head_noise`, and how many keys the queries may see."""
-
-    keys: int
-    train: int
-    tests: int
-    heads: int
-    head_size: int
-    head_noise: float
-    prefix_len: int
 
 
 class Parts(NamedTuple):

@@ -10,14 +10,11 @@ queries and keys different means.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from benchmarks.sparse.head_shape import Shape
 from benchmarks.sparse.random_matrices import normal, power_law
-
-if TYPE_CHECKING:
-    from benchmarks.sparse.head_corpus import Shape
 
 HIDDEN_SIZE = 512
 SHARED_RANK = 48

@@ -10,20 +10,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_relay.tables.dataframes import MapResult, llm_map
+    from vllm_relay.tables.dataframes import llm_map
     from vllm_relay.tables.engines.opening import open_engine
     from vllm_relay.tables.jobs.options import JobOptions
     from vllm_relay.tables.jobs.prompt_format import PromptTemplate
+    from vllm_relay.tables.map_result import MapBudgetError, MapResult, RowsFailedError
     from vllm_relay.tables.outputs import Output
     from vllm_relay.tables.question import Question
     from vllm_relay.tables.sql.connection import connect
 
 __all__ = [
     "JobOptions",
+    "MapBudgetError",
     "MapResult",
     "Output",
     "PromptTemplate",
     "Question",
+    "RowsFailedError",
     "connect",
     "llm_map",
     "open_engine",
@@ -31,10 +34,12 @@ __all__ = [
 
 _MODULES = {
     "JobOptions": "jobs.options",
-    "MapResult": "dataframes",
+    "MapBudgetError": "map_result",
+    "MapResult": "map_result",
     "Output": "outputs",
     "PromptTemplate": "jobs.prompt_format",
     "Question": "question",
+    "RowsFailedError": "map_result",
     "connect": "sql.connection",
     "llm_map": "dataframes",
     "open_engine": "engines.opening",

@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -28,6 +25,7 @@ from vllm_relay.tables.jobs.job_runner import JobRunner
 from vllm_relay.tables.jobs.options import DEFAULT_BUCKET_ROWS, JobOptions
 from vllm_relay.tables.jobs.prompt_format import PromptTemplate
 from vllm_relay.tables.jobs.token_budget import TokenBudgetError
+from vllm_relay.tables.map_result import MapBudgetError, MapResult, RowsFailedError
 from vllm_relay.tables.ordering.order import OrderChoice
 from vllm_relay.tables.question import DEFAULT_MAX_TOKENS, Question, placeholders_of
 
@@ -35,56 +33,6 @@ OnError = Literal["null", "raise"]
 
 _ROW, _INPUT, _TARGET = "relay_row", "relay_input", "relay_target"
 _RESERVED_START = "relay_"
-_ERRORS_SHOWN = 3
-
-
-@dataclass(frozen=True)
-class MapResult:
-    """
-    Attributes:
-        values: an answer for each row of the table, missing where there is none: a pandas Series
-            with the table's index, a Polars Series or an Arrow ChunkedArray, named "answer". JSON
-            is given as its text.
-        errors: why a row has no answer, by the row's place in the table, from 0.
-        report: what the job took.
-        answer_type: of the values.
-        arrow_values: the same values as an Arrow array.
-    """
-
-    values: Any
-    errors: dict[int, str]
-    report: JobReport
-    answer_type: AnswerType = field(repr=False)
-    arrow_values: pa.ChunkedArray = field(repr=False)
-
-    @cached_property
-    def objects(self) -> list[Any]:
-        """The values as Python has them, None where there is none: instances of the pydantic model,
-        dictionaries where the output is JSON, else texts and numbers."""
-        values = self.arrow_values.to_pylist()
-        if self.answer_type.output.type != "json":
-            return values
-        model = self.answer_type.model
-        parse = json.loads if model is None else model.model_validate_json
-        return [None if value is None else parse(value) for value in values]
-
-
-class RowsFailedError(RuntimeError):
-    """Rows have no answer, and ``on_error="raise"`` was given.
-
-    Attributes:
-        result: with the answers of the other rows.
-    """
-
-    def __init__(self, result: MapResult) -> None:
-        shown = list(result.errors.items())[:_ERRORS_SHOWN]
-        more = len(result.errors) - len(shown)
-        super().__init__(
-            f"{len(result.errors)} of {len(result.arrow_values)} rows have no answer: "
-            + "; ".join(f"row {place}: {error}" for place, error in shown)
-            + (f"; and {more} more" if more else "")
-        )
-        self.result = result
 
 
 def llm_map(
@@ -138,7 +86,7 @@ def llm_map(
         ValueError: a field is no column of the table or cannot be shown, or another argument does
             not fit. As with a TypeError, nothing was asked yet.
         CheckpointError: the checkpoint cannot be used.
-        TokenBudgetError: there are not enough tokens for all prompts. Its `result` has the answers
+        MapBudgetError: there are not enough tokens for all prompts. Its `result` has the answers
             that came; the other rows have an error.
         EngineError: the engine is gone.
         RowsFailedError: rows have no answer, and ``on_error="raise"`` is given.
@@ -184,26 +132,10 @@ def llm_map(
         answers = _answers_of_rows(connection, question)
     result = _result(rows, answers, types, runner.report)
     if spent is not None:
-        raise _with_result(spent, result, options.checkpoint)
+        raise MapBudgetError(spent.reason, result, options.checkpoint)
     if result.errors and on_error == "raise":
         raise RowsFailedError(result)
     return result
-
-
-def _with_result(
-    error: TokenBudgetError, result: MapResult, checkpoint: Path | None
-) -> TokenBudgetError:
-    if checkpoint is not None:
-        advice = (
-            f"their answers are in this error's result, and the checkpoint {checkpoint} keeps "
-            f"them: raise max_total_tokens and ask again to go on"
-        )
-    else:
-        advice = (
-            "their answers are in this error's result and nowhere else: raise max_total_tokens, "
-            "and give a checkpoint, a file, so that a job that is stopped can go on"
-        )
-    return TokenBudgetError(error.reason, advice, result)
 
 
 def _names(argument: str, given: Sequence[str] | None) -> tuple[str, ...] | None:

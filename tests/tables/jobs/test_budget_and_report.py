@@ -90,7 +90,6 @@ def test_a_spent_budget_says_where_the_answers_are(tmp_path: Path) -> None:
     message = str(raised.value)
     assert "without a checkpoint" in message and "only as long as this connection" in message
     assert "raise max_total_tokens, and give a checkpoint" in message
-    assert raised.value.result is None
     num_asked = len(engine.prompts)
     assert num_asked > 0 and f"{num_asked} of 100 different rows are done" in message
     # as long as the runner they are there

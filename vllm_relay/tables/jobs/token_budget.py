@@ -3,11 +3,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from vllm_relay.tables.dataframes import MapResult
-
 
 class TokenBudgetError(RuntimeError):
     """There are prompts left, but no tokens to run them with.
@@ -15,17 +10,14 @@ class TokenBudgetError(RuntimeError):
     Args:
         reason: what is spent, and how far the job came.
         advice: where the answers that came are, and what to do.
-        result: see below.
 
     Attributes:
         reason: as given.
-        result: of `llm_map`, with the answers that came; None of SQL.
     """
 
-    def __init__(self, reason: str, advice: str, result: MapResult | None = None) -> None:
+    def __init__(self, reason: str, advice: str) -> None:
         super().__init__(f"{reason}; {advice}")
         self.reason = reason
-        self.result = result
 
 
 class TokenBudget:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import fields
 from os import PathLike, fspath
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import duckdb
 from sqlglot import exp
@@ -16,10 +16,9 @@ from sqlglot import exp
 from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.engines.opening import is_engine, open_engine
 from vllm_relay.tables.identifiers import literal, quoted
-from vllm_relay.tables.jobs.estimate import Estimate, JobReport
+from vllm_relay.tables.jobs.estimate import JobReport
 from vllm_relay.tables.jobs.job_runner import JobRunner
 from vllm_relay.tables.jobs.options import JobOptions
-from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.binder import Binder
 from vllm_relay.tables.sql.checks import check_statement, without_asking
 from vllm_relay.tables.sql.error_columns import with_error_columns
@@ -29,22 +28,11 @@ from vllm_relay.tables.sql.expressions import sql_of
 from vllm_relay.tables.sql.jobs import JobAsker
 from vllm_relay.tables.sql.queries import QueryRunner
 from vllm_relay.tables.sql.result import Result
+from vllm_relay.tables.sql.runner import Runner
 from vllm_relay.tables.sql.statements import Statement, split_statements, with_query
 from vllm_relay.tables.sql.temporary_tables import TemporaryTables
 
 OnError = Literal["null", "column", "raise"]
-
-
-class Runner(Protocol):
-    """What of `JobRunner` is used."""
-
-    report: JobReport
-
-    def answer(self, source: str, question: Question, target: str) -> None: ...
-
-    def estimate(self, source: str, question: Question) -> Estimate: ...
-
-    def tokens_per_prompt(self, source: str, question: Question) -> float: ...
 
 
 def connect(

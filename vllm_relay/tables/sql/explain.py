@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import duckdb
 
@@ -14,10 +13,8 @@ from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.expressions import sql_of
 from vllm_relay.tables.sql.predicates import MIN_SAMPLED_ROWS, SAMPLE_ROWS
+from vllm_relay.tables.sql.runner import Runner
 from vllm_relay.tables.sql.select_plan import PlannedCall, SelectPlan
-
-if TYPE_CHECKING:
-    from vllm_relay.tables.sql.connection import Runner
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import duckdb
 
 from vllm_relay.tables.identifiers import ERROR, quoted
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.errors import AnswerFailedError
+from vllm_relay.tables.sql.runner import Runner
 from vllm_relay.tables.sql.select_plan import PlannedCall
-
-if TYPE_CHECKING:
-    from vllm_relay.tables.sql.connection import Runner
 
 MOST_ERRORS = 10_000
 

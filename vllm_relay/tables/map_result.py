@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `llm_map` gives, also where it ends early."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from vllm_relay.tables.answer_types import AnswerType
+from vllm_relay.tables.jobs.estimate import JobReport
+from vllm_relay.tables.jobs.token_budget import TokenBudgetError
+
+_ERRORS_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class MapResult:
+    """
+    Attributes:
+        values: an answer for each row of the table, missing where there is none: a pandas Series
+            with the table's index, a Polars Series or an Arrow ChunkedArray, named "answer". JSON
+            is given as its text.
+        errors: why a row has no answer, by the row's place in the table, from 0.
+        report: what the job took.
+        answer_type: of the values.
+        arrow_values: the same values as an Arrow array.
+    """
+
+    values: Any
+    errors: dict[int, str]
+    report: JobReport
+    answer_type: AnswerType = field(repr=False)
+    arrow_values: pa.ChunkedArray = field(repr=False)
+
+    @cached_property
+    def objects(self) -> list[Any]:
+        """The values as Python has them, None where there is none: instances of the pydantic model,
+        dictionaries where the output is JSON, else texts and numbers."""
+        values = self.arrow_values.to_pylist()
+        if self.answer_type.output.type != "json":
+            return values
+        model = self.answer_type.model
+        parse = json.loads if model is None else model.model_validate_json
+        return [None if value is None else parse(value) for value in values]
+
+
+class RowsFailedError(RuntimeError):
+    """Rows have no answer, and ``on_error="raise"`` was given.
+
+    Attributes:
+        result: with the answers of the other rows.
+    """
+
+    def __init__(self, result: MapResult) -> None:
+        shown = list(result.errors.items())[:_ERRORS_SHOWN]
+        more = len(result.errors) - len(shown)
+        super().__init__(
+            f"{len(result.errors)} of {len(result.arrow_values)} rows have no answer: "
+            + "; ".join(f"row {place}: {error}" for place, error in shown)
+            + (f"; and {more} more" if more else "")
+        )
+        self.result = result
+
+
+class MapBudgetError(TokenBudgetError):
+    """There are rows left, but no tokens to ask about them.
+
+    Args:
+        reason: what is spent, and how far the job came.
+        result: see below.
+        checkpoint: the file that keeps the answers too; None if there is none.
+
+    Attributes:
+        result: with the answers that came.
+    """
+
+    def __init__(self, reason: str, result: MapResult, checkpoint: Path | None) -> None:
+        if checkpoint is not None:
+            advice = (
+                f"their answers are in this error's result, and the checkpoint {checkpoint} keeps "
+                f"them: raise max_total_tokens and ask again to go on"
+            )
+        else:
+            advice = (
+                "their answers are in this error's result and nowhere else: raise "
+                "max_total_tokens, and give a checkpoint, a file, so that a job that is stopped "
+                "can go on"
+            )
+        super().__init__(reason, advice)
+        self.result = result
