@@ -14,10 +14,12 @@ CHAT_TEMPLATE = (
 
 
 def byte_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """A token per byte, and some for pairs that fields end and begin with."""
+    """A token per byte, some for pairs that fields end and begin with, and one that ends within a
+    character."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     newline = "\N{LATIN CAPITAL LETTER C WITH DOT ABOVE}"
     merges = [('"', newline), ('"', ":"), ("e", "r"), ("i", "s"), (newline, newline)]
+    merges += [("a", "\N{LATIN CAPITAL LETTER A WITH TILDE}")]  # the first byte of many letters
     tokens = ["<s>", "</s>", "<|end|>", *alphabet, *map("".join, merges)]
     backend = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

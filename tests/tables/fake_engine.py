@@ -67,6 +67,7 @@ class FakeEngine:
     Attributes:
         answer: of the fields of a prompt; may raise `RefusedPrompt`.
         num_answer_tokens: of every answer.
+        answer_limit: fewer tokens than a question's `max_tokens`, if there are any.
         before_step: called before each step; may raise what an engine may.
         step_s: how long a step takes, one token of each running request.
         token_log: a file that gets a line with the number of tokens of each step.
@@ -82,6 +83,7 @@ class FakeEngine:
     max_model_len: int | None = None
     max_running: int = 8
     num_answer_tokens: int = 1
+    answer_limit: int | None = None
     before_step: Callable[[int], None] | None = None
     step_s: float = 0.0
     token_log: Path | None = None
@@ -116,7 +118,7 @@ class FakeEngine:
             self.num_aborted += len(waiting) + len(running)
 
     def max_answer_tokens(self, question: Question) -> int:
-        return question.max_tokens
+        return self.answer_limit or question.max_tokens
 
     def prompts_per_s(self, shape: PromptShape, question: Question) -> float | None:
         return None

@@ -28,6 +28,7 @@ def test_a_schema_without_a_type_means_json() -> None:
         ({"choices": "yes"}, "expected a list of texts"),
         ({"choices": ["yes", "yes"]}, "expected different ones"),
         ({"choices": ["yes "]}, "without spaces around it"),
+        ({"choices": ["\ud800"]}, "expected a text that can be UTF-8"),
         ({"choices": [1, 2]}, r"choices \[1, 2\] given, expected texts: give \['1', '2'\]"),
         ({"choices": ["a", 2]}, r"expected texts: give \['a', '2'\]"),
         ({"choices": ["1"], "type": "int"}, "choices are texts"),
@@ -88,10 +89,10 @@ def test_deciding_tokens_tell_the_choice(choices: list[str], data: st.DataObject
         assert num_tokens is not None
         # tokens of some bytes each
         ends = sorted(data.draw(st.sets(st.integers(1, len(content)))) | {len(content)})
-        is_cut = num_tokens <= len(ends)
-        seen = content[: ends[min(num_tokens, len(ends)) - 1]]
-        for errors in ("ignore", "replace"):
-            assert output.parse(seen.decode(errors=errors), is_cut) == choice
+        if num_tokens <= len(ends):  # or it ended by itself
+            seen = content[: ends[num_tokens - 1]]
+            for errors in ("ignore", "replace"):
+                assert output.completed(seen.decode(errors=errors)) == choice
 
 
 @pytest.mark.parametrize(
@@ -111,15 +112,15 @@ def test_how_many_tokens_tell_the_choice(output: Output, num_tokens: int | None)
     assert output.num_deciding_tokens == num_tokens
 
 
-def test_what_is_cut_before_it_is_told_is_an_error() -> None:
+def test_a_beginning_is_completed_where_one_text_has_it() -> None:
     output = Output.of(choices=["No", "None", "Yes"])
-    with pytest.raises(AnswerError, match=r"may go on as any of \['No', 'None'\]"):
-        output.parse("No", is_cut=True)
-    with pytest.raises(AnswerError, match="none of"):
-        output.parse("Maybe", is_cut=True)
-    assert output.parse("No") == "No"
-    assert output.parse("Non", is_cut=True) == "None"
-    assert Output.of("bool").parse("f", is_cut=True) is False
+    assert output.completed("No") is None
+    assert output.completed("") is None
+    assert output.completed("Maybe") is None
+    assert output.completed("Non") == "None"
+    assert output.completed(" Y\ufffd") == "Yes"
+    assert Output.of("bool").completed("f") == "false"
+    assert Output.of("int").completed("1") is None
 
 
 @given(st.text(alphabet=st.characters(), max_size=10))

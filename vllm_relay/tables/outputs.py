@@ -106,8 +106,8 @@ class Output:
 
     @cached_property
     def num_deciding_tokens(self) -> int | None:
-        """After how many tokens at most only one text is left, if the engine keeps to
-        `constraint`: a token is at least a byte, or the text's end. None if texts are not counted.
+        """How many tokens tell any two texts apart, if the engine keeps to `constraint`: a token is
+        at least a byte, or the text's end. None if texts are not counted.
         """
         if not self._texts:
             return None
@@ -129,18 +129,19 @@ class Output:
             else "Answer with a JSON object.",
         }[self.type]
 
-    def parse(self, text: str, is_cut: bool = False) -> AnswerValue:
-        """The value that a text stands for.
+    def completed(self, beginning: str) -> str | None:
+        """The only text with this beginning; None if there are several, or none."""
+        # a character whose bytes are not all there
+        beginning = beginning.lstrip().rstrip("\ufffd")
+        found = [each for each in self._texts if each.startswith(beginning)]
+        return found[0] if len(found) == 1 else None
 
-        Args:
-            is_cut: whether it might have gone on. It then stands for the only one of counted texts
-                that begins like it.
+    def parse(self, text: str) -> AnswerValue:
+        """The value that a text stands for.
 
         Raises:
             AnswerError: it stands for none.
         """
-        if is_cut and self._texts:
-            text = self._completed(text)
         if self.choices:
             if text.strip() not in self.choices:
                 raise AnswerError(f"answer {text!r} is none of {list(self.choices)}")
@@ -160,14 +161,6 @@ class Output:
         except (ValueError, KeyError, RecursionError):
             raise AnswerError(f"answer {text!r} is not of type {self.type}") from None
 
-    def _completed(self, text: str) -> str:
-        # a character whose bytes are not all there
-        beginning = text.lstrip().rstrip("\ufffd")
-        found = [each for each in self._texts if each.startswith(beginning)]
-        if len(found) > 1:
-            raise AnswerError(f"answer {text!r} may go on as any of {found}")
-        return found[0] if found else text
-
 
 def well_formed(text: str) -> str:
     """A text that can be written as UTF-8: halves of surrogate pairs are replaced."""
@@ -180,8 +173,7 @@ def _num_deciding_bytes(first: str, second: str) -> int:
     """Up to the first character that differs, with it; the end of a text counts as a byte."""
     common = commonprefix([first, second])
     differing = (each[len(common) : len(common) + 1] for each in (first, second))
-    most = max(1, *(len(each.encode(errors="surrogatepass")) for each in differing))
-    return len(common.encode(errors="surrogatepass")) + most
+    return len(common.encode()) + max(1, *(len(each.encode()) for each in differing))
 
 
 def _int_of(text: str) -> int:
@@ -223,6 +215,8 @@ def _check_choices(type: str, choices: tuple[str, ...]) -> None:
             f"choices {list(choices)} given, expected texts: give {[str(each) for each in choices]}"
         )
     for choice in choices:
+        if choice != well_formed(choice):
+            raise ValueError(f"choice {choice!r} given, expected a text that can be UTF-8")
         if not choice or choice != choice.strip():
             raise ValueError(
                 f"choice {choice!r} given, expected a text without spaces around it: an answer is "

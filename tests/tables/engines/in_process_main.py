@@ -28,6 +28,7 @@ from vllm_relay.tables.question import Question
 _STRUCTURED = {
     "choices": Output("text", ("yes", "no", "maybe")),
     "alike": Output("text", ("no", "none", "north")),
+    "accented": Output("text", ("a\N{LATIN SMALL LETTER E WITH ACUTE}", "b")),
     "int": Output("int"),
     "float": Output("float"),
     "bool": Output("bool"),
@@ -100,7 +101,7 @@ def run_structured(engine: Recorded) -> dict[str, Any]:
 def run_choices(engine: Recorded) -> dict[str, Any]:
     """Answers that end when the choice is certain, and what vLLM answers as a whole."""
     found = {}
-    for name in ("choices", "alike", "bool"):
+    for name in ("choices", "alike", "accented", "bool"):
         question = Question("Which?", ("id",), _STRUCTURED[name], temperature=1, seed=3)
         prompts = [Prompt(number, "", [5 + number] * 20) for number in range(12)]
         completions = sorted(engine.generate(prompts, question), key=lambda each: each.number)
@@ -110,10 +111,18 @@ def run_choices(engine: Recorded) -> dict[str, Any]:
             use_tqdm=False,
         )
         found[name] = {
-            "values": [question.output.parse(each.text, each.is_cut) for each in completions],
+            "values": [question.output.parse(each.text) for each in completions],
             "whole": [question.output.parse(output.outputs[0].text) for output in outputs],
             "num_tokens": [each.num_output_tokens for each in completions],
         }
+    short = Question("Which?", ("id",), _STRUCTURED["alike"], max_tokens=2)
+    [completion] = engine.generate([Prompt(0, "", [5] * 20)], short)
+    found["too short"] = asdict(completion)
+    config = engine.llm.llm_engine.vllm_config.structured_outputs_config
+    for parser in ("qwen3", ""):
+        config.reasoning_parser = parser
+        limit = InProcessEngine(engine.llm).max_answer_tokens(question)
+        found[f"limit with parser {parser!r}"] = limit
     return found
 
 

@@ -45,7 +45,14 @@ def test_the_prefix_cache_finds_what_prompts_share(found: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize(
     ("output", "types"),
-    [("choices", str), ("alike", str), ("int", int), ("float", float), ("bool", bool)],
+    [
+        ("choices", str),
+        ("alike", str),
+        ("accented", str),
+        ("int", int),
+        ("float", float),
+        ("bool", bool),
+    ],
 )
 def test_structured_answers_are_values(
     found: dict[str, Any], output: str, types: type[object]
@@ -59,7 +66,9 @@ def test_structured_answers_are_values(
         assert set(values) <= {"yes", "no", "maybe"}
 
 
-@pytest.mark.parametrize(("output", "most"), [("choices", 1), ("alike", 3), ("bool", 1)])
+@pytest.mark.parametrize(
+    ("output", "most"), [("choices", 1), ("alike", 3), ("accented", 1), ("bool", 1)]
+)
 def test_answers_with_choices_end_when_the_choice_is_certain(
     found: dict[str, Any], output: str, most: int
 ) -> None:
@@ -67,6 +76,17 @@ def test_answers_with_choices_end_when_the_choice_is_certain(
     assert decided["values"] == decided["whole"]
     assert len(set(decided["values"])) > 1
     assert max(decided["num_tokens"]) == most
+
+
+def test_an_answer_that_may_go_on_as_several_choices_is_an_error(found: dict[str, Any]) -> None:
+    completion = found["decided"]["too short"]
+    assert completion["num_output_tokens"] == 2
+    assert "'no' was cut at the question's max_tokens" in completion["error"]
+
+
+def test_a_model_that_reasons_writes_its_whole_answer(found: dict[str, Any]) -> None:
+    assert found["decided"]["limit with parser 'qwen3'"] == 64
+    assert found["decided"]["limit with parser ''"] == 1
 
 
 def test_structured_json_follows_its_schema(found: dict[str, Any]) -> None:

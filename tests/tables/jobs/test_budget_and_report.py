@@ -26,6 +26,7 @@ from vllm_relay.tables.engines.base import (
     Completions,
     Prompt,
 )
+from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.jobs.job_plan import JobPlan
 from vllm_relay.tables.jobs.job_runner import JobRunner
 from vllm_relay.tables.jobs.token_budget import TokenBudgetError
@@ -79,6 +80,18 @@ def test_a_budget_that_is_just_enough_is_enough() -> None:
         runner(connection, engine, max_total_tokens=spent(free) - 1).answer(
             NUMBERS_SQL, NUMBERS, "less"
         )
+
+
+def test_no_more_is_reserved_than_the_engine_has_for_an_answer() -> None:
+    connection = numbers_table(100)
+    engine = FakeEngine(tokenizer=TOKENIZER, answer_limit=1)
+    job = runner(connection, LazyEngine(lambda: engine))
+    assert NUMBERS.max_tokens > 1
+    assert job.estimate(NUMBERS_SQL, NUMBERS).output_tokens == 100
+    job.answer(NUMBERS_SQL, NUMBERS, "free")
+    exact = runner(connection, LazyEngine(lambda: engine), max_total_tokens=spent(job))
+    exact.answer(NUMBERS_SQL, NUMBERS, "out")
+    assert exact.report.num_errors == 0
 
 
 def test_a_spent_budget_says_where_the_answers_are(tmp_path: Path) -> None:

@@ -114,7 +114,8 @@ class Engine(Protocol):
         ...
 
     def max_answer_tokens(self, question: Question) -> int:
-        """Where `generate` cuts an answer: the question's `max_tokens`, or fewer that suffice."""
+        """As many as `generate` has for an answer: the question's `max_tokens`, or fewer where
+        these are enough to know it."""
         ...
 
     def prompts_per_s(self, shape: PromptShape, question: Question) -> float | None:

@@ -7,8 +7,10 @@ import hashlib
 import json
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -71,15 +73,15 @@ class InProcessEngine:
         """See `Engine`."""
         params = sampling_params(question)
         params.max_tokens = self.max_answer_tokens(question)
-        return self._run(prompts, params)
+        read = _completion
+        if self._deciding_tokens(question) is not None:
+            read = partial(self._decided, question)
+        return self._run(prompts, params, read)
 
     def max_answer_tokens(self, question: Question) -> int:
-        """See `Engine`. Answers with choices end when only one of them is left."""
-        enough = question.output.num_deciding_tokens
-        # a model that reasons is bound to the choices only afterwards
-        if enough is None or self._reasons:
-            return question.max_tokens
-        return min(enough, question.max_tokens)
+        """See `Engine`: with choices, as many as tell any two of them apart."""
+        enough = self._deciding_tokens(question)
+        return question.max_tokens if enough is None else min(enough, question.max_tokens)
 
     def prompts_per_s(self, shape: PromptShape, question: Question) -> float:
         """Measured with tokens drawn at random; the prefix cache is emptied afterwards."""
@@ -101,7 +103,7 @@ class InProcessEngine:
 
         def seconds(count: int) -> float:
             began_s = time.perf_counter()
-            for completion in self._run(prompts(count), params):
+            for completion in self._run(prompts(count), params, _completion):
                 if completion.error:
                     raise EngineError(f"the speed cannot be measured: {completion.error}")
             return time.perf_counter() - began_s
@@ -115,7 +117,12 @@ class InProcessEngine:
         self.llm.reset_prefix_cache()
         return count / taken_s
 
-    def _run(self, prompts: Iterable[Prompt], params: SamplingParams) -> Completions:
+    def _run(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams,
+        read: Callable[[int, Any], Completion],
+    ) -> Completions:
         engine = self.llm.llm_engine
         waiting = iter(prompts)
         running: dict[str, int] = {}
@@ -141,7 +148,7 @@ class InProcessEngine:
                     number = running.get(output.request_id) if output.finished else None
                     if number is not None:
                         del running[output.request_id]
-                        yield _completion(number, output)
+                        yield read(number, output)
         except EngineDeadError as error:
             running.clear()
             raise EngineError(f"vLLM's engine has died: {error}") from error
@@ -150,6 +157,29 @@ class InProcessEngine:
                 # one that was interrupted may be dead as well
                 with suppress(EngineDeadError):
                     engine.abort_request(list(running))
+
+    def _deciding_tokens(self, question: Question) -> int | None:
+        # a model that reasons is held to the choices only afterwards
+        return None if self._reasons else question.output.num_deciding_tokens
+
+    def _decided(self, question: Question, number: int, output: Any) -> Completion:
+        """With the whole text of the choice that a cut answer begins."""
+        completion = _completion(number, output)
+        if not completion.is_cut:
+            return completion
+        answer = question.output
+        decided = answer.completed(completion.text)
+        if decided is None:
+            # vLLM holds characters back where those after them are not complete
+            tokens = list(output.outputs[0].token_ids)
+            decided = answer.completed(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        if decided is not None:
+            return replace(completion, text=decided, is_cut=False)
+        error = (
+            f"answer {completion.text!r} was cut at the question's max_tokens, where it may go on "
+            f"as several of the choices: give more"
+        )
+        return replace(completion, error=error)
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> tuple[Any, SamplingParams]:
         if prompt.modules is None:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from vllm_relay.tables.engines.base import Engine
 
 # its other attributes may open it
-_ENGINE_METHODS = ("generate", "prompts_per_s", "close")
+_ENGINE_METHODS = ("generate", "max_answer_tokens", "prompts_per_s", "close")
 
 _SCHEMES = ("http://", "https://")
 _HOST_AND_PORT = re.compile(r"[^/\s]+:\d+(/.*)?")

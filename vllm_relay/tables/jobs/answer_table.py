@@ -68,10 +68,10 @@ class AnswerTable:
         Args:
             numbers: of the distinct rows.
             text: of the answer.
-            is_cut: whether it might have gone on.
+            is_cut: whether it ended at the engine's `max_answer_tokens`.
         """
         try:
-            value = self._output.parse(text, is_cut)
+            value = self._output.parse(text)
         except AnswerError as error:
             cut = ": it was cut at the question's max_tokens, give more" if is_cut else ""
             self.add_error(numbers, f"{error}{cut}")

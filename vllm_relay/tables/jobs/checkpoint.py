@@ -32,7 +32,7 @@ class KnownAnswer:
     Attributes:
         text: of the answer.
         num_prompt_tokens, num_output_tokens: that it took.
-        is_cut: whether it might have gone on.
+        is_cut: whether it ended at the engine's `max_answer_tokens`.
     """
 
     text: str

@@ -164,18 +164,19 @@ class JobRunner:
     def _answer_tokens(self, question: Question) -> int:
         """Of an answer with its end, about: as long as it may be where any text is allowed."""
         output, tokenizer = question.output, self.engine.tokenizer
+        most = self.engine.max_answer_tokens(question)
         texts = output.choices or {"int": ("10",), "float": ("10.5",), "bool": ("true",)}.get(
             output.type, ()
         )
         if not texts:
-            return self.engine.max_answer_tokens(question)
+            return most
         if tokenizer is None:
             lengths = [len(text) // 4 + 1 for text in texts]
         else:
             encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
             lengths = [len(token_ids) for token_ids in encoded]
         average = round(sum(lengths) / len(lengths)) + 1
-        return min(average, self.engine.max_answer_tokens(question))
+        return min(average, most)
 
     def _seconds(
         self,
