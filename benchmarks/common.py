@@ -17,7 +17,8 @@ from benchmarks import machine
 
 Row = dict[str, Any]
 
-PATH_OPTIONS = ("--json", "--cache", "--data")
+PATH_OPTIONS: dict[str, list[str]] = {"--json": [], "--cache": [], "--data": ["--data", "FOLDER"]}
+"""What results show of them: only `--data` decides what is measured."""
 
 
 def argument_parser(description: str, *, rounds: int, threads: int = 1) -> argparse.ArgumentParser:
@@ -213,12 +214,15 @@ def fraction(value: float, of: float | None) -> float | None:
 
 
 def _without_paths(arguments: list[str]) -> list[str]:
-    """Without the options that only say where files of this machine are."""
+    """Without what only says where files of this machine are."""
     kept, skip = [], False
     for argument in arguments:
         name = argument.partition("=")[0]
-        if skip or name in PATH_OPTIONS:
-            skip = not skip and argument == name
-            continue
-        kept.append(argument)
+        if skip:
+            skip = False
+        elif name in PATH_OPTIONS:
+            kept += PATH_OPTIONS[name]
+            skip = argument == name
+        else:
+            kept.append(argument)
     return kept
