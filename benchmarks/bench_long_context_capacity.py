@@ -14,7 +14,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from benchmarks.common import Goal, Result, Row, argument_parser, run_as_vllm_worker
-from vllm_relay.demo.long_workload import chronicle_workload
+from vllm_relay.demo.long_contexts.workload import chronicle_workload
 from vllm_relay.demo.recall_model import MAX_POSITIONS, build_recall_model
 from vllm_relay.demo.requests import tokenize
 from vllm_relay.demo.workload import Conversations

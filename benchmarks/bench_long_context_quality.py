@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 from benchmarks import machine
 from benchmarks.common import Goal, Result, Row, argument_parser
 from vllm_relay.demo.engine import EngineSettings
-from vllm_relay.demo.long_engine import LongAnswer, LongEngine
-from vllm_relay.demo.long_workload import chronicle_workload
+from vllm_relay.demo.long_contexts.engine import LongAnswer, LongEngine
+from vllm_relay.demo.long_contexts.workload import chronicle_workload
 from vllm_relay.demo.recall_model import MAX_POSITIONS, build_recall_model
 from vllm_relay.demo.requests import Request, tokenize
 

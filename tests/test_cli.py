@@ -99,7 +99,7 @@ def test_demo_of_modules_has_sizes_of_its_own(monkeypatch: pytest.MonkeyPatch) -
         given.update(sizes)
         return 0
 
-    monkeypatch.setattr("vllm_relay.demo.modules_run.run_modules_demo", run_modules_demo)
+    monkeypatch.setattr("vllm_relay.demo.modules.run.run_modules_demo", run_modules_demo)
     assert runner.invoke(app, ["demo", "--modules"]).exit_code == 0
     assert (given["num_questions"], given["output_tokens"]) == (24, 4)
     assert runner.invoke(app, ["demo", "--modules", "--questions", "5"]).exit_code == 0
@@ -115,7 +115,7 @@ def test_demo_of_long_contexts_has_sizes_of_its_own(monkeypatch: pytest.MonkeyPa
         given.update(sizes, options=options)
         return 3
 
-    monkeypatch.setattr("vllm_relay.demo.long_run.run_long_demo", run_long_demo)
+    monkeypatch.setattr("vllm_relay.demo.long_contexts.run.run_long_demo", run_long_demo)
     assert runner.invoke(app, ["demo", "--long", "--seed", "7"]).exit_code == 3
     assert given["document_tokens"] == 24_000
     assert (given["num_questions"], given["output_tokens"]) == (6, 8)

@@ -32,9 +32,9 @@ LOADED = (
         "vllm_relay.long_context.stats",
         "vllm_relay.long_context.window",
         "vllm_relay.prefix_cache.belady",
-        "vllm_relay.prefix_cache.modules",  # imports schemas, layouts, prompts and their plans
-        "vllm_relay.prefix_cache.modules.block_hashes",
-        "vllm_relay.prefix_cache.modules.describe",
+        "vllm_relay.modules",  # imports schemas, layouts, prompts and their plans
+        "vllm_relay.modules.block_hashes",
+        "vllm_relay.modules.describe",
         "vllm_relay.prefix_cache.next_use",
         "vllm_relay.prefix_cache.policies",
         "vllm_relay.scheduler.fairness",
@@ -67,3 +67,11 @@ def test_the_context_database_registers_its_attention_when_it_is_asked_for() -> 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["True", "True", "False"]
+
+
+def test_prompt_modules_are_found_under_the_name_they_had_first() -> None:
+    import vllm_relay.modules
+    from vllm_relay.prefix_cache.modules import ModularLLM, parse_schema
+
+    assert ModularLLM is vllm_relay.modules.ModularLLM
+    assert parse_schema is vllm_relay.modules.parse_schema

@@ -137,7 +137,7 @@ def demo(
 
     options = DemoOptions(dtype, seed, keep, json_path)
     if long:
-        from vllm_relay.demo.long_run import run_long_demo
+        from vllm_relay.demo.long_contexts.run import run_long_demo
 
         _refuse_given(context, "has no effect with --long", _NOT_WITH_LONG)
         status = run_long_demo(
@@ -147,7 +147,7 @@ def demo(
             output_tokens=_given_or(context, "output_tokens", 8),
         )
     elif with_modules:
-        from vllm_relay.demo.modules_run import run_modules_demo
+        from vllm_relay.demo.modules.run import run_modules_demo
 
         _refuse_given(context, "has no effect with --modules", _NOT_WITH_LONG)
         status = run_modules_demo(
@@ -156,7 +156,7 @@ def demo(
             output_tokens=_given_or(context, "output_tokens", 4),
         )
     elif with_tables:
-        from vllm_relay.demo.tables_run import run_tables_demo
+        from vllm_relay.demo.tables.run import run_tables_demo
 
         _refuse_given(context, "has no effect with --tables", _NOT_WITH_TABLES)
         num_rows = _given_or(context, "questions_per_prompt", 480)
@@ -479,7 +479,7 @@ def check_modules(
 
     Exit status: 0, or 1 if the schema or a prompt is refused.
     """
-    from vllm_relay.prefix_cache.modules.check_command import run_check
+    from vllm_relay.modules.check_command import run_check
 
     if prompt and model is None:
         raise typer.BadParameter("needs --model", param_hint="--prompt")

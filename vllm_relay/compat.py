@@ -350,8 +350,8 @@ def serve_relay_endpoints() -> None:
         def load_endpoint_plugins(supported_tasks: Any = None, *args: Any, **kwargs: Any) -> Any:
             from vllm_relay import compat_modules
             from vllm_relay.long_context.http import ContextEndpoints
+            from vllm_relay.modules.http import SchemaEndpoints
             from vllm_relay.prefix_cache.http import PinEndpoints
-            from vllm_relay.prefix_cache.modules.http import SchemaEndpoints
 
             loaded = original(supported_tasks, *args, **kwargs)
             if "generate" in (supported_tasks or ()):

@@ -104,7 +104,7 @@ def check_modular_requests() -> None:
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.input_processor import InputProcessor
 
-    from vllm_relay.prefix_cache.modules.requests import check_request
+    from vllm_relay.modules.requests import check_request
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -130,7 +130,7 @@ def tell_tokens_without_padding() -> None:
     """
     from vllm.v1.engine.output_processor import RequestState
 
-    from vllm_relay.prefix_cache.modules.plan import plan_of
+    from vllm_relay.modules.plan import plan_of
 
     def make_new(original: Callable[..., Any]) -> Callable[..., Any]:
         def from_new_request(
@@ -169,7 +169,7 @@ def hash_modules_apart() -> None:
     """
     from vllm.v1.engine import core
 
-    from vllm_relay.prefix_cache.modules.block_hashes import module_block_hasher
+    from vllm_relay.modules.block_hashes import module_block_hasher
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def get_request_block_hasher(
@@ -191,7 +191,7 @@ def render_modular_prompts() -> None:
     """
     from vllm.renderers.online_renderer import OnlineRenderer
 
-    from vllm_relay.prefix_cache.modules.online import apply_modular_prompt
+    from vllm_relay.modules.online import apply_modular_prompt
 
     def maker(result: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -224,7 +224,7 @@ def tell_usage_by_module() -> None:
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 
-    from vllm_relay.prefix_cache.modules.online import add_usage, with_usage
+    from vllm_relay.modules.online import add_usage, with_usage
 
     def make_completion(original: Callable[..., Any]) -> Callable[..., Any]:
         def to_response(self: Any, outputs: Any, request: Any, *args: Any, **kwargs: Any) -> Any:

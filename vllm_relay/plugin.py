@@ -163,7 +163,7 @@ def check_new_config(vllm_config: VllmConfig) -> None:
     )
     from vllm_relay.long_context.options import LongContextOptions
     from vllm_relay.long_context.start_checks import check_context_dir
-    from vllm_relay.prefix_cache.modules.start_checks import check_schemas
+    from vllm_relay.modules.start_checks import check_schemas
     from vllm_relay.prefix_cache.prompts import check_contexts, check_system_prompts
 
     logger = init_logger("vllm.relay")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vllm import LLM, SamplingParams
 
-from vllm_relay.prefix_cache.modules import ModularLLM
+from vllm_relay.modules import ModularLLM
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ from vllm import LLMEngine, SamplingParams
 from vllm.lora.request import LoRARequest
 
 from tests.integration.engine_main import tokens
-from vllm_relay.prefix_cache.modules.plan import EXTRA_ARG as PLAN_ARG
-from vllm_relay.prefix_cache.modules.plan import ModulePlan
+from vllm_relay.modules.plan import EXTRA_ARG as PLAN_ARG
+from vllm_relay.modules.plan import ModulePlan
 from vllm_relay.prefix_cache.pins import EXTRA_ARG, PinError
 
 SECONDS = float(os.environ.get("RELAY_SOAK_S", "60"))

@@ -50,8 +50,8 @@ from vllm_relay.limits import (
     RelayUnsupportedError,
     attn_type_reason,
 )
-from vllm_relay.prefix_cache.modules.worker import set_up as set_up_modules
-from vllm_relay.prefix_cache.modules.worker import state as modules
+from vllm_relay.modules.worker import set_up as set_up_modules
+from vllm_relay.modules.worker import state as modules
 from vllm_relay.stats import recorder
 
 logger = init_logger("vllm.relay")

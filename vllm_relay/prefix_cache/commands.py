@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_relay.prefix_cache.modules.plan import ModulePlan
+from vllm_relay.modules.plan import ModulePlan
 from vllm_relay.prefix_cache.pins import PinError
 from vllm_relay.prefix_cache.stats import TOP_PREFIXES
 

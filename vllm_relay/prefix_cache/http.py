@@ -10,7 +10,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from vllm_relay.prefix_cache.modules.online import ModularPrompt, store_of
+from vllm_relay.modules.online import ModularPrompt, store_of
 from vllm_relay.prefix_cache.pin_client import (
     Pin,
     command_async,

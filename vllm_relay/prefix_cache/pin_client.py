@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_relay import engine_commands
+from vllm_relay.modules.plan import EXTRA_ARG as PLAN_ARG
+from vllm_relay.modules.plan import ModulePlan
 from vllm_relay.prefix_cache.commands import HOW_TO_SELECT, result_of
-from vllm_relay.prefix_cache.modules.plan import EXTRA_ARG as PLAN_ARG
-from vllm_relay.prefix_cache.modules.plan import ModulePlan
 from vllm_relay.prefix_cache.pins import EXTRA_ARG, PinError
 from vllm_relay.prefix_cache.prompts import (
     MAX_TOKEN_IDS,

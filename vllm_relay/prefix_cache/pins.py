@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_relay.prefix_cache.modules.plan import ModulePlan, plan_of_request
+from vllm_relay.modules.plan import ModulePlan, plan_of_request
 
 _PIN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
 

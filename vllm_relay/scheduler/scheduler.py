@@ -23,9 +23,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_relay import compat
 from vllm_relay.config import RelayConfig
+from vllm_relay.modules.admission import ModuleAdmission
+from vllm_relay.modules.plan import plan_of_request
 from vllm_relay.prefix_cache.free_queue import make_free_queue
-from vllm_relay.prefix_cache.modules.admission import ModuleAdmission
-from vllm_relay.prefix_cache.modules.plan import plan_of_request
 from vllm_relay.prefix_cache.next_use import NextUse
 from vllm_relay.prefix_cache.pins import PinTable
 from vllm_relay.prefix_cache.stats import PREFIX_CACHE, PrefixCacheRecorder

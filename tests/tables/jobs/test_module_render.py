@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from tests.tables.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
-from vllm_relay.prefix_cache.modules import Module, Schema, SchemaStore, Turn, Union
-from vllm_relay.prefix_cache.modules.render import REPAIR_TOKENS, Mode
+from vllm_relay.modules import Module, Schema, SchemaStore, Turn, Union
+from vllm_relay.modules.render import REPAIR_TOKENS, Mode
 from vllm_relay.tables.jobs.module_layout import PlacedModule
 from vllm_relay.tables.jobs.module_render import ModuleRenderer
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_relay.prefix_cache.modules.plan import ModulePlan, Segment, TailRun
-from vllm_relay.prefix_cache.modules.render import RenderedPrompt
+from vllm_relay.modules.plan import ModulePlan, Segment, TailRun
+from vllm_relay.modules.render import RenderedPrompt
 from vllm_relay.tables.jobs.module_layout import PlacedModule
 
 

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's routes for schemas of prompt modules, as an endpoint plug-in of vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse, Response
+
+from vllm_relay.config import RelayConfig
+from vllm_relay.modules.describe import describe_schema
+from vllm_relay.modules.online import (
+    keep_store,
+    store_of,
+)
+from vllm_relay.modules.pml import parse_schema
+from vllm_relay.modules.request_bodies import ModularBodies
+from vllm_relay.modules.schema_store import SchemaStore
+from vllm_relay.modules.start_checks import unsupported_reason
+from vllm_relay.prefix_cache.http import error_response
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from starlette.datastructures import State
+
+logger = logging.getLogger("vllm.relay")
+
+
+class SchemaEndpoints:
+    """Implements vLLM's EndpointPlugin."""
+
+    name = "relay-schemas"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        app.include_router(_router())
+        app.add_middleware(ModularBodies)
+
+    async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
+        """Read the configured schemas; the server is not listening yet.
+
+        Raises:
+            ValueError: one cannot be understood.
+        """
+        if engine_client is None:
+            return
+        config, renderer = engine_client.vllm_config, state.online_renderer
+        state.relay_num_processes = config.parallel_config._api_process_count
+        if reason := unsupported_reason(config):
+            keep_store(renderer, reason)
+            return
+        store = SchemaStore(
+            engine_client.renderer.get_tokenizer(),
+            block_size=config.cache_config.block_size,
+            max_model_len=config.model_config.max_model_len,
+            chat_template=renderer.chat_template,
+            chat_template_kwargs=renderer.default_chat_template_kwargs,
+        )
+        for path in RelayConfig.from_vllm_config(config).schemas:
+            store.add(Path(path))
+        if names := store.names():
+            logger.info("vllm-relay: schemas of prompt modules: %s", ", ".join(names))
+        keep_store(renderer, store)
+
+
+def _store(raw_request: Request) -> SchemaStore:
+    try:
+        return store_of(raw_request.app.state.online_renderer)
+    except ValueError as error:
+        raise HTTPException(501, str(error)) from None
+
+
+def _own_store(raw_request: Request) -> SchemaStore:
+    store = _store(raw_request)
+    num_processes = raw_request.app.state.relay_num_processes
+    if num_processes > 1:
+        raise HTTPException(
+            501,
+            f"the other {num_processes - 1} processes of this server would not know of it: list "
+            "schemas in additional_config.relay.schemas, or set --api-server-count 1",
+        )
+    return store
+
+
+Store = Annotated[SchemaStore, Depends(_store)]
+OwnStore = Annotated[SchemaStore, Depends(_own_store)]
+
+
+def _router() -> APIRouter:
+    router = APIRouter(prefix="/relay", tags=["relay"])
+
+    @router.post("/schemas", status_code=201)
+    async def add(raw_request: Request, store: OwnStore) -> Response:
+        """Add a schema, or take the place of the one with its name; the body is PML."""
+        try:
+            text = (await raw_request.body()).decode()
+            # long ones must not keep others waiting
+            schema = await asyncio.to_thread(lambda: store.add(parse_schema(text)))
+        except ValueError as error:
+            return error_response(400, str(error))
+        return JSONResponse(describe_schema(schema, store.block_size), 201)
+
+    @router.get("/schemas")
+    async def schemas(store: Store) -> Response:
+        """The names of all schemas."""
+        return JSONResponse({"schemas": store.names()})
+
+    @router.get("/schemas/{name}")
+    async def schema(name: str, store: Store) -> Response:
+        """The layout of a schema."""
+        if name not in store:
+            return error_response(404, store.unknown(name))
+        return JSONResponse(describe_schema(store[name], store.block_size))
+
+    @router.delete("/schemas/{name}", status_code=204)
+    async def remove(name: str, store: OwnStore) -> Response:
+        """Forget a schema; what is computed of it is evicted when there is need."""
+        if name not in store:
+            return error_response(404, store.unknown(name))
+        store.remove(name)
+        return Response(status_code=204)
+
+    return router

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts with modules for `LLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_relay.config import RelayConfig
+from vllm_relay.modules.render import REPAIR_TOKENS, Mode, RenderedPrompt
+from vllm_relay.modules.requests import with_plan
+from vllm_relay.modules.schema import Schema
+from vllm_relay.modules.schema_store import SchemaStore
+from vllm_relay.modules.start_checks import unsupported_reason
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput, SamplingParams
+
+    from vllm_relay.prefix_cache.pin_client import Pin
+
+
+@dataclass(frozen=True)
+class ModularOutput:
+    """
+    Attributes:
+        prompt: what was computed, and of which modules.
+        output: vLLM's.
+    """
+
+    prompt: RenderedPrompt
+    output: RequestOutput
+
+    @property
+    def text(self) -> str:
+        return self.output.outputs[0].text
+
+
+class ModularLLM:
+    """An `LLM` and the schemas of its prompts.
+
+    Args:
+        schemas: or the paths of their files.
+
+    Raises:
+        ValueError: this engine cannot use modules; with the reason.
+    """
+
+    def __init__(self, llm: LLM, *schemas: Schema | Path | str) -> None:
+        config = llm.llm_engine.vllm_config
+        if reason := unsupported_reason(config):
+            raise ValueError(f"prompt modules: {reason}")
+        self.llm = llm
+        self.schemas = SchemaStore(
+            llm.get_tokenizer(),
+            block_size=config.cache_config.block_size,
+            max_model_len=config.model_config.max_model_len,
+        )
+        configured = map(Path, RelayConfig.from_vllm_config(config).schemas)
+        for schema in (*configured, *schemas):
+            self.schemas.add(Path(schema) if isinstance(schema, str) else schema)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        mode: Mode = "modular",
+        repair_tokens: int = REPAIR_TOKENS,
+        **keywords: Any,
+    ) -> list[ModularOutput]:
+        """Answers to prompts in PML.
+
+        Args:
+            sampling_params: for all prompts, or of each.
+            keywords: for `LLM.generate`.
+
+        Raises:
+            PmlError: a prompt does not fit its schema; nothing was computed.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        rendered = [
+            self.schemas.render(prompt, mode=mode, repair_tokens=repair_tokens)
+            for prompt in prompts
+        ]
+        given = sampling_params or self.llm.get_default_sampling_params()
+        params = list(given) if isinstance(given, Sequence) else [given] * len(rendered)
+        if len(params) != len(rendered):
+            raise ValueError(f"{len(params)} sampling_params for {len(rendered)} prompts")
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": each.token_ids} for each in rendered],
+            [
+                with_plan(each, prompt, self.schemas.max_model_len)
+                for each, prompt in zip(params, rendered, strict=True)
+            ],
+            **keywords,
+        )
+        pairs = zip(rendered, outputs, strict=True)
+        return [ModularOutput(prompt, output) for prompt, output in pairs]
+
+    def pin(self, prompt: str, pin_id: str | None = None) -> Pin:
+        """Compute the modules of a prompt and keep them until `unpin`.
+
+        Args:
+            prompt: PML, as for `generate`.
+            pin_id: as for `vllm_relay.prefix_cache.pin`.
+
+        Raises:
+            PmlError: the prompt does not fit its schema.
+            PinError: its modules cannot be pinned.
+        """
+        from vllm_relay.prefix_cache.pin_client import pin_tokens  # which imports this package
+
+        rendered = self.schemas.render(prompt)
+        return pin_tokens(self.llm.llm_engine, rendered.token_ids, pin_id, rendered.plan)

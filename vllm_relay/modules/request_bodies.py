@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bodies of requests with modules, before vLLM reads them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from vllm_relay.modules.online import FIELD, STAND_IN_PROMPT
+from vllm_relay.prefix_cache.http import error_response
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_STAND_INS: dict[str, tuple[str, Any]] = {
+    "/v1/completions": ("prompt", STAND_IN_PROMPT),
+    "/v1/chat/completions": ("messages", []),
+}
+_WITHOUT_MODULES = ("/v1/responses", "/v1/messages", "/tokenize")
+
+
+class ModularBodies:
+    """Lets requests with the field `relay` leave out `prompt` and `messages`, which vLLM wants, and
+    refuses the field where vLLM would ignore it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"] if scope["type"] == "http" and scope["method"] == "POST" else ""
+        if path not in (*_STAND_INS, *_WITHOUT_MODULES):
+            await self._app(scope, receive, send)
+            return
+        messages: list[Message] = []
+        while not messages or messages[-1].get("more_body"):
+            messages.append(await receive())
+            if messages[-1]["type"] != "http.request":
+                break
+        request = _modular(b"".join(each.get("body", b"") for each in messages))
+        if request is not None:
+            if path in _WITHOUT_MODULES:
+                paths = " and ".join(_STAND_INS)
+                refusal = error_response(400, f"{FIELD}: only {paths} take prompts with modules")
+                await refusal(scope, receive, send)
+                return
+            field, stand_in = _STAND_INS[path]
+            if request.get(field) is None:
+                body = json.dumps({**request, field: stand_in}).encode()
+                headers = [each for each in scope["headers"] if each[0] != b"content-length"]
+                scope["headers"] = [*headers, (b"content-length", str(len(body)).encode())]
+                messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive_again() -> Message:
+            return messages.pop(0) if messages else await receive()
+
+        await self._app(scope, receive_again, send)
+
+
+def _modular(body: bytes) -> dict[str, Any] | None:
+    """A request with the field `relay`; None: another, or nothing that can be read."""
+    if f'"{FIELD}"'.encode() not in body:
+        return None
+    try:
+        request = json.loads(body)
+    except ValueError:
+        return None  # vLLM says what is wrong
+    return request if isinstance(request, dict) and request.get(FIELD) is not None else None

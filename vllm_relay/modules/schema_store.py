@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schemas that a front end knows, in the tokens of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm_relay.modules.layout import SchemaTokens, tokenize_schema
+from vllm_relay.modules.pml import did_you_mean, parse_prompt, read_schema
+from vllm_relay.modules.render import REPAIR_TOKENS, Mode, RenderedPrompt, render
+from vllm_relay.modules.schema import Schema
+from vllm_relay.modules.text_tokens import TextTokens
+from vllm_relay.modules.xml_tree import Document, Place, PmlError
+
+
+class SchemaStore:
+    """
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        block_size: tokens of a KV block of the engine.
+        max_model_len: positions and slots a prompt may take; None: any number.
+        chat_template: instead of the tokenizer's own.
+        chat_template_kwargs: what else it is given.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        block_size: int,
+        max_model_len: int | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.text_tokens = TextTokens(tokenizer, chat_template, chat_template_kwargs)
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self._schemas: dict[str, SchemaTokens] = {}
+        # a tokenizer of vLLM tells how long its tokens are
+        chars_per_token = getattr(tokenizer, "max_chars_per_token", None)
+        self._max_chars = (
+            max_model_len * chars_per_token if max_model_len and chars_per_token else None
+        )
+
+    def add(self, schema: Schema | Path) -> SchemaTokens:
+        """Add a schema, or take the place of the one with its name.
+
+        Raises:
+            SchemaError, PmlError: it cannot be understood, or rendered for this model.
+        """
+        if isinstance(schema, Path):
+            schema = read_schema(schema)
+        tokens = tokenize_schema(schema, self.text_tokens)
+        self._schemas[schema.name] = tokens
+        return tokens
+
+    def remove(self, name: str) -> None:
+        """
+        Raises:
+            KeyError: there is none of this name.
+        """
+        del self._schemas[name]
+
+    def __getitem__(self, name: str) -> SchemaTokens:
+        return self._schemas[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._schemas
+
+    def names(self) -> list[str]:
+        return list(self._schemas)
+
+    def unknown(self, name: str) -> str:
+        """What to say of a name that no schema has."""
+        known = ", ".join(self._schemas) or "none"
+        return f"unknown schema {name!r}; known: {known}{did_you_mean(name, self._schemas)}"
+
+    def render(
+        self,
+        prompt: str,
+        *,
+        schema: str | None = None,
+        source: str = "prompt",
+        mode: Mode = "modular",
+        repair_tokens: int = REPAIR_TOKENS,
+    ) -> RenderedPrompt:
+        """What the engine computes for a prompt in PML.
+
+        Args:
+            schema: the name of its schema, if the prompt is only what stands in <prompt>.
+            source: what errors call the prompt.
+            mode, repair_tokens: see `render.render`.
+
+        Raises:
+            PmlError: it cannot be understood, does not fit its schema, or is too long.
+        """
+        if self._max_chars is not None and len(prompt) > self._max_chars:
+            raise PmlError(
+                Place(Document("", source), 0),
+                f"the prompt has {len(prompt)} characters, expected at most {self._max_chars}: the "
+                f"model takes {self.max_model_len} tokens",
+            )
+        markup = parse_prompt(prompt, source, schema=schema)
+        if markup.schema not in self._schemas:
+            raise PmlError(markup.place, self.unknown(markup.schema))
+        rendered = render(
+            self._schemas[markup.schema],
+            markup,
+            self.text_tokens,
+            block_size=self.block_size,
+            mode=mode,
+            repair_tokens=repair_tokens,
+        )
+        limit = self.max_model_len
+        if limit is not None and rendered.min_model_len >= limit:
+            raise PmlError(
+                markup.place,
+                f"the prompt takes {len(rendered.token_ids)} tokens with padding to KV blocks of "
+                f"{self.block_size} (--block-size) and positions up to {rendered.last_position}, "
+                f"the model takes less than {limit}",
+            )
+        return rendered
