@@ -4,7 +4,10 @@
 Schemas are read from PML files or built from `Schema`, `Module`, `Parameter`, `Union` and `Turn`.
 """
 
-from vllm_relay.modules.llm import ModularLLM, ModularOutput
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from vllm_relay.modules.pml import parse_schema, read_schema
 from vllm_relay.modules.schema import (
     Module,
@@ -16,6 +19,9 @@ from vllm_relay.modules.schema import (
 )
 from vllm_relay.modules.schema_store import SchemaStore
 from vllm_relay.modules.xml_tree import PmlError
+
+if TYPE_CHECKING:
+    from vllm_relay.serving.modular_llm import ModularLLM, ModularOutput
 
 __all__ = [
     "ModularLLM",
@@ -31,3 +37,12 @@ __all__ = [
     "parse_schema",
     "read_schema",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What users import from here and stands above: it needs pins."""
+    if name not in ("ModularLLM", "ModularOutput"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vllm_relay.serving import modular_llm
+
+    return getattr(modular_llm, name)

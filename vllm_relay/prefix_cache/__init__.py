@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm_relay.commands.errors import CommandError as PinError
     from vllm_relay.prefix_cache.pin_client import Pin, list_pins, pin, top_prefixes, unpin
-    from vllm_relay.prefix_cache.pins import PinError
 
 __all__ = ["Pin", "PinError", "list_pins", "pin", "top_prefixes", "unpin"]
 
@@ -15,6 +15,10 @@ __all__ = ["Pin", "PinError", "list_pins", "pin", "top_prefixes", "unpin"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "PinError":
+        from vllm_relay.commands.errors import CommandError
+
+        return CommandError
     from vllm_relay.prefix_cache import pin_client
 
     return getattr(pin_client, name)

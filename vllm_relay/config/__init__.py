@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticKnownError
 
+from vllm_relay.config.long_contexts import LongContextOptions
 from vllm_relay.limits import KernelChoice
-from vllm_relay.long_context.options import LongContextOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
