@@ -7,6 +7,7 @@ All imports count, those in functions and those for types too.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -128,3 +129,19 @@ def test_folders_can_be_seen_into() -> None:
     }
     assert full <= BEFORE_THEIR_REBUILDING
     assert full >= BEFORE_THEIR_REBUILDING, "these are rebuilt: take them out of the list"
+
+
+LISTED = re.compile(r"(?:^ *|, )(\w+)(\.py|/(?=[ ,]))", re.MULTILINE)
+"""A file or folder in a list of a folder's docstring."""
+
+
+@pytest.mark.parametrize("folder", sorted({file.parent for file in MODULES.values()} - {PACKAGE}))
+def test_folders_say_what_is_in_them(folder: Path) -> None:
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()), clean=False)
+    assert text, f"{folder} does not say what it is"
+    listed = {"".join(each) for each in LISTED.findall(text)}
+    if not listed:
+        return
+    files = {f"{file.name}" for file in folder.glob("*.py")} - {"__init__.py"}
+    folders = {f"{each.name}/" for each in folder.iterdir() if (each / "__init__.py").exists()}
+    assert listed == files | folders

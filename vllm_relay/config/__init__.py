@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of vllm-relay, read from vLLM's ``additional_config["relay"]``."""
+"""The options of vllm-relay, read from vLLM's ``additional_config["relay"]``.
+
+long_contexts.py     those of RELAY_SPARSE; all others are here
+"""
 
 from __future__ import annotations
 

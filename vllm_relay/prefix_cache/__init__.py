@@ -1,5 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stays in the prefix cache, and what a cache of a given size is worth."""
+"""What stays in the prefix cache, and what a cache of a given size is worth.
+
+next_use.py          which blocks waiting requests need, and how soon              (pure)
+policies.py          eviction policies over a tree of free blocks                  (pure)
+belady.py            the most hits any eviction could have                         (pure)
+free_queue.py        takes the place of vLLM's queue of free blocks                (vLLM)
+pins.py              prompts that never leave; lives in the engine core            (vLLM)
+commands.py, pin_client.py   pins from front ends
+system_prompts.py    pins the configured prompts when an engine starts
+stats.py             counters of the prefix cache, and the prefixes used most
+predict.py, predict_executor.py, predict_input.py, predict_report.py, predict_run.py
+                     vLLM's engine core with a stub for the model: hits before spending (vLLM)
+modules.py           the first name of `vllm_relay.modules`
+"""
 
 from __future__ import annotations
 
