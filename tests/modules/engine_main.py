@@ -24,9 +24,9 @@ class Engine:
         import numpy as np
         from vllm import SamplingParams
 
-        from tests.small_llm import small_relay_llm
-        from vllm_relay.modules.llm import ModularLLM
+        from tests.support.small_llm import small_relay_llm
         from vllm_relay.modules.schema import Module, Parameter, Schema
+        from vllm_relay.serving.modular_llm import ModularLLM
 
         self.llm = small_relay_llm(
             model,
