@@ -42,6 +42,7 @@ BENCHMARKS = (
     "bench_storage",
     "bench_open_context",
     "bench_long_context_quality",
+    "bench_long_context_english",
     "bench_long_context_capacity",
     "bench_long_context_decode",
     "bench_long_context_short",
