@@ -27,7 +27,7 @@ LOADED = (
         "vllm_relay.attention_backends.gpu_plan",
         "vllm_relay.long_context.host_memory",
         "vllm_relay.long_context.index_payoff",
-        "vllm_relay.long_context.options",
+        "vllm_relay.config.long_contexts",
         "vllm_relay.long_context.orders",
         "vllm_relay.long_context.stats",
         "vllm_relay.long_context.window",

@@ -6,9 +6,9 @@ from typing import Any
 
 from prometheus_client import REGISTRY, generate_latest
 
+from vllm_relay.attention_backends.step_stats import RelayStats
 from vllm_relay.metrics import RelayStatLogger, snapshot
 from vllm_relay.prefix_cache.stats import PREFIX_CACHE, PrefixCacheStats
-from vllm_relay.stats import RelayStats
 
 
 def config(backend: str = "RELAY", scheduler: bool = False) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_relay.attention_backends.plan import PlanStats
-from vllm_relay.stats import COUNTERS, GAUGES, RelayStats, StepRecorder
+from vllm_relay.attention_backends.step_stats import COUNTERS, GAUGES, RelayStats, StepRecorder
 
 
 def plan(requests: int, shared: int, logical: int, read: int, depth: int, groups: int) -> PlanStats:

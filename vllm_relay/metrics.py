@@ -10,11 +10,11 @@ from vllm.config import VllmConfig
 from vllm.v1.metrics import reader
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
+from vllm_relay.attention_backends.step_stats import COUNTERS, GAUGES, prometheus_name
 from vllm_relay.config import scheduler_is_selected
 from vllm_relay.limits import relay_is_selected, sparse_is_selected
 from vllm_relay.long_context import stats as long_contexts
 from vllm_relay.prefix_cache import stats as prefix_cache
-from vllm_relay.stats import COUNTERS, GAUGES, prometheus_name
 
 _LABELS = ("model_name", "engine")
 

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 SUPPORTED_VLLM = SpecifierSet(">=0.32,<0.34")
 CPU_BACKEND_PATH = "vllm_relay.attention_backends.relay.RelayBackend"
-SPARSE_BACKEND_PATH = "vllm_relay.attention_backends.relay_sparse.RelaySparseBackend"
+SPARSE_BACKEND_PATH = "vllm_relay.attention_backends.sparse.cpu.RelaySparseBackend"
 CUDA_BACKEND_PATH = "vllm_relay.attention_backends.relay_cuda.RelayCudaBackend"
-SPARSE_CUDA_BACKEND_PATH = "vllm_relay.attention_backends.relay_sparse_cuda.RelaySparseCudaBackend"
+SPARSE_CUDA_BACKEND_PATH = "vllm_relay.attention_backends.sparse.cuda.RelaySparseCudaBackend"
 
 
 def register() -> None:
@@ -86,25 +86,27 @@ def _register_backend() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from vllm_relay import compat, compat_modules
+    from vllm_relay import wiring
+    from vllm_relay.vllm_changes import configuration, platform
 
     platform_cls = type(current_platform)
-    compat.run_on_new_config(platform_cls, check_new_config)
-    compat.mark_offline_engines()
-    compat_modules.check_modular_requests()
-    compat_modules.tell_tokens_without_padding()
+    platform.run_on_new_config(platform_cls, check_new_config)
+    configuration.mark_offline_engines()
+    wiring.hide_tokens_of_modules()
+    wiring.check_modular_requests()
+    wiring.prepare_engine_cores()
     paths = {BACKEND_NAME: CPU_BACKEND_PATH, SPARSE_BACKEND_NAME: SPARSE_BACKEND_PATH}
     if current_platform.is_cpu():
         path_for_layer = dict.fromkeys(BACKEND_NAMES, cpu_backend_path)
-        compat.let_platform_select(platform_cls, path_for_layer)
+        platform.let_platform_select(platform_cls, path_for_layer)
     elif current_platform.is_cuda():
         paths = {BACKEND_NAME: CUDA_BACKEND_PATH, SPARSE_BACKEND_NAME: SPARSE_CUDA_BACKEND_PATH}
         path_for_layer = dict.fromkeys(BACKEND_NAMES, cuda_backend_path)
-        compat.let_platform_select(platform_cls, path_for_layer)
+        platform.let_platform_select(platform_cls, path_for_layer)
     for name, path in paths.items():
         if name not in AttentionBackendEnum.__members__:
             register_backend(name, path)
-        compat.pickle_backend_by_restoring(
+        platform.pickle_backend_by_restoring(
             AttentionBackendEnum[name], functools.partial(restore_backend, name)
         )
 
@@ -136,10 +138,9 @@ def cuda_backend_path(backend: Any, selector_config: Any) -> str:
 
 
 def _register_stats() -> None:
-    from vllm_relay import compat
+    from vllm_relay.vllm_changes import statistics
 
-    compat.add_relay_field_to_scheduler_stats()
-    compat.carry_stats_through_scheduler()
+    statistics.add_field_to_scheduler_stats()
 
 
 def check_new_config(vllm_config: VllmConfig) -> None:
@@ -152,7 +153,7 @@ def check_new_config(vllm_config: VllmConfig) -> None:
     from vllm.logger import init_logger
     from vllm.platforms import current_platform
 
-    from vllm_relay import compat
+    from vllm_relay import wiring
     from vllm_relay.config import (
         SCHEDULER_OPTIONS,
         SECTION,
@@ -161,10 +162,10 @@ def check_new_config(vllm_config: VllmConfig) -> None:
         options_of,
         scheduler_is_selected,
     )
-    from vllm_relay.long_context.options import LongContextOptions
-    from vllm_relay.long_context.start_checks import check_context_dir
+    from vllm_relay.config.long_contexts import LongContextOptions
+    from vllm_relay.long_context.start_checks import check_context_dir, check_contexts
     from vllm_relay.modules.start_checks import check_schemas
-    from vllm_relay.prefix_cache.prompts import check_contexts, check_system_prompts
+    from vllm_relay.prefix_cache.system_prompts import check_system_prompts
 
     logger = init_logger("vllm.relay")
     options = RelayConfig.from_vllm_config(vllm_config)
@@ -227,11 +228,10 @@ def check_new_config(vllm_config: VllmConfig) -> None:
             "nothing to read once for several of them"
         )
     if scheduler or sparse_is_selected(vllm_config):
-        compat.prepare_new_engines()
-    compat.serve_relay_endpoints()  # they say why they cannot be used, where they cannot
+        wiring.prepare_new_engines()
+    wiring.serve_endpoints()  # they say why they cannot be used, where they cannot
     try:
-        compat.add_stat_logger_to_every_front_end()
-        compat.report_relay_metrics()
+        wiring.publish_metrics()
     except Exception:
         logger.warning("vllm-relay: the metrics relay:* are not available", exc_info=True)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from scripts.touch_points.hints import hinted
 from scripts.touch_points.values import TypeReader, Value, Values, elements
-from vllm_relay.vllm_changes.python_sources import (
+from vllm_relay.vllm_changes.contract.python_sources import (
     Function,
     PythonSources,
     assigned,

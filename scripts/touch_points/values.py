@@ -7,7 +7,7 @@ import ast
 from dataclasses import dataclass
 from typing import Literal
 
-from vllm_relay.vllm_changes.python_sources import (
+from vllm_relay.vllm_changes.contract.python_sources import (
     Definition,
     Function,
     PythonSources,

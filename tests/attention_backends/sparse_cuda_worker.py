@@ -34,7 +34,7 @@ from tests.attention_backends.sparse_worker import (
     Sequence,
 )
 from tests.attention_backends.stock_cuda import StockBuilder, StockImpl
-from vllm_relay.attention_backends import relay_sparse_cuda
+from vllm_relay.attention_backends.sparse import cuda
 from vllm_relay.long_context import worker
 from vllm_relay.long_context.orders import Placement
 
@@ -43,11 +43,11 @@ MAX_NUM_SEQS = 8
 ONE = on_device(torch.ones(1))
 
 
-class Builder(relay_sparse_cuda.RelaySparseCudaMetadataBuilder):
+class Builder(cuda.RelaySparseCudaMetadataBuilder):
     stock_builder_cls = StockBuilder
 
 
-class Impl(relay_sparse_cuda.RelaySparseCudaImpl):
+class Impl(cuda.RelaySparseCudaImpl):
     stock_impl_cls = StockImpl
 
 
@@ -78,8 +78,8 @@ class CudaWorker(sparse_worker.Worker):
         config.compilation_config.cudagraph_capture_sizes = []
         config.cache_config.num_gpu_blocks = NUM_BLOCKS
         config.cache_config.block_size = BLOCK_SIZE
-        impl_cls = Impl if has_stock else relay_sparse_cuda.RelaySparseCudaImpl
-        builder_cls = Builder if has_stock else relay_sparse_cuda.RelaySparseCudaMetadataBuilder
+        impl_cls = Impl if has_stock else cuda.RelaySparseCudaImpl
+        builder_cls = Builder if has_stock else cuda.RelaySparseCudaMetadataBuilder
         with set_current_vllm_config(config), fake_device():
             self.impl, self.sharing_impl = (
                 impl_cls(
@@ -101,9 +101,9 @@ class CudaWorker(sparse_worker.Worker):
     def begin_process(cls, monkeypatch: pytest.MonkeyPatch) -> None:
         super().begin_process(monkeypatch)
         monkeypatch.setattr(worker, "lost_in_any_rank", lambda lost: lost)
-        monkeypatch.setattr(relay_sparse_cuda, "MIN_CHUNK_TOKENS", 8)
+        monkeypatch.setattr(cuda, "MIN_CHUNK_TOKENS", 8)
         copies = functools.partial(DelayedCopies, tensor_cls=DeviceTensor)
-        monkeypatch.setattr(relay_sparse_cuda, "make_copies", copies)
+        monkeypatch.setattr(cuda, "make_copies", copies)
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return on_device(tensor)

@@ -17,8 +17,8 @@ from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_relay import compat
-from vllm_relay.attention_backends import relay, relay_cuda, relay_sparse, relay_sparse_base
+from vllm_relay.attention_backends import relay, relay_cuda
+from vllm_relay.attention_backends.sparse import common, cpu
 from vllm_relay.long_context import host_sequence, worker
 from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.orders import ATTRIBUTE, KEEP_ARG, Placement, StepOrders
@@ -95,9 +95,9 @@ class Worker:
     def begin_process(cls, monkeypatch: pytest.MonkeyPatch) -> None:
         """A worker process of its own, whose sequences grow by little."""
         monkeypatch.setattr(worker, "state", worker.LongContextWorker())
-        monkeypatch.setattr(relay_sparse_base, "_config", [])
-        monkeypatch.setattr(compat, "call_before_each_step", lambda name, on_step: None)
-        monkeypatch.setattr(relay_sparse_base.recorder, "take_long_contexts", None)
+        monkeypatch.setattr(common, "_config", [])
+        monkeypatch.setattr(common, "call_before_each_step", lambda name, on_step: None)
+        monkeypatch.setattr(common.recorder, "take_long_contexts", None)
         for each in (relay, relay_cuda):
             monkeypatch.setattr(
                 each, "get_num_attention_heads_from_layers", lambda *args: NUM_HEADS
@@ -249,10 +249,10 @@ class CpuWorker(Worker):
         shape = NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE
         super().__init__(POLICY, torch.full(shape, torch.nan, dtype=dtype), options)
         with set_current_vllm_config(self.config):
-            self.impl = relay_sparse.RelaySparseImpl(
+            self.impl = cpu.RelaySparseImpl(
                 NUM_HEADS, HEAD_SIZE, scale=HEAD_SIZE**-0.5, num_kv_heads=NUM_KV_HEADS
             )
-        self.builder = relay_sparse.RelaySparseMetadataBuilder(
+        self.builder = cpu.RelaySparseMetadataBuilder(
             self.spec(12), ["layer"], self.config, torch.device("cpu")
         )
 

@@ -13,8 +13,8 @@ from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_relay.attention_backends import reference, relay
+from vllm_relay.attention_backends.step_stats import recorder
 from vllm_relay.limits import RelayUnsupportedError
-from vllm_relay.stats import recorder
 
 pytestmark = pytest.mark.skipif(
     not current_platform.is_cpu(), reason="relay's kernels are for CPUs"

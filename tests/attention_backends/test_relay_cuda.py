@@ -17,8 +17,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.attention_backends.stock_cuda import StockBuilder, StockImpl, attend
 from vllm_relay.attention_backends import relay_cuda
+from vllm_relay.attention_backends.step_stats import recorder
 from vllm_relay.limits import RelayUnsupportedError
-from vllm_relay.stats import recorder
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS = 4, 2, 32, 32, 16
 DECODES = [([1, 2, 3, 0], 70), ([1, 2, 4, 0], 96), ([1, 5, 6, 7], 100), ([1, 2, 11, 0], 66)]

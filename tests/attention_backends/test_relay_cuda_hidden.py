@@ -28,6 +28,7 @@ from tests.attention_backends.test_relay_cuda import (
 from vllm_relay.attention_backends import gpu_prompts, reference, relay_cuda
 from vllm_relay.attention_backends.gpu_hidden import SEES_ALL
 from vllm_relay.attention_backends.hidden_tokens import Ranges
+from vllm_relay.modules import worker
 from vllm_relay.modules.worker import ModularRequest
 
 Runs = dict[int, list[tuple[int, int, Ranges]]]
@@ -41,16 +42,16 @@ MORE = ((20, 40), (50, 64))
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A builder whose requests may have modules, and what tells it about them."""
-    monkeypatch.setattr(relay_cuda, "set_up_modules", lambda vllm_config: True)
+    monkeypatch.setattr(relay_cuda, "row_source", lambda vllm_config: worker.state)
 
     def builder_of(cls: Any) -> Any:
         return make_builder(cls, monkeypatch)
 
     def hide(runs: Runs) -> None:
         modular = {str(r): ModularRequest(None, each) for r, each in runs.items()}
-        monkeypatch.setattr(relay_cuda.modules, "requests", modular)
+        monkeypatch.setattr(worker.state, "requests", modular)
         batch = SimpleNamespace(req_ids=[str(number) for number in range(12)])
-        monkeypatch.setattr(relay_cuda.modules, "batch", batch)
+        monkeypatch.setattr(worker.state, "batch", batch)
 
     return SimpleNamespace(builder=builder_of, hide=hide)
 
@@ -59,9 +60,7 @@ def caches(common: Any, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A KV cache for the reference, and the same with NaN in every slot that nobody sees."""
     torch.manual_seed(seed)
     cache = torch.randn(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
-    rows = relay_cuda.modules.rows_of_step(
-        common.query_start_loc_cpu.numpy(), common.seq_lens.numpy()
-    )
+    rows = worker.state.rows_of_step(common.query_start_loc_cpu.numpy(), common.seq_lens.numpy())
     seen = np.zeros((NUM_BLOCKS, BLOCK_SIZE), bool)
     if rows is None:
         return cache, cache
@@ -78,7 +77,7 @@ def caches(common: Any, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def expected_of(query: torch.Tensor, cache: torch.Tensor, common: Any) -> torch.Tensor:
     starts, lens = common.query_start_loc_cpu.numpy(), common.seq_lens.numpy()
-    rows = relay_cuda.modules.rows_of_step(starts, lens)
+    rows = worker.state.rows_of_step(starts, lens)
     table, hidden = common.block_table_tensor, None
     if rows is not None:
         starts, lens, hidden = rows.query_start_loc, rows.seq_lens, rows.hidden
@@ -152,9 +151,7 @@ def test_prompts_are_cut_to_fit_the_workspace(make: Any) -> None:
     cache, _ = caches(common, 0)
     query = torch.randn(common.num_actual_tokens, NUM_HEADS, HEAD_SIZE)
     impl = Impl(NUM_HEADS, HEAD_SIZE, 0.2, NUM_KV_HEADS)
-    rows = relay_cuda.modules.rows_of_step(
-        common.query_start_loc_cpu.numpy(), common.seq_lens.numpy()
-    )
+    rows = worker.state.rows_of_step(common.query_start_loc_cpu.numpy(), common.seq_lens.numpy())
     assert rows is not None
     outputs = []
     for max_slots in (1000, 33, 14, 2):

@@ -21,7 +21,7 @@ from tests.attention_backends.sparse_worker import (
     dtypes,
     readings,
 )
-from vllm_relay.attention_backends import relay_sparse, relay_sparse_base
+from vllm_relay.attention_backends.sparse import common, cpu
 from vllm_relay.long_context import worker
 from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.window import WindowPolicy
@@ -180,14 +180,14 @@ def test_the_block_table_that_vllm_has_stays_as_it_is() -> None:
 
 def test_layers_with_full_attention_get_a_window() -> None:
     full = FullAttentionSpec(**SHAPE, dtype=torch.float32)
-    relay_sparse_base._config[:] = [
+    common._config[:] = [
         SimpleNamespace(
             additional_config={"relay": {"window_tokens": 300, "prefill": "exact_resident"}},
             model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN),
             max_in_flight_tokens=50,
         )
     ]
-    spec = relay_sparse.RelaySparseBackend.customize_spec(full)
+    spec = cpu.RelaySparseBackend.customize_spec(full)
     assert isinstance(spec, RelaySparseSpec)
     assert spec.policy == WindowPolicy(BLOCK_SIZE, 64, 300, 4096, "exact_resident")
     assert spec.max_blocks_per_request == -(-MAX_MODEL_LEN // BLOCK_SIZE)
@@ -196,4 +196,4 @@ def test_layers_with_full_attention_get_a_window() -> None:
         FullAttentionSpec(**SHAPE, dtype=torch.float32, sliding_window=64),
         spec,
     ):
-        assert relay_sparse.RelaySparseBackend.customize_spec(other) is other
+        assert cpu.RelaySparseBackend.customize_spec(other) is other

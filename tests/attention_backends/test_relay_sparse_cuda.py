@@ -18,7 +18,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from tests.attention_backends.fake_device import fake_device
 from tests.attention_backends.sparse_cuda_worker import CudaWorker
 from tests.attention_backends.sparse_worker import readings
-from vllm_relay.attention_backends import relay_cuda, relay_sparse_base, relay_sparse_cuda
+from vllm_relay.attention_backends import relay_cuda
+from vllm_relay.attention_backends.sparse import common, cuda
 from vllm_relay.long_context import host_sequence, mirroring, pending_writes, worker
 from vllm_relay.long_context.host_attention import attend_retrieved
 from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
@@ -211,7 +212,7 @@ def test_requests_go_on_behind_a_stored_context(monkeypatch: pytest.MonkeyPatch)
             raise IndexDamagedError("page 3")
         attend_retrieved(parts, *args)
 
-    monkeypatch.setattr(relay_sparse_cuda, "attend_retrieved", fails)
+    monkeypatch.setattr(cuda, "attend_retrieved", fails)
     for _ in range(2):
         run.step((single, 1), (first, 1), (prompt, 1), lost=("single", "prompt"))
     assert failures == [2], "the context was read again"
@@ -265,11 +266,11 @@ def test_what_vllm_is_told() -> None:
     unused: Any = None
     support = run.builder.get_cudagraph_support(unused, unused)
     assert support == AttentionCGSupport.NEVER
-    backend = relay_sparse_cuda.RelaySparseCudaBackend
+    backend = cuda.RelaySparseCudaBackend
     assert backend.get_name() == "RELAY_SPARSE"
     assert not backend.supports_kv_connector()
     full = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=48, dtype=torch.float32)
-    relay_sparse_base._config[:] = [
+    common._config[:] = [
         SimpleNamespace(
             additional_config={"relay": {}},
             model_config=SimpleNamespace(max_model_len=1000),
@@ -288,13 +289,13 @@ def test_prompts_are_left_to_what_relay_leaves_them_to(name: str) -> None:
             for each, cls in vars(importlib.import_module(f"{PACKAGE}.{module}_{name}")).items()
             if each.startswith("Relay") and each.endswith("Backend") and "Cuda" not in each
         )
-        for module in ("relay_sparse_cuda", "relay_cuda")
+        for module in ("sparse.cuda", "relay_cuda")
     )
-    assert issubclass(sparse, relay_sparse_cuda.RelaySparseCudaBackend)
+    assert issubclass(sparse, cuda.RelaySparseCudaBackend)
     assert sparse.get_impl_cls().stock_impl_cls is dense.get_impl_cls().stock_impl_cls
     assert sparse.get_builder_cls().stock_builder_cls is dense.get_builder_cls().stock_builder_cls
-    assert issubclass(sparse.get_impl_cls(), relay_sparse_cuda.RelaySparseCudaImpl)
-    assert issubclass(sparse.get_builder_cls(), relay_sparse_cuda.RelaySparseCudaMetadataBuilder)
+    assert issubclass(sparse.get_impl_cls(), cuda.RelaySparseCudaImpl)
+    assert issubclass(sparse.get_builder_cls(), cuda.RelaySparseCudaMetadataBuilder)
 
 
 def test_a_run_without_requests_is_planned_as_it_is() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from vllm.v1.request import RequestStatus
 
 from tests.long_context.kv_cache_managers import MAX_MODEL_LEN, Blocks, spec_of
+from vllm_relay.commands.engine import run
 from vllm_relay.long_context import commands
 from vllm_relay.long_context.orders import ContextReport, StepOrders
 from vllm_relay.long_context.scheduler import LongContextScheduler
@@ -182,7 +183,7 @@ class Engine:
 
     def call_utility(self, method: str, *args: Any) -> Any:
         assert method == "relay_command"
-        return commands.run(self.core, *args)
+        return run(commands.COMMANDS, self.core, *args)
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         return self.call_utility(method, *args)

@@ -15,9 +15,9 @@ from typing import Any
 from vllm import EngineArgs, LLMEngine, SamplingParams
 
 from tests.long_context.recall_prompts import OUTPUT_TOKENS, Question, any_text, ask
+from vllm_relay.commands.errors import CommandError
 from vllm_relay.long_context.client import (
     Context,
-    ContextError,
     delete_context,
     keep_context,
     list_contexts,
@@ -221,7 +221,7 @@ class Soak:
         try:
             context = keep_context(self.engine, document)
             assert context.num_tokens == len(document)
-        except ContextError as error:
+        except CommandError as error:
             assert error.status in (400, 507), error  # too short; no host memory is left
             self.counts["refused"] += 1
 

@@ -11,6 +11,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.long_context.context_engine import Engine, chat, letters, tokens
+from vllm_relay.commands.errors import CommandError
 from vllm_relay.long_context.client import (
     Context,
     delete_context,
@@ -19,7 +20,6 @@ from vllm_relay.long_context.client import (
     list_contexts,
     list_contexts_async,
 )
-from vllm_relay.long_context.commands import ContextError
 from vllm_relay.long_context.orders import KEEP_ARG
 from vllm_relay.sparse.context_store import context_id_of
 
@@ -35,7 +35,7 @@ def test_contexts_come_and_go() -> None:
     assert (stored.state, stored.memory_bytes, stored.file_bytes) == ("stored", 0, 77)
     delete_context(engine, context.context_id)
     assert list_contexts(engine) == []
-    with pytest.raises(ContextError, match="there is no context") as caught:
+    with pytest.raises(CommandError, match="there is no context") as caught:
         delete_context(engine, context.context_id)
     assert caught.value.status == 404
 
@@ -115,7 +115,7 @@ def test_an_async_engine() -> None:
         context = await keep_context_async(engine, tokens(60))
         assert await list_contexts_async(engine) == [context]
         engine.status = RequestStatus.FINISHED_ABORTED
-        with pytest.raises(ContextError, match="try again") as caught:
+        with pytest.raises(CommandError, match="try again") as caught:
             await keep_context_async(engine, tokens(70))
         assert caught.value.status == 409
 
@@ -143,7 +143,7 @@ def test_an_engine_that_is_busy_is_not_stepped() -> None:
 )
 def test_refusals(prompt: Any, status: int, message: str) -> None:
     engine = Engine(host_granules=1)
-    with pytest.raises(ContextError, match=message) as caught:
+    with pytest.raises(CommandError, match=message) as caught:
         keep_context(engine, prompt)
     assert caught.value.status == status
     assert engine.prompts == []
@@ -152,7 +152,7 @@ def test_refusals(prompt: Any, status: int, message: str) -> None:
 def test_a_prompt_that_the_engine_refuses() -> None:
     engine = Engine()
     engine.fails = ValueError("token id 900 is out of vocabulary")
-    with pytest.raises(ContextError, match="token id 900 is out of vocabulary") as caught:
+    with pytest.raises(CommandError, match="token id 900 is out of vocabulary") as caught:
         keep_context(engine, tokens(60))
     assert caught.value.status == 400
 
@@ -168,6 +168,6 @@ def test_engines_without_contexts(options: dict[str, Any]) -> None:
         lambda: asyncio.run(list_contexts_async(engine)),
     ]
     for call in calls:
-        with pytest.raises(ContextError) as caught:
+        with pytest.raises(CommandError) as caught:
             call()
         assert caught.value.status == 501

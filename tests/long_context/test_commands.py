@@ -10,14 +10,16 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.long_context.context_engine import GRANULE_BYTES, Engine, EngineCore, tokens
+from vllm_relay.commands.engine import result_of, run
+from vllm_relay.commands.errors import CommandError
 from vllm_relay.long_context import commands
 from vllm_relay.long_context.client import keep_context
-from vllm_relay.long_context.commands import ContextError, result_of, run
+from vllm_relay.long_context.commands import COMMANDS
 from vllm_relay.sparse.context_store import context_id_of
 
 
 def listed(core: EngineCore) -> list[dict[str, Any]]:
-    return result_of(run(core, "contexts", {}))
+    return result_of(run(COMMANDS, core, "contexts", {}))
 
 
 def ids(core: EngineCore) -> list[str]:
@@ -35,14 +37,14 @@ def test_answers_and_errors_are_of_plain_types() -> None:
     engine = Engine()
     keep(engine, 60)
     answers = [
-        run(engine.core, "contexts", {}),
-        run(engine.core, "declare_context", {"token_ids": tokens(60)}),
-        run(engine.core, "declare_context", {"token_ids": tokens(9)}),
-        run(engine.core, "delete_context", {"context_id": "a"}),
+        run(COMMANDS, engine.core, "contexts", {}),
+        run(COMMANDS, engine.core, "declare_context", {"token_ids": tokens(60)}),
+        run(COMMANDS, engine.core, "declare_context", {"token_ids": tokens(9)}),
+        run(COMMANDS, engine.core, "delete_context", {"context_id": "a"}),
     ]
     assert json.loads(json.dumps(answers)) == answers
     assert answers[1] == {"result": {"id": context_id_of(tokens(60)), "is_known": True}}
-    with pytest.raises(ContextError, match="a prompt of 9 tokens") as caught:
+    with pytest.raises(CommandError, match="a prompt of 9 tokens") as caught:
         result_of(answers[2])
     assert caught.value.status == 400
     assert answers[3]["error"]["status"] == 404
@@ -56,7 +58,7 @@ def test_a_scheduler_without_contexts() -> None:
         ("declare_context", {"token_ids": tokens(60)}),
         ("delete_context", {"context_id": "a"}),
     ]:
-        assert run(core, name, arguments)["error"]["status"] == 501
+        assert run(COMMANDS, core, name, arguments)["error"]["status"] == 501
 
 
 def test_a_context_that_could_not_be_written_is_tried_again() -> None:
@@ -138,7 +140,7 @@ def test_memory_of_all_ranks_is_reserved() -> None:
     [context] = listed(engine.core)
     assert context["memory_bytes"] == GRANULE_BYTES
     assert memory.context_bytes == 2 * GRANULE_BYTES
-    run(engine.core, "delete_context", {"context_id": context["context_id"]})
+    run(COMMANDS, engine.core, "delete_context", {"context_id": context["context_id"]})
     assert memory.context_bytes == 0
     assert [worker.contexts for worker in engine.core.workers] == [{}, {}]
 
@@ -160,7 +162,9 @@ def test_a_context_that_is_deleted_before_the_workers_know_of_it_stays_deleted()
     engine = Engine()
     engine.core.is_busy = True
     context_id = keep_context(engine, tokens(60)).context_id
-    assert run(engine.core, "delete_context", {"context_id": context_id}) == {"result": None}
+    assert run(COMMANDS, engine.core, "delete_context", {"context_id": context_id}) == {
+        "result": None
+    }
     assert ids(engine.core) == []
     engine.core.step_fn()
     assert ids(engine.core) == [] and engine.core.workers[0].contexts == {}
@@ -183,6 +187,6 @@ def test_only_requests_that_came_to_their_end_are_kept(
     if is_kept:
         keep_context(engine, tokens(60))
     else:
-        with pytest.raises(ContextError, match="try again"):
+        with pytest.raises(CommandError, match="try again"):
             keep_context(engine, tokens(60))
     assert len(ids(engine.core)) == is_kept

@@ -20,7 +20,7 @@ from tests.long_context.context_engine import (
     letters,
     tokens,
 )
-from vllm_relay.long_context.http import ContextEndpoints
+from vllm_relay.serving.contexts import ContextEndpoints
 from vllm_relay.sparse.context_store import context_id_of
 
 

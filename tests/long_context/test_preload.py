@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from tests.long_context.context_engine import Engine, OnlineRenderer, chat, letters
-from vllm_relay import compat
+from vllm_relay import wiring
+from vllm_relay.commands import at_start
 from vllm_relay.config import RelayConfig
 from vllm_relay.long_context.client import list_contexts
 from vllm_relay.long_context.preload import preload_contexts, preload_contexts_async
-from vllm_relay.prefix_cache import system_prompts
-from vllm_relay.prefix_cache.prompts import check_contexts
+from vllm_relay.long_context.start_checks import check_contexts
 
 TEXT = "be brief and kind " * 4
 
@@ -56,7 +56,7 @@ def test_texts_and_files_become_contexts(preload: Callable[[Engine], None], tmp_
 def test_without_a_chat_template_prompts_begin_with_the_text(
     preload: Callable[[Engine], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(system_prompts, "_has_chat_template", lambda *args: False)
+    monkeypatch.setattr(at_start, "_has_chat_template", lambda *args: False)
     engine = Engine(contexts=[TEXT])
     preload(engine)
     assert engine.prompts == [letters(TEXT)]
@@ -150,7 +150,7 @@ def test_without_its_contexts_an_async_engine_takes_no_request() -> None:
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    compat.prepare_new_engines()
+    wiring.prepare_new_engines()
     engine: Any = Engine(contexts=["too short"])
     engine.vllm_config.scheduler_config = SimpleNamespace(scheduler_cls=None)
 

@@ -25,8 +25,8 @@ class Engine:
         from vllm import SamplingParams
 
         from tests.small_llm import small_relay_llm
-        from vllm_relay.modules.llm import ModularLLM
         from vllm_relay.modules.schema import Module, Parameter, Schema
+        from vllm_relay.serving.modular_llm import ModularLLM
 
         self.llm = small_relay_llm(
             model,

@@ -13,7 +13,10 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 from tests.modules.chat_templates import character_tokenizer, text_of
-from vllm_relay.modules.online import (
+from vllm_relay.modules.plan import EXTRA_ARG, ModulePlan
+from vllm_relay.modules.schema import Module, Schema
+from vllm_relay.modules.schema_store import SchemaStore
+from vllm_relay.serving.modular_requests import (
     STAND_IN_PROMPT,
     add_usage,
     apply_modular_prompt,
@@ -21,9 +24,6 @@ from vllm_relay.modules.online import (
     store_of,
     with_usage,
 )
-from vllm_relay.modules.plan import EXTRA_ARG, ModulePlan
-from vllm_relay.modules.schema import Module, Schema
-from vllm_relay.modules.schema_store import SchemaStore
 
 NAME = 'trips & "more" <here>'
 MAX_MODEL_LEN = 100

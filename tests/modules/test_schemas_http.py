@@ -15,10 +15,10 @@ from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
 from tests.modules.chat_templates import character_tokenizer
-from vllm_relay.modules import http
-from vllm_relay.modules.http import SchemaEndpoints
-from vllm_relay.modules.online import STAND_IN_PROMPT, store_of
-from vllm_relay.modules.request_bodies import ModularBodies
+from vllm_relay.serving import schemas as routes
+from vllm_relay.serving.modular_bodies import ModularBodies
+from vllm_relay.serving.modular_requests import STAND_IN_PROMPT, store_of
+from vllm_relay.serving.schemas import SchemaEndpoints
 
 
 def client_of(
@@ -28,7 +28,7 @@ def client_of(
     reason: str | None = None,
     processes: int = 1,
 ) -> TestClient:
-    monkeypatch.setattr(http, "unsupported_reason", lambda config: reason)
+    monkeypatch.setattr(routes, "unsupported_reason", lambda config: reason)
     app = FastAPI()
     app.state.online_renderer = SimpleNamespace(
         chat_template=None, default_chat_template_kwargs=None

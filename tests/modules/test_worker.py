@@ -11,10 +11,10 @@ import pytest
 import torch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from vllm_relay import compat_modules
 from vllm_relay.modules import start_checks
 from vllm_relay.modules.plan import ModulePlan, Segment, TailRun
 from vllm_relay.modules.worker import ModularRequest, ModuleWorker
+from vllm_relay.vllm_changes.positions import give_positions_to_model, gives_positions
 
 # 20 tokens in a block of 32, and five of a tail whose positions leave a gap
 PLAN = ModulePlan(
@@ -63,7 +63,7 @@ def batch(num_computed: list[int], num_scheduled: list[int], padding: int = 0) -
 def test_v2_gives_models_positions_in_one_buffer() -> None:
     """Graphs keep its address, and slots are sampled with."""
     worker = ModuleWorker({"modular": ModularRequest.of(PLAN)})
-    compat_modules.give_positions_to_model(worker.begin_batch, worker.move_batch_positions)
+    give_positions_to_model(worker.begin_batch, worker.move_batch_positions)
     state = model_state()
     captured = state.prepare_dummy_inputs(2, 8)["positions"]
     step = batch([4, 33], [2, 3], padding=1)
@@ -73,7 +73,7 @@ def test_v2_gives_models_positions_in_one_buffer() -> None:
     assert given.data_ptr() == captured.data_ptr() and len(captured) == 8
     # the prompt's last token, and one behind it
     assert state.prepare_inputs(batch([6, 36], [1, 2]), None)["positions"].tolist() == [6, 72, 73]
-    assert compat_modules.gives_positions(SimpleNamespace(model_state=state))
+    assert gives_positions(SimpleNamespace(model_state=state))
 
 
 @pytest.mark.usefixtures("unwrapped")

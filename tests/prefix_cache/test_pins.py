@@ -18,8 +18,9 @@ from tests.prefix_cache.pin_scheduler import (
     Scheduler,
     tokens,
 )
-from vllm_relay.prefix_cache import commands
-from vllm_relay.prefix_cache.pins import PinError
+from vllm_relay.commands.engine import result_of, run
+from vllm_relay.commands.errors import CommandError
+from vllm_relay.prefix_cache.commands import COMMANDS
 
 
 def test_pinned_prompt_survives_a_flood() -> None:
@@ -157,7 +158,7 @@ def test_declaring_again() -> None:
     assert not scheduler.pins.declare("a", tokens(17))["is_new"]  # the same full blocks
     scheduler.pin("a", tokens(16))
     assert scheduler.pins.declare("a", tokens(16))["resident"]
-    with pytest.raises(PinError, match="another prompt") as caught:
+    with pytest.raises(CommandError, match="another prompt") as caught:
         scheduler.pins.declare("a", tokens(12))
     assert caught.value.status == 409
 
@@ -171,7 +172,7 @@ def test_declaring_again() -> None:
     ],
 )
 def test_prompts_that_cannot_be_pinned(num_tokens: int, message: str) -> None:
-    with pytest.raises(PinError, match=message) as caught:
+    with pytest.raises(CommandError, match=message) as caught:
         Scheduler().pins.declare("a", tokens(num_tokens))
     assert caught.value.status == 400
 
@@ -179,7 +180,7 @@ def test_prompts_that_cannot_be_pinned(num_tokens: int, message: str) -> None:
 def test_unknown_pin() -> None:
     scheduler = Scheduler()
     scheduler.pins.declare("a", tokens(16))
-    with pytest.raises(PinError, match="there is no pin 'b'; pins: a") as caught:
+    with pytest.raises(CommandError, match="there is no pin 'b'; pins: a") as caught:
         scheduler.pins.unpin("b")
     assert caught.value.status == 404
 
@@ -188,7 +189,7 @@ def test_the_longest_request_always_fits_beside_the_pins() -> None:
     scheduler = Scheduler(num_blocks=21)  # 20 usable ones, 10 for the longest request
     scheduler.pin("a", tokens(20))
     scheduler.pin("b", tokens(20, first=50))
-    with pytest.raises(PinError) as caught:
+    with pytest.raises(CommandError) as caught:
         scheduler.pins.declare("c", tokens(4, first=100))
     assert caught.value.status == 507
     assert str(caught.value).startswith(
@@ -203,7 +204,7 @@ def test_the_longest_request_always_fits_beside_the_pins() -> None:
 def test_cold_pins_keep_their_room() -> None:
     scheduler = Scheduler(num_blocks=21)
     scheduler.pins.declare("a", tokens(36))
-    with pytest.raises(PinError, match="9 are pinned"):
+    with pytest.raises(CommandError, match="9 are pinned"):
         scheduler.pins.declare("b", tokens(8, first=50))
 
 
@@ -232,14 +233,15 @@ def test_sliding_window_pins_only_what_a_hit_needs() -> None:
 def test_commands_carry_results_and_errors() -> None:
     scheduler = Scheduler()
     arguments = {"pin_id": "a", "token_ids": tokens(16)}
-    answer = commands.run(scheduler, "declare_pin", arguments)
-    assert commands.result_of(answer)["tokens"] == 16
-    assert commands.result_of(commands.run(scheduler, "pins", {}))[0]["id"] == "a"
-    with pytest.raises(PinError) as caught:
-        commands.result_of(commands.run(scheduler, "unpin", {"pin_id": "b"}))
+    core = SimpleNamespace(scheduler=scheduler)
+    answer = run(COMMANDS, core, "declare_pin", arguments)
+    assert result_of(answer)["tokens"] == 16
+    assert result_of(run(COMMANDS, core, "pins", {}))[0]["id"] == "a"
+    with pytest.raises(CommandError) as caught:
+        result_of(run(COMMANDS, core, "unpin", {"pin_id": "b"}))
     assert caught.value.status == 404
-    with pytest.raises(PinError, match="relay.scheduler true") as caught:
-        commands.result_of(commands.run(SimpleNamespace(), "pins", {}))
+    with pytest.raises(CommandError, match="relay.scheduler true") as caught:
+        result_of(run(COMMANDS, SimpleNamespace(scheduler=SimpleNamespace()), "pins", {}))
     assert caught.value.status == 501
 
 
@@ -259,7 +261,7 @@ def test_any_course_of_events_leaves_every_block_free_or_pinned(
         pin_id = random.choice("abcdef")
         event = random.choice(["pin", "pin", "unpin", "run", "run", "abort", "reset", "flood"])
         if event in ("pin", "unpin"):
-            with contextlib.suppress(PinError):
+            with contextlib.suppress(CommandError):
                 if event == "pin":
                     assert scheduler.pin(pin_id, prompt())["resident"]
                 else:

@@ -15,10 +15,11 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from tests.prefix_cache.pin_scheduler import BLOCK_BYTES, Scheduler, tokens
-from vllm_relay import compat
-from vllm_relay.prefix_cache import commands
-from vllm_relay.prefix_cache.http import PinEndpoints
+from vllm_relay import wiring
+from vllm_relay.commands import engine as commands
+from vllm_relay.prefix_cache.commands import COMMANDS
 from vllm_relay.prefix_cache.system_prompts import pin_system_prompts_async
+from vllm_relay.serving.pins import PinEndpoints
 
 
 class Renderer:
@@ -60,7 +61,7 @@ class Engine:
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         assert method == "relay_command"
-        return commands.run(self.scheduler, *args)
+        return commands.run(COMMANDS, SimpleNamespace(scheduler=self.scheduler), *args)
 
     async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[None]:
         if self.fails is not None:
@@ -249,7 +250,7 @@ def test_without_its_system_prompt_an_async_engine_takes_no_request() -> None:
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    compat.prepare_new_engines()
+    wiring.prepare_new_engines()
     engine: Any = Engine(system_prompts=["x" * 50])
 
     async def ask() -> None:
@@ -267,7 +268,7 @@ def test_server_gets_the_routes_and_guards_them() -> None:
     from vllm import plugins
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-    compat.serve_relay_endpoints()
+    wiring.serve_endpoints()
     assert not plugins.load_endpoint_plugins(("render",))
     app = FastAPI()
     for endpoints in plugins.load_endpoint_plugins(("generate",)):

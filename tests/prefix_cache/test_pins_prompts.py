@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 
-from vllm_relay.config import RelayConfig
-from vllm_relay.prefix_cache import pin_client
-from vllm_relay.prefix_cache.pins import PinError
-from vllm_relay.prefix_cache.prompts import (
-    check_system_prompts,
+from vllm_relay.commands.at_start import read_texts
+from vllm_relay.commands.errors import CommandError
+from vllm_relay.commands.prompts import (
     common_tokens,
     continued_conversations,
     continued_texts,
     is_tokens,
-    read_texts,
+    tokens_of,
 )
+from vllm_relay.config import RelayConfig
+from vllm_relay.prefix_cache import pin_client
+from vllm_relay.prefix_cache.system_prompts import check_system_prompts
 
 
 def config(**kwargs: Any) -> Any:
@@ -49,7 +50,7 @@ def test_conversations_are_continued_by_the_other_side() -> None:
     assert set(roles) == {"user"}
     roles = [each[-1]["role"] for each in continued_conversations([system, user])]
     assert set(roles) == {"assistant"}
-    with pytest.raises(PinError, match="expected a text as content of every message"):
+    with pytest.raises(CommandError, match="expected a text as content of every message"):
         continued_conversations([{"role": "user", "content": [{"type": "image_url"}]}])
 
 
@@ -63,8 +64,8 @@ def test_prompts_are_told_apart() -> None:
 
 @pytest.mark.parametrize("prompt", [[1.5], [1, True], [1 << 70], [-1], ["text"], [[1]]])
 def test_a_list_of_neither_tokens_nor_messages_is_refused(prompt: Any) -> None:
-    with pytest.raises(PinError, match="was given in a prompt, expected token ids"):
-        pin_client.tokens_of(SimpleNamespace(renderer=None), prompt)
+    with pytest.raises(CommandError, match="was given in a prompt, expected token ids"):
+        tokens_of(SimpleNamespace(renderer=None), prompt)
 
 
 def test_texts_and_files(tmp_path: Path) -> None:
@@ -106,5 +107,5 @@ def test_configurations_without_system_prompts(kwargs: dict[str, Any], way_out: 
 
 
 def test_what_is_no_prompt_is_refused() -> None:
-    with pytest.raises(PinError, match="None was given as prompt, expected a text, token ids"):
+    with pytest.raises(CommandError, match="None was given as prompt, expected a text, token ids"):
         pin_client.pin(None, None)  # the engine is not asked

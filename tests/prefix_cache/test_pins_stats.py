@@ -6,7 +6,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_relay.prefix_cache import commands
+from vllm_relay.commands.engine import run
+from vllm_relay.prefix_cache.commands import COMMANDS
 from vllm_relay.prefix_cache.stats import PrefixCacheRecorder, PrefixCacheStats, TopPrefixes
 
 
@@ -72,7 +73,8 @@ def test_most_hit_tokens_come_first() -> None:
         recorder.on_admitted(request(b"\x01\x02\x03\x04\x05"), 16)
     recorder.on_admitted(request(b"\x01\x02\x03\x04\x05"), 0)
     recorder.on_admitted(request(), 64)
-    top = commands.run(SimpleNamespace(relay_recorder=recorder), "top_prefixes", {})["result"]
+    core = SimpleNamespace(scheduler=SimpleNamespace(relay_recorder=recorder))
+    top = run(COMMANDS, core, "top_prefixes", {})["result"]
     assert top == [
         {"id": "02" * 4, "tokens": 64, "hits": 1},
         {"id": "01020304", "tokens": 16, "hits": 3},

@@ -13,9 +13,10 @@ from vllm import LLMEngine, SamplingParams
 from vllm.lora.request import LoRARequest
 
 from tests.integration.engine_main import tokens
+from vllm_relay.commands.errors import CommandError
 from vllm_relay.modules.plan import EXTRA_ARG as PLAN_ARG
 from vllm_relay.modules.plan import ModulePlan
-from vllm_relay.prefix_cache.pins import EXTRA_ARG, PinError
+from vllm_relay.prefix_cache.pins import EXTRA_ARG
 
 SECONDS = float(os.environ.get("RELAY_SOAK_S", "60"))
 FIRST_SEED = int(os.environ.get("RELAY_SOAK_FIRST_SEED", "0"))
@@ -119,7 +120,7 @@ class Soak:
         token_ids = self.prompts[index] if plan else self.prompts[index][:64]
         try:
             self.scheduler.pins.declare(f"pin-{index}", token_ids, plan)
-        except PinError:
+        except CommandError:
             self.counts["refused"] += 1
             return
         self.counts["pinned"] += 1

@@ -22,20 +22,19 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
-from vllm_relay import compat
 from vllm_relay.attention_backends import cpu
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 from vllm_relay.attention_backends.plan import StepPlan, plan_step
 from vllm_relay.attention_backends.relay_base import RelayBackendBase
+from vllm_relay.attention_backends.step_rows import row_source
+from vllm_relay.attention_backends.step_stats import recorder
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import (
     BLOCK_SIZE_MULTIPLE_TOKENS,
     RelayUnsupportedError,
     attn_type_reason,
 )
-from vllm_relay.modules.worker import set_up as set_up_modules
-from vllm_relay.modules.worker import state as modules
-from vllm_relay.stats import recorder
+from vllm_relay.vllm_changes.statistics import attach_to_worker_output
 
 logger = init_logger("vllm.relay")
 
@@ -103,9 +102,9 @@ class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
         self.head_size = kv_cache_spec.head_size
         self.block_size = kv_cache_spec.block_size
         self.kernel = cpu.kernel_for(kv_cache_spec.dtype, self.options.kernel)
-        set_up_modules(vllm_config)
+        self.row_source = row_source(vllm_config)
         try:
-            compat.attach_stats_to_worker_output()
+            attach_to_worker_output(recorder)
         except Exception:
             logger.warning("vllm-relay: the metrics relay:* are not available", exc_info=True)
         logger.info_once(
@@ -139,7 +138,9 @@ class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
         query_start_loc = query_start_loc[: num_requests + 1]
         block_table = common_attn_metadata.block_table_tensor[:num_requests]
         seq_lens = common_attn_metadata.seq_lens[:num_requests].numpy()
-        rows = modules.rows_of_step(query_start_loc, seq_lens)
+        rows = None
+        if self.row_source is not None:
+            rows = self.row_source.rows_of_step(query_start_loc, seq_lens)
         if rows is None:
             return self._plan(num_tokens, block_table, query_start_loc, seq_lens)
         if rows.requests is not None:

@@ -33,7 +33,6 @@ from vllm.v1.attention.backends.utils import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_relay import compat
 from vllm_relay.attention_backends import triton_kv_cache
 from vllm_relay.attention_backends.cuda import PlanTensors
 from vllm_relay.attention_backends.gpu_hidden import HiddenRun
@@ -43,6 +42,8 @@ from vllm_relay.attention_backends.gpu_prompts import PromptChunk, plan_prompts
 from vllm_relay.attention_backends.gpu_totals import TotalsReader
 from vllm_relay.attention_backends.relay_base import RelayBackendBase
 from vllm_relay.attention_backends.relay_cuda_prompts import requests_behind
+from vllm_relay.attention_backends.step_rows import row_source
+from vllm_relay.attention_backends.step_stats import recorder
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import (
     CUDA_BLOCK_SIZE_MULTIPLE_TOKENS,
@@ -50,9 +51,7 @@ from vllm_relay.limits import (
     RelayUnsupportedError,
     attn_type_reason,
 )
-from vllm_relay.modules.worker import set_up as set_up_modules
-from vllm_relay.modules.worker import state as modules
-from vllm_relay.stats import recorder
+from vllm_relay.vllm_changes.statistics import attach_to_worker_output
 
 logger = init_logger("vllm.relay")
 
@@ -130,9 +129,9 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
             vllm_config, layer_names
         ) or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         self.window_tokens = _window_of_all(vllm_config, layer_names)
-        self.hides_tokens = set_up_modules(vllm_config)
+        self.row_source = row_source(vllm_config)
         try:
-            compat.attach_stats_to_worker_output()
+            attach_to_worker_output(recorder)
         except Exception:
             logger.warning("vllm-relay: the metrics relay:* are not available", exc_info=True)
 
@@ -179,7 +178,7 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
                 max_query_len=max_query_len,
                 max_seq_len=self.vllm_config.model_config.max_model_len,
                 num_blocks=_num_kernel_blocks(self.vllm_config, spec),
-                max_hidden=max_requests if self.hides_tokens else 0,
+                max_hidden=0 if self.row_source is None else max_requests,
             ),
             config,
             block_size=spec.block_size,
@@ -260,10 +259,10 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
     def _hidden_runs(self, common: CommonAttentionMetadata) -> tuple[list[HiddenRun], bool]:
         """What query tokens of the step hide, and whether those of a request hide different
         tokens."""
-        if not self.hides_tokens or not modules.requests:
+        if self.row_source is None or not self.row_source.requests:
             return [], False
         assert common.seq_lens_cpu_upper_bound is not None  # exact without drafts
-        rows = modules.rows_of_step(
+        rows = self.row_source.rows_of_step(
             common.query_start_loc_cpu.numpy(), common.seq_lens_cpu_upper_bound.numpy()
         )
         if rows is None:

@@ -22,8 +22,8 @@ CHOICES = {
         (f"{_HERE}.relay_cuda_triton.RelayTritonBackend", _TRITON),
     ),
     SPARSE_BACKEND_NAME: (
-        (f"{_HERE}.relay_sparse_cuda_flash.RelaySparseFlashBackend", _FLASH),
-        (f"{_HERE}.relay_sparse_cuda_triton.RelaySparseTritonBackend", _TRITON),
+        (f"{_HERE}.sparse.cuda_flash.RelaySparseFlashBackend", _FLASH),
+        (f"{_HERE}.sparse.cuda_triton.RelaySparseTritonBackend", _TRITON),
     ),
 }
 """By backend, in order of preference: its class, and the one it leaves prompts to."""

@@ -7,19 +7,17 @@ ended.
 
 from __future__ import annotations
 
-import contextlib
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_relay import engine_commands
+from vllm_relay.commands import engine as commands
+from vllm_relay.commands.errors import CommandError
+from vllm_relay.commands.prompts import Prompt, refusals, tokens_of
 from vllm_relay.limits import sparse_is_selected
-from vllm_relay.long_context.commands import HOW_TO_SELECT, ContextError, result_of
+from vllm_relay.long_context.commands import HOW_TO_SELECT
 from vllm_relay.long_context.orders import KEEP_ARG
-from vllm_relay.prefix_cache.pin_client import refusals, tokens_of
-from vllm_relay.prefix_cache.pins import PinError
-from vllm_relay.prefix_cache.prompts import Prompt
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,12 +51,11 @@ def keep_context(llm: Any, prompt: Prompt) -> Context:
         prompt: token ids; a text, as for ``LLM.generate``; or messages, as for ``LLM.chat``.
 
     Raises:
-        ContextError: it cannot be kept; the message says why.
+        CommandError: it cannot be kept; the message says why.
         RuntimeError: the engine has unfinished requests.
     """
     engine = getattr(llm, "llm_engine", llm)
-    with _as_context_errors():
-        token_ids = tokens_of(llm, prompt)
+    token_ids = tokens_of(llm, prompt)
     _check_config(engine.vllm_config)
     if engine.has_unfinished_requests():
         raise RuntimeError(
@@ -67,7 +64,7 @@ def keep_context(llm: Any, prompt: Prompt) -> Context:
         )
     declared = command(engine, "declare_context", {"token_ids": token_ids})
     if not declared["is_known"]:
-        with _as_context_errors(), refusals("these tokens"):
+        with refusals("these tokens"):
             [rendered] = engine.renderer.render_cmpl([{"prompt_token_ids": token_ids}])
             engine.add_request(_request_id(), rendered, _params())
         while engine.has_unfinished_requests():
@@ -79,12 +76,12 @@ async def keep_context_async(engine: Any, token_ids: Sequence[int]) -> Context:
     """:func:`keep_context` for the tokens of a prompt and an AsyncLLM, whatever else it does.
 
     Raises:
-        ContextError: it cannot be kept; the message says why.
+        CommandError: it cannot be kept; the message says why.
     """
     _check_config(engine.vllm_config)
     declared = await command_async(engine, "declare_context", {"token_ids": list(token_ids)})
     if not declared["is_known"]:
-        with _as_context_errors(), refusals("these tokens"):
+        with refusals("these tokens"):
             [rendered] = await engine.renderer.render_cmpl_async(
                 [{"prompt_token_ids": list(token_ids)}]
             )
@@ -108,7 +105,7 @@ def delete_context(llm: Any, context_id: str) -> None:
     """Forget a context, and delete its file; requests that read it go on.
 
     Raises:
-        ContextError: there is no such context.
+        CommandError: there is no such context.
     """
     command(getattr(llm, "llm_engine", llm), "delete_context", {"context_id": context_id})
 
@@ -117,47 +114,35 @@ def command(engine: Any, name: str, arguments: dict[str, Any]) -> Any:
     """Run one of `commands` in the engine core of an LLMEngine.
 
     Raises:
-        ContextError: the command's.
+        CommandError: the command's.
     """
     _check_config(engine.vllm_config)
-    return result_of(engine_commands.call(engine, name, arguments))
+    return commands.call(engine, name, arguments)
 
 
 async def command_async(engine: Any, name: str, arguments: dict[str, Any]) -> Any:
     """Run one of `commands` in the engine core of an AsyncLLM.
 
     Raises:
-        ContextError: the command's.
+        CommandError: the command's.
     """
     _check_config(engine.vllm_config)
-    return result_of(await engine_commands.call_async(engine, name, arguments))
+    return await commands.call_async(engine, name, arguments)
 
 
 def _kept(contexts: Sequence[Context], context_id: str) -> Context:
     for context in contexts:
         if context.context_id == context_id:
             return context
-    raise ContextError(
+    raise CommandError(
         409, "the request that computed the context ended before all of it was computed: try again"
     )
 
 
 def _check_config(vllm_config: VllmConfig) -> None:
     if not sparse_is_selected(vllm_config):
-        raise ContextError(501, f"contexts are kept by RELAY_SPARSE only: {HOW_TO_SELECT}")
-    engines = vllm_config.parallel_config.data_parallel_size
-    if engines > 1:
-        raise ContextError(
-            501, f"contexts are kept in one engine only, but --data-parallel-size is {engines}"
-        )
-
-
-@contextlib.contextmanager
-def _as_context_errors() -> Iterator[None]:
-    try:
-        yield
-    except PinError as error:
-        raise ContextError(error.status, str(error)) from error
+        raise CommandError(501, f"contexts are kept by RELAY_SPARSE only: {HOW_TO_SELECT}")
+    commands.check_one_engine(vllm_config, "contexts are kept")
 
 
 def _params() -> SamplingParams:

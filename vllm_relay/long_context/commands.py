@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a front end can ask the engine core about contexts: plain types in and out."""
+"""What a front end can ask the engine core about contexts."""
 
 from __future__ import annotations
 
@@ -9,46 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from vllm_relay.commands.errors import CommandError
 from vllm_relay.long_context.scheduler import LongContextScheduler
 from vllm_relay.sparse.context_store import context_id_of
 
 HOW_TO_SELECT = "start vLLM with --attention-backend relay_sparse"
-
-
-class ContextError(Exception):
-    """A context that cannot be made or found.
-
-    Args:
-        status: the HTTP status that says so: 400, 404, 409, 501 or 507.
-        message: what was given, what was expected, what to do.
-    """
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-def run(engine_core: Any, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Run a command of `COMMANDS` in the engine core.
-
-    Returns:
-        ``{"result": ...}``, or ``{"error": {"status": ..., "message": ...}}`` for a ContextError.
-    """
-    try:
-        return {"result": COMMANDS[name](engine_core, **arguments)}
-    except ContextError as error:
-        return {"error": {"status": error.status, "message": str(error)}}
-
-
-def result_of(answer: dict[str, Any]) -> Any:
-    """The result in what :func:`run` returned.
-
-    Raises:
-        ContextError: the one the command raised.
-    """
-    if "error" in answer:
-        raise ContextError(**answer["error"])
-    return answer["result"]
 
 
 def load_contexts(engine_core: Any, *, again: bool = False) -> None:
@@ -103,7 +68,7 @@ def _declare(engine_core: Any, token_ids: list[int]) -> dict[str, Any]:
             _delete(engine_core, context_id)
     refused = long_contexts.refuse_context(len(tokens))
     if refused is not None:
-        raise ContextError(*refused)
+        raise CommandError(*refused)
     return {"id": context_id, "is_known": False}
 
 
@@ -116,7 +81,7 @@ def _contexts(engine_core: Any) -> list[dict[str, Any]]:
 def _delete(engine_core: Any, context_id: str) -> None:
     long_contexts = _long_contexts(engine_core)
     if context_id not in long_contexts.catalog:
-        raise ContextError(
+        raise CommandError(
             404, f"there is no context {context_id!r}: GET /relay/contexts lists those there are"
         )
     long_contexts.delete_context(context_id)
@@ -133,7 +98,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 def _long_contexts(engine_core: Any) -> LongContextScheduler:
     long_contexts = getattr(engine_core.scheduler, "relay_long_contexts", None)
     if long_contexts is None:
-        raise ContextError(501, f"contexts are kept by RELAY_SPARSE only: {HOW_TO_SELECT}")
+        raise CommandError(501, f"contexts are kept by RELAY_SPARSE only: {HOW_TO_SELECT}")
     load_contexts(engine_core)
     return long_contexts
 

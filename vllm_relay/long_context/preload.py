@@ -3,20 +3,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_relay.config import SECTION, RelayConfig
-from vllm_relay.long_context.client import Context, keep_context, keep_context_async
-from vllm_relay.long_context.commands import ContextError
-from vllm_relay.prefix_cache.pins import PinError
-from vllm_relay.prefix_cache.prompts import read_texts
-from vllm_relay.prefix_cache.system_prompts import (
+from vllm_relay.commands.at_start import (
+    naming_the_option,
+    once,
+    read_texts,
     system_prompt_tokens,
     system_prompt_tokens_async,
 )
+from vllm_relay.config import RelayConfig
+from vllm_relay.long_context.client import Context, keep_context, keep_context_async
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,7 +28,7 @@ def preload_contexts(engine: Any) -> None:
     """
     contexts = []
     for number, text in enumerate(_texts(engine.vllm_config)):
-        with _naming_the_option(number):
+        with naming_the_option("contexts", number):
             contexts.append(keep_context(engine, system_prompt_tokens(engine, text)))
     _log(contexts)
 
@@ -43,18 +41,13 @@ async def preload_contexts_async(engine: Any, online_renderer: Any = None) -> No
     Args:
         online_renderer: the server's OnlineRenderer, which knows its chat template.
     """
-    loading = getattr(engine, "relay_preloading", None)
-    if loading is None:
-        loading = asyncio.create_task(_preload_async(engine, online_renderer))
-        engine.relay_preloading = loading
-    if loading is not asyncio.current_task():
-        await asyncio.shield(loading)
+    await once(engine, "relay_preloading", lambda: _preload_async(engine, online_renderer))
 
 
 async def _preload_async(engine: Any, online_renderer: Any) -> None:
     contexts = []
     for number, text in enumerate(_texts(engine.vllm_config)):
-        with _naming_the_option(number):
+        with naming_the_option("contexts", number):
             token_ids = await system_prompt_tokens_async(engine, online_renderer, text)
             contexts.append(await keep_context_async(engine, token_ids))
     _log(contexts)
@@ -73,11 +66,3 @@ def _log(contexts: Sequence[Context]) -> None:
             len(contexts),
             f"{sum(context.num_tokens for context in contexts):,}",
         )
-
-
-@contextlib.contextmanager
-def _naming_the_option(number: int) -> Iterator[None]:
-    try:
-        yield
-    except (ContextError, PinError) as error:
-        raise ValueError(f"{SECTION}.contexts[{number}]: {error}") from error

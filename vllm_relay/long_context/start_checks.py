@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with the folder of stored contexts, said before an engine starts."""
+"""What can be wrong with stored contexts, said before an engine starts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_relay.commands.at_start import read_texts
 from vllm_relay.config import SECTION
 
 if TYPE_CHECKING:
@@ -38,3 +39,27 @@ def check_context_dir(vllm_config: VllmConfig, options: RelayConfig) -> None:
         raise ValueError(f"{expected}that is there or can be made: {error}") from None
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         raise ValueError(f"{expected}that can be read and written: change its permissions")
+
+
+def check_contexts(vllm_config: VllmConfig, options: RelayConfig) -> None:
+    """Refuse ``contexts`` that no engine of this configuration can keep.
+
+    Raises:
+        ValueError: with the reason and the way out.
+    """
+    if not options.contexts:
+        return
+    read_texts("contexts", options.contexts)
+    model_config = vllm_config.model_config
+    reason = None
+    if not vllm_config.cache_config.enable_prefix_caching:
+        reason = "prefix caching: set --enable-prefix-caching"
+    elif vllm_config.parallel_config.data_parallel_size > 1:
+        reason = "one engine: set --data-parallel-size 1"
+    elif model_config is not None and model_config.skip_tokenizer_init:
+        reason = (
+            "a tokenizer: remove --skip-tokenizer-init, or keep token ids with "
+            "vllm_relay.long_context.client.keep_context"
+        )
+    if reason is not None:
+        raise ValueError(f"additional_config.relay.contexts needs {reason}")

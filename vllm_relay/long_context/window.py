@@ -7,9 +7,9 @@ Scheduler and worker never tell each other: both go by this file.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-PrefillMode = Literal["exact_offload", "exact_resident"]
+from vllm_relay.config.long_contexts import PrefillMode
 
 
 class Residency(NamedTuple):

@@ -102,7 +102,7 @@ class PlannedHashes:
 def module_block_hasher(
     chained: Callable[[Any], list[Any]], hash_block_size: int, hash_function: HashFunction
 ) -> Callable[[Any], list[Any]]:
-    """A hasher of vLLM's requests that knows plans; see `compat_modules.hash_modules_apart`.
+    """A hasher of vLLM's requests that knows plans; see `vllm_changes.engine_core.hash_blocks_by`.
 
     Args:
         chained: vLLM's own, for other requests.

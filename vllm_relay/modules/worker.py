@@ -12,10 +12,16 @@ import torch
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_relay import compat, compat_modules
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens, Ranges
+from vllm_relay.attention_backends.step_rows import StepRows
 from vllm_relay.modules.plan import ModulePlan, plan_of
 from vllm_relay.modules.start_checks import unsupported_reason
+from vllm_relay.vllm_changes.positions import (
+    call_after_inputs,
+    give_positions_to_model,
+    gives_positions,
+)
+from vllm_relay.vllm_changes.worker import call_before_each_step
 
 
 @dataclass
@@ -34,21 +40,6 @@ class ModularRequest:
         runs = [(a, b, plan.hidden_slots(visible)) for a, b, visible in plan.computed_runs()]
         first, _, hidden = runs[-1]
         return cls(plan, [*runs[:-1], (first, sys.maxsize, hidden)])
-
-
-@dataclass
-class StepRows:
-    """Runs of query tokens that see the same, as if each were a request.
-
-    Attributes:
-        requests: int64 [rows]; the request of each, or None if all are as they were.
-        query_start_loc, seq_lens: as the step has them, for these rows.
-    """
-
-    requests: np.ndarray | None
-    query_start_loc: np.ndarray
-    seq_lens: np.ndarray
-    hidden: HiddenTokens
 
 
 @dataclass
@@ -76,7 +67,7 @@ class ModuleWorker:
             plan = plan_of(new.sampling_params)
             if plan is None:
                 continue
-            if self.batch is None and not compat_modules.gives_positions(worker.model_runner):
+            if self.batch is None and not gives_positions(worker.model_runner):
                 name = type(worker.model_runner.model_state).__name__
                 raise RuntimeError(
                     f"prompt modules: {name} gives the model positions of its own; "
@@ -160,13 +151,13 @@ class ModuleWorker:
 state = ModuleWorker()
 
 
-def set_up(vllm_config: VllmConfig) -> bool:
+def set_up(vllm_config: VllmConfig) -> ModuleWorker | None:
     """Follow the plans of requests, if those of this engine may have any."""
     if unsupported_reason(vllm_config) is not None:
-        return False
-    compat.call_before_each_step("modules", state.begin_step)
+        return None
+    call_before_each_step("modules", state.begin_step)
     if vllm_config.use_v2_model_runner:
-        compat_modules.give_positions_to_model(state.begin_batch, state.move_batch_positions)
+        give_positions_to_model(state.begin_batch, state.move_batch_positions)
     else:
-        compat_modules.call_after_inputs(state.move_positions)
-    return True
+        call_after_inputs(state.move_positions)
+    return state

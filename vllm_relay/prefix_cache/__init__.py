@@ -1,13 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stays in the prefix cache, and what a cache of a given size is worth."""
+"""What stays in the prefix cache, and what a cache of a given size is worth.
+
+next_use.py          which blocks waiting requests need, and how soon              (pure)
+policies.py          eviction policies over a tree of free blocks                  (pure)
+belady.py            the most hits any eviction could have                         (pure)
+free_queue.py        takes the place of vLLM's queue of free blocks                (vLLM)
+pins.py              prompts that never leave; lives in the engine core            (vLLM)
+commands.py, pin_client.py   pins from front ends
+system_prompts.py    pins the configured prompts when an engine starts
+stats.py             counters of the prefix cache, and the prefixes used most
+predict.py, predict_executor.py, predict_input.py, predict_report.py, predict_run.py
+                     vLLM's engine core with a stub for the model: hits before spending (vLLM)
+modules.py           the first name of `vllm_relay.modules`
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm_relay.commands.errors import CommandError as PinError
     from vllm_relay.prefix_cache.pin_client import Pin, list_pins, pin, top_prefixes, unpin
-    from vllm_relay.prefix_cache.pins import PinError
 
 __all__ = ["Pin", "PinError", "list_pins", "pin", "top_prefixes", "unpin"]
 
@@ -15,6 +28,10 @@ __all__ = ["Pin", "PinError", "list_pins", "pin", "top_prefixes", "unpin"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "PinError":
+        from vllm_relay.commands.errors import CommandError
+
+        return CommandError
     from vllm_relay.prefix_cache import pin_client
 
     return getattr(pin_client, name)

@@ -10,23 +10,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_relay import engine_commands
+from vllm_relay.commands import engine as commands
+from vllm_relay.commands.errors import CommandError
+from vllm_relay.commands.prompts import Prompt, refusals, tokens_of
 from vllm_relay.modules.plan import EXTRA_ARG as PLAN_ARG
 from vllm_relay.modules.plan import ModulePlan
-from vllm_relay.prefix_cache.commands import HOW_TO_SELECT, result_of
-from vllm_relay.prefix_cache.pins import EXTRA_ARG, PinError
-from vllm_relay.prefix_cache.prompts import (
-    MAX_TOKEN_IDS,
-    Prompt,
-    common_tokens,
-    continued_conversations,
-    continued_texts,
-    is_tokens,
-)
+from vllm_relay.prefix_cache.commands import HOW_TO_SELECT
+from vllm_relay.prefix_cache.pins import EXTRA_ARG
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,7 +52,7 @@ def pin(llm: Any, prompt: Prompt, pin_id: str | None = None) -> Pin:
         pin_id: its name; made from its tokens if None. The same prompt can be pinned again.
 
     Raises:
-        PinError: the prompt cannot be pinned; the message says why.
+        CommandError: the prompt cannot be pinned; the message says why.
         RuntimeError: the engine has unfinished requests.
     """
     token_ids = tokens_of(llm, prompt)
@@ -69,7 +63,7 @@ def unpin(llm: Any, pin_id: str) -> None:
     """Let a pinned prompt be evicted again.
 
     Raises:
-        PinError: there is no such pin.
+        CommandError: there is no such pin.
     """
     command(getattr(llm, "llm_engine", llm), "unpin", {"pin_id": pin_id})
 
@@ -114,7 +108,7 @@ def pin_tokens(
         return _resident(_pin_of(command(engine, "pin", {"pin_id": pin_id})))
     except BaseException:
         if declared["is_new"]:
-            with contextlib.suppress(PinError):
+            with contextlib.suppress(CommandError):
                 command(engine, "unpin", {"pin_id": pin_id})
         raise
 
@@ -140,7 +134,7 @@ async def pin_tokens_async(
         return _resident(_pin_of(await command_async(engine, "pin", {"pin_id": pin_id})))
     except BaseException:
         if declared["is_new"]:
-            with contextlib.suppress(PinError):
+            with contextlib.suppress(CommandError):
                 await command_async(engine, "unpin", {"pin_id": pin_id})
         raise
 
@@ -149,83 +143,20 @@ def command(engine: Any, name: str, arguments: dict[str, Any]) -> Any:
     """Run one of `commands` in the engine core of an LLMEngine.
 
     Raises:
-        PinError: the command's.
+        CommandError: the command's.
     """
     _check_config(engine.vllm_config)
-    return result_of(engine_commands.call(engine, name, arguments))
+    return commands.call(engine, name, arguments)
 
 
 async def command_async(engine: Any, name: str, arguments: dict[str, Any]) -> Any:
     """Run one of `commands` in the engine core of an AsyncLLM.
 
     Raises:
-        PinError: the command's.
+        CommandError: the command's.
     """
     _check_config(engine.vllm_config)
-    return result_of(await engine_commands.call_async(engine, name, arguments))
-
-
-def tokens_of(llm: Any, prompt: Prompt) -> list[int]:
-    """The tokens with which prompts begin that begin with ``prompt``, as the ``LLM`` has them.
-
-    Raises:
-        PinError: 400 they cannot be found.
-    """
-    if not isinstance(prompt, str | list | tuple):
-        raise PinError(
-            400, f"{prompt!r} was given as prompt, expected a text, token ids or messages"
-        )
-    if is_tokens(prompt):
-        return list(prompt)
-    if not isinstance(prompt, str):
-        wrong = next((each for each in prompt if not isinstance(each, dict)), None)
-        if wrong is not None:
-            raise PinError(
-                400,
-                f"{wrong!r} was given in a prompt, expected token ids, from 0 to "
-                f"{MAX_TOKEN_IDS - 1}, or messages",
-            )
-    renderer = getattr(llm, "llm_engine", llm).renderer
-    _check_tokenizer(renderer)
-    if isinstance(prompt, str):
-        if not prompt:
-            raise PinError(400, "the text is empty: expected at least a KV block of tokens")
-        with refusals("this text"):
-            return common_tokens(renderer.render_cmpl(_texts(prompt)))
-    conversations = continued_conversations(prompt)
-    with refusals("these messages"):
-        return common_tokens(_render_conversations(llm, renderer, conversations))
-
-
-async def text_tokens_async(renderer: Any, text: str) -> list[int]:
-    """The tokens with which prompts begin that begin with ``text``, as /v1/completions has them.
-
-    Raises:
-        PinError: 400 the text cannot be tokenized.
-    """
-    _check_tokenizer(renderer)
-    with refusals("this text"):
-        return common_tokens(await renderer.render_cmpl_async(_texts(text)))
-
-
-async def conversation_tokens_async(online_renderer: Any, messages: Any) -> list[int]:
-    """The tokens with which conversations begin, as /v1/chat/completions has them.
-
-    Raises:
-        PinError: 400 the chat template does not take these messages.
-    """
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-    _check_tokenizer(online_renderer.renderer)
-    prompts = []
-    for conversation in continued_conversations(messages):
-        with refusals("these messages"):
-            request = ChatCompletionRequest(messages=conversation, model="")
-            rendered = await online_renderer.render_chat(request)
-        if not isinstance(rendered, tuple):
-            raise PinError(400, f"messages: {rendered.error.message}")
-        prompts += rendered[1]
-    return common_tokens(prompts)
+    return await commands.call_async(engine, name, arguments)
 
 
 def id_of_tokens(token_ids: Sequence[int], plan: ModulePlan | None = None) -> str:
@@ -234,62 +165,12 @@ def id_of_tokens(token_ids: Sequence[int], plan: ModulePlan | None = None) -> st
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _texts(text: str) -> list[dict[str, Any]]:
-    return [{"prompt": continued} for continued in continued_texts(text)]
-
-
-def _render_conversations(llm: Any, renderer: Any, conversations: Any) -> Any:
-    """Render as LLM.chat does by default."""
-    from vllm.renderers.params import ChatParams
-    from vllm.utils.mistral import is_mistral_tokenizer
-
-    chat_params = ChatParams(
-        chat_template=getattr(llm, "chat_template", None),
-        chat_template_kwargs={
-            "add_generation_prompt": True,
-            "continue_final_message": False,
-            "tools": None,
-            "tokenize": is_mistral_tokenizer(renderer.tokenizer),
-        },
-    )
-    tok_params = renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)
-    return renderer.render_chat(conversations, chat_params, tok_params)[1]
-
-
-@contextlib.contextmanager
-def refusals(what: str) -> Iterator[None]:
-    """Raise a PinError, 400, where vLLM, or a chat template, does not take a prompt."""
-    from jinja2 import TemplateError
-    from pydantic import ValidationError
-    from vllm.exceptions import VLLMClientError
-
-    try:
-        yield
-    except ValidationError as error:
-        first = error.errors()[0]  # of the many kinds of message that it is not
-        reason = f"{first['loc'][-1]}: {first['msg']}"
-        raise PinError(400, f"vLLM does not take {what}: {reason}") from error
-    except (TemplateError, ValueError, VLLMClientError) as error:
-        raise PinError(400, f"vLLM does not take {what}: {error}") from error
-
-
-def _check_tokenizer(renderer: Any) -> None:
-    if renderer.tokenizer is None:
-        raise PinError(
-            400, "with skip_tokenizer_init only token ids can be pinned, but a text was given"
-        )
-
-
 def _check_config(vllm_config: VllmConfig) -> None:
     from vllm_relay.config import scheduler_is_selected
 
     if not scheduler_is_selected(vllm_config):
-        raise PinError(501, "prompts are pinned by RelayScheduler only: " + HOW_TO_SELECT)
-    engines = vllm_config.parallel_config.data_parallel_size
-    if engines > 1:
-        raise PinError(
-            501, f"prompts can be pinned in one engine only, but --data-parallel-size is {engines}"
-        )
+        raise CommandError(501, "prompts are pinned by RelayScheduler only: " + HOW_TO_SELECT)
+    commands.check_one_engine(vllm_config, "prompts can be pinned")
 
 
 def _declaration(pin_id: str, token_ids: Sequence[int], plan: ModulePlan | None) -> dict[str, Any]:
@@ -326,7 +207,7 @@ def _pin_of(entry: dict[str, Any]) -> Pin:
 def _resident(pin: Pin) -> Pin:
     if pin.resident:
         return pin
-    raise PinError(
+    raise CommandError(
         507 if pin.problem else 409,
         pin.problem
         or f"the request that computed pin {pin.id!r} ended without having computed all of it: "

@@ -23,25 +23,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_relay.commands.errors import CommandError
 from vllm_relay.modules.plan import ModulePlan, plan_of_request
 
 _PIN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
 
 EXTRA_ARG = "relay_pin"
 """The key in ``SamplingParams.extra_args`` under which a request names the pin it computes."""
-
-
-class PinError(Exception):
-    """A pin that cannot be made or found.
-
-    Args:
-        status: the HTTP status that says so: 400, 404, 409, 501 or 507.
-        message: what was given, what was expected, what to do.
-    """
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass
@@ -110,29 +98,29 @@ class PinTable:
             The pin as in :meth:`entries`, and as ``is_new`` whether it is new.
 
         Raises:
-            PinError: 400 the prompt cannot be a pinned one, 409 the id is taken, 507 the blocks
+            CommandError: 400 the prompt cannot be a pinned one, 409 the id is taken, 507 the blocks
                 left would not suffice for the longest request.
         """
         if not self._manager.enable_caching:
-            raise PinError(400, "prompts can be pinned only with --enable-prefix-caching")
+            raise CommandError(400, "prompts can be pinned only with --enable-prefix-caching")
         if not _PIN_ID.fullmatch(pin_id):
-            raise PinError(
+            raise CommandError(
                 400,
                 f"id: given {pin_id[:140]!r}, expected 1 to 128 of the letters a to z and A to Z, "
                 "digits and _ . : -, the first of them a letter, a digit or _",
             )
         num_tokens = len(token_ids) if plan is None else plan.num_stored_slots
         if num_tokens == 0 and plan is not None:
-            raise PinError(400, "the prompt has no modules: give it as text to pin it")
+            raise CommandError(400, "the prompt has no modules: give it as text to pin it")
         block_size, max_model_len = self._scheduler.block_size, self._scheduler.max_model_len
         if num_tokens < block_size:
-            raise PinError(
+            raise CommandError(
                 400,
                 f"a prompt of {num_tokens} tokens was given, but only full KV blocks can be "
                 f"pinned: expected at least {block_size} tokens (--block-size)",
             )
         if num_tokens >= max_model_len:
-            raise PinError(
+            raise CommandError(
                 400,
                 f"a prompt of {num_tokens} tokens was given, expected fewer than "
                 f"max_model_len={max_model_len}",
@@ -141,7 +129,7 @@ class PinTable:
         pin = self._pins.get(pin_id)
         if pin is not None:
             if pin.token_ids != full or pin.plan != plan:
-                raise PinError(
+                raise CommandError(
                     409, f"pin {pin_id!r} has another prompt: unpin it, or give another id"
                 )
             pin.problem = None
@@ -154,7 +142,7 @@ class PinTable:
         """Forget a pin; its blocks can be evicted again, the last ones first.
 
         Raises:
-            PinError: 404 there is no such pin.
+            CommandError: 404 there is no such pin.
         """
         pin = self._get(pin_id)
         self._release(pin)
@@ -165,7 +153,7 @@ class PinTable:
         """One of :meth:`entries`.
 
         Raises:
-            PinError: 404 there is no such pin.
+            CommandError: 404 there is no such pin.
         """
         return self._describe(self._get(pin_id))
 
@@ -224,7 +212,7 @@ class PinTable:
             return self._pins[pin_id]
         except KeyError:
             known = ", ".join(self._pins) or "none"
-            raise PinError(404, f"there is no pin {pin_id!r}; pins: {known}") from None
+            raise CommandError(404, f"there is no pin {pin_id!r}; pins: {known}") from None
 
     def _describe(self, pin: _Pin) -> dict[str, Any]:
         return {
@@ -268,7 +256,7 @@ class PinTable:
         num_new = sum(block.block_id not in self._holders for block in blocks)
         try:
             self._check_room(pin.id, num_new, self.num_blocks)
-        except PinError as error:
+        except CommandError as error:
             pin.problem = str(error)
             return
         self._pool.touch(blocks)
@@ -290,7 +278,7 @@ class PinTable:
         max_model_len = self._scheduler.max_model_len
         num_needed = self._num_blocks_of(max_model_len) + self._manager.watermark_blocks
         if num_left < num_needed:
-            raise PinError(
+            raise CommandError(
                 507,
                 f"pin {pin_id!r} needs {num_new_blocks} KV blocks; of {num_usable}, "
                 f"{num_pinned_blocks} are pinned, so {max(num_left, 0)} would be left, and the "

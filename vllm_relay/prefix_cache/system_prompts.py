@@ -3,23 +3,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm_relay.commands.at_start import (
+    naming_the_option,
+    once,
+    read_texts,
+    system_prompt_tokens,
+    system_prompt_tokens_async,
+)
+from vllm_relay.config import RelayConfig, scheduler_is_selected
 from vllm_relay.prefix_cache.pin_client import (
     Pin,
     command,
     command_async,
-    conversation_tokens_async,
     pin_tokens,
     pin_tokens_async,
-    text_tokens_async,
-    tokens_of,
 )
-from vllm_relay.prefix_cache.pins import PinError
-from vllm_relay.prefix_cache.prompts import read_texts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,7 +34,7 @@ def pin_system_prompts(engine: Any) -> None:
     """
     pins = []
     for number, text in enumerate(_system_prompts(engine.vllm_config)):
-        with _naming_the_option(number):
+        with naming_the_option("system_prompts", number):
             token_ids = system_prompt_tokens(engine, text)
             pins.append(pin_tokens(engine, token_ids, f"system-{number}"))
     if pins:
@@ -54,61 +55,20 @@ async def pin_system_prompts_async(engine: Any, online_renderer: Any = None) -> 
     Raises:
         ValueError: one cannot be pinned.
     """
-    pinning = getattr(engine, "relay_pinning", None)
-    if pinning is None:
-        pinning = asyncio.create_task(_pin_system_prompts_async(engine, online_renderer))
-        engine.relay_pinning = pinning
-    if pinning is not asyncio.current_task():
-        await asyncio.shield(pinning)
+    await once(engine, "relay_pinning", lambda: _pin_async(engine, online_renderer))
 
 
-async def _pin_system_prompts_async(engine: Any, online_renderer: Any) -> None:
+async def _pin_async(engine: Any, online_renderer: Any) -> None:
     pins = []
     for number, text in enumerate(_system_prompts(engine.vllm_config)):
-        with _naming_the_option(number):
+        with naming_the_option("system_prompts", number):
             token_ids = await system_prompt_tokens_async(engine, online_renderer, text)
             pins.append(await pin_tokens_async(engine, token_ids, f"system-{number}"))
     if pins:
         _log_system_prompts(pins, await command_async(engine, "size", {}))
 
 
-async def system_prompt_tokens_async(engine: Any, online_renderer: Any, text: str) -> list[int]:
-    """:func:`system_prompt_tokens` for an AsyncLLM, with the chat template of its server."""
-    if online_renderer is None:
-        return system_prompt_tokens(engine, text)
-    if _has_chat_template(engine.renderer, online_renderer.chat_template):
-        messages = [{"role": "system", "content": text}]
-        return await conversation_tokens_async(online_renderer, messages)
-    return await text_tokens_async(engine.renderer, text)
-
-
-def system_prompt_tokens(engine: Any, text: str) -> list[int]:
-    """The tokens with which prompts begin whose system prompt is, or begins with, ``text``; of a
-    model without a chat template, those that begin with it.
-
-    Raises:
-        PinError: they cannot be found.
-    """
-    if _has_chat_template(engine.renderer, None):
-        return tokens_of(engine, [{"role": "system", "content": text}])
-    return tokens_of(engine, text)
-
-
-def _has_chat_template(renderer: Any, chat_template: str | None) -> bool:
-    """Whether a chat template is given, or the tokenizer or vLLM has one for this model."""
-    from vllm.renderers.hf import HfRenderer, resolve_chat_template
-
-    if chat_template is not None or not isinstance(renderer, HfRenderer):
-        return True  # the renderers of other tokenizers have one built in
-    found = resolve_chat_template(
-        renderer.get_tokenizer(), None, None, model_config=renderer.model_config
-    )
-    return found is not None
-
-
 def _system_prompts(vllm_config: VllmConfig) -> list[str]:
-    from vllm_relay.config import RelayConfig
-
     options = RelayConfig.from_vllm_config(vllm_config)
     return read_texts("system_prompts", options.system_prompts)
 
@@ -125,10 +85,29 @@ def _log_system_prompts(pins: Sequence[Pin], size: dict[str, int]) -> None:
     )
 
 
-@contextlib.contextmanager
-def _naming_the_option(number: int) -> Iterator[None]:
-    try:
-        yield
-    except PinError as error:
-        option = f"additional_config.relay.system_prompts[{number}]"
-        raise ValueError(f"{option}: {error}") from error
+def check_system_prompts(vllm_config: VllmConfig, options: RelayConfig) -> None:
+    """Refuse ``system_prompts`` that no engine of this configuration can pin.
+
+    Raises:
+        ValueError: with the reason and the way out.
+    """
+    if not options.system_prompts:
+        return
+    read_texts("system_prompts", options.system_prompts)
+    model_config = vllm_config.model_config
+    reason = None
+    if not scheduler_is_selected(vllm_config):
+        reason = "RelayScheduler, which pins them: set additional_config.relay.scheduler true"
+    elif not vllm_config.cache_config.enable_prefix_caching:
+        reason = "prefix caching: set --enable-prefix-caching"
+    elif vllm_config.parallel_config.data_parallel_size > 1:
+        reason = "one engine: set --data-parallel-size 1"
+    elif model_config is not None and model_config.runner_type != "generate":
+        reason = f"a model that generates, given --runner {model_config.runner_type}"
+    elif model_config is not None and model_config.skip_tokenizer_init:
+        reason = (
+            "a tokenizer: remove --skip-tokenizer-init, or pin token ids with "
+            "vllm_relay.prefix_cache.pin"
+        )
+    if reason is not None:
+        raise ValueError(f"additional_config.relay.system_prompts needs {reason}")

@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scheduler for vLLM that orders requests by their prefixes."""
+"""A scheduler for vLLM that orders requests by their prefixes.
+
+order.py             prefix by prefix: a trie of waiting requests                  (pure)
+fairness.py          how far a request may be overtaken                            (pure)
+priority_class.py    the waiting requests of one priority                          (vLLM)
+request_queue.py     takes the place of vLLM's queue of waiting requests           (vLLM)
+scheduler.py         vLLM's schedulers with these: hooks, nothing else             (vLLM)
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_relay import compat
 from vllm_relay.config import RelayConfig
 from vllm_relay.modules.admission import ModuleAdmission
 from vllm_relay.modules.plan import plan_of_request
@@ -32,6 +31,8 @@ from vllm_relay.prefix_cache.stats import PREFIX_CACHE, PrefixCacheRecorder
 from vllm_relay.scheduler.fairness import OvertakeLimit
 from vllm_relay.scheduler.order import BlockName, PrefixOrder
 from vllm_relay.scheduler.request_queue import PrefixRequestQueue, QueueObserver
+from vllm_relay.vllm_changes.configuration import is_offline
+from vllm_relay.vllm_changes.scheduler import free_block_queue, report_admissions
 
 logger = init_logger("vllm.relay")
 
@@ -41,9 +42,9 @@ class _RelayScheduling(Scheduler):
         vllm_config = kwargs["vllm_config"]
         self.relay_config = RelayConfig.from_vllm_config(vllm_config)
         self.next_use = NextUse()
-        with compat.free_block_queue(make_free_queue(self.relay_config.eviction, self.next_use)):
+        with free_block_queue(make_free_queue(self.relay_config.eviction, self.next_use)):
             super().__init__(*args, **kwargs)
-        self._is_offline = compat.is_offline(vllm_config)
+        self._is_offline = is_offline(vllm_config)
         self.order_group = _full_attention_group(self.kv_cache_config)
         feeder = _NextUseFeeder(self)
         self.waiting: PrefixRequestQueue = PrefixRequestQueue(
@@ -58,7 +59,7 @@ class _RelayScheduling(Scheduler):
         self.pins = PinTable(self)
         self.modules = ModuleAdmission(self)
         self.relay_recorder = PrefixCacheRecorder(self)
-        compat.report_admissions(self.kv_cache_manager, self.relay_recorder.on_admitted)
+        report_admissions(self.kv_cache_manager, self.relay_recorder.on_admitted)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self.modules.prepare()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from vllm_relay import _C
 from vllm_relay._C import PageGuard
 from vllm_relay.sparse.aligned import aligned_empty
 from vllm_relay.sparse.elements import STORAGE, Elements, as_elements, check_finite
@@ -20,7 +21,14 @@ from vllm_relay.sparse.index import (
     SearchResult,
     SearchStats,
 )
-from vllm_relay.sparse.key_codes import MAX_HEAD_SIZE, KeyCodes, encode, encode_rows, row_bytes
+from vllm_relay.sparse.key_codes import (
+    MAX_HEAD_SIZE,
+    KeyCodes,
+    blocks_in_order,
+    encode,
+    encode_rows,
+    row_bytes,
+)
 from vllm_relay.sparse.query_types import Dipr, QueryType, TopK, softmax_scale
 
 if TYPE_CHECKING:
@@ -192,11 +200,11 @@ class CompiledIndex(KeyIndex):
 
     @property
     def exact_searcher(self) -> Any:
-        """The C++ side of a flat index of the same keys."""
+        """Reads the codes of all keys, as the one of a flat index."""
         if self._exact is None:
-            from vllm_relay.sparse.flat import FlatIndex
-
-            self._exact = FlatIndex().build(self.keys).searcher
+            codes, rows = encode(self.keys, check_threads(None))
+            key_set = codes.key_set(self.keys, blocks_in_order(rows))
+            self._exact = _C.index.FlatSearcher("auto", key_set, codes.outside)
         return self._exact
 
     def stats(

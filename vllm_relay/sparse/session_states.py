@@ -4,13 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch.utils._pytree import tree_map
-
-if TYPE_CHECKING:
-    from vllm_relay.sparse.session_layer import SessionLayer
 
 
 class SessionStates(torch.Tensor):
@@ -21,13 +18,14 @@ class SessionStates(torch.Tensor):
     session's own tokens at every call: right with any attention, and slow.
     """
 
-    layer: SessionLayer
+    layer: Any
+    """Its `SessionLayer`, which makes these."""
     part: Literal["keys", "values"]
 
     @staticmethod
     def __new__(
         cls,
-        layer: SessionLayer,
+        layer: Any,
         part: Literal["keys", "values"],
         shape: tuple[int, ...],
         like: torch.Tensor,

@@ -1,7 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables whose rows become prompts: questions to language models as part of a query.
+"""Tables whose rows become prompts: questions to language models as part of a query. See
+docs/tables.md.
 
 Liu et al., "Optimizing LLM Queries in Relational Workloads", 2024.
+
+    question.py, outputs.py   what is asked of a row; what answers are                 (pure)
+    dataframes.py, map_result.py, caller_tables.py, answer_types.py   llm_map          (DuckDB)
+    identifiers.py       names in SQL
+    ordering/            the order of rows and fields with which the prefix cache finds most
+    jobs/                a question asked of every distinct row of a DuckDB query
+    engines/             what answers: vLLM in this process, or a server
+    sql/                 llm() in DuckDB's SQL
+    shell/               vllm-relay sql
 """
 
 from __future__ import annotations

@@ -1,2 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every change made to vLLM, and every place at which vllm-relay depends on it."""
+"""Every change vllm-relay makes to vLLM: one file for each seam, one function for each change, with
+its reason and when it can go.
+
+    wrap.py              how functions of vLLM are replaced
+    platform.py          which backend a layer gets, and when a configuration is checked: platforms
+                         fall back to their own for names that they do not know
+    configuration.py     which configurations belong to an `LLM`
+    scheduler.py         what stands beside the scheduler, whose queue of free blocks it has, and
+                         what it is told
+    engine_core.py       commands of the engine core, what it does before requests, how it names
+                         blocks
+    engine_start.py      what is computed before the first request
+    worker.py, positions.py   workers look at a step before they execute it, and move positions
+    requests.py          front ends check requests, and leave padding out of what they count
+    server.py            routes, prompts and usage of servers
+    statistics.py        from workers to the metrics of the front end
+
+All functions are idempotent, and the replaced functions pass on arguments they do not know. They
+know nothing of what is done with the change: they are given the functions to call, by
+`vllm_relay.wiring` or by who runs in the process. What a process does not need is not changed in
+it.
+"""

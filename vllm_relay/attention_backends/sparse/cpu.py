@@ -24,7 +24,7 @@ from vllm_relay.attention_backends.relay import (
     RelayMetadata,
     RelayMetadataBuilder,
 )
-from vllm_relay.attention_backends.relay_sparse_base import (
+from vllm_relay.attention_backends.sparse.common import (
     host_part,
     losing_damaged,
     mirrored_rows,

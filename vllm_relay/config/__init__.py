@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of vllm-relay, read from vLLM's ``additional_config["relay"]``."""
+"""The options of vllm-relay, read from vLLM's ``additional_config["relay"]``.
+
+long_contexts.py     those of RELAY_SPARSE; all others are here
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticKnownError
 
+from vllm_relay.config.long_contexts import LongContextOptions
 from vllm_relay.limits import KernelChoice
-from vllm_relay.long_context.options import LongContextOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

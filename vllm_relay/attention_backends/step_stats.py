@@ -6,11 +6,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from vllm_relay.attention_backends.plan import PlanStats
-    from vllm_relay.long_context.stats import LongContextStats
 
 COUNTERS = {
     "steps": "Engine steps whose attention relay computed.",
@@ -24,6 +23,13 @@ GAUGES = {
     "forest_depth": "Levels of nested shared prefixes in the last step.",
     "groups": "Groups of requests that shared a prefix in the last step.",
 }
+
+
+class MergedStats(Protocol):
+    """Counters of somebody else that travel with those of a step."""
+
+    def merge(self, later: Any) -> None:
+        """Add the statistics of later steps."""
 
 
 def prometheus_name(field: str) -> str:
@@ -47,7 +53,7 @@ class RelayStats:
     planning_seconds: float = 0.0
     forest_depth: int = 0
     groups: int = 0
-    long_contexts: LongContextStats | None = None
+    long_contexts: MergedStats | None = None
 
     def add_plan(self, plan: PlanStats) -> None:
         """Add one KV cache group's plan to the statistics of the step it belongs to."""
@@ -93,7 +99,7 @@ class StepRecorder:
         """Steps of requests, not those that warm up or pad a data-parallel group."""
         self._since_log = RelayStats()
         self._last_log_s = time.monotonic()
-        self.take_long_contexts: Callable[[], LongContextStats] | None = None
+        self.take_long_contexts: Callable[[], MergedStats] | None = None
         """Gives the numbers of the running step, where a backend has any."""
 
     def begin_step(self) -> None:

@@ -34,7 +34,7 @@ from vllm_relay.attention_backends.relay_cuda import (
     RelayCudaMetadata,
     RelayCudaMetadataBuilder,
 )
-from vllm_relay.attention_backends.relay_sparse_base import (
+from vllm_relay.attention_backends.sparse.common import (
     host_part,
     losing_damaged,
     mirrored_rows,

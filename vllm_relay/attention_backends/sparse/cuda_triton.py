@@ -9,7 +9,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from vllm_relay.attention_backends.relay_sparse_cuda import (
+from vllm_relay.attention_backends.sparse.cuda import (
     RelaySparseCudaBackend,
     RelaySparseCudaImpl,
     RelaySparseCudaMetadataBuilder,

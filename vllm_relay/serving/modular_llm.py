@@ -14,11 +14,10 @@ from vllm_relay.modules.requests import with_plan
 from vllm_relay.modules.schema import Schema
 from vllm_relay.modules.schema_store import SchemaStore
 from vllm_relay.modules.start_checks import unsupported_reason
+from vllm_relay.prefix_cache.pin_client import Pin, pin_tokens
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
-
-    from vllm_relay.prefix_cache.pin_client import Pin
 
 
 @dataclass(frozen=True)
@@ -108,9 +107,7 @@ class ModularLLM:
 
         Raises:
             PmlError: the prompt does not fit its schema.
-            PinError: its modules cannot be pinned.
+            CommandError: its modules cannot be pinned.
         """
-        from vllm_relay.prefix_cache.pin_client import pin_tokens  # which imports this package
-
         rendered = self.schemas.render(prompt)
         return pin_tokens(self.llm.llm_engine, rendered.token_ids, pin_id, rendered.plan)

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, Field
 
-from vllm_relay.long_context.window import PrefillMode
+PrefillMode = Literal["exact_offload", "exact_resident"]
 
 
 class LongContextOptions(BaseModel):

@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from vllm_relay.modules.online import FIELD, STAND_IN_PROMPT
-from vllm_relay.prefix_cache.http import error_response
+from vllm_relay.serving.modular_requests import FIELD, STAND_IN_PROMPT
+from vllm_relay.serving.requests import error_response
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

@@ -12,17 +12,18 @@ import torch
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
-from vllm_relay import compat
+from vllm_relay.attention_backends.step_stats import recorder
 from vllm_relay.config import RelayConfig
+from vllm_relay.config.long_contexts import PrefillMode
 from vllm_relay.limits import check_sparse_layer
 from vllm_relay.long_context import worker
 from vllm_relay.long_context.host_attention import HostPart, Retrieval
 from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
-from vllm_relay.long_context.window import PrefillMode, WindowPolicy
+from vllm_relay.long_context.window import WindowPolicy
 from vllm_relay.long_context.worker_contexts import db_options
 from vllm_relay.sparse.damage import IndexDamagedError
 from vllm_relay.sparse.query_types import Dipr
-from vllm_relay.stats import recorder
+from vllm_relay.vllm_changes.worker import call_before_each_step
 
 
 def with_window(spec: AttentionSpec, default_prefill: PrefillMode) -> AttentionSpec:
@@ -76,7 +77,7 @@ def set_up_group(kv_cache_spec: AttentionSpec, layer_names: Sequence[str]) -> Wi
     if isinstance(kv_cache_spec, RelaySparseSpec):
         policy = kv_cache_spec.policy
         worker.state.set_layers(kv_cache_spec, layer_names)
-    compat.call_before_each_step("long_contexts", worker.state.begin_step)
+    call_before_each_step("long_contexts", worker.state.begin_step)
     recorder.take_long_contexts = worker.state.take_stats
     return policy
 

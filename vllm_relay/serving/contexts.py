@@ -10,16 +10,15 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 
+from vllm_relay.commands.errors import CommandError
 from vllm_relay.limits import sparse_is_selected
 from vllm_relay.long_context.client import (
     command_async,
     keep_context_async,
     list_contexts_async,
 )
-from vllm_relay.long_context.commands import ContextError
 from vllm_relay.long_context.preload import preload_contexts_async
-from vllm_relay.prefix_cache.http import PromptRequest, describe, error_response, tokens_of_request
-from vllm_relay.prefix_cache.pins import PinError
+from vllm_relay.serving.requests import PromptRequest, describe, error_response, tokens_of_request
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -60,7 +59,7 @@ def _router() -> APIRouter:
         try:
             token_ids = await tokens_of_request(state, request)
             context = await keep_context_async(state.engine_client, token_ids)
-        except (ContextError, PinError) as error:
+        except CommandError as error:
             return error_response(error.status, str(error))
         return JSONResponse(asdict(context), 201)
 
@@ -69,7 +68,7 @@ def _router() -> APIRouter:
         """The stored contexts."""
         try:
             found = await list_contexts_async(raw_request.app.state.engine_client)
-        except ContextError as error:
+        except CommandError as error:
             return error_response(error.status, str(error))
         return JSONResponse({"contexts": [asdict(each) for each in found]})
 
@@ -79,7 +78,7 @@ def _router() -> APIRouter:
         try:
             engine = raw_request.app.state.engine_client
             await command_async(engine, "delete_context", {"context_id": context_id})
-        except ContextError as error:
+        except CommandError as error:
             return error_response(error.status, str(error))
         return Response(status_code=204)
 

@@ -9,9 +9,9 @@ import pytest
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_relay import compat
 from vllm_relay.attention_backends.plan import PlanStats
-from vllm_relay.stats import recorder
+from vllm_relay.attention_backends.step_stats import recorder
+from vllm_relay.vllm_changes.statistics import attach_to_worker_output
 
 
 class Later(AsyncModelRunnerOutput):
@@ -37,7 +37,7 @@ def test_statistics_travel_with_the_output_of_their_step(
 
     monkeypatch.setattr(Worker, "execute_model", execute_model)
     monkeypatch.setattr(Worker, "sample_tokens", sample_tokens)
-    compat.attach_stats_to_worker_output()
+    attach_to_worker_output(recorder)
     worker = object.__new__(Worker)
     results = []
     for step in range(2):

@@ -13,15 +13,15 @@ from fastapi.responses import JSONResponse, Response
 
 from vllm_relay.config import RelayConfig
 from vllm_relay.modules.describe import describe_schema
-from vllm_relay.modules.online import (
+from vllm_relay.modules.pml import parse_schema
+from vllm_relay.modules.schema_store import SchemaStore
+from vllm_relay.modules.start_checks import unsupported_reason
+from vllm_relay.serving.modular_bodies import ModularBodies
+from vllm_relay.serving.modular_requests import (
     keep_store,
     store_of,
 )
-from vllm_relay.modules.pml import parse_schema
-from vllm_relay.modules.request_bodies import ModularBodies
-from vllm_relay.modules.schema_store import SchemaStore
-from vllm_relay.modules.start_checks import unsupported_reason
-from vllm_relay.prefix_cache.http import error_response
+from vllm_relay.serving.requests import error_response
 
 if TYPE_CHECKING:
     from argparse import Namespace

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import hashlib
 
-from vllm_relay.vllm_changes.python_sources import (
+from vllm_relay.vllm_changes.contract.python_sources import (
     Definition,
     Function,
     PythonSources,

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines compute when they start: the texts of an option, and when they are due."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
+
+from vllm_relay.commands.errors import CommandError
+from vllm_relay.commands.prompts import (
+    conversation_tokens_async,
+    text_tokens_async,
+    tokens_of,
+)
+
+
+async def once(
+    engine: Any, attribute: str, prepare: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    """Run ``prepare()`` before the first request of an AsyncLLM.
+
+    The first call starts it, whether it is cancelled or not; all others wait for it and share its
+    error. The requests that it sends itself do not wait.
+
+    Args:
+        attribute: of the engine, which remembers it.
+    """
+    preparing = getattr(engine, attribute, None)
+    if preparing is None:
+        preparing = asyncio.create_task(prepare())
+        setattr(engine, attribute, preparing)
+    if preparing is not asyncio.current_task():
+        await asyncio.shield(preparing)
+
+
+@contextlib.contextmanager
+def naming_the_option(option: str, number: int) -> Iterator[None]:
+    """Raise a ValueError that says which text of an option a CommandError is about."""
+    try:
+        yield
+    except CommandError as error:
+        raise ValueError(f"additional_config.relay.{option}[{number}]: {error}") from error
+
+
+def read_texts(option: str, given_texts: Sequence[str]) -> list[str]:
+    """The texts of an option, those of files read.
+
+    Raises:
+        ValueError: a file cannot be read, or a text is empty.
+    """
+    texts = []
+    for number, given in enumerate(given_texts):
+        place = f"additional_config.relay.{option}[{number}]"
+        text = given
+        if given.startswith("@"):
+            try:
+                with open(given[1:], encoding="utf-8") as file:
+                    text = file.read()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(
+                    f"{place}: {given!r} was given, expected @ and the path of a text file: {error}"
+                ) from None
+        if not text.strip():
+            raise ValueError(f"{place}: {given!r} was given, expected a text that is not empty")
+        texts.append(text)
+    return texts
+
+
+def system_prompt_tokens(engine: Any, text: str) -> list[int]:
+    """The tokens with which prompts begin whose system prompt is, or begins with, ``text``; of a
+    model without a chat template, those that begin with it.
+
+    Raises:
+        CommandError: they cannot be found.
+    """
+    if _has_chat_template(engine.renderer, None):
+        return tokens_of(engine, [{"role": "system", "content": text}])
+    return tokens_of(engine, text)
+
+
+async def system_prompt_tokens_async(engine: Any, online_renderer: Any, text: str) -> list[int]:
+    """:func:`system_prompt_tokens` for an AsyncLLM, with the chat template of its server."""
+    if online_renderer is None:
+        return system_prompt_tokens(engine, text)
+    if _has_chat_template(engine.renderer, online_renderer.chat_template):
+        messages = [{"role": "system", "content": text}]
+        return await conversation_tokens_async(online_renderer, messages)
+    return await text_tokens_async(engine.renderer, text)
+
+
+def _has_chat_template(renderer: Any, chat_template: str | None) -> bool:
+    """Whether a chat template is given, or the tokenizer or vLLM has one for this model."""
+    from vllm.renderers.hf import HfRenderer, resolve_chat_template
+
+    if chat_template is not None or not isinstance(renderer, HfRenderer):
+        return True  # the renderers of other tokenizers have one built in
+    found = resolve_chat_template(
+        renderer.get_tokenizer(), None, None, model_config=renderer.model_config
+    )
+    return found is not None

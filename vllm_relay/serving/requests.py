@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies of requests to the routes under /relay, and their errors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from vllm_relay.commands.prompts import conversation_tokens_async, text_tokens_async
+
+if TYPE_CHECKING:
+    from starlette.datastructures import State
+    from typing_extensions import Self
+
+
+class PromptRequest(BaseModel):
+    """A body with one of the forms of a prompt."""
+
+    _FORMS: ClassVar[tuple[str, ...]] = ("text", "messages", "prompt_token_ids")
+
+    model_config = ConfigDict(extra="forbid")
+
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    prompt_token_ids: list[Annotated[int, Field(strict=True, ge=0, lt=2**31)]] | None = None
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> Self:
+        if sum(getattr(self, name) is not None for name in self._FORMS) != 1:
+            *others, last = self._FORMS
+            raise ValueError(f"expected one of {', '.join(others)} and {last}")
+        return self
+
+
+async def tokens_of_request(state: State, request: PromptRequest) -> list[int]:
+    """The tokens with which prompts begin that begin like this one.
+
+    Raises:
+        CommandError: they cannot be found.
+    """
+    if request.text is not None:
+        return await text_tokens_async(state.engine_client.renderer, request.text)
+    if request.messages is not None:
+        return await conversation_tokens_async(state.online_renderer, request.messages)
+    return request.prompt_token_ids or []
+
+
+def error_response(status: int, message: str) -> JSONResponse:
+    """In the form of vLLM's errors."""
+    kinds = {400: "BadRequestError", 404: "NotFoundError", 409: "ConflictError"}
+    kinds |= {501: "NotImplementedError", 507: "InsufficientStorageError"}
+    error = {"message": message, "type": kinds.get(status, "Error"), "code": status}
+    return JSONResponse({"error": error}, status)
+
+
+def describe(error: ValidationError) -> str:
+    """The first of what is wrong: a prompt may have a thousand bad tokens."""
+    first, *others = error.errors(include_url=False, include_input=False)
+    where = ".".join(map(str, first["loc"]))
+    reason = first["msg"].removeprefix("Value error, ")
+    more = f"; and {len(others)} more" if others else ""
+    return f"{where}: {reason}{more}" if where else f"{reason}{more}"

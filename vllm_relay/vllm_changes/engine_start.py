@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is computed when an engine has started, before its first request."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from vllm_relay.vllm_changes.wrap import wrap
+
+
+def prepare_new_engines(
+    prepare: Callable[[Any], None], prepare_async: Callable[[Any], Awaitable[None]]
+) -> None:
+    """Call ``prepare(engine)`` when an LLMEngine has started, and ``prepare_async(engine)`` before
+    each request of an AsyncLLM. An engine that cannot be prepared takes no request.
+
+    Reason: there is no hook between the start of an engine and its first request, and LLM loads
+    plugins when it is too late to wrap it. A server does it earlier, in its endpoint plugins.
+    Remove when: vLLM calls plugins when an engine has started.
+    """
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    def make_init(original: Callable[..., Any]) -> Callable[..., Any]:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            try:
+                prepare(self)
+            except BaseException:
+                self.engine_core.shutdown()
+                raise
+
+        return __init__
+
+    def make_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
+        async def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                await prepare_async(self)
+            except ValueError as error:  # whose message AsyncLLM.generate would drop
+                raise VLLMValidationError(str(error)) from error
+            return await original(self, *args, **kwargs)
+
+        return add_request
+
+    wrap(LLMEngine, "__init__", make_init)
+    wrap(AsyncLLM, "add_request", make_add_request)

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of our functions the changes of vLLM call, in each kind of process.
+
+What a process does not need is not imported in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm_relay.vllm_changes import (
+    engine_core,
+    engine_start,
+    requests,
+    scheduler,
+    server,
+    statistics,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_relay.attention_backends.step_rows import RowSource
+    from vllm_relay.long_context.scheduler import LongContextScheduler
+
+LONG_CONTEXTS = "relay_long_contexts"
+"""The attribute of schedulers with a `LongContextScheduler`, or None."""
+
+
+def hide_tokens_of_modules() -> None:
+    """Backends are told by prompt modules which tokens are hidden."""
+    from vllm_relay.attention_backends.step_rows import use_rows_of
+
+    def make_source(vllm_config: VllmConfig) -> RowSource | None:
+        from vllm_relay.modules import worker
+
+        return worker.set_up(vllm_config)
+
+    use_rows_of(make_source)
+
+
+def check_modular_requests() -> None:
+    """Front ends refuse requests with modules that their engine would not compute exactly, and
+    leave the padding between modules out of what they count."""
+
+    def check(vllm_config: VllmConfig, request: Any) -> None:
+        from vllm_relay.modules.requests import check_request
+
+        check_request(vllm_config, request)
+
+    def seen_tokens(sampling_params: Any, token_ids: list[int]) -> list[int] | None:
+        from vllm_relay.modules.plan import plan_of
+
+        plan = plan_of(sampling_params)
+        return None if plan is None else plan.seen_tokens(token_ids)
+
+    requests.check_requests(check)
+    requests.tell_tokens_without_padding(seen_tokens)
+
+
+def prepare_engine_cores() -> None:
+    """What engine cores need, when one starts in this process."""
+    scheduler.call_before_scheduler(_prepare_engine_core)
+
+
+def _prepare_engine_core() -> None:
+    from vllm_relay.commands import engine as commands
+    from vllm_relay.long_context.commands import COMMANDS as CONTEXT_COMMANDS
+    from vllm_relay.long_context.orders import ATTRIBUTE
+    from vllm_relay.modules.block_hashes import module_block_hasher
+    from vllm_relay.prefix_cache.commands import COMMANDS as PREFIX_COMMANDS
+
+    statistics.carry_through_scheduler(_take_over_stats, _numbers)
+    scheduler.keep_beside_scheduler(LONG_CONTEXTS, _make_long_contexts, ATTRIBUTE)
+    known = {**PREFIX_COMMANDS, **CONTEXT_COMMANDS}
+    engine_core.add_command(lambda core, name, given: commands.run(known, core, name, given))
+    engine_core.call_before_requests(
+        lambda core: _load_contexts(core), lambda core: _load_contexts(core, again=True)
+    )
+    engine_core.hash_blocks_by(module_block_hasher)
+
+
+def _make_long_contexts(of_scheduler: Any) -> LongContextScheduler | None:
+    from vllm_relay.limits import sparse_is_selected
+
+    if not sparse_is_selected(of_scheduler.vllm_config):
+        return None
+    from vllm_relay.long_context.scheduler import LongContextScheduler
+
+    return LongContextScheduler(of_scheduler)
+
+
+def _take_over_stats(of_scheduler: Any, step: Any) -> None:
+    long_contexts = getattr(of_scheduler, LONG_CONTEXTS)
+    if step.long_contexts is not None and long_contexts is not None:
+        long_contexts.update_contexts(step.long_contexts.reports)
+        long_contexts.restart(of_scheduler, step.long_contexts.lost)
+
+
+def _numbers(of_scheduler: Any, stats: Any) -> dict[str, Any]:
+    counted, stats.long_contexts = stats.long_contexts, None
+    numbers = stats.to_dict()
+    long_contexts = getattr(of_scheduler, LONG_CONTEXTS)
+    if counted is not None and long_contexts is not None:
+        numbers |= long_contexts.numbers(counted)
+    return numbers
+
+
+def _load_contexts(core: Any, *, again: bool = False) -> None:
+    if getattr(core.scheduler, LONG_CONTEXTS, None) is not None:
+        from vllm_relay.long_context.commands import load_contexts
+
+        load_contexts(core, again=again)
+
+
+def prepare_new_engines() -> None:
+    """Engines pin the configured system prompts, and compute the configured contexts."""
+    from vllm_relay.config import scheduler_is_selected
+    from vllm_relay.limits import sparse_is_selected
+    from vllm_relay.long_context.preload import preload_contexts, preload_contexts_async
+    from vllm_relay.prefix_cache.system_prompts import pin_system_prompts, pin_system_prompts_async
+
+    def prepare(engine: Any) -> None:
+        if scheduler_is_selected(engine.vllm_config):
+            pin_system_prompts(engine)
+        if sparse_is_selected(engine.vllm_config):
+            preload_contexts(engine)
+
+    async def prepare_async(engine: Any) -> None:
+        if scheduler_is_selected(engine.vllm_config):
+            await pin_system_prompts_async(engine)
+        if sparse_is_selected(engine.vllm_config):
+            await preload_contexts_async(engine)
+
+    engine_start.prepare_new_engines(prepare, prepare_async)
+
+
+def serve_endpoints() -> None:
+    """Servers that generate have the routes under /relay, and take the field `relay`."""
+    server.serve_endpoints(_make_endpoints)
+
+
+def _make_endpoints() -> Sequence[Any]:
+    from vllm_relay.serving.contexts import ContextEndpoints
+    from vllm_relay.serving.modular_requests import add_usage, apply_modular_prompt, with_usage
+    from vllm_relay.serving.pins import PinEndpoints
+    from vllm_relay.serving.schemas import SchemaEndpoints
+
+    server.render_prompts_by(apply_modular_prompt)
+    server.add_to_usage(add_usage, with_usage)
+    return [PinEndpoints(), ContextEndpoints(), SchemaEndpoints()]
+
+
+def publish_metrics() -> None:
+    """Front ends publish the metrics relay:*."""
+    from vllm_relay.metrics import RelayStatLogger, snapshot
+
+    statistics.add_stat_logger(RelayStatLogger)
+    statistics.add_to_metrics(snapshot)
