@@ -32,7 +32,6 @@ NAMES: list[tuple[str, dict[str, str | tuple[str, ...]]]] = [
             "selector_config": "vllm.v1.attention.selector.AttentionSelectorConfig",
             "sampling_params": "vllm.sampling_params.SamplingParams",
             "kv_cache_spec": "vllm.v1.kv_cache_interface.AttentionSpec",
-            "worker": "vllm.v1.worker.gpu_worker.Worker",
             "online_renderer": "vllm.renderers.online_renderer.OnlineRenderer",
             "block_pool": "vllm.v1.core.block_pool.BlockPool",
             "engine_client": "vllm.engine.protocol.EngineClient",
@@ -58,16 +57,67 @@ NAMES: list[tuple[str, dict[str, str | tuple[str, ...]]]] = [
             "new_request": "vllm.v1.core.sched.output.NewRequestData",
         },
     ),
-    (r"vllm_changes/|compat", {"input_batch": "vllm.v1.worker.gpu.input_batch.InputBatch"}),
-    (r"relay_sparse_base\.py$", {"impl": "vllm.v1.attention.backend.AttentionImpl"}),
+    (r"vllm_changes/", {"input_batch": "vllm.v1.worker.gpu.input_batch.InputBatch"}),
+    (
+        r"(modules|long_context|vllm_changes|attention_backends)/",
+        {"worker": "vllm.v1.worker.gpu_worker.Worker"},
+    ),
     (r"relay_cuda\w*\.py$", {"capability": "vllm.platforms.interface.DeviceCapability"}),
 ]
 
+STAND_INS: dict[str, tuple[str, str]] = {
+    # class of vLLM: (file, class of ours that is used in its place without extending it)
+    "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue": (
+        "vllm_relay/prefix_cache/free_queue.py",
+        "vllm_relay.prefix_cache.free_queue.PolicyFreeQueue",
+    ),
+}
+
+OWN_CONSTRUCTION = {
+    # classes of which vllm-relay alone makes objects, so that it knows what they are made of
+    "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.__init__",
+    "vllm.v1.core.sched.request_queue.RequestQueue.__init__",
+}
+
+NARROWED: dict[str, tuple[str, ...]] = {
+    # class: those that an object is known to be of where it is asked for what the class lacks
+    "vllm.v1.kv_cache_interface.KVCacheSpec": ("vllm.v1.kv_cache_interface.FullAttentionSpec",),
+    "vllm.v1.kv_cache_interface.AttentionSpec": ("vllm.v1.kv_cache_interface.FullAttentionSpec",),
+    "vllm.v1.core.sched.interface.SchedulerInterface": (_SCHEDULER,),
+    "vllm.v1.engine.core_client.EngineCoreClient": (
+        "vllm.v1.engine.core_client.InprocClient",
+        "vllm.v1.engine.core_client.SyncMPClient",
+    ),
+    "vllm.v1.attention.backend.AttentionLayer": (
+        "vllm.model_executor.layers.attention.attention.Attention",
+    ),
+    _V1_RUNNER: (_V2_RUNNER,),
+}
+
 BODIES: dict[str, dict[str, str]] = {
-    # function: {file of ours: what it goes by}
+    # function: {file of ours: what is used there of how it is done}; beside those that functions
+    # of ours replace without calling them, which the scan finds
     "vllm.v1.core.kv_cache_manager.KVCacheManager.get_computed_blocks": {
         "vllm_relay/prefix_cache/pins.py": "what it reads of a request",
         "vllm_relay/long_context/scheduler.py": "how much of a prompt it looks up",
+    },
+    "vllm.v1.core.kv_cache_utils.get_request_block_hasher": {
+        "vllm_relay/modules/block_hashes.py": "which tokens the hash of a block covers",
+    },
+    "vllm.v1.core.sched.scheduler.Scheduler.schedule": {
+        "vllm_relay/scheduler/request_queue.py": "when it pops requests and gives them back",
+        "vllm_relay/long_context/scheduler.py": "what it makes of computed tokens without blocks",
+    },
+    "vllm.v1.core.sched.scheduler.Scheduler._preempt_request": {
+        "vllm_relay/scheduler/scheduler.py": "which blocks it leaves in the prefix cache",
+    },
+    "vllm.v1.core.block_pool.BlockPool.touch": {
+        "vllm_relay/prefix_cache/pins.py": "which references it counts",
+        "vllm_relay/modules/admission.py": "which references it counts",
+    },
+    "vllm.v1.core.block_pool.BlockPool.free_blocks": {
+        "vllm_relay/prefix_cache/free_queue.py": "in which order blocks become free",
+        "vllm_relay/prefix_cache/pins.py": "which references it counts",
     },
 }
 

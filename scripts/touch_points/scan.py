@@ -10,18 +10,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scripts.touch_points.hints import hinted
+from scripts.touch_points.hints import NARROWED, hinted
 from scripts.touch_points.values import TypeReader, Value, Values, elements
 from vllm_relay.vllm_changes.contract.python_sources import (
+    Definition,
     Function,
     PythonSources,
     assigned,
     dotted_name,
 )
+from vllm_relay.vllm_changes.contract.shapes import decorators_of
 
 OURS, THEIRS = "vllm_relay", "vllm"
 _NOT_PATHS = re.compile(r"vllm\.(relay|\w+_plugins)$")  # a logger, and groups of entry points
 _PATH = re.compile(r"vllm(\.\w+)+")
+_MENTIONS = re.compile(
+    r"\bvllm\b|\b(request|scheduler|worker|engine|llm|vllm_config|kv_cache_\w+|engine_core)\b"
+)
+_PASSES = 4
+"""In each, more is learnt of what our own attributes stand for; chains of them are short."""
+_CLOSED = {"ABC", "Generic", "Protocol", "object", "NamedTuple", "Enum", "IntEnum", "msgspec.Struct"}
 _OF_PYTHON = {"_asdict", "_replace", "name", "value", "add_note"}
 
 
@@ -56,15 +64,27 @@ class Scan:
     Attributes:
         uses: path in vLLM -> file of ours -> how it is used there.
         unknown: attributes of vLLM's objects that its sources do not have, and where.
+        bodies: functions of vLLM's that ours do instead -> file of ours -> what is used of them.
     """
 
     uses: dict[str, dict[str, set[str]]] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     replacements: list[Replacement] = field(default_factory=list)
     unknown: dict[str, set[str]] = field(default_factory=dict)
+    bodies: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def note(self, path: str, file: str, how: str) -> None:
         self.uses.setdefault(path, {}).setdefault(file, set()).add(how)
+
+    def adds(self, path: str) -> bool:
+        """Whether an attribute, which vLLM's class does not have, is given to it by ours, or to a
+        class near to it."""
+        owners, _, name = path.rpartition(".")
+        return any(
+            "added" in how and added.rpartition(".")[2] == name
+            for added, files in self.uses.items()
+            for how in files.values()
+        ) and bool(owners)
 
 
 def scan(vllm: Path, ours: Path) -> Scan:
@@ -72,18 +92,20 @@ def scan(vllm: Path, ours: Path) -> Scan:
     sources = PythonSources({THEIRS: vllm, OURS: ours})
     attributes: dict[tuple[str, str], Values] = {}
     wrapped: dict[tuple[str, int], Values] = {}
-    for _ in range(1):
-        known = dict(attributes)
-        found = Scan()
-        for path in sorted(ours.rglob("*.py")):
-            relative = path.relative_to(ours)
-            parts = [OURS, *relative.with_suffix("").parts]
-            module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            file = f"{OURS}/{relative.as_posix()}"
-            tree = ast.parse(path.read_text(encoding="utf-8"))
+    trees: dict[str, ast.Module] = {}
+    for path in sorted(ours.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if _MENTIONS.search(text):
+            file = f"{OURS}/{path.relative_to(ours).as_posix()}"
+            trees[file] = ast.parse(text)
+    for _ in range(_PASSES):
+        known, found = dict(attributes), Scan()
+        for file, tree in trees.items():
+            module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
             _ModuleScan(sources, found, file, module, attributes, wrapped).run(tree)
         if attributes == known:
-            return found
+            break
+    found.unknown = {path: files for path, files in found.unknown.items() if not found.adds(path)}
     return found
 
 
@@ -165,9 +187,11 @@ class _ModuleScan:
 
     def _local_type(self, annotation: ast.expr) -> Values:
         """Of a name that is imported in a function, or for type checking."""
+        if isinstance(annotation, ast.BinOp):
+            return self._local_type(annotation.left) + self._local_type(annotation.right)
         return tuple(
             Value("instance", each.path)
-            for part in ast.walk(annotation)
+            for part in (annotation,)
             if isinstance(part, ast.Name)
             for each in self._name(part.id)
             if each.kind == "itself"
@@ -213,18 +237,43 @@ class _ModuleScan:
     def _attribute(self, owners: Values, name: str, how: str) -> Values:
         values: Values = ()
         is_known = not any(_is_theirs(each.path) for each in owners)
-        for each in owners:
+        for each in self._narrowed(owners, name):
             if each.kind not in ("instance", "itself"):
                 is_known = True
                 continue
             path = self._use(each, name, how)
             own = self._own_attribute(each.path, name)
-            is_known = is_known or path is not None or own is not None
+            is_known = is_known or path is not None or own is not None or self._is_open(each)
             values += own or self.types.attribute(each, name)
-        if not is_known and name not in _OF_PYTHON and not name.startswith("__"):
+        if not is_known and name not in _OF_PYTHON and not name.startswith(("__", "relay_")):
             paths = "|".join(each.path for each in owners)
             self.found.unknown.setdefault(f"{paths}.{name}", set()).add(self.file)
         return tuple(dict.fromkeys(values))
+
+    def _narrowed(self, owners: Values, name: str) -> Values:
+        """Instead of a base class that lacks an attribute, those that are asked for it."""
+        found: Values = ()
+        for each in owners:
+            others = NARROWED.get(each.path, ())
+            if others and self._path_of(each.path, name) is None:
+                have = [other for other in others if self._path_of(other, name)]
+                found += tuple(Value(each.kind, other) for other in have)
+                continue
+            found += (each,)
+        return found or owners
+
+    def _is_open(self, owner: Value) -> bool:
+        """Whether its class extends one of other packages."""
+        found = self.sources.find(owner.path)
+        if found is None or not isinstance(found.node, ast.ClassDef):
+            return False
+        return any(
+            self.sources.name_in(each.module, name) is None and name not in _CLOSED
+            for each in self.sources.with_bases(found)
+            if isinstance(each.node, ast.ClassDef)
+            for base in each.node.bases
+            if (name := dotted_name(base.value if isinstance(base, ast.Subscript) else base))
+        )
 
     def _own_attribute(self, owner: str, name: str) -> Values | None:
         found = self.sources.find(owner)
@@ -338,7 +387,10 @@ class _ModuleScan:
         elif bases and not name.startswith("__"):
             self._note(f"{bases[0].path}.{name}", "added")
 
-    def _replacement(self, path: str, node: Function, originals: list[str]) -> None:
+    def _replacement(
+        self, path: str, node: Function, originals: list[str], is_of_ours: bool = False
+    ) -> None:
+        """Args: is_of_ours: what it overrides, and may call, is itself ours."""
         passes_on = False
         for each in ast.walk(node):
             if isinstance(each, ast.Call):
@@ -352,9 +404,13 @@ class _ModuleScan:
                 )
                 passes_on |= is_super or name == "original"
                 passes_on |= name.rpartition(".")[2] in originals and name.startswith("self.")
+        passes_on = passes_on and not is_of_ours
         known = Replacement(self.file, path, node, passes_on)
         if known not in self.found.replacements:
             self.found.replacements.append(known)
+        theirs = self.sources.find(path)
+        if not (passes_on or is_of_ours) and theirs and _does_something(theirs.node):
+            self.found.bodies.setdefault(path, {})[self.file] = "done anew"
 
     def _class(self, node: ast.ClassDef) -> None:
         for each in [*node.bases, *node.decorator_list, *[k.value for k in node.keywords]]:
@@ -368,11 +424,17 @@ class _ModuleScan:
                 self._defines(self.class_path, name)
                 base = self._their_base_above(found.path, name)
                 if isinstance(member.node, Function) and base:
-                    self._replacement(f"{base}.{name}", member.node, [])
+                    above = self.sources.with_bases(found)[1:]
+                    nearest = next(each for each in above if self._has_own(each, name))
+                    is_of_ours = not _is_theirs(nearest.path)
+                    self._replacement(f"{base}.{name}", member.node, [], is_of_ours)
         self.scopes.append({})
         self._statements(node.body)
         self.scopes.pop()
         self.class_path = outer
+
+    def _has_own(self, owner: Definition, name: str) -> bool:
+        return name in self.sources.own_members(owner)
 
     def _their_base_above(self, ours: str, name: str) -> str | None:
         found = self.sources.find(ours)
@@ -411,6 +473,8 @@ class _ModuleScan:
     def _wraps_in(self, node: Function) -> None:
         """Calls of ``wrap(owner, name, make)``: the functions in `make` take the place of
         `owner.name`."""
+        if "wrap" not in self.scopes[0]:
+            return
         makers = {each.name: each for each in node.body if isinstance(each, Function)}
         for each in ast.walk(node):
             if not isinstance(each, ast.Call) or dotted_name(each.func) != "wrap":
@@ -611,6 +675,15 @@ def _is_theirs(path: str) -> bool:
 
 def _instances(values: Values) -> Values:
     return tuple(Value("instance", each.path) for each in values if each.path)
+
+
+def _does_something(node: ast.AST) -> bool:
+    """Whether a function does more than return what it returns, pass, or raise."""
+    if not isinstance(node, Function) or "abstractmethod" in decorators_of(node):
+        return False
+    last = node.body[-1]
+    is_told = len(node.body) == 1 or ast.get_docstring(node) is not None and len(node.body) == 2
+    return not (is_told and isinstance(last, ast.Return | ast.Pass | ast.Raise | ast.Expr))
 
 
 def _makes(node: Function) -> bool:

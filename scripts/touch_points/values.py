@@ -73,6 +73,10 @@ class TypeReader:
             )
         if isinstance(annotation, ast.Subscript):
             return self._subscripted(annotation, module)
+        if (name := dotted_name(annotation)) in _MAPPINGS:
+            return (Value("mapping", items=((), ())),)
+        if name in _SEQUENCES:
+            return (Value("sequence", items=((),)),)
         return self.instance_of(annotation, module)
 
     def instance_of(self, expression: ast.expr, module: str) -> Values:

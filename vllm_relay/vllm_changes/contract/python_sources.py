@@ -46,19 +46,24 @@ class PythonSources:
         self.folders = dict(folders)
         self._modules: dict[str, _Module | None] = {}
         self._members: dict[str, dict[str, Definition]] = {}
+        self._found: dict[str, Definition | None] = {}
+        self._depth = 0  # of re-exports that are being followed
+        self._bases: dict[str, list[Definition]] = {}
 
     def find(self, path: str) -> Definition | None:
         """What a dotted path stands for; the last part may be what a class inherits."""
-        package, *parts = path.split(".")
-        module = self._module(package)
-        if module is None:
-            return None
-        found: Definition | None = Definition(package, "", module.tree)
-        for part in parts:
-            found = self._part_of(found, part)
-            if found is None:
-                return None
-        return found
+        if path not in self._found:
+            owner, _, name = path.rpartition(".")
+            if not owner:
+                module = self._module(path)
+                self._found[path] = module and Definition(path, "", module.tree)
+            else:
+                above = self.find(owner)
+                found = above and self._part_of(above, name)
+                if self._depth:  # cut short by a circle of imports, perhaps
+                    return found
+                self._found[path] = found
+        return self._found[path]
 
     def name_in(self, module: str, dotted: str) -> Definition | None:
         """What a name, perhaps with dots, stands for in a module."""
@@ -79,6 +84,8 @@ class PythonSources:
 
     def with_bases(self, owner: Definition) -> list[Definition]:
         """A class, and those of its bases that these packages define, nearest first."""
+        if owner.path in self._bases:
+            return self._bases[owner.path]
         classes = {owner.path: owner}
         assert isinstance(owner.node, ast.ClassDef)
         for base in owner.node.bases:
@@ -86,7 +93,8 @@ class PythonSources:
             found = self.name_in(owner.module, name) if name else None
             if found is not None and isinstance(found.node, ast.ClassDef):
                 classes |= {each.path: each for each in self.with_bases(found)}
-        return list(classes.values())
+        self._bases[owner.path] = list(classes.values())
+        return self._bases[owner.path]
 
     def own_members(self, owner: Definition) -> dict[str, Definition]:
         """What a class itself defines, by name."""
@@ -123,6 +131,7 @@ class PythonSources:
         if not isinstance(node, _Import):
             return Definition(module_name, name, node)
         module.names[name] = _Import("", "")  # a circle of imports ends here
+        self._depth += 1
         try:
             if node.module == module_name:  # from . import name
                 submodule = self._module(f"{module_name}.{node.name}")
@@ -130,6 +139,7 @@ class PythonSources:
                 return submodule and Definition(path, "", submodule.tree)
             return self.find(f"{node.module}.{node.name}" if node.name else node.module)
         finally:
+            self._depth -= 1
             module.names[name] = node
 
     def _own_members(self, owner: Definition) -> dict[str, Definition]:

@@ -34,6 +34,8 @@ def shape_of(source: PythonSources, path: str) -> str:
         return _function(node)
     if isinstance(node, ast.ClassDef):
         return _class(source, found)
+    if "." not in found.name:
+        return "variable"
     if isinstance(node, ast.AnnAssign):
         return f"field: {_annotation(node.annotation)}"
     return "attribute"
