@@ -27,7 +27,7 @@ from vllm_relay.limits import BACKEND_NAME, KERNELS, MIN_CAPABILITY
 from vllm_relay.plugin import SUPPORTED_VLLM, is_supported
 from vllm_relay.processor import cpu_name
 from vllm_relay.vllm_changes.contract.python_sources import installed_vllm
-from vllm_relay.vllm_changes.contract.table import Comparison, Table
+from vllm_relay.vllm_changes.contract.table import Comparison, TouchPointTable
 
 IMPORT_TIMEOUT_S = 180.0
 
@@ -146,7 +146,7 @@ def compare_touch_points(vllm_version: str | None) -> Comparison | None:
     folder = installed_vllm() if vllm_version else None
     if vllm_version is None or folder is None:
         return None
-    return Table.load().compare(folder, vllm_version)
+    return TouchPointTable.load().compare(folder, vllm_version)
 
 
 def installed_version(distribution: str) -> str | None:
@@ -321,18 +321,18 @@ def check_touch_points(facts: Facts) -> Check:
             "relay was tried with",
         )
     lines = [f"{file}: {each.point.path}: {each.change}" for file in files for each in files[file]]
-    why = (
-        "This vLLM was changed after its release: install it again"
-        if found.is_recorded
-        else "relay was made for other releases: install one of them, or the vllm-relay made for "
-        "this one. What would have to be looked at in relay"
-    )
+    if found.is_recorded:
+        why = f"This is not vLLM {found.release} as it was released: install it again. Differences"
+    else:
+        why = (
+            f"Install vLLM {found.release}, or the vllm-relay release made for this one. What "
+            "would have to be looked at in this one"
+        )
     return Check(
         name,
         "failed" if gone else "note",
-        f"{len(telling.differences)} of {found.num_points} points differ from vLLM "
-        f"{found.release}",
-        "\n".join([f"{why}:" if not found.is_recorded else why, *lines]),
+        f"{len(telling.differences)} of {found.num_points} points differ from vLLM {found.release}",
+        "\n".join([f"{why}, by file of vllm-relay:", *lines]),
     )
 
 

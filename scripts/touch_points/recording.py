@@ -8,8 +8,8 @@ import importlib.metadata
 import re
 from pathlib import Path
 
-from scripts.touch_points.hints import BODIES, OWN_CONSTRUCTION, STAND_INS
-from scripts.touch_points.scan import Call, Replacement, Scan, scan
+from touch_points.hints import BODIES, OWN_CONSTRUCTION, STAND_INS
+from touch_points.scan import Call, Replacement, Scan, scan
 from vllm_relay.vllm_changes.contract.python_sources import Function, PythonSources
 from vllm_relay.vllm_changes.contract.shapes import (
     ABSENT,
@@ -18,7 +18,7 @@ from vllm_relay.vllm_changes.contract.shapes import (
     parameters_of,
     shape_of,
 )
-from vllm_relay.vllm_changes.contract.table import Table, TouchPoint
+from vllm_relay.vllm_changes.contract.table import TouchPoint, TouchPointTable
 
 OURS = Path(__file__).parents[2] / "vllm_relay"
 
@@ -49,7 +49,7 @@ def needed(vllm: Path, ours: Path) -> Scan:
     return found
 
 
-def record(table: Table, found: Scan, vllm: Path, release: str) -> Table:
+def record(table: TouchPointTable, found: Scan, vllm: Path, release: str) -> TouchPointTable:
     """The table with the shapes of a release. What only it needs is absent in the others, what it
     does not need and no other does is left out."""
     sources = PythonSources({"vllm": vllm})
@@ -66,7 +66,7 @@ def record(table: Table, found: Scan, vllm: Path, release: str) -> Table:
             shapes = {each: point.shapes.get(each, ABSENT) if point else ABSENT for each in others}
             shapes[release] = (body_of if is_body else shape_of)(sources, path)
             points.append(TouchPoint(path, needed_by, shapes, is_body))
-    return Table(tuple(sorted((*others, release))), tuple(points))
+    return TouchPointTable(tuple(sorted((*others, release))), tuple(points))
 
 
 def misfits(found: Scan, vllm: Path, ours: Path) -> list[str]:
@@ -80,10 +80,9 @@ def misfits(found: Scan, vllm: Path, ours: Path) -> list[str]:
     for theirs, (file, ours_path) in STAND_INS.items():
         prefix = f"{theirs}."
         for path, files in found.uses.items():
-            name = path.removeprefix(prefix)
-            if path.startswith(prefix) and "stood in for" in files.get(file, ()):
-                if sources.find(f"{ours_path}.{name}") is None:
-                    told.append(f"{path}: {ours_path} in {file} lacks it")
+            stands_in = path.startswith(prefix) and "stood in for" in files.get(file, ())
+            if stands_in and not sources.find(f"{ours_path}.{path.removeprefix(prefix)}"):
+                told.append(f"{path}: {ours_path} in {file} lacks it")
     return sorted(set(told))
 
 
@@ -149,4 +148,3 @@ def _bound(node: Function) -> int:
     """1 if its first parameter is the object or the class it is called on."""
     first = node.args.args[:1]
     return int(bool(first) and first[0].arg in ("self", "cls"))
-

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scripts.touch_points.hints import NARROWED, hinted
-from scripts.touch_points.values import TypeReader, Value, Values, elements
+from touch_points.hints import NARROWED, hinted
+from touch_points.values import TypeReader, Value, Values, elements
 from vllm_relay.vllm_changes.contract.python_sources import (
     Definition,
     Function,
@@ -29,7 +29,16 @@ _MENTIONS = re.compile(
 )
 _PASSES = 4
 """In each, more is learnt of what our own attributes stand for; chains of them are short."""
-_CLOSED = {"ABC", "Generic", "Protocol", "object", "NamedTuple", "Enum", "IntEnum", "msgspec.Struct"}
+_CLOSED = {
+    "ABC",
+    "Generic",
+    "Protocol",
+    "object",
+    "NamedTuple",
+    "Enum",
+    "IntEnum",
+    "msgspec.Struct",
+}
 _OF_PYTHON = {"_asdict", "_replace", "name", "value", "add_note"}
 
 
@@ -301,7 +310,7 @@ class _ModuleScan:
             self._bind(node.target, elements(self._eval(node.iter)))
             self._statements([*node.body, *node.orelse])
         else:
-            for name, value in ast.iter_fields(node):
+            for _, value in ast.iter_fields(node):
                 for each in value if isinstance(value, list) else [value]:
                     if isinstance(each, ast.stmt):
                         self._statement(each)
@@ -455,8 +464,9 @@ class _ModuleScan:
             self.scopes[0][node.name] = (Value("itself", found.path),)
         with self._scope():
             arguments = [*node.args.posonlyargs, *node.args.args]
-            for each in [*arguments, *node.args.kwonlyargs]:
-                self.scopes[-1][each.arg] = self._annotated(each.annotation, each.arg)
+            for parameter in [*arguments, *node.args.kwonlyargs]:
+                values = self._annotated(parameter.annotation, parameter.arg)
+                self.scopes[-1][parameter.arg] = values
             decorators = {dotted_name(each) for each in node.decorator_list}
             if arguments and "staticmethod" not in decorators:
                 first = arguments[0].arg
@@ -480,7 +490,7 @@ class _ModuleScan:
             if not isinstance(each, ast.Call) or dotted_name(each.func) != "wrap":
                 continue
             owners, name, made = each.args[0], each.args[1], each.args[2]
-            if not isinstance(name, ast.Constant):
+            if not isinstance(name, ast.Constant) or not isinstance(name.value, str):
                 continue
             maker = makers.get(dotted_name(made.func if isinstance(made, ast.Call) else made))
             for statement in node.body:  # completion, chat = OpenAIServingCompletion, ...
@@ -542,9 +552,9 @@ class _ModuleScan:
                 return (Value("tuple", items=items),)
             return (Value("sequence", items=(sum(items, ()),)),)
         inner: Values = ()
-        for each in ast.iter_child_nodes(node):
-            if isinstance(each, ast.expr):
-                inner += self._eval(each)
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                inner += self._eval(child)
         return inner if isinstance(node, ast.BoolOp) else ()
 
     def _comprehension(
@@ -570,7 +580,7 @@ class _ModuleScan:
                 found += each.items[1]
             elif each.kind == "sequence":
                 found += each.items[0]
-            elif each.kind == "tuple" and isinstance(node.slice, ast.Constant):
+            elif isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, int):
                 found += _item((each,), node.slice.value)
         return found
 
@@ -621,9 +631,7 @@ class _ModuleScan:
         found = self.sources.find(self.class_path)
         if found is None or not isinstance(found.node, ast.ClassDef):
             return ()
-        return tuple(
-            Value("instance", each.path) for each in self.sources.with_bases(found)[1:2]
-        )
+        return tuple(Value("instance", each.path) for each in self.sources.with_bases(found)[1:2])
 
     def _getattr(self, node: ast.Call, owners: Values, function: str) -> Values:
         name = node.args[1]
@@ -694,7 +702,7 @@ def _makes(node: Function) -> bool:
 def _item(values: Values, number: int) -> Values:
     found: Values = ()
     for each in values:
-        if each.kind == "tuple" and isinstance(number, int) and -1 <= number < len(each.items):
+        if each.kind == "tuple" and -1 <= number < len(each.items):
             found += each.items[number]
         elif each.kind == "sequence":
             found += each.items[0]

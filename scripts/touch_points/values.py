@@ -98,15 +98,11 @@ class TypeReader:
         if name == "Union":
             return sum((self.annotated(each, module) for each in parts), ())
         if name in ("type", "Type"):
-            return tuple(
-                Value("itself", each.path) for each in self.annotated(parts[0], module)
-            )
+            return tuple(Value("itself", each.path) for each in self.annotated(parts[0], module))
         if name in ("tuple", "Tuple") and not _is_ellipsis(parts[-1]):
             return (Value("tuple", items=tuple(self.annotated(each, module) for each in parts)),)
         if name in _MAPPINGS and len(parts) == 2:
-            return (
-                Value("mapping", items=tuple(self.annotated(each, module) for each in parts)),
-            )
+            return (Value("mapping", items=tuple(self.annotated(each, module) for each in parts)),)
         if name in _SEQUENCES:
             return (Value("sequence", items=(self.annotated(parts[0], module),)),)
         return self.instance_of(annotation.value, module)
@@ -159,9 +155,7 @@ class TypeReader:
         if isinstance(value, ast.GeneratorExp | ast.ListComp):
             return (Value("sequence", items=(self._of_expression(value.elt, found),)),)
         if isinstance(value, ast.IfExp):
-            return self._of_expression(value.body, found) + self._of_expression(
-                value.orelse, found
-            )
+            return self._of_expression(value.body, found) + self._of_expression(value.orelse, found)
         name = dotted_name(value)
         if name.startswith("self.") and (owner := self._class_of(found)):
             values: Values = (Value("instance", owner),)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of a vLLM that changed: on a package made up for it, and one of ours that uses it."""
+"""What is said of a vLLM that changed: on one that is made up, and a package that uses it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from touch_points import recording
+from touch_points.recording import misfits, needed, record
 
-from scripts.touch_points import recording
-from scripts.touch_points.recording import misfits, needed, record
-from vllm_relay.vllm_changes.contract.table import Table
+from vllm_relay.vllm_changes.contract.table import TouchPointTable
 
 VLLM = {
     "__init__.py": "if TYPE_CHECKING:\n    from vllm.queue import Queue\n",
@@ -108,14 +108,14 @@ def ours(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def recorded(tmp_path: Path, ours: Path) -> Table:
+def recorded(tmp_path: Path, ours: Path) -> TouchPointTable:
     vllm = write(tmp_path / "vllm", VLLM)
     scan = needed(vllm, ours)
     assert not scan.unknown
     assert not misfits(scan, vllm, ours)
     path = tmp_path / "table.json"
-    record(Table((), ()), scan, vllm, "1.0.0").save(path)
-    table = Table.load(path)
+    record(TouchPointTable((), ()), scan, vllm, "1.0.0").save(path)
+    table = TouchPointTable.load(path)
     assert table.compare(vllm, "1.0.0").differences == ()
     return table
 
@@ -146,7 +146,7 @@ def recorded(tmp_path: Path, ours: Path) -> Table:
         (
             "queue.py",
             "@abstractmethod",
-            "@abstractmethod\n            def peek(self) -> int: ...\n\n            @abstractmethod",
+            f"@abstractmethod\n{' ' * 12}def peek(self) -> int: ...\n\n{' ' * 12}@abstractmethod",
             "vllm.queue.Queue.peek: vLLM has it now, as abstractmethod def (self) -> int, and ours "
             "takes its place; added by vllm_relay/ours.py",
         ),
@@ -173,13 +173,13 @@ def recorded(tmp_path: Path, ours: Path) -> Table:
             "steps.py",
             "def run(step: int, *, dry: bool = False)",
             "def run(step: int, *, real: bool = True)",
-            "vllm.steps.run: argument dry: bool = False is gone; argument real: bool = True is "
+            "vllm.steps.run: argument dry is gone; argument real: bool = True is "
             "new; called, imported, wrapped by vllm_relay/changes.py",
         ),
     ],
 )
 def test_a_change_is_told_with_who_needs_it(
-    tmp_path: Path, recorded: Table, file: str, old: str, new: str, expected: str
+    tmp_path: Path, recorded: TouchPointTable, file: str, old: str, new: str, expected: str
 ) -> None:
     assert old in VLLM[file]
     changed = write(tmp_path / "changed", {**VLLM, file: VLLM[file].replace(old, new)})
@@ -198,7 +198,9 @@ def test_a_change_is_told_with_who_needs_it(
         ("def drain(self", "def clear(self) -> None: ...\n\n            def drain(self"),
     ],
 )
-def test_what_nobody_needs_may_change(tmp_path: Path, recorded: Table, old: str, new: str) -> None:
+def test_what_nobody_needs_may_change(
+    tmp_path: Path, recorded: TouchPointTable, old: str, new: str
+) -> None:
     assert old in VLLM["queue.py"]
     files = {**VLLM, "queue.py": VLLM["queue.py"].replace(old, new)}
     changed = write(tmp_path / "changed", files)
@@ -233,19 +235,19 @@ def test_what_nobody_needs_may_change(tmp_path: Path, recorded: Table, old: str,
             "changes.py",
             "run(3, dry=True)",
             "run(3, quick=True)",
-            "vllm.steps.run: takes no quick; called by vllm_relay/changes.py in line 19",
+            "vllm.steps.run: takes no quick; called by vllm_relay/changes.py in line 18",
         ),
         (
             "changes.py",
             "run(3, dry=True)",
             "run(dry=True)",
-            "vllm.steps.run: needs step; called by vllm_relay/changes.py in line 19",
+            "vllm.steps.run: needs step; called by vllm_relay/changes.py in line 18",
         ),
         (
             "changes.py",
             "run(3, dry=True)",
             "run(3, 4)",
-            "vllm.steps.run: takes 1 arguments, not 2; called by vllm_relay/changes.py in line 19",
+            "vllm.steps.run: takes 1 arguments, not 2; called by vllm_relay/changes.py in line 18",
         ),
     ],
 )
@@ -267,10 +269,16 @@ def test_an_attribute_that_is_not_there_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("version", "release"),
-    [("1.0.0", "1.0.0"), ("1.0.1+cpu", "1.0.0"), ("2.5", "2.0.0"), ("0.9", "1.0.0"), ("?", "2.0.0")],
+    [
+        ("1.0.0", "1.0.0"),
+        ("1.0.1+cpu", "1.0.0"),
+        ("2.5", "2.0.0"),
+        ("0.9", "1.0.0"),
+        ("?", "2.0.0"),
+    ],
 )
 def test_an_unknown_release_is_held_against_the_one_before_it(
-    tmp_path: Path, recorded: Table, ours: Path, version: str, release: str
+    tmp_path: Path, recorded: TouchPointTable, ours: Path, version: str, release: str
 ) -> None:
     vllm = tmp_path / "vllm"
     table = record(recorded, needed(vllm, ours), vllm, "2.0.0")
@@ -287,7 +295,7 @@ def test_a_new_argument_of_what_is_only_called_is_harmless(tmp_path: Path) -> No
         {"__init__.py": "", "use.py": "from vllm.steps import run\n\nrun(3)\n"},
     )
     vllm = write(tmp_path / "vllm", VLLM)
-    table = record(Table((), ()), needed(vllm, ours), vllm, "1.0.0")
+    table = record(TouchPointTable((), ()), needed(vllm, ours), vllm, "1.0.0")
     for number, (arguments, is_harmless) in enumerate(
         {
             "step: int, *, dry: bool = False, fast: bool = True": True,

@@ -2,7 +2,7 @@
 """What vllm-relay needs of vLLM stands in one table, and every vLLM it is tested with has it.
 
 A failure names what of vLLM changed, how, and which file of ours to open. To take in a release:
-``python -m scripts.touch_points --vllm FOLDER --record``.
+``python scripts/record_touch_points.py --vllm FOLDER --record``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from touch_points.recording import OURS, misfits, needed, release_of
+from touch_points.scan import Scan
 
-from scripts.touch_points.recording import OURS, misfits, needed, release_of
-from scripts.touch_points.scan import Scan
 from vllm_relay.vllm_changes.contract.python_sources import installed_vllm
-from vllm_relay.vllm_changes.contract.table import Table
+from vllm_relay.vllm_changes.contract.table import TouchPointTable
 
 
 def vllm_folders() -> dict[str, Path]:
@@ -37,8 +37,8 @@ def needs(release: str) -> Scan:
 
 
 @functools.cache
-def table() -> Table:
-    return Table.load()
+def table() -> TouchPointTable:
+    return TouchPointTable.load()
 
 
 @pytest.fixture(params=sorted(FOLDERS))
@@ -123,7 +123,11 @@ def test_calls_fit_and_replacements_pass_on_what_they_do_not_know(release: str) 
             "attention_backends/relay.py",
             "read",
         ),
-        ("vllm.v1.worker.gpu.input_batch.InputBatch.positions", "vllm_changes/positions.py", "read"),
+        (
+            "vllm.v1.worker.gpu.input_batch.InputBatch.positions",
+            "vllm_changes/positions.py",
+            "read",
+        ),
     ],
 )
 def test_known_touch_points_are_found(path: str, file: str, how: str) -> None:

@@ -72,9 +72,7 @@ class _RelayScheduling(Scheduler):
         self.modules.add(request)
         super().add_request(request, *args, **kwargs)
 
-    def _handle_blocked_waiting_request(
-        self, request: Request, *args: Any, **kwargs: Any
-    ) -> bool:
+    def _handle_blocked_waiting_request(self, request: Request, *args: Any, **kwargs: Any) -> bool:
         # asked right before the prefix cache is, so that nothing is evicted in between
         if not self.modules.is_ready(request):
             return False

@@ -55,8 +55,7 @@ class PythonSources:
         if path not in self._found:
             owner, _, name = path.rpartition(".")
             if not owner:
-                module = self._module(path)
-                self._found[path] = module and Definition(path, "", module.tree)
+                self._found[path] = self._module_itself(path)
             else:
                 above = self.find(owner)
                 found = above and self._part_of(above, name)
@@ -126,21 +125,22 @@ class PythonSources:
             return None
         node = module.names.get(name)
         if node is None:
-            submodule = self._module(f"{module_name}.{name}")
-            return submodule and Definition(f"{module_name}.{name}", "", submodule.tree)
+            return self._module_itself(f"{module_name}.{name}")
         if not isinstance(node, _Import):
             return Definition(module_name, name, node)
         module.names[name] = _Import("", "")  # a circle of imports ends here
         self._depth += 1
         try:
             if node.module == module_name:  # from . import name
-                submodule = self._module(f"{module_name}.{node.name}")
-                path = f"{module_name}.{node.name}"
-                return submodule and Definition(path, "", submodule.tree)
+                return self._module_itself(f"{module_name}.{node.name}")
             return self.find(f"{node.module}.{node.name}" if node.name else node.module)
         finally:
             self._depth -= 1
             module.names[name] = node
+
+    def _module_itself(self, name: str) -> Definition | None:
+        module = self._module(name)
+        return None if module is None else Definition(name, "", module.tree)
 
     def _own_members(self, owner: Definition) -> dict[str, Definition]:
         if owner.path not in self._members:

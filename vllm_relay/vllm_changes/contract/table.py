@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of touch points, held against a vLLM.
 
-``touch_points.json`` is written by ``python -m scripts.touch_points``: what is needed, by which
-files, and its shape in each recorded release.
+``scripts/record_touch_points.py`` writes ``touch_points.json``: what is needed, by which files, and
+its shape in each recorded release.
 """
 
 from __future__ import annotations
@@ -121,12 +121,12 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Table:
+class TouchPointTable:
     releases: tuple[str, ...]
     points: tuple[TouchPoint, ...]
 
     @classmethod
-    def load(cls, path: Path = PATH) -> Table:
+    def load(cls, path: Path = PATH) -> TouchPointTable:
         known = json.loads(path.read_text(encoding="utf-8"))
         points = []
         for kind in ("shapes", "bodies"):

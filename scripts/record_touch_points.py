@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""See ``scripts/touch_points/__init__.py``."""
+"""What a vLLM has differently from the table of touch points; with --record it goes there.
+
+usage: python scripts/record_touch_points.py [--vllm FOLDER] [--record]
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from scripts.touch_points.recording import OURS, needed, record, release_of
+from touch_points.recording import OURS, needed, record, release_of
+
 from vllm_relay.vllm_changes.contract.python_sources import installed_vllm
-from vllm_relay.vllm_changes.contract.table import PATH, Table
+from vllm_relay.vllm_changes.contract.table import PATH, TouchPointTable
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.touch_points",
         description="What of a vLLM differs from the table of touch points.",
     )
     parser.add_argument("--vllm", type=Path, help="folder of the package; default: the installed")
@@ -25,7 +28,7 @@ def main() -> int:
         print(f"no vLLM in {folder}: give the folder that has its __init__.py", file=sys.stderr)
         return 2
     release = release_of(folder)
-    table = Table.load() if PATH.exists() else Table((), ())
+    table = TouchPointTable.load() if PATH.exists() else TouchPointTable((), ())
     if table.releases:
         found = table.compare(folder, release)
         for difference in found.differences:
