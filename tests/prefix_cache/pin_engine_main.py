@@ -53,7 +53,7 @@ def main(model: str, system_prompt: str, output: str) -> None:
     for bad in (prompt[:9], "river " * 600, [10**6] * 64):
         try:
             prefix_cache.pin(llm, bad)
-        except prefix_cache.CommandError as error:
+        except prefix_cache.PinError as error:
             seen["errors"].append([error.status, str(error)])
     flood()
     seen["cached_after_flood"] = cached_tokens()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS, save_model
-from tests.servers import ask, serving
+from tests.support.servers import ask, serving
 
 pytestmark = pytest.mark.integration
 

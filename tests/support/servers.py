@@ -18,7 +18,7 @@ from typing import Any
 
 API_KEY = "secret"
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
