@@ -68,15 +68,15 @@ class _RelayScheduling(Scheduler):
         self.modules.note_step(output.total_num_scheduled_tokens)
         return output
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self.modules.add(request)
-        super().add_request(request)
+        super().add_request(request, *args, **kwargs)
 
-    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+    def _handle_blocked_waiting_request(self, request: Request, *args: Any, **kwargs: Any) -> bool:
         # asked right before the prefix cache is, so that nothing is evicted in between
         if not self.modules.is_ready(request):
             return False
-        return super()._handle_blocked_waiting_request(request)
+        return super()._handle_blocked_waiting_request(request, *args, **kwargs)
 
     def block_keys(self, request: Request) -> list[list[bytes]]:
         """For each KV cache group, the names under which the prefix cache keeps the request's full
@@ -161,14 +161,14 @@ class _RelayScheduling(Scheduler):
 
         return is_blocked
 
-    def _free_request_blocks(self, request: Request) -> None:
+    def _free_request_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self.waiting.release(request)
         if request.is_finished():
             self.waiting.forget(request)
             self.modules.forget(request)
         self.pins.before_free(request)
         self.note_chains(request, self.block_keys(request), is_use=False)
-        super()._free_request_blocks(request)
+        super()._free_request_blocks(request, *args, **kwargs)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         scheduler_stats = super().make_stats(*args, **kwargs)
