@@ -12,6 +12,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.depth import cases
+
 # read by vLLM when it is imported
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -21,7 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # tests run beside each oth
 os.environ["TRITON_INTERPRET"] = "1"  # read by triton when it is imported
 importlib.import_module("tests.attention_backends.triton_interpreter")  # mends it
 
-hypothesis.settings.register_profile("relay", deadline=None)
+hypothesis.settings.register_profile("relay", deadline=None, max_examples=cases(25))
 hypothesis.settings.load_profile("relay")
 
 
