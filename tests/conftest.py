@@ -8,6 +8,7 @@ import importlib.metadata
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -36,6 +37,14 @@ def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
     yield caplog
     logger.removeHandler(caplog.handler)
     logger.propagate = propagates
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """A real instruct model, made once for all processes and kept for the next run."""
+    from vllm_relay.demo.smollm2.download import smollm2_folder
+
+    return smollm2_folder()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -47,6 +47,7 @@ LOADED = (
         "vllm_relay.tables",
         "vllm_relay.tables.engines.server",
         "vllm_relay.tables.jobs.job_runner",
+        "vllm_relay.vllm_changes.contract.table",
     ],
 )
 def test_import_loads_neither_torch_nor_vllm(module: str) -> None:
