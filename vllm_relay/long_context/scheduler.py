@@ -102,6 +102,8 @@ class LongContextScheduler:
         placement = self._placement(request)
         if placement is None or placement.num_tokens <= num_tokens:
             return blocks, num_tokens, boundary
+        if placement.num_tokens > _longest_hit_tokens(request, *args, **kwargs):
+            return blocks, num_tokens, boundary
         num_null = placement.first_resident_token // self._policy.block_size_tokens
         host_blocks = HostBlocks(([self._manager.block_pool.null_block] * num_null,))
         host_blocks.num_tokens = placement.num_tokens
@@ -412,3 +414,10 @@ def _capacity_bytes(host_memory_gib: float | None) -> int:
             "what is available"
         )
     return num_bytes
+
+
+def _longest_hit_tokens(
+    request: Request, max_cache_hit_length: int | None = None, *args: Any, **kwargs: Any
+) -> int:
+    """What KVCacheManager.get_computed_blocks may find; from 0.33 on its caller can bound it."""
+    return request.num_tokens if max_cache_hit_length is None else max_cache_hit_length
