@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.vllm_processes import WarmPopen
+from tests.support.vllm_processes import WarmPopen
 from vllm_relay.demo import engine_process
 
 
