@@ -14,7 +14,7 @@ TEST_ENVIRONMENT = $(if $(VLLM),PYTHONPATH=$(abspath $(VENV))/vllm-overlay/$(VLL
 CPP_FILES = $$(find csrc benchmarks tests -name '*.cpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sanitize bench bench-smoke lint format clean
+.PHONY: help setup demo test upstream-tests sanitize bench bench-smoke lint format clean
 
 help:  ## list the targets
 	@echo "usage: make TARGET [ARGS='...'] [VENV=.venv] [PYTHON=python3]"
@@ -32,6 +32,12 @@ ifdef VLLM
 endif
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
 	  --no-loadscope-reorder $(if $(VLLM),-m "vllm and not soak") $(ARGS)
+
+upstream-tests: setup  ## vLLM's own tests of its schedulers, with relay's in their place
+ifdef VLLM
+	@$(BIN)/python scripts/vllm_overlay.py $(VLLM)
+endif
+	$(TEST_ENVIRONMENT) $(BIN)/python tests/upstream/run.py
 
 sanitize: setup  ## a random workload of the C++ index under address, undefined and thread sanitizers
 	$(BIN)/python scripts/sanitize.py $(ARGS)

@@ -13,6 +13,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.depth import cases
 from tests.support.vllm_users import touches_vllm
 
 # read by vLLM when it is imported
@@ -24,7 +25,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # tests run beside each oth
 os.environ["TRITON_INTERPRET"] = "1"  # read by triton when it is imported
 importlib.import_module("tests.attention_backends.triton_interpreter")  # mends it
 
-hypothesis.settings.register_profile("relay", deadline=None)
+hypothesis.settings.register_profile("relay", deadline=None, max_examples=cases(25))
 hypothesis.settings.load_profile("relay")
 
 

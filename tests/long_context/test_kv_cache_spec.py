@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
+from tests.depth import cases
 from tests.long_context.kv_cache_managers import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
@@ -47,7 +48,7 @@ def whole_blocks(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_SIZE)
 
 
-@settings(max_examples=60)
+@settings(max_examples=cases(15))
 @given(policies, st.integers(1, 300), st.booleans(), st.data())
 def test_a_request_holds_what_the_window_says(
     policy: WindowPolicy, num_prompt_tokens: int, enable_caching: bool, data: st.DataObject
@@ -85,7 +86,7 @@ def test_a_request_holds_what_the_window_says(
     blocks.check_all_are_free()
 
 
-@settings(max_examples=60)
+@settings(max_examples=cases(15))
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 25)), min_size=1, max_size=60))
 def test_no_block_is_lost_or_freed_twice_among_requests(steps: list[tuple[int, int]]) -> None:
     """Four requests with common beginnings: they share blocks, run out of them, and end."""

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.vllm_processes import run_module
+from tests.support.vllm_processes import run_module
 
 STOCK = {"attention_backend": "cpu_attn"}
 RELAY = {"attention_backend": "relay", "additional_config": {"relay": {"scheduler": True}}}

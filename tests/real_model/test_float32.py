@@ -57,9 +57,7 @@ def test_long_contexts_of_which_all_is_read(
     assert sparse["metrics"]["relay:host_seconds"] > 0
 
 
-def test_rows_of_a_table(
-    smollm2: Path, relay: dict[str, Any], stock: dict[str, Any]
-) -> None:
+def test_rows_of_a_table(smollm2: Path, relay: dict[str, Any], stock: dict[str, Any]) -> None:
     table = relay["table"]
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     for row, prompt in enumerate(map(tokenizer.decode, table["prompts"])):

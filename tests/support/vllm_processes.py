@@ -12,9 +12,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
@@ -77,6 +78,42 @@ def run_module(
         if status is None:
             raise subprocess.TimeoutExpired(argv, timeout_s, *output)
         return subprocess.CompletedProcess(argv, status, *output)
+
+
+class WarmPopen:
+    """`subprocess.Popen` of `python -m MODULE FD` in a session of its own."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        pass_fds: Sequence[int],
+        stdin: int,
+        stdout: IO[bytes],
+        stderr: int,
+        env: Mapping[str, str],
+        start_new_session: bool,
+    ) -> None:
+        _, _, module, _ = command
+        [descriptor] = pass_fds
+        assert (stdin, stderr, start_new_session) == (subprocess.DEVNULL, subprocess.STDOUT, True)
+        log = Path(stdout.name)
+        with Connection(os.dup(descriptor)) as inherited:
+            self._process = start(
+                _run_in_session, module, inherited, stdout=log, stderr=log, environment=env
+            )
+        self.pid = self._process.pid
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        self._process.join(timeout_s)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("an engine", timeout_s or 0.0)
+        return self._process.exitcode
+
+
+def _run_in_session(module: str, inherited: Connection) -> None:
+    os.setsid()
+    run_main(module, str(inherited.fileno()))
 
 
 def _run(

@@ -24,7 +24,7 @@ def vllm_folders() -> dict[str, Path]:
     """By release: the vLLM that Python imports, and those whose sources lie in the environment."""
     installed = installed_vllm()
     assert installed is not None
-    overlays = [init.parent for init in Path(sys.prefix).glob("vllm-*/vllm/__init__.py")]
+    overlays = [init.parent for init in Path(sys.prefix).glob("vllm-overlay/*/vllm/__init__.py")]
     return {release_of(folder): folder for folder in [*overlays, installed]}
 
 

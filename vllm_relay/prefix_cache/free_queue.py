@@ -248,9 +248,6 @@ class StockFreeQueue(FreeKVCacheBlockQueue):
         self.evicted_blocks = {"unused": 0, "needed": 0}
         self._next_use = next_use
 
-    def note_chain(self, keys: Sequence[bytes], *, is_use: bool = True) -> None:
-        """Chains do not change the order."""
-
     def popleft(self, *args: Any, **kwargs: Any) -> KVCacheBlock:
         block = super().popleft(*args, **kwargs)
         self._count([block])

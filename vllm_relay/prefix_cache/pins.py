@@ -297,7 +297,7 @@ class PinTable:
     def _blocks_behind(self, pin: _Pin, num_cached_tokens: int) -> list[Any]:
         """What the prefix cache has of a pin behind a hit, which ended before it because there was
         more: without these blocks, the next one would end earlier."""
-        behind = []
+        behind: list[Any] = []
         for group, manager in enumerate(self._manager.coordinator.single_type_managers):
             hashes = resolve_block_hashes(
                 pin.block_hashes, self._pool.hash_block_size, manager.block_size

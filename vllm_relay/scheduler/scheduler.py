@@ -24,7 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_relay.config import RelayConfig
 from vllm_relay.modules.admission import ModuleAdmission
 from vllm_relay.modules.plan import plan_of_request
-from vllm_relay.prefix_cache.free_queue import make_free_queue
+from vllm_relay.prefix_cache.free_queue import PolicyFreeQueue, make_free_queue
 from vllm_relay.prefix_cache.next_use import NextUse
 from vllm_relay.prefix_cache.pins import PinTable
 from vllm_relay.prefix_cache.stats import PREFIX_CACHE, PrefixCacheRecorder
@@ -98,6 +98,8 @@ class _RelayScheduling(Scheduler):
         """
         plan = plan_of_request(request)
         queue = self.kv_cache_manager.block_pool.free_block_queue
+        if not isinstance(queue, PolicyFreeQueue):
+            return  # vLLM's order, which chains do not change
         for group in keys:
             for run in [group] if plan is None else plan.chains(group):
                 queue.note_chain(run, is_use=is_use)
@@ -207,27 +209,27 @@ class _NextUseFeeder(QueueObserver):
     def __init__(self, scheduler: _RelayScheduling) -> None:
         self._scheduler = scheduler
         self._keys: dict[Request, list[list[bytes]]] = {}  # of waiting requests: see `block_keys`
+        # of those that may find blocks in the prefix cache: the others have nothing to wait for
         self._order_chains: dict[Request, Sequence[BlockName]] = {}
 
     def waits(self, request: Request, position: int) -> None:
         keys = self._keys[request] = self._scheduler.block_keys(request)
-        ordered_by = keys[self._scheduler.order_group or 0]
-        is_plain = plan_of_request(request) is None
-        self._order_chains[request] = ordered_by if is_plain else _chained(ordered_by)
-        if not request.skip_reading_prefix_cache:
+        if self._scheduler.kv_cache_manager.prefix_cache_lookup_enabled(request):
+            ordered_by = keys[self._scheduler.order_group or 0]
+            is_plain = plan_of_request(request) is None
+            self._order_chains[request] = ordered_by if is_plain else _chained(ordered_by)
             self._scheduler.next_use.add(position, list(chain.from_iterable(keys)))
 
     def waits_no_longer(self, request: Request, position: int, runs: bool) -> None:
         keys = self._keys.pop(request)
-        del self._order_chains[request]
-        if not request.skip_reading_prefix_cache:
+        if self._order_chains.pop(request, None) is not None:
             self._scheduler.next_use.remove(position, list(chain.from_iterable(keys)))
         if runs:
             self._scheduler.note_chains(request, keys, is_use=True)
 
     def order_chain(self, request: Request) -> Sequence[BlockName]:
         """What a waiting request is ordered by."""
-        return self._order_chains[request]
+        return self._order_chains.get(request, ())
 
 
 def _chained(keys: Sequence[bytes]) -> list[tuple[bytes, bytes]]:

@@ -25,7 +25,7 @@ def shape_of(source: PythonSources, path: str) -> str:
     if found is None:
         owner = source.find(path.rpartition(".")[0])
         if path.endswith(".__init__") and owner and isinstance(owner.node, ast.ClassDef):
-            return f"def ({', '.join(_fields_as_parameters(source, owner))})"
+            return f"def ({', '.join(['self', *_fields_as_parameters(source, owner)])})"
         return ABSENT
     node = found.node
     if isinstance(node, ast.Module):
@@ -57,7 +57,7 @@ def parameters_of(source: PythonSources, path: str) -> ast.arguments | None:
     shape = shape_of(source, path)
     if not shape.startswith("def ("):
         return None
-    statement = ast.parse(f"{shape.replace('def (', 'def f(self, ', 1)}: ...").body[0]
+    statement = ast.parse(f"{shape.replace('def (', 'def f(', 1)}: ...").body[0]
     assert isinstance(statement, Function)
     return statement.args
 
