@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm.v1.core.kv_cache_utils import is_kv_cache_spec_uniform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
@@ -27,6 +26,11 @@ from tests.long_context.kv_cache_managers import (
 )
 from vllm_relay.long_context.kv_cache_spec import RelaySparseManager, register_kv_cache_spec
 from vllm_relay.long_context.window import WindowPolicy
+
+try:
+    from vllm.v1.core.kv_cache_planning import is_kv_cache_spec_uniform
+except ImportError:  # vLLM 0.32
+    from vllm.v1.core.kv_cache_utils import is_kv_cache_spec_uniform
 
 MAX_IN_FLIGHT_TOKENS = 30
 

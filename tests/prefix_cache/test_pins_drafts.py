@@ -3,15 +3,25 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+from pathlib import Path
+from typing import Any
 
+import pytest
+from vllm import LLMEngine, SamplingParams
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+from tests.integration.tiny_models import save_model
 from tests.prefix_cache.pin_scheduler import (
     BLOCK_SIZE,
     HAS_LOOKAHEAD_HASHES,
     Scheduler,
     tokens,
 )
+from tests.scheduler.simulated_engine import start
 from vllm_relay.commands.errors import CommandError
+from vllm_relay.prefix_cache.pin_client import pin_tokens
+from vllm_relay.prefix_cache.predict_executor import StubExecutor
 
 needs_lookahead_hashes = pytest.mark.skipif(
     not HAS_LOOKAHEAD_HASHES, reason="this vLLM has no lookahead block hashes"
@@ -115,3 +125,54 @@ def test_room_is_counted_for_the_blocks_that_two_pins_do_not_share() -> None:
     with pytest.raises(CommandError, match="needs 3 KV blocks") as e:
         scheduler.pins.declare("c", [*tokens(28), *range(200, 209)])  # the 7th differs too
     assert e.value.status == 507
+
+
+def cached_tokens(engine: LLMEngine, prompt: list[int]) -> int:
+    """How many tokens of a prompt its request has found."""
+    params = SamplingParams(max_tokens=1, detokenize=False)
+    engine.add_request("question", {"prompt_token_ids": prompt}, params)
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert outputs[-1].num_cached_tokens is not None
+    return outputs[-1].num_cached_tokens
+
+
+class OneTokenExecutor(StubExecutor):
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        self.sampler = lambda request_id: [7]
+        return super().execute_model(*args, **kwargs)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "looks_ahead", [False, pytest.param(True, marks=needs_lookahead_hashes)], ids=["", "lookahead"]
+)
+def test_a_prompt_is_pinned_in_an_engine_with_eagle(
+    tmp_path: Path, asynchronous: bool, looks_ahead: bool
+) -> None:
+    target = save_model("llama", tmp_path / "target")
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    config = json.loads((target / "config.json").read_text())
+    (drafter / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    drafts: dict[str, Any] = {"method": "eagle", "model": str(drafter), "num_speculative_tokens": 2}
+    if HAS_LOOKAHEAD_HASHES and not looks_ahead:
+        drafts["disable_lookahead_block_hashes"] = True
+    engine = start(
+        str(target),
+        asynchronous=asynchronous,
+        executor_class=OneTokenExecutor,
+        speculative_config=drafts,
+        additional_config={"relay": {"scheduler": True}},
+    )
+    try:
+        system_prompt = [3 + number % 400 for number in range(100)]
+        pin = pin_tokens(engine, system_prompt)
+        assert (pin.resident, pin.tokens, pin.blocks) == (True, 96, 3)
+        pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        pool.free_blocks(pool.get_new_blocks(pool.get_num_free_blocks()))
+        assert cached_tokens(engine, [*system_prompt, 401, 402]) == (96 if looks_ahead else 64)
+    finally:
+        engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()

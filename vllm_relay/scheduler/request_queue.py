@@ -92,9 +92,10 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         return sum(self._classes[priority].held for priority in self._led)
 
     def retry_blocked(self) -> None:
-        """Offer blocked requests again that are not blocked any more; before every step."""
+        """Offer blocked requests again that are not blocked any more, and choose anew; before every
+        step."""
+        self._settle()
         if self._blocked:
-            self._settle()
             is_blocked = self._blocked_now()
             able = [request for request in self._blocked if not is_blocked(request)]
             for request in self._by_arrival(able):

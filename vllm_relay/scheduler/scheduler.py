@@ -65,6 +65,9 @@ class _RelayScheduling(Scheduler):
         self.modules.prepare()
         self.waiting.retry_blocked()
         output = super().schedule(*args, **kwargs)
+        # vLLM takes requests that are held for such that it had no room for, and then heeds no
+        # interval between prefills
+        self.prefill_capacity_bound &= bool(self.waiting or self.kv_holding_waiting)
         self.modules.note_step(output.total_num_scheduled_tokens)
         return output
 
