@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import logging
 import os
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+
+from tests.depth import cases
+from tests.support.vllm_users import touches_vllm
 
 # read by vLLM when it is imported
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
@@ -21,7 +25,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # tests run beside each oth
 os.environ["TRITON_INTERPRET"] = "1"  # read by triton when it is imported
 importlib.import_module("tests.attention_backends.triton_interpreter")  # mends it
 
-hypothesis.settings.register_profile("relay", deadline=None)
+hypothesis.settings.register_profile("relay", deadline=None, max_examples=cases(25))
 hypothesis.settings.load_profile("relay")
 
 
@@ -45,5 +49,14 @@ def smollm2() -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Engines come first: the longest files end last, and processes would wait for them."""
+    """Marks what touches vLLM. Engines come first: the longest files end last, and processes would
+    wait for them."""
+    for item in items:
+        if item.get_closest_marker("integration") is not None or touches_vllm(item.path):
+            item.add_marker("vllm")
     items.sort(key=lambda item: item.get_closest_marker("integration") is None)
+
+
+def pytest_report_header() -> str:
+    found = importlib.metadata.distribution("vllm")
+    return f"vllm: {found.version}, from {found.locate_file('vllm')}"

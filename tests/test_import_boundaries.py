@@ -3,58 +3,82 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
 
-LOADED = (
-    "import sys;print([name for name in ('torch', 'transformers', 'vllm') if name in sys.modules])"
-)
+HEAVY = ("torch", "transformers", "vllm")
+MODULES = [
+    "vllm_relay",
+    "vllm_relay.cli",
+    "vllm_relay.doctor",
+    "vllm_relay.plugin",
+    "vllm_relay.attention_backends.forest",
+    "vllm_relay.attention_backends.plan",
+    "vllm_relay.attention_backends.cost",
+    "vllm_relay.attention_backends.gpu_config",
+    "vllm_relay.attention_backends.gpu_plan",
+    "vllm_relay.long_context.host_memory",
+    "vllm_relay.long_context.index_payoff",
+    "vllm_relay.config.long_contexts",
+    "vllm_relay.long_context.orders",
+    "vllm_relay.long_context.stats",
+    "vllm_relay.long_context.window",
+    "vllm_relay.prefix_cache.belady",
+    "vllm_relay.modules",  # imports schemas, layouts, prompts and their plans
+    "vllm_relay.modules.block_hashes",
+    "vllm_relay.modules.describe",
+    "vllm_relay.prefix_cache.next_use",
+    "vllm_relay.prefix_cache.policies",
+    "vllm_relay.scheduler.fairness",
+    "vllm_relay.scheduler.order",
+    "vllm_relay.sparse",
+    "vllm_relay.sparse.contexts_command",
+    "vllm_relay.sparse.head_profile",
+    "vllm_relay.sparse.planner",
+    "vllm_relay.sparse.reference",
+    "vllm_relay.tables",
+    "vllm_relay.tables.engines.server",
+    "vllm_relay.tables.jobs.job_runner",
+    "vllm_relay.vllm_changes.contract.table",
+]
+
+IMPORT_EACH = """
+import importlib, json, os, sys, traceback
+# each in a process that has imported none of them
+for module in sys.argv[1:]:
+    read_end, write_end = os.pipe()
+    if os.fork() == 0:
+        try:
+            importlib.import_module(module)
+            found = [name for name in %r if name in sys.modules]
+        except BaseException:
+            found = traceback.format_exc()
+        os.write(write_end, json.dumps(found).encode())
+        os._exit(0)
+    os.close(write_end)
+    with open(read_end) as pipe:
+        print(json.dumps([module, json.load(pipe)]))
+    os.wait()
+"""
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "vllm_relay",
-        "vllm_relay.cli",
-        "vllm_relay.doctor",
-        "vllm_relay.plugin",
-        "vllm_relay.attention_backends.forest",
-        "vllm_relay.attention_backends.plan",
-        "vllm_relay.attention_backends.cost",
-        "vllm_relay.attention_backends.gpu_config",
-        "vllm_relay.attention_backends.gpu_plan",
-        "vllm_relay.long_context.host_memory",
-        "vllm_relay.long_context.index_payoff",
-        "vllm_relay.config.long_contexts",
-        "vllm_relay.long_context.orders",
-        "vllm_relay.long_context.stats",
-        "vllm_relay.long_context.window",
-        "vllm_relay.prefix_cache.belady",
-        "vllm_relay.modules",  # imports schemas, layouts, prompts and their plans
-        "vllm_relay.modules.block_hashes",
-        "vllm_relay.modules.describe",
-        "vllm_relay.prefix_cache.next_use",
-        "vllm_relay.prefix_cache.policies",
-        "vllm_relay.scheduler.fairness",
-        "vllm_relay.scheduler.order",
-        "vllm_relay.sparse",
-        "vllm_relay.sparse.contexts_command",
-        "vllm_relay.sparse.head_profile",
-        "vllm_relay.sparse.planner",
-        "vllm_relay.sparse.reference",
-        "vllm_relay.tables",
-        "vllm_relay.tables.engines.server",
-        "vllm_relay.tables.jobs.job_runner",
-    ],
-)
-def test_import_loads_neither_torch_nor_vllm(module: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", f"import {module}; {LOADED}"], capture_output=True, text=True
-    )
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, list[str] | str]:
+    """The heavy packages that importing a module loads, or its traceback."""
+    command = [sys.executable, "-c", IMPORT_EACH % (HEAVY,), *MODULES]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
+    return dict(json.loads(line) for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_import_loads_neither_torch_nor_vllm(
+    module: str, loaded: dict[str, list[str] | str]
+) -> None:
+    assert loaded[module] == []
 
 
 def test_the_context_database_registers_its_attention_when_it_is_asked_for() -> None:

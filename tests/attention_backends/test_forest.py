@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import cases
 from vllm_relay.attention_backends.forest import Forest, build_forest
 
 BLOCK_SIZE = 32
@@ -155,13 +156,13 @@ def trees(draw):
     return table, np.maximum(shareable, 0)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=cases(250))
 @given(small_tables())
 def test_equals_naive_groups_of_small_tables(case):
     check(*case)
 
 
-@settings(max_examples=500)
+@settings(max_examples=cases(125))
 @given(trees())
 def test_equals_naive_groups_of_trees(case):
     check(*case)
@@ -285,7 +286,7 @@ def test_wrong_shapes():
         build_forest(np.zeros(2, np.int32), np.zeros(2, np.int64), BLOCK_SIZE)
 
 
-@settings(max_examples=300)
+@settings(max_examples=cases(75))
 @given(trees(), st.integers(0, 2**32 - 1))
 def test_without_hands_ranges_down(case, seed):
     forest = build_forest(*case, BLOCK_SIZE)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.attention_backends.plan_checks import check_plan
 from tests.attention_backends.strategies import random_problem
 from tests.attention_backends.triton_problems import TINY_CUTS, fitting, plan_of, tree_problem
+from tests.depth import cases
 from vllm_relay.attention_backends.forest import Forest
 from vllm_relay.attention_backends.gpu_config import KernelConfig
 from vllm_relay.attention_backends.gpu_plan import (
@@ -49,7 +50,7 @@ def ranges(draw):
     return config, begin, begin + length, draw(st.booleans())
 
 
-@settings(max_examples=500)
+@settings(max_examples=cases(125))
 @given(ranges())
 def test_pieces_cut_where_segments_and_sections_end(case):
     config, begin, end, folds = case
@@ -80,7 +81,7 @@ def test_pieces_cut_where_segments_and_sections_end(case):
             assert piece_end == (expected if expected > piece_begin else end)
 
 
-@settings(max_examples=150)
+@settings(max_examples=cases(38))
 @given(seed=SEEDS, config=configs(), folds=st.booleans())
 def test_everything_is_read_once(seed, config, folds):
     rng = np.random.default_rng(seed)

@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from tests.attention_backends.exactness import assert_exact_enough, assert_same_bits
 from tests.attention_backends.strategies import error_bounds, random_problem
 from tests.attention_backends.test_ops import SEEDS, bounds_of, every_kernel, valid_arguments
+from tests.depth import cases
 from vllm_relay.attention_backends import ops, reference
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 
 
 @every_kernel
-@settings(max_examples=25)
+@settings(max_examples=cases(7))
 @given(seed=SEEDS)
 def test_close_to_float64(kernel, dtype, seed):
     problem = random_problem(np.random.default_rng(seed), dtype=dtype, hides_tokens=True)
@@ -23,7 +24,7 @@ def test_close_to_float64(kernel, dtype, seed):
 
 
 @every_kernel
-@settings(max_examples=25)
+@settings(max_examples=cases(7))
 @given(seed=SEEDS)
 def test_grouped_and_in_any_order_is_alone_to_the_bit(kernel, dtype, seed):
     rng = np.random.default_rng(seed)
@@ -41,7 +42,7 @@ def test_grouped_and_in_any_order_is_alone_to_the_bit(kernel, dtype, seed):
 
 
 @every_kernel
-@settings(max_examples=10)
+@settings(max_examples=cases(4))
 @given(seed=SEEDS)
 def test_any_number_of_threads(kernel, dtype, seed):
     problem = random_problem(np.random.default_rng(seed), dtype=dtype, hides_tokens=True)

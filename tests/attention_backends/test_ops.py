@@ -15,6 +15,7 @@ from tests.attention_backends.strategies import (
     error_bounds,
     random_problem,
 )
+from tests.depth import cases
 from vllm_relay import _C, limits
 from vllm_relay.attention_backends import cpu, ops, reference
 from vllm_relay.attention_backends.cost import KERNEL_COSTS
@@ -43,7 +44,7 @@ def assert_exact_enough(problem, output, lse, kernel="auto"):
 
 
 @every_kernel
-@settings(max_examples=25)
+@settings(max_examples=cases(7))
 @given(seed=SEEDS)
 def test_close_to_float64(kernel, dtype, seed):
     problem = problem_of(seed, dtype=dtype)
@@ -51,7 +52,7 @@ def test_close_to_float64(kernel, dtype, seed):
 
 
 @every_kernel
-@settings(max_examples=30)
+@settings(max_examples=cases(8))
 @given(seed=SEEDS)
 def test_grouped_is_alone_to_the_bit(kernel, dtype, seed):
     rng = np.random.default_rng(seed)
@@ -65,7 +66,7 @@ def test_grouped_is_alone_to_the_bit(kernel, dtype, seed):
 
 
 @every_kernel
-@settings(max_examples=12)
+@settings(max_examples=cases(3))
 @given(seed=SEEDS)
 def test_each_request_alone_and_in_any_order(kernel, dtype, seed):
     rng = np.random.default_rng(seed)
@@ -80,7 +81,7 @@ def test_each_request_alone_and_in_any_order(kernel, dtype, seed):
 
 
 @every_kernel
-@settings(max_examples=20)
+@settings(max_examples=cases(5))
 @given(seed=SEEDS)
 def test_any_number_of_threads(kernel, dtype, seed):
     problem = problem_of(seed, dtype=dtype)
@@ -176,7 +177,7 @@ def test_long_sequences_split_over_threads(kernel, dtype, window):
 
 
 @every_kernel
-@settings(max_examples=15)
+@settings(max_examples=cases(4))
 @given(seed=SEEDS)
 def test_states_of_two_halves_merge_to_the_whole(kernel, dtype, seed):
     rng = np.random.default_rng(seed)
@@ -217,7 +218,7 @@ def test_states_of_two_halves_merge_to_the_whole(kernel, dtype, seed):
     assert ((merged_lse.double() - expected_lse).abs() <= 2 * lse_bound).all(), decodes.description
 
 
-@settings(max_examples=100)
+@settings(max_examples=cases(25))
 @given(seed=SEEDS)
 def test_merge_states_equals_reference(seed):
     rng = np.random.default_rng(seed)
@@ -385,7 +386,7 @@ def test_merge_errors_name_the_argument(name):
         ops.merge_states(**{**arguments, name: torch.zeros(4, 2, 2, 2)})
 
 
-@settings(max_examples=100)
+@settings(max_examples=cases(25))
 @given(seed=SEEDS)
 def test_write_equals_reference_bit_for_bit(seed):
     rng = np.random.default_rng(seed)

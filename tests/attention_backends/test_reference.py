@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests.attention_backends.strategies import DTYPES, random_problem
+from tests.depth import cases
 from vllm_relay.attention_backends import reference
 
 INF = math.inf
@@ -122,7 +123,7 @@ def test_write_refuses_other_dtypes():
         reference.write_kv_cache(key, key, kv_cache, torch.tensor([3]))
 
 
-@settings(max_examples=100)
+@settings(max_examples=cases(25))
 @given(SEEDS)
 def test_equals_sdpa_in_float64(seed):
     problem = random_problem(np.random.default_rng(seed))
@@ -298,7 +299,7 @@ def test_extreme_lse_do_not_overflow():
         assert torch.allclose(merged, output) and lse.isfinite().all()
 
 
-@settings(max_examples=50)
+@settings(max_examples=cases(13))
 @given(SEEDS)
 def test_merging_two_halves_of_the_keys_gives_the_whole(seed):
     rng = np.random.default_rng(seed)

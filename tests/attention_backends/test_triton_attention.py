@@ -26,13 +26,14 @@ from tests.attention_backends.triton_problems import (
     strided,
     tree_problem,
 )
+from tests.depth import cases
 from vllm_relay.attention_backends.forest import Forest
 
 SEEDS = st.integers(0, 2**32 - 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=8)
+@settings(max_examples=cases(3))
 @given(seed=SEEDS)
 def test_random_forests(dtype, seed):
     """Close to float64, and to the bit the same for any grouping, fold and number of programs."""
@@ -48,7 +49,7 @@ def test_random_forests(dtype, seed):
             assert_same_bits(shared, alone, problem.description)
 
 
-@settings(max_examples=5)
+@settings(max_examples=cases(2))
 @given(seed=SEEDS)
 def test_parts_of_a_batch_in_any_order(seed):
     rng = np.random.default_rng(seed)

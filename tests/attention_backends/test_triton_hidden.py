@@ -23,6 +23,7 @@ from tests.attention_backends.triton_problems import (
     solve,
     tree_problem,
 )
+from tests.depth import cases
 from vllm_relay.attention_backends.forest import Forest
 from vllm_relay.attention_backends.gpu_hidden import SEES_ALL, HiddenBits, bits_of
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
@@ -37,7 +38,7 @@ def physical_forest(problem: AttentionProblem) -> Forest:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=4)
+@settings(max_examples=cases(2))
 @given(seed=SEEDS)
 def test_random_forests(dtype: torch.dtype, seed: int) -> None:
     """Close to float64, and to the bit the same however it is grouped, also with those who hide
@@ -57,7 +58,7 @@ def test_random_forests(dtype: torch.dtype, seed: int) -> None:
         assert_same_bits(planned, alone, problem.description)
 
 
-@settings(max_examples=3)
+@settings(max_examples=cases(2))
 @given(seed=SEEDS)
 def test_other_cuts(seed: int) -> None:
     problem = small_problem(np.random.default_rng(seed), hides_tokens=True)

@@ -32,6 +32,7 @@ from tests.attention_backends.triton_problems import (
     solve,
     tree_problem,
 )
+from tests.depth import cases
 from vllm_relay.attention_backends.forest import build_forest
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -57,7 +58,7 @@ def forest_groups(problem, granule_tokens: int, max_query_len: int) -> set:
     }
 
 
-@settings(max_examples=25)
+@settings(max_examples=cases(7))
 @given(seed=SEEDS)
 def test_groups_are_those_of_the_forest(seed):
     rng = np.random.default_rng(seed)
@@ -75,7 +76,7 @@ def test_groups_are_those_of_the_forest(seed):
     check_device_plan(planner, problem)
 
 
-@settings(max_examples=25)
+@settings(max_examples=cases(7))
 @given(seed=SEEDS)
 def test_nothing_is_shared_that_is_not_the_same(seed):
     """Rows over few block ids, also null: equal ids behind different ones, and at other columns."""
@@ -101,7 +102,7 @@ def test_nothing_is_shared_that_is_not_the_same(seed):
         problem = replace(problem, block_table=torch.from_numpy(table), seq_lens=shorter)
 
 
-@settings(max_examples=8)
+@settings(max_examples=cases(3))
 @given(seed=SEEDS)
 def test_attention_is_that_of_requests_alone(seed):
     rng = np.random.default_rng(seed)
@@ -282,7 +283,7 @@ def test_batch_of_only_long_queries_and_of_nothing():
     assert torch.equal(planner.plan.counts, before)
 
 
-@settings(max_examples=4)
+@settings(max_examples=cases(2))
 @given(seed=SEEDS)
 def test_one_planner_replays_many_steps(seed):
     """The arguments of attention stay the same objects, as in a captured CUDA graph."""

@@ -32,6 +32,7 @@ from tests.attention_backends.triton_problems import (
     solve,
     tree_problem,
 )
+from tests.depth import cases
 from vllm_relay.attention_backends import gpu_plan, triton_plan
 from vllm_relay.attention_backends.gpu_planner import DevicePlanner
 from vllm_relay.attention_backends.gpu_totals import TotalsReader
@@ -70,7 +71,7 @@ def groups_that_pay(
     return kept
 
 
-@settings(max_examples=25)
+@settings(max_examples=cases(7))
 @given(
     seed=SEEDS,
     state_cost=st.sampled_from([0.25, 1.0, 4.0]),

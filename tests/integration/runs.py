@@ -23,6 +23,7 @@ def start(
     scenarios: tuple[str, ...] = (),
     multiprocessing: bool = False,
     driver: str = "engine_main",
+    forks: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     args_path = directory / "engine_args.json"
     args_path.write_text(json.dumps(engine_args))
@@ -30,6 +31,7 @@ def start(
         f"tests.integration.{driver}",
         [str(directory / "output.json"), str(args_path), *scenarios],
         {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing))},
+        forks=forks,
     )
 
 

@@ -178,6 +178,7 @@ def test_a_context_that_one_rank_cannot_read_is_computed_again(
     found = run(
         "relay_sparse",
         scenarios=("damaged_context",),
+        forks=True,
         tensor_parallel_size=2,
         additional_config=options,
     )

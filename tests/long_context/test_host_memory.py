@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.depth import cases
 from vllm_relay.long_context.host_memory import GRANULE_TOKENS, HostMemory
 
 CAPACITY_GRANULES = 10
@@ -91,7 +92,7 @@ class HostMemoryMachine(RuleBasedStateMachine):
 
 
 TestHostMemory = HostMemoryMachine.TestCase
-TestHostMemory.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestHostMemory.settings = settings(max_examples=cases(38), stateful_step_count=40, deadline=None)
 
 
 def test_requests_take_whole_granules() -> None:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import cases
 from vllm_relay.long_context import host_sequence
 from vllm_relay.long_context.host_sequence import HostLayer, HostSequence
 
@@ -61,7 +62,7 @@ def check_segments(layer: HostLayer, begin: int, indexed: int) -> None:
     assert len(layer.segments) <= 2
 
 
-@settings(max_examples=80)
+@settings(max_examples=cases(20))
 @given(
     st.sampled_from([0, 7]),
     st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), max_size=12),
@@ -87,7 +88,7 @@ def test_rows_are_what_was_written_last(
             assert torch.equal(found[1], values[first - begin :].transpose(0, 1))
 
 
-@settings(max_examples=40)
+@settings(max_examples=cases(10))
 @given(
     st.sampled_from([0, 5]),
     st.lists(st.integers(0, 35), min_size=1, max_size=12),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import cases
 from tests.long_context.made_costs import made_costs
 from vllm_relay.long_context import index_payoff
 from vllm_relay.long_context.index_payoff import IndexPayoff, SavedTime, index_bytes_per_key
@@ -34,7 +35,7 @@ def test_times_are_those_of_the_search_costs() -> None:
     assert payoff.break_even_tokens("graph", NUM_KEYS) == math.inf
 
 
-@settings(max_examples=200)
+@settings(max_examples=cases(50))
 @given(st.floats(1, 60), st.integers(1, 200), st.data())
 def test_never_more_than_twice_what_is_necessary(
     break_even: float, max_tokens: int, data: st.DataObject

@@ -11,11 +11,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm.v1.core.kv_cache_utils import is_kv_cache_spec_uniform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
+from tests.depth import cases
 from tests.long_context.kv_cache_managers import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
@@ -26,6 +26,11 @@ from tests.long_context.kv_cache_managers import (
 )
 from vllm_relay.long_context.kv_cache_spec import RelaySparseManager, register_kv_cache_spec
 from vllm_relay.long_context.window import WindowPolicy
+
+try:
+    from vllm.v1.core.kv_cache_planning import is_kv_cache_spec_uniform
+except ImportError:  # vLLM 0.32
+    from vllm.v1.core.kv_cache_utils import is_kv_cache_spec_uniform
 
 MAX_IN_FLIGHT_TOKENS = 30
 
@@ -43,7 +48,7 @@ def whole_blocks(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_SIZE)
 
 
-@settings(max_examples=60)
+@settings(max_examples=cases(15))
 @given(policies, st.integers(1, 300), st.booleans(), st.data())
 def test_a_request_holds_what_the_window_says(
     policy: WindowPolicy, num_prompt_tokens: int, enable_caching: bool, data: st.DataObject
@@ -81,7 +86,7 @@ def test_a_request_holds_what_the_window_says(
     blocks.check_all_are_free()
 
 
-@settings(max_examples=60)
+@settings(max_examples=cases(15))
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 25)), min_size=1, max_size=60))
 def test_no_block_is_lost_or_freed_twice_among_requests(steps: list[tuple[int, int]]) -> None:
     """Four requests with common beginnings: they share blocks, run out of them, and end."""

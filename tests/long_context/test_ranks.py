@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.support.vllm_processes import context
 from vllm_relay.long_context.ranks import lost_in_any_rank
 
 STEPS: list[list[dict[str, str]]] = [
@@ -36,7 +36,6 @@ def run_rank(rank: int, store: str, answers: Any) -> None:
 
 
 def test_all_ranks_know_what_any_has_lost(tmp_path: Path) -> None:
-    context = get_context("spawn")
     answers = context.Queue()
     ranks = [
         context.Process(target=run_rank, args=(rank, str(tmp_path / "store"), answers))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
+from tests.depth import cases
 from tests.integration.engine_main import tokens
 from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS, save_model
 from tests.long_context.made_costs import made_costs
@@ -382,7 +383,7 @@ def test_every_token_is_where_the_window_says(
                 assert not engine.executor.copies[request_id].states or memory.holds(request_id)
 
         engine.executor.on_step = on_step
-        for number in range(120):
+        for number in range(cases(60)):
             family = rng.randrange(4)
             root = tokens(family, 60 * family + 20)
             prompt = root + tokens(100 + rng.randrange(8), rng.randint(1, 180))

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.depth import cases
 from tests.modules.chat_templates import (
     MARKUPS,
     TEMPLATES,
@@ -373,7 +374,7 @@ def test_turns_that_a_template_cannot_render_are_refused() -> None:
 SEEDS = st.integers(0, 2**32)
 
 
-@settings(max_examples=300)
+@settings(max_examples=cases(75))
 @example(seed=144906, mode="modular", template=None)
 @given(
     seed=SEEDS,

@@ -11,10 +11,12 @@ list of cached tokens.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm import LLM, SamplingParams
 
 
@@ -31,6 +33,7 @@ def cached_tokens(llm: LLM, workload: list[tuple[list[int], int]]) -> list[int]:
 
 def main() -> None:
     input_path, output_path = map(Path, sys.argv[1:])
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # read before it was set
     given = json.loads(input_path.read_text())
     results = []
     for engine_args in given["engines"]:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import cases
 from vllm_relay.prefix_cache.belady import belady_hits, ceiling_hits
 
 
@@ -42,14 +43,14 @@ def most_hits(chains, capacity_blocks):
     return from_request(0, frozenset())
 
 
-@settings(max_examples=400)
+@settings(max_examples=cases(100))
 @given(tiny_workloads, st.integers(0, 3))
 def test_no_choice_has_more_hits(chains, spare_blocks):
     capacity_blocks = max(map(len, chains)) + spare_blocks
     assert belady_hits(chains, capacity_blocks) == most_hits(chains, capacity_blocks)
 
 
-@settings(max_examples=200)
+@settings(max_examples=cases(50))
 @given(tiny_workloads)
 def test_a_cache_for_all_blocks_reaches_the_ceiling(chains):
     capacity_blocks = len({key for chain in chains for key in chain})

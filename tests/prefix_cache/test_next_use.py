@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import cases
 from vllm_relay.prefix_cache.next_use import NextUse
 
 KEYS = [bytes([letter]) for letter in range(6)]
@@ -13,7 +14,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=500)
+@settings(max_examples=cases(125))
 @given(operations)
 def test_equals_a_naive_model(operations):
     """An operation removes the request at its position, or adds one where there is none."""

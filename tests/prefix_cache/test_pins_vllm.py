@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +12,10 @@ import pytest
 
 from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS, save_model
 from tests.support.servers import ask, serving
+from tests.support.vllm_processes import run_module
 
 pytestmark = pytest.mark.integration
 
-ROOT = Path(__file__).parents[2]
 SYSTEM_PROMPT = "river amber stone " * 40
 BLOCK_SIZE = 32
 PINNED_TOKENS = 120 // BLOCK_SIZE * BLOCK_SIZE
@@ -43,20 +40,11 @@ def run_engine(
     main: str, model: Path, output: Path, **environment: str
 ) -> tuple[dict[str, Any], list[str]]:
     """What the script has seen, and the lines of its log about system prompts."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            f"tests.prefix_cache.{main}",
-            str(model),
-            SYSTEM_PROMPT,
-            str(output),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO", **environment},
-        timeout=300,
+    done = run_module(
+        f"tests.prefix_cache.{main}",
+        [str(model), SYSTEM_PROMPT, str(output)],
+        {"VLLM_LOGGING_LEVEL": "INFO", **environment},
+        forks=True,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     log = (done.stdout + done.stderr).splitlines()
@@ -67,7 +55,7 @@ def run_engine(
     "multiprocessing",
     [
         pytest.param(False, marks=pytest.mark.soak, id="in_process"),
-        pytest.param(True, id="spawned"),
+        pytest.param(True, id="two_processes"),
     ],
 )
 def test_llm(model: Path, tmp_path: Path, multiprocessing: bool) -> None:
@@ -127,7 +115,7 @@ def server(model: Path, tmp_path: Path) -> Iterator[str]:
     prompt.write_text(SYSTEM_PROMPT)
     relay = {"scheduler": True, "system_prompts": [f"@{prompt}"]}
     options = ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", "48"]
-    with serving(model, tmp_path / "server.log", relay, options) as address:
+    with serving(model, tmp_path / "server.log", relay, options, forks=True) as address:
         yield address
 
 

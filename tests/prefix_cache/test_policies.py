@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.core import block_pool
 
+from tests.depth import cases
 from tests.prefix_cache.block_pool_traces import NUM_BLOCKS, Cache, keys_of, path_of, paths, steps
 from tests.prefix_cache.eviction_oracles import ORACLES, CheckedQueue
 from vllm_relay.prefix_cache.free_queue import PolicyFreeQueue, make_free_queue
@@ -27,7 +28,7 @@ class Lru(EvictionPolicy):
 def test_evicts_what_the_oracle_evicts(name, cache_late):
     num_evicted = 0
 
-    @settings(max_examples=150)
+    @settings(max_examples=cases(38))
     @given(steps)
     def check(steps):
         nonlocal num_evicted
@@ -57,7 +58,7 @@ def blocks_in_order(cache):
 STOCK_QUEUE = block_pool.FreeKVCacheBlockQueue
 
 
-@settings(max_examples=300)
+@settings(max_examples=cases(75))
 @given(steps)
 def test_a_policy_with_the_order_of_vllm_takes_the_same_blocks(steps):
     stock = Cache(lambda blocks, next_use: STOCK_QUEUE(blocks))
@@ -69,7 +70,7 @@ def test_a_policy_with_the_order_of_vllm_takes_the_same_blocks(steps):
         assert blocks_in_order(stock) == blocks_in_order(ours)
 
 
-@settings(max_examples=100)
+@settings(max_examples=cases(25))
 @given(steps)
 def test_lru_takes_the_same_blocks_as_vllm(steps):
     stock = Cache(lambda blocks, next_use: STOCK_QUEUE(blocks))
@@ -85,7 +86,7 @@ def test_lru_takes_the_same_blocks_as_vllm(steps):
 def test_children_leave_before_their_parents(name):
     """Whatever is freed first, and whoever waits for it."""
 
-    @settings(max_examples=150)
+    @settings(max_examples=cases(38))
     @given(steps)
     def check(steps):
         next_use = NextUse()
@@ -162,7 +163,7 @@ def test_queue_keeps_what_is_needed_soonest():
     assert tree.order() == [[1, 1], [1], [3], [4], [2]]
 
 
-@settings(max_examples=200)
+@settings(max_examples=cases(50))
 @given(st.lists(st.tuples(paths, st.booleans()), min_size=1, max_size=60), st.integers(0, 6))
 def test_the_tree_forgets_chains_that_were_never_cached(chains, max_nodes_in_use):
     tree = PrefixTree(Gdsf(), max_nodes_in_use)

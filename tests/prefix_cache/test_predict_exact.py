@@ -4,22 +4,18 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from tests.integration.tiny_models import save_model
+from tests.support.vllm_processes import run_module
 from vllm_relay.prefix_cache.predict import CacheSize, Predictor, PredictorSettings
 from vllm_relay.prefix_cache.predict_input import PredictedRequest
 
 pytestmark = pytest.mark.integration
 
-ROOT = Path(__file__).parents[2]
 SETTINGS = PredictorSettings(
     "",
     block_size=32,
@@ -63,19 +59,15 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
     workloads = [[(r.prompt_token_ids, r.output_tokens) for r in o] for o in ORDERS.values()]
     given, found = folder / "input.json", folder / "output.json"
     given.write_text(json.dumps({"engines": engine_args, "workloads": workloads}))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.prefix_cache.predict_engine_process", given, found],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
+    done = run_module(
+        "tests.prefix_cache.predict_engine_process",
+        [str(given), str(found)],
         # one thread: it waits for no other where cores are busy
-        env={
-            **os.environ,
+        {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
         },
-        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return list(zip(settings, json.loads(found.read_text()), strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import cases
 from vllm_relay.scheduler.fairness import OvertakeLimit
 
 
@@ -65,7 +66,7 @@ def test_who_comes_back_begins_anew() -> None:
     st.integers(1, 5),
     st.integers(0, 2**32),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=cases(75), deadline=None)
 def test_bounds_hold_against_an_adversary(
     actions: list[tuple[str, float]], max_overtakes: int, seed: int
 ) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import cases
 from vllm_relay.scheduler.order import PrefixOrder
 
 Chain = tuple[bytes, ...]
@@ -211,7 +212,7 @@ chains_strategy = st.lists(
 
 
 @given(chains_strategy, st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=cases(75), deadline=None)
 def test_any_operations_keep_every_request_once(chains: list[Chain], data: st.DataObject) -> None:
     resident: set[bytes] = set()
     order: PrefixOrder[int] = PrefixOrder(resident.__contains__, data.draw(st.sampled_from([0, 5])))
@@ -261,7 +262,7 @@ def test_any_operations_keep_every_request_once(chains: list[Chain], data: st.Da
 
 
 @given(chains_strategy)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=cases(75), deadline=None)
 def test_every_prefix_runs_in_one_go(chains: list[Chain]) -> None:
     ran = order_of({str(index): chain for index, chain in enumerate(chains)})
     ran_chains = [chains[int(request)] for request in ran]

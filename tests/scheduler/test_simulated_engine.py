@@ -12,6 +12,7 @@ import pytest
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.v1.request import RequestStatus
 
+from tests.depth import cases
 from tests.integration.tiny_models import save_model
 from tests.scheduler.simulated_engine import answer, start
 from tests.scheduler.soak import FIRST_SEED, SECONDS, Question, Soak, adapters, prompts
@@ -121,12 +122,13 @@ def test_every_block_holds_what_its_request_needs(
     num_adapters: int,
 ) -> None:
     case = Case(kind, asynchronous, eviction, policy, threshold_tokens, num_adapters)
-    seen = run(case, models[kind], actions=600)
+    meets_all = asynchronous and threshold_tokens and policy == "priority"
+    seen = run(case, models[kind], actions=cases(600 if meets_all else 200))
     if num_adapters:
         assert seen.most_blocked > 0
     if threshold_tokens:
         assert seen.most_held > 0
-    if asynchronous and threshold_tokens and policy == "priority":
+    if meets_all:
         assert seen.finished_while_preempted > 0
 
 

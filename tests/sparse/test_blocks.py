@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import cases
 from tests.sparse.answers import assert_damage_is_found, assert_exact, assert_same, recall
 from tests.sparse.kernel_variants import KERNELS, kernel
 from tests.sparse.key_sets import KINDS, TRAPS, key_set, trap
@@ -73,7 +74,7 @@ def test_a_context_that_drifts_needs_few_blocks() -> None:
         assert result.stats.distances == num_representatives + 16 * 16
 
 
-@settings(max_examples=60)
+@settings(max_examples=cases(15))
 @given(
     seed=st.integers(0, 2**32),
     n=st.one_of(st.sampled_from([1, 2, 15, 16, 17, 31, 33, 79, 81]), st.integers(1, 700)),
@@ -120,7 +121,7 @@ def random_query(rng: np.random.Generator, n: int, spread: float) -> QueryType:
     return Dipr(beta=spread * float(rng.choice([0.0, 0.1, 0.5, 3.0])))
 
 
-@settings(max_examples=120)
+@settings(max_examples=cases(30))
 @given(
     seed=st.integers(0, 2**32),
     n=st.one_of(st.sampled_from([1, 2, 15, 16, 17, 79, 81]), st.integers(1, 1500)),

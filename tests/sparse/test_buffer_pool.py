@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import cases
 from vllm_relay.sparse.buffer_pool import BufferPool, BufferPoolFullError
 from vllm_relay.sparse.section_table import PAGE_CLASSES
 
@@ -68,7 +69,7 @@ def test_values_go_first_then_keys_then_indexes() -> None:
     assert gone == [[1], [1, 3], [1, 2, 3], [1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]]
 
 
-@settings(max_examples=200)
+@settings(max_examples=cases(50))
 @given(
     limit=st.integers(1, 40),
     reads=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), max_size=80),

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from transformers import DynamicCache
 
+from tests.depth import cases
 from tests.sparse.brute_force_index import BruteForceIndex
 from tests.sparse.tiny_models import (
     FAMILIES,
@@ -92,7 +93,7 @@ def test_a_stored_session_holds_what_a_prefill_computes() -> None:
                 np.testing.assert_allclose(mine, wanted, rtol=0, atol=2e-5)
 
 
-@settings(max_examples=30)
+@settings(max_examples=cases(8))
 @given(cut=st.integers(1, 59), extra=st.integers(1, 4), other=st.integers(0, VOCAB_SIZE - 1))
 def test_any_prefix_is_reused_to_the_token(cut: int, extra: int, other: int) -> None:
     model = tiny_model("llama")
@@ -112,7 +113,7 @@ def test_any_prefix_is_reused_to_the_token(cut: int, extra: int, other: int) -> 
     torch.testing.assert_close(torch.cat(outputs), wanted, rtol=0, atol=1e-4)
 
 
-@settings(max_examples=200)
+@settings(max_examples=cases(50))
 @given(
     a=st.lists(st.integers(0, 2), max_size=300),
     b=st.lists(st.integers(0, 2), max_size=300),

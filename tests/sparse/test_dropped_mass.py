@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.depth import cases
 from tests.sparse.answers import assert_same
 from tests.sparse.key_sets import KINDS, TRAPS, key_set, trap
 from vllm_relay.sparse import (
@@ -77,7 +78,7 @@ def test_the_bound_lies_above_the_truth(kind: str, index_class: type[CompiledInd
                     assert limit < 1 or np.median(over) < 0.1
 
 
-@settings(max_examples=150)
+@settings(max_examples=cases(38))
 # keys without codes, whose scores floats cannot tell apart
 @example(seed=274, n=300, d=217, group=20, limit=1.0, magnitude=1.0)
 @given(

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import cases
 from tests.sparse.answers import assert_exact, assert_same
 from tests.sparse.key_sets import MAGNITUDES, TRAPS, trap
 from vllm_relay.sparse.elements import DTYPES
@@ -56,7 +57,7 @@ def search_and_compare(seed: int, n: int, d: int, g: int) -> None:
         assert_exact(result, queries, values, query, prefix_len=prefix, window_max=window)
 
 
-@settings(max_examples=250)
+@settings(max_examples=cases(63))
 @given(seed=st.integers(0, 2**32), n=NUM_KEYS, d=HEAD_SIZES, g=st.integers(1, 20))
 def test_answers_are_those_of_reading_every_key(seed: int, n: int, d: int, g: int) -> None:
     search_and_compare(seed, n, d, g)

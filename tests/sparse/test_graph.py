@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import cases
 from tests.sparse.answers import assert_damage_is_found, assert_same, recall
 from tests.sparse.key_sets import KINDS, TRAPS, key_set, trap
 from vllm_relay.sparse import reference
@@ -65,7 +66,7 @@ def test_recall_under_a_filter(kind: str, prefix: int) -> None:
         assert recall(found, truth) >= 0.9
 
 
-@settings(max_examples=60)
+@settings(max_examples=cases(15))
 @given(seed=st.integers(0, 2**32), n=st.integers(1, 1200), d=st.integers(1, 256))
 def test_every_key_can_be_reached(seed: int, n: int, d: int) -> None:
     build_and_check(seed, n, d)

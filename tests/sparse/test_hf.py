@@ -197,7 +197,7 @@ def test_what_a_session_cannot_serve_is_refused(kwargs: Any, message: str) -> No
 def test_several_sequences_are_refused(kwargs: Any, message: str) -> None:
     session, _ = small_db().create_session(PROMPT)
     with pytest.raises(ValueError, match=message):
-        tiny_model("llama").generate(PROMPT, past_key_values=session, **kwargs)
+        tiny_model("llama").generate(PROMPT, past_key_values=session, max_new_tokens=4, **kwargs)
 
 
 @pytest.mark.parametrize("num_remaining", [10, 25, 40, 60])

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import cases
 from tests.sparse.answers import assert_exact, assert_same, assert_well_formed, recall
 from tests.sparse.key_sets import KINDS, TRAPS, key_set, trap
 from vllm_relay.sparse import reference
@@ -81,7 +82,7 @@ def test_few_keys_are_all_found(index_class: type[CompiledIndex], n: int) -> Non
             assert all(len(ids) == n for ids in result.ids) or name == "norm outliers"
 
 
-@settings(max_examples=40)
+@settings(max_examples=cases(10))
 @given(seed=st.integers(0, 2**32), n=st.integers(1, 900), d=st.integers(1, 256))
 def test_the_widest_search_finds_what_reading_every_key_does(seed: int, n: int, d: int) -> None:
     """Of as many keys as are scored exactly, k + k / 4, the codes choose: k is all here."""
@@ -475,7 +476,7 @@ def small_parts(index_class: type[CompiledIndex]) -> tuple[dict[str, Any], dict[
 
 
 @each_index
-@settings(max_examples=300)
+@settings(max_examples=cases(75))
 @given(seed=st.integers(0, 2**32))
 def test_whatever_is_restored_is_refused_or_searched(
     index_class: type[CompiledIndex], seed: int

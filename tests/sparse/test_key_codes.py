@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import cases
 from tests.sparse.key_sets import MAGNITUDES, TRAPS, trap
 from vllm_relay.sparse.elements import DTYPES, Elements, from_float32
 from vllm_relay.sparse.key_codes import (
@@ -23,7 +24,7 @@ def decoded(codes: KeyCodes, rows: np.ndarray) -> np.ndarray:
     return codes.mean.astype(np.float64) + codes.step.astype(np.float64) * whole
 
 
-@settings(max_examples=200)
+@settings(max_examples=cases(50))
 @given(
     seed=st.integers(0, 2**32),
     n=st.integers(1, 600),

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import cases
 from tests.sparse.answers import score_ranges
 from tests.sparse.kernel_variants import KERNELS
 from tests.sparse.key_sets import TRAPS, key_set, trap
@@ -48,7 +49,7 @@ def test_recall(kind: str, size: tuple[int, int]) -> None:
             assert recall_by_score(ids, scores, (high - low).mean(axis=1)) >= 0.985
 
 
-@settings(max_examples=120)
+@settings(max_examples=cases(30))
 @given(
     seed=st.integers(0, 2**32),
     n=st.integers(1, 400),

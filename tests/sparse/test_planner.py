@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import cases
 from tests.sparse.planned_heads import COSTS, answer, head, search
 from vllm_relay.sparse.head_profile import HeadProfile
 from vllm_relay.sparse.planner import Plan, plan, plan_by_rules
@@ -221,7 +222,7 @@ _heads = st.builds(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=cases(38))
 @given(_heads, st.lists(st.integers(0, 1 << 26), min_size=2, max_size=2), st.booleans())
 def test_more_memory_never_makes_it_slower(
     profile: HeadProfile, budgets: list[int], is_shipped: bool
@@ -234,7 +235,7 @@ def test_more_memory_never_makes_it_slower(
     assert more <= less
 
 
-@settings(max_examples=150)
+@settings(max_examples=cases(38))
 @given(_heads, st.lists(st.integers(1, LONG), min_size=2, max_size=2), st.booleans())
 def test_a_shorter_prefix_never_makes_it_slower(
     profile: HeadProfile, prefixes: list[int], is_shipped: bool
@@ -250,7 +251,7 @@ def test_a_shorter_prefix_never_makes_it_slower(
     assert shorter <= longer * (1 + 1e-9)
 
 
-@settings(max_examples=50)
+@settings(max_examples=cases(13))
 @given(_heads, st.lists(st.integers(1, LONG), min_size=2, max_size=2))
 def test_a_shorter_prefix_adds_to_a_graph_what_the_filter_costs(
     profile: HeadProfile, prefixes: list[int]

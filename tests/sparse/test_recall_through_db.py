@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.depth import cases
 from tests.sparse.brute_force_index import BruteForceIndex
 from tests.sparse.planned_heads import costs_with_cheap
 from tests.support.haystacks import Haystack, make_haystack
@@ -39,7 +40,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _haystacks(num_tokens: int) -> list[Haystack]:
     return [
         make_haystack(num_tokens, num_answer_tokens=ANSWER_TOKENS, seed=seed)
-        for seed in range(3 if num_tokens <= 4096 else 1)
+        for seed in range(min(cases(1), 3) if num_tokens <= 4096 else 1)
     ]
 
 

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
+from tests.depth import cases
 from vllm_relay.sparse.buffer_pool import BufferPool
 from vllm_relay.sparse.index import IndexDamagedError
 from vllm_relay.sparse.section_file import SectionFile, SectionWriter, write_sections
@@ -65,7 +66,7 @@ def assert_same(found: np.ndarray, expected: np.ndarray) -> None:
     assert not found.flags.writeable
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=cases(15), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     header=st.dictionaries(st.text(), json_values, max_size=4),
     contents=st.dictionaries(st.text(min_size=1, max_size=9), arrays, max_size=5),
@@ -125,7 +126,7 @@ def test_nothing_stays_open_when_the_last_array_is_gone(path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", modes(), ids=mode_name)
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=cases(10), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ids=st.lists(st.integers(0, len(TABLE) - 1), max_size=40),
     ends=st.tuples(st.integers(0, len(TABLE)), st.integers(0, len(TABLE))),

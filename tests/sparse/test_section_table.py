@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.depth import cases
 from vllm_relay.sparse.checksum import crc32c
 from vllm_relay.sparse.index import IndexDamagedError
 from vllm_relay.sparse.section_file import SectionFile, write_sections
@@ -127,7 +128,7 @@ def test_metadata_that_is_no_table_is_refused(tmp_path: Path, metadata: bytes) -
     assert "metadata" in refused(tmp_path, with_metadata(written(tmp_path), metadata))
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=cases(50), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     changes=st.lists(
         st.tuples(

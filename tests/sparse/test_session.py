@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
+from tests.depth import cases
 from tests.sparse.brute_force_index import BruteForceIndex
 from tests.sparse.tiny_models import (
     EVERYTHING,
@@ -112,7 +113,7 @@ def test_windows_of_any_size_neither_miss_nor_count_twice(sinks: int, recent: in
     assert session.stats.searched_tokens == KV_HEADS * max(70 - sinks - recent, 0)
 
 
-@settings(max_examples=60)
+@settings(max_examples=cases(15))
 @given(
     num_stored=st.integers(1, 60),
     cut=st.integers(1, 60),
@@ -150,7 +151,7 @@ def test_half_precision(dtype: torch.dtype, num_queries: int) -> None:
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=cases(15))
 @given(
     prefix_len=st.integers(1, 50),
     chunks=st.lists(st.integers(1, 7), min_size=1, max_size=4),
@@ -221,7 +222,7 @@ def test_a_query_may_bound_the_dropped_mass_itself() -> None:
     assert session.stats.retrieved_tokens == KV_HEADS * (70 - SINKS - RECENT)
 
 
-@settings(max_examples=60)
+@settings(max_examples=cases(15))
 @given(
     seed=st.integers(0, 1000),
     tau=st.floats(0.0, 1.0),

@@ -4,10 +4,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,31 +13,43 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-API_KEY = "secret"
+from tests.support import vllm_processes
 
-ROOT = Path(__file__).parents[2]
+API_KEY = "secret"
 
 
 @contextmanager
 def serving(
-    model: Path, log: Path, relay: dict[str, Any], options: Sequence[str] = ()
+    model: Path,
+    log: Path,
+    relay: dict[str, Any],
+    options: Sequence[str] = (),
+    *,
+    forks: bool = False,
 ) -> Iterator[str]:
     """The address of a server of "tiny" that answers.
 
     Args:
         relay: its options under additional_config.relay.
         options: for `vllm serve`.
+        forks: as in `vllm_processes.start`.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
-    command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
+    command = ["serve", str(model), "--served-model-name", "tiny"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--api-key", API_KEY, "--dtype", "float32", "--enforce-eager"]
     command += ["--additional-config", json.dumps({"relay": relay}), *options]
-    with log.open("w") as output:
-        environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, env=environment)
+    process = vllm_processes.start(
+        vllm_processes.run_main,
+        "vllm.entrypoints.cli.main",
+        *command,
+        stdout=log,
+        stderr=log,
+        environment={"VLLM_LOGGING_LEVEL": "INFO"},
+        forks=forks,
+    )
     try:
         deadline_s = time.monotonic() + 240
         address = f"http://127.0.0.1:{port}"
@@ -49,13 +58,16 @@ def serving(
                 with urllib.request.urlopen(f"{address}/health"):
                     break
             except OSError:
-                alive = process.poll() is None and time.monotonic() < deadline_s
+                alive = process.is_alive() and time.monotonic() < deadline_s
                 assert alive, log.read_text()[-4000:]
-                time.sleep(0.5)
+                time.sleep(0.1)
         yield address
     finally:
         process.terminate()
-        process.wait(timeout=60)
+        process.join(60)
+        ended = process.exitcode is not None
+        process.kill()
+        assert ended, "the server did not end when it was asked to"
 
 
 def ask(method: str, url: str, body: Any = None, key: str = API_KEY) -> tuple[int, str]:

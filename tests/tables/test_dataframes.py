@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
+from tests.depth import cases
 from tests.tables.recording_engine import RecordingEngine, Refusal, Row
 from vllm_relay.tables import (
     MapBudgetError,
@@ -86,7 +87,7 @@ def expected_row(row: Row) -> Row:
     return {name: str(each) if name == "day" and each else each for name, each in row.items()}
 
 
-@settings(max_examples=60)
+@settings(max_examples=cases(15))
 @given(
     tables(),
     st.sampled_from(list(KINDS)),

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import cases
 from tests.tables.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
 from tests.tables.fake_engine import FakeEngine
 from tests.tables.jobs.job_cases import answered, runner
@@ -252,7 +253,7 @@ def test_odd_sets() -> None:
     assert sum(prompt.modules is not None for prompt in prompts) == 6
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=cases(10), deadline=None)
 @given(
     data=st.data(),
     order=st.sampled_from(["auto", "keep", "fixed", "per_row"]),

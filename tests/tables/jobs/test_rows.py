@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import cases
 from tests.tables.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
 from tests.tables.fake_engine import FakeEngine
 from tests.tables.jobs.job_cases import (
@@ -79,7 +80,7 @@ def quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
-@settings(max_examples=60)
+@settings(max_examples=cases(15))
 @given(
     table=tables(),
     order=st.sampled_from(["auto", "keep", "fixed", "per_row"]),

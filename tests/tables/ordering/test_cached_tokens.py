@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import cases
 from vllm_relay.tables.ordering.cached_tokens import BlockCache, block_hashes, cached_tokens
 from vllm_relay.tables.ordering.sequences import TokenSequences
 
@@ -33,7 +34,7 @@ def plain_cached_tokens(prompts, block_size, num_blocks):
     return found
 
 
-@settings(max_examples=300)
+@settings(max_examples=cases(75))
 @given(prompt_lists, st.integers(1, 4), st.one_of(st.none(), st.integers(0, 12)))
 def test_a_plain_block_pool_finds_the_same(prompts, block_size, spare_blocks):
     needed = max((-(-len(prompt) // block_size) for prompt in prompts), default=0)

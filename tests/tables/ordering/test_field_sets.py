@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import cases
 from tests.tables.ordering.reference import encode, random_table, shared_beginning, tables
 from vllm_relay.tables.ordering.dependencies import find_dependencies
 from vllm_relay.tables.ordering.field_sets import FieldSets
@@ -35,7 +36,7 @@ def all_sets(columns, determines):
     return FieldSets(columns, determines, range(len(columns)), width=1 << len(columns))
 
 
-@settings(max_examples=80)
+@settings(max_examples=cases(20))
 @given(tables(max_rows=10, max_fields=4), st.booleans())
 def test_no_tree_saves_more(table, with_dependencies):
     columns = encode(table)

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import cases
 from tests.tables.ordering.reference import encode, random_table, tables
 from vllm_relay.tables.ordering.cached_tokens import BlockCache, cached_tokens
 from vllm_relay.tables.ordering.order import ORDERS, FieldPrompts, choose_order
@@ -11,7 +12,7 @@ from vllm_relay.tables.ordering.sequences import TokenSequences
 from vllm_relay.tables.ordering.table_order import compose
 
 
-@settings(max_examples=60)
+@settings(max_examples=cases(15))
 @given(tables(), st.sampled_from([1, 2, 16]), st.sampled_from([None, 0, 20]))
 def test_auto_is_the_best_of_all(table, block_size, spare_blocks):
     columns = encode(table)

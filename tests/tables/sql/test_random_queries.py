@@ -5,6 +5,7 @@ import duckdb
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.depth import cases
 from tests.tables.sql.fake_runner import FakeRunner, hashed_answer
 from tests.tables.sql.oracle import plain_rows
 from vllm_relay.tables.sql import Connection
@@ -166,25 +167,25 @@ def check(rows, text):
         connection.close()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=cases(7), deadline=None)
 @given(tables, plain_queries())
 def test_plain(rows, text):
     check(rows, text)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=cases(3), deadline=None)
 @given(tables, grouped_queries())
 def test_grouped(rows, text):
     check(rows, text)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=cases(3), deadline=None)
 @given(tables, st.one_of(distinct_queries, join_queries, window_queries, union_queries))
 def test_others(rows, text):
     check(rows, text)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=cases(3), deadline=None)
 @given(tables, condition_on_groups_queries)
 def test_conditions_on_groups(rows, text):
     check(rows, text)
