@@ -9,10 +9,12 @@ WORKERS ?= 3
 
 BOOTSTRAP = $(PYTHON) scripts/bootstrap.py --venv $(VENV)
 BIN = $(VENV)/bin
+# another release's Python, before the installed one's
+TEST_ENVIRONMENT = $(if $(VLLM),PYTHONPATH=$(abspath $(VENV))/vllm-overlay/$(VLLM)$(if $(PYTHONPATH),:$(PYTHONPATH)))
 CPP_FILES = $$(find csrc benchmarks tests -name '*.cpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sanitize bench bench-smoke lint format clean
+.PHONY: help setup demo test upstream-tests sanitize bench bench-smoke lint format clean
 
 help:  ## list the targets
 	@echo "usage: make TARGET [ARGS='...'] [VENV=.venv] [PYTHON=python3]"
@@ -24,8 +26,18 @@ setup:  ## a virtual environment with vLLM for the CPU, and the compiled extensi
 demo: setup  ## stock vLLM against vLLM with relay; ARGS go to `vllm-relay demo`
 	$(BIN)/vllm-relay demo $(ARGS)
 
-test: setup  ## the tests, in WORKERS processes; ARGS go to pytest, "-n 0" makes it one process
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+test: setup  ## the tests, in WORKERS processes; ARGS go to pytest; VLLM=0.33.0 for those of a release
+ifdef VLLM
+	@$(BIN)/python scripts/vllm_overlay.py $(VLLM)
+endif
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
+	  --no-loadscope-reorder $(if $(VLLM),-m "vllm and not soak") $(ARGS)
+
+upstream-tests: setup  ## vLLM's own tests of its schedulers, with relay's in their place
+ifdef VLLM
+	@$(BIN)/python scripts/vllm_overlay.py $(VLLM)
+endif
+	$(TEST_ENVIRONMENT) $(BIN)/python tests/upstream/run.py
 
 sanitize: setup  ## a random workload of the C++ index under address, undefined and thread sanitizers
 	$(BIN)/python scripts/sanitize.py $(ARGS)

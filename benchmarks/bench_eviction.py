@@ -54,7 +54,8 @@ def admit(pool: block_pool.BlockPool, hashes: Chain, keys: Chain) -> tuple[list[
         cached.append(block)
     pool.touch(cached)
     blocks = cached + pool.get_new_blocks(len(keys) - len(cached))
-    pool.free_block_queue.note_chain(keys)
+    if hasattr(pool.free_block_queue, "note_chain"):
+        pool.free_block_queue.note_chain(keys)
     request = SimpleNamespace(block_hashes=hashes)
     pool.cache_full_blocks(request, blocks, len(cached), len(keys), BLOCK_SIZE_TOKENS, 0)
     return blocks, len(cached)

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from benchmarks.report import load_results, write_page
-from tests import vllm_processes
+from tests.support import vllm_processes
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"

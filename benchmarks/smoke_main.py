@@ -7,7 +7,7 @@ Usage: python -m benchmarks.smoke_main MODULE ARGUMENT...
 
 import sys
 
-from tests import vllm_processes
+from tests.support import vllm_processes
 from vllm_relay.demo import engine_process
 
 if __name__ == "__main__":

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 
-from tests.depth import cases
+from tests.support.depth import cases
+from tests.support.vllm_users import touches_vllm
 
 # read by vLLM when it is imported
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
@@ -37,6 +40,23 @@ def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
     logger.propagate = propagates
 
 
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """A real instruct model, made once for all processes and kept for the next run."""
+    from vllm_relay.demo.smollm2.download import smollm2_folder
+
+    return smollm2_folder()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Engines come first: the longest files end last, and processes would wait for them."""
+    """Marks what touches vLLM. Engines come first: the longest files end last, and processes would
+    wait for them."""
+    for item in items:
+        if item.get_closest_marker("integration") is not None or touches_vllm(item.path):
+            item.add_marker("vllm")
     items.sort(key=lambda item: item.get_closest_marker("integration") is None)
+
+
+def pytest_report_header() -> str:
+    found = importlib.metadata.distribution("vllm")
+    return f"vllm: {found.version}, from {found.locate_file('vllm')}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,25 @@ import pytest
 from rich.console import Console
 
 from vllm_relay import doctor
-from vllm_relay.doctor import Facts, Probe, Report, diagnose, probe
+from vllm_relay.doctor import (
+    Facts,
+    Probe,
+    Report,
+    check_touch_points,
+    compare_touch_points,
+    diagnose,
+    probe,
+)
+from vllm_relay.vllm_changes.contract.table import Comparison, Difference, TouchPoint
+
+POINT = TouchPoint(
+    "vllm.queue.Queue.push", {"vllm_relay/queue.py": "overridden"}, {"0.32.0": "def (self)"}
+)
+
+
+def compared(version: str, *differences: Difference) -> Comparison:
+    return Comparison(version, "0.32.0", 7, differences)
+
 
 HEALTHY = Facts(
     python="3.11.7",
@@ -30,6 +49,7 @@ HEALTHY = Facts(
     ),
     torch_import=Probe({"cuda": None, "hip": None, "gpus": []}),
     vllm_import=Probe({"device": "cpu", "backends": ["CPU_ATTN", "RELAY"]}),
+    touch_points=compared("0.32.0+cpu"),
 )
 
 
@@ -197,3 +217,35 @@ def test_probe_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_this_installation_is_found() -> None:
     assert doctor.installed_version("vllm-relay")
     assert doctor.installed_version("no-such-distribution-at-all") is None
+
+
+@pytest.mark.parametrize(
+    ("version", "now", "status", "expected"),
+    [
+        ("0.32.0+cpu", "absent", "failed", "is not there any more"),
+        ("0.32.0+cpu", "def (self, item)", "note", "argument item is new"),
+        ("0.32.0+cpu", "def (self, item)", "note", "not vLLM 0.32.0 as it was released"),
+        ("0.34.0", "absent", "failed", "Install vLLM 0.32.0"),
+        ("0.34.0", "def (self, item)", "note", "vllm_relay/queue.py: vllm.queue.Queue.push"),
+    ],
+)
+def test_what_vllm_has_differently_is_told_by_file_of_ours(
+    version: str, now: str, status: str, expected: str
+) -> None:
+    found = compared(version, Difference(POINT, "def (self)", now))
+    check = check_touch_points(but(touch_points=found))
+    assert (check.status, check.found) == (status, "1 of 7 points differ from vLLM 0.32.0")
+    assert expected in check.advice
+
+
+def test_what_does_not_matter_of_a_release_that_was_not_tried_is_not_told() -> None:
+    called = dataclasses.replace(POINT, needed_by={"vllm_relay/use.py": "called"})
+    harmless = Difference(called, "def (self)", "def (self, item=0)")
+    check = check_touch_points(but(touch_points=compared("0.32.1", harmless)))
+    assert (check.status, check.advice) == ("note", "")
+    assert "0.32.0" in check.found
+
+
+def test_the_installed_vllm_is_as_recorded() -> None:
+    check = check_touch_points(but(touch_points=compare_touch_points(version("vllm"))))
+    assert check.status == "ok", check.advice

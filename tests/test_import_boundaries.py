@@ -42,6 +42,7 @@ MODULES = [
     "vllm_relay.tables",
     "vllm_relay.tables.engines.server",
     "vllm_relay.tables.jobs.job_runner",
+    "vllm_relay.vllm_changes.contract.table",
 ]
 
 IMPORT_EACH = """

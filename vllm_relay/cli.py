@@ -70,7 +70,11 @@ def demo(
     context: typer.Context,
     model: Annotated[
         str | None,
-        typer.Option(help="A model folder or hub id; without one, a small model is made here."),
+        typer.Option(
+            help="A model folder or hub id, or smollm2: a real one of 135M parameters from the "
+            "package index, asked in English, with 1 system prompt, 48 questions and 48 tokens of "
+            "each answer if not said. Without one, a small model is made here."
+        ),
     ] = None,
     num_system_prompts: Annotated[
         int, typer.Option("--system-prompts", min=1, help="Different system prompts.")
@@ -163,8 +167,13 @@ def demo(
         status = run_tables_demo(options, num_rows=num_rows)
     else:
         from vllm_relay.demo.run import run_demo
+        from vllm_relay.demo.smollm2.download import NAME
 
         _refuse_given(context, "needs --long", ["document_tokens"])
+        if model == NAME:
+            num_system_prompts = _given_or(context, "num_system_prompts", 1)
+            questions_per_prompt = _given_or(context, "questions_per_prompt", 48)
+            output_tokens = _given_or(context, "output_tokens", 48)
         status = run_demo(
             options,
             model,

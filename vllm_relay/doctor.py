@@ -26,6 +26,8 @@ from vllm_relay.attention_backends.gpu_config import read_tuned, tuned_path
 from vllm_relay.limits import BACKEND_NAME, KERNELS, MIN_CAPABILITY
 from vllm_relay.plugin import SUPPORTED_VLLM, is_supported
 from vllm_relay.processor import cpu_name
+from vllm_relay.vllm_changes.contract.python_sources import installed_vllm
+from vllm_relay.vllm_changes.contract.table import Comparison, TouchPointTable
 
 IMPORT_TIMEOUT_S = 180.0
 
@@ -84,6 +86,7 @@ class Facts:
     extension_import: Probe
     torch_import: Probe
     vllm_import: Probe
+    touch_points: Comparison | None = None  # None: without the sources of a vLLM
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,7 @@ def collect_facts() -> Facts:
         extension_import = pool.submit(probe, EXTENSION_CODE)
         torch_import = pool.submit(probe, TORCH_CODE) if torch else None
         vllm_import = pool.submit(probe, VLLM_CODE) if vllm and torch else None
+        touch_points = compare_touch_points(vllm)
     return Facts(
         python=platform.python_version(),
         cpu=cpu_name(),
@@ -133,7 +137,16 @@ def collect_facts() -> Facts:
         extension_import=extension_import.result(),
         torch_import=torch_import.result() if torch_import else missing,
         vllm_import=vllm_import.result() if vllm_import else missing,
+        touch_points=touch_points,
     )
+
+
+def compare_touch_points(vllm_version: str | None) -> Comparison | None:
+    """The sources of the installed vLLM, held against what relay needs of it."""
+    folder = installed_vllm() if vllm_version else None
+    if vllm_version is None or folder is None:
+        return None
+    return TouchPointTable.load().compare(folder, vllm_version)
 
 
 def installed_version(distribution: str) -> str | None:
@@ -173,6 +186,7 @@ def diagnose(facts: Facts) -> Report:
         check_torch(facts),
         check_gpu(facts),
         check_vllm(facts),
+        check_touch_points(facts),
         check_plugin(facts),
     ]
     return Report(checks, [relay_backend(facts, checks)])
@@ -287,6 +301,39 @@ def check_vllm(facts: Facts) -> Check:
             "where torchvision, torchaudio or torchcodec are CUDA builds: uninstall those",
         )
     return Check("vLLM", "ok", f"{facts.vllm}, on device {facts.vllm_import.result['device']}")
+
+
+def check_touch_points(facts: Facts) -> Check:
+    name = "what relay needs of vLLM"
+    found = facts.touch_points
+    if found is None:
+        return Check(name, "note", "not looked at: there are no sources of a vLLM")
+    telling = found if found.is_recorded else found.without_harmless()
+    files = telling.by_file()
+    gone = any(each.is_gone for each in telling.differences)
+    if not files and found.is_recorded:
+        return Check(name, "ok", f"all {found.num_points} points as in vLLM {found.release}")
+    if not files:
+        return Check(
+            name,
+            "note",
+            f"nothing that matters differs from vLLM {found.release}, the nearest release that "
+            "relay was tried with",
+        )
+    lines = [f"{file}: {each.point.path}: {each.change}" for file in files for each in files[file]]
+    if found.is_recorded:
+        why = f"This is not vLLM {found.release} as it was released: install it again. Differences"
+    else:
+        why = (
+            f"Install vLLM {found.release}, or the vllm-relay release made for this one. What "
+            "would have to be looked at in this one"
+        )
+    return Check(
+        name,
+        "failed" if gone else "note",
+        f"{len(telling.differences)} of {found.num_points} points differ from vLLM {found.release}",
+        "\n".join([f"{why}, by file of vllm-relay:", *lines]),
+    )
 
 
 def check_plugin(facts: Facts) -> Check:

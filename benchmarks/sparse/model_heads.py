@@ -119,7 +119,8 @@ def load_model(folder: Path) -> Any:
 
 def recall_model_layers(num_tokens: int, seed: int = 0) -> list[LayerTensors]:
     """The layers of the demo's recall model over a haystack of 7 to 32,768 tokens."""
-    from vllm_relay.demo.recall_model import build_recall_model, make_haystack
+    from tests.support.haystacks import make_haystack
+    from vllm_relay.demo.recall_model import build_recall_model
 
     with tempfile.TemporaryDirectory(prefix="recall-model-") as folder:
         model = load_model(build_recall_model(folder, seed=seed))

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.vllm_processes import WARM_SUBPROCESS
+from tests.support.vllm_processes import WARM_SUBPROCESS
 from vllm_relay.demo import engine_process
 
 

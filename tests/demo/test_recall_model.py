@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from tests.support.haystacks import make_haystack
 from vllm_relay.demo.recall_model import (
     CODE_SIZE,
     MAX_CODE_CORRELATION,
     MAX_CODES,
     RecallModelSpec,
     build_recall_model,
-    make_haystack,
     recall_weights,
     token_codes,
 )

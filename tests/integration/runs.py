@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.vllm_processes import run_module
+from tests.support.vllm_processes import run_module
 
 ROOT = Path(__file__).parents[2]
 ROBUST_LEAD = 1e-3  # nats; below it rounding may decide which token is best

@@ -17,8 +17,8 @@ from typing import Any
 
 from rich.console import Console
 
-from tests import vllm_processes
 from tests.long_context.killed_engine import Order, serve
+from tests.support import vllm_processes
 from vllm_relay.sparse.context_file import CONTEXT_SUFFIX, ContextFile
 from vllm_relay.sparse.contexts_command import run_verify
 from vllm_relay.sparse.disk_context_store import DiskContextStore

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from vllm_relay.demo.recall_model import make_haystack
+from tests.support.haystacks import make_haystack
 
 DOCUMENT_TOKENS = 1200
 NUM_FAMILIES, NUM_BRANCHES = 4, 3

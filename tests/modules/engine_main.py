@@ -24,7 +24,7 @@ class Engine:
         import numpy as np
         from vllm import SamplingParams
 
-        from tests.small_llm import small_relay_llm
+        from tests.support.small_llm import small_relay_llm
         from vllm_relay.modules.schema import Module, Parameter, Schema
         from vllm_relay.serving.modular_llm import ModularLLM
 

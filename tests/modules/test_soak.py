@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS, save_model
-from tests.vllm_processes import run_module
+from tests.support.vllm_processes import run_module
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak]
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -21,15 +22,29 @@ from vllm.v1.request import Request
 
 from vllm_relay.prefix_cache.pins import PinTable
 
+HAS_LOOKAHEAD_HASHES = "num_hash_lookahead_tokens" in inspect.signature(KVCacheManager).parameters
+"""Whether this vLLM hashes a block with tokens behind it that a draft reads: from 0.33 on."""
+
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 40
 BLOCK_BYTES = 512
 
 
 class Scheduler:
-    """What a PinTable needs of one, and prompts run through it."""
+    """What a PinTable needs of one, and prompts run through it.
 
-    def __init__(self, num_blocks: int = 31, sliding_window: int | None = None) -> None:
+    Args:
+        use_eagle: lookups leave out the last block that they find, whose draft would be a guess.
+        lookahead_tokens: behind each block, that its hash covers.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int = 31,
+        sliding_window: int | None = None,
+        use_eagle: bool = False,
+        lookahead_tokens: int = 0,
+    ) -> None:
         init_none_hash(sha256)
         shape: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 16}
         shape["dtype"] = torch.float32
@@ -37,6 +52,8 @@ class Scheduler:
         if sliding_window is not None:
             spec = SlidingWindowSpec(**shape, sliding_window=sliding_window)
             specs.append(KVCacheGroupSpec(["window"], spec))
+        self._lookahead = (lookahead_tokens,) if lookahead_tokens else ()
+        options = {"num_hash_lookahead_tokens": lookahead_tokens} if lookahead_tokens else {}
         self.kv_cache_manager = KVCacheManager(
             KVCacheConfig(
                 num_blocks=num_blocks,
@@ -49,6 +66,8 @@ class Scheduler:
             max_model_len=MAX_MODEL_LEN,
             scheduler_block_size=BLOCK_SIZE,
             hash_block_size=BLOCK_SIZE,
+            use_eagle=use_eagle,
+            **options,
         )
         self.max_model_len = MAX_MODEL_LEN
         self.block_size = BLOCK_SIZE
@@ -69,7 +88,7 @@ class Scheduler:
             prompt_token_ids=token_ids,
             sampling_params=params,
             pooling_params=None,
-            block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
+            block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256, *self._lookahead),
             **kwargs,
         )
 
@@ -93,8 +112,8 @@ class Scheduler:
         return cached
 
     def pin(self, pin_id: str, token_ids: list[int]) -> dict[str, Any]:
-        tokens = self.pins.declare(pin_id, token_ids)["tokens"]
-        self.run(token_ids[:tokens], pin_id)
+        num_tokens = self.pins.declare(pin_id, token_ids)["prompt_tokens"]
+        self.run(token_ids[:num_tokens], pin_id)
         return self.pins.get(pin_id)
 
     def flood(self) -> None:

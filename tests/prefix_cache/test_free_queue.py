@@ -91,7 +91,7 @@ def test_evictions_are_counted_by_reason(name):
 
 def test_vllms_own_queue_serves_lru():
     queue = make_free_queue("lru", NextUse())(make_blocks(2))
-    changed = {"__init__", "popleft", "popleft_n", "note_chain"}  # to count
+    changed = {"__init__", "popleft", "popleft_n"}  # to count
     assert isinstance(queue, FreeKVCacheBlockQueue)
     overridden = set(vars(StockFreeQueue)) & set(vars(FreeKVCacheBlockQueue))
     assert {name for name in overridden if callable(getattr(queue, name))} <= changed | {

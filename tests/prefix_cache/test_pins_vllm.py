@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS, save_model
-from tests.servers import ask, serving
-from tests.vllm_processes import run_module
+from tests.support.servers import ask, serving
+from tests.support.vllm_processes import run_module
 
 pytestmark = pytest.mark.integration
 

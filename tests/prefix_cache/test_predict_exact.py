@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.integration.tiny_models import save_model
-from tests.vllm_processes import run_module
+from tests.support.vllm_processes import run_module
 from vllm_relay.prefix_cache.predict import CacheSize, Predictor, PredictorSettings
 from vllm_relay.prefix_cache.predict_input import PredictedRequest
 

@@ -21,6 +21,7 @@ class FakeRequest:
     priority: int = 0
     status: RequestStatus = RequestStatus.WAITING
     needs: str | None = None
+    arrival_time: float = 0.0
 
     def is_finished(self) -> bool:
         return RequestStatus.is_finished(self.status)
@@ -253,6 +254,55 @@ def test_priorities_are_not_mixed_and_leave_nothing() -> None:
         assert setup.schedule() == ["a1"]
         setup.queue.forget(request)
     assert len(setup.queue._classes) == 0
+
+
+def test_requests_of_equal_priority_go_by_their_time_of_arrival() -> None:
+    setup = Setup(by_priority=True)
+    late, early, between = three = requests("a1", "b1", "c1")
+    late.arrival_time, early.arrival_time, between.arrival_time = 3.0, 1.0, 2.0
+    [urgent] = requests("d1", priority=-1, arrival_time=9.0)
+    setup.add(*three, urgent)
+    assert list(setup.queue) == [urgent, early, between, late]
+    assert setup.schedule() == ["d1", "b1", "c1", "a1"]
+
+
+def test_the_time_of_arrival_counts_among_prefixes_and_within_one() -> None:
+    setup = Setup(by_priority=True)
+    a1, b1, a2, b2 = four = requests("a1", "b1", "a2", "b2")
+    a1.arrival_time, a2.arrival_time, b1.arrival_time, b2.arrival_time = 4.0, 3.0, 2.0, 1.0
+    setup.add(*four)
+    assert setup.schedule() == ["b2", "b1", "a2", "a1"]
+
+
+def test_blocked_requests_come_back_by_their_time_of_arrival() -> None:
+    setup = Setup(by_priority=True)
+    both = requests("a1", "b1", needs="adapter")
+    both[0].arrival_time, both[1].arrival_time = 2.0, 1.0
+    setup.add(*both)
+    setup.missing = {"adapter"}
+    assert setup.schedule() == []
+    setup.missing = set()
+    assert setup.schedule() == ["b1", "a1"]
+
+
+def test_without_priorities_requests_go_by_the_order_in_which_they_are_added() -> None:
+    setup = Setup()
+    first, second = both = requests("a1", "b1")
+    first.arrival_time, second.arrival_time = 2.0, 1.0
+    setup.add(*both)
+    assert list(setup.queue) == [first, second]
+    assert setup.schedule() == ["a1", "b1"]
+
+
+def test_it_is_a_sequence() -> None:
+    setup = Setup()
+    first, second, third = three = requests("a1", "b1", "c1")
+    setup.add(*three)
+    assert (setup.queue[0], setup.queue[-1], setup.queue[1:]) == (first, third, [second, third])
+    assert list(reversed(setup.queue)) == [third, second, first]
+    assert (setup.queue.index(second), setup.queue.count(second)) == (1, 1)
+    with pytest.raises(IndexError):
+        setup.queue[3]
 
 
 def test_nobody_is_overtaken_too_often() -> None:

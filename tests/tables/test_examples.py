@@ -11,8 +11,8 @@ import pytest
 
 import vllm_relay.tables
 from tests.integration.tiny_models import save_model, save_tokenizer
+from tests.support.vllm_processes import run_module
 from tests.tables.recording_engine import RecordingEngine, Row
-from tests.vllm_processes import run_module
 
 FOLDER = Path(__file__).parents[2] / "examples"
 MOVIES, RETRIEVAL = FOLDER / "tables_movies.py", FOLDER / "tables_retrieval.py"

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.vllm_processes import run_module
 from tests.tables.recording_engine import RecordingEngine
-from tests.vllm_processes import run_module
 from vllm_relay.limits import RelayUnsupportedError
 from vllm_relay.tables import open_engine
 

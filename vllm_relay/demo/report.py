@@ -52,6 +52,11 @@ class Comparison:
     def has_ground_truth(self) -> bool:
         return self.stock.answers_right is not None
 
+    @property
+    def may_round_apart(self) -> bool:
+        """Whether outputs differ that are not wrong."""
+        return not self.has_ground_truth and self.identical_outputs < self.relay.requests
+
     def problems(self) -> list[str]:
         """Why the comparison is not a success, in words; empty if it is one.
 

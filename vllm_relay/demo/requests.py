@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jinja2 import TemplateError
@@ -48,8 +48,16 @@ def recall_requests(model: str, sizes: WorkloadSizes, seed: int) -> list[Request
     return tokenize(AutoTokenizer.from_pretrained(model), workload)
 
 
-def general_requests(model: str, sizes: WorkloadSizes, seed: int) -> list[Request]:
+def general_requests(
+    model: str,
+    sizes: WorkloadSizes,
+    seed: int,
+    make_workload: Callable[..., list[Conversations]] = handbook_workload,
+) -> list[Request]:
     """Requests for any model; system prompts are cut to the length asked for or possible.
+
+    Args:
+        make_workload: `handbook_workload`, or what takes the same arguments.
 
     Raises:
         OSError: `model` is neither a Hugging Face folder nor a hub id.
@@ -65,7 +73,7 @@ def general_requests(model: str, sizes: WorkloadSizes, seed: int) -> list[Reques
             f"{sizes.output_tokens} output tokens: ask for fewer output tokens"
         )
     prefix_tokens = min(sizes.system_prompt_tokens, longest_prefix_tokens)
-    workload = handbook_workload(
+    workload = make_workload(
         num_system_prompts=sizes.num_system_prompts,
         system_prompt_words=prefix_tokens,
         questions_per_prompt=sizes.questions_per_prompt,

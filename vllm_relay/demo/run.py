@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
+from transformers import AutoTokenizer
 
 from vllm_relay.arguments import check_model
 from vllm_relay.demo.engine import Engine, EngineSettings, RoundResult
@@ -20,10 +21,17 @@ from vllm_relay.demo.options import DemoOptions
 from vllm_relay.demo.recall_model import build_recall_model
 from vllm_relay.demo.report import Comparison, compare, comparison_table
 from vllm_relay.demo.requests import Request, WorkloadSizes, general_requests, recall_requests
+from vllm_relay.demo.smollm2 import download as smollm2
+from vllm_relay.demo.smollm2.library import library_workload
 from vllm_relay.demo.workload import check_at_least
 
 _MAX_NUM_SEQS = 256
 _WARM_UP_OUTPUT_TOKENS = 4
+_SHOWN_TOKENS = 32
+_WHY_OUTPUTS_DIFFER = (
+    "Outputs of a model that has not one right answer part where two tokens are about as likely and "
+    "two kernels round differently, which in {dtype} is soon. --dtype float32 compares sequences."
+)
 
 
 def run_demo(
@@ -39,7 +47,8 @@ def run_demo(
     """Run the comparison, print a table and return the exit status.
 
     Args:
-        model: a Hugging Face folder or hub id; None builds the recall model, with known answers.
+        model: a Hugging Face folder or hub id, or "smollm2" for the model from the package index,
+            which is asked in plain English; None builds the recall model, with known answers.
         num_system_prompts: number of long system prompts.
         system_prompt_tokens: length of each, cut to what the model can take.
         questions_per_prompt: conversations under each system prompt in one round.
@@ -57,6 +66,8 @@ def run_demo(
     if comparison is None:
         return 1
     options.console.print(comparison_table(comparison))
+    if comparison.may_round_apart:
+        options.console.print(_WHY_OUTPUTS_DIFFER.format(dtype=options.dtype), highlight=False)
     options.write_json(
         {
             "model": model or "recall",
@@ -92,6 +103,9 @@ def _run(
                 )
                 path = str(made)
                 requests = recall_requests(path, sizes, options.seed)
+            elif model == smollm2.NAME:
+                path = str(smollm2.smollm2_folder())
+                requests = general_requests(path, sizes, options.seed, library_workload)
             else:
                 check_model(model)
                 path = model
@@ -116,7 +130,18 @@ def _run(
         stock, relay = _results(
             warm_up, timed_rounds, settings, sizes.output_tokens, folder, options.console
         )
+        if model is not None:
+            _show_answer(path, timed[0], relay[0].token_ids[0], options.console)
     return compare(timed, stock, relay)
+
+
+def _show_answer(path: str, request: Request, token_ids: list[int], console: Console) -> None:
+    """The end of the first prompt, and what relay answered."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    asked = tokenizer.decode(request.prompt_token_ids[-_SHOWN_TOKENS:], skip_special_tokens=True)
+    answer = tokenizer.decode(token_ids, skip_special_tokens=True)
+    console.print("For example: ..." + " ".join(asked.split()), markup=False, highlight=False)
+    console.print(" ".join(answer.split()), style="cyan", markup=False, highlight=False)
 
 
 def _results(

@@ -57,9 +57,9 @@ class RelaySparseManager(FullAttentionManager):
 
     kv_cache_spec: RelaySparseSpec
 
-    def __init__(self, kv_cache_spec: RelaySparseSpec, **kwargs: Any) -> None:
+    def __init__(self, kv_cache_spec: RelaySparseSpec, *args: Any, **kwargs: Any) -> None:
         kwargs["max_admission_blocks_per_request"] = kv_cache_spec.max_blocks_per_request
-        super().__init__(kv_cache_spec, **kwargs)
+        super().__init__(kv_cache_spec, *args, **kwargs)
         self.first_resident_tokens: dict[str, int] = {}
 
     @classmethod
@@ -104,9 +104,9 @@ class RelaySparseManager(FullAttentionManager):
         )
         self._remove_blocks_in_range(request_id, sink_end // size, window_begin // size)
 
-    def pop_blocks_for_free(self, request_id: str) -> list[Any]:
+    def pop_blocks_for_free(self, request_id: str, *args: Any, **kwargs: Any) -> list[Any]:
         self.first_resident_tokens.pop(request_id, None)
-        return super().pop_blocks_for_free(request_id)
+        return super().pop_blocks_for_free(request_id, *args, **kwargs)
 
 
 def host_bytes_per_token(kv_cache_config: KVCacheConfig) -> int:

@@ -94,11 +94,15 @@ class LongContextScheduler:
         manager.get_computed_blocks = self.get_computed_blocks
         manager.allocate_slots = self.allocate_slots
 
-    def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
+    def get_computed_blocks(
+        self, request: Request, *args: Any, **kwargs: Any
+    ) -> tuple[KVCacheBlocks, int, int]:
         """As KVCacheManager's; the host's tokens count as computed if there are more of them."""
-        blocks, num_tokens, boundary = self._get_computed_blocks(request)
+        blocks, num_tokens, boundary = self._get_computed_blocks(request, *args, **kwargs)
         placement = self._placement(request)
         if placement is None or placement.num_tokens <= num_tokens:
+            return blocks, num_tokens, boundary
+        if placement.num_tokens > _longest_hit_tokens(request, *args, **kwargs):
             return blocks, num_tokens, boundary
         num_null = placement.first_resident_token // self._policy.block_size_tokens
         host_blocks = HostBlocks(([self._manager.block_pool.null_block] * num_null,))
@@ -112,6 +116,7 @@ class LongContextScheduler:
         num_new_tokens: int,
         num_new_computed_tokens: int = 0,
         new_computed_blocks: KVCacheBlocks | None = None,
+        *args: Any,
         **kwargs: Any,
     ) -> KVCacheBlocks | None:
         """As KVCacheManager's; None also if there is no host memory for the tokens of the step."""
@@ -121,13 +126,23 @@ class LongContextScheduler:
         if not is_mirrored and request_id not in self._preempted:
             # short requests must not cost anything: there are many of them in every step
             return self._allocate_slots(
-                request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, **kwargs
+                request,
+                num_new_tokens,
+                num_new_computed_tokens,
+                new_computed_blocks,
+                *args,
+                **kwargs,
             )
         if is_mirrored and not self._reserve(request, num_tokens):
             return None
         if not isinstance(new_computed_blocks, HostBlocks):
             allocated = self._allocate_slots(
-                request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, **kwargs
+                request,
+                num_new_tokens,
+                num_new_computed_tokens,
+                new_computed_blocks,
+                *args,
+                **kwargs,
             )
             self._settle(request, allocated is not None)
             return allocated
@@ -138,7 +153,7 @@ class LongContextScheduler:
         # the last block is not full: vLLM gets it a block, as if a KV connector were to fill it
         kwargs["num_external_computed_tokens"] = new_computed_blocks.num_tokens - first_resident
         allocated = self._allocate_slots(
-            request, num_new_tokens, first_resident, new_computed_blocks, **kwargs
+            request, num_new_tokens, first_resident, new_computed_blocks, *args, **kwargs
         )
         self._settle(request, allocated is not None)
         if allocated is None:
@@ -399,3 +414,10 @@ def _capacity_bytes(host_memory_gib: float | None) -> int:
             "what is available"
         )
     return num_bytes
+
+
+def _longest_hit_tokens(
+    request: Request, max_cache_hit_length: int | None = None, *args: Any, **kwargs: Any
+) -> int:
+    """What KVCacheManager.get_computed_blocks may find; from 0.33 on its caller can bound it."""
+    return request.num_tokens if max_cache_hit_length is None else max_cache_hit_length

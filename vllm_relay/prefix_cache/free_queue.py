@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import dropwhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
@@ -248,16 +248,13 @@ class StockFreeQueue(FreeKVCacheBlockQueue):
         self.evicted_blocks = {"unused": 0, "needed": 0}
         self._next_use = next_use
 
-    def note_chain(self, keys: Sequence[bytes], *, is_use: bool = True) -> None:
-        """Chains do not change the order."""
-
-    def popleft(self) -> KVCacheBlock:
-        block = super().popleft()
+    def popleft(self, *args: Any, **kwargs: Any) -> KVCacheBlock:
+        block = super().popleft(*args, **kwargs)
         self._count([block])
         return block
 
-    def popleft_n(self, n: int) -> list[KVCacheBlock]:
-        blocks = super().popleft_n(n)
+    def popleft_n(self, n: int, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
+        blocks = super().popleft_n(n, *args, **kwargs)
         self._count(blocks)
         return blocks
 

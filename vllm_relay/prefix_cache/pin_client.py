@@ -183,8 +183,8 @@ def _prompt(
 ) -> dict[str, Any]:
     if plan is not None:
         return {"prompt_token_ids": list(token_ids)}
-    # no token beyond the last block: with sliding windows it could push the first blocks out
-    return {"prompt_token_ids": list(token_ids[: declared["tokens"]])}
+    # no token that the blocks do not need: with sliding windows it could push the first ones out
+    return {"prompt_token_ids": list(token_ids[: declared["prompt_tokens"]])}
 
 
 def _params(pin_id: str, plan: ModulePlan | None) -> SamplingParams:

@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.v1.core.kv_cache_utils import resolve_block_hashes
+
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.modules.plan import ModulePlan, plan_of_request
 
@@ -35,7 +37,8 @@ EXTRA_ARG = "relay_pin"
 @dataclass
 class _Pin:
     id: str
-    token_ids: list[int]  # with the padding of modules
+    num_slots: int  # of its full blocks, with the padding of modules
+    token_ids: list[int]  # of these, and what stands behind them and is part of their hashes
     plan: ModulePlan | None  # of a prompt with modules
     block_hashes: list[bytes] = field(default_factory=list)  # empty until first computed
     blocks: list[Any] = field(default_factory=list)  # held ones; empty while cold
@@ -44,7 +47,7 @@ class _Pin:
     @property
     def num_tokens(self) -> int:
         if self.plan is None:
-            return len(self.token_ids)
+            return self.num_slots
         return sum(segment.num_tokens for segment in self.plan.segments)
 
 
@@ -68,6 +71,10 @@ class PinTable:
         self._scheduler = scheduler
         self._manager = scheduler.kv_cache_manager
         self._pool = self._manager.block_pool
+        # vLLM 0.33: with EAGLE and MTP the hash of a block covers what its draft was made of
+        self._lookahead_tokens = getattr(self._pool, "num_hash_lookahead_tokens", 0)
+        # without such hashes, lookups leave out the last block that they find
+        self._drops_last_block = self._manager.use_eagle
         self._pins: dict[str, _Pin] = {}
         self._cold: dict[str, _Pin] = {}
         self._holders: Counter[int] = Counter()  # block id -> pins that hold it
@@ -95,7 +102,8 @@ class PinTable:
             plan: of a prompt with modules; ``token_ids`` are those of its slots.
 
         Returns:
-            The pin as in :meth:`entries`, and as ``is_new`` whether it is new.
+            The pin as in :meth:`entries`, as ``is_new`` whether it is new, and as
+            ``prompt_tokens`` how many of the prompt's first tokens a request has to compute.
 
         Raises:
             CommandError: 400 the prompt cannot be a pinned one, 409 the id is taken, 507 the blocks
@@ -113,11 +121,12 @@ class PinTable:
         if num_tokens == 0 and plan is not None:
             raise CommandError(400, "the prompt has no modules: give it as text to pin it")
         block_size, max_model_len = self._scheduler.block_size, self._scheduler.max_model_len
-        if num_tokens < block_size:
+        least = block_size * (2 if self._drops_last_block else 1) + self._lookahead_tokens
+        if num_tokens < least:
             raise CommandError(
                 400,
                 f"a prompt of {num_tokens} tokens was given, but only full KV blocks can be "
-                f"pinned: expected at least {block_size} tokens (--block-size)",
+                f"pinned: expected at least {least} tokens ({self._why_least()})",
             )
         if num_tokens >= max_model_len:
             raise CommandError(
@@ -125,18 +134,20 @@ class PinTable:
                 f"a prompt of {num_tokens} tokens was given, expected fewer than "
                 f"max_model_len={max_model_len}",
             )
-        full = list(token_ids[: num_tokens // block_size * block_size])
+        num_slots = (num_tokens - self._lookahead_tokens) // block_size * block_size
+        token_ids = list(token_ids[: num_slots + self._lookahead_tokens])
         pin = self._pins.get(pin_id)
         if pin is not None:
-            if pin.token_ids != full or pin.plan != plan:
+            if pin.token_ids != token_ids or pin.plan != plan:
                 raise CommandError(
                     409, f"pin {pin_id!r} has another prompt: unpin it, or give another id"
                 )
             pin.problem = None
-            return {**self._describe(pin), "is_new": False}
-        self._check_room(pin_id, self._num_new_blocks(full, plan), self._num_reserved_blocks())
-        pin = self._pins[pin_id] = self._cold[pin_id] = _Pin(pin_id, full, plan)
-        return {**self._describe(pin), "is_new": True}
+            return self._declared(pin, is_new=False)
+        num_new = self._num_new_blocks(num_slots, token_ids, plan)
+        self._check_room(pin_id, num_new, self._num_reserved_blocks())
+        pin = self._pins[pin_id] = self._cold[pin_id] = _Pin(pin_id, num_slots, token_ids, plan)
+        return self._declared(pin, is_new=True)
 
     def unpin(self, pin_id: str) -> None:
         """Forget a pin; its blocks can be evicted again, the last ones first.
@@ -224,6 +235,22 @@ class PinTable:
             "problem": pin.problem,
         }
 
+    def _declared(self, pin: _Pin, *, is_new: bool) -> dict[str, Any]:
+        return {**self._describe(pin), "prompt_tokens": len(pin.token_ids), "is_new": is_new}
+
+    def _why_least(self) -> str:
+        if self._drops_last_block:
+            return (
+                "twice --block-size: with EAGLE or MTP vLLM computes the last block of what it "
+                "finds again"
+            )
+        if self._lookahead_tokens:
+            return (
+                f"--block-size, and {self._lookahead_tokens} tokens behind: with EAGLE or MTP they "
+                "are part of a block's hash"
+            )
+        return "--block-size"
+
     def _learn_hashes(self, request: Any) -> None:
         """Take the block hashes of a pin's own first request: other requests may name it too."""
         extra_args = getattr(request.sampling_params, "extra_args", None) or {}
@@ -231,7 +258,7 @@ class PinTable:
         pin = self._cold.get(pin_id) if isinstance(pin_id, str) else None
         if pin is None or pin.block_hashes:
             return
-        depth = len(pin.token_ids) // self._pool.hash_block_size
+        depth = pin.num_slots // self._pool.hash_block_size
         if (
             request.lora_request is None
             and request.cache_salt is None
@@ -245,14 +272,17 @@ class PinTable:
 
     def _hold(self, pin: _Pin) -> None:
         """Make ``pin`` resident if all its blocks are cached and there is room."""
-        num_tokens = len(pin.token_ids)
+        num_tokens = pin.num_slots
         # of a prompt's tokens vLLM looks up all but the last
         cached, num_cached_tokens, *_ = self._manager.get_computed_blocks(
             _Lookup(pin.block_hashes, num_tokens + 1)
         )
+        blocks = [block for group in cached.blocks for block in group if not block.is_null]
+        if self._drops_last_block:
+            blocks += self._blocks_behind(pin, num_cached_tokens)
+            num_cached_tokens += self._scheduler.block_size
         if num_cached_tokens < num_tokens:
             return
-        blocks = [block for group in cached.blocks for block in group if not block.is_null]
         num_new = sum(block.block_id not in self._holders for block in blocks)
         try:
             self._check_room(pin.id, num_new, self.num_blocks)
@@ -263,6 +293,18 @@ class PinTable:
         self._holders.update(block.block_id for block in blocks)
         pin.blocks, pin.problem = blocks, None
         del self._cold[pin.id]
+
+    def _blocks_behind(self, pin: _Pin, num_cached_tokens: int) -> list[Any]:
+        """What the prefix cache has of a pin behind a hit, which ended before it because there was
+        more: without these blocks, the next one would end earlier."""
+        behind: list[Any] = []
+        for group, manager in enumerate(self._manager.coordinator.single_type_managers):
+            hashes = resolve_block_hashes(
+                pin.block_hashes, self._pool.hash_block_size, manager.block_size
+            )
+            for block_hash in hashes[num_cached_tokens // manager.block_size :]:
+                behind += self._pool.get_cached_block(block_hash, [group]) or []
+        return behind
 
     def _release(self, pin: _Pin) -> None:
         self._pool.free_blocks(reversed(pin.blocks))
@@ -287,17 +329,20 @@ class PinTable:
             )
 
     def _num_reserved_blocks(self) -> int:
-        cold = sum(self._num_blocks_of(len(pin.token_ids)) for pin in self._cold.values())
+        cold = sum(self._num_blocks_of(pin.num_slots) for pin in self._cold.values())
         return self.num_blocks + cold
 
-    def _num_new_blocks(self, token_ids: Sequence[int], plan: ModulePlan | None) -> int:
-        """Blocks a pin of ``token_ids`` needs beyond those of resident pins, at most."""
+    def _num_new_blocks(
+        self, num_slots: int, token_ids: Sequence[int], plan: ModulePlan | None
+    ) -> int:
+        """Blocks a pin needs beyond those of resident pins, at most."""
         common = 0
         for pin in self._pins.values():
             if pin.blocks and pin.plan is None and plan is None:
                 common = max(common, _common_length(token_ids, pin.token_ids))
+        common = max(0, common - self._lookahead_tokens)
         common -= common % self._scheduler.block_size
-        return self._num_blocks_of(len(token_ids)) - self._num_blocks_of(common)
+        return self._num_blocks_of(num_slots) - self._num_blocks_of(common)
 
     def _num_blocks_of(self, num_tokens: int) -> int:
         """Blocks a request of this length needs on its own, in all KV cache groups."""

@@ -21,7 +21,11 @@ R = TypeVar("R", bound=Hashable)
 BlockName = bytes | tuple[bytes, bytes]
 """A chained block hash; or a hash that is not chained, and a digest of all up to it."""
 
-_Key = tuple[bool, int, int]  # what is smaller comes first
+Position = tuple[float, int]
+"""A place in the order of arrival: the time of arrival in seconds where that counts, else zero; and
+how many came before."""
+
+_Key = tuple[bool, int, Position]  # what is smaller comes first
 _Entry = tuple[_Key, int, Any]  # of a heap of children: key, serial number, node
 
 
@@ -49,9 +53,9 @@ class _Node(Generic[R]):
         self.depth = depth
         self.chain = chain  # of any request of the subtree
         self.children: dict[BlockName, _Node[R]] = {}
-        self.requests: list[tuple[int, R]] = []  # whose chain ends here, by position
+        self.requests: list[tuple[Position, R]] = []  # whose chain ends here, by position
         self.size = 0  # waiting requests of the subtree
-        self.oldest = 0  # the smallest position that came into the subtree
+        self.oldest: Position = (0.0, 0)  # the smallest position that came into the subtree
         self.resident = False  # whether the first of these blocks was in the cache when last seen
         self.queue: list[_Entry] = []  # heap of the children
         self.queued_key: _Key | None = None  # of the valid entry in parent.queue
@@ -72,7 +76,7 @@ class _Node(Generic[R]):
 @dataclass(frozen=True)
 class _Place(Generic[R]):
     node: _Node[R]
-    position: int
+    position: Position
 
 
 @dataclass
@@ -125,7 +129,7 @@ class PrefixOrder(Generic[R]):
         """In order of position."""
         return iter(sorted(self._places, key=lambda request: self._places[request].position))
 
-    def add(self, request: R, chain: Sequence[BlockName], position: int) -> None:
+    def add(self, request: R, chain: Sequence[BlockName], position: Position) -> None:
         """Let a request wait.
 
         Args:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from vllm.v1.request import Request
 
 from vllm_relay.scheduler.fairness import OvertakeLimit
-from vllm_relay.scheduler.order import BlockName, PrefixOrder
+from vllm_relay.scheduler.order import BlockName, Position, PrefixOrder
 
 
 class PriorityClass:
@@ -57,7 +57,7 @@ class PriorityClass:
         urgent = self._limit.urgent(now_s) if self._limit is not None else None
         return self._order.first(now_s) if urgent is None else urgent
 
-    def add(self, request: Request, chain: Sequence[BlockName], position: int) -> None:
+    def add(self, request: Request, chain: Sequence[BlockName], position: Position) -> None:
         self._order.add(request, chain, position)
         if self._limit is not None:
             self._limit.arrive(request)

@@ -6,12 +6,13 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import overload
 
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_relay.scheduler.fairness import OvertakeLimit
-from vllm_relay.scheduler.order import BlockName, PrefixOrder
+from vllm_relay.scheduler.order import BlockName, Position, PrefixOrder
 from vllm_relay.scheduler.priority_class import PriorityClass
 
 # of requests that were popped and do not run; one whose KV cache is being loaded does
@@ -24,14 +25,14 @@ _NOT_RUN = (
 
 
 class QueueObserver:
-    """Is told which requests wait; `position` is a request's place in the order of arrival."""
+    """Is told which requests wait; `position` says how many came before a request."""
 
     def waits(self, request: Request, position: int) -> None: ...
 
     def waits_no_longer(self, request: Request, position: int, runs: bool) -> None: ...
 
 
-class PrefixRequestQueue(RequestQueue):
+class PrefixRequestQueue(RequestQueue, Sequence[Request]):
     """Waiting requests by priority, and within one priority in the order of `PrefixOrder`.
 
     It is false while it is not empty if none of its requests can run: `len` counts, `bool` says
@@ -42,8 +43,10 @@ class PrefixRequestQueue(RequestQueue):
     Those that are known to be blocked when they are given back are offered again when they are not.
 
     Args:
-        by_priority: whether `Request.priority` counts, the smallest first.
-        chain_of: the chained names of blocks under which a waiting request is ordered.
+        by_priority: whether `Request.priority` counts, the smallest first, and among equal ones
+            `Request.arrival_time` before the order in which they are added.
+        chain_of: the chained names of blocks under which a waiting request is ordered; without any
+            it is held for nobody.
         make_order: an empty order for the requests of one priority.
         make_limit: its limit on overtaking, or None.
         observer: is told when a request begins and ceases to wait.
@@ -198,6 +201,14 @@ class PrefixRequestQueue(RequestQueue):
             yield from self._classes[priority]
         yield from self._blocked
 
+    @overload
+    def __getitem__(self, index: int) -> Request: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Request]: ...
+    def __getitem__(self, index: int | slice) -> Request | list[Request]:
+        """By the order of iteration, at the cost of a sort of all."""
+        return list(self)[index]
+
     def _choose(self) -> Request | None:
         if self._popped is not None or self._chosen is None:
             self._settle()
@@ -228,7 +239,11 @@ class PrefixRequestQueue(RequestQueue):
         self._observer.waits_no_longer(request, self._positions[request], True)
 
     def _by_arrival(self, requests: Iterable[Request]) -> list[Request]:
-        return sorted(requests, key=lambda request: self._positions.get(request, 0))
+        return sorted(requests, key=self._position)
+
+    def _position(self, request: Request) -> Position:
+        arrival_s = request.arrival_time if self._by_priority else 0.0
+        return arrival_s, self._positions.get(request, 0)
 
     def _put_in_order(self, request: Request) -> None:
         priority = self._priority(request)
@@ -240,10 +255,9 @@ class PrefixRequestQueue(RequestQueue):
         if request.status == RequestStatus.PREEMPTED or self._goes_first(request):
             each.add_preempted(request)
             return
-        position = self._positions[request]
-        # without a full block it shares nothing
-        chain = self._chain_of(request) or (position.to_bytes(8, "big"),)
-        each.add(request, chain, position)
+        # a request without a chain shares nothing
+        chain = self._chain_of(request) or (self._positions[request].to_bytes(8, "big"),)
+        each.add(request, chain, self._position(request))
 
     def _take_out(self, request: Request) -> None:
         priority = self._priority(request)

@@ -24,7 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_relay.config import RelayConfig
 from vllm_relay.modules.admission import ModuleAdmission
 from vllm_relay.modules.plan import plan_of_request
-from vllm_relay.prefix_cache.free_queue import make_free_queue
+from vllm_relay.prefix_cache.free_queue import PolicyFreeQueue, make_free_queue
 from vllm_relay.prefix_cache.next_use import NextUse
 from vllm_relay.prefix_cache.pins import PinTable
 from vllm_relay.prefix_cache.stats import PREFIX_CACHE, PrefixCacheRecorder
@@ -68,15 +68,15 @@ class _RelayScheduling(Scheduler):
         self.modules.note_step(output.total_num_scheduled_tokens)
         return output
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self.modules.add(request)
-        super().add_request(request)
+        super().add_request(request, *args, **kwargs)
 
-    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+    def _handle_blocked_waiting_request(self, request: Request, *args: Any, **kwargs: Any) -> bool:
         # asked right before the prefix cache is, so that nothing is evicted in between
         if not self.modules.is_ready(request):
             return False
-        return super()._handle_blocked_waiting_request(request)
+        return super()._handle_blocked_waiting_request(request, *args, **kwargs)
 
     def block_keys(self, request: Request) -> list[list[bytes]]:
         """For each KV cache group, the names under which the prefix cache keeps the request's full
@@ -98,6 +98,8 @@ class _RelayScheduling(Scheduler):
         """
         plan = plan_of_request(request)
         queue = self.kv_cache_manager.block_pool.free_block_queue
+        if not isinstance(queue, PolicyFreeQueue):
+            return  # vLLM's order, which chains do not change
         for group in keys:
             for run in [group] if plan is None else plan.chains(group):
                 queue.note_chain(run, is_use=is_use)
@@ -161,14 +163,14 @@ class _RelayScheduling(Scheduler):
 
         return is_blocked
 
-    def _free_request_blocks(self, request: Request) -> None:
+    def _free_request_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self.waiting.release(request)
         if request.is_finished():
             self.waiting.forget(request)
             self.modules.forget(request)
         self.pins.before_free(request)
         self.note_chains(request, self.block_keys(request), is_use=False)
-        super()._free_request_blocks(request)
+        super()._free_request_blocks(request, *args, **kwargs)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         scheduler_stats = super().make_stats(*args, **kwargs)
@@ -207,27 +209,27 @@ class _NextUseFeeder(QueueObserver):
     def __init__(self, scheduler: _RelayScheduling) -> None:
         self._scheduler = scheduler
         self._keys: dict[Request, list[list[bytes]]] = {}  # of waiting requests: see `block_keys`
+        # of those that may find blocks in the prefix cache: the others have nothing to wait for
         self._order_chains: dict[Request, Sequence[BlockName]] = {}
 
     def waits(self, request: Request, position: int) -> None:
         keys = self._keys[request] = self._scheduler.block_keys(request)
-        ordered_by = keys[self._scheduler.order_group or 0]
-        is_plain = plan_of_request(request) is None
-        self._order_chains[request] = ordered_by if is_plain else _chained(ordered_by)
-        if not request.skip_reading_prefix_cache:
+        if self._scheduler.kv_cache_manager.prefix_cache_lookup_enabled(request):
+            ordered_by = keys[self._scheduler.order_group or 0]
+            is_plain = plan_of_request(request) is None
+            self._order_chains[request] = ordered_by if is_plain else _chained(ordered_by)
             self._scheduler.next_use.add(position, list(chain.from_iterable(keys)))
 
     def waits_no_longer(self, request: Request, position: int, runs: bool) -> None:
         keys = self._keys.pop(request)
-        del self._order_chains[request]
-        if not request.skip_reading_prefix_cache:
+        if self._order_chains.pop(request, None) is not None:
             self._scheduler.next_use.remove(position, list(chain.from_iterable(keys)))
         if runs:
             self._scheduler.note_chains(request, keys, is_use=True)
 
     def order_chain(self, request: Request) -> Sequence[BlockName]:
         """What a waiting request is ordered by."""
-        return self._order_chains[request]
+        return self._order_chains.get(request, ())
 
 
 def _chained(keys: Sequence[bytes]) -> list[tuple[bytes, bytes]]:

@@ -15,6 +15,7 @@ its reason and when it can go.
     requests.py          front ends check requests, and leave padding out of what they count
     server.py            routes, prompts and usage of servers
     statistics.py        from workers to the metrics of the front end
+    contract/            what is needed of vLLM, and whether a vLLM has it
 
 All functions are idempotent, and the replaced functions pass on arguments they do not know. They
 know nothing of what is done with the change: they are given the functions to call, by

@@ -17,7 +17,7 @@ from typing import Any
 import duckdb
 from vllm.inputs import tokens_input
 
-from tests.small_llm import small_llm
+from tests.support.small_llm import small_llm
 from tests.tables.jobs.job_cases import NUMBERS, NUMBERS_SQL, answered, numbers_table, runner
 from vllm_relay.tables.engines import in_process
 from vllm_relay.tables.engines.base import Completions, Prompt, PromptShape

@@ -20,7 +20,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 from vllm import LLM
 
-from tests.small_llm import small_llm
+from tests.support.small_llm import small_llm
 from tests.tables.jobs.job_cases import NUMBERS, NUMBERS_SQL, answered, numbers_table, runner
 from vllm_relay.tables.engines.base import Completions, Prompt
 from vllm_relay.tables.engines.in_process import InProcessEngine

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from vllm import LLM
 
-from tests.small_llm import small_relay_llm
+from tests.support.small_llm import small_relay_llm
 from tests.tables.jobs.job_cases import runner
 from vllm_relay.demo.recall_model import build_recall_model
 from vllm_relay.tables.engines.in_process import InProcessEngine

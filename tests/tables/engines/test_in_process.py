@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests import vllm_processes
 from tests.integration.tiny_models import save_model
+from tests.support import vllm_processes
 from tests.tables.byte_tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.integration

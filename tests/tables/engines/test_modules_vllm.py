@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests import vllm_processes
+from tests.support import vllm_processes
 
 pytestmark = pytest.mark.integration
 MODULES = {"fields": 6 + 7, "sets": 6}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS, save_model
-from tests.servers import API_KEY, ask, serving
+from tests.support.servers import API_KEY, ask, serving
 from tests.tables.engines.test_server import WordTokenizer
 from vllm_relay.tables.engines import EngineError, Prompt
 from vllm_relay.tables.engines.server import ServerEngine

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests import vllm_processes
+from tests.support import vllm_processes
 
 API_KEY = "secret"
 
