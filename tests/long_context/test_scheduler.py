@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.depth import cases
 from tests.integration.engine_main import tokens
 from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS, save_model
 from tests.long_context.made_costs import made_costs
@@ -25,6 +24,7 @@ from tests.long_context.simulated_engine import (
     LongEngine,
     long_engine,
 )
+from tests.support.depth import cases
 from vllm_relay.long_context import indexed_requests, scheduler
 from vllm_relay.long_context.client import list_contexts
 from vllm_relay.long_context.orders import ContextReport, orders_of

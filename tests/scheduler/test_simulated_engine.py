@@ -12,10 +12,10 @@ import pytest
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.v1.request import RequestStatus
 
-from tests.depth import cases
 from tests.integration.tiny_models import save_model
 from tests.scheduler.simulated_engine import answer, start
 from tests.scheduler.soak import FIRST_SEED, SECONDS, Question, Soak, adapters, prompts
+from tests.support.depth import cases
 
 EVICTIONS = ("queue", "lru", "fifo", "gdsf")
 STOP_TOKEN_IDS = tuple(range(3, 23))
