@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import re
 from collections import Counter
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import RequestStatus
 
 from tests.integration.engine_main import tokens
@@ -28,7 +30,7 @@ from tests.support.depth import cases
 from vllm_relay.long_context import indexed_requests, scheduler
 from vllm_relay.long_context.client import list_contexts
 from vllm_relay.long_context.orders import ContextReport, orders_of
-from vllm_relay.long_context.scheduler import LongContextScheduler
+from vllm_relay.long_context.scheduler import HostBlocks, LongContextScheduler
 
 SHORT_TOKENS = WINDOW["min_context_tokens"] - 1
 
@@ -422,6 +424,28 @@ def test_a_context_that_leaves_a_full_folder_is_not_found_again(model: str, tmp_
         engine.add("b", tokens(1, 200), 1)
         engine.run()
         assert engine.executor.placements == []
+
+
+@pytest.mark.skipif(
+    "max_cache_hit_length" not in inspect.signature(KVCacheManager.get_computed_blocks).parameters,
+    reason="callers of this vLLM cannot bound a hit",
+)
+def test_a_hit_is_no_longer_than_its_caller_allows(model: str) -> None:
+    with long_engine(model) as engine:
+        keep(engine, "a", tokens(1, 200))
+        engine.add("b", tokens(1, 200), 1)
+        [request] = engine.scheduler.requests.values()
+        get_computed_blocks = engine.scheduler.kv_cache_manager.get_computed_blocks
+
+        blocks, num_tokens, _ = get_computed_blocks(request)
+        assert isinstance(blocks, HostBlocks)
+        assert get_computed_blocks(request, num_tokens)[1] == num_tokens
+        for limit_tokens in (num_tokens - 1, BLOCK_SIZE, 0):
+            bounded, num_bounded, _ = get_computed_blocks(request, limit_tokens)
+            assert num_bounded <= limit_tokens
+            assert not isinstance(bounded, HostBlocks)
+        assert get_computed_blocks(request, max_cache_hit_length=BLOCK_SIZE)[1] <= BLOCK_SIZE
+        engine.run()
 
 
 def test_a_context_is_deleted_before_the_worker_knows_it(model: str) -> None:

@@ -109,9 +109,18 @@ def test_v1_moves_positions_where_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "refusal"), [("cpu", None), ("cuda", None), ("rocm", "NVIDIA GPUs only")]
+    ("device", "changes", "refusal"),
+    [
+        ("cpu", {}, None),
+        ("cuda", {}, None),
+        ("rocm", {}, "NVIDIA GPUs only"),
+        ("cpu", {"speculative_config": object()}, "remove --speculative-config"),
+        ("cpu", {"kv_transfer_config": object()}, "remove --kv-transfer-config"),
+    ],
 )
-def test_devices(monkeypatch: pytest.MonkeyPatch, device: str, refusal: str | None) -> None:
+def test_engines_that_can_use_modules(
+    monkeypatch: pytest.MonkeyPatch, device: str, changes: dict[str, Any], refusal: str | None
+) -> None:
     platform = SimpleNamespace(is_cpu=lambda: device == "cpu", is_cuda=lambda: device == "cuda")
     monkeypatch.setattr("vllm.platforms.current_platform", platform, raising=False)
     monkeypatch.setattr("vllm_relay.config.scheduler_is_selected", lambda vllm_config: True)
@@ -130,5 +139,6 @@ def test_devices(monkeypatch: pytest.MonkeyPatch, device: str, refusal: str | No
             get_sliding_window=lambda: None,
         ),
     )
+    vars(config).update(changes)
     reason = start_checks.unsupported_reason(config)
     assert (reason is None) if refusal is None else refusal in str(reason)

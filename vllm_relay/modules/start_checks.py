@@ -49,9 +49,12 @@ def unsupported_reason(vllm_config: VllmConfig) -> str | None:
     if not vllm_config.cache_config.enable_prefix_caching:
         return "they live in the prefix cache: leave --no-enable-prefix-caching out"
     if vllm_config.speculative_config is not None:
-        return "drafts of speculative decoding know nothing of their positions"
+        return (
+            "drafts of speculative decoding know nothing of their positions, and may be part of "
+            "the names of blocks: remove --speculative-config"
+        )
     if vllm_config.kv_transfer_config is not None:
-        return "KV connectors know nothing of their blocks"
+        return "KV connectors know nothing of their blocks: remove --kv-transfer-config"
     return _model_reason(vllm_config)
 
 
