@@ -66,7 +66,7 @@ def compared(name: str, dense: list[Answer], sparse: list[Answer]) -> Row:
     after = sorted(tokens for tokens in parted if tokens is not None)
     return {
         "RELAY_SPARSE with": name,
-        "mean |log-probability - dense|": float(found.mean()),
+        "mean difference of log-probabilities": float(found.mean()),
         "p99": float(np.quantile(found, 0.99)),
         "largest": float(found.max()),
         "sequences as dense": f"{parted.count(None)} of {len(parted)}",
