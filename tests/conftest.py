@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.depth import cases
 from tests.support.vllm_users import touches_vllm
+from vllm_relay.wiring import hide_tokens_of_modules
 
 # read by vLLM when it is imported
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
@@ -24,6 +25,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # tests run beside each other
 os.environ["TRITON_INTERPRET"] = "1"  # read by triton when it is imported
 importlib.import_module("tests.attention_backends.triton_interpreter")  # mends it
+
+hide_tokens_of_modules()  # as the plug-in does in every process
 
 hypothesis.settings.register_profile("relay", deadline=None, max_examples=cases(25))
 hypothesis.settings.load_profile("relay")

@@ -48,9 +48,9 @@ ROOMS = [
 FACADES = {
     # what users import from a room, by a name that they know, and stands above it
     ("vllm_relay.modules", "vllm_relay.serving.modular_llm"),
-    ("vllm_relay.prefix_cache.modules", "vllm_relay.serving.modular_llm"),
 }
 MAX_FILES = 14
+MAX_FILES_WITHOUT_LIST = 6
 BEFORE_THEIR_REBUILDING = {
     "attention_backends",
     "long_context",
@@ -140,7 +140,7 @@ def test_folders_say_what_is_in_them(folder: Path) -> None:
     text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()), clean=False)
     assert text, f"{folder} does not say what it is"
     listed = {"".join(each) for each in LISTED.findall(text)}
-    if not listed:
+    if not listed and len(list(folder.glob("*.py"))) <= MAX_FILES_WITHOUT_LIST:
         return
     files = {f"{file.name}" for file in folder.glob("*.py")} - {"__init__.py"}
     folders = {f"{each.name}/" for each in folder.iterdir() if (each / "__init__.py").exists()}

@@ -20,6 +20,8 @@ MODULES = [
     "vllm_relay.attention_backends.cost",
     "vllm_relay.attention_backends.gpu_config",
     "vllm_relay.attention_backends.gpu_plan",
+    "vllm_relay.attention_backends.step_rows",
+    "vllm_relay.commands.engine",
     "vllm_relay.long_context.host_memory",
     "vllm_relay.long_context.index_payoff",
     "vllm_relay.config.long_contexts",
@@ -30,6 +32,7 @@ MODULES = [
     "vllm_relay.modules",  # imports schemas, layouts, prompts and their plans
     "vllm_relay.modules.block_hashes",
     "vllm_relay.modules.describe",
+    "vllm_relay.prefix_cache.modules",  # its first name
     "vllm_relay.prefix_cache.next_use",
     "vllm_relay.prefix_cache.policies",
     "vllm_relay.scheduler.fairness",
@@ -43,6 +46,7 @@ MODULES = [
     "vllm_relay.tables.engines.server",
     "vllm_relay.tables.jobs.job_runner",
     "vllm_relay.vllm_changes.contract.table",
+    "vllm_relay.wiring",
 ]
 
 IMPORT_EACH = """

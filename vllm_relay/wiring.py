@@ -1,6 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which of our functions the changes of vLLM call, in each kind of process.
 
+- Every process: backends are told which tokens are hidden (`plugin.register`).
+- Front ends: requests are checked (`plugin.register`); the rest when a configuration selects it
+  (`plugin.check_new_config`): prompts that are computed first, routes, metrics.
+- Engine cores: commands, statistics, names of blocks, what stands beside the scheduler, before
+  there is one. Those of stock vLLM too: nothing may fail there that it does not need, so what can
+  is imported when it is called.
+- Workers: what backends ask for when their first layers are set up.
+
 What a process does not need is not imported in it.
 """
 
@@ -65,20 +73,24 @@ def prepare_engine_cores() -> None:
 
 
 def _prepare_engine_core() -> None:
-    from vllm_relay.commands import engine as commands
-    from vllm_relay.long_context.commands import COMMANDS as CONTEXT_COMMANDS
     from vllm_relay.long_context.orders import ATTRIBUTE
     from vllm_relay.modules.block_hashes import module_block_hasher
-    from vllm_relay.prefix_cache.commands import COMMANDS as PREFIX_COMMANDS
 
     statistics.carry_through_scheduler(_take_over_stats, _numbers)
     scheduler.keep_beside_scheduler(LONG_CONTEXTS, _make_long_contexts, ATTRIBUTE)
-    known = {**PREFIX_COMMANDS, **CONTEXT_COMMANDS}
-    engine_core.add_command(lambda core, name, given: commands.run(known, core, name, given))
+    engine_core.add_command(_run_command)
     engine_core.call_before_requests(
-        lambda core: _load_contexts(core), lambda core: _load_contexts(core, again=True)
+        _load_contexts, after_reset=lambda core: _load_contexts(core, again=True)
     )
     engine_core.hash_blocks_by(module_block_hasher)
+
+
+def _run_command(core: Any, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    from vllm_relay.commands import engine
+    from vllm_relay.long_context.commands import COMMANDS as CONTEXT_COMMANDS
+    from vllm_relay.prefix_cache.commands import COMMANDS as PREFIX_COMMANDS
+
+    return engine.run({**PREFIX_COMMANDS, **CONTEXT_COMMANDS}, core, name, arguments)
 
 
 def _make_long_contexts(of_scheduler: Any) -> LongContextScheduler | None:

@@ -44,9 +44,12 @@ NAMES: list[tuple[str, dict[str, str | tuple[str, ...]]]] = [
     ),
     (r"(plan|predict_run)\.py$", {"request": _REQUEST}),
     (r"modules/requests\.py$", {"request": _CORE_REQUEST}),
-    (r"(pin_client|system_prompts|preload|client|engine_commands)\.py$", {"engine": _ENGINES}),
+    (r"(pin_client|system_prompts|preload|client|commands/.*)\.py$", {"engine": _ENGINES}),
     (r"(pin_client|client)\.py$", {"renderer": "vllm.renderers.base.BaseRenderer"}),
-    (r"modules/online\.py$", {"renderer": "vllm.renderers.online_renderer.OnlineRenderer"}),
+    (
+        r"serving/modular_requests\.py$",
+        {"renderer": "vllm.renderers.online_renderer.OnlineRenderer"},
+    ),
     (
         r"(modules|long_context)/(worker|.*positions.*)\.py$",
         {

@@ -23,9 +23,10 @@ def main() -> None:
 
     from tests.attention_backends.fake_device import DelayedCopies
     from tests.integration import engine_main
-    from vllm_relay.attention_backends import relay_cuda, relay_sparse_cuda
+    from vllm_relay.attention_backends import relay_cuda
+    from vllm_relay.attention_backends.sparse import cuda as sparse_cuda
 
-    relay_sparse_cuda.make_copies = DelayedCopies
+    sparse_cuda.make_copies = DelayedCopies
     relay_cuda.TOTALS_EVERY_STEPS = 1  # these runs are short
     engine_main.main()
 

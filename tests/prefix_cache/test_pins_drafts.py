@@ -144,13 +144,12 @@ class OneTokenExecutor(StubExecutor):
         return super().execute_model(*args, **kwargs)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(
-    "looks_ahead", [False, pytest.param(True, marks=needs_lookahead_hashes)], ids=["", "lookahead"]
+    "looks_ahead",
+    [False, pytest.param(True, marks=needs_lookahead_hashes)],
+    ids=["legacy", "lookahead"],
 )
-def test_a_prompt_is_pinned_in_an_engine_with_eagle(
-    tmp_path: Path, asynchronous: bool, looks_ahead: bool
-) -> None:
+def test_a_prompt_is_pinned_in_an_engine_with_eagle(tmp_path: Path, looks_ahead: bool) -> None:
     target = save_model("llama", tmp_path / "target")
     drafter = tmp_path / "drafter"
     drafter.mkdir()
@@ -161,7 +160,7 @@ def test_a_prompt_is_pinned_in_an_engine_with_eagle(
         drafts["disable_lookahead_block_hashes"] = True
     engine = start(
         str(target),
-        asynchronous=asynchronous,
+        asynchronous=False,
         executor_class=OneTokenExecutor,
         speculative_config=drafts,
         additional_config={"relay": {"scheduler": True}},

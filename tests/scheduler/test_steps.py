@@ -145,7 +145,7 @@ def test_requests_that_are_held_do_not_end_the_throttling_of_prefills(
     add_a_family_beside_a_decode(engine)
     schedule, number = engine.scheduler.schedule, 0
 
-    def schedule_throttled() -> Any:
+    def schedule_throttled(*_: Any) -> Any:
         nonlocal number
         output = schedule(throttle_prefills=number % INTERVAL_STEPS != 0)
         number += 1
@@ -174,7 +174,8 @@ def test_requests_that_could_run_end_the_interval_of_prefills(start_engine: Star
         engine.add(f"other-{number}", tokens(2 + number, 90), output_tokens=2)
     engine.run()
     numbers = engine.prefill_steps(*(f"other-{number}" for number in range(4)))
-    assert numbers == list(range(numbers[0], numbers[0] + 4))
+    first = numbers[0]  # three steps compute the four of 90 tokens, but for the end of the last
+    assert numbers == [first, first + 1, first + 2, first + 2 + INTERVAL_STEPS]
 
 
 def give_no_tokens(engine: Engine, name: str, while_: Callable[[], bool]) -> None:
@@ -197,7 +198,7 @@ def test_a_request_that_gets_no_tokens_waits_on(start_engine: StartEngine) -> No
     engine.add("second", [*family, 401], output_tokens=2)
     engine.add("other", tokens(3, 40), output_tokens=2)
     engine.run()
-    assert engine.prefill_steps("first")[0] >= 5
+    assert min(number for number, step in enumerate(engine.steps) if "first" in step) >= 5
 
 
 @needs_skipping

@@ -49,7 +49,7 @@ class RowSource(Protocol):
         """
 
 
-_make_source: Callable[[VllmConfig], RowSource | None] = lambda vllm_config: None  # noqa: E731
+_make_source: Callable[[VllmConfig], RowSource | None] | None = None
 
 
 def use_rows_of(make_source: Callable[[VllmConfig], RowSource | None]) -> None:
@@ -59,5 +59,14 @@ def use_rows_of(make_source: Callable[[VllmConfig], RowSource | None]) -> None:
 
 
 def row_source(vllm_config: VllmConfig) -> RowSource | None:
-    """Whom the backends of a worker ask; None: nobody, tokens are never hidden."""
+    """Whom the backends of a worker ask; None: nobody, tokens are never hidden.
+
+    Raises:
+        RuntimeError: nobody has said whom: the plug-in is not registered in this process.
+    """
+    if _make_source is None:
+        raise RuntimeError(
+            "vllm-relay: a backend is set up in a process in which the plug-in is not registered: "
+            "call vllm_relay.plugin.register() first"
+        )
     return _make_source(vllm_config)

@@ -6,7 +6,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+from vllm_relay.vllm_changes.statistics import StepStats
 
 if TYPE_CHECKING:
     from vllm_relay.attention_backends.plan import PlanStats
@@ -23,13 +25,6 @@ GAUGES = {
     "forest_depth": "Levels of nested shared prefixes in the last step.",
     "groups": "Groups of requests that shared a prefix in the last step.",
 }
-
-
-class MergedStats(Protocol):
-    """Counters of somebody else that travel with those of a step."""
-
-    def merge(self, later: Any) -> None:
-        """Add the statistics of later steps."""
 
 
 def prometheus_name(field: str) -> str:
@@ -53,7 +48,7 @@ class RelayStats:
     planning_seconds: float = 0.0
     forest_depth: int = 0
     groups: int = 0
-    long_contexts: MergedStats | None = None
+    long_contexts: StepStats | None = None
 
     def add_plan(self, plan: PlanStats) -> None:
         """Add one KV cache group's plan to the statistics of the step it belongs to."""
@@ -99,7 +94,7 @@ class StepRecorder:
         """Steps of requests, not those that warm up or pad a data-parallel group."""
         self._since_log = RelayStats()
         self._last_log_s = time.monotonic()
-        self.take_long_contexts: Callable[[], MergedStats] | None = None
+        self.take_long_contexts: Callable[[], StepStats] | None = None
         """Gives the numbers of the running step, where a backend has any."""
 
     def begin_step(self) -> None:

@@ -14,6 +14,7 @@ from vllm_relay.commands.prompts import (
     text_tokens_async,
     tokens_of,
 )
+from vllm_relay.config import SECTION
 
 
 async def once(
@@ -41,7 +42,7 @@ def naming_the_option(option: str, number: int) -> Iterator[None]:
     try:
         yield
     except CommandError as error:
-        raise ValueError(f"additional_config.relay.{option}[{number}]: {error}") from error
+        raise ValueError(f"{SECTION}.{option}[{number}]: {error}") from error
 
 
 def read_texts(option: str, given_texts: Sequence[str]) -> list[str]:
@@ -52,7 +53,7 @@ def read_texts(option: str, given_texts: Sequence[str]) -> list[str]:
     """
     texts = []
     for number, given in enumerate(given_texts):
-        place = f"additional_config.relay.{option}[{number}]"
+        place = f"{SECTION}.{option}[{number}]"
         text = given
         if given.startswith("@"):
             try:

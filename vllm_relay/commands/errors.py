@@ -5,7 +5,7 @@ from __future__ import annotations
 
 
 class CommandError(Exception):
-    """A pin or a context that cannot be made or found.
+    """A pin or a context that cannot be made or found; for pins, users import it as `PinError`.
 
     Args:
         status: the HTTP status that says so: 400, 404, 409, 501 or 507.

@@ -5,7 +5,7 @@ Schemas are read from PML files or built from `Schema`, `Module`, `Parameter`, `
 
     schema.py            what a schema consists of                                     (pure)
     xml_tree.py, white_space.py, pml.py   how it is written                            (pure)
-    chat_turns.py, text_tokens.py   in the words and tokens of a model                 (torch)
+    chat_turns.py, text_tokens.py   in the words and tokens of a model                 (pure)
     layout.py, describe.py   its tokens and positions                                  (pure)
     plan.py              slots, positions and what is seen, of one prompt              (pure)
     import_checks.py, import_texts.py, render.py, schema_store.py

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.modules.plan import ModulePlan
-from vllm_relay.prefix_cache.pins import PinTable
 from vllm_relay.prefix_cache.stats import TOP_PREFIXES
+
+if TYPE_CHECKING:
+    from vllm_relay.prefix_cache.pins import PinTable
 
 HOW_TO_SELECT = "start vLLM with --additional-config.relay.scheduler true"
 

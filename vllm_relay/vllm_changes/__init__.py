@@ -17,8 +17,8 @@ its reason and when it can go.
     statistics.py        from workers to the metrics of the front end
     contract/            what is needed of vLLM, and whether a vLLM has it
 
-All functions are idempotent, and the replaced functions pass on arguments they do not know. They
-know nothing of what is done with the change: they are given the functions to call, by
-`vllm_relay.wiring` or by who runs in the process. What a process does not need is not changed in
-it.
+All functions are idempotent: those given by the first caller stay. What is replaced passes on
+arguments that it does not know. Nothing here knows what is done with a change: the functions to
+call are given by `vllm_relay.wiring`, or by who runs in the process. What a process does not need
+is not changed in it.
 """

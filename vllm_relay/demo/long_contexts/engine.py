@@ -32,7 +32,7 @@ class LongAnswer:
 
 
 class LongEngine(EngineProcess):
-    """An engine of `long_engine_main`."""
+    """An engine of `engine_main`."""
 
     def __init__(self, name: str, settings: EngineSettings, log_path: Path) -> None:
         super().__init__(name, "vllm_relay.demo.long_contexts.engine_main", settings, log_path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of `long_engine.LongEngine`: starts vLLM and answers (prompt, output tokens)."""
+"""The process of `engine.LongEngine`: starts vLLM and answers (prompt, output tokens)."""
 
 from __future__ import annotations
 

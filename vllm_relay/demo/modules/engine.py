@@ -29,7 +29,7 @@ class ModulesAnswer:
 
 
 class ModulesEngine(EngineProcess):
-    """An engine of `modules_engine_main`."""
+    """An engine of `engine_main`."""
 
     def __init__(self, name: str, settings: EngineSettings, log_path: Path) -> None:
         super().__init__(name, "vllm_relay.demo.modules.engine_main", settings, log_path)

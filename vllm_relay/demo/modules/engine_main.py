@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of `modules_engine.ModulesEngine`: starts vLLM and answers one prompt at a time."""
+"""The process of `engine.ModulesEngine`: starts vLLM and answers one prompt at a time."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class TableAnswers:
 
 
 class TablesEngine(EngineProcess):
-    """An engine of `tables_engine_main`."""
+    """An engine of `engine_main`."""
 
     def __init__(self, name: str, settings: EngineSettings, log_path: Path) -> None:
         super().__init__(name, "vllm_relay.demo.tables.engine_main", settings, log_path)

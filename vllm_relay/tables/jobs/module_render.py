@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placed modules and texts of a prompt, as the engine gets them.
 
-The same as `prefix_cache.modules.render` makes of a schema and a prompt. Here nothing is read from
+The same as `modules.render` makes of a schema and a prompt. Here nothing is read from
 markup, so values may hold any text, and a prompt costs no more if there are many modules.
 """
 

@@ -2,6 +2,16 @@
 """Tables whose rows become prompts: the order of rows and fields that the prefix cache likes.
 
 Liu et al., "Optimizing LLM Queries in Relational Workloads", 2024.
+
+    sequences.py, range_minimum.py   token sequences, what their beginnings share
+    columns.py           a field of all rows: integer codes and the tokens of its values
+    dependencies.py      which fields determine which
+    duplicates.py        rows that become the same prompt
+    element_order.py     the order of elements of sets
+    table_order.py, fixed_order.py   orders; one order of fields for all rows
+    groups.py, field_sets.py, refinement.py, per_row_order.py   an order for each row
+    cached_tokens.py     what the prefix cache finds, prompt after prompt
+    order.py             the order with which it finds most
 """
 
 from vllm_relay.tables.ordering.cached_tokens import BlockCache, cached_tokens
