@@ -84,7 +84,7 @@ MUTATIONS = [
             "visible[own_tokens] = seq_lens[request] - length + 1 +",
             "visible[own_tokens] = seq_lens[request] - length +",
         ),
-        ("end = end // config.tile_tokens * config.tile_tokens\n", ""),
+        ("end = end // config.tile_tokens * config.tile_tokens\n", "pass\n"),
     ),
     # who runs next
     *_of(
@@ -146,8 +146,8 @@ MUTATIONS = [
         f"{_MODULES}/plan.py",
         "modules/test_render.py",
         (
-            "min(end, num_visible)) for begin, end in ranges if begin < num_visible",
-            "end) for begin, end in ranges if begin < num_visible",
+            "for begin, end in (*ranges, (num_visible, self.num_slots(segment))):",
+            "for begin, end in (*ranges, (num_visible, segment.num_tokens)):",
         ),
         ("position != positions[offset - 1] + 1", "position < positions[offset - 1] + 1"),
     ),
@@ -159,7 +159,7 @@ MUTATIONS = [
     # stored contexts and their search
     *_of(
         f"{_SPARSE}/section_table.py",
-        "sparse/test_section_table.py",
+        "sparse/test_section_table.py sparse/test_section_faults.py sparse/test_section_file.py",
         ("if end > fixed.file_bytes:", "if end > 2 * fixed.file_bytes:"),
         (
             "        if begin < end:\n            raise IndexDamagedError",
