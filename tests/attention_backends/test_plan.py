@@ -131,6 +131,13 @@ def test_long_prefix_is_read_once_and_a_prefix_nobody_shares_is_not():
     assert stats.kv_tokens_logical == stats.kv_tokens_read == 16 * 40
 
 
+@pytest.mark.parametrize(("prefix_tokens", "groups"), [(192, 0), (224, 1)])
+def test_a_prefix_is_shared_where_what_it_saves_is_worth_a_range(prefix_tokens, groups):
+    """With 32 rows a request, 64 rows together save 1 ns per token, and a range costs 216 ns."""
+    plan = plan_of(shared_prefix(2, prefix_tokens, 50), group_size=32)
+    assert plan.stats.groups == groups
+
+
 def test_short_prefixes_are_left_alone_when_asked():
     batch = shared_prefix(16, 1024, 40)
     assert plan_of(batch, min_shared_tokens=1024).stats.groups == 1

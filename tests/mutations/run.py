@@ -75,7 +75,7 @@ def result_of(mutation: Mutation, folder: Path) -> str:
         path.write_text(source)
         if native:
             build(folder)
-    if done.returncode == FAILED:
+    if done.returncode == FAILED or done.returncode < 0:  # by a signal, as kernels fail
         return "caught"
     return "survived" if done.returncode == 0 else f"pytest did not run: {done.stdout[-2000:]}"
 

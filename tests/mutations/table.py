@@ -84,7 +84,7 @@ MUTATIONS = [
             "visible[own_tokens] = seq_lens[request] - length + 1 +",
             "visible[own_tokens] = seq_lens[request] - length +",
         ),
-        ("end = end // config.tile_tokens * config.tile_tokens\n", ""),
+        ("end = end // config.tile_tokens * config.tile_tokens\n", "pass\n"),
     ),
     # who runs next
     *_of(
@@ -146,8 +146,8 @@ MUTATIONS = [
         f"{_MODULES}/plan.py",
         "modules/test_render.py",
         (
-            "min(end, num_visible)) for begin, end in ranges if begin < num_visible",
-            "end) for begin, end in ranges if begin < num_visible",
+            "for begin, end in (*ranges, (num_visible, self.num_slots(segment))):",
+            "for begin, end in (*ranges, (num_visible, segment.num_tokens)):",
         ),
         ("position != positions[offset - 1] + 1", "position < positions[offset - 1] + 1"),
     ),

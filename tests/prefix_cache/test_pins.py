@@ -52,6 +52,18 @@ def test_unpinned_prompt_can_be_evicted() -> None:
     assert scheduler.run(tokens(18)) == 0
 
 
+def test_the_last_blocks_of_an_unpinned_prompt_leave_first() -> None:
+    scheduler = Scheduler()
+    scheduler.pin("a", tokens(16))
+    scheduler.pins.unpin("a")
+    others = [scheduler.request(tokens(n, first=100 * n)) for n in (40, 36, 32)]  # 27 of 30 blocks
+    for other in others:
+        scheduler.prefill(other)
+    for other in others:
+        scheduler.free(other)
+    assert scheduler.run(tokens(18)) == 12
+
+
 def test_pins_that_begin_alike_share_their_blocks() -> None:
     scheduler = Scheduler()
     scheduler.pin("a", tokens(8))

@@ -67,6 +67,20 @@ def test_resident_prefixes_run_first() -> None:
     assert order_of(chains, resident=chain_of(2)) == ["b", "a1", "a2", "a3"]
 
 
+def test_a_prefix_that_was_begun_runs_before_a_resident_one_of_more_requests() -> None:
+    cache = set(chain_of(2))
+    order: PrefixOrder[str] = PrefixOrder(cache.__contains__)
+    chains = {"a1": chain_of(1, 1), "a2": chain_of(1, 2)}
+    chains |= {f"b{i}": chain_of(2, i) for i in range(4)}
+    for position, request in enumerate(("a1", "a2")):
+        order.add(request, chains[request], position)
+    order.take("a1", 0.0)
+    cache.update(chains["a1"])
+    for position in range(4):
+        order.add(f"b{position}", chains[f"b{position}"], 2 + position)
+    assert run_all(order, cache, chains) == ["a2", "b0", "b1", "b2", "b3"]
+
+
 def test_prefixes_shared_by_more_requests_run_first() -> None:
     chains = {"a": chain_of(1), **{f"b{i}": chain_of(2, i) for i in range(4)}}
     assert order_of(chains) == ["b0", "b1", "b2", "b3", "a"]
@@ -98,6 +112,16 @@ def test_siblings_are_held_until_the_prefix_is_resident() -> None:
     resident.update(chain_of(1, 1))
     assert order.first(0.4) == "sibling"
     assert order.held == 0
+
+
+def test_siblings_are_held_while_a_later_block_of_their_prefix_is_not_resident() -> None:
+    order: PrefixOrder[str] = PrefixOrder(set(chain_of(1)).__contains__, max_hold_s=5.0)
+    order.add("a", chain_of(1, 1, 1), 0)
+    order.add("b", chain_of(1, 1, 2), 1)
+    order.take("a", 0.0)
+    assert order.first(1.0) is None
+    order.release("a")
+    assert order.first(1.0) == "b"
 
 
 def test_holding_ends() -> None:

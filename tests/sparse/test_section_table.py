@@ -107,6 +107,14 @@ def test_absurd_sections_are_refused(tmp_path: Path, field: str, value: Any, rea
     assert reason in refused(tmp_path, with_metadata(content, json.dumps(metadata).encode()))
 
 
+def test_a_section_just_behind_the_end_of_the_file_is_refused(tmp_path: Path) -> None:
+    content = written(tmp_path)
+    metadata = metadata_of(content)
+    metadata["sections"]["offset"][0] = -(-len(content) // 4096) * 4096
+    reason = refused(tmp_path, with_metadata(content, json.dumps(metadata).encode()))
+    assert "a ends at" in reason and "the file has" in reason
+
+
 @pytest.mark.parametrize(
     "metadata",
     [
