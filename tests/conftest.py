@@ -13,7 +13,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.depth import cases
+from tests.support.depth import cases
 from tests.support.vllm_users import touches_vllm
 
 # read by vLLM when it is imported

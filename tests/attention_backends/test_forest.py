@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.depth import cases
+from tests.support.depth import cases
 from vllm_relay.attention_backends.forest import Forest, build_forest
 
 BLOCK_SIZE = 32

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.attention_backends.plan_checks import check_plan
 from tests.attention_backends.strategies import random_problem
 from tests.attention_backends.triton_problems import TINY_CUTS, fitting, plan_of, tree_problem
-from tests.depth import cases
+from tests.support.depth import cases
 from vllm_relay.attention_backends.forest import Forest
 from vllm_relay.attention_backends.gpu_config import KernelConfig
 from vllm_relay.attention_backends.gpu_plan import (

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from tests.attention_backends.exactness import assert_exact_enough, assert_same_bits
 from tests.attention_backends.strategies import error_bounds, random_problem
 from tests.attention_backends.test_ops import SEEDS, bounds_of, every_kernel, valid_arguments
-from tests.depth import cases
+from tests.support.depth import cases
 from vllm_relay.attention_backends import ops, reference
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 

@@ -15,7 +15,7 @@ from tests.attention_backends.strategies import (
     error_bounds,
     random_problem,
 )
-from tests.depth import cases
+from tests.support.depth import cases
 from vllm_relay import _C, limits
 from vllm_relay.attention_backends import cpu, ops, reference
 from vllm_relay.attention_backends.cost import KERNEL_COSTS

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.attention_backends.strategies import random_problem
-from tests.depth import cases
+from tests.support.depth import cases
 from vllm_relay.attention_backends.cost import KERNEL_COSTS
 from vllm_relay.attention_backends.forest import Forest, build_forest
 from vllm_relay.attention_backends.plan import SEGMENT_TOKENS, plan_step

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests.attention_backends.strategies import DTYPES, random_problem
-from tests.depth import cases
+from tests.support.depth import cases
 from vllm_relay.attention_backends import reference
 
 INF = math.inf

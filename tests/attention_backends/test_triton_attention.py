@@ -26,7 +26,7 @@ from tests.attention_backends.triton_problems import (
     strided,
     tree_problem,
 )
-from tests.depth import cases
+from tests.support.depth import cases
 from vllm_relay.attention_backends.forest import Forest
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -23,7 +23,7 @@ from tests.attention_backends.triton_problems import (
     solve,
     tree_problem,
 )
-from tests.depth import cases
+from tests.support.depth import cases
 from vllm_relay.attention_backends.forest import Forest
 from vllm_relay.attention_backends.gpu_hidden import SEES_ALL, HiddenBits, bits_of
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens

@@ -23,7 +23,7 @@ from tests.attention_backends.triton_problems import (
     strided,
     tree_problem,
 )
-from tests.depth import cases
+from tests.support.depth import cases
 from vllm_relay.attention_backends import reference
 from vllm_relay.attention_backends.triton_kv_cache import write_kv_cache
 

@@ -12,7 +12,7 @@ import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.depth import cases
+from tests.support.depth import cases
 from vllm_relay.attention_backends.gpu_plan import MAX_DEPTH
 from vllm_relay.attention_backends.triton_merge import merge_kernel
 

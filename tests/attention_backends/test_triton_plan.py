@@ -32,7 +32,7 @@ from tests.attention_backends.triton_problems import (
     solve,
     tree_problem,
 )
-from tests.depth import cases
+from tests.support.depth import cases
 from vllm_relay.attention_backends.forest import build_forest
 
 SEEDS = st.integers(0, 2**32 - 1)

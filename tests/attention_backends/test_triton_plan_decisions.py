@@ -32,7 +32,7 @@ from tests.attention_backends.triton_problems import (
     solve,
     tree_problem,
 )
-from tests.depth import cases
+from tests.support.depth import cases
 from vllm_relay.attention_backends import gpu_plan, triton_plan
 from vllm_relay.attention_backends.gpu_planner import DevicePlanner
 from vllm_relay.attention_backends.gpu_totals import TotalsReader

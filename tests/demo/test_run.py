@@ -39,6 +39,30 @@ def test_relay_answers_like_stock_vllm_and_reads_less(tmp_path: Path) -> None:
     assert "answers right" in console.export_text()
 
 
+@pytest.mark.soak
+@pytest.mark.integration
+@pytest.mark.usefixtures("quick_engines", "smollm2")
+def test_a_real_model_answers_in_english_as_with_stock_vllm(tmp_path: Path) -> None:
+    console = recording_console()
+    options = DemoOptions("float32", json_path=tmp_path / "numbers.json", console=console)
+    status = run_demo(
+        options,
+        "smollm2",
+        num_system_prompts=2,
+        system_prompt_tokens=600,
+        questions_per_prompt=8,
+        output_tokens=24,
+        rounds=1,
+    )
+    text = console.export_text()
+    assert status == 0, text
+    numbers = json.loads((tmp_path / "numbers.json").read_text())
+    assert numbers["model"] == "smollm2"
+    assert numbers["identical_outputs"] == numbers["relay"]["requests"] == 16
+    assert numbers["relay"]["kv_tokens_read"] < numbers["relay"]["kv_tokens_logical"] / 2
+    assert "For example: " in text and "16 / 16" in text
+
+
 def test_settings_out_of_range_are_explained(tmp_path: Path) -> None:
     for dtype, settings, message in [
         ("bfloat16", {"rounds": 0}, "rounds is 0"),

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.depth import cases
+from tests.support.depth import cases
 from vllm_relay.long_context.host_memory import GRANULE_TOKENS, HostMemory
 
 CAPACITY_GRANULES = 10

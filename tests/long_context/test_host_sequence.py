@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.depth import cases
+from tests.support.depth import cases
 from vllm_relay.long_context import host_sequence
 from vllm_relay.long_context.host_sequence import HostLayer, HostSequence
 

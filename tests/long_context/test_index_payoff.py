@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.depth import cases
 from tests.long_context.made_costs import made_costs
+from tests.support.depth import cases
 from vllm_relay.long_context import index_payoff
 from vllm_relay.long_context.index_payoff import IndexPayoff, SavedTime, index_bytes_per_key
 from vllm_relay.sparse.search_cost import SHIPPED

@@ -15,7 +15,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
-from tests.depth import cases
 from tests.long_context.kv_cache_managers import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
@@ -24,6 +23,7 @@ from tests.long_context.kv_cache_managers import (
     Blocks,
     spec_of,
 )
+from tests.support.depth import cases
 from vllm_relay.long_context.kv_cache_spec import RelaySparseManager, register_kv_cache_spec
 from vllm_relay.long_context.window import WindowPolicy
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.depth import cases
 from tests.modules.chat_templates import (
     MARKUPS,
     TEMPLATES,
@@ -17,6 +16,7 @@ from tests.modules.chat_templates import (
 )
 from tests.modules.random_prompts import SchemaMaker, random_prompt
 from tests.modules.reference import Meaning, Token
+from tests.support.depth import cases
 from vllm_relay.modules.chat_turns import MAX_TURNS
 from vllm_relay.modules.plan import ModulePlan
 from vllm_relay.modules.pml import parse_prompt, parse_schema

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.core import block_pool
 
-from tests.depth import cases
 from tests.prefix_cache.block_pool_traces import NUM_BLOCKS, Cache, keys_of, path_of, paths, steps
 from tests.prefix_cache.eviction_oracles import ORACLES, CheckedQueue
+from tests.support.depth import cases
 from vllm_relay.prefix_cache.free_queue import PolicyFreeQueue, make_free_queue
 from vllm_relay.prefix_cache.next_use import NextUse
 from vllm_relay.prefix_cache.policies import EvictionPolicy, Gdsf, PrefixTree, make_policy

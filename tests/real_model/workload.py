@@ -30,8 +30,8 @@ TABLE = {
         "You lost the book that I had returned, and I had to pay.",
     ],
 }
-TABLE_QUESTION = "Is this letter a praise or a complaint?"
-TABLE_CHOICES = ("praise", "complaint")
+TABLE_QUESTION = "Which house does the letter come from?"
+TABLE_CHOICES = ("Harbour Street", "Mill Lane")
 
 _BEGINNING = "These are the rules of a city library. "
 _MODULES = {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.depth import cases
+from tests.support.depth import cases
 from vllm_relay.scheduler.order import PrefixOrder
 
 Chain = tuple[bytes, ...]

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.depth import cases
 from tests.sparse.answers import assert_damage_is_found, assert_exact, assert_same, recall
 from tests.sparse.kernel_variants import KERNELS, kernel
 from tests.sparse.key_sets import KINDS, TRAPS, key_set, trap
+from tests.support.depth import cases
 from vllm_relay.sparse import reference
 from vllm_relay.sparse.blocks import REPRESENTATIVES, BlockIndex
 from vllm_relay.sparse.elements import DTYPES

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.depth import cases
+from tests.support.depth import cases
 from vllm_relay.sparse.buffer_pool import BufferPool, BufferPoolFullError
 from vllm_relay.sparse.section_table import PAGE_CLASSES
 

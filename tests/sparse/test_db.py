@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from transformers import DynamicCache
 
-from tests.depth import cases
 from tests.sparse.brute_force_index import BruteForceIndex
 from tests.sparse.tiny_models import (
     FAMILIES,
@@ -30,6 +29,7 @@ from tests.sparse.tiny_models import (
     stored,
     tiny_model,
 )
+from tests.support.depth import cases
 from vllm_relay.sparse import DB, DBOptions, Dipr, TopK
 from vllm_relay.sparse.db import DatabaseFullError
 from vllm_relay.sparse.tensors import to_tensor

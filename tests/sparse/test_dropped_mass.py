@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.depth import cases
 from tests.sparse.answers import assert_same
 from tests.sparse.key_sets import KINDS, TRAPS, key_set, trap
+from tests.support.depth import cases
 from vllm_relay.sparse import (
     BlockIndex,
     CoarseIndex,

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.depth import cases
 from tests.sparse.answers import assert_exact, assert_same
 from tests.sparse.key_sets import MAGNITUDES, TRAPS, trap
+from tests.support.depth import cases
 from vllm_relay.sparse.elements import DTYPES
 from vllm_relay.sparse.flat import FlatIndex
 from vllm_relay.sparse.query_types import Dipr, QueryType, TopK

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.depth import cases
 from tests.sparse.answers import assert_damage_is_found, assert_same, recall
 from tests.sparse.key_sets import KINDS, TRAPS, key_set, trap
+from tests.support.depth import cases
 from vllm_relay.sparse import reference
 from vllm_relay.sparse.elements import DTYPES
 from vllm_relay.sparse.flat import FlatIndex

@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.depth import cases
 from tests.sparse.answers import assert_exact, assert_same, assert_well_formed, recall
 from tests.sparse.key_sets import KINDS, TRAPS, key_set, trap
+from tests.support.depth import cases
 from vllm_relay.sparse import reference
 from vllm_relay.sparse.blocks import BlockIndex
 from vllm_relay.sparse.coarse import CoarseIndex

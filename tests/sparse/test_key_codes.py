@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.depth import cases
 from tests.sparse.key_sets import MAGNITUDES, TRAPS, trap
+from tests.support.depth import cases
 from vllm_relay.sparse.elements import DTYPES, Elements, from_float32
 from vllm_relay.sparse.key_codes import (
     MAX_OUTSIDE,

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.depth import cases
 from tests.sparse.answers import score_ranges
 from tests.sparse.kernel_variants import KERNELS
 from tests.sparse.key_sets import TRAPS, key_set, trap
+from tests.support.depth import cases
 from vllm_relay import _C
 from vllm_relay.sparse import reference
 from vllm_relay.sparse.elements import DTYPES, Elements, from_float32

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.depth import cases
 from tests.sparse.planned_heads import COSTS, answer, head, search
+from tests.support.depth import cases
 from vllm_relay.sparse.head_profile import HeadProfile
 from vllm_relay.sparse.planner import Plan, plan, plan_by_rules
 from vllm_relay.sparse.query_types import Dipr, TopK

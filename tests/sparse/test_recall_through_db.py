@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.depth import cases
 from tests.sparse.brute_force_index import BruteForceIndex
 from tests.sparse.planned_heads import costs_with_cheap
+from tests.support.depth import cases
 from tests.support.haystacks import Haystack, make_haystack
 from vllm_relay.demo.recall_model import build_recall_model
 from vllm_relay.sparse import DB, Dipr, QueryType, SearchResult, TopK, hf

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from tests.depth import cases
+from tests.support.depth import cases
 from vllm_relay.sparse.buffer_pool import BufferPool
 from vllm_relay.sparse.index import IndexDamagedError
 from vllm_relay.sparse.section_file import SectionFile, SectionWriter, write_sections

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.depth import cases
+from tests.support.depth import cases
 from vllm_relay.sparse.checksum import crc32c
 from vllm_relay.sparse.index import IndexDamagedError
 from vllm_relay.sparse.section_file import SectionFile, write_sections

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from tests.depth import cases
 from tests.sparse.brute_force_index import BruteForceIndex
 from tests.sparse.tiny_models import (
     EVERYTHING,
@@ -26,6 +25,7 @@ from tests.sparse.tiny_models import (
     stored,
     tiny_model,
 )
+from tests.support.depth import cases
 from vllm_relay.sparse import Dipr, QueryType, Session, TopK, reference
 
 KV_HEADS, GROUP, HEAD_SIZE = 2, 2, 16

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 context = multiprocessing.get_context("forkserver")
@@ -109,6 +110,15 @@ class WarmPopen:
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("an engine", timeout_s or 0.0)
         return self._process.exitcode
+
+
+WARM_SUBPROCESS = SimpleNamespace(
+    Popen=WarmPopen,
+    DEVNULL=subprocess.DEVNULL,
+    STDOUT=subprocess.STDOUT,
+    TimeoutExpired=subprocess.TimeoutExpired,
+)
+"""What `vllm_relay.demo.engine_process` needs of `subprocess`."""
 
 
 def _run_in_session(module: str, inherited: Connection) -> None:

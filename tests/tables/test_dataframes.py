@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
-from tests.depth import cases
+from tests.support.depth import cases
 from tests.tables.recording_engine import RecordingEngine, Refusal, Row
 from vllm_relay.tables import (
     MapBudgetError,

@@ -29,8 +29,8 @@ _MAX_NUM_SEQS = 256
 _WARM_UP_OUTPUT_TOKENS = 4
 _SHOWN_TOKENS = 32
 _WHY_OUTPUTS_DIFFER = (
-    "Outputs of a model that has not one right answer part where two tokens are about as likely and "
-    "two kernels round differently, which in {dtype} is soon. --dtype float32 compares sequences."
+    "Two kernels round differently, and where two tokens are about as likely, answers part; in "
+    "{dtype} that is soon. With --dtype float32 they stay the same."
 )
 
 
@@ -66,7 +66,7 @@ def run_demo(
     if comparison is None:
         return 1
     options.console.print(comparison_table(comparison))
-    if comparison.may_round_apart:
+    if comparison.may_round_apart and options.dtype != "float32":
         options.console.print(_WHY_OUTPUTS_DIFFER.format(dtype=options.dtype), highlight=False)
     options.write_json(
         {
@@ -140,8 +140,8 @@ def _show_answer(path: str, request: Request, token_ids: list[int], console: Con
     tokenizer = AutoTokenizer.from_pretrained(path)
     asked = tokenizer.decode(request.prompt_token_ids[-_SHOWN_TOKENS:], skip_special_tokens=True)
     answer = tokenizer.decode(token_ids, skip_special_tokens=True)
-    console.print("For example: ..." + " ".join(asked.split()), markup=False, highlight=False)
-    console.print(" ".join(answer.split()), style="cyan", markup=False, highlight=False)
+    console.print("For example: ..." + " ".join(str(asked).split()), markup=False, highlight=False)
+    console.print(" ".join(str(answer).split()), style="cyan", markup=False, highlight=False)
 
 
 def _results(

@@ -99,13 +99,16 @@ class _RelayScheduling(Scheduler):
         Args:
             keys: see `block_keys`.
         """
-        plan = plan_of_request(request)
-        queue = self.kv_cache_manager.block_pool.free_block_queue
-        if not isinstance(queue, PolicyFreeQueue):
+        queue, plan = self._policy_queue(), plan_of_request(request)
+        if queue is None:
             return  # vLLM's order, which chains do not change
         for group in keys:
             for run in [group] if plan is None else plan.chains(group):
                 queue.note_chain(run, is_use=is_use)
+
+    def _policy_queue(self) -> PolicyFreeQueue | None:
+        queue = self.kv_cache_manager.block_pool.free_block_queue
+        return queue if isinstance(queue, PolicyFreeQueue) else None
 
     def cached_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
         """A block of the KV cache group of full attention in the prefix cache."""

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.depth import cases
+from tests.support.depth import cases
 from tests.tables.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
 from tests.tables.fake_engine import FakeEngine
 from tests.tables.jobs.job_cases import answered, runner

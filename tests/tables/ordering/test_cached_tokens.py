@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.depth import cases
+from tests.support.depth import cases
 from vllm_relay.tables.ordering.cached_tokens import BlockCache, block_hashes, cached_tokens
 from vllm_relay.tables.ordering.sequences import TokenSequences
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.depth import cases
+from tests.support.depth import cases
 from tests.tables.ordering.reference import encode, random_table, shared_beginning, tables
 from vllm_relay.tables.ordering.dependencies import find_dependencies
 from vllm_relay.tables.ordering.field_sets import FieldSets

@@ -5,7 +5,7 @@ import duckdb
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.depth import cases
+from tests.support.depth import cases
 from tests.tables.sql.fake_runner import FakeRunner, hashed_answer
 from tests.tables.sql.oracle import plain_rows
 from vllm_relay.tables.sql import Connection

@@ -42,9 +42,9 @@ def write_model_folder(gguf: GgufFile, folder: Path) -> None:
     for name in gguf.tensor_names:
         weight = gguf.tensor(name)
         if ".attn_q." in name:
-            weight = _halves_apart(weight, config.num_attention_heads)
+            weight = _halves_apart(weight, gguf.values["llama.attention.head_count"])
         elif ".attn_k." in name:
-            weight = _halves_apart(weight, config.num_key_value_heads)
+            weight = _halves_apart(weight, gguf.values["llama.attention.head_count_kv"])
         weights[hugging_face_name(name)] = torch.from_numpy(weight).to(torch.bfloat16)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(folder)

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A benchmark in a process that has vLLM already, and so have those of its engines: nothing that is
+timed here counts.
+
+Usage: python -m benchmarks.smoke_main MODULE ARGUMENT...
+"""
+
+import sys
+
+from tests.support import vllm_processes
+from vllm_relay.demo import engine_process
+
+if __name__ == "__main__":
+    engine_process.subprocess = vllm_processes.WARM_SUBPROCESS  # type: ignore[assignment]
+    vllm_processes.run_main(*sys.argv[1:])
