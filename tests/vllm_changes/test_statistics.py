@@ -21,6 +21,9 @@ class Later(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         return self.output
 
+    def get_kv_connector_output(self) -> None:  # from vLLM 0.33 on
+        return None
+
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["now", "later"])
 def test_statistics_travel_with_the_output_of_their_step(
