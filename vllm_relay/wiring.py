@@ -73,11 +73,11 @@ def prepare_engine_cores() -> None:
 
 
 def _prepare_engine_core() -> None:
-    from vllm_relay.long_context.orders import ATTRIBUTE
+    from vllm_relay.long_context.orders import ORDERS_ATTRIBUTE
     from vllm_relay.modules.block_hashes import module_block_hasher
 
     statistics.carry_through_scheduler(_take_over_stats, _numbers)
-    scheduler.keep_beside_scheduler(LONG_CONTEXTS, _make_long_contexts, ATTRIBUTE)
+    scheduler.keep_beside_scheduler(LONG_CONTEXTS, _make_long_contexts, ORDERS_ATTRIBUTE)
     engine_core.add_command(_run_command)
     engine_core.call_before_requests(
         _load_contexts, after_reset=lambda core: _load_contexts(core, again=True)

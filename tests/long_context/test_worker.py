@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_relay.long_context import worker as worker_module
-from vllm_relay.long_context.orders import ATTRIBUTE, KeptContext, StepOrders
+from vllm_relay.long_context.orders import ORDERS_ATTRIBUTE, KeptContext, StepOrders
 from vllm_relay.long_context.worker import LongContextWorker, LongRequest
 
 
@@ -40,7 +40,7 @@ def step(worker: LongContextWorker, orders: StepOrders, *finished: str) -> None:
         scheduled_new_reqs=[],
         scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
     )
-    setattr(scheduler_output, ATTRIBUTE, orders)
+    setattr(scheduler_output, ORDERS_ATTRIBUTE, orders)
     vllm_worker = SimpleNamespace(
         model_runner=None, model_config=SimpleNamespace(max_model_len=512)
     )

@@ -9,7 +9,7 @@ from typing import Any
 KEEP_ARG = "relay_keep_context"
 """The key in ``SamplingParams.extra_args`` under which a request asks to become a context."""
 
-ATTRIBUTE = "relay_long_contexts"
+ORDERS_ATTRIBUTE = "relay_orders"
 """Of vLLM's SchedulerOutput, a dataclass that is pickled with all its attributes."""
 
 
@@ -85,4 +85,4 @@ def asks_to_be_kept(sampling_params: Any) -> bool:
 
 def orders_of(scheduler_output: Any) -> StepOrders:
     """Empty ones if there are none."""
-    return getattr(scheduler_output, ATTRIBUTE, None) or StepOrders()
+    return getattr(scheduler_output, ORDERS_ATTRIBUTE, None) or StepOrders()

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import ValidationError
 
-from vllm_relay.commands.errors import CommandError
 from vllm_relay.limits import sparse_is_selected
 from vllm_relay.long_context.client import (
     command_async,
@@ -18,7 +16,7 @@ from vllm_relay.long_context.client import (
     list_contexts_async,
 )
 from vllm_relay.long_context.preload import preload_contexts_async
-from vllm_relay.serving.requests import PromptRequest, describe, error_response, tokens_of_request
+from vllm_relay.serving.requests import PromptRequest, relay_router, tokens_of_request
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -46,40 +44,28 @@ class ContextEndpoints:
 
 
 def _router() -> APIRouter:
-    router = APIRouter(prefix="/relay", tags=["relay"])
+    router = relay_router()
 
     @router.post("/contexts", status_code=201)
     async def keep(raw_request: Request) -> Response:
         """Compute a prompt and keep it."""
-        try:
-            request = PromptRequest.model_validate_json(await raw_request.body())
-        except ValidationError as error:
-            return error_response(400, describe(error))
+        request = PromptRequest.model_validate_json(await raw_request.body())
         state = raw_request.app.state
-        try:
-            token_ids = await tokens_of_request(state, request)
-            context = await keep_context_async(state.engine_client, token_ids)
-        except CommandError as error:
-            return error_response(error.status, str(error))
+        token_ids = await tokens_of_request(state, request)
+        context = await keep_context_async(state.engine_client, token_ids)
         return JSONResponse(asdict(context), 201)
 
     @router.get("/contexts")
     async def contexts(raw_request: Request) -> Response:
         """The stored contexts."""
-        try:
-            found = await list_contexts_async(raw_request.app.state.engine_client)
-        except CommandError as error:
-            return error_response(error.status, str(error))
+        found = await list_contexts_async(raw_request.app.state.engine_client)
         return JSONResponse({"contexts": [asdict(each) for each in found]})
 
     @router.delete("/contexts/{context_id}", status_code=204)
     async def delete(context_id: str, raw_request: Request) -> Response:
         """Forget a context, and delete its file."""
-        try:
-            engine = raw_request.app.state.engine_client
-            await command_async(engine, "delete_context", {"context_id": context_id})
-        except CommandError as error:
-            return error_response(error.status, str(error))
+        engine = raw_request.app.state.engine_client
+        await command_async(engine, "delete_context", {"context_id": context_id})
         return Response(status_code=204)
 
     return router

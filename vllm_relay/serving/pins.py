@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import ValidationError
 
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.config import scheduler_is_selected
@@ -17,8 +16,7 @@ from vllm_relay.prefix_cache.system_prompts import pin_system_prompts_async
 from vllm_relay.serving.modular_requests import ModularPrompt, store_of
 from vllm_relay.serving.requests import (
     PromptRequest,
-    describe,
-    error_response,
+    relay_router,
     tokens_of_request,
 )
 
@@ -57,37 +55,25 @@ class PinEndpoints:
 
 
 def _router() -> APIRouter:
-    router = APIRouter(prefix="/relay", tags=["relay"])
+    router = relay_router()
 
     @router.post("/pins", status_code=201)
     async def pin(raw_request: Request) -> Response:
         """Compute a prompt and keep its KV blocks."""
-        try:
-            request = PinRequest.model_validate_json(await raw_request.body())
-        except ValidationError as error:
-            return error_response(400, describe(error))
-        try:
-            return JSONResponse(asdict(await _pin(raw_request.app.state, request)), 201)
-        except CommandError as error:
-            return error_response(error.status, str(error))
+        request = PinRequest.model_validate_json(await raw_request.body())
+        return JSONResponse(asdict(await _pin(raw_request.app.state, request)), 201)
 
     @router.get("/pins")
     async def pins(raw_request: Request) -> Response:
         """The pinned prompts."""
-        try:
-            engine = raw_request.app.state.engine_client
-            return JSONResponse({"pins": await command_async(engine, "pins", {})})
-        except CommandError as error:
-            return error_response(error.status, str(error))
+        engine = raw_request.app.state.engine_client
+        return JSONResponse({"pins": await command_async(engine, "pins", {})})
 
     @router.delete("/pins/{pin_id}", status_code=204)
     async def unpin(pin_id: str, raw_request: Request) -> Response:
         """Let the KV blocks of a prompt be evicted again."""
-        try:
-            engine = raw_request.app.state.engine_client
-            await command_async(engine, "unpin", {"pin_id": pin_id})
-        except CommandError as error:
-            return error_response(error.status, str(error))
+        engine = raw_request.app.state.engine_client
+        await command_async(engine, "unpin", {"pin_id": pin_id})
         return Response(status_code=204)
 
     return router

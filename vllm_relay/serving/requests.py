@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from vllm_relay.commands.errors import CommandError
 from vllm_relay.commands.prompts import conversation_tokens_async, text_tokens_async
 
 if TYPE_CHECKING:
@@ -45,6 +49,28 @@ async def tokens_of_request(state: State, request: PromptRequest) -> list[int]:
     if request.messages is not None:
         return await conversation_tokens_async(state.online_renderer, request.messages)
     return request.prompt_token_ids or []
+
+
+class RelayRoute(APIRoute):
+    """Answers CommandErrors, and bodies that are not what was expected, as vLLM does its errors."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except ValidationError as error:
+                return error_response(400, describe(error))
+            except CommandError as error:
+                return error_response(error.status, str(error))
+
+        return answer
+
+
+def relay_router() -> APIRouter:
+    """For routes under /relay."""
+    return APIRouter(prefix="/relay", tags=["relay"], route_class=RelayRoute)
 
 
 def error_response(status: int, message: str) -> JSONResponse:

@@ -8,9 +8,10 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from vllm_relay.commands.errors import CommandError
 from vllm_relay.config import RelayConfig
 from vllm_relay.modules.describe import describe_schema
 from vllm_relay.modules.pml import parse_schema
@@ -21,7 +22,7 @@ from vllm_relay.serving.modular_requests import (
     keep_store,
     store_of,
 )
-from vllm_relay.serving.requests import error_response
+from vllm_relay.serving.requests import relay_router
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -72,14 +73,14 @@ def _store(raw_request: Request) -> SchemaStore:
     try:
         return store_of(raw_request.app.state.online_renderer)
     except ValueError as error:
-        raise HTTPException(501, str(error)) from None
+        raise CommandError(501, str(error)) from None
 
 
 def _own_store(raw_request: Request) -> SchemaStore:
     store = _store(raw_request)
     num_processes = raw_request.app.state.relay_num_processes
     if num_processes > 1:
-        raise HTTPException(
+        raise CommandError(
             501,
             f"the other {num_processes - 1} processes of this server would not know of it: list "
             "schemas in additional_config.relay.schemas, or set --api-server-count 1",
@@ -92,7 +93,7 @@ OwnStore = Annotated[SchemaStore, Depends(_own_store)]
 
 
 def _router() -> APIRouter:
-    router = APIRouter(prefix="/relay", tags=["relay"])
+    router = relay_router()
 
     @router.post("/schemas", status_code=201)
     async def add(raw_request: Request, store: OwnStore) -> Response:
@@ -102,7 +103,7 @@ def _router() -> APIRouter:
             # long ones must not keep others waiting
             schema = await asyncio.to_thread(lambda: store.add(parse_schema(text)))
         except ValueError as error:
-            return error_response(400, str(error))
+            raise CommandError(400, str(error)) from None
         return JSONResponse(describe_schema(schema, store.block_size), 201)
 
     @router.get("/schemas")
@@ -114,14 +115,14 @@ def _router() -> APIRouter:
     async def schema(name: str, store: Store) -> Response:
         """The layout of a schema."""
         if name not in store:
-            return error_response(404, store.unknown(name))
+            raise CommandError(404, store.unknown(name))
         return JSONResponse(describe_schema(store[name], store.block_size))
 
     @router.delete("/schemas/{name}", status_code=204)
     async def remove(name: str, store: OwnStore) -> Response:
         """Forget a schema; what is computed of it is evicted when there is need."""
         if name not in store:
-            return error_response(404, store.unknown(name))
+            raise CommandError(404, store.unknown(name))
         store.remove(name)
         return Response(status_code=204)
 
