@@ -249,3 +249,11 @@ def test_what_does_not_matter_of_a_release_that_was_not_tried_is_not_told() -> N
 def test_the_installed_vllm_is_as_recorded() -> None:
     check = check_touch_points(but(touch_points=compare_touch_points(version("vllm"))))
     assert check.status == "ok", check.advice
+
+
+def test_names_of_functions_are_whole_in_narrow_consoles() -> None:
+    name = "vllm." + "a_long_name" * 8
+    text = io.StringIO()
+    report = diagnose(but(extension_import=Probe(error=name)))
+    doctor.print_report(report, Console(file=text, width=80))
+    assert name in "".join(line.strip() for line in text.getvalue().splitlines())

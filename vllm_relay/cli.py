@@ -532,3 +532,7 @@ def _numbers(option: str, given: str | None, kind: Callable[[str], N]) -> list[N
         raise typer.BadParameter(
             f"given {given!r}, expected numbers and commas: 1,2,4", param_hint=option
         ) from None
+
+
+if __name__ == "__main__":
+    app()

@@ -405,6 +405,9 @@ def print_report(report: Report, console: Console | None = None) -> None:
     console = console or Console(markup=False)
     styles = {"ok": "green", "note": "yellow", "failed": "bold red"}
     table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column()
+    table.add_column(overflow="fold")  # names of functions are longer than a narrow column
     for check in report.checks:
         table.add_row(check.status, check.name, check.found, style=styles[check.status])
         if check.advice:

@@ -5,6 +5,7 @@ import hashlib
 import sys
 import threading
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def contents(folder: Path) -> set[str]:
 def test_the_folder_is_made_once(index: Index, tmp_path: Path) -> None:
     folder = smollm2_folder(index)
     assert folder.parent == tmp_path / "cache"
-    assert contents(folder) == {"config.json", "model.safetensors"}
+    assert contents(folder) == {"config.json", "model.safetensors", "sizes.json"}
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     assert smollm2_folder(index) == folder
     assert index.downloads == 1
@@ -80,11 +81,11 @@ def test_at_once_it_is_made_once(index: Index) -> None:
 
 def test_what_fails_leaves_nothing_and_is_tried_again(index: Index, tmp_path: Path) -> None:
     index.error = OSError("no space left on device")
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(ValueError, match="no space left"):
         smollm2_folder(index)
     assert contents(tmp_path / "cache") == set()
     index.error = None
-    (tmp_path / "cache" / ".smollm2-135m-instruct-1-killed").mkdir()
+    (tmp_path / "cache" / ".smollm2-135m-instruct-2-killed").mkdir()
     folder = smollm2_folder(index)
     assert contents(tmp_path / "cache") == {folder.name}
 
@@ -149,3 +150,22 @@ def test_it_is_kept_beside_the_environment_or_in_the_users_cache(
     assert smollm2_folder(index).parent == tmp_path / "venv" / "share" / "vllm_relay"
     monkeypatch.setattr(sys, "base_prefix", sys.prefix)  # no virtual environment
     assert smollm2_folder(index).parent == tmp_path / "user" / "vllm_relay"
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "sizes.json"])
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_text("")])
+def test_a_damaged_folder_is_made_again(index: Index, name: str, damage: Callable) -> None:
+    damage(smollm2_folder(index) / name)
+    folder = smollm2_folder(index)
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    assert (folder / "config.json").read_text() == "{}"
+    assert index.downloads == 2
+
+
+def test_a_cache_that_is_no_folder_is_named(
+    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_RELAY_CACHE", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cannot be kept in .*file: .*VLLM_RELAY_SMOLLM2"):
+        smollm2_folder(index)

