@@ -9,8 +9,8 @@ WORKERS ?= 3
 
 BOOTSTRAP = $(PYTHON) scripts/bootstrap.py --venv $(VENV)
 BIN = $(VENV)/bin
-# another release's Python, before the installed one's
-TEST_ENVIRONMENT = $(if $(VLLM),PYTHONPATH=$(abspath $(VENV))/vllm-overlay/$(VLLM)$(if $(PYTHONPATH),:$(PYTHONPATH)))
+# processes that start import what others have compiled; another release's Python comes first
+TEST_ENVIRONMENT = PYTHONDONTWRITEBYTECODE= $(if $(VLLM),PYTHONPATH=$(abspath $(VENV))/vllm-overlay/$(VLLM)$(if $(PYTHONPATH),:$(PYTHONPATH)))
 CPP_FILES = $$(find csrc benchmarks tests -name '*.cpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
@@ -47,7 +47,7 @@ bench:  ## every benchmark; writes docs/benchmarks.md
 	$(BIN)/python -m benchmarks.run_all $(ARGS)
 
 bench-smoke: setup  ## every benchmark once, small, to see that it runs
-	$(BIN)/python -m benchmarks.run_all --smoke $(ARGS)
+	$(TEST_ENVIRONMENT) $(BIN)/python -m benchmarks.run_all --smoke $(ARGS)
 
 lint:  ## ruff, mypy and clang-format; changes nothing
 	@$(BOOTSTRAP) --extra dev
