@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.metadata
 import logging
@@ -58,6 +59,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("integration") is not None or touches_vllm(item.path):
             item.add_marker("vllm")
     items.sort(key=lambda item: item.get_closest_marker("integration") is None)
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test is no garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 def pytest_report_header() -> str:

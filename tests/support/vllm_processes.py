@@ -24,8 +24,15 @@ context.set_forkserver_preload(
         "vllm.entrypoints.llm",
         "vllm.model_executor.models.llama",
         "vllm.v1.engine.core",
+        "vllm.v1.core.sched.async_scheduler",
         "vllm.v1.worker.cpu_worker",
+        "vllm.model_executor.layers.quantization.online",
+        "vllm.triton_utils.dispatcher",
+        "vllm_relay.attention_backends.relay",
         "vllm_relay.long_context.scheduler",
+        "vllm_relay.metrics",
+        "vllm_relay.modules.worker",
+        "tests.support.frozen_heap",
     ]
 )
 
