@@ -11,5 +11,6 @@ from tests.support import vllm_processes
 from vllm_relay.demo import engine_process
 
 if __name__ == "__main__":
+    sys.orig_argv = [sys.executable, "-m", *sys.argv[1:]]  # some start themselves anew
     engine_process.subprocess = vllm_processes.WARM_SUBPROCESS  # type: ignore[assignment]
     vllm_processes.run_main(*sys.argv[1:])
