@@ -12,5 +12,5 @@ from vllm_relay.demo import engine_process
 
 if __name__ == "__main__":
     sys.orig_argv = [sys.executable, "-m", *sys.argv[1:]]  # some start themselves anew
-    engine_process.subprocess = vllm_processes.WARM_SUBPROCESS  # type: ignore[assignment]
+    engine_process.subprocess = vllm_processes.WARM_SUBPROCESS
     vllm_processes.run_main(*sys.argv[1:])

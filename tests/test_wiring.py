@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from vllm.config import VllmConfig
 
 from vllm_relay.attention_backends import step_rows
 
@@ -35,4 +36,4 @@ def test_a_backend_without_the_plug_in_is_refused(monkeypatch: pytest.MonkeyPatc
     """Else the tokens that requests hide would be seen."""
     monkeypatch.setattr(step_rows, "_make_source", None)
     with pytest.raises(RuntimeError, match=r"call vllm_relay\.plugin\.register\(\) first"):
-        step_rows.row_source(None)  # type: ignore[arg-type]
+        step_rows.row_source(VllmConfig())

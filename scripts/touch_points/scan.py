@@ -173,9 +173,9 @@ class _ModuleScan:
         return self.types.of_definition(found) if found else ()
 
     def _hint(self, name: str) -> Values:
-        kind = "itself" if name.endswith("_cls") else "instance"
+        is_class = name.endswith("_cls")
         return tuple(
-            Value(kind, self._canonical(path))  # type: ignore[arg-type]
+            Value("itself" if is_class else "instance", self._canonical(path))
             for path in hinted(self.file, name)
         )
 

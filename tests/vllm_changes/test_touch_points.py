@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -47,8 +47,8 @@ def release(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def told(lines: object) -> str:
-    return "\n".join(["", *map(str, lines)])  # type: ignore[call-overload]
+def told(lines: Iterable[object]) -> str:
+    return "\n".join(["", *map(str, lines)])
 
 
 def is_of_others(point: TouchPoint, release: str) -> bool:
