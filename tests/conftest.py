@@ -14,6 +14,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.support import vllm_processes
 from tests.support.depth import cases
 from tests.support.vllm_users import touches_vllm
 from vllm_relay.wiring import hide_tokens_of_modules
@@ -23,6 +24,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # no thread when numpy is imported
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # tests run beside each other
 os.environ["TRITON_INTERPRET"] = "1"  # read by triton when it is imported
 importlib.import_module("tests.attention_backends.triton_interpreter")  # mends it
@@ -61,10 +63,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("integration") is None)
 
 
-def pytest_collection_finish() -> None:
-    """What is there before the first test is no garbage."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """What is there before the first test is no garbage, and is what engines begin with."""
     gc.collect()
     gc.freeze()
+    if any(item.get_closest_marker("integration") is not None for item in session.items):
+        vllm_processes.fork_server()
 
 
 def pytest_unconfigure() -> None:

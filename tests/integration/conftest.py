@@ -29,14 +29,14 @@ def run(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Ru
         scenarios: tuple[str, ...] = ("shared",),
         multiprocessing: bool = False,
         driver: str = "engine_main",
-        forks: bool = False,
+        spawns: bool = False,
         **engine_args: Any,
     ) -> dict[str, Any]:
         engine_args |= {"attention_backend": backend, "model": str(models[model])}
-        key = json.dumps([engine_args, scenarios, multiprocessing, driver, forks], sort_keys=True)
+        key = json.dumps([engine_args, scenarios, multiprocessing, driver, spawns], sort_keys=True)
         if key not in done:
             directory = tmp_path_factory.mktemp("run")
-            result = start(directory, engine_args, scenarios, multiprocessing, driver, forks)
+            result = start(directory, engine_args, scenarios, multiprocessing, driver, spawns)
             assert result.returncode == 0, result.stderr[-4000:]
             done[key] = json.loads((directory / "output.json").read_text())
         return done[key]

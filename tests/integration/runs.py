@@ -23,15 +23,18 @@ def start(
     scenarios: tuple[str, ...] = (),
     multiprocessing: bool = False,
     driver: str = "engine_main",
-    forks: bool = False,
+    spawns: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     args_path = directory / "engine_args.json"
     args_path.write_text(json.dumps(engine_args))
     return run_module(
         f"tests.integration.{driver}",
         [str(directory / "output.json"), str(args_path), *scenarios],
-        {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing))},
-        forks=forks,
+        {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing)),
+            "TORCHDYNAMO_DISABLE": str(int(engine_args.get("enforce_eager", True))),
+        },
+        spawns=spawns,
     )
 
 

@@ -147,6 +147,7 @@ def test_contexts_in_a_folder_and_spawned_processes(run: Run, tmp_path: Path) ->
         "relay_sparse",
         scenarios=("shared", "contexts"),
         multiprocessing=True,
+        spawns=True,
         additional_config=options,
     )
     assert_same_completions(sparse["shared"], dense_run(run)["shared"])
@@ -178,7 +179,6 @@ def test_a_context_that_one_rank_cannot_read_is_computed_again(
     found = run(
         "relay_sparse",
         scenarios=("damaged_context",),
-        forks=True,
         tensor_parallel_size=2,
         additional_config=options,
     )

@@ -48,7 +48,7 @@ def test_priorities(run: Run) -> None:
 
 def test_class_by_name_in_processes_of_their_own_with_relay_attention(run: Run) -> None:
     scheduler = "vllm_relay.scheduler.RelayScheduler"
-    relay = run("relay", multiprocessing=True, forks=True, scheduler_cls=scheduler)
+    relay = run("relay", multiprocessing=True, scheduler_cls=scheduler)
     stock = run("cpu_attn", scenarios=SCENARIOS)
     assert_same_completions(relay["shared"], stock["shared"])
 

@@ -60,7 +60,7 @@ def test_preemption(run: Run) -> None:
 
 def test_spawned_processes(run: Run) -> None:
     """EngineCore and worker are spawned: configurations are pickled, statistics travel back."""
-    relay = run("relay", multiprocessing=True)
+    relay = run("relay", multiprocessing=True, spawns=True)
     expected = run("relay", scenarios=SCENARIOS)["shared"]
     assert [c["token_ids"] for c in relay["shared"]] == [c["token_ids"] for c in expected]
     metrics = relay["metrics"]

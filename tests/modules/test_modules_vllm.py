@@ -33,7 +33,6 @@ def run(main: str, *arguments: str, output: Path, multiprocessing: bool = False)
         f"tests.modules.{main}",
         [*arguments, str(output)],
         {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing))},
-        forks=True,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(output.read_text())
@@ -110,7 +109,7 @@ def test_server(models: dict[str, Path], tmp_path: Path) -> None:
         "32",
         "--enable-prompt-tokens-details",
     ]
-    with serving(models["llama"], tmp_path / "log", relay, options, forks=True) as server:
+    with serving(models["llama"], tmp_path / "log", relay, options) as server:
         schemas = f"{server}/relay/schemas"
         assert ask("GET", schemas, key="wrong")[0] == 401
         assert ask("GET", schemas) == (200, '{"schemas":["known"]}')

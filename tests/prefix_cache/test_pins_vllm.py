@@ -44,7 +44,6 @@ def run_engine(
         f"tests.prefix_cache.{main}",
         [str(model), SYSTEM_PROMPT, str(output)],
         {"VLLM_LOGGING_LEVEL": "INFO", **environment},
-        forks=True,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     log = (done.stdout + done.stderr).splitlines()
@@ -115,7 +114,7 @@ def server(model: Path, tmp_path: Path) -> Iterator[str]:
     prompt.write_text(SYSTEM_PROMPT)
     relay = {"scheduler": True, "system_prompts": [f"@{prompt}"]}
     options = ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", "48"]
-    with serving(model, tmp_path / "server.log", relay, options, forks=True) as address:
+    with serving(model, tmp_path / "server.log", relay, options) as address:
         yield address
 
 

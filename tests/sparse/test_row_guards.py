@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,13 @@ from vllm_relay.sparse.query_types import Dipr, TopK
 from vllm_relay.sparse.section_file import SectionFile
 
 HEADS = key_set("random", 700, 64)
-INDEXES: dict[str, CompiledIndex] = {
-    index.kind: index.build(HEADS.keys, HEADS.queries)
-    for index in (FlatIndex(), CoarseIndex(), BlockIndex(), GraphIndex())
-}
-READ_BY_ROW = [
-    (kind, name) for kind, index in INDEXES.items() for name in sorted(index.read_by_row)
-]
+KINDS = {index.kind: index for index in (FlatIndex, CoarseIndex, BlockIndex, GraphIndex)}
 QUERIES = HEADS.queries[:4]
+
+
+@cache
+def built(kind: str) -> CompiledIndex:
+    return KINDS[kind]().build(HEADS.keys, HEADS.queries)
 
 
 def flip(path: Path, section: str, offset_bytes: int) -> None:
@@ -45,9 +44,11 @@ def flip(path: Path, section: str, offset_bytes: int) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize(("kind", "name"), READ_BY_ROW)
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in KINDS for name in sorted(KINDS[kind].read_by_row)]
+)
 def test_damaged_rows_are_never_read(tmp_path: Path, kind: str, name: str) -> None:
-    index, path = INDEXES[kind], tmp_path / "index"
+    index, path = built(kind), tmp_path / "index"
     index.save(path)
     whole = path.read_bytes()
     section = SectionFile.open(path).sections[name]
@@ -88,30 +89,30 @@ def uses() -> dict[str, Callable[[CompiledIndex], Any]]:
 def test_whole_arrays_are_verified_before_they_are_used(
     tmp_path: Path, kind: str, use: str
 ) -> None:
-    INDEXES[kind].save(tmp_path / "index")
+    built(kind).save(tmp_path / "index")
     flip(tmp_path / "index", "keys", 699 * 256)
-    index = type(INDEXES[kind]).load(tmp_path / "index")
+    index = KINDS[kind].load(tmp_path / "index")
     assert index.num_keys == 700 and index.head_size == HEADS.keys.shape[1]
     with pytest.raises(IndexDamagedError, match="section 'keys', page 699 of 700"):
         uses()[use](index)
 
 
 def test_reachability_reads_whole_edges(tmp_path: Path) -> None:
-    INDEXES["graph"].save(tmp_path / "index")
+    built("graph").save(tmp_path / "index")
     flip(tmp_path / "index", "graph", 5)
     with pytest.raises(IndexDamagedError, match="section 'graph', page 0"):
         GraphIndex.load(tmp_path / "index").reachable()
 
 
 def test_an_index_that_is_built_anew_forgets_its_file(tmp_path: Path) -> None:
-    INDEXES["graph"].save(tmp_path / "index")
+    built("graph").save(tmp_path / "index")
     index = GraphIndex.load(tmp_path / "index").build(HEADS.keys[:50], HEADS.queries)
     flip(tmp_path / "index", "keys", 0)
     index.check()
 
 
 def test_a_build_that_fails_leaves_an_index_that_still_knows_its_file(tmp_path: Path) -> None:
-    INDEXES["graph"].save(tmp_path / "index")
+    built("graph").save(tmp_path / "index")
     flip(tmp_path / "index", "codes", 699 * 64)
     index = GraphIndex.load(tmp_path / "index")
     with pytest.raises(ValueError, match="train_queries"):
@@ -124,7 +125,7 @@ def test_a_build_that_fails_leaves_an_index_that_still_knows_its_file(tmp_path: 
 def test_files_of_others_are_verified_like_own_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    index = INDEXES["graph"]
+    index = built("graph")
     index.save(tmp_path / "index")
     monkeypatch.setattr(os, "geteuid", lambda: -1)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
@@ -139,22 +140,22 @@ def test_a_layer_reports_damage_of_any_head(tmp_path: Path, threads: int) -> Non
     indexes = []
     for head in range(3):
         path = tmp_path / str(head)
-        INDEXES["graph"].save(path)
+        built("graph").save(path)
         if head == 1:
-            flip(path, "codes", int(INDEXES["graph"].entries[0]) * 64)
+            flip(path, "codes", int(built("graph").entries[0]) * 64)
         indexes.append(GraphIndex.load(path))
     queries = np.stack([QUERIES] * 3)
     with pytest.raises(IndexDamagedError, match=r"/1: section 'codes'"):
         SparseLayer(indexes, values).attend(queries, TopK(5), threads=threads)
     indexes[1] = indexes[0]
-    expected = SparseLayer([INDEXES["graph"]] * 3, values).attend(queries, TopK(5))[0]
+    expected = SparseLayer([built("graph")] * 3, values).attend(queries, TopK(5))[0]
     found = SparseLayer(indexes, values).attend(queries, TopK(5), threads=threads)[0]
     assert np.array_equal(found.output, expected.output)
 
 
 def test_threads_that_read_the_same_rows_first_all_get_the_answer(tmp_path: Path) -> None:
-    INDEXES["graph"].save(tmp_path / "index")
-    expected = INDEXES["graph"].search(QUERIES, TopK(9))
+    built("graph").save(tmp_path / "index")
+    expected = built("graph").search(QUERIES, TopK(9))
     for _ in range(5):
         index = GraphIndex.load(tmp_path / "index")
         with ThreadPoolExecutor(4) as pool:
@@ -171,8 +172,8 @@ def test_the_guard_of_other_rows_is_refused() -> None:
         sums = checksum_pages(data, page_bytes)
         return PageGuard(data, page_bytes, sums, lambda page, found: ValueError())
 
-    codes = INDEXES["graph"]._codes
-    rows = INDEXES["graph"]._rows
+    codes = built("graph")._codes
+    rows = built("graph")._rows
     codes.key_set(keys, rows, key_guard=guard(flat, row_bytes))
     other = Elements(keys.data.copy(), keys.dtype)
     for keys_, guard_ in (

@@ -25,14 +25,14 @@ def serving(
     relay: dict[str, Any],
     options: Sequence[str] = (),
     *,
-    forks: bool = False,
+    spawns: bool = False,
 ) -> Iterator[str]:
     """The address of a server of "tiny" that answers.
 
     Args:
         relay: its options under additional_config.relay.
         options: for `vllm serve`.
-        forks: as in `vllm_processes.start`.
+        spawns: as in `vllm_processes.start`.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -48,7 +48,7 @@ def serving(
         stdout=log,
         stderr=log,
         environment={"VLLM_LOGGING_LEVEL": "INFO"},
-        forks=forks,
+        spawns=spawns,
     )
     try:
         deadline_s = time.monotonic() + 240

@@ -1,40 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that have vLLM when they begin: forks of one that has imported it, which takes as long
-as all else that a small engine does."""
+"""Processes that have vLLM when they begin: forks of one that has imported it, which takes longer
+than all else that a small engine does."""
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
+import functools
+import gc
+import importlib
 import multiprocessing
+import multiprocessing.util
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
+from unittest import mock
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    [
-        "vllm.entrypoints.llm",
-        "vllm.model_executor.models.llama",
-        "vllm.v1.engine.core",
-        "vllm.v1.core.sched.async_scheduler",
-        "vllm.v1.worker.cpu_worker",
-        "vllm.model_executor.layers.quantization.online",
-        "vllm.triton_utils.dispatcher",
-        "vllm_relay.attention_backends.relay",
-        "vllm_relay.long_context.scheduler",
-        "vllm_relay.metrics",
-        "vllm_relay.modules.worker",
-        "tests.support.frozen_heap",
-    ]
+
+_IMPORTED = (
+    "vllm.entrypoints.cli.main",
+    "vllm.entrypoints.llm",
+    "vllm.model_executor.layers.quantization.compressed_tensors.utils",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.models.llama",
+    "vllm.triton_utils.dispatcher",
+    "vllm.v1.core.sched.async_scheduler",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm_relay.attention_backends.relay",
+    "vllm_relay.long_context.scheduler",
+    "vllm_relay.metrics",
+    "vllm_relay.modules.worker",
+    "vllm_relay.scheduler",
 )
+
+
+def fork_server() -> None:
+    """Forks the process that all others are forks of: what this one has imported for its tests is
+    imported once, and is no garbage to look through when they end.
+
+    To be called before anything is computed: OpenMP's threads are not there after a fork.
+    """
+    for module in _IMPORTED:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+    # forks leave vLLM's shared memory to the tracker
+    with mock.patch.dict(os.environ, PYTHONWARNINGS="ignore:resource_tracker:UserWarning"):
+        resource_tracker.ensure_running()
+    # those of OpenMP bear the process's name, others that fork well names of their own
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    assert names.count(Path("/proc/self/comm").read_text()) == len(sys._current_frames()), (
+        "a module of tests computes in parallel when it is imported: to be done in its tests"
+    )
+    multiprocessing.util.spawnv_passfds = _fork_instead
+    try:
+        forkserver.ensure_running()
+    finally:
+        multiprocessing.util.spawnv_passfds = _spawnv_passfds
+
+
+_spawnv_passfds = multiprocessing.util.spawnv_passfds
+
+
+def _fork_instead(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+    """In the place of `spawnv_passfds`, for a fork server; returns the process's number."""
+    process = os.fork()
+    if process:
+        return process
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.platforms import current_platform
+
+    multiprocessing.util.spawnv_passfds = _spawnv_passfds
+    faulthandler.disable()
+    # what pytest has open leads nowhere; the numbers stay taken, for what closes them one day
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    kept = {0, 1, 2, nowhere, resource_tracker.getfd(), *descriptors}
+    for number in {int(name) for name in os.listdir("/proc/self/fd")} - kept:
+        os.dup2(nowhere, number, inheritable=False)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+    gc.unfreeze = gc.disable  # vLLM does it at its end, and looks through all that was imported
+    with warnings.catch_warnings(action="ignore"):  # once for all: it looks through all modules
+        current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = lambda self: None
+    # who waits for a step leaves the core to others
+    shm_broadcast.sched_yield = functools.partial(time.sleep, 0.001)
+    try:
+        forkserver.main(*descriptors, [])
+    except BaseException as error:  # SystemExit, when nobody is left who could ask
+        if not isinstance(error, SystemExit):
+            traceback.print_exc()
+    os._exit(0)
 
 
 def start(
@@ -43,20 +112,22 @@ def start(
     stdout: Path,
     stderr: Path,
     environment: Mapping[str, str],
-    forks: bool = False,
+    spawns: bool = False,
 ) -> BaseProcess:
     """Calls `target(*arguments)`, which can be pickled, in a new process.
 
     Args:
-        environment: beside what this process has. What modules read when they are imported is read
-            before it is set.
-        forks: vLLM's own processes are forks of the new one too, and import nothing again. What it
-            sends to a process that it spawns is then not pickled.
+        environment: beside what this process has, and TORCHDYNAMO_DISABLE=1: vLLM compiles a bit
+            of its sampler even in eager mode. What other modules read when they are imported is
+            read before it is set.
+        spawns: vLLM's own processes begin with nothing, as they do for users, and what they are
+            sent is pickled. Else they are forks of the new one.
     """
     for path in (stdout, stderr):
         path.touch()
-    changed = {**os.environ, **environment}
-    process = context.Process(target=_run, args=(target, arguments, stdout, stderr, changed, forks))
+    changed = {**os.environ, "TORCHDYNAMO_DISABLE": "1", **environment}
+    given = (target, arguments, stdout, stderr, changed, spawns)
+    process = context.Process(target=_run, args=given)
     process.start()
     return process
 
@@ -67,14 +138,14 @@ def run_module(
     environment: Mapping[str, str],
     timeout_s: float = 300,
     *,
-    forks: bool = False,
+    spawns: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """As `python -m module arguments...`; `forks` as in `start`."""
+    """As `python -m module arguments...`; `spawns` as in `start`."""
     argv = [module, *arguments]
     with tempfile.TemporaryDirectory() as folder:
         stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
         process = start(
-            run_main, *argv, stdout=stdout, stderr=stderr, environment=environment, forks=forks
+            run_main, *argv, stdout=stdout, stderr=stderr, environment=environment, spawns=spawns
         )
         try:
             process.join(timeout_s)
@@ -139,14 +210,17 @@ def _run(
     stdout: Path,
     stderr: Path,
     environment: Mapping[str, str],
-    forks: bool,
+    spawns: bool,
 ) -> None:
     for path, descriptor in ((stdout, 1), (stderr, 2)):
         with path.open("ab") as file:
             os.dup2(file.fileno(), descriptor)
     os.environ.clear()
     os.environ.update(environment)
-    if forks:
+    import torch  # not before the environment is there
+
+    torch._dynamo.config.disable = environment["TORCHDYNAMO_DISABLE"] == "1"
+    if not spawns:
         get_context = multiprocessing.get_context
         # on CPUs vLLM wants "spawn", whatever its options say
         multiprocessing.get_context = lambda method=None: get_context(method and "fork")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import duckdb
@@ -36,7 +37,27 @@ VALUES = [
 QUESTION = Question("Is {a} good?", ("a", "b", "n", "l"))
 
 
-def trained(pre_tokenizer: Any, normalizer: Any = None) -> PreTrainedTokenizerFast:
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+TOKENIZERS = {
+    "gpt2": (pre_tokenizers.ByteLevel(add_prefix_space=False), None),
+    "llama3": (
+        pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(Regex(WORDS_AND_NEWLINES), "isolated"), BYTES]
+        ),
+        None,
+    ),
+    "nfc": (pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.NFC()),
+    # tokens that reach over newlines
+    "unsplit": (BYTES, None),
+    "prefix space": (pre_tokenizers.ByteLevel(add_prefix_space=True), None),
+    "metaspace": (pre_tokenizers.Metaspace(), None),
+}
+JOINING = ("gpt2", "llama3", "nfc")
+
+
+@cache
+def trained(name: str) -> PreTrainedTokenizerFast:
+    pre_tokenizer, normalizer = TOKENIZERS[name]
     backend = Tokenizer(BPE())
     backend.pre_tokenizer = pre_tokenizer
     if normalizer is not None:
@@ -55,23 +76,6 @@ def trained(pre_tokenizer: Any, normalizer: Any = None) -> PreTrainedTokenizerFa
     )
     backend.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
-
-
-BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-TOKENIZERS = {
-    "gpt2": trained(pre_tokenizers.ByteLevel(add_prefix_space=False)),
-    "llama3": trained(
-        pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(Regex(WORDS_AND_NEWLINES), "isolated"), BYTES]
-        )
-    ),
-    "nfc": trained(pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.NFC()),
-    # tokens that reach over newlines
-    "unsplit": trained(BYTES),
-    "prefix space": trained(pre_tokenizers.ByteLevel(add_prefix_space=True)),
-    "metaspace": trained(pre_tokenizers.Metaspace()),
-}
-JOINING = ("gpt2", "llama3", "nfc")
 
 
 def table() -> duckdb.DuckDBPyConnection:
@@ -99,7 +103,7 @@ def test_tokens_are_those_of_whole_texts(
         create(self, prompt_format)
 
     monkeypatch.setattr(FieldTokens, "__init__", created)
-    tokenizer = TOKENIZERS[name]
+    tokenizer = trained(name)
     tokenizer.chat_template = CHAT if chat else None
     prompt_format = PromptFormat(QUESTION, tokenizer, PromptTemplate())
     engine = FakeEngine(tokenizer=tokenizer)
@@ -112,7 +116,7 @@ def test_tokens_are_those_of_whole_texts(
 
 
 def test_vocabularies_with_tokens_over_newlines_are_not_joined() -> None:
-    tokenizer = TOKENIZERS["unsplit"]
+    tokenizer = trained("unsplit")
     tokenizer.chat_template = None
     assert not FieldTokens(PromptFormat(QUESTION, tokenizer, PromptTemplate())).can_join
 
@@ -126,13 +130,13 @@ def test_vocabularies_with_tokens_over_newlines_are_not_joined() -> None:
     ],
 )
 def test_templates_without_a_mark_after_a_newline_are_not_joined(template: PromptTemplate) -> None:
-    tokenizer = TOKENIZERS["gpt2"]
+    tokenizer = trained("gpt2")
     tokenizer.chat_template = None
     assert not FieldTokens(PromptFormat(QUESTION, tokenizer, template)).can_join
 
 
 def test_joining_ends_where_a_checked_prompt_differs() -> None:
-    tokenizer = TOKENIZERS["gpt2"]
+    tokenizer = trained("gpt2")
     tokenizer.chat_template = None
 
     class Odd:
@@ -160,7 +164,7 @@ def test_joining_ends_where_a_checked_prompt_differs() -> None:
 
 
 def test_shared_values_are_tokenized_once() -> None:
-    tokenizer = TOKENIZERS["gpt2"]
+    tokenizer = trained("gpt2")
     tokenizer.chat_template = None
     characters = 0
 
