@@ -3,7 +3,7 @@
 
 It rounds as the device does, reads and writes nothing but the tensors of a launch, hands garbage to
 loads that forgot what to take for masked elements, can run programs in another order, and takes a
-fifth of the time.
+small part of the time.
 
 `tests/conftest.py` turns the interpreter on before anything imports triton.
 """
@@ -21,6 +21,8 @@ import torch
 import triton
 import triton.language as tl
 from triton.runtime import interpreter
+
+from tests.attention_backends.triton_recordings import recorded
 
 assert triton.knobs.runtime.interpret, "triton was imported without TRITON_INTERPRET=1"
 
@@ -95,6 +97,19 @@ def _create_splat(self: Any, ret_ty: Any, arg: Any) -> Any:
     return interpreter.TensorHandle(np.full(ret_ty.shape, arg.data), arg.dtype.scalar)
 
 
+def _create_expand_dims(self: Any, arg: Any, axis: int) -> Any:
+    """As numpy.expand_dims, in less time."""
+    index = (slice(None),) * axis + (None,)
+    return interpreter.TensorHandle(arg.data[index], arg.dtype.scalar)
+
+
+def _create_broadcast(self: Any, arg: Any, shape: Any) -> Any:
+    """As numpy.broadcast_to, whose view takes longer to make than a copy."""
+    data = np.empty(tuple(shape), arg.data.dtype)
+    data[...] = arg.data
+    return interpreter.TensorHandle(data, arg.dtype.scalar)
+
+
 class _Memory:
     """The bytes of the tensors that were passed to the kernel."""
 
@@ -110,7 +125,10 @@ class _Memory:
 
     def check(self, pointers: Any, mask: Any) -> None:
         itemsize = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
+        is_accessed = mask.data
+        if is_accessed.shape != pointers.data.shape:
+            is_accessed = np.broadcast_to(is_accessed, pointers.data.shape)
+        addresses = pointers.data[is_accessed]
         if not addresses.size:
             return
         tensor = np.searchsorted(self._begins, addresses, side="right") - 1
@@ -163,24 +181,31 @@ def _init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
 
 
 def _init_tensor(self: Any, handle: Any, type: Any) -> None:
-    self.handle, self.type, self.dtype = handle, type, type.scalar
-    sizes = tuple(type.shape.values) if type.is_block() else ()
-    if sizes not in shapes:
+    self.handle, self.type = handle, type
+    if type.name not in shapes:
         init_tensor(self, handle, type)
-        shapes[sizes] = self.shape, self.numel
+        shapes[type.name] = self.dtype, self.shape, self.numel
     else:
-        self.shape, self.numel = shapes[sizes]
+        self.dtype, self.shape, self.numel = shapes[type.name]
+
+
+def _get_np_dtype(dtype: Any) -> Any:
+    if dtype.name not in np_dtypes:
+        np_dtypes[dtype.name] = get_np_dtype(dtype)
+    return np_dtypes[dtype.name]
 
 
 memory = _Memory([])
 block_types: dict[tuple[Any, ...], dict[str, Any]] = {}
-shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+shapes: dict[str, tuple[Any, Any, Any]] = {}
+np_dtypes: dict[str, Any] = {}
 
 cast_impl = interpreter.InterpreterBuilder.cast_impl
 create_masked_load = interpreter.InterpreterBuilder.create_masked_load
 create_masked_store = interpreter.InterpreterBuilder.create_masked_store
 create_atomic_rmw = interpreter.InterpreterBuilder.create_atomic_rmw
 init_args_hst = interpreter.GridExecutor._init_args_hst
+get_np_dtype = interpreter._get_np_dtype
 init_block_type, init_tensor = tl.block_type.__init__, tl.tensor.__init__
 
 interpreter.InterpreterBuilder.cast_impl = _cast_impl
@@ -190,6 +215,8 @@ interpreter.InterpreterBuilder.create_fp_to_fp = lambda self, src, dst_type, rou
 interpreter.InterpreterBuilder.create_dot = _create_dot
 interpreter.InterpreterBuilder.create_exp2 = _create_exp2
 interpreter.InterpreterBuilder.create_splat = _create_splat
+interpreter.InterpreterBuilder.create_expand_dims = _create_expand_dims
+interpreter.InterpreterBuilder.create_broadcast = _create_broadcast
 interpreter.InterpreterBuilder.create_masked_load = _create_masked_load
 interpreter.InterpreterBuilder.create_masked_store = _create_masked_store
 interpreter.InterpreterBuilder.create_atomic_rmw = _create_atomic_rmw
@@ -200,6 +227,10 @@ tl.block_type.__init__, tl.tensor.__init__ = _init_block_type, _init_tensor
 
 # checks that are computed and then not looked at
 BUILDER.options = replace(BUILDER.options, sanitize_overflow=False)
+interpreter._get_np_dtype = _get_np_dtype
+interpreter._patch_attr = lambda obj, name, member, builder, scope: scope.set_attr(
+    obj, name, recorded(member)
+)
 # once, and not once more for each call of a function
 interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
 interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
