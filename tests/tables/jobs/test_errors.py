@@ -162,12 +162,12 @@ class Interruption:
             raise self.error
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), EngineError("the engine is gone")])
-def test_an_engine_that_is_interrupted_keeps_answers(error: BaseException) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, EngineError])
+def test_an_engine_that_is_interrupted_keeps_answers(error: type[BaseException]) -> None:
     connection = numbers_table(500)
-    engine = FakeEngine(before_step=Interruption(error, 20))
+    engine = FakeEngine(before_step=Interruption(error("the engine is gone"), 20))
     job = runner(connection, engine, bucket_rows=100, max_total_tokens=1_000_000)
-    with pytest.raises(type(error)):
+    with pytest.raises(error):
         job.answer(NUMBERS_SQL, NUMBERS, "out")
     assert not temporary_tables(connection)
     assert engine.num_aborted == 2 * engine.max_running

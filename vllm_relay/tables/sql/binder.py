@@ -44,16 +44,17 @@ class Binder:
         return True
 
     @cached_property
-    def _aggregates(self) -> frozenset[str]:
-        return self._functions("function_type = 'aggregate'")
-
-    @cached_property
-    def _volatile(self) -> frozenset[str]:
+    def _functions(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Names of aggregates, and of what gives something else each time."""
         # what is one query for the user is several for DuckDB, and users' functions may do anything
-        return self._functions(
-            "stability IN ('VOLATILE', 'CONSISTENT_WITHIN_QUERY') "
-            "OR (NOT internal AND function_type IN ('macro', 'scalar'))"
-        )
+        rows = self._connection.execute(
+            "SELECT lower(function_name), bool_or(function_type = 'aggregate'), "
+            "bool_or(stability IN ('VOLATILE', 'CONSISTENT_WITHIN_QUERY') "
+            "OR (NOT internal AND function_type IN ('macro', 'scalar'))) "
+            "FROM duckdb_functions() GROUP BY ALL"
+        ).fetchall()
+        aggregates = frozenset(name for name, is_aggregate, _ in rows if is_aggregate)
+        return aggregates, frozenset(name for name, _, is_volatile in rows if is_volatile)
 
     @cached_property
     def has_collations(self) -> bool:
@@ -66,22 +67,18 @@ class Binder:
         ).fetchall()[0]
         return bool(default) or bool(tables)
 
-    def _functions(self, condition: str) -> frozenset[str]:
-        query = f"SELECT DISTINCT lower(function_name) FROM duckdb_functions() WHERE {condition}"
-        return frozenset(row[0] for row in self._connection.execute(query).fetchall())
-
     def is_aggregate(self, node: exp.Expr) -> bool:
         """Whether a node computes one value of several rows; a window is one too."""
         return isinstance(node, (exp.AggFunc, exp.Window)) or (
             isinstance(node, exp.Func)
             and not isinstance(node, exp.Connector)
-            and _function_name(node) in self._aggregates
+            and _function_name(node) in self._functions[0]
         )
 
     def is_volatile(self, node: exp.Expr) -> bool:
         """Whether a node is a function that gives something else each time."""
         is_function = isinstance(node, exp.Func) and not isinstance(node, exp.Connector)
-        return is_function and _function_name(node) in self._volatile
+        return is_function and _function_name(node) in self._functions[1]
 
     def has_volatile(self, node: exp.Expr) -> bool:
         return any(self.is_volatile(part) for part in node.find_all(exp.Func))
