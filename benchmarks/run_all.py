@@ -7,13 +7,13 @@ an earlier run.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.report import load_results, write_page
 from tests.support import vllm_processes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,11 +74,15 @@ def main() -> None:
     parser.add_argument("--page", type=Path, default=PAGE, help="(%(default)s)")
     options = parser.parse_args()
     if options.smoke:
+        os.environ["OPENBLAS_NUM_THREADS"] = "1"  # no thread when numpy is imported
+        vllm_processes.fork_server()
         with tempfile.TemporaryDirectory() as folder:
             failed = [n for n in options.only if not run(n, Path(folder, f"{n}.json"), ["--smoke"])]
             for path in sorted(Path(folder).iterdir()):
                 json.loads(path.read_text())
     else:
+        from benchmarks.report import load_results, write_page
+
         names = () if options.render_only else options.only
         failed = [n for n in names if not run(n, options.json_folder / f"{n}.json", [])]
         write_page(load_results(options.json_folder, BENCHMARKS), options.page, options.json_folder)

@@ -70,10 +70,9 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     gc.freeze()
     if any(item.get_closest_marker("integration") is not None for item in session.items):
         vllm_processes.fork_server()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()
+    # vLLM thaws the heap when an engine ends in this process, and looks through all of it
+    session.config.add_cleanup(gc.unfreeze)
+    gc.freeze = gc.unfreeze = lambda: None
 
 
 def pytest_report_header() -> str:

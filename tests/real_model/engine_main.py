@@ -89,36 +89,38 @@ def run_table(llm: LLM, model: str) -> Any:
 
 
 def run_rows(llm: LLM, model: str, prompts: list[list[int]]) -> Any:
-    """Prompts of a table one by one, by vLLM's own means."""
+    """Prompts of a table, by vLLM's own means."""
     params = SamplingParams(
         temperature=0,
         max_tokens=8,
         structured_outputs=StructuredOutputsParams(choice=list(TABLE_CHOICES)),
     )
-    return [
-        llm.generate(asked, params, use_tqdm=False)[0].outputs[0].text
-        for asked in tokens_prompts(prompts)
-    ]
+    outputs = llm.generate(tokens_prompts(prompts), params, use_tqdm=False)
+    return [output.outputs[0].text for output in outputs]
 
 
 def run_modules(llm: LLM, model: str) -> Any:
     """As modules, and written out; all log-probabilities of the first."""
     from vllm_relay.modules.plan import EXTRA_ARG
 
-    store = schema_store(llm.get_tokenizer())
-    found: dict[str, Any] = {"modular": [], "exact": [], "plain": []}
-    for text, whole in zip(modular_prompts(), plain_prompts(), strict=True):
-        modular, exact = (store.render(text, mode=mode) for mode in ("modular", "exact"))
-        params = greedy(2, extra_args={EXTRA_ARG: modular.plan.to_argument()})
-        params.logprobs = TOP_LOGPROBS
-        [output] = llm.generate(tokens_prompts([modular.token_ids]), params, use_tqdm=False)
-        found["modular"].append(top_logprobs(output))
-        plain = llm.get_tokenizer().encode(whole, add_special_tokens=False)
-        [of_exact] = generate(llm, [exact.token_ids], greedy(ANSWER_TOKENS))
-        [of_plain] = generate(llm, [plain], greedy(ANSWER_TOKENS))
-        found["exact"].append(of_exact)
-        found["plain"].append(of_plain)
-    return found
+    tokenizer = llm.get_tokenizer()
+    store = schema_store(tokenizer)
+    modular, exact = (
+        [store.render(text, mode=mode) for text in modular_prompts()]
+        for mode in ("modular", "exact")
+    )
+    params = []
+    for prompt in modular:
+        params.append(greedy(2, extra_args={EXTRA_ARG: prompt.plan.to_argument()}))
+        params[-1].logprobs = TOP_LOGPROBS
+    asked = tokens_prompts([prompt.token_ids for prompt in modular])
+    outputs = llm.generate(asked, params, use_tqdm=False)
+    plain = [tokenizer.encode(text, add_special_tokens=False) for text in plain_prompts()]
+    return {
+        "modular": [top_logprobs(output) for output in outputs],
+        "exact": generate(llm, [prompt.token_ids for prompt in exact], greedy(ANSWER_TOKENS)),
+        "plain": generate(llm, plain, greedy(ANSWER_TOKENS)),
+    }
 
 
 def run_forced(llm: LLM, model: str) -> Any:

@@ -16,6 +16,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -56,6 +57,9 @@ def fork_server() -> None:
     """
     for module in _IMPORTED:
         importlib.import_module(module)
+    # vLLM looks at a model it does not know in a process of its own, which imports everything anew
+    registry = importlib.import_module("vllm.model_executor.models.registry")
+    registry._run_in_subprocess = lambda look: look()
     gc.collect()
     gc.freeze()
     # forks leave vLLM's shared memory to the tracker
@@ -85,6 +89,7 @@ def _fork_instead(path: bytes, arguments: Sequence[str], descriptors: Sequence[i
     from vllm.platforms import current_platform
 
     multiprocessing.util.spawnv_passfds = _spawnv_passfds
+    forkserver._forkserver._lock = threading.Lock()  # held during the fork
     faulthandler.disable()
     # what pytest has open leads nowhere; the numbers stay taken, for what closes them one day
     nowhere = os.open(os.devnull, os.O_RDWR)

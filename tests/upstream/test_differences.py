@@ -3,12 +3,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import vllm_processes
 from tests.upstream.differences import contradictions
 
 PASSED = {"a": "passed", "b[1]": "passed", "b[2]": "passed"}
@@ -60,21 +59,19 @@ def test_without_a_model():
 
 
 def run_plugin(folder: Path, left_out: list[str], *options: str) -> tuple[int, dict[str, str]]:
-    (folder / "test_stock.py").write_text(TESTS_OF_VLLM)
-    (folder / "left_out.json").write_text(json.dumps(left_out))
-    plugin = Path(__file__).parent
-    paths = [str(plugin), str(plugin.parents[1]), os.environ.get("PYTHONPATH", "")]
-    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(folder)]
-    command += ["-p", "relay_schedulers", "-p", "no:cacheprovider", "--outcomes", "outcomes.json"]
-    done = subprocess.run(
-        [*command, "--left-out", "left_out.json", *options, "test_stock.py"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
+    test, outcomes, names = (
+        folder / name for name in ("test_stock.py", "outcomes.json", "left_out.json")
     )
-    return done.returncode, json.loads((folder / "outcomes.json").read_text())
+    test.write_text(TESTS_OF_VLLM)
+    names.write_text(json.dumps(left_out))
+    command = ["-q", "-c", os.devnull, "--rootdir", str(folder), "-p", "no:cacheprovider"]
+    command += ["-p", "tests.upstream.relay_schedulers", "--outcomes", str(outcomes)]
+    command += ["--left-out", str(names), *options, str(test)]
+    done = vllm_processes.run_module("pytest", command, {})
+    return done.returncode, json.loads(outcomes.read_text())
 
 
+@pytest.mark.integration
 def test_the_plug_in_puts_relays_schedulers_in_the_place_of_vllms(tmp_path: Path) -> None:
     left_out = ["test_stock.py::test_without_a_model"]
     sync, asynchronous = "test_stock.py::test_sync", "test_stock.py::test_async"
@@ -83,6 +80,7 @@ def test_the_plug_in_puts_relays_schedulers_in_the_place_of_vllms(tmp_path: Path
     assert relay == (1, {sync: "failed", asynchronous: "failed"})
 
 
+@pytest.mark.integration
 def test_what_is_left_out_has_to_be_there(tmp_path: Path) -> None:
     status, outcomes = run_plugin(tmp_path, ["test_stock.py::test_gone"])
     assert (status, outcomes) == (4, {})
