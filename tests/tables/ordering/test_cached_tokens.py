@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+import itertools
 import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.depth import cases
@@ -14,26 +15,31 @@ prompt_lists = st.lists(st.lists(st.integers(0, 1), max_size=14), max_size=14)
 
 
 def plain_cached_tokens(prompts, block_size, num_blocks):
-    """vLLM's block pool with lists: places in the order in which they are taken."""
-    queue: list[tuple[int, ...] | None] = [None] * num_blocks
+    """vLLM's block pool with lists: blocks in the order in which they are taken, each with what it
+    holds and when it was filled. Of two that hold the same, the first one filled is read."""
+    queue: list[tuple[tuple[int, ...] | None, int]] = [(None, 0)] * num_blocks
+    clock = itertools.count()
     found = []
     for prompt in prompts:
         full = [tuple(prompt[: end + block_size]) for end in range(0, len(prompt), block_size)]
         partial = len(prompt) % block_size > 0
         contents = full[:-1] if partial else full
+        held = {content for content, _ in queue}
         hits = 0
-        while (hits + 1) * block_size < len(prompt) and contents[hits] in queue:
+        while (hits + 1) * block_size < len(prompt) and contents[hits] in held:
             hits += 1
-        for content in contents[:hits]:
-            # the copy that came first stands nearer to the front
-            del queue[queue.index(content)]
+        used = [min(block for block in queue if block[0] == content) for content in contents[:hits]]
+        for block in used:
+            queue.remove(block)
         del queue[: len(full) - hits]
-        queue = [None] * partial + queue + contents[::-1]
+        used += [(content, next(clock)) for content in contents[hits:]]
+        queue = [(None, 0)] * partial + queue + used[::-1]
         assert len(queue) == num_blocks
         found.append(hits * block_size)
     return found
 
 
+@example([[0], [0], [1, 0], [0, 0, 0], [0, 0], [1, 0, 0]], 1, 3)  # the first copy is freed last
 @settings(max_examples=cases(75))
 @given(prompt_lists, st.integers(1, 4), st.one_of(st.none(), st.integers(0, 12)))
 def test_a_plain_block_pool_finds_the_same(prompts, block_size, spare_blocks):
