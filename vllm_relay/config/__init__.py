@@ -33,7 +33,17 @@ _NUMBER_ERRORS: dict[Any, Literal["int_type", "float_type"]] = {
     float | None: "float_type",
 }
 
-SCHEDULER_OPTIONS = frozenset({"max_hold_s", "max_overtakes", "warm_up", "eviction"})
+SCHEDULER_OPTIONS = frozenset(
+    {
+        "max_hold_s",
+        "max_overtakes",
+        "offline",
+        "fair_share_by",
+        "fair_share_tokens",
+        "warm_up",
+        "eviction",
+    }
+)
 
 
 class SharingOptions(BaseModel):
@@ -76,14 +86,30 @@ class SchedulerOptions(BaseModel):
         default=2.0,
         ge=0.0,
         allow_inf_nan=False,
-        description="Longest time for which later requests may overtake a waiting one. "
-        "LLM.generate is not held to it: all its requests are there at once.",
+        description="How long, in seconds, requests may be held for one that computes their "
+        "prefix, and after its turn in the order of arrival a request is late. 0 keeps the order "
+        "of arrival. Offline it is 600.",
     )
     max_overtakes: int = Field(
         default=256,
         ge=0,
-        description="How many later requests may overtake a waiting one. 0 keeps the order of "
-        "arrival. LLM.generate is not held to it.",
+        description="How many later requests may overtake a waiting one, beside as many as waited "
+        "with it. 0 keeps the order of arrival.",
+    )
+    offline: bool = Field(
+        default=False,
+        description="Nobody waits for a first answer, as with LLM: requests may be held as long "
+        "as their prefix takes.",
+    )
+    fair_share_by: Literal["none", "cache_salt", "lora", "label"] = Field(
+        default="none",
+        description="Give tenants equal shares of the tokens computed, and tell them apart by the "
+        "cache salt of their requests, by the LoRA adapter, or by the label in vllm_xargs.tenant.",
+    )
+    fair_share_tokens: int = Field(
+        default=16384,
+        ge=1,
+        description="How many tokens one tenant may use before the others have their turn.",
     )
     warm_up: bool = Field(
         default=True,
