@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -127,7 +128,7 @@ def top_logprobs(output: Any) -> dict[str, Any]:
     }
 
 
-SCENARIOS = {
+SCENARIOS: dict[str, Callable[[LLM, str], Any]] = {
     "chats": run_chats,
     "messages": run_messages,
     "pin": run_pin,

@@ -46,7 +46,9 @@ def run_sql(llm: LLM, model: str) -> Any:
     engine = RecordedByQuestion(InProcessEngine(llm))
     letters = pd.DataFrame({"number": range(len(TABLE["letter"])), "letter": TABLE["letter"]})
     with connect(engine=engine, tables={"letters": letters}, on_error="raise") as connection:
-        rows = connection.sql(LETTERS_SQL).fetchall()
+        result = connection.sql(LETTERS_SQL)
+        assert result is not None
+        rows = result.fetchall()
     asked = {
         question: {
             number: list(prompt.token_ids)

@@ -34,7 +34,6 @@ from tests.support.servers import ask, serving
 
 pytestmark = pytest.mark.integration
 
-
 PINNED_TOKENS = 160
 REUSED_TOKENS = [DOCUMENT_TOKENS, SHARED_BEGINNING_TOKENS]
 GREEDY = {
@@ -181,45 +180,6 @@ def test_rows_of_a_table(smollm2: Path, relay: dict[str, Any], stock: dict[str, 
     assert set(table["answers"]) <= set(TABLE_CHOICES) and len(set(table["answers"])) > 1
 
 
-def test_server(smollm2: Path, stock: dict[str, Any], tmp_path: Path) -> None:
-    """Prompts that run together, a pinned prompt, and chats of which half begin with it."""
-    log = tmp_path / "log"
-    options = ["--attention-backend", "relay", "--block-size", str(BLOCK_SIZE_TOKENS)]
-    options += ["--max-model-len", "1024", "--num-gpu-blocks-override", "192"]
-    options += ["--enable-prompt-tokens-details"]
-    # else vLLM kills its engine core while others wait for it
-    options += ["--shutdown-timeout", "30"]
-    system = {"role": "system", "content": system_texts()[0]}
-    with serving(smollm2, log, {"scheduler": True}, options) as server:
-        pin = post(f"{server}/relay/pins", {"messages": [system], "id": "first"})
-        assert (pin["tokens"], pin["resident"]) == (PINNED_TOKENS, True)
-        rounds = [
-            post(f"{server}/v1/completions", {**GREEDY, "prompt": prompts})
-            for prompts in rounds_of_chats(str(smollm2))
-        ]
-        chats = [
-            post(f"{server}/v1/chat/completions", {**GREEDY, "messages": messages})
-            for messages in conversations()
-        ]
-        page = ask("GET", f"{server}/metrics")[1]
-    assert_same_completions([each for one in rounds for each in one["choices"]], stock["chats"])
-    assert_same_completions([each["choices"][0] for each in chats], stock["messages"])
-    assert chats[0]["usage"]["prompt_tokens_details"]["cached_tokens"] == PINNED_TOKENS
-    metrics = dict(re.findall(r"^relay:(\w+){.*} (.+)$", page, re.MULTILINE))
-    assert float(metrics["pinned_blocks"]) == PINNED_TOKENS // BLOCK_SIZE_TOKENS
-    assert float(metrics["requests_shared_total"]) > 0
-    logical, read = (float(metrics[f"kv_tokens_{each}_total"]) for each in ("logical", "read"))
-    assert read < 0.6 * logical
-    assert "Traceback" not in log.read_text()
-    assert "Application shutdown complete." in log.read_text()
-
-
-def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    status, page = ask("POST", url, body)
-    assert status in (200, 201), page
-    return json.loads(page)
-
-
 def test_sql(smollm2: Path, relay: dict[str, Any], stock: dict[str, Any]) -> None:
     """The condition keeps the rows, and the replies are those, that stock vLLM's answers give."""
     asked = relay["sql"]["asked"]
@@ -257,3 +217,42 @@ def test_modules_give_the_log_probabilities_of_hugging_face(
     assert len(differences) == 3
     assert max(differences) < 5e-4
     assert relay["metrics"]["relay:module_hits"] > 0
+
+
+def test_server(smollm2: Path, stock: dict[str, Any], tmp_path: Path) -> None:
+    """Prompts that run together, a pinned prompt, and chats of which half begin with it."""
+    log = tmp_path / "log"
+    options = ["--attention-backend", "relay", "--block-size", str(BLOCK_SIZE_TOKENS)]
+    options += ["--max-model-len", "1024", "--num-gpu-blocks-override", "192"]
+    options += ["--enable-prompt-tokens-details"]
+    # else vLLM kills its engine core while others wait for it
+    options += ["--shutdown-timeout", "30"]
+    system = {"role": "system", "content": system_texts()[0]}
+    with serving(smollm2, log, {"scheduler": True}, options) as server:
+        pin = post(f"{server}/relay/pins", {"messages": [system], "id": "first"})
+        assert (pin["tokens"], pin["resident"]) == (PINNED_TOKENS, True)
+        rounds = [
+            post(f"{server}/v1/completions", {**GREEDY, "prompt": prompts})
+            for prompts in rounds_of_chats(str(smollm2))
+        ]
+        chats = [
+            post(f"{server}/v1/chat/completions", {**GREEDY, "messages": messages})
+            for messages in conversations()
+        ]
+        page = ask("GET", f"{server}/metrics")[1]
+        assert "Traceback" not in log.read_text()
+    assert_same_completions([each for one in rounds for each in one["choices"]], stock["chats"])
+    assert_same_completions([each["choices"][0] for each in chats], stock["messages"])
+    assert chats[0]["usage"]["prompt_tokens_details"]["cached_tokens"] == PINNED_TOKENS
+    metrics = dict(re.findall(r"^relay:(\w+){.*} (.+)$", page, re.MULTILINE))
+    assert float(metrics["pinned_blocks"]) == PINNED_TOKENS // BLOCK_SIZE_TOKENS
+    assert float(metrics["requests_shared_total"]) > 0
+    logical, read = (float(metrics[f"kv_tokens_{each}_total"]) for each in ("logical", "read"))
+    assert read < 0.6 * logical
+    assert "Application shutdown complete." in log.read_text()
+
+
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    status, page = ask("POST", url, body)
+    assert status in (200, 201), page
+    return json.loads(page)
