@@ -86,6 +86,12 @@ def test_prefixes_shared_by_more_requests_run_first() -> None:
     assert order_of(chains) == ["b0", "b1", "b2", "b3", "a"]
 
 
+def test_prefixes_that_save_more_blocks_run_first() -> None:
+    chains = {f"short {i}": chain_of(1, i) for i in range(4)}  # three requests save a block each
+    chains |= {f"long {i}": chain_of(2, 2, 2, 2, 2, 2, 2, 2, i) for i in range(2)}  # one saves eight
+    assert order_of(chains)[:2] == ["long 0", "long 1"]
+
+
 def test_evicted_prefixes_lose_their_place() -> None:
     resident = set(chain_of(2))
     order: PrefixOrder[str] = PrefixOrder(resident.__contains__)
