@@ -88,7 +88,7 @@ def test_prefixes_shared_by_more_requests_run_first() -> None:
 
 def test_prefixes_that_save_more_blocks_run_first() -> None:
     chains = {f"short {i}": chain_of(1, i) for i in range(4)}  # three requests save a block each
-    chains |= {f"long {i}": chain_of(2, 2, 2, 2, 2, 2, 2, 2, i) for i in range(2)}  # one saves eight
+    chains |= {f"long {i}": chain_of(*[2] * 8, i) for i in range(2)}  # one request saves eight
     assert order_of(chains)[:2] == ["long 0", "long 1"]
 
 
