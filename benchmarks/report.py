@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import show
-from benchmarks.markdown import markdown_table
-from benchmarks.sparse.plots import plot_result
+from benchmarks.sparse.searches.plots import plot_result
+from benchmarks.support.common import show
+from benchmarks.support.markdown import markdown_table
 from benchmarks.tables.plots import plot_tables
 
 Json = dict[str, Any]
@@ -28,7 +28,7 @@ unless a table says otherwise. No script reports times of attention unless relay
 with a float64 reference first.
 
 "of peak" is the fraction of what this core can multiply at best, measured by
-`benchmarks/native/peak.cpp` just before, counting the multiplications attention needs. The
+`benchmarks/support/peak.cpp` just before, counting the multiplications attention needs. The
 `avx512_bf16` kernel keeps the softmax weights as two bfloat16 numbers each, so that their rounding
 does not show in the result: of three multiplications two count, and 0.67 of the peak is the most
 it could reach. "machine allows" is the speed-up that would be left if relay ran at that ceiling, or

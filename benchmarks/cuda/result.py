@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Goal, Row, format_rows, show
-from benchmarks.markdown import markdown_table
+from benchmarks.support.common import Goal, Row, format_rows, show
+from benchmarks.support.markdown import markdown_table
 
 Json = dict[str, Any]
 NOT_MEASURED = "not measured"

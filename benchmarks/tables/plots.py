@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import Row
+from benchmarks.support.common import Row
 
 Json = dict[str, Any]
 
