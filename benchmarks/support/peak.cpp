@@ -132,6 +132,8 @@ double amx_bf16_flops(int threads) {
       uint8_t rows[16] = {};
     } tiles;
     for (int tile = 0; tile < 8; ++tile) tiles.row_bytes[tile] = 64, tiles.rows[tile] = 16;
+    // GCC takes it to read eight bytes only
+    asm volatile("" : : "m"(tiles));
     _tile_loadconfig(&tiles);
     _tile_zero(0);
     _tile_zero(1);
