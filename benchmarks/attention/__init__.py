@@ -10,4 +10,5 @@ bench_error.py             distances from results in float64
 bench_end_to_end.py        decode steps of vLLM
 batches.py                 requests of a step, without keys and values
 contenders.py              both operations on the same keys and values
+plots.py                   speed-up by batch size
 """

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from benchmarks.attention.contenders import refuse_wrong_results
 from benchmarks.support.common import Goal, Result, Row, Timing, argument_parser, ratio
-from benchmarks.support.step_engine import EngineSettings, Model, StepEngine
+from benchmarks.support.model import Model
+from benchmarks.support.step_engine import EngineSettings, StepEngine
 from vllm_relay.demo.engine_process import wait_until_workers_sleep
 
 BACKENDS = ("CPU_ATTN", "RELAY")

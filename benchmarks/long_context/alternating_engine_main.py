@@ -7,8 +7,7 @@ import sys
 import time
 from typing import Any
 
-from vllm import SamplingParams
-
+from benchmarks.support.decoding import add_request, exactly
 from vllm_relay.demo.engine import EngineSettings
 from vllm_relay.demo.engine_main import start_llm
 from vllm_relay.demo.engine_process import serve
@@ -20,18 +19,11 @@ class Answering:
     def __init__(self, settings: EngineSettings) -> None:
         self.llm_engine = start_llm(settings).llm_engine
         self._token_ids: dict[str, list[int]] = {}
-        self._num_prompts = 0
 
     def begin(self, prompts: list[list[int]], output_tokens: int) -> None:
-        sampling = SamplingParams(
-            temperature=0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
-        )
-        self._token_ids.clear()
-        for prompt in prompts:
-            name = str(self._num_prompts)
-            self._num_prompts += 1
-            self._token_ids[name] = []
-            self.llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        sampling = exactly(output_tokens)
+        names = [add_request(self.llm_engine, prompt, sampling) for prompt in prompts]
+        self._token_ids = {name: [] for name in names}
 
     def step(self) -> float | None:
         if not self.llm_engine.has_unfinished_requests():

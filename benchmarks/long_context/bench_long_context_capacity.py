@@ -34,15 +34,11 @@ def document_of(num_tokens: int, seed: int) -> Conversations:
 
 def serve(llm: Any, prompts: list[list[int]], output_tokens: int) -> tuple[list[list[int]], Row]:
     """Answers to all prompts, and how many requests generated at once."""
-    from vllm import SamplingParams
+    from benchmarks.support.decoding import add_request, exactly
 
     engine = llm.llm_engine
     pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-    params = SamplingParams(
-        temperature=0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
-    )
-    for number, prompt in enumerate(prompts):
-        engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+    names = [add_request(engine, prompt, exactly(output_tokens)) for prompt in prompts]
     answers: dict[str, list[int]] = {}
     at_once, most_blocks = 0, 0
     while engine.has_unfinished_requests():
@@ -60,7 +56,7 @@ def serve(llm: Any, prompts: list[list[int]], output_tokens: int) -> tuple[list[
         "KV blocks held then": most_blocks,
         "preemptions": preemptions,
     }
-    return [answers[str(number)] for number in range(len(prompts))], row
+    return [answers[name] for name in names], row
 
 
 def main() -> None:

@@ -91,11 +91,10 @@ class Engine:
         return time.perf_counter() - began_s
 
     def _generate(self, prompts: list[list[int]], steps: int) -> Any:
-        from vllm import SamplingParams
+        from benchmarks.support.decoding import exactly
 
-        params = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True, detokenize=False)
         return self.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+            [{"prompt_token_ids": prompt} for prompt in prompts], exactly(steps), use_tqdm=False
         )
 
     def _counters(self) -> dict[str, float]:

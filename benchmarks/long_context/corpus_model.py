@@ -9,7 +9,6 @@ computed them. Which token comes next is as good as random.
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from safetensors.torch import save_file
 
 from benchmarks.sparse.heads.corpus import Head, make_head
 from benchmarks.sparse.heads.rope import ROPE_THETA
+from benchmarks.support.model import Model
 from vllm_relay.sparse.elements import from_float32
 from vllm_relay.sparse.train_queries import NUM_LAST_TOKENS
 
@@ -102,26 +102,17 @@ def save_model(geometry: Geometry, heads: list[Head], max_model_len: int, folder
         }
     os.makedirs(folder, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": geometry.intermediate_size,
-        "num_attention_heads": geometry.num_heads,
-        "num_key_value_heads": geometry.num_kv_heads,
-        "num_hidden_layers": geometry.num_layers,
-        "vocab_size": vocab,
-        "max_position_embeddings": max_model_len,
-        "rope_theta": ROPE_THETA,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
+    model = Model(
+        hidden_size=hidden,
+        intermediate_size=geometry.intermediate_size,
+        num_heads=geometry.num_heads,
+        num_kv_heads=geometry.num_kv_heads,
+        num_layers=geometry.num_layers,
+        vocab_size=vocab,
+    )
+    return model.save(
+        folder, max_position_embeddings=max_model_len, rope_theta=ROPE_THETA, rms_norm_eps=1e-6
+    )
 
 
 def _unrotated(head: Head) -> np.ndarray:

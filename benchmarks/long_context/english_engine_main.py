@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import sys
 
-from vllm import LLM, SamplingParams
+from vllm import LLM
 
 from benchmarks.long_context.english_engine import Answer, EnglishSettings
+from benchmarks.support.decoding import exactly
 from tests.support.forced_tokens import ForcedTokens, forced
 from vllm_relay.demo.engine_main import start_llm
 from vllm_relay.demo.engine_process import serve
@@ -28,13 +29,7 @@ def start(settings: EnglishSettings) -> LLM:
 
 def answer(llm: LLM, prompt: list[int], token_ids: list[int] | None, output_tokens: int) -> Answer:
     if token_ids is None:
-        sampling = SamplingParams(
-            temperature=0,
-            max_tokens=output_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=NUM_LOGPROBS,
-        )
+        sampling = exactly(output_tokens, logprobs=NUM_LOGPROBS)
     else:
         sampling = forced(token_ids, NUM_LOGPROBS)
     [output] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)

@@ -6,8 +6,9 @@ import sys
 import time
 from typing import Any
 
-from vllm import LLM, SamplingParams
+from vllm import LLM
 
+from benchmarks.support.decoding import add_request, decode_steps_s, exactly
 from benchmarks.support.step_engine import EngineSettings
 from benchmarks.support.step_engine_main import start_llm
 from vllm_relay.demo.engine_process import serve
@@ -45,36 +46,20 @@ def first_token_s(llm: LLM, prompts: list[Prompt]) -> list[float]:
 
 def decode(llm: LLM, prompts: list[Prompt], steps: int) -> tuple[list[float], list[list[int]]]:
     """Seconds of each step in which all requests generate, and their blocks."""
-    engine = llm.llm_engine
-    names = [_add(llm, prompt, steps + len(prompts) + 8) for prompt in prompts]
-    arrivals_s: list[float] = []
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     blocks: list[list[int]] = []
-    while engine.has_unfinished_requests() and len(arrivals_s) <= steps:
-        if len(engine.step()) == len(prompts):
-            arrivals_s.append(time.perf_counter())
-        if len(arrivals_s) == 1:
-            scheduler = engine.engine_core.engine_core.scheduler
-            blocks = [scheduler.kv_cache_manager.get_block_ids(r.request_id)[0]
-                      for r in scheduler.running]  # fmt: skip
-    engine.abort_request(names)
-    while engine.has_unfinished_requests():
-        engine.step()
-    steps_s = [after - before for before, after in zip(arrivals_s, arrivals_s[1:], strict=False)]
-    return steps_s, blocks
+
+    def note_blocks() -> None:
+        manager = scheduler.kv_cache_manager
+        blocks.extend(manager.get_block_ids(r.request_id)[0] for r in scheduler.running)
+
+    names = [_add(llm, prompt, steps + len(prompts) + 8) for prompt in prompts]
+    return decode_steps_s(llm.llm_engine, names, steps, note_blocks), blocks
 
 
-def _add(llm: LLM, prompt: Prompt, max_tokens: int) -> str:
+def _add(llm: LLM, prompt: Prompt, num_tokens: int) -> str:
     token_ids, extra_args = prompt
-    name = str(time.monotonic_ns())
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=max_tokens,
-        ignore_eos=True,
-        detokenize=False,
-        extra_args=extra_args,
-    )
-    llm.llm_engine.add_request(name, {"prompt_token_ids": token_ids}, params)
-    return name
+    return add_request(llm.llm_engine, token_ids, exactly(num_tokens, extra_args=extra_args))
 
 
 if __name__ == "__main__":

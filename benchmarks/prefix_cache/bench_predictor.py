@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.support.common import Goal, Result, argument_parser, fraction
-from benchmarks.support.step_engine import Model
+from benchmarks.support.model import Model
 from vllm_relay.prefix_cache.predict_input import PredictedRequest
 
 BLOCK_SIZES = [32, 64]  # vLLM's CPU kernels take multiples of 32
@@ -86,7 +86,9 @@ ORDERS: dict[str, Callable[[Requests], Requests]] = {
 
 def run_engines(input_path: Path, output_path: Path) -> None:
     """Writes the cached tokens of every request of every workload on every engine."""
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
+
+    from benchmarks.support.decoding import exactly
 
     given = json.loads(input_path.read_text())
     results = []
@@ -97,10 +99,7 @@ def run_engines(input_path: Path, output_path: Path) -> None:
             llm.reset_prefix_cache()
             outputs = llm.generate(
                 [{"prompt_token_ids": prompt} for prompt, _ in workload],
-                [
-                    SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
-                    for _, n in workload
-                ],
+                [exactly(num_tokens) for _, num_tokens in workload],
                 use_tqdm=False,
             )
             results[-1].append([output.num_cached_tokens for output in outputs])

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.scheduler.engine import EngineSettings, SchedulerEngine, Served
 from benchmarks.support.common import Goal, Result, Row, Timing, argument_parser, ratio
-from benchmarks.support.step_engine import Model
+from benchmarks.support.model import Model
 
 PREFIXES, PREFIX_TOKENS, OWN_TOKENS, OUTPUT_TOKENS = 64, 256, 256, 16
 REQUESTS = 1024

@@ -5,10 +5,11 @@ import os
 import sys
 import time
 
-from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm import EngineArgs, LLMEngine
 from vllm.usage.usage_lib import UsageContext
 
 from benchmarks.scheduler.engine import EngineSettings, Served
+from benchmarks.support.decoding import exactly
 from vllm_relay.demo.engine_process import serve
 
 COUNTERS = ("relay:kv_tokens_read", "relay:kv_tokens_logical", "vllm:num_preemptions")
@@ -56,9 +57,7 @@ def answer(
     llm_engine = engine.llm_engine
     if not llm_engine.reset_prefix_cache():
         raise RuntimeError("KV blocks are in use although no request is left")
-    sampling = SamplingParams(
-        temperature=0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
-    )
+    sampling = exactly(output_tokens)
     first_id = engine.requests
     engine.requests += len(prompts)
     first_token_s, cached = [0.0] * len(prompts), [0] * len(prompts)

@@ -3,11 +3,11 @@
 
 import os
 import sys
-import time
 from typing import Any
 
-from vllm import LLM, SamplingParams
+from vllm import LLM
 
+from benchmarks.support.decoding import add_request, decode_steps_s, exactly
 from benchmarks.support.step_engine import EngineSettings
 from vllm_relay.demo.engine_process import serve
 
@@ -32,28 +32,11 @@ def start_llm(settings: EngineSettings, **engine_args: Any) -> LLM:
     )
 
 
-def decode_steps_s(llm: LLM, prompts: list[list[int]], steps: int) -> list[float]:
-    """Seconds between the arrivals of the results of steps that decoded all prompts."""
-    engine = llm.llm_engine
-    # requests start one after the other: the first ones are further when the last one joins
-    sampling = SamplingParams(
-        temperature=0, max_tokens=steps + 8, ignore_eos=True, detokenize=False
-    )
-    names = [f"{time.monotonic_ns()}-{index}" for index in range(len(prompts))]
-    for request, prompt in zip(names, prompts, strict=True):
-        engine.add_request(request, {"prompt_token_ids": prompt}, sampling)
-    arrivals_s: list[float] = []
-    while engine.has_unfinished_requests() and len(arrivals_s) <= steps:
-        outputs = engine.step()
-        if len(outputs) == len(prompts):
-            arrivals_s.append(time.perf_counter())
-        elif arrivals_s:
-            break
-    engine.abort_request(names)
-    while engine.has_unfinished_requests():
-        engine.step()
-    return [after - before for before, after in zip(arrivals_s, arrivals_s[1:], strict=False)]
+def answer(llm: LLM, prompts: list[list[int]], steps: int) -> list[float]:
+    sampling = exactly(steps + len(prompts) + 8)
+    names = [add_request(llm.llm_engine, prompt, sampling) for prompt in prompts]
+    return decode_steps_s(llm.llm_engine, names, steps)
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), start_llm, decode_steps_s)
+    serve(int(sys.argv[1]), start_llm, answer)

@@ -11,10 +11,10 @@ import argparse
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support import figures
 from benchmarks.support.common import Row
 
 Json = dict[str, Any]
@@ -31,13 +31,8 @@ def plot_result(result: Json, folder: Path) -> dict[str, Path]:
     Returns:
         The SVG file of each table, by its title; none without matplotlib.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plot: matplotlib is missing (pip install 'vllm-relay[dev]')")
+    if not figures.can_draw():
         return {}
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "relay"
     written = {}
     for table in result["tables"]:
         title, rows = table["title"], table["rows"]
@@ -54,7 +49,7 @@ def plot_result(result: Json, folder: Path) -> dict[str, Path]:
 
 def plot_recall_against_time(rows: list[Row], title: str, path: Path) -> None:
     """A curve for each contender, a level for exact ones; `rows` have contender, recall, cpu us."""
-    with _axes(path) as axes:
+    with figures.curves(path) as axes:
         for name, line in _lines(rows):
             if len(line) == 1 and float(line[0]["recall"]) > MOST_RECALL:
                 style = {**_style(name, rows), "linestyle": ":", "marker": ""}
@@ -72,7 +67,7 @@ def plot_recall_against_time(rows: list[Row], title: str, path: Path) -> None:
 
 def plot_error_against_bytes(rows: list[Row], title: str, path: Path) -> None:
     """Medians as lines, the worst 1% dashed; `rows` have contender, KiB read and both errors."""
-    with _axes(path) as axes:
+    with figures.curves(path) as axes:
         for name, line in _lines(rows):
             line = sorted(line, key=lambda row: row["KiB read"])
             read = [row["KiB read"] for row in line]
@@ -84,23 +79,6 @@ def plot_error_against_bytes(rows: list[Row], title: str, path: Path) -> None:
                  ylabel="relative error of the attention output", title=title)  # fmt: skip
         axes.plot([], [], "--", color="gray", alpha=0.5, label="worst 1% of the queries")
         _plain_numbers(axes.xaxis)
-
-
-@contextmanager
-def _axes(path: Path) -> Iterator[Any]:
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.2))
-    try:
-        yield axes
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-        figure.tight_layout()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None})
-    finally:
-        pyplot.close(figure)
 
 
 def _lines(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
