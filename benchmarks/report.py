@@ -9,8 +9,7 @@ from typing import Any
 
 from benchmarks.attention.plots import plot_speedup
 from benchmarks.sparse.searches.plots import plot_result
-from benchmarks.support.common import show
-from benchmarks.support.markdown import markdown_table
+from benchmarks.support.formatting import markdown_table, show
 from benchmarks.tables.plots import plot_tables
 
 Json = dict[str, Any]

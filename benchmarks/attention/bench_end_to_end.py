@@ -15,9 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.attention.contenders import refuse_wrong_results
-from benchmarks.support.common import Goal, Result, Row, Timing, argument_parser, ratio
+from benchmarks.support.formatting import Row
 from benchmarks.support.model import Model
+from benchmarks.support.options import argument_parser
+from benchmarks.support.result import Goal, Result
 from benchmarks.support.step_engine import EngineSettings, StepEngine
+from benchmarks.support.timing import Timing, ratio
 from vllm_relay.demo.engine_process import wait_until_workers_sleep
 
 BACKENDS = ("CPU_ATTN", "RELAY")

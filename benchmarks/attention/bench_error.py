@@ -18,7 +18,8 @@ from benchmarks.attention.contenders import (
     reference_output,
     refuse_wrong_results,
 )
-from benchmarks.support.common import Goal, Result, argument_parser
+from benchmarks.support.options import argument_parser
+from benchmarks.support.result import Goal, Result
 
 KEY_FACTORS = (1, 4, 20)
 SHAPES = ((Heads(32, 8), 8, 2048, 77), (Heads(28, 4), 8, 1024, 200), (Heads(8, 8), 16, 512, 33))

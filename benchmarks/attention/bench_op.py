@@ -19,17 +19,11 @@ from benchmarks.attention.contenders import (
     random_query,
     refuse_wrong_results,
 )
-from benchmarks.support.common import (
-    Goal,
-    Result,
-    Row,
-    argument_parser,
-    fraction,
-    interleaved,
-    ratio,
-    run_as_vllm_worker,
-)
+from benchmarks.support.formatting import Row
 from benchmarks.support.machine import attention_ceiling_gflops, bf16_peak_gflops
+from benchmarks.support.options import argument_parser, run_as_vllm_worker
+from benchmarks.support.result import Goal, Result
+from benchmarks.support.timing import fraction, interleaved, ratio
 from vllm_relay.attention_backends import cpu
 
 LLAMA_2_7B, LLAMA_3_8B, QWEN_2_7B = Heads(32, 32), Heads(32, 8), Heads(28, 4)

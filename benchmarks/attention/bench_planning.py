@@ -15,7 +15,9 @@ from benchmarks.attention.contenders import (
     random_query,
     refuse_wrong_results,
 )
-from benchmarks.support.common import Goal, Result, argument_parser, interleaved
+from benchmarks.support.options import argument_parser
+from benchmarks.support.result import Goal, Result
+from benchmarks.support.timing import interleaved
 
 REQUESTS, BLOCKS = 256, 1024
 HEADS = Heads(32, 8)

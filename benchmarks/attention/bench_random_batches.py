@@ -19,15 +19,10 @@ from benchmarks.attention.contenders import (
     random_query,
     refuse_wrong_results,
 )
-from benchmarks.support.common import (
-    Goal,
-    Result,
-    Row,
-    argument_parser,
-    interleaved,
-    ratio,
-    run_as_vllm_worker,
-)
+from benchmarks.support.formatting import Row
+from benchmarks.support.options import argument_parser, run_as_vllm_worker
+from benchmarks.support.result import Goal, Result
+from benchmarks.support.timing import interleaved, ratio
 
 HEADS = (Heads(32, 8), Heads(32, 32), Heads(28, 4))
 NUM_BLOCKS = 640

@@ -15,15 +15,10 @@ from benchmarks.attention.contenders import (
     random_query,
     refuse_wrong_results,
 )
-from benchmarks.support.common import (
-    Goal,
-    Result,
-    argument_parser,
-    fraction,
-    interleaved,
-    run_as_vllm_worker,
-)
 from benchmarks.support.machine import attention_ceiling_gflops, bf16_peak_gflops
+from benchmarks.support.options import argument_parser, run_as_vllm_worker
+from benchmarks.support.result import Goal, Result
+from benchmarks.support.timing import fraction, interleaved
 from vllm_relay.attention_backends import cpu
 
 HEADS = Heads(32, 8)

@@ -14,16 +14,10 @@ from benchmarks.attention.contenders import (
     random_query,
     refuse_wrong_results,
 )
-from benchmarks.support.common import (
-    Goal,
-    Result,
-    argument_parser,
-    fraction,
-    interleaved,
-    ratio,
-    run_as_vllm_worker,
-)
 from benchmarks.support.machine import available_cores, bf16_peak_gflops, measure_peak
+from benchmarks.support.options import argument_parser, run_as_vllm_worker
+from benchmarks.support.result import Goal, Result
+from benchmarks.support.timing import fraction, interleaved, ratio
 
 REQUESTS, PREFIX_TOKENS, CONTEXT_TOKENS = 32, 8192, 128
 

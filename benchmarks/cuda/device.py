@@ -20,7 +20,7 @@ import torch
 import triton
 
 from benchmarks.cuda import ROOT
-from benchmarks.support.common import Timing
+from benchmarks.support.timing import Timing
 
 Call = Callable[[], Any]
 

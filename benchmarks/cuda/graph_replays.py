@@ -17,7 +17,8 @@ from benchmarks.cuda.geometry import PLAIN
 from benchmarks.cuda.inputs import DeviceBatch, Inputs, Relay
 from benchmarks.cuda.run import Run
 from benchmarks.cuda.variants import Variant
-from benchmarks.support.common import Goal, Row
+from benchmarks.support.formatting import Row
+from benchmarks.support.result import Goal
 
 REPLAYED_STEPS = 8
 

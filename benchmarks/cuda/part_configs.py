@@ -15,7 +15,8 @@ from benchmarks.cuda.part_grid import TINY_GEOMETRY
 from benchmarks.cuda.reference import rows_that_differ
 from benchmarks.cuda.run import Run, geometric_mean
 from benchmarks.cuda.variants import Variant
-from benchmarks.support.common import Row, ratio
+from benchmarks.support.formatting import Row
+from benchmarks.support.timing import ratio
 from vllm_relay.attention_backends.gpu_config import KernelConfig
 
 LLAMA = Geometry(32, 8)

@@ -29,7 +29,8 @@ from benchmarks.cuda.inputs import DeviceBatch, Inputs, Relay
 from benchmarks.cuda.reference import Error, attention
 from benchmarks.cuda.run import Run, geometric_mean
 from benchmarks.cuda.variants import Variant
-from benchmarks.support.common import Goal, Row
+from benchmarks.support.formatting import Row
+from benchmarks.support.result import Goal
 
 BATCHES_WITH_RIVALS = 2
 """Of each case, also computed by the rivals."""

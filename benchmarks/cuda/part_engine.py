@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.cuda.run import Run
 from benchmarks.cuda.variants import Variant
-from benchmarks.support.common import Goal
+from benchmarks.support.result import Goal
 
 NEEDED_S = 300.0
 STOCK, RELAY = "FLASH_ATTN", "RELAY"

@@ -15,7 +15,8 @@ from benchmarks.cuda.inputs import DeviceBatch, Inputs, Relay
 from benchmarks.cuda.part_grid import TINY_GEOMETRY
 from benchmarks.cuda.run import Run
 from benchmarks.cuda.variants import Variant
-from benchmarks.support.common import Goal, Row
+from benchmarks.support.formatting import Row
+from benchmarks.support.result import Goal
 
 GEOMETRY = Geometry(32, 8)
 BLOCKS_PER_REQUEST = 2048

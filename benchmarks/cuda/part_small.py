@@ -8,7 +8,7 @@ from benchmarks.cuda.inputs import DeviceBatch, Inputs
 from benchmarks.cuda.part_grid import TINY_GEOMETRY
 from benchmarks.cuda.run import Comparison, Run
 from benchmarks.cuda.variants import Variant
-from benchmarks.support.common import Goal
+from benchmarks.support.result import Goal
 
 GEOMETRY = Geometry(8, 1)
 REQUESTS, PREFIX_TOKENS, CONTEXT_TOKENS = 8, 4000, 128

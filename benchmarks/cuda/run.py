@@ -22,7 +22,7 @@ from benchmarks.cuda.limits import planner_limits, standard_limits
 from benchmarks.cuda.result import CudaResult, without_folders
 from benchmarks.cuda.rivals import Rivals
 from benchmarks.cuda.variants import Variant
-from benchmarks.support.common import Timing, ratio
+from benchmarks.support.timing import Timing, ratio
 from vllm_relay.attention_backends.gpu_config import KernelConfig, config_for
 from vllm_relay.attention_backends.gpu_planner import PlannerLimits
 

@@ -15,7 +15,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from benchmarks.sparse.heads.corpus import make_head
-from benchmarks.support.common import Result, Row, Timing, argument_parser
+from benchmarks.support.formatting import Row
+from benchmarks.support.options import argument_parser
+from benchmarks.support.result import Result
+from benchmarks.support.timing import Timing
 from vllm_relay.long_context.host_sequence import TRAIN_QUERIES_PER_KEY
 from vllm_relay.long_context.index_payoff import BETTER_KINDS, IndexPayoff
 from vllm_relay.sparse import Dipr, FlatIndex

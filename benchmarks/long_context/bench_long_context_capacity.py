@@ -13,7 +13,9 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from benchmarks.support.common import Goal, Result, Row, argument_parser, run_as_vllm_worker
+from benchmarks.support.formatting import Row
+from benchmarks.support.options import argument_parser, run_as_vllm_worker
+from benchmarks.support.result import Goal, Result
 from vllm_relay.demo.long_contexts.workload import chronicle_workload
 from vllm_relay.demo.recall_model import MAX_POSITIONS, build_recall_model
 from vllm_relay.demo.requests import tokenize

@@ -29,15 +29,10 @@ from benchmarks.long_context.corpus_model import (
     store_context,
 )
 from benchmarks.sparse.heads.corpus import Head
-from benchmarks.support.common import (
-    Goal,
-    Result,
-    Row,
-    Timing,
-    argument_parser,
-    ratio,
-    run_as_vllm_worker,
-)
+from benchmarks.support.formatting import Row
+from benchmarks.support.options import argument_parser, run_as_vllm_worker
+from benchmarks.support.result import Goal, Result
+from benchmarks.support.timing import Timing, ratio
 from vllm_relay.attention_backends import cpu
 from vllm_relay.attention_backends.plan import plan_step
 

@@ -18,7 +18,9 @@ from transformers import AutoTokenizer
 
 from benchmarks.long_context.english_engine import Answer, EnglishEngine, EnglishSettings
 from benchmarks.support import machine
-from benchmarks.support.common import Result, Row, argument_parser
+from benchmarks.support.formatting import Row
+from benchmarks.support.options import argument_parser
+from benchmarks.support.result import Result
 from vllm_relay.demo.engine import EngineSettings
 from vllm_relay.demo.smollm2.download import smollm2_folder
 

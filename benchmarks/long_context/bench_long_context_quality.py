@@ -16,7 +16,9 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from benchmarks.support import machine
-from benchmarks.support.common import Goal, Result, Row, argument_parser
+from benchmarks.support.formatting import Row
+from benchmarks.support.options import argument_parser
+from benchmarks.support.result import Goal, Result
 from vllm_relay.demo.engine import EngineSettings
 from vllm_relay.demo.long_contexts.engine import LongAnswer, LongEngine
 from vllm_relay.demo.long_contexts.workload import chronicle_workload

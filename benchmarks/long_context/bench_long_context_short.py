@@ -24,7 +24,9 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from benchmarks.long_context.alternating_engine import AlternatingEngine, in_turn
-from benchmarks.support.common import Goal, Result, Row, argument_parser
+from benchmarks.support.formatting import Row
+from benchmarks.support.options import argument_parser
+from benchmarks.support.result import Goal, Result
 from vllm_relay.demo.engine import EngineSettings
 from vllm_relay.demo.recall_model import build_recall_model
 from vllm_relay.demo.requests import tokenize

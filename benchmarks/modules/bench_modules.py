@@ -20,9 +20,12 @@ import numpy as np
 
 from benchmarks.modules.engine_main import Prompt
 from benchmarks.support import machine
-from benchmarks.support.common import Goal, Result, Row, Timing, argument_parser, ratio
+from benchmarks.support.formatting import Row
 from benchmarks.support.model import Model
+from benchmarks.support.options import argument_parser
+from benchmarks.support.result import Goal, Result
 from benchmarks.support.step_engine import EngineSettings
+from benchmarks.support.timing import Timing, ratio
 from vllm_relay.demo.engine_process import EngineProcess, wait_until_workers_sleep
 from vllm_relay.modules.plan import EXTRA_ARG
 from vllm_relay.modules.schema import Module, Schema

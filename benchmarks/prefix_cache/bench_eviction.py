@@ -19,7 +19,9 @@ import numpy as np
 from vllm.v1.core import block_pool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 
-from benchmarks.support.common import Goal, Result, Row, argument_parser
+from benchmarks.support.formatting import Row
+from benchmarks.support.options import argument_parser
+from benchmarks.support.result import Goal, Result
 from vllm_relay.config import EvictionPolicyName
 from vllm_relay.prefix_cache.belady import belady_hits, ceiling_hits
 from vllm_relay.prefix_cache.free_queue import make_free_queue

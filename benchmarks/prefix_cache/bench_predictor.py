@@ -15,8 +15,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.support.common import Goal, Result, argument_parser, fraction
 from benchmarks.support.model import Model
+from benchmarks.support.options import argument_parser
+from benchmarks.support.result import Goal, Result
+from benchmarks.support.timing import fraction
 from vllm_relay.prefix_cache.predict_input import PredictedRequest
 
 BLOCK_SIZES = [32, 64]  # vLLM's CPU kernels take multiples of 32

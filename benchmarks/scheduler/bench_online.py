@@ -40,7 +40,9 @@ from benchmarks.scheduler.bench_scheduler import (
     make_prompts,
     poisson_arrivals_s,
 )
-from benchmarks.support.common import Goal, Result, Row, argument_parser
+from benchmarks.support.formatting import Row
+from benchmarks.support.options import argument_parser
+from benchmarks.support.result import Goal, Result
 from vllm_relay.prefix_cache.predict_executor import StubExecutor
 
 STEP_S, TOKEN_S = 4.2e-3, 34e-6

@@ -16,8 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.scheduler.engine import EngineSettings, SchedulerEngine, Served
-from benchmarks.support.common import Goal, Result, Row, Timing, argument_parser, ratio
+from benchmarks.support.formatting import Row
 from benchmarks.support.model import Model
+from benchmarks.support.options import argument_parser
+from benchmarks.support.result import Goal, Result
+from benchmarks.support.timing import Timing, ratio
 
 PREFIXES, PREFIX_TOKENS, OWN_TOKENS, OUTPUT_TOKENS = 64, 256, 256, 16
 REQUESTS = 1024

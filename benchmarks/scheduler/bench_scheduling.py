@@ -16,7 +16,9 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from benchmarks.scheduler.bench_scheduler import MODEL, make_prompts
-from benchmarks.support.common import Goal, Result, Row, argument_parser
+from benchmarks.support.formatting import Row
+from benchmarks.support.options import argument_parser
+from benchmarks.support.result import Goal, Result
 from vllm_relay.prefix_cache.predict import PredictorSettings, create_config
 from vllm_relay.prefix_cache.predict_executor import StubExecutor
 

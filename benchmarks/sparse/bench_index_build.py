@@ -14,7 +14,9 @@ import numpy as np
 from benchmarks.sparse.heads.corpus import make_head
 from benchmarks.sparse.heads.sets import SEED, SEED_OF_KIND
 from benchmarks.sparse.searches import exact
-from benchmarks.support.common import Goal, Result, Row, argument_parser
+from benchmarks.support.formatting import Row
+from benchmarks.support.options import argument_parser
+from benchmarks.support.result import Goal, Result
 from vllm_relay.sparse import GraphIndex
 from vllm_relay.sparse.elements import as_elements
 from vllm_relay.sparse.key_codes import encode

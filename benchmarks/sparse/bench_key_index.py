@@ -23,7 +23,9 @@ from benchmarks.sparse.searches import curves, exact, mass_bounds, own_searches
 from benchmarks.sparse.searches.built import Built, build
 from benchmarks.sparse.searches.contenders import Contender, OwnIndex, Reference, own_contenders
 from benchmarks.sparse.searches.rivals import RIVALS, installed_rivals
-from benchmarks.support.common import Goal, Result, Row, argument_parser, show
+from benchmarks.support.formatting import Row, show
+from benchmarks.support.options import argument_parser
+from benchmarks.support.result import Goal, Result
 from vllm_relay.sparse import Dipr, QueryType, TopK
 
 PARTS = ("curves", "groups", "ranges", "prefixes", "errors", "bounds")

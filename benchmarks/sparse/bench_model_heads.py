@@ -17,7 +17,9 @@ import numpy as np
 
 from benchmarks.sparse.heads import recorded
 from benchmarks.sparse.heads.recorded import LayerTensors
-from benchmarks.support.common import Goal, Result, Row, argument_parser
+from benchmarks.support.formatting import Row
+from benchmarks.support.options import argument_parser
+from benchmarks.support.result import Goal, Result
 from vllm_relay.sparse import BlockIndex, CoarseIndex, Dipr, FlatIndex, GraphIndex
 from vllm_relay.sparse.attention import SparseLayer
 from vllm_relay.sparse.elements import as_elements

@@ -19,7 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.sparse.heads.corpus import make_head
-from benchmarks.support.common import Goal, Result, argument_parser, interleaved, ratio
+from benchmarks.support.options import argument_parser
+from benchmarks.support.result import Goal, Result
+from benchmarks.support.timing import interleaved, ratio
 from vllm_relay.sparse import Dipr, GraphIndex
 from vllm_relay.sparse.context_fingerprint import ContextFingerprint
 from vllm_relay.sparse.context_store import HeadStates

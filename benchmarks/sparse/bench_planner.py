@@ -23,7 +23,9 @@ import numpy as np
 
 from benchmarks.sparse.best_way import Cell, Measured, Way
 from benchmarks.sparse.heads.corpus import KINDS, Head, make_head
-from benchmarks.support.common import Goal, Result, Row, argument_parser
+from benchmarks.support.formatting import Row
+from benchmarks.support.options import argument_parser
+from benchmarks.support.result import Goal, Result
 from vllm_relay.sparse import CoarseIndex, FlatIndex, GraphIndex
 from vllm_relay.sparse.cost_calibration import SIZES, calibrate_costs
 from vllm_relay.sparse.elements import Elements, from_float32

@@ -16,7 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.sparse.heads.corpus import Head, make_head
-from benchmarks.support.common import Goal, Result, Row, argument_parser, interleaved, ratio
+from benchmarks.support.formatting import Row
+from benchmarks.support.options import argument_parser
+from benchmarks.support.result import Goal, Result
+from benchmarks.support.timing import interleaved, ratio
 from vllm_relay.sparse import Dipr, FlatIndex, GraphIndex, QueryType, TopK, reference
 from vllm_relay.sparse.attention import SparseLayer, attend
 from vllm_relay.sparse.elements import as_elements, from_float32

@@ -12,7 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.support.common import Goal, Result, Row, argument_parser, interleaved, ratio
+from benchmarks.support.formatting import Row
+from benchmarks.support.options import argument_parser
+from benchmarks.support.result import Goal, Result
+from benchmarks.support.timing import interleaved, ratio
 from vllm_relay.sparse.buffer_pool import BufferPool
 from vllm_relay.sparse.checksum import crc32c, kernels
 from vllm_relay.sparse.context_file import (

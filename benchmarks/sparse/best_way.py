@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from benchmarks.sparse.heads.corpus import Head
-from benchmarks.support.common import Timing
+from benchmarks.support.timing import Timing
 from vllm_relay.sparse import QueryType
 from vllm_relay.sparse.elements import Elements
 from vllm_relay.sparse.face import CompiledIndex

@@ -23,7 +23,10 @@ import duckdb
 import pyarrow as pa
 from vllm import LLM
 
-from benchmarks.support.common import Goal, Result, Row, Timing, argument_parser, ratio
+from benchmarks.support.formatting import Row
+from benchmarks.support.options import argument_parser
+from benchmarks.support.result import Goal, Result
+from benchmarks.support.timing import Timing, ratio
 from benchmarks.tables.data import SOURCES, find_table
 from benchmarks.tables.dummy_model import HALF_BILLION, TINY, save_model
 from benchmarks.tables.queries import ANSWER, PUSHED_DOWN, QUERIES, SENTIMENT, Call, TableQuery

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.support.common import Goal, Result, Row, argument_parser
+from benchmarks.support.formatting import Row
+from benchmarks.support.options import argument_parser
+from benchmarks.support.result import Goal, Result
 from benchmarks.tables.data import SOURCES, Source, Table, find_table, made_sales
 from benchmarks.tables.ggr import greedy_group_recursion
 from vllm_relay.tables.ordering import (

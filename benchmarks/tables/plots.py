@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.support import figures
-from benchmarks.support.common import Row
+from benchmarks.support.formatting import Row
 
 Json = dict[str, Any]
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from benchmarks.sparse.searches import exact
 from benchmarks.sparse.searches.contenders import Contender, Search
-from benchmarks.support.common import Row, Timing
+from benchmarks.support.formatting import Row
+from benchmarks.support.timing import Timing
 
 ENOUGH_RECALL = 0.995
 """Nobody is asked for more; sweeps end at the first effort that gets there."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from benchmarks.sparse.heads.corpus import Head
 from benchmarks.sparse.searches.contenders import OwnIndex
-from benchmarks.support.common import Row
+from benchmarks.support.formatting import Row
 from vllm_relay.sparse import Dipr, QueryType, TopK, reference
 
 QUERIES_AT_ONCE = 16

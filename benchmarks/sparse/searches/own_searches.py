@@ -16,7 +16,7 @@ from benchmarks.sparse.searches import exact
 from benchmarks.sparse.searches.built import Built
 from benchmarks.sparse.searches.contenders import OwnIndex
 from benchmarks.sparse.searches.curves import at_recall
-from benchmarks.support.common import Row
+from benchmarks.support.formatting import Row
 from vllm_relay.sparse import Dipr, KeyIndex, QueryType, TopK
 from vllm_relay.sparse.reference import attend
 

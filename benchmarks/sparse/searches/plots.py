@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support import figures
-from benchmarks.support.common import Row
+from benchmarks.support.formatting import Row
 
 Json = dict[str, Any]
 
