@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which requests run, in which order: RelayScheduler against vLLM's.
+
+bench_scheduler.py     many prefixes, a cache for few of them
+bench_online.py        requests that arrive one by one, in virtual time
+bench_scheduling.py    what a scheduling step costs
+engine.py              an engine that serves a list of requests
+engine_main.py         its process
+"""
