@@ -41,7 +41,7 @@ from benchmarks.bench_scheduler import (
     poisson_arrivals_s,
 )
 from benchmarks.common import Goal, Result, Row, argument_parser
-from vllm_relay.prefix_cache.predict_executor import StubExecutor
+from vllm_relay.prefix_cache.predict.executor import StubExecutor
 
 STEP_S, TOKEN_S = 4.2e-3, 34e-6
 LOADS = (0.5, 0.8, 0.95, 1.1)

@@ -17,8 +17,8 @@ from vllm.v1.request import Request
 
 from benchmarks.bench_scheduler import MODEL, make_prompts
 from benchmarks.common import Goal, Result, Row, argument_parser
-from vllm_relay.prefix_cache.predict import PredictorSettings, create_config
-from vllm_relay.prefix_cache.predict_executor import StubExecutor
+from vllm_relay.prefix_cache.predict.engine import PredictorSettings, create_config
+from vllm_relay.prefix_cache.predict.executor import StubExecutor
 
 WAITING = 100_000
 PREFIXES = 1024

@@ -29,6 +29,7 @@ BENCHMARKS = (
     "bench_end_to_end",
     "bench_scheduler",
     "bench_online",
+    "bench_backlog",
     "bench_scheduling",
     "bench_eviction",
     "bench_predictor",

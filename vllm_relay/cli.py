@@ -260,7 +260,7 @@ def predict(
 
     Exit status: 0, or 1 if the input or an option is refused.
     """
-    from vllm_relay.prefix_cache.predict_run import run_predict
+    from vllm_relay.prefix_cache.predict.run import run_predict
 
     status = run_predict(
         path,

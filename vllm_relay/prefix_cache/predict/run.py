@@ -18,7 +18,7 @@ from rich.console import Console
 
 from vllm_relay.arguments import check_model, check_writable
 from vllm_relay.config import EvictionPolicyName, RelayConfig
-from vllm_relay.prefix_cache.predict_input import (
+from vllm_relay.prefix_cache.predict.input import (
     InputLine,
     LineError,
     PredictedRequest,
@@ -27,7 +27,7 @@ from vllm_relay.prefix_cache.predict_input import (
     text_without_model,
     to_requests,
 )
-from vllm_relay.prefix_cache.predict_report import (
+from vllm_relay.prefix_cache.predict.report import (
     as_dict,
     prediction_table,
     print_whole,
@@ -39,7 +39,8 @@ _MAX_GIB = 16384
 _MAX_BLOCKS = 10_000_000  # they take half a minute and some GB to make
 
 if TYPE_CHECKING:
-    from vllm_relay.prefix_cache.predict import CacheSize, Prediction, PredictorSettings
+    from vllm_relay.prefix_cache.predict.engine import CacheSize, PredictorSettings
+    from vllm_relay.prefix_cache.predict.predictor import Prediction
 
 SCHEDULERS = ("stock", "relay")
 
@@ -116,7 +117,8 @@ def run_predict(
         with ExitStack() as stack:
             status = stack.enter_context(console.status("reading the requests"))
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
-            from vllm_relay.prefix_cache.predict import Predictor, PredictorSettings
+            from vllm_relay.prefix_cache.predict.engine import PredictorSettings
+            from vllm_relay.prefix_cache.predict.predictor import Predictor
 
             settings = PredictorSettings(
                 model=model or "",
@@ -237,7 +239,7 @@ def _sizes(
     block_size: int | None,
     kv_bytes_per_token: int | None,
 ) -> list[CacheSize]:
-    from vllm_relay.prefix_cache.predict import GIB_BYTES, CacheSize
+    from vllm_relay.prefix_cache.predict.engine import GIB_BYTES, CacheSize
 
     for option, size in [*(("GiB", g) for g in gib), *(("blocks", b) for b in blocks)]:
         if not 0 < size < float("inf"):
@@ -264,7 +266,8 @@ def _encode(
     lines: Sequence[InputLine], settings: PredictorSettings, output_tokens: int | None
 ) -> list[PredictedRequest]:
     """The requests that `LLM.generate` and `LLM.chat` make of the lines."""
-    from vllm_relay.prefix_cache.predict import Encoder, create_config
+    from vllm_relay.prefix_cache.predict.engine import create_config
+    from vllm_relay.prefix_cache.predict.predictor import Encoder
 
     config = create_config(settings)
     check_vocabulary(lines, config.model_config.get_vocab_size())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_relay.prefix_cache.predict_input import (
+from vllm_relay.prefix_cache.predict.input import (
     InputLine,
     LineError,
     check_vocabulary,

@@ -18,16 +18,17 @@ from typer.testing import CliRunner
 from tests.integration.tiny_models import save_model
 from vllm_relay.cli import app
 from vllm_relay.demo.tokenizer import BOS_TOKEN_ID, build_tokenizer
-from vllm_relay.prefix_cache import predict_run
-from vllm_relay.prefix_cache.predict import CacheSize, Prediction
-from vllm_relay.prefix_cache.predict_report import (
+from vllm_relay.prefix_cache.predict import run as predict_run
+from vllm_relay.prefix_cache.predict.engine import CacheSize
+from vllm_relay.prefix_cache.predict.predictor import Prediction
+from vllm_relay.prefix_cache.predict.report import (
     as_dict,
     prediction_table,
     print_whole,
     sweep_plot,
     sweep_table,
 )
-from vllm_relay.prefix_cache.predict_run import run_predict
+from vllm_relay.prefix_cache.predict.run import run_predict
 
 runner = CliRunner()
 
@@ -195,16 +196,16 @@ def test_hash_traces(tmp_path: Path) -> None:
 def test_prompts_and_chats_are_tokenized_as_vllm_does(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_relay.prefix_cache import predict
+    from vllm_relay.prefix_cache.predict import predictor
 
     seen: list[list[int]] = []
 
-    class Spy(predict.Predictor):
+    class Spy(predictor.Predictor):
         def __init__(self, settings: Any, requests: Any) -> None:
             seen.extend(request.prompt_token_ids for request in requests)
             super().__init__(settings, requests)
 
-    monkeypatch.setattr(predict, "Predictor", Spy)
+    monkeypatch.setattr(predictor, "Predictor", Spy)
     chat = [{"role": "system", "content": "lisbon"}, {"role": "user", "content": "the old"}]
     path = write(tmp_path, "Lisbon, the old", {"messages": chat})
     status, printed = run(path, model, blocks=[40], block_size=32, dtype="float32")

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from vllm_relay.prefix_cache.predict import Prediction
+    from vllm_relay.prefix_cache.predict.predictor import Prediction
 
 _WIDTH, _HEIGHT = 640, 400  # pixels of the plot
 _UNBOUNDED_WIDTH = 1000  # columns of text
