@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,20 +17,8 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core import EngineCore
 
 from vllm_relay.config import SCHEDULER_PATH
+from vllm_relay.prefix_cache.predict.cache_size import GIB_BYTES, CacheSize
 from vllm_relay.prefix_cache.predict.executor import StubExecutor
-
-GIB_BYTES = 1 << 30
-
-
-@dataclass(frozen=True)
-class CacheSize:
-    """The size of a KV cache. Where both are given, vLLM is told the blocks."""
-
-    gib: float | None = None
-    blocks: int | None = None
-
-    def __str__(self) -> str:
-        return f"{self.blocks} blocks" if self.gib is None else f"{self.gib:g} GiB"
 
 
 @dataclass(frozen=True)
@@ -59,6 +47,10 @@ class PredictorSettings:
             relay = {"scheduler": True, "eviction": self.eviction, **self.relay}
             args["additional_config"] = {"relay": relay}
         return {name: value for name, value in (args | more).items() if value is not None}
+
+    def of_scheduler(self, scheduler: str) -> PredictorSettings:
+        """The same engine with this scheduler, stock or the relay scheduler that is set."""
+        return replace(self, eviction=None, relay={}) if scheduler == "stock" else self
 
 
 def create_config(

@@ -23,29 +23,18 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from vllm_relay.prefix_cache.belady import belady_hits
-from vllm_relay.prefix_cache.predict.engine import (
-    CacheSize,
-    PredictorSettings,
-    create_config,
-    create_core,
-)
+from vllm_relay.prefix_cache.predict.cache_size import CacheSize
+from vllm_relay.prefix_cache.predict.engine import PredictorSettings, create_config, create_core
 from vllm_relay.prefix_cache.predict.input import LineError, Message, PredictedRequest
-from vllm_relay.prefix_cache.predict.virtual_time import Course, StepCosts, VirtualServer
+from vllm_relay.prefix_cache.predict.load import Load, StepCosts
+from vllm_relay.prefix_cache.predict.virtual_time import Course, VirtualServer
 
 _FIRST_GENERATED_TOKEN = 1 << 40  # beyond every vocabulary and every trace's hash ids
 
 
 @dataclass(frozen=True)
-class OnlineLoad:
-    """When each request arrives, ascending, in seconds; and what a step takes."""
-
-    arrivals_s: Sequence[float]
-    costs: StepCosts
-
-
-@dataclass(frozen=True)
 class Waits:
-    """How long the requests of a server wait, in seconds of the virtual clock."""
+    """How long the requests wait, in seconds of the virtual clock."""
 
     first_token_s: list[float]
     """From the arrival of each request to its first token."""
@@ -94,7 +83,7 @@ class Prediction:
     steps: int
     elapsed_s: float = field(compare=False)
     waits: Waits | None = None
-    """With arrivals; None where all requests are there at once."""
+    """None where it is not said what a step takes."""
 
     @property
     def cached_tokens(self) -> int:
@@ -132,18 +121,21 @@ class Predictor:
         self,
         size: CacheSize,
         on_progress: Callable[[int], None] = lambda finished: None,
-        load: OnlineLoad | None = None,
+        load: Load | None = None,
     ) -> Prediction:
         """Run all requests through an engine whose KV cache has this size.
 
         Args:
             on_progress: called after every step with the number of finished requests.
-            load: of a server; None gives all requests to `LLM.generate`.
+            load: when requests arrive and what a step takes; None gives all to `LLM.generate`, and
+                says nothing of waits.
 
         Raises:
             ValueError: vLLM refuses the settings, or a prompt is too long; the message says which.
         """
-        config = create_config(self.settings, online=load is not None)
+        config = create_config(
+            self.settings, online=load is not None and load.arrivals_s is not None
+        )
         check_lengths(self._requests, config.model_config.max_model_len)
         core = create_core(config, size)
         try:
@@ -156,7 +148,7 @@ class Predictor:
         core: EngineCore,
         size: CacheSize,
         on_progress: Callable[[int], None],
-        load: OnlineLoad | None,
+        load: Load | None,
     ) -> Prediction:
         scheduler: Any = core.scheduler
         pool = scheduler.kv_cache_manager.block_pool
@@ -165,10 +157,11 @@ class Predictor:
         requests = self._engine_requests(core)
         executor: Any = core.model_executor
         executor.sampler = self._sampler(scheduler.requests)
-        # all requests before the first step, as LLM.generate does in-process
-        load_or_all = load or OnlineLoad([0.0] * len(requests), StepCosts(0.0))
-        server = VirtualServer(core, load_or_all.costs)
-        server.serve(requests, load_or_all.arrivals_s, on_progress=on_progress)
+        # LLM.generate in-process gives the engine all requests before the first step
+        at_once = [0.0] * len(requests)
+        server = VirtualServer(core, StepCosts(0.0, 0.0) if load is None else load.costs)
+        arrivals_s = at_once if load is None else load.arrivals_s or at_once
+        server.serve(requests, arrivals_s, on_progress=on_progress)
         elapsed_s = time.perf_counter() - began_s
 
         courses = list(server.courses.values())

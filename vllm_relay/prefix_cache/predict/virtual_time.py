@@ -15,18 +15,9 @@ from typing import Any
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
+from vllm_relay.prefix_cache.predict.load import StepCosts
+
 _MAX_IDLE_STEPS = 10_000
-
-
-@dataclass(frozen=True)
-class StepCosts:
-    """What a step takes: `step_s`, and `token_s` for each token it computes, in seconds."""
-
-    step_s: float
-    token_s: float = 0.0
-
-    def seconds(self, tokens: int) -> float:
-        return self.step_s + self.token_s * tokens
 
 
 @dataclass
@@ -119,7 +110,8 @@ class VirtualServer:
         step = executor.last_step
         for new in step.scheduled_new_reqs:
             self.courses[new.req_id].admitted_s = self.now_s
-        self.now_s += self._costs.seconds(step.total_num_scheduled_tokens)
+        if did_run or self._core.scheduler.get_num_unfinished_requests():
+            self.now_s += self._costs.seconds(step.total_num_scheduled_tokens)
         self.steps += did_run
         finished = 0
         for output in outputs[0].outputs if outputs else ():
