@@ -32,6 +32,7 @@ ROOMS = {
     "scheduler": [
         "bench_scheduler",
         "bench_online",
+        "bench_backlog",
         "bench_scheduling",
     ],
     "prefix_cache": [

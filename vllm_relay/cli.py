@@ -246,9 +246,24 @@ def predict(
         int | None,
         typer.Option(min=1, help="Length of each answer where its line does not say; 16."),
     ] = None,
+    relay: Annotated[
+        str | None,
+        typer.Option(help='More options of the relay scheduler: {"max_hold_s": 5}.'),
+    ] = None,
     arrivals: Annotated[
-        str, typer.Option(help="offline: all requests are there at once, timestamps are ignored.")
+        str,
+        typer.Option(
+            help="offline: all requests are there at once. poisson:RATE, in requests per second, "
+            "or timestamps of the lines: waits of a server, beside those of the stock scheduler."
+        ),
     ] = "offline",
+    step_ms: Annotated[
+        float | None, typer.Option(help="What a step takes, in milliseconds; 8 if not said.")
+    ] = None,
+    token_us: Annotated[
+        float | None,
+        typer.Option(help="What a computed token adds to it, in microseconds; 35 if not said."),
+    ] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="File to write the results to.", dir_okay=False)
     ] = None,
@@ -260,7 +275,7 @@ def predict(
 
     Exit status: 0, or 1 if the input or an option is refused.
     """
-    from vllm_relay.prefix_cache.predict_run import run_predict
+    from vllm_relay.prefix_cache.predict.run import run_predict
 
     status = run_predict(
         path,
@@ -277,7 +292,10 @@ def predict(
         max_model_len=max_model_len,
         dtype=dtype,
         output_tokens=output_tokens,
+        relay=relay,
         arrivals=arrivals,
+        step_ms=step_ms,
+        token_us=token_us,
         json_path=json_path,
         plot_path=plot_path,
     )

@@ -19,7 +19,7 @@ from benchmarks.support.model import Model
 from benchmarks.support.options import argument_parser
 from benchmarks.support.result import Goal, Result
 from benchmarks.support.timing import fraction
-from vllm_relay.prefix_cache.predict_input import PredictedRequest
+from vllm_relay.prefix_cache.predict.input import PredictedRequest
 
 BLOCK_SIZES = [32, 64]  # vLLM's CPU kernels take multiples of 32
 CACHE_TOKENS = [1280, 2560, 8192]
@@ -142,7 +142,8 @@ def main() -> None:
     parser.add_argument("--scheduler", choices=["stock", "relay"], default="stock")
     options = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm_relay.prefix_cache.predict import CacheSize, Predictor, PredictorSettings
+    from vllm_relay.prefix_cache.predict.engine import CacheSize, PredictorSettings
+    from vllm_relay.prefix_cache.predict.predictor import Predictor
 
     result = Result.begin(__file__, __doc__, options)
     count = 20 if options.smoke else 80

@@ -19,8 +19,8 @@ from benchmarks.scheduler.bench_scheduler import MODEL, make_prompts
 from benchmarks.support.formatting import Row
 from benchmarks.support.options import argument_parser
 from benchmarks.support.result import Goal, Result
-from vllm_relay.prefix_cache.predict import PredictorSettings, create_config
-from vllm_relay.prefix_cache.predict_executor import StubExecutor
+from vllm_relay.prefix_cache.predict.engine import PredictorSettings, create_config
+from vllm_relay.prefix_cache.predict.executor import StubExecutor
 
 WAITING = 100_000
 PREFIXES = 1024

@@ -42,7 +42,7 @@ NAMES: list[tuple[str, dict[str, str | tuple[str, ...]]]] = [
         r"(scheduler|pins|stats|admission|commands|block_hashes|catalog|vllm_changes/.*)\.py$",
         {"request": _REQUEST, "scheduler": _SCHEDULER},
     ),
-    (r"(plan|predict_run)\.py$", {"request": _REQUEST}),
+    (r"(plan|predict/run)\.py$", {"request": _REQUEST}),
     (r"modules/requests\.py$", {"request": _CORE_REQUEST}),
     (r"(pin_client|system_prompts|preload|client|commands/.*)\.py$", {"engine": _ENGINES}),
     (r"(pin_client|client)\.py$", {"renderer": "vllm.renderers.base.BaseRenderer"}),

@@ -21,7 +21,7 @@ from tests.prefix_cache.pin_scheduler import (
 from tests.scheduler.simulated_engine import start
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.prefix_cache.pin_client import pin_tokens
-from vllm_relay.prefix_cache.predict_executor import StubExecutor
+from vllm_relay.prefix_cache.predict.executor import StubExecutor
 
 needs_lookahead_hashes = pytest.mark.skipif(
     not HAS_LOOKAHEAD_HASHES, reason="this vLLM has no lookahead block hashes"

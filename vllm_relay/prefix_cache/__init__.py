@@ -9,8 +9,7 @@ pins.py              prompts that never leave; lives in the engine core         
 commands.py, pin_client.py   pins from front ends
 system_prompts.py    pins the configured prompts when an engine starts
 stats.py             counters of the prefix cache, and the prefixes used most
-predict.py, predict_executor.py, predict_input.py, predict_report.py, predict_run.py
-                     vLLM's engine core with a stub for the model: hits before spending (vLLM)
+predict/             hits and waits before spending: vLLM's engine core, a stub for the model
 modules.py           the first name of `vllm_relay.modules`
 """
 

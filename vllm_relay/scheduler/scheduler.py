@@ -85,6 +85,10 @@ class _RelayScheduling(Scheduler):
         self.relay_recorder = PrefixCacheRecorder(self)
         report_admissions(self.kv_cache_manager, self._on_admitted)
 
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """Take the time in seconds from here: what waits may be served in virtual time."""
+        self.waiting._clock = clock
+
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self.modules.prepare()
         self.waiting.retry_blocked()

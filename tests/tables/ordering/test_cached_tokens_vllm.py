@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.integration.tiny_models import save_model
-from vllm_relay.prefix_cache.predict import CacheSize, Predictor, PredictorSettings
-from vllm_relay.prefix_cache.predict_input import PredictedRequest
+from vllm_relay.prefix_cache.predict.engine import CacheSize, PredictorSettings
+from vllm_relay.prefix_cache.predict.input import PredictedRequest
+from vllm_relay.prefix_cache.predict.predictor import Predictor
 from vllm_relay.tables.ordering.cached_tokens import BlockCache, cached_tokens
 from vllm_relay.tables.ordering.sequences import TokenSequences
 

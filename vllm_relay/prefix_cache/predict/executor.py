@@ -34,6 +34,7 @@ class StubExecutor(Executor):
         """Tokens that a scheduled request gets, by its id."""
         self.begun: dict[str, None] = {}
         """Ids of the requests in the order in which they first ran."""
+        self.last_step = SchedulerOutput.make_empty()
         self._replies: dict[str, Any] = {
             "determine_available_memory": available_bytes,
             "get_supported_tasks": ("generate",),
@@ -72,6 +73,7 @@ class StubExecutor(Executor):
         return [self._replies.get(method) if isinstance(method, str) else None]
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
+        self.last_step = scheduler_output
         self.begun.update((new.req_id, None) for new in scheduler_output.scheduled_new_reqs)
         request_ids = list(scheduler_output.num_scheduled_tokens)
         output = ModelRunnerOutput(

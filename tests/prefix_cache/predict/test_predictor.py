@@ -8,14 +8,9 @@ import random
 import pytest
 
 from tests.integration.tiny_models import save_model
-from vllm_relay.prefix_cache.predict import (
-    CacheSize,
-    Prediction,
-    Predictor,
-    PredictorSettings,
-    ceiling_tokens,
-)
-from vllm_relay.prefix_cache.predict_input import PredictedRequest
+from vllm_relay.prefix_cache.predict.engine import CacheSize, PredictorSettings
+from vllm_relay.prefix_cache.predict.input import PredictedRequest
+from vllm_relay.prefix_cache.predict.predictor import Prediction, Predictor, ceiling_tokens
 
 BLOCK_TOKENS = 32
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,9 @@ class InputLine:
     """As the line says, None where it does not."""
     synthetic: bool = False
     """Whether token_ids stand for the hash ids of a trace, and are in no vocabulary."""
-    timestamp: bool = False
+    timestamp: Any = None
+    """As the line says, like the next; checked where arrivals are asked for."""
+    arrival_s: Any = None
 
 
 @dataclass(frozen=True)
@@ -175,31 +178,32 @@ def _input_line(number: int, value: Any) -> InputLine:
         raise ValueError(f"given {what}, {_EXPECTED}")
     (kind,) = given
     content = value[kind]
-    output_tokens = _output_tokens(value)
+    make_line = partial(
+        InputLine,
+        number,
+        output_tokens=_output_tokens(value),
+        timestamp=value.get("timestamp"),
+        arrival_s=value.get("arrival_s"),
+    )
     if kind == "prompt":
         if not isinstance(content, str):
             raise ValueError(f"prompt: given {_short(content)}, expected a text")
-        return InputLine(number, text=content, output_tokens=output_tokens)
+        return make_line(text=content)
     if kind == "messages":
         if not _is_list_of(content, dict) or not content:
             raise ValueError(
                 f"messages: given {_short(content)}, expected a list of "
                 '{"role": ..., "content": ...}'
             )
-        return InputLine(number, messages=content, output_tokens=output_tokens)
+        return make_line(messages=content)
     if not _is_list_of(content, int) or not content or min(content) < 0 or max(content) > _MAX_ID:
         raise ValueError(
             f"{kind}: given {_short(content)}, expected a list of ids from 0 to {_MAX_ID}"
         )
     if kind == "prompt_token_ids":
-        return InputLine(number, token_ids=content, output_tokens=output_tokens)
-    return InputLine(
-        number,
-        token_ids=_synthetic_tokens(content, value.get("input_length")),
-        output_tokens=output_tokens,
-        synthetic=True,
-        timestamp="timestamp" in value,
-    )
+        return make_line(token_ids=content)
+    tokens = _synthetic_tokens(content, value.get("input_length"))
+    return make_line(token_ids=tokens, synthetic=True)
 
 
 def _synthetic_tokens(hash_ids: list[int], input_length: Any) -> list[int]:

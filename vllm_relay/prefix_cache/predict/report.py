@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,43 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from vllm_relay.prefix_cache.predict.load import OFFLINE
+
 if TYPE_CHECKING:
-    from vllm_relay.prefix_cache.predict import Prediction
+    from vllm_relay.prefix_cache.predict.predictor import Prediction, Waits
 
 _WIDTH, _HEIGHT = 640, 400  # pixels of the plot
 _UNBOUNDED_WIDTH = 1000  # columns of text
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 64, 56  # its margins
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What a prediction is of.
+
+    Args:
+        scheduler: stock or relay.
+        arrivals: offline, poisson:RATE or timestamps.
+    """
+
+    scheduler: str
+    arrivals: str = OFFLINE
+
+    def __str__(self) -> str:
+        return self.scheduler if self.is_online else f"{self.scheduler}, offline"
+
+    @property
+    def is_online(self) -> bool:
+        return self.arrivals != OFFLINE
+
+
+def predictions_table(found: Sequence[tuple[Scenario, Prediction]]) -> Table:
+    """All predictions, in the order of the sizes of the cache."""
+    predictions = [prediction for _, prediction in found]
+    is_one_size = len({prediction.size for prediction in predictions}) == 1
+    if not any(scenario.is_online for scenario, _ in found):
+        return prediction_table(predictions[0]) if is_one_size else sweep_table(predictions)
+    return scenarios_table(dict(found)) if is_one_size else scenarios_sweep_table(found)
 
 
 def prediction_table(prediction: Prediction) -> Table:
@@ -29,18 +61,28 @@ def prediction_table(prediction: Prediction) -> Table:
     return table
 
 
+def scenarios_table(found: Mapping[Scenario, Prediction]) -> Table:
+    """One cache size: a row for each number, a column for each scenario."""
+    table = Table("", *map(str, found))
+    cells = [_cells(prediction) for prediction in found.values()]
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name in cells[0]:
+        table.add_row(name, *(each[name] for each in cells))
+    return table
+
+
+def scenarios_sweep_table(found: Sequence[tuple[Scenario, Prediction]]) -> Table:
+    """Several cache sizes: a row for each size and scenario."""
+    rows = [{"": str(scenario), **_cells(prediction)} for scenario, prediction in found]
+    shown = ["", "blocks", "hit rate", *_wait_cells(found[0][1])]
+    if any(prediction.size.gib is not None for _, prediction in found):
+        shown.insert(1, "KV cache")
+    return _rows_table(rows, {name: name.removesuffix(" to first token") for name in shown})
+
+
 def sweep_table(predictions: Sequence[Prediction]) -> Table:
     """Several cache sizes: a row for each size, in 80 columns up to 10 digits of tokens."""
-    rows = [_cells(prediction) for prediction in predictions]
-    first = rows[0]
-    table = Table(
-        title=f"{first['requests']} requests, {first['prompt tokens']} prompt tokens, ceiling "
-        f"{first['ceiling']}",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-        show_edge=False,
-    )
     shown = {
         "KV cache": "KV cache",
         "blocks": "blocks",
@@ -52,8 +94,22 @@ def sweep_table(predictions: Sequence[Prediction]) -> Table:
     }
     if all(prediction.size.gib is None for prediction in predictions):
         del shown["KV cache"]
+    return _rows_table([_cells(prediction) for prediction in predictions], shown)
+
+
+def _rows_table(rows: Sequence[Mapping[str, str]], shown: Mapping[str, str]) -> Table:
+    """Columns: the names of cells that are shown, and the header of each."""
+    first = rows[0]
+    table = Table(
+        title=f"{first['requests']} requests, {first['prompt tokens']} prompt tokens, ceiling "
+        f"{first['ceiling']}",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+        show_edge=False,
+    )
     for header in shown.values():
-        table.add_column(header, justify="right")
+        table.add_column(header, justify="right" if header else "left")
     for row in rows:
         table.add_row(*(row[name] for name in shown))
     return table
@@ -66,9 +122,11 @@ def print_whole(console: Console, table: Table) -> None:
     console.print(table, crop=False)
 
 
-def as_dict(prediction: Prediction) -> dict[str, Any]:
+def as_dict(scenario: Scenario, prediction: Prediction) -> dict[str, Any]:
     """All numbers, for JSON."""
     return {
+        "scheduler": scenario.scheduler,
+        "arrivals": scenario.arrivals,
         "kv_cache_gib": prediction.size.gib,
         "num_blocks": prediction.num_blocks,
         "block_size_tokens": prediction.block_size_tokens,
@@ -83,6 +141,19 @@ def as_dict(prediction: Prediction) -> dict[str, Any]:
         "steps": prediction.steps,
         "elapsed_s": prediction.elapsed_s,
         "cached_tokens_by_request": prediction.cached_tokens_by_request,
+        **_waits_dict(prediction.waits),
+    }
+
+
+def _waits_dict(waits: Waits | None) -> dict[str, Any]:
+    if waits is None:
+        return {}
+    return {
+        "requests_per_s": waits.requests_per_s,
+        "first_token_p50_s": waits.first_token_percentile_s(50),
+        "first_token_p99_s": waits.first_token_percentile_s(99),
+        "longest_wait_s": waits.longest_s,
+        "first_token_s_by_request": waits.first_token_s,
     }
 
 
@@ -163,8 +234,25 @@ def _cells(prediction: Prediction) -> dict[str, str]:
         "evictions": f"{prediction.evicted_blocks:,}",
         "preemptions": f"{prediction.preemptions:,}",
         "steps": f"{prediction.steps:,}",
+        **_wait_cells(prediction),
         "seconds": f"{prediction.elapsed_s:.1f}",
     }
+
+
+def _wait_cells(prediction: Prediction) -> dict[str, str]:
+    waits = prediction.waits
+    if waits is None:
+        return {}
+    return {
+        "requests/s": f"{waits.requests_per_s:,.2f}",
+        "p50 to first token": _duration(waits.first_token_percentile_s(50)),
+        "p99 to first token": _duration(waits.first_token_percentile_s(99)),
+        "longest wait": _duration(waits.longest_s),
+    }
+
+
+def _duration(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f} ms" if seconds < 1 else f"{seconds:,.2f} s"
 
 
 def _share(prediction: Prediction, tokens: int | None) -> str:

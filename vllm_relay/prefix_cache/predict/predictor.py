@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM without its model: the engine core schedules, caches and evicts; nothing is computed.
+"""What an engine does with a list of requests: their hits, and with arrivals their waits.
 
-`EngineCore` is vLLM's own, with its scheduler and its KV cache manager, in the loop that
-`LLM.generate` runs in-process. Only the executor is a stub: it knows the model's layers, and every
-request whose prompt is computed gets a token.
+`EngineCore` is vLLM's own, with its scheduler and its KV cache manager. Only the executor is a
+stub: it knows the model's layers, and every request whose prompt is computed gets a token.
 """
 
 from __future__ import annotations
 
-import gc
 import hashlib
-import math
 import time
 from array import array
 from collections import defaultdict
@@ -19,60 +16,47 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from vllm import SamplingParams, envs
-from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-from vllm.engine.arg_utils import EngineArgs
+import numpy as np
+from vllm import SamplingParams
 from vllm.renderers import ChatParams, renderer_from_config
-from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
-from vllm_relay.config import SCHEDULER_PATH
 from vllm_relay.prefix_cache.belady import belady_hits
-from vllm_relay.prefix_cache.predict_executor import StubExecutor
-from vllm_relay.prefix_cache.predict_input import LineError, Message, PredictedRequest
-
-GIB_BYTES = 1 << 30
+from vllm_relay.prefix_cache.predict.cache_size import CacheSize
+from vllm_relay.prefix_cache.predict.engine import PredictorSettings, create_config, create_core
+from vllm_relay.prefix_cache.predict.input import LineError, Message, PredictedRequest
+from vllm_relay.prefix_cache.predict.load import Load, StepCosts
+from vllm_relay.prefix_cache.predict.virtual_time import Course, VirtualServer
 
 _FIRST_GENERATED_TOKEN = 1 << 40  # beyond every vocabulary and every trace's hash ids
-_MAX_IDLE_STEPS = 10_000
 
 
 @dataclass(frozen=True)
-class CacheSize:
-    """The size of a KV cache. Where both are given, vLLM is told the blocks."""
+class Waits:
+    """How long the requests wait, in seconds of the virtual clock."""
 
-    gib: float | None = None
-    blocks: int | None = None
+    first_token_s: list[float]
+    """From the arrival of each request to its first token."""
+    longest_s: float
+    """From an arrival to the step in which the request first runs."""
+    duration_s: float
+    """From the first arrival to the last token."""
 
-    def __str__(self) -> str:
-        return f"{self.blocks} blocks" if self.gib is None else f"{self.gib:g} GiB"
+    @property
+    def requests_per_s(self) -> float:
+        return len(self.first_token_s) / self.duration_s
 
+    def first_token_percentile_s(self, percent: float) -> float:
+        return float(np.percentile(self.first_token_s, percent))
 
-@dataclass(frozen=True)
-class PredictorSettings:
-    """What the engine would be started with; None stands for vLLM's default."""
-
-    model: str
-    eviction: str | None = None
-    """Policy of the relay scheduler; None schedules and evicts as vLLM does."""
-    block_size: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    max_model_len: int | None = None
-    dtype: str | None = None
-
-    def engine_args(self, **more: Any) -> dict[str, Any]:
-        """Arguments of `vllm.LLM` that ask for the same engine."""
-        args: dict[str, Any] = {"model": self.model}
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
-            args[name] = getattr(self, name)
-        args["dtype"] = self.dtype
-        if self.eviction is not None:
-            args["scheduler_cls"] = SCHEDULER_PATH
-            args["additional_config"] = {"relay": {"scheduler": True, "eviction": self.eviction}}
-        return {name: value for name, value in (args | more).items() if value is not None}
+    @classmethod
+    def of(cls, courses: Sequence[Course], now_s: float) -> Waits:
+        return cls(
+            [course.first_token_after_s(now_s) for course in courses],
+            max(course.waited_s(now_s) for course in courses),
+            now_s - courses[0].arrived_s,
+        )
 
 
 @dataclass(frozen=True)
@@ -98,6 +82,8 @@ class Prediction:
     preemptions: int
     steps: int
     elapsed_s: float = field(compare=False)
+    waits: Waits | None = None
+    """None where it is not said what a step takes."""
 
     @property
     def cached_tokens(self) -> int:
@@ -132,64 +118,53 @@ class Predictor:
         ]
 
     def predict(
-        self, size: CacheSize, on_progress: Callable[[int], None] = lambda finished: None
+        self,
+        size: CacheSize,
+        on_progress: Callable[[int], None] = lambda finished: None,
+        load: Load | None = None,
     ) -> Prediction:
         """Run all requests through an engine whose KV cache has this size.
 
         Args:
             on_progress: called after every step with the number of finished requests.
+            load: when requests arrive and what a step takes; None gives all to `LLM.generate`, and
+                says nothing of waits.
 
         Raises:
             ValueError: vLLM refuses the settings, or a prompt is too long; the message says which.
         """
-        config = create_config(self.settings, num_gpu_blocks_override=size.blocks)
+        config = create_config(
+            self.settings, online=load is not None and load.arrivals_s is not None
+        )
         check_lengths(self._requests, config.model_config.max_model_len)
-        # with blocks given, vLLM counts them and not the bytes
-        available_bytes = math.floor((size.gib or 1) * GIB_BYTES)
+        core = create_core(config, size)
         try:
-            core = EngineCore(config, partial(StubExecutor, available_bytes=available_bytes), False)
-        except ValueError as error:
-            cleanup_dist_env_and_memory()
-            # where blocks are given, what vLLM says of bytes is about a model that stands in
-            reason = f" (vLLM: {error})" if size.blocks is None else ""
-            raise ValueError(
-                f"a KV cache of {size} does not hold one request of "
-                f"{config.model_config.max_model_len} tokens (--max-model-len){reason}: give "
-                "more, or a smaller --max-model-len"
-            ) from error
-        finally:
-            envs.disable_envs_cache()  # this process may start other engines
-        try:
-            return self._run(core, size, on_progress)
+            return self._run(core, size, on_progress, load)
         finally:
             core.shutdown()
 
     def _run(
-        self, core: EngineCore, size: CacheSize, on_progress: Callable[[int], None]
+        self,
+        core: EngineCore,
+        size: CacheSize,
+        on_progress: Callable[[int], None],
+        load: Load | None,
     ) -> Prediction:
         scheduler: Any = core.scheduler
         pool = scheduler.kv_cache_manager.block_pool
         pool.metrics_collector = evictions = _EvictionCounter()
         began_s = time.perf_counter()
-        requests = self._add_requests(core)
+        requests = self._engine_requests(core)
         executor: Any = core.model_executor
         executor.sampler = self._sampler(scheduler.requests)
-        cached_tokens: dict[str, int] = {}
-        steps = idle_steps = finished = 0
-        while scheduler.has_requests():
-            outputs, computed = core.step()
-            steps += computed
-            idle_steps = 0 if computed else idle_steps + 1
-            if idle_steps > _MAX_IDLE_STEPS:
-                waiting = scheduler.get_num_unfinished_requests()
-                raise ValueError(f"the scheduler runs none of {waiting} waiting requests")
-            for output in outputs[0].outputs if outputs else ():
-                if output.prefill_stats is not None:
-                    cached_tokens[output.request_id] = output.prefill_stats.num_cached_tokens
-                finished += output.finished
-            on_progress(finished)
+        # LLM.generate in-process gives the engine all requests before the first step
+        at_once = [0.0] * len(requests)
+        server = VirtualServer(core, StepCosts(0.0, 0.0) if load is None else load.costs)
+        arrivals_s = at_once if load is None else load.arrivals_s or at_once
+        server.serve(requests, arrivals_s, on_progress=on_progress)
         elapsed_s = time.perf_counter() - began_s
 
+        courses = list(server.courses.values())
         block_tokens = scheduler.kv_cache_config.cache_hit_alignment_tokens
         chains = self._chains(scheduler.hash_block_size, block_tokens)
         prompts_tokens = [r.num_prompt_tokens for r in requests]
@@ -203,22 +178,21 @@ class Predictor:
             num_blocks=pool.num_gpu_blocks,
             block_size_tokens=block_tokens,
             prompt_tokens=sum(prompts_tokens),
-            cached_tokens_by_request=[cached_tokens[r.request_id] for r in requests],
+            cached_tokens_by_request=[course.cached_tokens for course in courses],
             ceiling_tokens=ceiling,
             belady_tokens=belady,
             evicted_blocks=evictions.blocks,
             preemptions=sum(r.num_preemptions for r in requests),
-            steps=steps,
+            steps=server.steps,
             elapsed_s=elapsed_s,
+            waits=None if load is None else Waits.of(courses, server.now_s),
         )
 
-    def _add_requests(self, core: EngineCore) -> list[Request]:
-        """All requests before the first step, as `LLM.generate` does in-process."""
+    def _engine_requests(self, core: EngineCore) -> list[Request]:
         hasher = core.request_block_hasher
         hash_block_size = core.scheduler.hash_block_size
-        requests = []
-        for index, given in enumerate(self._requests):
-            request = Request(
+        return [
+            Request(
                 request_id=str(index),
                 prompt_token_ids=given.prompt_token_ids,
                 sampling_params=SamplingParams(
@@ -230,10 +204,8 @@ class Predictor:
                 pooling_params=None,
                 block_hasher=partial(self._hash_blocks, hasher, (hash_block_size, index)),
             )
-            core.add_request(request)
-            requests.append(request)
-        gc.freeze()  # core.shutdown() undoes it
-        return requests
+            for index, given in enumerate(self._requests)
+        ]
 
     def _hash_blocks(
         self, hasher: Callable[[Request], list[Any]] | None, key: tuple[int, int], request: Request
@@ -279,25 +251,6 @@ class Encoder:
         tokenizing = self._renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)
         _, (encoded,) = self._renderer.render_chat([messages], params, tokenizing)
         return encoded["prompt_token_ids"]
-
-
-def create_config(
-    settings: PredictorSettings, *, skip_tokenizer_init: bool = True, **more: Any
-) -> VllmConfig:
-    """The configuration that `LLM` makes of these settings.
-
-    Raises:
-        ValueError, OSError: there is no such model, or vLLM refuses a setting.
-    """
-    args = settings.engine_args(
-        skip_tokenizer_init=skip_tokenizer_init,
-        enforce_eager=True,  # like load_format, no bearing on the scheduler
-        load_format="dummy",
-        async_scheduling=False,
-        disable_log_stats=True,
-        **more,
-    )
-    return EngineArgs(**args).create_engine_config(UsageContext.LLM_CLASS)
 
 
 def check_lengths(requests: Sequence[PredictedRequest], max_model_len: int) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs lists of requests on real engines and tells how many tokens of each were cached.
 
-Usage: python -m tests.prefix_cache.predict_engine_process INPUT.json OUTPUT.json
+Usage: python -m tests.prefix_cache.predict.engine_process INPUT.json OUTPUT.json
 
 INPUT holds a list of engines, each the arguments of `vllm.LLM`, and a list of workloads, each a
 list of pairs of prompt token ids and output tokens. OUTPUT holds, for every engine and workload, a

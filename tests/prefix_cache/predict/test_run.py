@@ -18,16 +18,18 @@ from typer.testing import CliRunner
 from tests.integration.tiny_models import save_model
 from vllm_relay.cli import app
 from vllm_relay.demo.tokenizer import BOS_TOKEN_ID, build_tokenizer
-from vllm_relay.prefix_cache import predict_run
-from vllm_relay.prefix_cache.predict import CacheSize, Prediction
-from vllm_relay.prefix_cache.predict_report import (
+from vllm_relay.prefix_cache.predict import run as predict_run
+from vllm_relay.prefix_cache.predict.engine import CacheSize
+from vllm_relay.prefix_cache.predict.predictor import Prediction
+from vllm_relay.prefix_cache.predict.report import (
+    Scenario,
     as_dict,
     prediction_table,
     print_whole,
     sweep_plot,
     sweep_table,
 )
-from vllm_relay.prefix_cache.predict_run import run_predict
+from vllm_relay.prefix_cache.predict.run import run_predict
 
 runner = CliRunner()
 
@@ -81,7 +83,28 @@ def ids(tmp_path: Path) -> Path:
             "--eviction best: expected one of queue, lru, fifo, gdsf",
         ),
         ({"blocks": [9], "eviction": "gdsf"}, "--eviction gdsf: vLLM's own scheduler evicts by"),
-        ({"blocks": [9], "arrivals": "trace"}, "--arrivals trace: expected offline; timestamps"),
+        ({"blocks": [9], "arrivals": "trace"}, "--arrivals trace: expected offline, poisson:RATE"),
+        ({"blocks": [9], "arrivals": "poisson:x"}, "--arrivals poisson:x: expected offline, poi"),
+        ({"blocks": [9], "arrivals": "poisson:-3"}, "poisson:-3: expected a rate above 0, in req"),
+        ({"blocks": [9], "arrivals": "poisson:nan"}, "poisson:nan: expected a rate above 0"),
+        ({"blocks": [9], "arrivals": "timestamps"}, "requests.jsonl:1: given no timestamp, expec"),
+        ({"blocks": [9], "step_ms": 5.0}, "--step-ms 5: has no effect with --arrivals offline"),
+        ({"blocks": [9], "token_us": 5.0}, "--token-us 5: has no effect with --arrivals offline"),
+        ({"blocks": [9], "arrivals": "poisson:1", "step_ms": 0.0}, "--step-ms 0: expected more"),
+        ({"blocks": [9], "arrivals": "poisson:1", "token_us": -1.0}, "--token-us -1: expected 0"),
+        ({"blocks": [9], "relay": "{}"}, "--relay {}: has no effect with --scheduler stock"),
+        (
+            {"blocks": [9], "scheduler": "relay", "relay": "max_hold_s=5"},
+            "--relay max_hold_s=5: expected a JSON object with some of max_hold_s, max_overtakes",
+        ),
+        (
+            {"blocks": [9], "scheduler": "relay", "relay": '{"eviction": "lru"}'},
+            '--relay {"eviction": "lru"}: expected a JSON object with some of max_hold_s',
+        ),
+        (
+            {"blocks": [9], "scheduler": "relay", "relay": '{"max_hold_s": -1}'},
+            "additional_config.relay.max_hold_s",
+        ),
         ({"blocks": [9], "json_path": Path("/nowhere/x")}, "--json /nowhere/x: cannot write"),
         ({"blocks": [9], "plot_path": Path("/nowhere/x")}, "--plot /nowhere/x: cannot write"),
         ({"blocks": [9], "model": "/nowhere"}, "--model /nowhere: no config.json there"),
@@ -192,19 +215,64 @@ def test_hash_traces(tmp_path: Path) -> None:
         assert name in printed
 
 
+def test_a_server_is_shown_beside_stock_and_offline(tmp_path: Path) -> None:
+    """Two prefixes in turn, and a cache for one: what is collected is saved."""
+    lines = [
+        {"prompt_token_ids": [i % 2] * 64 + [10 + i], "arrival_s": 0.01 * i} for i in range(40)
+    ]
+    path, found = write(tmp_path, *lines), tmp_path / "found.json"
+    options: dict[str, Any] = {"block_size": 16, "max_num_seqs": 1, "scheduler": "relay"}
+    options |= {"arrivals": "timestamps", "json_path": found, "output_tokens": 1}
+    status, printed = run(path, blocks=[7], step_ms=20.0, token_us=0.0, **options)
+    assert status == 0, printed
+    header = printed.splitlines()[1]
+    assert re.split(" *[│┃] *", header)[1:-1] == ["", "relay", "stock", "relay, offline"]
+    numbers = json.loads(found.read_text())
+    assert (numbers["step_s"], numbers["token_s"]) == (0.02, 0.0)
+    relay, stock, offline = numbers["predictions"]
+    assert [relay[name] for name in ("scheduler", "arrivals")] == ["relay", "timestamps"]
+    assert [offline[name] for name in ("scheduler", "arrivals")] == ["relay", "offline"]
+    assert stock["cached_tokens"] < relay["cached_tokens"] <= offline["cached_tokens"]
+    assert offline["cached_tokens"] == offline["ceiling_tokens"]
+    # one request a step, and one more of them waits for every step
+    assert stock["first_token_s_by_request"] == pytest.approx(
+        [0.02 * (i + 1) - 0.01 * i for i in range(40)]
+    )
+    assert stock["longest_wait_s"] == pytest.approx(0.01 * 39)
+    assert stock["requests_per_s"] == pytest.approx(50)
+    assert offline["first_token_p50_s"] == pytest.approx(0.02 * 20.5)
+    status, printed = run(path, blocks=[7, 9], **options)
+    assert status == 0
+    rows = [re.split(" {2,}", line)[:2] for line in printed.splitlines()[3:9]]
+    names = ["relay", "stock", "relay, offline"]
+    assert rows == [[name, size] for size in "79" for name in names]
+
+
+def test_the_bounds_of_the_relay_scheduler_can_be_given(tmp_path: Path) -> None:
+    lines = [{"prompt_token_ids": [i % 2] * 64 + [10 + i]} for i in range(40)]
+    path, found = write(tmp_path, *lines), tmp_path / "found.json"
+    options: dict[str, Any] = {"blocks": [7], "block_size": 16, "max_num_seqs": 1}
+    options |= {"scheduler": "relay", "arrivals": "poisson:1000", "json_path": found}
+    cached = []
+    for relay in ('{"max_hold_s": 0}', '{"max_hold_s": 1000}'):
+        assert run(path, relay=relay, **options)[0] == 0
+        cached.append(json.loads(found.read_text())["predictions"][0]["cached_tokens"])
+    assert cached[0] < cached[1]
+
+
 def test_prompts_and_chats_are_tokenized_as_vllm_does(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_relay.prefix_cache import predict
+    from vllm_relay.prefix_cache.predict import predictor
 
     seen: list[list[int]] = []
 
-    class Spy(predict.Predictor):
+    class Spy(predictor.Predictor):
         def __init__(self, settings: Any, requests: Any) -> None:
             seen.extend(request.prompt_token_ids for request in requests)
             super().__init__(settings, requests)
 
-    monkeypatch.setattr(predict, "Predictor", Spy)
+    monkeypatch.setattr(predictor, "Predictor", Spy)
     chat = [{"role": "system", "content": "lisbon"}, {"role": "user", "content": "the old"}]
     path = write(tmp_path, "Lisbon, the old", {"messages": chat})
     status, printed = run(path, model, blocks=[40], block_size=32, dtype="float32")
@@ -229,6 +297,7 @@ def test_the_command_hands_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_p
     args += ["--blocks", "100,200", "--scheduler", "relay", "--eviction", "gdsf"]
     args += ["--block-size", "16", "--max-num-seqs", "8", "--max-num-batched-tokens", "99"]
     args += ["--output-tokens", "5", "--arrivals", "offline", "--json", "o.json", "--plot", "o.svg"]
+    args += ["--relay", "{}", "--step-ms", "3", "--token-us", "2"]
     assert runner.invoke(app, args).exit_code == 1
     assert given["path"] == Path("x.jsonl")
     assert (given["sweep"], given["blocks"]) == ([0.5, 1.0], [100, 200])
@@ -308,7 +377,7 @@ def test_no_number_is_cut_in_a_narrow_console(width: int) -> None:
 def test_reports_do_without_a_bound() -> None:
     """Of models with several kinds of KV cache Belady's bound is not known."""
     prediction = Prediction(CacheSize(blocks=9), 9, 16, 100, [0, 48], 64, None, 1, 0, 5, 0.5)
-    assert as_dict(prediction)["belady_tokens"] is None
+    assert as_dict(Scenario("stock"), prediction)["belady_tokens"] is None
     console = Console(width=120, record=True, file=StringIO())
     console.print(sweep_table([prediction]))
     assert "48.0%" in console.export_text()

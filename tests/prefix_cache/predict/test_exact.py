@@ -11,8 +11,9 @@ import pytest
 
 from tests.integration.tiny_models import save_model
 from tests.support.vllm_processes import run_module
-from vllm_relay.prefix_cache.predict import CacheSize, Predictor, PredictorSettings
-from vllm_relay.prefix_cache.predict_input import PredictedRequest
+from vllm_relay.prefix_cache.predict.engine import CacheSize, PredictorSettings
+from vllm_relay.prefix_cache.predict.input import PredictedRequest
+from vllm_relay.prefix_cache.predict.predictor import Predictor
 
 pytestmark = pytest.mark.integration
 
@@ -60,7 +61,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
     given, found = folder / "input.json", folder / "output.json"
     given.write_text(json.dumps({"engines": engine_args, "workloads": workloads}))
     done = run_module(
-        "tests.prefix_cache.predict_engine_process",
+        "tests.prefix_cache.predict.engine_process",
         [str(given), str(found)],
         # one thread: it waits for no other where cores are busy
         {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_relay.prefix_cache.predict_input import (
+from vllm_relay.prefix_cache.predict.input import (
     InputLine,
     LineError,
     check_vocabulary,
@@ -45,7 +45,7 @@ def test_every_format_is_read(tmp_path: Path) -> None:
         InputLine(3, text="like OpenAI's", output_tokens=5),
         InputLine(4, messages=chat, output_tokens=4),
         InputLine(5, token_ids=[5, 6]),
-        InputLine(6, token_ids=[9, 9], output_tokens=8, synthetic=True, timestamp=True),
+        InputLine(6, token_ids=[9, 9], output_tokens=8, synthetic=True, timestamp=7),
     ]
 
 

@@ -4,21 +4,21 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 from rich.console import Console
 
 from vllm_relay.arguments import check_model, check_writable
-from vllm_relay.config import EvictionPolicyName, RelayConfig
-from vllm_relay.prefix_cache.predict_input import (
+from vllm_relay.config import SCHEDULER_OPTIONS, EvictionPolicyName, RelayConfig
+from vllm_relay.prefix_cache.predict.cache_size import CacheSize, cache_sizes
+from vllm_relay.prefix_cache.predict.input import (
     InputLine,
     LineError,
     PredictedRequest,
@@ -27,19 +27,24 @@ from vllm_relay.prefix_cache.predict_input import (
     text_without_model,
     to_requests,
 )
-from vllm_relay.prefix_cache.predict_report import (
+from vllm_relay.prefix_cache.predict.load import (
+    OFFLINE,
+    Load,
+    StepCosts,
+    arrivals_of,
+    step_costs,
+)
+from vllm_relay.prefix_cache.predict.report import (
+    Scenario,
     as_dict,
-    prediction_table,
+    predictions_table,
     print_whole,
     sweep_plot,
-    sweep_table,
 )
 
-_MAX_GIB = 16384
-_MAX_BLOCKS = 10_000_000  # they take half a minute and some GB to make
-
 if TYPE_CHECKING:
-    from vllm_relay.prefix_cache.predict import CacheSize, Prediction, PredictorSettings
+    from vllm_relay.prefix_cache.predict.engine import PredictorSettings
+    from vllm_relay.prefix_cache.predict.predictor import Prediction, Predictor
 
 SCHEDULERS = ("stock", "relay")
 
@@ -60,7 +65,10 @@ def run_predict(
     max_model_len: int | None = None,
     dtype: str | None = None,
     output_tokens: int | None = None,
-    arrivals: str = "offline",
+    relay: str | None = None,
+    arrivals: str = OFFLINE,
+    step_ms: float | None = None,
+    token_us: float | None = None,
     json_path: Path | None = None,
     plot_path: Path | None = None,
     console: Console | None = None,
@@ -81,7 +89,12 @@ def run_predict(
             GiB into blocks.
         max_num_seqs: as vLLM's option, like the next three.
         output_tokens: length of the answers where a line does not say, 16 if None.
-        arrivals: "offline": all requests are there at once.
+        relay: more options of the relay scheduler, as JSON.
+        arrivals: "offline": all requests are there at once; "poisson:RATE", in requests per
+            second; "timestamps": as the lines say. With the last two waits are predicted, too, and
+            shown beside those of the stock scheduler and of all requests at once.
+        step_ms: what a step takes, in milliseconds.
+        token_us: what each token that is computed adds to it, in microseconds.
         json_path: where all numbers are written as JSON.
         plot_path: where the hit rate over the sizes is drawn as SVG.
         console: where to print; the standard output if None.
@@ -92,11 +105,9 @@ def run_predict(
     console = console or Console()
     try:
         eviction = _check_eviction(scheduler, eviction)
-        if arrivals != "offline":
-            raise ValueError(
-                f"--arrivals {arrivals}: expected offline; timestamps are not simulated, since "
-                "when a request meets a free engine depends on the speed of the machine"
-            )
+        scenarios = _scenarios(scheduler, arrivals)
+        relay_options = _relay_options(scheduler, relay)
+        costs = _step_costs(arrivals, step_ms, token_us)
         gib = sorted({*sweep, *([] if kv_cache_space is None else [kv_cache_space])})
         if not gib and not blocks:
             raise ValueError(
@@ -107,6 +118,7 @@ def run_predict(
         if model is not None:
             check_model(model)
         lines = read_lines(path)
+        arrivals_s = arrivals_of(arrivals, lines)
         if model is None:
             _check_without_model(lines, block_size, kv_bytes_per_token, gib)
         elif kv_bytes_per_token is not None:
@@ -116,7 +128,8 @@ def run_predict(
         with ExitStack() as stack:
             status = stack.enter_context(console.status("reading the requests"))
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
-            from vllm_relay.prefix_cache.predict import Predictor, PredictorSettings
+            from vllm_relay.prefix_cache.predict.engine import PredictorSettings
+            from vllm_relay.prefix_cache.predict.predictor import Predictor
 
             settings = PredictorSettings(
                 model=model or "",
@@ -126,6 +139,7 @@ def run_predict(
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_model_len=max_model_len,
                 dtype=dtype,
+                relay=relay_options,
             )
             if model is None:
                 requests = to_requests(lines, output_tokens)
@@ -133,22 +147,20 @@ def run_predict(
                 settings = _without_model(settings, requests, Path(folder))
             else:
                 requests = _encode(lines, settings, output_tokens)
-            predictor = Predictor(settings, requests)
-            predictions: list[Prediction] = []
-            refused: list[str] = []
-            for size in _sizes(gib, blocks, block_size, kv_bytes_per_token):
-
-                def show(finished: int, what: str = f"a KV cache of {size}") -> None:
-                    status.update(f"{what}: {finished:,} of {len(requests):,} requests")
-
-                try:
-                    predictions.append(predictor.predict(size, show))
-                except LineError:
-                    raise
-                except ValueError as error:
-                    refused.append(str(error))
-            if not predictions:
-                raise ValueError("\n".join(refused))
+            found, refused = _predict_sizes(
+                {
+                    scenario: Predictor(settings.of_scheduler(scenario.scheduler), requests)
+                    for scenario in scenarios
+                },
+                cache_sizes(gib, blocks, block_size, kv_bytes_per_token),
+                {
+                    scenario: None
+                    if costs is None
+                    else Load(costs, arrivals_s if scenario.is_online else None)
+                    for scenario in scenarios
+                },
+                status.update,
+            )
     except LineError as error:
         _print_message(console, f"{path}:{error.number}: {error.message}", "red")
         return 1
@@ -157,27 +169,76 @@ def run_predict(
         return 1
     for message in refused:
         _print_message(console, message, "yellow")
-    one = len(predictions) == 1
-    print_whole(console, prediction_table(predictions[0]) if one else sweep_table(predictions))
-    if any(line.timestamp for line in lines):
-        console.print("Timestamps are ignored: all requests are there at once.", highlight=False)
+    print_whole(console, predictions_table(found))
+    if arrivals == OFFLINE and any(line.timestamp is not None for line in lines):
+        console.print(
+            "Timestamps are ignored: all requests are there at once. --arrivals timestamps heeds "
+            "them.",
+            highlight=False,
+        )
     numbers = {
         "file": str(path),
         "model": model,
         "scheduler": scheduler,
         "eviction": eviction,
+        "relay": relay_options,
+        "arrivals": arrivals,
+        "step_s": costs and costs.step_s,
+        "token_s": costs and costs.token_s,
         "block_size": block_size,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
         "max_model_len": max_model_len,
-        "predictions": [as_dict(prediction) for prediction in predictions],
+        "predictions": [as_dict(scenario, prediction) for scenario, prediction in found],
     }
     if json_path is not None:
         json_path.write_text(json.dumps(numbers, indent=2) + "\n")
     if plot_path is not None:
         policy = scheduler if eviction is None else f"{scheduler}, {eviction} eviction"
-        plot_path.write_text(sweep_plot(predictions, f"{path.name}: {policy}"))
+        asked_for = [prediction for scenario, prediction in found if scenario == scenarios[0]]
+        plot_path.write_text(sweep_plot(asked_for, f"{path.name}: {policy}"))
     return 0
+
+
+def _scenarios(scheduler: str, arrivals: str) -> list[Scenario]:
+    """What is asked for, and what it is shown beside."""
+    if arrivals == OFFLINE:
+        return [Scenario(scheduler)]
+    beside = [Scenario("stock", arrivals)] if scheduler != "stock" else []
+    return [Scenario(scheduler, arrivals), *beside, Scenario(scheduler)]
+
+
+def _predict_sizes(
+    predictors: Mapping[Scenario, Predictor],
+    sizes: Sequence[CacheSize],
+    loads: Mapping[Scenario, Load | None],
+    show: Callable[[str], None],
+) -> tuple[list[tuple[Scenario, Prediction]], list[str]]:
+    """Every scenario with every size that vLLM does not refuse; and what it says of the others.
+
+    Raises:
+        LineError: a request is refused.
+        ValueError: every size is.
+    """
+    found: list[tuple[Scenario, Prediction]] = []
+    refused: list[str] = []
+    for size in sizes:
+        for scenario, predictor in predictors.items():
+
+            def show_finished(finished: int, what: str = f"{size}, {scenario}") -> None:
+                show(f"a KV cache of {what}: {finished:,} requests finished")
+
+            try:
+                prediction = predictor.predict(size, show_finished, loads[scenario])
+            except LineError:
+                raise
+            except ValueError as error:
+                refused.append(str(error))
+                break
+            found.append((scenario, prediction))
+    if not found:
+        raise ValueError("\n".join(refused))
+    return found, refused
 
 
 def _reason(error: Exception, model: str | None) -> str:
@@ -194,7 +255,7 @@ def _reason(error: Exception, model: str | None) -> str:
 
 def _print_message(console: Console, message: str, style: str) -> None:
     """On one line, however narrow the console is."""
-    console.print(message, style=style, markup=False, highlight=False, soft_wrap=True)
+    console.print(message, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def _check_eviction(scheduler: str, eviction: str | None) -> str | None:
@@ -211,6 +272,40 @@ def _check_eviction(scheduler: str, eviction: str | None) -> str | None:
             f"--eviction {eviction}: vLLM's own scheduler evicts by lru only; give --scheduler "
             "relay, or leave --eviction out"
         )
+    return None
+
+
+def _relay_options(scheduler: str, relay: str | None) -> dict[str, Any]:
+    """More options of the relay scheduler."""
+    if relay is None:
+        return {}
+    if scheduler != "relay":
+        raise ValueError(f"--relay {relay}: has no effect with --scheduler {scheduler}")
+    known = sorted(SCHEDULER_OPTIONS - {"eviction"})
+    try:
+        options = json.loads(relay)
+    except ValueError:
+        options = None
+    if not isinstance(options, dict) or not options.keys() <= set(known):
+        raise ValueError(
+            f"--relay {relay}: expected a JSON object with some of {', '.join(known)}, such as "
+            f'{{"{known[0]}": {json.dumps(getattr(RelayConfig(), known[0]))}}}'
+        )
+    RelayConfig.from_options(options)
+    return options
+
+
+def _step_costs(arrivals: str, step_ms: float | None, token_us: float | None) -> StepCosts | None:
+    """What a step takes; None where nobody asks for waits."""
+    costs = step_costs(step_ms, token_us)
+    if arrivals != OFFLINE:
+        return costs
+    for option, given in (("--step-ms", step_ms), ("--token-us", token_us)):
+        if given is not None:
+            raise ValueError(
+                f"{option} {given:g}: has no effect with --arrivals offline: give --arrivals "
+                "poisson:RATE or timestamps"
+            )
     return None
 
 
@@ -231,40 +326,12 @@ def _check_without_model(
         raise ValueError(f"without --model, give {' and '.join(missing)}")
 
 
-def _sizes(
-    gib: Sequence[float],
-    blocks: Sequence[int],
-    block_size: int | None,
-    kv_bytes_per_token: int | None,
-) -> list[CacheSize]:
-    from vllm_relay.prefix_cache.predict import GIB_BYTES, CacheSize
-
-    for option, size in [*(("GiB", g) for g in gib), *(("blocks", b) for b in blocks)]:
-        if not 0 < size < float("inf"):
-            raise ValueError(f"a KV cache of {size} {option}: expected more than 0")
-    sizes = []
-    for size in gib:
-        if not 0 < size <= _MAX_GIB:
-            raise ValueError(f"{size:g} GiB of KV cache: expected more than 0, at most {_MAX_GIB}")
-        count = None
-        if kv_bytes_per_token is not None and block_size is not None:
-            count = math.floor(size * GIB_BYTES / (kv_bytes_per_token * block_size))
-        sizes.append(CacheSize(size, count))
-    sizes += [CacheSize(blocks=count) for count in sorted(set(blocks))]
-    for each in sizes:
-        if each.blocks is not None and each.blocks > _MAX_BLOCKS:
-            raise ValueError(
-                f"a KV cache of {each.blocks} blocks: expected at most {_MAX_BLOCKS}; where all "
-                "requests fit, more changes nothing"
-            )
-    return sizes
-
-
 def _encode(
     lines: Sequence[InputLine], settings: PredictorSettings, output_tokens: int | None
 ) -> list[PredictedRequest]:
     """The requests that `LLM.generate` and `LLM.chat` make of the lines."""
-    from vllm_relay.prefix_cache.predict import Encoder, create_config
+    from vllm_relay.prefix_cache.predict.engine import create_config
+    from vllm_relay.prefix_cache.predict.predictor import Encoder
 
     config = create_config(settings)
     check_vocabulary(lines, config.model_config.get_vocab_size())

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM without its model: what a cache, a scheduler and a rate of arrivals do to requests.
+
+input.py             reads the requests: prompts, chats, token ids, traces
+load.py              when they arrive, and what a step takes                       (pure)
+cache_size.py        GiB and blocks                                                (pure)
+engine.py            the engine core that is asked for, with a stub for its model  (vLLM)
+executor.py          that stub                                                     (vLLM)
+virtual_time.py      serves requests by a clock that every step moves              (vLLM)
+predictor.py         hits and waits of a list of requests                          (vLLM)
+report.py            tables, JSON, a plot
+run.py               `vllm-relay predict`
+"""
