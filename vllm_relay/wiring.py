@@ -88,7 +88,7 @@ def _prepare_engine_core() -> None:
 def _run_command(core: Any, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     from vllm_relay.commands import engine
     from vllm_relay.long_context.commands import COMMANDS as CONTEXT_COMMANDS
-    from vllm_relay.prefix_cache.commands import COMMANDS as PREFIX_COMMANDS
+    from vllm_relay.prefix_cache.pins.commands import COMMANDS as PREFIX_COMMANDS
 
     return engine.run({**PREFIX_COMMANDS, **CONTEXT_COMMANDS}, core, name, arguments)
 
@@ -131,7 +131,10 @@ def prepare_new_engines() -> None:
     from vllm_relay.config import scheduler_is_selected
     from vllm_relay.limits import sparse_is_selected
     from vllm_relay.long_context.preload import preload_contexts, preload_contexts_async
-    from vllm_relay.prefix_cache.system_prompts import pin_system_prompts, pin_system_prompts_async
+    from vllm_relay.prefix_cache.pins.system_prompts import (
+        pin_system_prompts,
+        pin_system_prompts_async,
+    )
 
     def prepare(engine: Any) -> None:
         if scheduler_is_selected(engine.vllm_config):

@@ -26,7 +26,7 @@ from vllm_relay.modules.admission import ModuleAdmission
 from vllm_relay.modules.plan import plan_of_request
 from vllm_relay.prefix_cache.free_queue import PolicyFreeQueue, make_free_queue
 from vllm_relay.prefix_cache.next_use import NextUse
-from vllm_relay.prefix_cache.pins import PinTable
+from vllm_relay.prefix_cache.pins.table import PinTable
 from vllm_relay.prefix_cache.stats import PREFIX_CACHE, PrefixCacheRecorder
 from vllm_relay.scheduler.fairness import OvertakeLimit
 from vllm_relay.scheduler.order import BlockName, PrefixOrder

@@ -14,7 +14,7 @@ from vllm_relay.modules.requests import with_plan
 from vllm_relay.modules.schema import Schema
 from vllm_relay.modules.schema_store import SchemaStore
 from vllm_relay.modules.start_checks import unsupported_reason
-from vllm_relay.prefix_cache.pin_client import Pin, pin_tokens
+from vllm_relay.prefix_cache.pins.client import Pin, pin_tokens
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams

@@ -11,8 +11,8 @@ from fastapi.responses import JSONResponse, Response
 
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.config import scheduler_is_selected
-from vllm_relay.prefix_cache.pin_client import Pin, command_async, pin_tokens_async
-from vllm_relay.prefix_cache.system_prompts import pin_system_prompts_async
+from vllm_relay.prefix_cache.pins.client import Pin, command_async, pin_tokens_async
+from vllm_relay.prefix_cache.pins.system_prompts import pin_system_prompts_async
 from vllm_relay.serving.modular_requests import ModularPrompt, store_of
 from vllm_relay.serving.requests import (
     PromptRequest,

@@ -19,8 +19,8 @@ from vllm_relay.commands.prompts import (
     tokens_of,
 )
 from vllm_relay.config import RelayConfig
-from vllm_relay.prefix_cache import pin_client
-from vllm_relay.prefix_cache.system_prompts import check_system_prompts
+from vllm_relay.prefix_cache.pins import client
+from vllm_relay.prefix_cache.pins.system_prompts import check_system_prompts
 
 
 def config(**kwargs: Any) -> Any:
@@ -108,4 +108,4 @@ def test_configurations_without_system_prompts(kwargs: dict[str, Any], way_out: 
 
 def test_what_is_no_prompt_is_refused() -> None:
     with pytest.raises(CommandError, match="None was given as prompt, expected a text, token ids"):
-        pin_client.pin(None, None)  # the engine is not asked
+        client.pin(None, None)  # the engine is not asked

@@ -41,7 +41,7 @@ def run_engine(
 ) -> tuple[dict[str, Any], list[str]]:
     """What the script has seen, and the lines of its log about system prompts."""
     done = run_module(
-        f"tests.prefix_cache.{main}",
+        f"tests.prefix_cache.pins.{main}",
         [str(model), SYSTEM_PROMPT, str(output)],
         {"VLLM_LOGGING_LEVEL": "INFO", **environment},
     )
@@ -59,7 +59,7 @@ def run_engine(
 )
 def test_llm(model: Path, tmp_path: Path, multiprocessing: bool) -> None:
     seen, logged = run_engine(
-        "pin_engine_main",
+        "engine_main",
         model,
         tmp_path / "output.json",
         VLLM_ENABLE_V1_MULTIPROCESSING=str(int(multiprocessing)),
@@ -98,7 +98,7 @@ def test_llm(model: Path, tmp_path: Path, multiprocessing: bool) -> None:
 
 def test_async_llm_without_a_server(model: Path, tmp_path: Path) -> None:
     """Its first two requests arrive together, and both find the prompt."""
-    seen, logged = run_engine("pin_async_engine_main", model, tmp_path / "output.json")
+    seen, logged = run_engine("async_engine_main", model, tmp_path / "output.json")
     [system] = seen["pins"]
     assert (system["id"], system["tokens"], system["resident"]) == ("system-0", PINNED_TOKENS, True)
     assert seen["cached_at_first"] == [PINNED_TOKENS, PINNED_TOKENS]

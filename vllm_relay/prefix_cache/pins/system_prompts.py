@@ -14,7 +14,7 @@ from vllm_relay.commands.at_start import (
     system_prompt_tokens_async,
 )
 from vllm_relay.config import RelayConfig, scheduler_is_selected
-from vllm_relay.prefix_cache.pin_client import (
+from vllm_relay.prefix_cache.pins.client import (
     Pin,
     command,
     command_async,

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from vllm_relay.prefix_cache.pins import PinTable
+from vllm_relay.prefix_cache.pins.table import PinTable
 
 HAS_LOOKAHEAD_HASHES = "num_hash_lookahead_tokens" in inspect.signature(KVCacheManager).parameters
 """Whether this vLLM hashes a block with tokens behind it that a draft reads: from 0.33 on."""

@@ -14,11 +14,11 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from tests.prefix_cache.pin_scheduler import BLOCK_BYTES, Scheduler, tokens
+from tests.prefix_cache.pins.pin_scheduler import BLOCK_BYTES, Scheduler, tokens
 from vllm_relay import wiring
 from vllm_relay.commands import engine as commands
-from vllm_relay.prefix_cache.commands import COMMANDS
-from vllm_relay.prefix_cache.system_prompts import pin_system_prompts_async
+from vllm_relay.prefix_cache.pins.commands import COMMANDS
+from vllm_relay.prefix_cache.pins.system_prompts import pin_system_prompts_async
 from vllm_relay.serving.pins import PinEndpoints
 
 

@@ -11,7 +11,7 @@ from vllm_relay.modules.plan import ModulePlan
 from vllm_relay.prefix_cache.stats import TOP_PREFIXES
 
 if TYPE_CHECKING:
-    from vllm_relay.prefix_cache.pins import PinTable
+    from vllm_relay.prefix_cache.pins.table import PinTable
 
 HOW_TO_SELECT = "start vLLM with --additional-config.relay.scheduler true"
 

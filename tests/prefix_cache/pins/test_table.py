@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
-from tests.prefix_cache.pin_scheduler import (
+from tests.prefix_cache.pins.pin_scheduler import (
     BLOCK_BYTES,
     BLOCK_SIZE,
     MAX_MODEL_LEN,
@@ -20,7 +20,7 @@ from tests.prefix_cache.pin_scheduler import (
 )
 from vllm_relay.commands.engine import result_of, run
 from vllm_relay.commands.errors import CommandError
-from vllm_relay.prefix_cache.commands import COMMANDS
+from vllm_relay.prefix_cache.pins.commands import COMMANDS
 
 
 def test_pinned_prompt_survives_a_flood() -> None:

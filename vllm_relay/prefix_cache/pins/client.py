@@ -19,8 +19,8 @@ from vllm_relay.commands.errors import CommandError
 from vllm_relay.commands.prompts import Prompt, refusals, tokens_of
 from vllm_relay.modules.plan import EXTRA_ARG as PLAN_ARG
 from vllm_relay.modules.plan import ModulePlan
-from vllm_relay.prefix_cache.commands import HOW_TO_SELECT
-from vllm_relay.prefix_cache.pins import EXTRA_ARG
+from vllm_relay.prefix_cache.pins.commands import HOW_TO_SELECT
+from vllm_relay.prefix_cache.pins.table import EXTRA_ARG
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

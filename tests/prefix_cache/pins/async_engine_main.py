@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ask an AsyncLLM with a system prompt, without a server, and write what happened to a JSON file.
 
-python -m tests.prefix_cache.pin_async_engine_main MODEL SYSTEM_PROMPT OUTPUT
+python -m tests.prefix_cache.pins.async_engine_main MODEL SYSTEM_PROMPT OUTPUT
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 async def use(engine: Any, system_prompt: str) -> dict[str, Any]:
     from vllm import SamplingParams
 
-    from vllm_relay.prefix_cache.pin_client import command_async
+    from vllm_relay.prefix_cache.pins.client import command_async
 
     params = SamplingParams(max_tokens=2, temperature=0.0)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pin prompts in a real LLM, and write what happened to a JSON file.
 
-python -m tests.prefix_cache.pin_engine_main MODEL SYSTEM_PROMPT OUTPUT
+python -m tests.prefix_cache.pins.engine_main MODEL SYSTEM_PROMPT OUTPUT
 """
 
 from __future__ import annotations

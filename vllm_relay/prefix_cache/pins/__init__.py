@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that never leave the prefix cache.
+
+table.py             the pins of a scheduler; lives in the engine core            (vLLM)
+commands.py          what front ends ask of it
+client.py            pinning from front ends
+system_prompts.py    pins the configured prompts when an engine starts
+"""
