@@ -158,18 +158,29 @@ def serve_endpoints() -> None:
 
 def _make_endpoints() -> Sequence[Any]:
     from vllm_relay.serving.contexts import ContextEndpoints
+    from vllm_relay.serving.fresh_metrics import FreshMetrics
     from vllm_relay.serving.modular_requests import add_usage, apply_modular_prompt, with_usage
     from vllm_relay.serving.pins import PinEndpoints
     from vllm_relay.serving.schemas import SchemaEndpoints
 
     server.render_prompts_by(apply_modular_prompt)
     server.add_to_usage(add_usage, with_usage)
-    return [PinEndpoints(), ContextEndpoints(), SchemaEndpoints()]
+    return [PinEndpoints(), ContextEndpoints(), SchemaEndpoints(), FreshMetrics(_refresh_metrics)]
+
+
+async def _refresh_metrics(engine: Any) -> None:
+    from vllm_relay.metrics import refresh_async
+
+    await refresh_async(engine)
 
 
 def publish_metrics() -> None:
     """Front ends publish the metrics relay:*."""
-    from vllm_relay.metrics import RelayStatLogger, snapshot
+    from vllm_relay.metrics import RelayStatLogger, refresh, snapshot
+
+    def metrics_of(engine: Any) -> list[Any]:
+        refresh(engine)
+        return snapshot()
 
     statistics.add_stat_logger(RelayStatLogger)
-    statistics.add_to_metrics(snapshot)
+    statistics.add_to_metrics(metrics_of)

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vllm_relay.modules.layout import SchemaTokens, tokenize_schema
-from vllm_relay.modules.pml import did_you_mean, parse_prompt, read_schema
+from vllm_relay.modules.pml import PromptText, did_you_mean, parse_prompt, read_schema
 from vllm_relay.modules.render import REPAIR_TOKENS, Mode, RenderedPrompt, render
 from vllm_relay.modules.schema import Schema
 from vllm_relay.modules.text_tokens import TextTokens
@@ -85,6 +86,7 @@ class SchemaStore:
         source: str = "prompt",
         mode: Mode = "modular",
         repair_tokens: int = REPAIR_TOKENS,
+        to_pin: bool = False,
     ) -> RenderedPrompt:
         """What the engine computes for a prompt in PML.
 
@@ -92,6 +94,7 @@ class SchemaStore:
             schema: the name of its schema, if the prompt is only what stands in <prompt>.
             source: what errors call the prompt.
             mode, repair_tokens: see `render.render`.
+            to_pin: the prompt may be of modules alone, with nothing to answer to behind them.
 
         Raises:
             PmlError: it cannot be understood, does not fit its schema, or is too long.
@@ -103,6 +106,9 @@ class SchemaStore:
                 f"model takes {self.max_model_len} tokens",
             )
         markup = parse_prompt(prompt, source, schema=schema)
+        if to_pin and mode != "exact" and not (markup.turns or markup.ends_with_text):
+            stand_in = PromptText(".", markup.place)
+            markup = replace(markup, content=(*markup.content, stand_in))
         if markup.schema not in self._schemas:
             raise PmlError(markup.place, self.unknown(markup.schema))
         rendered = render(

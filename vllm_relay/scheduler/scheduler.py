@@ -56,12 +56,13 @@ class _RelayScheduling(Scheduler):
             self._blocked_now,
             goes_first=lambda request: self.modules.goes_first(request),
         )
-        self.pins = PinTable(self)
+        self.pins = PinTable(self, self.relay_config.max_pinned_fraction)
         self.modules = ModuleAdmission(self)
         self.relay_recorder = PrefixCacheRecorder(self)
         report_admissions(self.kv_cache_manager, self.relay_recorder.on_admitted)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self.pins.expire()
         self.modules.prepare()
         self.waiting.retry_blocked()
         output = super().schedule(*args, **kwargs)

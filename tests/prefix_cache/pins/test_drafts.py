@@ -63,7 +63,7 @@ def test_a_pin_is_cold_with_eagle_while_its_last_block_is_not_there() -> None:
     request = scheduler.request(tokens(16), "a")
     scheduler.prefill(request, 12)
     scheduler.free(request)
-    assert not scheduler.pins.get("a")["resident"]
+    assert not scheduler.entry("a")["resident"]
     assert scheduler.num_free == 30
 
 
