@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from vllm_relay.prefix_cache.pins.table import PinTable
+from vllm_relay.prefix_cache.stats import PrefixCacheRecorder
 
 HAS_LOOKAHEAD_HASHES = "num_hash_lookahead_tokens" in inspect.signature(KVCacheManager).parameters
 """Whether this vLLM hashes a block with tokens behind it that a draft reads: from 0.33 on."""
@@ -73,8 +74,10 @@ class Scheduler:
         self.max_model_len = MAX_MODEL_LEN
         self.block_size = BLOCK_SIZE
         self.running: list[Request] = []
+        self.waiting: list[Request] = []
         self.now_s = 0.0
         self.pins = PinTable(self, max_pinned_fraction, lambda: self.now_s)
+        self.relay_recorder = PrefixCacheRecorder(self)
         self._requests = 0
 
     @property

@@ -17,9 +17,12 @@ from fastapi.testclient import TestClient
 from tests.prefix_cache.pins.pin_scheduler import BLOCK_BYTES, Scheduler, tokens
 from vllm_relay import wiring
 from vllm_relay.commands import engine as commands
+from vllm_relay.commands.at_start import once
+from vllm_relay.metrics import RelayStatLogger, refresh_async, snapshot
 from vllm_relay.prefix_cache.pins.client import pin_tokens_async
 from vllm_relay.prefix_cache.pins.commands import COMMANDS
 from vllm_relay.prefix_cache.pins.system_prompts import pin_system_prompts_async
+from vllm_relay.serving.fresh_metrics import FreshMetrics
 from vllm_relay.serving.pins import PinEndpoints
 
 
@@ -365,6 +368,55 @@ def test_system_prompts_are_pinned_though_who_asked_first_is_cancelled() -> None
         assert entry["resident"]
 
     asyncio.run(cancel_and_wait())
+
+
+def test_what_is_prepared_does_not_wait_for_what_else_is() -> None:
+    engine = SimpleNamespace()
+
+    async def prepare_async() -> None:
+        await once(engine, "pinning", compute)
+        await once(engine, "preloading", compute)
+
+    async def compute() -> None:
+        # requests of several ranks, each of which is prepared like any other
+        await asyncio.gather(prepare_async(), prepare_async())
+
+    asyncio.run(asyncio.wait_for(prepare_async(), timeout=10))
+
+
+def test_metrics_are_true_when_they_are_read() -> None:
+    engine = Engine(ranks=2)
+    engine.vllm_config.attention_config = SimpleNamespace(backend=None, backend_per_kind={})
+    engine.vllm_config.speculative_config = None
+    engine.vllm_config.model_config = SimpleNamespace(served_model_name="tiny")
+    RelayStatLogger(engine.vllm_config, [0, 1])
+
+    async def read() -> dict[str, float]:
+        seen: dict[str, float] = {}
+
+        async def page(scope: Any, receive: Any, send: Any) -> None:
+            found = [each for each in snapshot() if each.name == "relay:pinned_blocks"]
+            seen.update({each.labels["engine"]: each.value for each in found})
+
+        app = FastAPI()
+        app.state.engine_client = engine
+        scope = {"type": "http", "path": "/api/metrics", "root_path": "/api", "app": app}
+        endpoints = FreshMetrics(refresh_async)
+        endpoints.attach_router(app)
+        [added] = app.user_middleware
+        await added.cls(page, **added.kwargs)(scope, None, None)
+        return seen
+
+    asyncio.run(pin_tokens_async(engine, tokens(16), "a"))
+    assert asyncio.run(read()) == {"0": 4, "1": 4}
+    engine.schedulers[1].pins.unpin("a")
+    assert asyncio.run(read()) == {"0": 4, "1": 0}
+
+    async def dies(*args: Any) -> Any:
+        raise RuntimeError("the engine is dead")
+
+    engine.call_utility_all_async = dies
+    assert asyncio.run(read()) == {"0": 4, "1": 0}
 
 
 def test_without_its_system_prompt_an_async_engine_takes_no_request() -> None:
