@@ -82,12 +82,6 @@ class PromptMarkup:
     turns: tuple[PromptTurn, ...]
     place: Place
 
-    @property
-    def ends_with_text(self) -> bool:
-        """Behind the last module, that is more than white space."""
-        last = self.content[-1] if self.content else None
-        return isinstance(last, PromptText) and bool(last.text.strip())
-
 
 def read_schema(path: Path) -> Schema:
     """The schema in a file; modules with `src` are read from files beside it.

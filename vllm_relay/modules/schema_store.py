@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vllm_relay.modules.layout import SchemaTokens, tokenize_schema
-from vllm_relay.modules.pml import PromptText, did_you_mean, parse_prompt, read_schema
+from vllm_relay.modules.pml import did_you_mean, parse_prompt, read_schema
 from vllm_relay.modules.render import REPAIR_TOKENS, Mode, RenderedPrompt, render
 from vllm_relay.modules.schema import Schema
 from vllm_relay.modules.text_tokens import TextTokens
@@ -93,8 +92,7 @@ class SchemaStore:
         Args:
             schema: the name of its schema, if the prompt is only what stands in <prompt>.
             source: what errors call the prompt.
-            mode, repair_tokens: see `render.render`.
-            to_pin: the prompt may be of modules alone, with nothing to answer to behind them.
+            mode, repair_tokens, to_pin: see `render.render`.
 
         Raises:
             PmlError: it cannot be understood, does not fit its schema, or is too long.
@@ -106,9 +104,6 @@ class SchemaStore:
                 f"model takes {self.max_model_len} tokens",
             )
         markup = parse_prompt(prompt, source, schema=schema)
-        if to_pin and mode != "exact" and not (markup.turns or markup.ends_with_text):
-            stand_in = PromptText(".", markup.place)
-            markup = replace(markup, content=(*markup.content, stand_in))
         if markup.schema not in self._schemas:
             raise PmlError(markup.place, self.unknown(markup.schema))
         rendered = render(
@@ -118,6 +113,7 @@ class SchemaStore:
             block_size=self.block_size,
             mode=mode,
             repair_tokens=repair_tokens,
+            to_pin=to_pin,
         )
         limit = self.max_model_len
         if limit is not None and rendered.min_model_len >= limit:
