@@ -364,11 +364,10 @@ def test_prompts_that_end_in_a_module_or_are_too_long_are_refused() -> None:
 @pytest.mark.parametrize("template", [None, "separate turns"])
 @pytest.mark.parametrize("mode", ["modular", "repair"])
 def test_modules_alone_are_a_prompt_to_pin(template: str | None, mode: Mode) -> None:
-    store = store_of(TRIP, template)
-    asked = '<prompt schema="trip"><plan days="2"><sea/></plan><hotel/>{}</prompt>'
-    if template is None:
-        store = store_of('<schema name="trip"><module name="a">12</module>3</schema>')
-        asked = '<prompt schema="trip"><a/>{}</prompt>'
+    schema = TRIP if template else '<schema name="trip"><module name="hotel">12</module>3</schema>'
+    plan = '<plan days="2"><sea/></plan>' if template else ""
+    asked = f'<prompt schema="trip">{plan}<hotel/>{{}}</prompt>'
+    store = store_of(schema, template)
     pinned = store.render(asked.format(" \n"), mode=mode, to_pin=True)
     answered = store.render(asked.format("Where?"), mode=mode)
     assert pinned.plan is not None and answered.plan is not None
