@@ -90,6 +90,7 @@ NARROWED: dict[str, tuple[str, ...]] = {
     "vllm.v1.engine.core_client.EngineCoreClient": (
         "vllm.v1.engine.core_client.InprocClient",
         "vllm.v1.engine.core_client.SyncMPClient",
+        "vllm.v1.engine.core_client.AsyncMPClient",
     ),
     "vllm.v1.attention.backend.AttentionLayer": (
         "vllm.model_executor.layers.attention.attention.Attention",
