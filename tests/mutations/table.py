@@ -143,8 +143,8 @@ MUTATIONS = [
     ),
     # what stays in the prefix cache
     *_of(
-        f"{_CACHE}/pins.py",
-        "prefix_cache/test_pins.py",
+        f"{_CACHE}/pins/table.py",
+        "prefix_cache/pins/test_table.py",
         ("self._pool.free_blocks(reversed(pin.blocks))", "self._pool.free_blocks(pin.blocks)"),
         ("if num_cached_tokens < num_tokens:", "if num_cached_tokens < num_tokens - 32:"),
         ("            and request.cache_salt is None\n", ""),

@@ -81,7 +81,7 @@ def test_chats_are_answered_as_by_stock_vllm(relay: dict[str, Any], stock: dict[
     assert_same_completions(relay["chats"], stock["chats"])
     assert len({tuple(each["token_ids"]) for each in stock["chats"]}) > 10
     metrics = relay["metrics"]
-    assert 0 < metrics["relay:requests_shared"] < metrics["relay:requests"]
+    assert 0 < metrics["relay:request_steps_shared"] < metrics["relay:request_steps"]
     assert metrics["relay:kv_tokens_read"] < 0.6 * metrics["relay:kv_tokens_logical"]
 
 

@@ -24,6 +24,7 @@ SECTION = "additional_config.relay"
 
 
 EvictionPolicyName = Literal["queue", "lru", "fifo", "gdsf"]
+Routes = Literal["guarded", "open", "off"]
 
 
 # pydantic's types of error for what is no number
@@ -42,8 +43,10 @@ SCHEDULER_OPTIONS = frozenset(
         "fair_share_tokens",
         "warm_up",
         "eviction",
+        "max_pinned_fraction",
     }
 )
+ATTENTION_OPTIONS = frozenset({"sharing", "min_shared_tokens", "kernel"})
 
 
 class SharingOptions(BaseModel):
@@ -127,6 +130,23 @@ class SchedulerOptions(BaseModel):
         description="Prompts that are computed before the first request is served and never "
         "evicted: text, or @ and the path of a file with the text.",
     )
+    max_pinned_fraction: float = Field(
+        default=0.5,
+        ge=0.0,
+        le=1.0,
+        description="Share of the KV cache that pinned prompts may take, system_prompts included. "
+        "The longest request has to fit beside them in any case.",
+    )
+
+
+class ServerOptions(BaseModel):
+    """What servers read."""
+
+    routes: Routes = Field(
+        default="guarded",
+        description="The routes under /relay: guarded lets those that change anything be used with "
+        "an API key only; open also on a server that has none; off serves none of them.",
+    )
 
 
 class ModuleOptions(BaseModel):
@@ -139,7 +159,9 @@ class ModuleOptions(BaseModel):
     )
 
 
-class RelayConfig(ModuleOptions, LongContextOptions, SchedulerOptions, SharingOptions):
+class RelayConfig(
+    ServerOptions, ModuleOptions, LongContextOptions, SchedulerOptions, SharingOptions
+):
     """Options of the attention backends, of the scheduler and of the prefix cache.
 
     Given as ``--additional-config.relay.min_shared_tokens 256`` or
@@ -237,6 +259,7 @@ _EXPECTED = {
     "float_type": "a number",
     "float_parsing": "a number",
     "greater_than_equal": "a number from {ge:g}",
+    "less_than_equal": "a number up to {le:g}",
     "string_type": "a text",
     "tuple_type": "a list of texts",
 }

@@ -121,7 +121,7 @@ class PrefixCacheRecorder:
         self._scheduler = scheduler
         self._clock = clock
         self._step = PrefixCacheStats()
-        self._last_gauges = self._gauges()
+        self._last_gauges = self.gauges()
         self._since_log = PrefixCacheStats()
         self._last_log_s = clock()
         self._overtakes = 0
@@ -164,7 +164,7 @@ class PrefixCacheRecorder:
         for reason, blocks in evicted.items():
             if new := blocks - self._evicted.get(reason, 0):
                 step.evicted_blocks[reason] = new
-        gauges = self._gauges()
+        gauges = self.gauges()
         if step == PrefixCacheStats() and gauges == self._last_gauges:
             return None
         self._evicted = dict(evicted)
@@ -189,7 +189,8 @@ class PrefixCacheRecorder:
         log(f"vllm-relay: {self._since_log}; most used prefixes: {most_used or 'none'}")
         self._since_log = PrefixCacheStats()
 
-    def _gauges(self) -> dict[str, int]:
+    def gauges(self) -> dict[str, int]:
+        """As they are now."""
         pins = getattr(self._scheduler, "pins", None)
         return {
             "pinned_blocks": pins.num_blocks if pins is not None else 0,

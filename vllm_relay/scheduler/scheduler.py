@@ -26,7 +26,7 @@ from vllm_relay.modules.admission import ModuleAdmission
 from vllm_relay.modules.plan import plan_of_request
 from vllm_relay.prefix_cache.free_queue import PolicyFreeQueue, make_free_queue
 from vllm_relay.prefix_cache.next_use import NextUse
-from vllm_relay.prefix_cache.pins import PinTable
+from vllm_relay.prefix_cache.pins.table import PinTable
 from vllm_relay.prefix_cache.stats import PREFIX_CACHE, PrefixCacheRecorder
 from vllm_relay.scheduler.chains import BlockName
 from vllm_relay.scheduler.fairness import OvertakeLimit
@@ -80,7 +80,7 @@ class _RelayScheduling(Scheduler):
             self._blocked_now,
             goes_first=lambda request: self.modules.goes_first(request),
         )
-        self.pins = PinTable(self)
+        self.pins = PinTable(self, self.relay_config.max_pinned_fraction)
         self.modules = ModuleAdmission(self)
         self.relay_recorder = PrefixCacheRecorder(self)
         report_admissions(self.kv_cache_manager, self._on_admitted)
@@ -90,6 +90,7 @@ class _RelayScheduling(Scheduler):
         self.waiting._clock = clock
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self.pins.expire()
         self.modules.prepare()
         self.waiting.retry_blocked()
         output = super().schedule(*args, **kwargs)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
-from tests.prefix_cache.pin_scheduler import (
+from tests.prefix_cache.pins.pin_scheduler import (
     BLOCK_BYTES,
     BLOCK_SIZE,
     MAX_MODEL_LEN,
@@ -20,7 +20,8 @@ from tests.prefix_cache.pin_scheduler import (
 )
 from vllm_relay.commands.engine import result_of, run
 from vllm_relay.commands.errors import CommandError
-from vllm_relay.prefix_cache.commands import COMMANDS
+from vllm_relay.prefix_cache.pins.commands import COMMANDS
+from vllm_relay.prefix_cache.pins.table import MAX_PINS
 
 
 def test_pinned_prompt_survives_a_flood() -> None:
@@ -28,6 +29,8 @@ def test_pinned_prompt_survives_a_flood() -> None:
     entry = scheduler.pin("a", tokens(18))
     assert entry == {
         "id": "a",
+        "owner": "python",
+        "expires_in_s": None,
         "tokens": 16,
         "blocks": 4,
         "bytes": 4 * BLOCK_BYTES,
@@ -94,17 +97,17 @@ def test_request_that_is_aborted_before_it_has_computed_all_pins_nothing(num_tok
     request = scheduler.request(tokens(16), "a")
     scheduler.prefill(request, num_tokens)
     scheduler.free(request)
-    assert not scheduler.pins.get("a")["resident"]
+    assert not scheduler.entry("a")["resident"]
     assert scheduler.num_free == 30
     assert scheduler.run(tokens(16), "a") == num_tokens // BLOCK_SIZE * BLOCK_SIZE
-    assert scheduler.pins.get("a")["resident"]
+    assert scheduler.entry("a")["resident"]
 
 
 def test_request_that_holds_no_blocks_pins_nothing() -> None:
     scheduler = Scheduler()
     scheduler.pins.declare("a", tokens(16))
     scheduler.free(scheduler.request(tokens(16), "a"))
-    assert not scheduler.pins.get("a")["resident"]
+    assert not scheduler.entry("a")["resident"]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +125,7 @@ def test_requests_of_others_that_name_a_pin_do_not_make_it(prompt: Any, kwargs: 
     scheduler.pins.declare("a", tokens(16))
     scheduler.run(prompt, "a", **kwargs)
     scheduler.run(prompt, "unknown", **kwargs)
-    assert not scheduler.pins.get("a")["resident"]
+    assert not scheduler.entry("a")["resident"]
     assert scheduler.num_free == 30
 
 
@@ -131,12 +134,12 @@ def test_reset_makes_pins_cold_until_any_request_computes_them() -> None:
     scheduler.pin("a", tokens(16))
     assert scheduler.reset()
     assert scheduler.num_free == 30
-    entry = scheduler.pins.get("a")
+    entry = scheduler.entry("a")
     assert (entry["resident"], entry["blocks"], entry["tokens"]) == (False, 0, 16)
     scheduler.run(tokens(16, first=50))
-    assert not scheduler.pins.get("a")["resident"]
+    assert not scheduler.entry("a")["resident"]
     assert scheduler.run(tokens(22)) == 0
-    assert scheduler.pins.get("a")["resident"]
+    assert scheduler.entry("a")["resident"]
     scheduler.flood()
     assert scheduler.run(tokens(22)) == 16
 
@@ -152,7 +155,7 @@ def test_requests_that_run_during_a_reset_do_not_hold_what_it_forgets() -> None:
     assert scheduler.kv_cache_manager.reset_prefix_cache()
     assert scheduler.prefill(running) == 0
     scheduler.free(running)
-    assert scheduler.pins.get("a")["resident"]
+    assert scheduler.entry("a")["resident"]
 
 
 def test_unpinning_a_cold_pin() -> None:
@@ -166,13 +169,89 @@ def test_unpinning_a_cold_pin() -> None:
 
 def test_declaring_again() -> None:
     scheduler = Scheduler()
-    assert scheduler.pins.declare("a", tokens(16))["is_new"]
-    assert not scheduler.pins.declare("a", tokens(17))["is_new"]  # the same full blocks
+    scheduler.pins.declare("a", tokens(16))
     scheduler.pin("a", tokens(16))
     assert scheduler.pins.declare("a", tokens(16))["resident"]
-    with pytest.raises(CommandError, match="another prompt") as caught:
-        scheduler.pins.declare("a", tokens(12))
+    for other in (tokens(12), tokens(17)):  # that has the same full blocks
+        with pytest.raises(CommandError, match="another prompt") as caught:
+            scheduler.pins.declare("a", other)
+        assert caught.value.status == 409
+
+
+def test_a_new_pin_that_is_not_computed_is_forgotten_by_who_declared_it() -> None:
+    scheduler = Scheduler()
+    scheduler.pins.declare("a", tokens(16), declaration="first")
+    with pytest.raises(CommandError, match="ended without having computed all of it") as caught:
+        scheduler.pins.settle("a", "second")
     assert caught.value.status == 409
+    assert len(scheduler.pins.entries()) == 1
+    with pytest.raises(CommandError, match="try again"):
+        scheduler.pins.settle("a", "first")
+    assert scheduler.pins.entries() == []
+    scheduler.pins.declare("a", tokens(16), declaration="first")
+    scheduler.pins.declare("a", tokens(16), declaration="second")  # relies on it
+    with pytest.raises(CommandError, match="try again"):
+        scheduler.pins.settle("a", "first")
+    assert scheduler.pin("a", tokens(16))["resident"]
+    assert scheduler.pins.settle("a", "second")["resident"]
+
+
+def test_pins_take_their_share_of_the_cache_at_most() -> None:
+    scheduler = Scheduler(max_pinned_fraction=0.3)  # 9 of 30 blocks
+    scheduler.pin("a", tokens(20))
+    scheduler.pins.declare("cold", tokens(16, first=50))
+    with pytest.raises(CommandError) as caught:
+        scheduler.pins.declare("b", tokens(8, first=100))
+    assert caught.value.status == 507
+    assert str(caught.value).startswith(
+        "pin 'b' needs 2 KV blocks; of 30, 9 are pinned, and pins may take 9 "
+        "(max_pinned_fraction=0.3): unpin another prompt"
+    )
+    scheduler.pins.declare("c", tokens(16))  # the beginning of a
+    scheduler.pins.unpin("cold")
+    scheduler.pins.declare("b", tokens(8, first=100))
+
+
+def test_pins_of_the_same_blocks_are_counted_too() -> None:
+    scheduler = Scheduler()
+    for number in range(MAX_PINS):
+        scheduler.pin(str(number), tokens(4))
+    with pytest.raises(CommandError, match="1024 prompts are pinned, the most there can be"):
+        scheduler.pins.declare("more", tokens(4))
+    assert scheduler.pins.num_blocks == 1
+    with pytest.raises(CommandError, match="pins: 0, 1, 2, .* and 1014 more"):
+        scheduler.pins.unpin("more")
+
+
+def test_a_pin_whose_time_is_up_leaves_before_the_next_step() -> None:
+    scheduler = Scheduler()
+    scheduler.pin("a", tokens(16), ttl_s=10)
+    scheduler.pin("b", tokens(8), ttl_s=20)
+    scheduler.now_s = 9.9
+    scheduler.pins.expire()
+    assert scheduler.pins.num_blocks == 4
+    scheduler.now_s = 10.0
+    scheduler.pins.expire()
+    assert scheduler.pins.num_blocks == 2
+    scheduler.pins.declare("b", tokens(8))  # for ever
+    scheduler.now_s = 100.0
+    assert [each["expires_in_s"] for each in scheduler.pins.entries()] == [None]
+
+
+def test_only_its_owner_changes_a_pin() -> None:
+    scheduler = Scheduler()
+    scheduler.pin("a", tokens(16), owner="api-key-0", ttl_s=5)
+    assert scheduler.pins.declare("a", tokens(16), owner="http")["expires_in_s"] == 5
+    for change in (
+        lambda: scheduler.pins.declare("a", tokens(16), owner="http", ttl_s=1),
+        lambda: scheduler.pins.unpin("a", "http"),
+    ):
+        with pytest.raises(CommandError, match="belongs to api-key-0, not to http") as caught:
+            change()
+        assert caught.value.status == 403
+    scheduler.pins.declare("a", tokens(16), owner="api-key-0", ttl_s=9)
+    assert scheduler.entry("a")["expires_in_s"] == 9
+    scheduler.pins.unpin("a")
 
 
 @pytest.mark.parametrize(
@@ -225,7 +304,7 @@ def test_pin_that_finds_no_room_when_it_is_computed_stays_cold() -> None:
     scheduler.pins.declare("a", tokens(36))
     scheduler.max_model_len = 60
     scheduler.run(tokens(36), "a")
-    entry = scheduler.pins.get("a")
+    entry = scheduler.entry("a")
     assert not entry["resident"]
     assert "the longest request (max_model_len=60) needs 15" in entry["problem"]
     assert scheduler.num_free == 20

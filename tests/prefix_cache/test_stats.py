@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm_relay.commands.engine import run
-from vllm_relay.prefix_cache.commands import COMMANDS
+from vllm_relay.prefix_cache.pins.commands import COMMANDS
 from vllm_relay.prefix_cache.stats import PrefixCacheRecorder, PrefixCacheStats, TopPrefixes
 
 

@@ -12,7 +12,7 @@ from vllm import LLMEngine, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 from tests.integration.tiny_models import save_model
-from tests.prefix_cache.pin_scheduler import (
+from tests.prefix_cache.pins.pin_scheduler import (
     BLOCK_SIZE,
     HAS_LOOKAHEAD_HASHES,
     Scheduler,
@@ -20,7 +20,7 @@ from tests.prefix_cache.pin_scheduler import (
 )
 from tests.scheduler.simulated_engine import start
 from vllm_relay.commands.errors import CommandError
-from vllm_relay.prefix_cache.pin_client import pin_tokens
+from vllm_relay.prefix_cache.pins.client import pin_tokens
 from vllm_relay.prefix_cache.predict.executor import StubExecutor
 
 needs_lookahead_hashes = pytest.mark.skipif(
@@ -63,7 +63,7 @@ def test_a_pin_is_cold_with_eagle_while_its_last_block_is_not_there() -> None:
     request = scheduler.request(tokens(16), "a")
     scheduler.prefill(request, 12)
     scheduler.free(request)
-    assert not scheduler.pins.get("a")["resident"]
+    assert not scheduler.entry("a")["resident"]
     assert scheduler.num_free == 30
 
 

@@ -6,49 +6,37 @@ with references is not in the queue of free blocks, so it cannot be evicted. Two
 alike hold the common blocks twice.
 
 A pin goes through two states. It is *cold* when it is declared and after a reset of the prefix
-cache: only its tokens are known. It becomes *resident* when any request that has computed these
-tokens gives its blocks back. That request is normally one the front end sends for the purpose; it
-names the pin in ``SamplingParams.extra_args``.
+cache: only its tokens are known, by their digest. It becomes *resident* when any request that has
+computed these tokens gives its blocks back. That request is normally one the front end sends for
+the purpose; it names the pin in ``SamplingParams.extra_args``.
 
-A prompt with modules pins these, wherever they are imported, and nothing behind them.
+A pin belongs to who declared it, and ends when its time is up. A prompt with modules pins these,
+wherever they are imported, and nothing behind them.
 
 Pins are for the base model and prompts without ``cache_salt``: others have other block hashes.
 """
 
 from __future__ import annotations
 
-import re
+import math
+import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.modules.plan import ModulePlan, plan_of_request
-
-_PIN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
+from vllm_relay.prefix_cache.pins.pin import Pin, chain_of, check_pin, digest_of
 
 EXTRA_ARG = "relay_pin"
 """The key in ``SamplingParams.extra_args`` under which a request names the pin it computes."""
-
-
-@dataclass
-class _Pin:
-    id: str
-    num_slots: int  # of its full blocks, with the padding of modules
-    token_ids: list[int]  # of these, and what stands behind them and is part of their hashes
-    plan: ModulePlan | None  # of a prompt with modules
-    block_hashes: list[bytes] = field(default_factory=list)  # empty until first computed
-    blocks: list[Any] = field(default_factory=list)  # held ones; empty while cold
-    problem: str | None = None  # why it did not become resident
-
-    @property
-    def num_tokens(self) -> int:
-        if self.plan is None:
-            return self.num_slots
-        return sum(segment.num_tokens for segment in self.plan.segments)
+MAX_PINS = 1024
+"""Pins of the same blocks need no room in the KV cache, but a place in every list."""
+_MAX_NAMED = 10
 
 
 @dataclass(frozen=True)
@@ -65,19 +53,29 @@ class PinTable:
 
     Args:
         scheduler: has ``kv_cache_manager``, ``max_model_len`` and ``block_size``, as vLLM's.
+        max_pinned_fraction: share of the KV cache that all pins together may take.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        max_pinned_fraction: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._scheduler = scheduler
+        self._max_pinned_fraction = max_pinned_fraction
+        self._clock = clock
         self._manager = scheduler.kv_cache_manager
         self._pool = self._manager.block_pool
         # vLLM 0.33: with EAGLE and MTP the hash of a block covers what its draft was made of
         self._lookahead_tokens = getattr(self._pool, "num_hash_lookahead_tokens", 0)
         # without such hashes, lookups leave out the last block that they find
         self._drops_last_block = self._manager.use_eagle
-        self._pins: dict[str, _Pin] = {}
-        self._cold: dict[str, _Pin] = {}
+        self._pins: dict[str, Pin] = {}
+        self._cold: dict[str, Pin] = {}
+        self._next_expiry_s = math.inf
         self._holders: Counter[int] = Counter()  # block id -> pins that hold it
+        self._chains: Counter[int] = Counter()  # of resident pins without modules
         self._computed_before_reset: set[str] = set()  # requests
         self._blocks_before_reset: dict[str, list[Any]] = {}  # by pin id
 
@@ -92,88 +90,132 @@ class PinTable:
         return self.num_blocks * self.block_bytes
 
     def declare(
-        self, pin_id: str, token_ids: Sequence[int], plan: ModulePlan | None = None
+        self,
+        pin_id: str,
+        token_ids: Sequence[int],
+        plan: ModulePlan | None = None,
+        *,
+        owner: str = "python",
+        ttl_s: float | None = None,
+        declaration: str | None = None,
     ) -> dict[str, Any]:
         """Make a cold pin of the full KV blocks of ``token_ids``, or of the modules of a plan.
 
-        Declaring it again with the same tokens changes nothing.
+        Declaring it again with the same prompt changes nothing but its time, and that only for its
+        owner.
 
         Args:
             plan: of a prompt with modules; ``token_ids`` are those of its slots.
+            ttl_s: seconds from now until it is unpinned; None: never.
+            declaration: a name by which :meth:`settle` knows a pin that is new.
 
         Returns:
-            The pin as in :meth:`entries`, as ``is_new`` whether it is new, and as
-            ``prompt_tokens`` how many of the prompt's first tokens a request has to compute.
+            The pin as in :meth:`entries`, and as ``prompt_tokens`` how many of the prompt's first
+            tokens a request has to compute.
 
         Raises:
-            CommandError: 400 the prompt cannot be a pinned one, 409 the id is taken, 507 the blocks
-                left would not suffice for the longest request.
+            CommandError: 400 the prompt cannot be a pinned one, 403 the pin is another owner's, 409
+                the id is taken, 507 pins have no such room.
         """
         if not self._manager.enable_caching:
             raise CommandError(400, "prompts can be pinned only with --enable-prefix-caching")
-        if not _PIN_ID.fullmatch(pin_id):
-            raise CommandError(
-                400,
-                f"id: given {pin_id[:140]!r}, expected 1 to 128 of the letters a to z and A to Z, "
-                "digits and _ . : -, the first of them a letter, a digit or _",
-            )
+        check_pin(pin_id, ttl_s)
+        self.expire()
         num_tokens = len(token_ids) if plan is None else plan.num_stored_slots
-        if num_tokens == 0 and plan is not None:
-            raise CommandError(400, "the prompt has no modules: give it as text to pin it")
-        block_size, max_model_len = self._scheduler.block_size, self._scheduler.max_model_len
-        least = block_size * (2 if self._drops_last_block else 1) + self._lookahead_tokens
-        if num_tokens < least:
-            raise CommandError(
-                400,
-                f"a prompt of {num_tokens} tokens was given, but only full KV blocks can be "
-                f"pinned: expected at least {least} tokens ({self._why_least()})",
-            )
-        if num_tokens >= max_model_len:
-            raise CommandError(
-                400,
-                f"a prompt of {num_tokens} tokens was given, expected fewer than "
-                f"max_model_len={max_model_len}",
-            )
-        num_slots = (num_tokens - self._lookahead_tokens) // block_size * block_size
-        token_ids = list(token_ids[: num_slots + self._lookahead_tokens])
+        self._check_length(num_tokens, plan)
+        prompt = digest_of(token_ids, plan)
+        expires_s = math.inf if ttl_s is None else self._clock() + ttl_s
         pin = self._pins.get(pin_id)
         if pin is not None:
-            if pin.token_ids != token_ids or pin.plan != plan:
+            if pin.prompt != prompt:
                 raise CommandError(
                     409, f"pin {pin_id!r} has another prompt: unpin it, or give another id"
                 )
-            pin.problem = None
-            return self._declared(pin, is_new=False)
-        num_new = self._num_new_blocks(num_slots, token_ids, plan)
+            if pin.owner == owner:
+                pin.expires_s = expires_s
+                self._next_expiry_s = min(self._next_expiry_s, expires_s)
+            elif ttl_s is not None:
+                pin.check_owner(owner)
+            pin.problem = pin.declaration = None
+            return self._declared(pin)
+        if len(self._pins) >= MAX_PINS:
+            raise CommandError(
+                507, f"{len(self._pins)} prompts are pinned, the most there can be: unpin another"
+            )
+        block_size = self._scheduler.block_size
+        num_slots = (num_tokens - self._lookahead_tokens) // block_size * block_size
+        prefix = token_ids[: num_slots + self._lookahead_tokens]
+        chain = chain_of(prefix, block_size, self._lookahead_tokens) if plan is None else ()
+        num_new = self._num_new_blocks(num_slots, chain)
         self._check_room(pin_id, num_new, self._num_reserved_blocks())
-        pin = self._pins[pin_id] = self._cold[pin_id] = _Pin(pin_id, num_slots, token_ids, plan)
-        return self._declared(pin, is_new=True)
+        pin = self._pins[pin_id] = self._cold[pin_id] = Pin(
+            id=pin_id,
+            owner=owner,
+            declaration=declaration,
+            expires_s=expires_s,
+            prompt=prompt,
+            num_slots=num_slots,
+            prefix=digest_of(prefix),
+            num_prefix_tokens=len(prefix),
+            chain=chain,
+            plan=plan,
+        )
+        self._next_expiry_s = min(self._next_expiry_s, expires_s)
+        return self._declared(pin)
 
-    def unpin(self, pin_id: str) -> None:
-        """Forget a pin; its blocks can be evicted again, the last ones first.
+    def settle(self, pin_id: str, declaration: str) -> dict[str, Any]:
+        """What has become of a declared pin; one that is new, and still cold, is forgotten.
 
         Raises:
-            CommandError: 404 there is no such pin.
+            CommandError: 404 it is gone, 409 it was not computed, 507 it found no room.
         """
         pin = self._get(pin_id)
-        self._release(pin)
-        del self._pins[pin_id]
-        self._cold.pop(pin_id, None)
+        if pin.blocks:
+            pin.declaration = None
+            return self._describe(pin)
+        problem = pin.problem
+        if pin.declaration == declaration:
+            self._forget(pin)
+        if problem is not None:
+            raise CommandError(507, problem)
+        raise CommandError(
+            409,
+            f"the request that computed pin {pin_id!r} ended without having computed all of it: "
+            "try again",
+        )
 
-    def get(self, pin_id: str) -> dict[str, Any]:
-        """One of :meth:`entries`.
+    def unpin(self, pin_id: str, owner: str | None = None) -> None:
+        """Forget a pin; its blocks can be evicted again, the last ones first.
+
+        Args:
+            owner: who asks; None: who may unpin all.
 
         Raises:
-            CommandError: 404 there is no such pin.
+            CommandError: 403 it is another owner's, 404 there is no such pin.
         """
-        return self._describe(self._get(pin_id))
+        pin = self._get(pin_id)
+        if owner is not None:
+            pin.check_owner(owner)
+        self._forget(pin)
 
     def entries(self) -> list[dict[str, Any]]:
-        """The pins: id, tokens, blocks and bytes held, whether resident, and why not.
+        """The pins: id, owner, tokens, blocks and bytes held, whether resident, and why not.
 
         Blocks that several pins hold are counted for each of them.
         """
+        self.expire()
         return [self._describe(pin) for pin in self._pins.values()]
+
+    def expire(self) -> None:
+        """Unpin what has had its time. To be called before each step."""
+        now_s = self._clock()
+        if now_s < self._next_expiry_s:
+            return
+        for pin in [each for each in self._pins.values() if each.expires_s <= now_s]:
+            self._forget(pin)
+        self._next_expiry_s = min(
+            (each.expires_s for each in self._pins.values()), default=math.inf
+        )
 
     def before_free(self, request: Any) -> None:
         """Hold the blocks of cold pins that ``request`` has computed.
@@ -187,7 +229,7 @@ class PinTable:
         if not self._cold:
             return
         self._learn_hashes(request)
-        hashes = request.block_hashes
+        hashes = set(request.block_hashes)
         for pin in list(self._cold.values()):
             # hashes are chained, and the last one stands for all; if not, `_hold` looks at all
             if pin.block_hashes and pin.block_hashes[-1] in hashes:
@@ -213,21 +255,31 @@ class PinTable:
         for pin_id, blocks in self._blocks_before_reset.items():
             if blocks:
                 pin = self._cold.pop(pin_id)
-                self._pool.touch(blocks)
-                self._holders.update(block.block_id for block in blocks)
-                pin.blocks = blocks
+                self._take(pin, blocks)
         self._blocks_before_reset.clear()
 
-    def _get(self, pin_id: str) -> _Pin:
-        try:
-            return self._pins[pin_id]
-        except KeyError:
-            known = ", ".join(self._pins) or "none"
-            raise CommandError(404, f"there is no pin {pin_id!r}; pins: {known}") from None
+    def _get(self, pin_id: str) -> Pin:
+        self.expire()
+        pin = self._pins.get(pin_id)
+        if pin is None:
+            first = list(islice(self._pins, _MAX_NAMED))
+            more = len(self._pins) - len(first)
+            known = ", ".join(first) + (f" and {more} more" if more else "")
+            raise CommandError(404, f"there is no pin {pin_id!r}; pins: {known or 'none'}")
+        return pin
 
-    def _describe(self, pin: _Pin) -> dict[str, Any]:
+    def _forget(self, pin: Pin) -> None:
+        self._release(pin)
+        del self._pins[pin.id]
+        self._cold.pop(pin.id, None)
+
+    def _describe(self, pin: Pin) -> dict[str, Any]:
         return {
             "id": pin.id,
+            "owner": pin.owner,
+            "expires_in_s": (
+                None if math.isinf(pin.expires_s) else round(pin.expires_s - self._clock(), 3)
+            ),
             "tokens": pin.num_tokens,
             "blocks": len(pin.blocks),
             "bytes": len(pin.blocks) * self.block_bytes,
@@ -235,8 +287,26 @@ class PinTable:
             "problem": pin.problem,
         }
 
-    def _declared(self, pin: _Pin, *, is_new: bool) -> dict[str, Any]:
-        return {**self._describe(pin), "prompt_tokens": len(pin.token_ids), "is_new": is_new}
+    def _declared(self, pin: Pin) -> dict[str, Any]:
+        return {**self._describe(pin), "prompt_tokens": pin.num_prefix_tokens}
+
+    def _check_length(self, num_tokens: int, plan: ModulePlan | None) -> None:
+        if num_tokens == 0 and plan is not None:
+            raise CommandError(400, "the prompt has no modules: give it as text to pin it")
+        block_size, max_model_len = self._scheduler.block_size, self._scheduler.max_model_len
+        least = block_size * (2 if self._drops_last_block else 1) + self._lookahead_tokens
+        if num_tokens < least:
+            raise CommandError(
+                400,
+                f"a prompt of {num_tokens} tokens was given, but only full KV blocks can be "
+                f"pinned: expected at least {least} tokens ({self._why_least()})",
+            )
+        if num_tokens >= max_model_len:
+            raise CommandError(
+                400,
+                f"a prompt of {num_tokens} tokens was given, expected fewer than "
+                f"max_model_len={max_model_len}",
+            )
 
     def _why_least(self) -> str:
         if self._drops_last_block:
@@ -265,12 +335,13 @@ class PinTable:
             and not request.mm_features
             and len(request.block_hashes) >= depth
             and request.prompt_token_ids is not None
-            and request.prompt_token_ids[: len(pin.token_ids)] == pin.token_ids
+            and len(request.prompt_token_ids) >= pin.num_prefix_tokens
+            and digest_of(request.prompt_token_ids[: pin.num_prefix_tokens]) == pin.prefix
             and plan_of_request(request) == pin.plan
         ):
             pin.block_hashes = list(request.block_hashes[:depth])
 
-    def _hold(self, pin: _Pin) -> None:
+    def _hold(self, pin: Pin) -> None:
         """Make ``pin`` resident if all its blocks are cached and there is room."""
         num_tokens = pin.num_slots
         # of a prompt's tokens vLLM looks up all but the last
@@ -289,12 +360,11 @@ class PinTable:
         except CommandError as error:
             pin.problem = str(error)
             return
-        self._pool.touch(blocks)
-        self._holders.update(block.block_id for block in blocks)
-        pin.blocks, pin.problem = blocks, None
+        pin.problem = None
         del self._cold[pin.id]
+        self._take(pin, blocks)
 
-    def _blocks_behind(self, pin: _Pin, num_cached_tokens: int) -> list[Any]:
+    def _blocks_behind(self, pin: Pin, num_cached_tokens: int) -> list[Any]:
         """What the prefix cache has of a pin behind a hit, which ended before it because there was
         more: without these blocks, the next one would end earlier."""
         behind: list[Any] = []
@@ -306,42 +376,52 @@ class PinTable:
                 behind += self._pool.get_cached_block(block_hash, [group]) or []
         return behind
 
-    def _release(self, pin: _Pin) -> None:
+    def _take(self, pin: Pin, blocks: list[Any]) -> None:
+        self._pool.touch(blocks)
+        self._holders.update(block.block_id for block in blocks)
+        self._chains.update(pin.chain)
+        pin.blocks = blocks
+
+    def _release(self, pin: Pin) -> None:
+        if pin.blocks:
+            _discount(self._chains, pin.chain)
         self._pool.free_blocks(reversed(pin.blocks))
-        for block in pin.blocks:
-            self._holders[block.block_id] -= 1
-            if self._holders[block.block_id] == 0:
-                del self._holders[block.block_id]
+        _discount(self._holders, [block.block_id for block in pin.blocks])
         pin.blocks = []
 
     def _check_room(self, pin_id: str, num_new_blocks: int, num_pinned_blocks: int) -> None:
         num_usable = self._pool.num_gpu_blocks - 1  # one block stands for "no block"
+        num_allowed = math.floor(num_usable * self._max_pinned_fraction + 1e-9)
+        asked = (
+            f"pin {pin_id!r} needs {num_new_blocks} KV blocks; of {num_usable}, "
+            f"{num_pinned_blocks} are pinned"
+        )
+        if num_pinned_blocks + num_new_blocks > num_allowed:
+            raise CommandError(
+                507,
+                f"{asked}, and pins may take {num_allowed} (max_pinned_fraction="
+                f"{self._max_pinned_fraction:g}): unpin another prompt, enlarge the KV cache or "
+                "raise additional_config.relay.max_pinned_fraction",
+            )
         num_left = num_usable - num_pinned_blocks - num_new_blocks
         max_model_len = self._scheduler.max_model_len
         num_needed = self._num_blocks_of(max_model_len) + self._manager.watermark_blocks
         if num_left < num_needed:
             raise CommandError(
                 507,
-                f"pin {pin_id!r} needs {num_new_blocks} KV blocks; of {num_usable}, "
-                f"{num_pinned_blocks} are pinned, so {max(num_left, 0)} would be left, and the "
-                f"longest request (max_model_len={max_model_len}) needs {num_needed}: unpin "
-                "another prompt, enlarge the KV cache or lower --max-model-len",
+                f"{asked}, so {max(num_left, 0)} would be left, and the longest request "
+                f"(max_model_len={max_model_len}) needs {num_needed}: unpin another prompt, "
+                "enlarge the KV cache or lower --max-model-len",
             )
 
     def _num_reserved_blocks(self) -> int:
-        cold = sum(self._num_blocks_of(pin.num_slots) for pin in self._cold.values())
+        cold = sum(self._num_new_blocks(pin.num_slots, pin.chain) for pin in self._cold.values())
         return self.num_blocks + cold
 
-    def _num_new_blocks(
-        self, num_slots: int, token_ids: Sequence[int], plan: ModulePlan | None
-    ) -> int:
+    def _num_new_blocks(self, num_slots: int, chain: tuple[int, ...]) -> int:
         """Blocks a pin needs beyond those of resident pins, at most."""
-        common = 0
-        for pin in self._pins.values():
-            if pin.blocks and pin.plan is None and plan is None:
-                common = max(common, _common_length(token_ids, pin.token_ids))
-        common = max(0, common - self._lookahead_tokens)
-        common -= common % self._scheduler.block_size
+        depth = next((i for i, link in enumerate(chain) if link not in self._chains), len(chain))
+        common = depth * self._scheduler.block_size
         return self._num_blocks_of(num_slots) - self._num_blocks_of(common)
 
     def _num_blocks_of(self, num_tokens: int) -> int:
@@ -366,6 +446,8 @@ class PinTable:
         return size // config.num_blocks
 
 
-def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    shorter = min(len(first), len(second))
-    return next((i for i in range(shorter) if first[i] != second[i]), shorter)
+def _discount(counter: Counter[int], keys: Iterable[int]) -> None:
+    for key in keys:
+        counter[key] -= 1
+        if counter[key] == 0:
+            del counter[key]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from vllm_relay import prefix_cache
 from vllm_relay.commands.at_start import read_texts
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.commands.prompts import (
@@ -19,19 +20,17 @@ from vllm_relay.commands.prompts import (
     tokens_of,
 )
 from vllm_relay.config import RelayConfig
-from vllm_relay.prefix_cache import pin_client
-from vllm_relay.prefix_cache.system_prompts import check_system_prompts
+from vllm_relay.prefix_cache.pins.system_prompts import check_system_prompts
 
 
 def config(**kwargs: Any) -> Any:
     model = {"runner_type": "generate", "skip_tokenizer_init": False}
-    defaults = {"scheduler": True, "caching": True, "engines": 1}
+    defaults = {"scheduler": True, "caching": True}
     given = {**model, **defaults, **kwargs}
     return SimpleNamespace(
         additional_config={"relay": {"scheduler": given["scheduler"]}},
         scheduler_config=SimpleNamespace(scheduler_cls=None),
         cache_config=SimpleNamespace(enable_prefix_caching=given["caching"]),
-        parallel_config=SimpleNamespace(data_parallel_size=given["engines"]),
         model_config=SimpleNamespace(**{name: given[name] for name in model}),
     )
 
@@ -92,7 +91,6 @@ def test_bad_system_prompts(given: str, message: str) -> None:
     [
         ({"scheduler": False}, "set additional_config.relay.scheduler true"),
         ({"caching": False}, "set --enable-prefix-caching"),
-        ({"engines": 2}, "set --data-parallel-size 1"),
         ({"runner_type": "pooling"}, "given --runner pooling"),
         ({"skip_tokenizer_init": True}, "remove --skip-tokenizer-init, or pin token ids"),
     ],
@@ -106,6 +104,27 @@ def test_configurations_without_system_prompts(kwargs: dict[str, Any], way_out: 
     assert way_out in str(caught.value)
 
 
-def test_what_is_no_prompt_is_refused() -> None:
-    with pytest.raises(CommandError, match="None was given as prompt, expected a text, token ids"):
-        pin_client.pin(None, None)  # the engine is not asked
+@pytest.mark.parametrize(
+    ("call", "arguments", "message"),
+    [
+        ("pin", {"prompt": None}, "None was given as prompt, expected a text, token ids"),
+        ("pin", {"prompt": {1, 2}}, "was given as prompt, expected a text, token ids"),
+        ("pin", {"prompt": [1], "pin_id": 5}, "id: given 5, expected 1 to 128 of the letters"),
+        ("pin", {"prompt": [1], "pin_id": ""}, "id: given '', expected 1 to 128 of the letters"),
+        ("pin", {"prompt": [1], "pin_id": ["a"]}, r"id: given \['a'\], expected 1 to 128"),
+        ("pin", {"prompt": [1], "ttl_s": "5"}, "ttl_s: given '5', expected seconds, more than 0"),
+        ("pin", {"prompt": [1], "ttl_s": True}, "ttl_s: given True, expected seconds"),
+        ("pin", {"prompt": [1], "ttl_s": float("nan")}, "ttl_s: given nan, expected seconds"),
+        ("pin", {"prompt": [1], "ttl_s": 0}, "ttl_s: given 0, expected seconds, more than 0"),
+        ("unpin", {"pin_id": None}, "id: given None, expected 1 to 128 of the letters"),
+        ("unpin", {"pin_id": b"a"}, "id: given b'a', expected 1 to 128 of the letters"),
+        ("top_prefixes", {"count": "3"}, "count: given '3', expected an integer from 0"),
+        ("top_prefixes", {"count": -1}, "count: given -1, expected an integer from 0"),
+    ],
+)
+def test_what_is_no_prompt_or_pin_is_refused(
+    call: str, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(prefix_cache.PinError, match=message) as caught:
+        getattr(prefix_cache, call)(None, **arguments)  # the engine is not asked
+    assert caught.value.status == 400

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ask an AsyncLLM with a system prompt, without a server, and write what happened to a JSON file.
 
-python -m tests.prefix_cache.pin_async_engine_main MODEL SYSTEM_PROMPT OUTPUT
+python -m tests.prefix_cache.pins.async_engine_main MODEL SYSTEM_PROMPT OUTPUT
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from typing import Any
 async def use(engine: Any, system_prompt: str) -> dict[str, Any]:
     from vllm import SamplingParams
 
-    from vllm_relay.prefix_cache.pin_client import command_async
+    from vllm_relay.prefix_cache.pins.client import list_pins_async
 
     params = SamplingParams(max_tokens=2, temperature=0.0)
 
@@ -36,7 +37,7 @@ async def use(engine: Any, system_prompt: str) -> dict[str, Any]:
 
     first = [cached_tokens(chat(each), each) for each in ("stone", "river")]
     seen: dict[str, Any] = {"cached_at_first": await asyncio.gather(*first)}
-    seen["pins"] = await command_async(engine, "pins", {})
+    seen["pins"] = [asdict(pin) for pin in await list_pins_async(engine)]
     others = [[3 + (i * 13 + j * 17) % 300 for j in range(300)] for i in range(12)]
     await asyncio.gather(*(cached_tokens(other, f"o{i}") for i, other in enumerate(others)))
     seen["cached_after_flood"] = await cached_tokens(chat("amber"), "last")

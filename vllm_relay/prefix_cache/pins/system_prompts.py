@@ -13,14 +13,10 @@ from vllm_relay.commands.at_start import (
     system_prompt_tokens,
     system_prompt_tokens_async,
 )
+from vllm_relay.commands.engine import call, call_async
 from vllm_relay.config import RelayConfig, scheduler_is_selected
-from vllm_relay.prefix_cache.pin_client import (
-    Pin,
-    command,
-    command_async,
-    pin_tokens,
-    pin_tokens_async,
-)
+from vllm_relay.prefix_cache.pins.client import Pin, pin_tokens, pin_tokens_async
+from vllm_relay.prefix_cache.pins.pin import CONFIGURATION
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,9 +32,9 @@ def pin_system_prompts(engine: Any) -> None:
     for number, text in enumerate(_system_prompts(engine.vllm_config)):
         with naming_the_option("system_prompts", number):
             token_ids = system_prompt_tokens(engine, text)
-            pins.append(pin_tokens(engine, token_ids, f"system-{number}"))
+            pins.append(pin_tokens(engine, token_ids, f"system-{number}", owner=CONFIGURATION))
     if pins:
-        _log_system_prompts(pins, command(engine, "size", {}))
+        _log_system_prompts(pins, call(engine, "size", {}))
 
 
 async def pin_system_prompts_async(engine: Any, online_renderer: Any = None) -> None:
@@ -63,9 +59,10 @@ async def _pin_async(engine: Any, online_renderer: Any) -> None:
     for number, text in enumerate(_system_prompts(engine.vllm_config)):
         with naming_the_option("system_prompts", number):
             token_ids = await system_prompt_tokens_async(engine, online_renderer, text)
-            pins.append(await pin_tokens_async(engine, token_ids, f"system-{number}"))
+            pin_id = f"system-{number}"
+            pins.append(await pin_tokens_async(engine, token_ids, pin_id, owner=CONFIGURATION))
     if pins:
-        _log_system_prompts(pins, await command_async(engine, "size", {}))
+        _log_system_prompts(pins, await call_async(engine, "size", {}))
 
 
 def _system_prompts(vllm_config: VllmConfig) -> list[str]:
@@ -100,8 +97,6 @@ def check_system_prompts(vllm_config: VllmConfig, options: RelayConfig) -> None:
         reason = "RelayScheduler, which pins them: set additional_config.relay.scheduler true"
     elif not vllm_config.cache_config.enable_prefix_caching:
         reason = "prefix caching: set --enable-prefix-caching"
-    elif vllm_config.parallel_config.data_parallel_size > 1:
-        reason = "one engine: set --data-parallel-size 1"
     elif model_config is not None and model_config.runner_type != "generate":
         reason = f"a model that generates, given --runner {model_config.runner_type}"
     elif model_config is not None and model_config.skip_tokenizer_init:

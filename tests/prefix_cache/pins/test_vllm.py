@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ def run_engine(
 ) -> tuple[dict[str, Any], list[str]]:
     """What the script has seen, and the lines of its log about system prompts."""
     done = run_module(
-        f"tests.prefix_cache.{main}",
+        f"tests.prefix_cache.pins.{main}",
         [str(model), SYSTEM_PROMPT, str(output)],
         {"VLLM_LOGGING_LEVEL": "INFO", **environment},
     )
@@ -59,7 +61,7 @@ def run_engine(
 )
 def test_llm(model: Path, tmp_path: Path, multiprocessing: bool) -> None:
     seen, logged = run_engine(
-        "pin_engine_main",
+        "engine_main",
         model,
         tmp_path / "output.json",
         VLLM_ENABLE_V1_MULTIPROCESSING=str(int(multiprocessing)),
@@ -90,6 +92,7 @@ def test_llm(model: Path, tmp_path: Path, multiprocessing: bool) -> None:
     metrics = seen["metrics"]
     assert metrics["relay:pinned_blocks"] == 3
     assert metrics["relay:pinned_bytes"] == seen["pin"]["bytes"]
+    assert seen["pinned_blocks_when_idle"] == [6, 3, 0]
     assert metrics["relay:prefix_hit_tokens"] >= 5 * PINNED_TOKENS
     assert metrics["relay:prefix_hit_tokens"] < metrics["relay:prefix_query_tokens"]
     assert metrics["relay:evicted_blocks"] > 0
@@ -98,7 +101,7 @@ def test_llm(model: Path, tmp_path: Path, multiprocessing: bool) -> None:
 
 def test_async_llm_without_a_server(model: Path, tmp_path: Path) -> None:
     """Its first two requests arrive together, and both find the prompt."""
-    seen, logged = run_engine("pin_async_engine_main", model, tmp_path / "output.json")
+    seen, logged = run_engine("async_engine_main", model, tmp_path / "output.json")
     [system] = seen["pins"]
     assert (system["id"], system["tokens"], system["resident"]) == ("system-0", PINNED_TOKENS, True)
     assert seen["cached_at_first"] == [PINNED_TOKENS, PINNED_TOKENS]
@@ -140,10 +143,62 @@ def test_server(server: str, tmp_path: Path) -> None:
     assert ask("DELETE", f"{pins}/text")[0] == 204
     assert ask("DELETE", f"{pins}/text")[0] == 404
     assert len(json.loads(ask("GET", pins)[1])["pins"]) == 2
-    assert ask("POST", f"{server}/v1/chat/completions", chat)[0] == 200  # gauges need a step
+    assert ask("DELETE", f"{pins}/system-0")[0] == 403
+    assert pinned_blocks(server) == {"0": 3}
+    assert ask("POST", pins, {"prompt_token_ids": [9] * 64, "id": "more", "ttl_s": 2})[0] == 201
+    assert pinned_blocks(server) == {"0": 5}
+    # nothing runs from here on
+    deadline_s = time.monotonic() + 60
+    while pinned_blocks(server) != {"0": 3}:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+    assert ask("POST", f"{server}/v1/chat/completions", chat)[0] == 200
     metrics = ask("GET", f"{server}/metrics")[1]
-    labels = 'engine="0",model_name="tiny"'
-    assert f"relay:pinned_blocks{{{labels}}} 3.0" in metrics
     # both chats, and the request for the pin "chat", whose last block is computed again
     hit_tokens = 3 * PINNED_TOKENS - BLOCK_SIZE
+    labels = 'engine="0",model_name="tiny"'
     assert f"relay:prefix_hit_tokens_total{{{labels}}} {hit_tokens}.0" in metrics
+
+
+def pinned_blocks(server: str) -> dict[str, float]:
+    """By rank, as the metrics have them."""
+    page = ask("GET", f"{server}/metrics")[1]
+    found = re.findall(r'^relay:pinned_blocks{engine="(\d+)",.*} (.*)$', page, re.MULTILINE)
+    return {rank: float(blocks) for rank, blocks in found}
+
+
+@pytest.mark.parametrize(
+    "spawns", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["forked", "with_metrics"]
+)
+def test_server_of_several_ranks_and_processes(model: Path, tmp_path: Path, spawns: bool) -> None:
+    relay = {"scheduler": True, "system_prompts": [SYSTEM_PROMPT]}
+    options = ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", "48"]
+    options += ["--data-parallel-size", "2", "--api-server-count", "2"]
+    options += ["--enable-prompt-tokens-details"]
+    with serving(model, tmp_path / "server.log", relay, options, spawns=spawns) as server:
+        pins = f"{server}/relay/pins"
+        prompt = [3 + 7 * i % 300 for i in range(96)]
+        made = json.loads(ask("POST", pins, {"prompt_token_ids": prompt, "id": "a"})[1])
+        ranks = [{"rank": rank, "blocks": 3, "bytes": 98304, "resident": True} for rank in (0, 1)]
+        assert made["ranks"] == [{**rank, "problem": None} for rank in ranks]
+        for _ in range(4):  # whichever process answers
+            found = json.loads(ask("GET", pins)[1])["pins"]
+            assert [(pin["id"], pin["resident"]) for pin in found] == [
+                ("system-0", True),
+                ("a", True),
+            ]
+            assert all(pin["ranks"] == made["ranks"] for pin in found)
+            # what counts for several processes is decided when it is imported
+            assert pinned_blocks(server) == ({"0": 6, "1": 6} if spawns else {})
+        body = {"model": "tiny", "prompt": [*prompt, 5, 6], "max_tokens": 1}
+        for rank in (0, 1):
+            status, page = ask(
+                "POST", f"{server}/v1/completions", body, headers={"X-data-parallel-rank": rank}
+            )
+            assert status == 200
+            usage = json.loads(page)["usage"]["prompt_tokens_details"]
+            assert usage["cached_tokens"] == 96
+        assert ask("DELETE", f"{pins}/system-0")[0] == 403
+        assert ask("DELETE", f"{pins}/a")[0] == 204
+        assert ask("DELETE", f"{pins}/a")[0] == 404
+        assert pinned_blocks(server) == ({"0": 3, "1": 3} if spawns else {})

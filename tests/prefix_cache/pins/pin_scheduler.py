@@ -20,7 +20,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from vllm_relay.prefix_cache.pins import PinTable
+from vllm_relay.prefix_cache.pins.table import PinTable
+from vllm_relay.prefix_cache.stats import PrefixCacheRecorder
 
 HAS_LOOKAHEAD_HASHES = "num_hash_lookahead_tokens" in inspect.signature(KVCacheManager).parameters
 """Whether this vLLM hashes a block with tokens behind it that a draft reads: from 0.33 on."""
@@ -44,6 +45,7 @@ class Scheduler:
         sliding_window: int | None = None,
         use_eagle: bool = False,
         lookahead_tokens: int = 0,
+        max_pinned_fraction: float = 1.0,
     ) -> None:
         init_none_hash(sha256)
         shape: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 16}
@@ -72,7 +74,10 @@ class Scheduler:
         self.max_model_len = MAX_MODEL_LEN
         self.block_size = BLOCK_SIZE
         self.running: list[Request] = []
-        self.pins = PinTable(self)
+        self.waiting: list[Request] = []
+        self.now_s = 0.0
+        self.pins = PinTable(self, max_pinned_fraction, lambda: self.now_s)
+        self.relay_recorder = PrefixCacheRecorder(self)
         self._requests = 0
 
     @property
@@ -111,10 +116,14 @@ class Scheduler:
         self.free(request)
         return cached
 
-    def pin(self, pin_id: str, token_ids: list[int]) -> dict[str, Any]:
-        num_tokens = self.pins.declare(pin_id, token_ids)["prompt_tokens"]
+    def pin(self, pin_id: str, token_ids: list[int], **declaration: Any) -> dict[str, Any]:
+        num_tokens = self.pins.declare(pin_id, token_ids, **declaration)["prompt_tokens"]
         self.run(token_ids[:num_tokens], pin_id)
-        return self.pins.get(pin_id)
+        return self.entry(pin_id)
+
+    def entry(self, pin_id: str) -> dict[str, Any]:
+        [entry] = [each for each in self.pins.entries() if each["id"] == pin_id]
+        return entry
 
     def flood(self) -> None:
         """Use every free block for something else."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pin prompts in a real LLM, and write what happened to a JSON file.
 
-python -m tests.prefix_cache.pin_engine_main MODEL SYSTEM_PROMPT OUTPUT
+python -m tests.prefix_cache.pins.engine_main MODEL SYSTEM_PROMPT OUTPUT
 """
 
 from __future__ import annotations
@@ -71,6 +71,16 @@ def main(model: str, system_prompt: str, output: str) -> None:
     for metric in llm.get_metrics():
         metrics[metric.name] += getattr(metric, "value", 0)
     seen["metrics"] = metrics
+
+    def pinned_blocks() -> float:
+        return {each.name: each for each in llm.get_metrics()}["relay:pinned_blocks"].value
+
+    prefix_cache.pin(llm, prompt, "a")
+    seen["pinned_blocks_when_idle"] = [pinned_blocks()]
+    prefix_cache.unpin(llm, "a")
+    seen["pinned_blocks_when_idle"].append(pinned_blocks())
+    prefix_cache.unpin(llm, "system-0")  # as Python may
+    seen["pinned_blocks_when_idle"].append(pinned_blocks())
     Path(output).write_text(json.dumps(seen))
 
 
