@@ -229,6 +229,7 @@ def check_new_config(vllm_config: VllmConfig) -> None:
         )
     if scheduler or sparse_is_selected(vllm_config):
         wiring.prepare_new_engines()
+    wiring.end_open_requests()
     wiring.serve_endpoints()  # they say why they cannot be used, where they cannot
     try:
         wiring.publish_metrics()

@@ -14,6 +14,7 @@ its reason and when it can go.
     worker.py, positions.py   workers look at a step before they execute it, and move positions
     requests.py          front ends check requests, and leave padding out of what they count
     server.py            routes, prompts and usage of servers
+    shutdown.py          what is open when a server is told to end
     statistics.py        from workers to the metrics of the front end
     contract/            what is needed of vLLM, and whether a vLLM has it
 
