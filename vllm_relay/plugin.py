@@ -92,6 +92,7 @@ def _register_backend() -> None:
     platform_cls = type(current_platform)
     platform.run_on_new_config(platform_cls, check_new_config)
     configuration.mark_offline_engines()
+    configuration.tell_refusals_alone()
     wiring.hide_tokens_of_modules()
     wiring.check_modular_requests()
     wiring.prepare_engine_cores()
