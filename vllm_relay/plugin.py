@@ -92,6 +92,7 @@ def _register_backend() -> None:
     platform_cls = type(current_platform)
     platform.run_on_new_config(platform_cls, check_new_config)
     configuration.mark_offline_engines()
+    configuration.tell_refusals_alone()
     wiring.hide_tokens_of_modules()
     wiring.check_modular_requests()
     wiring.prepare_engine_cores()
@@ -235,6 +236,7 @@ def check_new_config(vllm_config: VllmConfig) -> None:
         )
     if scheduler or sparse:
         wiring.prepare_new_engines()
+    wiring.end_open_requests()
     wiring.serve_endpoints()  # they say why they cannot be used, where they cannot
     try:
         wiring.publish_metrics()

@@ -3,7 +3,7 @@
 
 - Every process: backends are told which tokens are hidden (`plugin.register`).
 - Front ends: requests are checked (`plugin.register`); the rest when a configuration selects it
-  (`plugin.check_new_config`): prompts that are computed first, routes, metrics.
+  (`plugin.check_new_config`): prompts that are computed first, routes, metrics, how they end.
 - Engine cores: commands, statistics, names of blocks, what stands beside the scheduler, before
   there is one. Those of stock vLLM too: nothing may fail there that it does not need, so what can
   is imported when it is called.
@@ -23,6 +23,7 @@ from vllm_relay.vllm_changes import (
     requests,
     scheduler,
     server,
+    shutdown,
     statistics,
 )
 
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
 LONG_CONTEXTS = "relay_long_contexts"
 """The attribute of schedulers with a `LongContextScheduler`, or None."""
+
+OPEN_CONNECTIONS_WAIT_S = 2
+"""How long a server that ends waits for connections, once its engine has ended."""
 
 
 def hide_tokens_of_modules() -> None:
@@ -184,3 +188,8 @@ def publish_metrics() -> None:
 
     statistics.add_stat_logger(RelayStatLogger)
     statistics.add_to_metrics(metrics_of)
+
+
+def end_open_requests() -> None:
+    """Servers that are told to end do so, and answer what is open with an error."""
+    shutdown.end_open_requests(OPEN_CONNECTIONS_WAIT_S)

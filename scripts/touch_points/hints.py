@@ -101,6 +101,9 @@ NARROWED: dict[str, tuple[str, ...]] = {
 BODIES: dict[str, dict[str, str]] = {
     # function: {file of ours: what is used there of how it is done}; beside those that functions
     # of ours replace without calling them, which the scan finds
+    "vllm.v1.engine.async_llm.AsyncLLM.shutdown": {
+        "vllm_relay/vllm_changes/shutdown.py": "whom it tells that the engine is dead",
+    },
     "vllm.v1.core.kv_cache_manager.KVCacheManager.get_computed_blocks": {
         "vllm_relay/prefix_cache/pins/table.py": "what it reads of a request",
         "vllm_relay/long_context/scheduler.py": "how much of a prompt it looks up",

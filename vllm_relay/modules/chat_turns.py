@@ -47,6 +47,8 @@ class ChatTurns:
         ]
         try:
             text = self._render(messages, asks)
+        except SchemaError:
+            raise
         except Exception as error:  # templates raise what they like
             raise SchemaError(
                 f"the chat template refuses the turns {', '.join(roles)}: {error}"
@@ -142,10 +144,16 @@ def render_of(tokenizer: Any, chat_template: str | None = None, **keywords: Any)
     """Of a Hugging Face tokenizer.
 
     Args:
-        chat_template: instead of the tokenizer's own.
+        chat_template: instead of the tokenizer's own. Where there is neither, what is made raises a
+            SchemaError.
     """
 
     def render(messages: list[dict[str, str]], asks: bool) -> str:
+        if chat_template is None and tokenizer.chat_template is None:
+            raise SchemaError(
+                "the model has no chat template, as the tags of turns need: give one with "
+                "--chat-template, or leave them out and write the markup of turns into the schema"
+            )
         return tokenizer.apply_chat_template(
             messages,
             tokenize=False,
