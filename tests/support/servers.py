@@ -91,10 +91,12 @@ def ask(
     """Status and page.
 
     Args:
-        body: a text, or what becomes JSON.
+        body: a text, bytes, or what becomes JSON.
         headers: more of them.
     """
-    data = None if body is None else (body if isinstance(body, str) else json.dumps(body)).encode()
+    if body is not None and not isinstance(body, str | bytes):
+        body = json.dumps(body)
+    data = body.encode() if isinstance(body, str) else body
     known = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     request = urllib.request.Request(url, data, {**known, **(headers or {})}, method=method)
     try:
