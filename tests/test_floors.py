@@ -55,7 +55,6 @@ MAX_FILES_WITHOUT_LIST = 6
 BEFORE_THEIR_REBUILDING = {
     "attention_backends",
     "long_context",
-    "modules",
     "prefix_cache",
     "sparse",
     "tables/jobs",

@@ -25,7 +25,7 @@ class Engine:
         from vllm import SamplingParams
 
         from tests.support.small_llm import small_relay_llm
-        from vllm_relay.modules.schema import Module, Parameter, Schema
+        from vllm_relay.modules.markup.schema import Module, Parameter, Schema
         from vllm_relay.serving.modular_llm import ModularLLM
 
         self.llm = small_relay_llm(
@@ -127,7 +127,7 @@ def kinds_of_requests(engine: Engine, prompt: str) -> dict[str, Any]:
     """Several samples, salts, and plain and modular requests in one step."""
     from vllm import SamplingParams
 
-    from vllm_relay.modules.requests import with_plan
+    from vllm_relay.modules.engine.requests import with_plan
 
     rendered = engine.modular.schemas.render(prompt)
     seen: dict[str, Any] = {}
@@ -151,7 +151,7 @@ def kinds_of_requests(engine: Engine, prompt: str) -> dict[str, Any]:
 
 def aborted_while_computed(engine: Engine, prompt: str) -> dict[str, Any]:
     """The only request for a module ends while that is computed."""
-    from vllm_relay.modules.requests import with_plan
+    from vllm_relay.modules.engine.requests import with_plan
 
     engine.llm.reset_prefix_cache()
     core = engine.llm.llm_engine
@@ -195,7 +195,7 @@ def refused(engine: Engine, prompt: str) -> list[str]:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    from vllm_relay.modules.plan import EXTRA_ARG
+    from vllm_relay.modules.prompt.plan import EXTRA_ARG
 
     rendered = engine.modular.schemas.render(prompt)
     argument = rendered.plan.to_argument()

@@ -143,8 +143,8 @@ MUTATIONS = [
     ),
     # prompt modules
     *_of(
-        f"{_MODULES}/plan.py",
-        "modules/test_render.py",
+        f"{_MODULES}/prompt/plan.py",
+        "modules/prompt/test_render.py",
         (
             "for begin, end in (*ranges, (num_visible, self.num_slots(segment))):",
             "for begin, end in (*ranges, (num_visible, segment.num_tokens)):",
@@ -152,8 +152,8 @@ MUTATIONS = [
         ("position != positions[offset - 1] + 1", "position < positions[offset - 1] + 1"),
     ),
     *_of(
-        f"{_MODULES}/block_hashes.py",
-        "modules/test_block_hashes.py",
+        f"{_MODULES}/prompt/block_hashes.py",
+        "modules/prompt/test_block_hashes.py",
         ("self._hash((parent, tokens, positions))", "self._hash((parent, tokens))"),
     ),
     # stored contexts and their search

@@ -101,7 +101,7 @@ def run_rows(llm: LLM, model: str, prompts: list[list[int]]) -> Any:
 
 def run_modules(llm: LLM, model: str) -> Any:
     """As modules, and written out; all log-probabilities of the first."""
-    from vllm_relay.modules.plan import EXTRA_ARG
+    from vllm_relay.modules.prompt.plan import EXTRA_ARG
 
     tokenizer = llm.get_tokenizer()
     store = schema_store(tokenizer)

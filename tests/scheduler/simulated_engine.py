@@ -25,7 +25,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS, VOCAB_SIZE
 from tests.scheduler.soak import Question
-from vllm_relay.modules.plan import ModulePlan, plan_of
+from vllm_relay.modules.prompt.plan import ModulePlan, plan_of
 from vllm_relay.prefix_cache.predict_executor import StubExecutor
 
 MODULUS = (1 << 31) - 1

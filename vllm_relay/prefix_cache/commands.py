@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_relay.commands.errors import CommandError
-from vllm_relay.modules.plan import ModulePlan
+from vllm_relay.modules.prompt.plan import ModulePlan
 from vllm_relay.prefix_cache.stats import TOP_PREFIXES
 
 if TYPE_CHECKING:

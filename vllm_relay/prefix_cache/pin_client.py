@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_relay.commands import engine as commands
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.commands.prompts import Prompt, refusals, tokens_of
-from vllm_relay.modules.plan import EXTRA_ARG as PLAN_ARG
-from vllm_relay.modules.plan import ModulePlan
+from vllm_relay.modules.prompt.plan import EXTRA_ARG as PLAN_ARG
+from vllm_relay.modules.prompt.plan import ModulePlan
 from vllm_relay.prefix_cache.commands import HOW_TO_SELECT
 from vllm_relay.prefix_cache.pins import EXTRA_ARG
 

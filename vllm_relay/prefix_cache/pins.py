@@ -26,7 +26,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 
 from vllm_relay.commands.errors import CommandError
-from vllm_relay.modules.plan import ModulePlan, plan_of_request
+from vllm_relay.modules.prompt.plan import ModulePlan, plan_of_request
 
 _PIN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
 

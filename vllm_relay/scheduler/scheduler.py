@@ -22,8 +22,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_relay.config import RelayConfig
-from vllm_relay.modules.admission import ModuleAdmission
-from vllm_relay.modules.plan import plan_of_request
+from vllm_relay.modules.engine.admission import ModuleAdmission
+from vllm_relay.modules.prompt.plan import plan_of_request
 from vllm_relay.prefix_cache.free_queue import PolicyFreeQueue, make_free_queue
 from vllm_relay.prefix_cache.next_use import NextUse
 from vllm_relay.prefix_cache.pins import PinTable

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from vllm_relay.modules.plan import EXTRA_ARG
-from vllm_relay.modules.render import REPAIR_TOKENS, Mode
-from vllm_relay.modules.xml_tree import PmlError
+from vllm_relay.modules.markup.xml_tree import PmlError
+from vllm_relay.modules.prompt.plan import EXTRA_ARG
+from vllm_relay.modules.prompt.render import REPAIR_TOKENS, Mode
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from vllm_relay.modules.render import RenderedPrompt
-    from vllm_relay.modules.schema_store import SchemaStore
+    from vllm_relay.modules.prompt.render import RenderedPrompt
+    from vllm_relay.modules.prompt.schema_store import SchemaStore
 
 FIELD = "relay"
 _STORE_ATTRIBUTE = "relay_schemas"

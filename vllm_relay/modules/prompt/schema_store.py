@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_relay.modules.layout import SchemaTokens, tokenize_schema
-from vllm_relay.modules.pml import did_you_mean, parse_prompt, read_schema
-from vllm_relay.modules.render import REPAIR_TOKENS, Mode, RenderedPrompt, render
-from vllm_relay.modules.schema import Schema
-from vllm_relay.modules.text_tokens import TextTokens
-from vllm_relay.modules.xml_tree import Document, Place, PmlError
+from vllm_relay.modules.markup.pml import did_you_mean, parse_prompt, read_schema
+from vllm_relay.modules.markup.schema import Schema
+from vllm_relay.modules.markup.xml_tree import Document, Place, PmlError
+from vllm_relay.modules.prompt.layout import SchemaTokens, tokenize_schema
+from vllm_relay.modules.prompt.render import REPAIR_TOKENS, Mode, RenderedPrompt, render
+from vllm_relay.modules.prompt.text_tokens import TextTokens
 
 
 class SchemaStore:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_relay.modules.pml import read_schema
+from vllm_relay.modules.markup.pml import read_schema
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -14,7 +14,7 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_relay.modules.plan import EXTRA_ARG, ModulePlan, plan_of_request
+from vllm_relay.modules.prompt.plan import EXTRA_ARG, ModulePlan, plan_of_request
 
 ENCODING_PREFIX = "relay-module-"
 """What the ids of requests begin with that compute a module."""

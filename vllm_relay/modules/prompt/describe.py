@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_relay.modules.layout import (
+from vllm_relay.modules.prompt.layout import (
     ModuleTokens,
     ParameterTokens,
     SchemaTokens,

@@ -17,13 +17,13 @@ from tests.modules.chat_templates import (
 from tests.modules.random_prompts import SchemaMaker, random_prompt
 from tests.modules.reference import Meaning, Token
 from tests.support.depth import cases
-from vllm_relay.modules.chat_turns import MAX_TURNS
-from vllm_relay.modules.plan import ModulePlan
-from vllm_relay.modules.pml import parse_prompt, parse_schema
-from vllm_relay.modules.render import Mode, RenderedPrompt
-from vllm_relay.modules.schema import SchemaError
-from vllm_relay.modules.schema_store import SchemaStore
-from vllm_relay.modules.xml_tree import PmlError
+from vllm_relay.modules.markup.pml import parse_prompt, parse_schema
+from vllm_relay.modules.markup.schema import SchemaError
+from vllm_relay.modules.markup.xml_tree import PmlError
+from vllm_relay.modules.prompt.chat_turns import MAX_TURNS
+from vllm_relay.modules.prompt.plan import ModulePlan
+from vllm_relay.modules.prompt.render import Mode, RenderedPrompt
+from vllm_relay.modules.prompt.schema_store import SchemaStore
 
 TRIP = """<schema name="trip">
   <system>You plan trips.</system>

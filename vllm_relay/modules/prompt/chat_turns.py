@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm_relay.modules.schema import SchemaError
+from vllm_relay.modules.markup.schema import SchemaError
 
 Render = Callable[[list[dict[str, str]], bool], str]
 """Messages, and whether a prompt for an answer follows -> text."""

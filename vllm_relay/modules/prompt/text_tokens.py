@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from vllm_relay.modules.chat_turns import ChatTurns, render_of
+from vllm_relay.modules.prompt.chat_turns import ChatTurns, render_of
 
 
 class TextTokens:

@@ -13,9 +13,9 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 from tests.modules.chat_templates import character_tokenizer, text_of
-from vllm_relay.modules.plan import EXTRA_ARG, ModulePlan
-from vllm_relay.modules.schema import Module, Schema
-from vllm_relay.modules.schema_store import SchemaStore
+from vllm_relay.modules.markup.schema import Module, Schema
+from vllm_relay.modules.prompt.plan import EXTRA_ARG, ModulePlan
+from vllm_relay.modules.prompt.schema_store import SchemaStore
 from vllm_relay.serving.modular_requests import (
     STAND_IN_PROMPT,
     add_usage,

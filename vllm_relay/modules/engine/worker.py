@@ -14,8 +14,8 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens, Ranges
 from vllm_relay.attention_backends.step_rows import StepRows
-from vllm_relay.modules.plan import ModulePlan, plan_of
-from vllm_relay.modules.start_checks import unsupported_reason
+from vllm_relay.modules.engine.start_checks import unsupported_reason
+from vllm_relay.modules.prompt.plan import ModulePlan, plan_of
 from vllm_relay.vllm_changes.positions import (
     call_after_inputs,
     give_positions_to_model,

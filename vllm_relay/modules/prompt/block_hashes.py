@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm_relay.modules.plan import ModulePlan, Segment, plan_of_request
+from vllm_relay.modules.prompt.plan import ModulePlan, Segment, plan_of_request
 
 HashFunction = Callable[[Any], bytes]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_relay.modules.plan import EXTRA_ARG, plan_of
-from vllm_relay.modules.render import RenderedPrompt
-from vllm_relay.modules.start_checks import unsupported_reason
+from vllm_relay.modules.engine.start_checks import unsupported_reason
+from vllm_relay.modules.prompt.plan import EXTRA_ARG, plan_of
+from vllm_relay.modules.prompt.render import RenderedPrompt
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

@@ -12,12 +12,12 @@ from vllm import LLMEngine, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 from tests.integration.tiny_models import save_model
-from tests.modules.test_scheduling import BLOCK_SIZE, WordTokenizer
+from tests.modules.engine.test_scheduling import BLOCK_SIZE, WordTokenizer
 from tests.scheduler.simulated_engine import start
-from vllm_relay.modules.admission import ENCODING_PREFIX
-from vllm_relay.modules.plan import EXTRA_ARG, plan_of_request
-from vllm_relay.modules.schema import Module, Schema
-from vllm_relay.modules.schema_store import SchemaStore
+from vllm_relay.modules.engine.admission import ENCODING_PREFIX
+from vllm_relay.modules.markup.schema import Module, Schema
+from vllm_relay.modules.prompt.plan import EXTRA_ARG, plan_of_request
+from vllm_relay.modules.prompt.schema_store import SchemaStore
 
 NUM_BLOCKS = 20
 MODULE_BLOCKS = 2

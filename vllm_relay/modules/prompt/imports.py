@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether what a prompt imports is there."""
+"""What a prompt imports: whether it is there, and the texts beside it."""
 
 from __future__ import annotations
 
-from vllm_relay.modules.layout import ModuleTokens, ParameterTokens, UnionTokens
-from vllm_relay.modules.pml import Import, did_you_mean
-from vllm_relay.modules.xml_tree import PmlError
+from vllm_relay.modules.markup.pml import Import, did_you_mean
+from vllm_relay.modules.markup.xml_tree import PmlError
+from vllm_relay.modules.prompt.layout import ModuleTokens, ParameterTokens, UnionTokens
 
 
 def check_import(root: ModuleTokens, module: ModuleTokens, found: Import) -> None:
@@ -63,3 +63,30 @@ def _unknown(root: ModuleTokens, name: str, where: str, allowed: list[str]) -> s
             return f"<{name}> cannot stand in {where}: write {opened}<{name}/>{closed}"
     known = f"known there: {', '.join(allowed)}" if allowed else "there are none"
     return f"{where}: unknown module <{name}>; {known}{did_you_mean(name, allowed)}"
+
+
+class ImportTexts:
+    """The texts of an import, by the modules they stand before and behind.
+
+    Attributes:
+        imports: the modules imported right in it.
+        before: what stands before the first of these.
+        behind: what stands behind each.
+        alone: what stands in it without any.
+    """
+
+    def __init__(self, found: Import) -> None:
+        self.imports: dict[str, Import] = {}
+        self.behind: dict[str, str] = {}
+        name, first = None, ""
+        for each in found.content:
+            if isinstance(each, Import):
+                name = each.name
+                self.imports[name] = each
+                self.behind[name] = ""
+            elif name is None:
+                first += each.text
+            else:
+                self.behind[name] += each.text
+        self.before = dict.fromkeys([*self.imports][:1], first)
+        self.alone = "" if self.imports else first

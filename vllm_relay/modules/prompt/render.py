@@ -10,19 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from vllm_relay.modules.import_checks import check_import
-from vllm_relay.modules.import_texts import ImportTexts
-from vllm_relay.modules.layout import (
+from vllm_relay.modules.markup.pml import Import, PromptMarkup, PromptText
+from vllm_relay.modules.markup.schema import SchemaError
+from vllm_relay.modules.markup.xml_tree import PmlError
+from vllm_relay.modules.prompt.imports import ImportTexts, check_import
+from vllm_relay.modules.prompt.layout import (
     ModuleTokens,
     OwnText,
     ParameterTokens,
     SchemaTokens,
 )
-from vllm_relay.modules.plan import ModulePlan, Segment, TailRun
-from vllm_relay.modules.pml import Import, PromptMarkup, PromptText
-from vllm_relay.modules.schema import SchemaError
-from vllm_relay.modules.text_tokens import TextTokens
-from vllm_relay.modules.xml_tree import PmlError
+from vllm_relay.modules.prompt.plan import ModulePlan, Segment, TailRun
+from vllm_relay.modules.prompt.text_tokens import TextTokens
 
 Mode = Literal["modular", "repair", "exact"]
 MODES: tuple[str, ...] = get_args(Mode)

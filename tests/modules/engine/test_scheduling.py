@@ -19,9 +19,9 @@ from tests.integration.tiny_models import VOCAB_SIZE, save_model
 from tests.modules.random_prompts import SchemaMaker, random_prompt
 from tests.scheduler.simulated_engine import answer, start
 from tests.scheduler.soak import FIRST_SEED, SECONDS, Question, Soak, adapters
-from vllm_relay.modules.admission import ENCODING_PREFIX
-from vllm_relay.modules.plan import ModulePlan, plan_of_request
-from vllm_relay.modules.schema_store import SchemaStore
+from vllm_relay.modules.engine.admission import ENCODING_PREFIX
+from vllm_relay.modules.prompt.plan import ModulePlan, plan_of_request
+from vllm_relay.modules.prompt.schema_store import SchemaStore
 
 WORDS = [f"w{number}" for number in range(3, VOCAB_SIZE)]
 BLOCK_SIZE = 32

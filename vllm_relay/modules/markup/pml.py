@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from vllm_relay.modules.schema import (
+from vllm_relay.modules.markup.schema import (
     MAX_PARAMETER_TOKENS,
     RESERVED,
     ROLES,
@@ -28,8 +28,8 @@ from vllm_relay.modules.schema import (
     Turn,
     Union,
 )
-from vllm_relay.modules.white_space import texts_of
-from vllm_relay.modules.xml_tree import (
+from vllm_relay.modules.markup.white_space import texts_of
+from vllm_relay.modules.markup.xml_tree import (
     Document,
     Element,
     Place,

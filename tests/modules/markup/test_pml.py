@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_relay.modules.pml import (
+from vllm_relay.modules.markup.pml import (
     Import,
     PromptText,
     PromptTurn,
@@ -14,7 +14,7 @@ from vllm_relay.modules.pml import (
     parse_schema,
     read_schema,
 )
-from vllm_relay.modules.schema import (
+from vllm_relay.modules.markup.schema import (
     Module,
     Parameter,
     Schema,
@@ -23,7 +23,7 @@ from vllm_relay.modules.schema import (
     Turn,
     Union,
 )
-from vllm_relay.modules.xml_tree import PmlError
+from vllm_relay.modules.markup.xml_tree import PmlError
 
 SCHEMA = """<schema name="trip">
   <system>You plan trips.</system>

@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from vllm_relay.modules.plan import Segment, runs_of_positions
-from vllm_relay.modules.schema import (
+from vllm_relay.modules.markup.schema import (
     Content,
     Module,
     Parameter,
@@ -26,7 +25,8 @@ from vllm_relay.modules.schema import (
     Turn,
     Union,
 )
-from vllm_relay.modules.text_tokens import TextTokens
+from vllm_relay.modules.prompt.plan import Segment, runs_of_positions
+from vllm_relay.modules.prompt.text_tokens import TextTokens
 
 
 @dataclass(eq=False)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.modules.test_render import store_of
-from vllm_relay.modules.block_hashes import PlannedHashes
-from vllm_relay.modules.plan import ModulePlan
-from vllm_relay.modules.schema_store import SchemaStore
+from tests.modules.prompt.test_render import store_of
+from vllm_relay.modules.prompt.block_hashes import PlannedHashes
+from vllm_relay.modules.prompt.plan import ModulePlan
+from vllm_relay.modules.prompt.schema_store import SchemaStore
 
 A, B, C = "a" * 40, "b" * 10, "c" * 70
 SCHEMA = (
