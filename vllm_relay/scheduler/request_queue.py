@@ -52,6 +52,7 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         observer: is told when a request begins and ceases to wait.
         blocked_now: returns what tells, at this moment, whether a request cannot run.
         goes_first: whether a request comes before the others of its priority, as preempted ones do.
+        lacks: whether a request lacks what others compute first; it waits apart, until `offer`.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         blocked_now: Callable[[], Callable[[Request], bool]],
         clock: Callable[[], float] = time.monotonic,
         goes_first: Callable[[Request], bool] = lambda request: False,
+        lacks: Callable[[Request], bool] = lambda request: False,
     ) -> None:
+        self._lacks = lacks
         self._goes_first = goes_first
         self._by_priority = by_priority
         self._chain_of = chain_of
@@ -81,6 +84,7 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         self._num_in_classes = 0
         self._set_aside: set[Request] = set()  # popped, and did not run
         self._blocked: dict[Request, None] = {}
+        self._lacking: dict[Request, None] = {}
         self._popped: Request | None = None
         self._chosen: Request | None = None
         self.overtakes = 0
@@ -90,6 +94,18 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
     def held_requests(self) -> int:
         """Requests held until another one has computed their prefix."""
         return sum(self._classes[priority].held for priority in self._led)
+
+    @property
+    def num_offered(self) -> int:
+        """How many of the waiting requests can run, or can be held."""
+        self._settle()
+        return self._num_in_classes
+
+    def offer(self, request: Request) -> None:
+        """A request lacks nothing any more."""
+        self._settle()
+        del self._lacking[request]
+        self._offer(request)
 
     def retry_blocked(self) -> None:
         """Offer blocked requests again that are not blocked any more, and choose anew; before every
@@ -121,7 +137,7 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
 
     def num_records(self) -> int:
         """How much is kept about requests: nothing when all are done."""
-        kept = (self._positions, self._set_aside, self._blocked, self._classes)
+        kept = (self._positions, self._set_aside, self._blocked, self._lacking, self._classes)
         return sum(map(len, kept)) + (self._popped is not None)
 
     def add_request(self, request: Request) -> None:
@@ -181,6 +197,8 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
                 self._set_aside.discard(request)
             elif request in self._blocked:
                 del self._blocked[request]
+            elif request in self._lacking:
+                del self._lacking[request]
             else:
                 self._take_out(request)
             self._observer.waits_no_longer(request, self._positions[request], False)
@@ -192,15 +210,16 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
 
     def __len__(self) -> int:
         self._settle()
-        return self._num_in_classes + len(self._blocked)
+        return self._num_in_classes + len(self._blocked) + len(self._lacking)
 
     def __iter__(self) -> Iterator[Request]:
         """By priority; preempted ones first, the others in the order of their arrival; at last
-        those that are blocked."""
+        those that cannot run."""
         self._settle()
         for priority in self._priorities:
             yield from self._classes[priority]
         yield from self._blocked
+        yield from self._lacking
 
     @overload
     def __getitem__(self, index: int) -> Request: ...
@@ -247,6 +266,12 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         return arrival_s, self._positions.get(request, 0)
 
     def _put_in_order(self, request: Request) -> None:
+        if self._lacks(request):
+            self._lacking[request] = None
+        else:
+            self._offer(request)
+
+    def _offer(self, request: Request) -> None:
         priority = self._priority(request)
         each = self._classes.get(priority)
         if each is None:
@@ -273,7 +298,7 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
             del self._priorities[bisect.bisect_left(self._priorities, priority)]
 
     def _waits(self, request: Request) -> bool:
-        if request in self._set_aside or request in self._blocked:
+        if request in self._set_aside or request in self._blocked or request in self._lacking:
             return True
         each = self._classes.get(self._priority(request))
         return each is not None and request in each

@@ -55,6 +55,7 @@ class _RelayScheduling(Scheduler):
             feeder,
             self._blocked_now,
             goes_first=lambda request: self.modules.goes_first(request),
+            lacks=lambda request: self.modules.lacks(request),
         )
         self.pins = PinTable(self)
         self.modules = ModuleAdmission(self)
@@ -70,10 +71,6 @@ class _RelayScheduling(Scheduler):
         self.prefill_capacity_bound &= bool(self.waiting or self.kv_holding_waiting)
         self.modules.note_step(output.total_num_scheduled_tokens)
         return output
-
-    def add_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        self.modules.add(request)
-        super().add_request(request, *args, **kwargs)
 
     def _handle_blocked_waiting_request(self, request: Request, *args: Any, **kwargs: Any) -> bool:
         # asked right before the prefix cache is, so that nothing is evicted in between
@@ -135,7 +132,6 @@ class _RelayScheduling(Scheduler):
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self._uncache_uncomputed(request)
         super()._preempt_request(request, *args, **kwargs)
-        self.modules.add(request)
 
     def _uncache_uncomputed(self, request: Request) -> None:
         """Blocks are in the cache from when they are scheduled. By priority, vLLM also preempts
@@ -162,8 +158,6 @@ class _RelayScheduling(Scheduler):
             if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
                 structured = request.structured_output_request
                 return structured is not None and not structured.is_grammar_ready
-            if not self.modules.was_ready(request):
-                return True
             adapter = _adapter(request)
             return adapter != 0 and adapter not in adapters and len(adapters) >= max_adapters
 

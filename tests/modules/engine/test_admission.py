@@ -4,7 +4,9 @@ worker."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -54,6 +56,13 @@ class Engine:
         )
         return self.requests()[-1]
 
+    def add_plain(self, name: str) -> None:
+        self.engine.add_request(
+            name,
+            {"prompt_token_ids": [11] * 40},
+            SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False),
+        )
+
     def requests(self) -> list[Any]:
         return list(self.scheduler.requests.values())
 
@@ -81,21 +90,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model("llama", tmp_path_factory.mktemp("model")))
 
 
-@pytest.fixture
-def engine(model: str) -> Iterator[Engine]:
+@contextmanager
+def started(model: str, max_num_seqs: int = 12, **options: Any) -> Iterator[Engine]:
     llm_engine = start(
         model,
         asynchronous=False,
         attention_backend="relay",
         num_gpu_blocks_override=NUM_BLOCKS,
+        max_num_seqs=max_num_seqs,
         scheduling_policy="priority",
-        additional_config={"relay": {"scheduler": True}},
+        additional_config={"relay": {"scheduler": True, **options}},
     )
     try:
         yield Engine(llm_engine)
     finally:
         llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
+
+
+@pytest.fixture
+def engine(model: str) -> Iterator[Engine]:
+    with started(model) as engine:
+        yield engine
 
 
 def test_a_module_is_computed_once_for_all_who_wait(engine: Engine) -> None:
@@ -150,3 +166,63 @@ def test_modules_that_are_reset_are_computed_again(engine: Engine) -> None:
         engine.engine.step()
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert engine.finish() == ["waits"]
+
+
+@pytest.mark.parametrize("num_modules", [1, 6], ids=["that are there", "that are computed anew"])
+def test_a_stream_of_modular_requests_starves_nobody(model: str, num_modules: int) -> None:
+    with started(model, max_num_seqs=1, max_overtakes=8, max_hold_s=1e6) as engine:
+        number, waiting, ended = 0, 0, []
+        engine.add("first", 0)
+        engine.engine.step()
+        engine.add_plain("plain")
+        for _ in range(400):
+            while waiting < 30:
+                engine.add(str(number), number % num_modules)
+                number, waiting = number + 1, waiting + 1
+            outputs = [each.request_id for each in engine.engine.step() if each.finished]
+            ended += outputs
+            waiting -= len(outputs)
+            if "plain" in ended:
+                break
+        assert "plain" in ended, f"{len(ended)} others have run"
+        engine.finish()
+
+
+def test_who_has_all_modules_waits_like_any_other(engine: Engine) -> None:
+    engine.add("computes", 0, 1)
+    assert engine.finish() == ["computes"]
+    request = engine.add("has all", 0, 1)
+    engine.modules.prepare()
+    assert not engine.modules.goes_first(request)
+    assert not engine.modules.num_records()
+    assert engine.finish() == ["has all"]
+
+
+def test_a_step_looks_at_few_of_those_who_wait(engine: Engine) -> None:
+    """Waiting requests are looked at when something happens that concerns them."""
+    prepare, calls = engine.modules.prepare, 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    def counted() -> None:
+        sys.setprofile(count)
+        try:
+            prepare()
+        finally:
+            sys.setprofile(None)
+
+    engine.modules.prepare = counted
+    worst = []
+    for waiting in (50, 800):
+        for number in range(waiting):
+            engine.add(f"{waiting}/{number}", number % 6, (number + 1) % 6)
+        most = 0
+        while engine.engine.has_unfinished_requests():
+            calls = 0
+            engine.engine.step()
+            most = max(most, calls)
+        worst.append(most)
+        assert not engine.modules.num_records()
+    assert worst[1] < 3 * worst[0], worst

@@ -14,47 +14,57 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_relay.modules.engine.waiting import WaitingRequests
 from vllm_relay.modules.prompt.plan import EXTRA_ARG, ModulePlan, plan_of_request
 
 ENCODING_PREFIX = "relay-module-"
 """What the ids of requests begin with that compute a module."""
 
 
+_LOOKS_PER_STEP = 64
+"""At how many waiting requests a step looks anew: more where batches are larger."""
+_NEW_PER_STEP = 16
+"""How many computations of modules a step begins for the leader, and for others."""
+
+
 class ModuleAdmission:
     """Beside a RelayScheduler.
 
-    One waiting request leads: the oldest of the highest priority. What it lacks is computed before
-    all else, what is there of its modules is held, and when it has all it runs next; so it runs
-    however little memory there is. Modules that others lack are computed in their turn, as far as
-    there is room.
+    One waiting request leads: of those that lack a module the oldest of the highest priority. What
+    it lacks is computed before all else, and what is there of its modules is held until it runs: so
+    it runs however little memory there is. Once it has all it waits like any other. Modules that
+    others lack are computed in their turn, as far as there is room.
     """
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._waiting: dict[str, Request] = {}
-        self._not_ready: set[str] = set()  # of these, when the step was prepared
+        self._waiting: WaitingRequests[Request] = WaitingRequests(self._has_module)
         self._encodings: dict[bytes, Request] = {}  # by the last block of their module
         self._keys: dict[str, bytes] = {}  # by id of the encoding
         self._first: set[bytes] = set()  # keys of the encodings that the leader waits for
         self._lease = _Lease(scheduler)
-        self._room_slots = 0  # in a step, for modules that the leader does not need
         self._was_idle = False
         self._numbers = count()
 
-    def add(self, request: Request) -> None:
-        """A request begins to wait."""
-        if plan_of_request(request) is not None:
-            self._waiting[request.request_id] = request
+    def lacks(self, request: Request) -> bool:
+        """Whether a request that begins to wait or goes on lacks modules. If so, the queue is given
+        it again when they are there."""
+        plan = plan_of_request(request)
+        if plan is None:
+            return False
+        keys = [_key(request, plan, index) for index in range(_num_needed(plan))]
+        rank = (request.request_id in self._keys, request.priority, request.arrival_time)
+        return self._waiting.add(request, keys, rank)
 
     def forget(self, request: Request) -> None:
         """A request has ended."""
-        self._waiting.pop(request.request_id, None)
-        self._not_ready.discard(request.request_id)
+        self._waiting.discard(request)
         if request is self._lease.request:
             self.release()
         if (key := self._keys.pop(request.request_id, None)) is not None:
             del self._encodings[key]
             self._first.discard(key)
+            self._waiting.arrived(key)
             if request.status != RequestStatus.FINISHED_ABORTED:
                 self._count(request)
 
@@ -63,35 +73,24 @@ class ModuleAdmission:
         plan = plan_of_request(request)
         return plan is None or self._has(request, 0, plan.num_stored_slots)
 
-    def was_ready(self, request: Request) -> bool:
-        """Whether it had when the step was prepared."""
-        return request.request_id not in self._not_ready
-
     def goes_first(self, request: Request) -> bool:
-        """Whether a waiting request comes before the others of its priority."""
-        if request is self._lease.request:
-            return True
+        """Whether a waiting request comes before the others of its priority: it computes what the
+        leader lacks."""
         key = self._keys.get(request.request_id)
         return key is not None and key in self._first
 
     def prepare(self) -> None:
-        """Have computed what waiting requests lack; before every step."""
-        self._not_ready.clear()
-        if not self._waiting:
-            return
-        for request in list(self._waiting.values()):
-            if request.status == RequestStatus.RUNNING:
-                del self._waiting[request.request_id]
-                if request is self._lease.request:
-                    self.release()
-        self._choose_leader()
-        self._room_slots = self._free_slots()
-        is_there: dict[bytes, bool] = {}
-        for request in list(self._waiting.values()):
-            missing = self._missing(request, is_there)
-            if missing:
-                self._not_ready.add(request.request_id)
-                self._compute(request, missing)
+        """Have computed what waiting requests lack, and offer those that lack nothing any more;
+        before every step."""
+        for key, encoding in self._encodings.items():
+            if encoding.num_computed_tokens >= encoding.num_prompt_tokens:
+                self._waiting.arrived(key)
+        queue = self._scheduler.waiting
+        num_seats = self._scheduler.max_num_running_reqs - queue.num_offered
+        for request in self._waiting.take_able(max(_LOOKS_PER_STEP, num_seats)):
+            queue.offer(request)
+        self._lead()
+        self._compute_ahead()
         self._hold()
 
     def note_step(self, num_tokens: int) -> None:
@@ -106,15 +105,67 @@ class ModuleAdmission:
     def num_records(self) -> int:
         """How much is kept about requests: nothing when all are done."""
         held = self._lease.request is not None
-        kept = (self._waiting, self._not_ready, self._encodings, self._keys, self._first)
+        kept = (self._waiting, self._encodings, self._keys, self._first)
         return sum(map(len, kept)) + held
 
-    def _choose_leader(self) -> None:
-        users = [each for each in self._waiting.values() if each.request_id not in self._keys]
-        if self._lease.request is None and users:
-            leader = min(users, key=lambda each: (each.priority, each.arrival_time))
-            self._lease.request = leader
-            self._move_first(leader, leader.priority)
+    def _lead(self) -> None:
+        """Choose a leader if there is none, and have computed what it lacks."""
+        leader = self._lease.request
+        if leader is not None and leader.status == RequestStatus.RUNNING:
+            self.release()
+            leader = None
+        if leader is None:
+            leader = self._lease.request = self._oldest()
+        if leader is None or leader not in self._waiting:
+            return
+        missing = self._waiting.missing(leader)
+        for index in reversed(missing[:_NEW_PER_STEP]):  # the last one to come goes first
+            plan = plan_of_request(leader)
+            assert plan is not None
+            key = _key(leader, plan, index)
+            encoding = self._encodings.get(key)
+            if encoding is None:
+                self._first.add(key)
+                self._compute(leader, plan, index)
+            elif key not in self._first:
+                self._first.add(key)
+                self._move_first(encoding, min(encoding.priority, leader.priority))
+
+    def _oldest(self) -> Request | None:
+        """Of those that lack something."""
+        for _ in range(_LOOKS_PER_STEP):
+            request = self._waiting.first()
+            if request is None or self._waiting.still_lacks(request):
+                return request
+            self._scheduler.waiting.offer(request)
+        return None
+
+    def _compute_ahead(self) -> None:
+        """Begin to compute what others lack: work for two steps at most, without driving out what
+        is there."""
+        scheduler = self._scheduler
+        to_come = sum(
+            each.num_prompt_tokens - each.num_computed_tokens for each in self._encodings.values()
+        )
+        free_blocks = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        room = free_blocks * scheduler.block_size // 2 - to_come
+        enough = 2 * scheduler.max_num_scheduled_tokens - to_come
+        for _ in range(_NEW_PER_STEP):
+            found = self._waiting.wanted() if min(room, enough) > 0 else None
+            if found is None:
+                return
+            request, index = found
+            plan = plan_of_request(request)
+            assert plan is not None
+            key = _key(request, plan, index)
+            num_slots = sum(end - first for first, end in plan.encoding_slots(index))
+            if key in self._encodings:
+                self._waiting.computed(key)
+            elif num_slots > room:
+                self._waiting.postpone(key)
+            else:
+                room, enough = room - num_slots, enough - num_slots
+                self._compute(request, plan, index)
 
     def _hold(self) -> None:
         """Keep what is there of the leader's modules."""
@@ -132,55 +183,19 @@ class ModuleAdmission:
     def _has(self, request: Request, first_slot: int, end_slot: int) -> bool:
         size = self._scheduler.block_size
         hashes = request.block_hashes[first_slot // size : end_slot // size]
-        return all(self._scheduler.cached_block(each) is not None for each in hashes)
+        return all(self._scheduler.cached_block(each) is not None for each in reversed(hashes))
 
-    def _missing(self, request: Request, is_there: dict[bytes, bool]) -> list[int]:
-        """The segments that it lacks.
-
-        Args:
-            is_there: what is known of modules by their last block; is added to.
-        """
+    def _has_module(self, request: Request, index: int) -> bool:
         plan = plan_of_request(request)
         assert plan is not None
-        missing = []
-        for index in range(len(plan.segments) - plan.encodes):
-            first, end = plan.first_slots[index : index + 2]
-            key = request.block_hashes[end // plan.block_size - 1]
-            if key not in is_there:
-                is_there[key] = self._has(request, first, end)
-            if not is_there[key]:
-                missing.append(index)
-        return missing
+        return self._has(request, *plan.first_slots[index : index + 2])
 
-    def _compute(self, request: Request, missing: list[int]) -> None:
-        plan = plan_of_request(request)
-        assert plan is not None
-        leads = request is self._lease.request
-        for index in reversed(missing):  # of those that go first, the last one to come does
-            key = request.block_hashes[plan.first_slots[index + 1] // plan.block_size - 1]
-            encoding = self._encodings.get(key)
-            if encoding is None:
-                num_slots = sum(end - first for first, end in plan.encoding_slots(index))
-                if not leads and num_slots > self._room_slots:
-                    continue
-                self._room_slots -= num_slots
-                encoding = self._encoding_request(request, plan, index)
-                self._encodings[key] = encoding
-                self._keys[encoding.request_id] = key
-                if leads:
-                    self._first.add(key)
-                self._scheduler.add_request(encoding)
-            elif leads and key not in self._first:
-                self._first.add(key)
-                self._move_first(encoding, min(encoding.priority, request.priority))
-
-    def _free_slots(self) -> int:
-        """How much may be computed for later without driving out what is there."""
-        free_blocks = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        to_come = sum(
-            each.num_prompt_tokens - each.num_computed_tokens for each in self._encodings.values()
-        )
-        return free_blocks * self._scheduler.block_size // 2 - to_come
+    def _compute(self, request: Request, plan: ModulePlan, index: int) -> None:
+        key = _key(request, plan, index)
+        encoding = self._encodings[key] = self._encoding_request(request, plan, index)
+        self._keys[encoding.request_id] = key
+        self._waiting.computed(key)
+        self._scheduler.add_request(encoding)
 
     def _move_first(self, request: Request, priority: int) -> None:
         if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
@@ -215,6 +230,17 @@ class ModuleAdmission:
             priority=request.priority,
             block_hasher=request._block_hasher,
         )
+
+
+def _num_needed(plan: ModulePlan) -> int:
+    """How many of its segments have to be there: all but the one that it computes."""
+    return len(plan.segments) - plan.encodes
+
+
+def _key(request: Request, plan: ModulePlan, index: int) -> bytes:
+    """The name of a module: that of its last block."""
+    key: bytes = request.block_hashes[plan.first_slots[index + 1] // plan.block_size - 1]
+    return key
 
 
 class _Lease:
