@@ -58,7 +58,7 @@ def test_a_request_gets_its_plan() -> None:
     token_ids = apply_modular_prompt(renderer_of({}), request)
     assert token_ids is not None and len(token_ids) == PROMPT_LEN
     assert request.vllm_xargs is not None and request.vllm_xargs["x"] == 1
-    plan = ModulePlan.model_validate(request.vllm_xargs[EXTRA_ARG])
+    plan = ModulePlan.of_argument(request.vllm_xargs[EXTRA_ARG])
     assert [segment.name for segment in plan.segments] == ["", "hotel"]
     assert apply_modular_prompt(renderer_of({}), Request(prompt="x")) is None
 

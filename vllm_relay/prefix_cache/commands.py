@@ -17,10 +17,10 @@ HOW_TO_SELECT = "start vLLM with --additional-config.relay.scheduler true"
 
 
 def _declare(
-    engine_core: Any, pin_id: str, token_ids: Sequence[int], plan: Any = None
+    engine_core: Any, pin_id: str, token_ids: Sequence[int], plan: str | None = None
 ) -> dict[str, Any]:
-    validated = None if plan is None else ModulePlan.model_validate(plan)
-    return _pins(engine_core).declare(pin_id, token_ids, validated)
+    read = None if plan is None else ModulePlan.of_argument(plan)
+    return _pins(engine_core).declare(pin_id, token_ids, read)
 
 
 def _size(engine_core: Any) -> dict[str, int]:

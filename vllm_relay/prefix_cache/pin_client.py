@@ -161,7 +161,7 @@ async def command_async(engine: Any, name: str, arguments: dict[str, Any]) -> An
 
 def id_of_tokens(token_ids: Sequence[int], plan: ModulePlan | None = None) -> str:
     """The id of a pin that is given none."""
-    text = ",".join(map(str, token_ids)) + (plan.model_dump_json() if plan else "")
+    text = ",".join(map(str, token_ids)) + (plan.to_argument() if plan else "")
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

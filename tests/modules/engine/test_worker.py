@@ -12,7 +12,7 @@ import torch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from vllm_relay.modules.engine import start_checks
-from vllm_relay.modules.engine.worker import ModularRequest, ModuleWorker
+from vllm_relay.modules.engine.worker import ModuleWorker
 from vllm_relay.modules.prompt.plan import ModulePlan, Segment, TailRun
 from vllm_relay.vllm_changes.positions import give_positions_to_model, gives_positions
 
@@ -21,8 +21,8 @@ PLAN = ModulePlan(
     block_size=32,
     segments=(Segment(name="", num_tokens=20, position_runs=((0, 0),)),),
     tail=(
-        TailRun(num_tokens=2, position=50, visible=(20,)),
-        TailRun(num_tokens=3, position=70, visible=(20,)),
+        TailRun(num_tokens=2, position=50, sees=((0, 20),)),
+        TailRun(num_tokens=3, position=70),
     ),
 )
 
@@ -62,7 +62,7 @@ def batch(num_computed: list[int], num_scheduled: list[int], padding: int = 0) -
 @pytest.mark.usefixtures("unwrapped")
 def test_v2_gives_models_positions_in_one_buffer() -> None:
     """Graphs keep its address, and slots are sampled with."""
-    worker = ModuleWorker({"modular": ModularRequest.of(PLAN)})
+    worker = ModuleWorker({"modular": PLAN})
     give_positions_to_model(worker.begin_batch, worker.move_batch_positions)
     state = model_state()
     captured = state.prepare_dummy_inputs(2, 8)["positions"]
@@ -96,7 +96,7 @@ def test_models_with_a_model_state_of_their_own_are_refused() -> None:
 
 
 def test_v1_moves_positions_where_they_are() -> None:
-    worker = ModuleWorker({"modular": ModularRequest.of(PLAN)})
+    worker = ModuleWorker({"modular": PLAN})
     step = batch([4, 33], [2, 3])
     runner = SimpleNamespace(
         input_batch=SimpleNamespace(

@@ -8,6 +8,7 @@ import pickle
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.modules.prompt.test_render import store_of
 from vllm_relay.modules.prompt.block_hashes import PlannedHashes
@@ -99,7 +100,7 @@ def test_a_conversation_goes_on_where_its_answer_ended(store: SchemaStore) -> No
     rendered = store.render('<prompt schema="s"><a/>xyz</prompt>')
     plan = rendered.plan
     assert plan is not None
-    run = plan.tail[-1].model_copy(update={"num_tokens": plan.tail[-1].num_tokens + 40})
+    run = replace(plan.tail[-1], num_tokens=plan.tail[-1].num_tokens + 40)
     later = ModulePlan(block_size=32, segments=plan.segments, tail=(*plan.tail[:-1], run))
     tokens = rendered.token_ids + [7] * 40
     found = []

@@ -105,8 +105,8 @@ class ModuleAdmission:
     def num_records(self) -> int:
         """How much is kept about requests: nothing when all are done."""
         held = self._lease.request is not None
-        kept = (self._waiting, self._encodings, self._keys, self._first)
-        return sum(map(len, kept)) + held
+        encodings = len(self._encodings) + len(self._keys) + len(self._first)
+        return len(self._waiting) + encodings + held
 
     def _lead(self) -> None:
         """Choose a leader if there is none, and have computed what it lacks."""

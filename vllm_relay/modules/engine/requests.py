@@ -44,9 +44,10 @@ def check_request(vllm_config: VllmConfig, request: Any) -> None:
         raise ValueError(f"prompt modules: {reason}")
     try:
         plan = plan_of(params)
+        assert plan is not None
+        plan.check()
     except ValueError as error:
         raise ValueError(f"{EXTRA_ARG}: {error}") from None
-    assert plan is not None
     if request.mm_features or request.prompt_embeds is not None or request.resumable:
         raise ValueError("prompt modules: prompts are text, whole and of tokens")
     num_prompt_tokens = len(request.prompt_token_ids or ())

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,33 +25,16 @@ from vllm_relay.vllm_changes.worker import call_before_each_step
 
 
 @dataclass
-class ModularRequest:
-    """A request of a worker.
-
-    Attributes:
-        runs: first slot, end and hidden slots of what it computes; the last one goes on.
-    """
-
-    plan: ModulePlan
-    runs: list[tuple[int, int, Ranges]]
-
-    @classmethod
-    def of(cls, plan: ModulePlan) -> ModularRequest:
-        runs = [(a, b, plan.hidden_slots(visible)) for a, b, visible in plan.computed_runs()]
-        first, _, hidden = runs[-1]
-        return cls(plan, [*runs[:-1], (first, sys.maxsize, hidden)])
-
-
-@dataclass
 class ModuleWorker:
     """The requests with modules of one worker process.
 
     Attributes:
+        requests: the plans of those that run, by their ids.
         batch: names the requests of the running step in `req_ids`: model runner V1's own, or what
             V2 has made for the step.
     """
 
-    requests: dict[str, ModularRequest] = field(default_factory=dict)
+    requests: dict[str, ModulePlan] = field(default_factory=dict)
     batch: Any = None
 
     def begin_step(self, worker: Any, scheduler_output: Any) -> None:
@@ -73,7 +56,7 @@ class ModuleWorker:
                     f"prompt modules: {name} gives the model positions of its own; "
                     "VLLM_USE_V2_MODEL_RUNNER=0"
                 )
-            self.requests[new.req_id] = ModularRequest.of(plan)
+            self.requests[new.req_id] = plan
 
     def begin_batch(self, batch: Any) -> None:
         """Takes over who is where in a step of model runner V2."""
@@ -100,13 +83,13 @@ class ModuleWorker:
         places: list[int] = []
         moved: list[int] = []
         for row, request_id in enumerate(self.batch.req_ids[: len(ends)]):
-            request = self.requests.get(request_id)
-            if request is None:
+            plan = self.requests.get(request_id)
+            if plan is None:
                 continue
             count = int(num_scheduled_tokens[row])
-            begin = int(num_computed_tokens[row]) - request.plan.num_stored_slots
+            begin = int(num_computed_tokens[row]) - plan.num_stored_slots
             places += range(ends[row] - count, ends[row])
-            moved += request.plan.positions_from(begin, count)
+            moved += plan.positions_from(begin, count)
         if places:
             there = async_tensor_h2d([places, moved], positions.device, torch.int64)
             positions.index_copy_(0, there[0], there[1])
@@ -128,17 +111,15 @@ class ModuleWorker:
         starts: list[int] = [0]
         lens: list[int] = []
         ranges: dict[int, Ranges] = {}
-        for number, request in enumerate(found):
+        for number, plan in enumerate(found):
             seq_len, query_end = int(seq_lens[number]), int(query_start_loc[number + 1])
             first_slot = seq_len - (query_end - int(query_start_loc[number]))
-            runs = [(first_slot, seq_len, ())] if request is None else request.runs
-            for begin, end, hidden in runs:
-                if begin < seq_len and end > first_slot:
-                    if hidden:
-                        ranges[len(owners)] = hidden
-                    owners.append(number)
-                    lens.append(min(end, seq_len))
-                    starts.append(query_end - (seq_len - lens[-1]))
+            for end, hidden in _runs(plan, first_slot, seq_len):
+                if hidden:
+                    ranges[len(owners)] = hidden
+                owners.append(number)
+                lens.append(end)
+                starts.append(query_end - (seq_len - end))
         requests = None if len(owners) == len(found) else np.array(owners)
         return StepRows(
             requests,
@@ -146,6 +127,20 @@ class ModuleWorker:
             np.array(lens, seq_lens.dtype),
             HiddenTokens(ranges),
         )
+
+
+def _runs(plan: ModulePlan | None, begin: int, end: int) -> Iterator[tuple[int, Ranges]]:
+    """Ends and hidden slots of the runs that a request computes between two slots."""
+    if plan is None:
+        yield end, ()
+    elif begin >= plan.run_slots[-2]:  # the last one goes on
+        yield end, plan.last_hidden_slots
+    else:
+        for first, run_end, visible in plan.computed_runs(begin):
+            if first >= end:
+                return
+            is_last = run_end == plan.run_slots[-1]
+            yield end if is_last else min(run_end, end), plan.hidden_slots(visible)
 
 
 state = ModuleWorker()

@@ -8,11 +8,11 @@ mean equal keys and values, wherever the segment stands in a prompt and whatever
 
 from __future__ import annotations
 
-import sys
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm_relay.modules.prompt.plan import ModulePlan, Segment, plan_of_request
+from vllm_relay.modules.prompt.plan import ModulePlan, Ranges, Segment, plan_of_request
 
 HashFunction = Callable[[Any], bytes]
 
@@ -34,14 +34,19 @@ class PlannedHashes:
     ) -> None:
         self._plan = plan
         self._hash = hash_function
-        self._extra_keys = extra_keys
-        self._contents = [
-            plan.segment_tokens(index, token_ids) for index in range(len(plan.segments))
-        ]
-        self._positions = [each.positions(each.num_tokens) for each in plan.segments]
-        self._digests: dict[tuple[int, int], bytes] = {}
-        *runs, (first, _, visible) = plan.computed_runs()
-        self._runs = [*runs, (first, sys.maxsize, visible)]  # generated tokens go on with the last
+        self._tail_root = hash_function(("relay tail", extra_keys))
+        digests = _SegmentDigests(plan, token_ids, hash_function, extra_keys)
+        self._stored = digests.blocks()
+        self._seen: list[bytes] = []  # a digest of all that each run of the tail sees
+        digest = b""
+        for run in plan.tail:
+            if run.sees:
+                seen = tuple(
+                    (index, digests.seen(index, visible), plan.segments[index].replaced)
+                    for index, visible in run.sees
+                )
+                digest = hash_function((digest, seen))
+            self._seen.append(digest)
 
     def block(self, number: int, token_ids: Sequence[int], previous: bytes | None) -> bytes:
         """The hash of the block at this place of the request.
@@ -50,53 +55,73 @@ class PlannedHashes:
             token_ids: of this block.
             previous: the hash of the block before; used where that is a block of the tail.
         """
-        size, first_slots = self._plan.block_size, self._plan.first_slots
-        slot = number * size
-        if slot >= first_slots[-1]:
-            return self._tail_block(slot, token_ids, previous if slot > first_slots[-1] else None)
-        index = max(each for each, first in enumerate(first_slots[:-1]) if first <= slot)
-        return self._segment_digest(index, slot + size - first_slots[index])
+        if number < len(self._stored):
+            return self._stored[number]
+        size, first_run = self._plan.block_size, self._plan.run_slots
+        begin, end = number * size, number * size + len(token_ids)
+        # generated tokens see what the last run sees
+        first = min(bisect_right(first_run, begin), len(self._seen)) - 1
+        seen: list[tuple[int, bytes]] = []  # by the tokens of this block
+        for slot, digest in zip(first_run[first:], self._seen[first:], strict=False):
+            if slot >= end:
+                break
+            seen.append((max(slot - begin, 0), digest))
+        parent = previous if number > len(self._stored) else self._tail_root
+        positions = self._plan.positions_from(begin - first_run[0], len(token_ids))
+        return self._hash((parent, tuple(token_ids), tuple(positions), tuple(seen)))
 
-    def _segment_digest(self, index: int, end: int) -> bytes:
-        """Of the tokens of a segment up to an offset, as far as they decide its keys and values."""
+
+class _SegmentDigests:
+    """Of the tokens of segments, as far as they decide their keys and values."""
+
+    def __init__(
+        self,
+        plan: ModulePlan,
+        token_ids: Sequence[int],
+        hash_function: HashFunction,
+        extra_keys: tuple[Any, ...],
+    ) -> None:
+        self._plan = plan
+        self._hash = hash_function
+        self._extra_keys = extra_keys
+        self._contents = [
+            plan.segment_tokens(index, token_ids) for index in range(len(plan.segments))
+        ]
+        self._positions = [each.positions(each.num_tokens) for each in plan.segments]
+        self._digests: dict[tuple[int, int], bytes] = {}
+
+    def blocks(self) -> list[bytes]:
+        """Of all blocks of all segments."""
+        size = self._plan.block_size
+        return [
+            self._up_to(index, end)
+            for index, segment in enumerate(self._plan.segments)
+            for end in range(size, self._plan.num_slots(segment) + 1, size)
+        ]
+
+    def seen(self, index: int, visible: int) -> tuple[bytes, Ranges]:
+        """Of the first tokens of a segment, and which of these others do not see."""
+        placeholders = self._plan.segments[index].placeholders
+        unseen = tuple((begin, min(end, visible)) for begin, end in placeholders if begin < visible)
+        return self._up_to(index, visible), unseen
+
+    def _up_to(self, index: int, end: int) -> bytes:
         segment = self._plan.segments[index]
         end = min(end, segment.num_tokens)
+        if not end:
+            return b""
         if (index, end) not in self._digests:
             size = self._plan.block_size
             begin = (end - 1) // size * size
-            parent = self._segment_digest(index, begin) if begin else self._context(segment)
+            parent = self._up_to(index, begin) if begin else self._context(segment)
             tokens = tuple(self._contents[index][begin:end])
             positions = tuple(self._positions[index][begin:end])
             self._digests[index, end] = self._hash((parent, tokens, positions))
         return self._digests[index, end]
 
     def _context(self, segment: Segment) -> bytes:
-        seen = tuple(
-            (self._segment_digest(index, visible), self._unseen(index, visible))
-            for index, visible in segment.context
-        )
+        seen = tuple(self.seen(index, visible) for index, visible in segment.context)
         return self._hash(("relay module", self._extra_keys, seen))
-
-    def _unseen(self, index: int, visible: int) -> tuple[tuple[int, int], ...]:
-        """What others do not see of the first tokens of a segment."""
-        placeholders = self._plan.segments[index].placeholders
-        return tuple((begin, min(end, visible)) for begin, end in placeholders if begin < visible)
-
-    def _tail_block(self, slot: int, token_ids: Sequence[int], previous: bytes | None) -> bytes:
-        seen: list[Any] = []  # by the tokens of this block, and of what segments
-        for first, end, visible in self._runs:
-            if first < slot + len(token_ids) and end > slot:
-                stored = tuple(
-                    (self._segment_digest(index, each), self._unseen(index, each),
-                     self._plan.segments[index].replaced)
-                    for index, each in enumerate(visible)
-                    if each
-                )  # fmt: skip
-                seen.append((max(first - slot, 0), stored))
-        parent = previous or self._hash(("relay tail", self._extra_keys))
-        begin = slot - self._plan.first_slots[-1]
-        positions = self._plan.positions_from(begin, len(token_ids))
-        return self._hash((parent, tuple(token_ids), tuple(positions), tuple(seen)))
 
 
 def module_block_hasher(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from vllm_relay.modules.markup.schema import (
     Content,
@@ -25,7 +26,7 @@ from vllm_relay.modules.markup.schema import (
     Turn,
     Union,
 )
-from vllm_relay.modules.prompt.plan import Segment, runs_of_positions
+from vllm_relay.modules.prompt.plan import Segment
 from vllm_relay.modules.prompt.text_tokens import TextTokens
 
 
@@ -37,7 +38,8 @@ class ModuleTokens:
         path: names from the outermost module on; empty for what every prompt has.
         position, size_tokens: where it begins, and how many positions it takes.
         context: the modules around it and how many of their tokens stand before it.
-        tokens, positions: of its own text, placeholders included.
+        tokens: of its own text, placeholders included.
+        position_runs: see `Segment`.
         placeholders: ranges of these that are placeholders.
         parts: its own text and what stands in it, in order.
         scaffolds: names of modules right in it that are computed together.
@@ -50,7 +52,7 @@ class ModuleTokens:
     is_cached: bool
     size_tokens: int = 0
     tokens: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
+    position_runs: list[tuple[int, int]] = field(default_factory=list)
     placeholders: list[tuple[int, int]] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
     scaffolds: list[tuple[str, ...]] = field(default_factory=list)
@@ -75,17 +77,17 @@ class ModuleTokens:
         for child in self.children():
             yield from child.walk()
 
-    def segment(self, context: tuple[tuple[int, int], ...]) -> Segment:
-        """For a plan in which the segments it sees have these places."""
+    @cached_property
+    def segment(self) -> Segment:
+        """For a plan, which knows what it sees."""
         return Segment(
             name=self.name,
             num_tokens=len(self.tokens),
-            position_runs=runs_of_positions(self.positions),
+            position_runs=tuple(self.position_runs),
             placeholders=tuple(self.placeholders),
             placeholder_tokens=tuple(
                 token for begin, end in self.placeholders for token in self.tokens[begin:end]
             ),
-            context=context,
         )
 
 
@@ -94,6 +96,7 @@ class OwnText:
     """Tokens begin..end of a module."""
 
     text: str
+    position: int
     begin: int
     end: int
 
@@ -211,7 +214,7 @@ class _Layout:
         """With what comes before all text."""
         if tokens:
             self._add_tokens(root, tokens)
-            root.parts.append(OwnText("", 0, len(tokens)))
+            root.parts.append(OwnText("", 0, 0, len(tokens)))
 
     def fill(self, module: ModuleTokens, content: Sequence[Content]) -> None:
         """Lay out what a module consists of, behind what it has already."""
@@ -249,9 +252,9 @@ class _Layout:
         text = "".join(texts)
         texts.clear()
         if text:
-            begin = len(module.tokens)
+            begin, position = len(module.tokens), module.end_position
             self._add_tokens(module, self._text_tokens(text))
-            module.parts.append(OwnText(text, begin, len(module.tokens)))
+            module.parts.append(OwnText(text, position, begin, len(module.tokens)))
 
     def _add(self, module: ModuleTokens, each: Module | Union | Parameter) -> None:
         position = module.end_position
@@ -270,8 +273,11 @@ class _Layout:
             module.size_tokens += max(child.size_tokens for child in children)
 
     def _add_tokens(self, module: ModuleTokens, tokens: list[int]) -> None:
+        runs = module.position_runs
+        moved = not runs or runs[-1][1] + len(module.tokens) - runs[-1][0] != module.end_position
+        if tokens and moved:
+            runs.append((len(module.tokens), module.end_position))
         module.tokens += tokens
-        module.positions += range(module.end_position, module.end_position + len(tokens))
         module.size_tokens += len(tokens)
 
     def _child(self, parent: ModuleTokens, module: Module, position: int) -> ModuleTokens:

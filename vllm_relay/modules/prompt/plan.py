@@ -12,24 +12,22 @@ Source: Prompt Cache (Gim et al., 2024), sections 3.3 and 3.4.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import msgspec
+from msgspec.structs import replace
 
-Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
-Length = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Length = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 Ranges = tuple[tuple[Count, Count], ...]
 T = TypeVar("T")
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Segment(_Frozen):
+class Segment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Tokens that are computed once and kept: the text of a module without the modules in it.
 
     Attributes:
@@ -52,8 +50,11 @@ class Segment(_Frozen):
     replaced: Ranges = ()
     context: tuple[tuple[Count, Length], ...] = ()
 
-    @model_validator(mode="after")
-    def _check(self) -> Segment:
+    def check(self) -> None:
+        """
+        Raises:
+            ValueError: it contradicts itself.
+        """
         offsets = [offset for offset, _ in self.position_runs]
         if not offsets or offsets[0] != 0 or sorted(set(offsets)) != offsets:
             raise ValueError(f"segment {self.name!r}: position_runs do not begin at 0 and ascend")
@@ -71,13 +72,15 @@ class Segment(_Frozen):
                 f"segment {self.name!r}: {len(self.placeholder_tokens)} placeholder_tokens for "
                 f"{num_placeholders} placeholders"
             )
-        return self
 
     @property
     def num_seen_tokens(self) -> int:
         """How many tokens others may see."""
-        unseen = {i for a, b in (*self.placeholders, *self.replaced) for i in range(a, b)}
-        return self.num_tokens - len(unseen)
+        end, num_unseen = 0, 0
+        for begin, range_end in sorted((*self.placeholders, *self.replaced)):
+            num_unseen += max(range_end - max(begin, end), 0)
+            end = max(end, range_end)
+        return self.num_tokens - num_unseen
 
     def positions(self, num_slots: int) -> list[int]:
         """Of its tokens, and of so many slots; those of padding repeat the last one."""
@@ -91,20 +94,23 @@ class Segment(_Frozen):
         return max(position + end - offset for (offset, position), end in runs)
 
 
-class TailRun(_Frozen):
+class TailRun(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Tokens of the tail with successive positions that see the same of all segments.
 
     Attributes:
-        visible: for each segment, how many of its tokens.
+        sees: segments by their place in the plan, and how many of their tokens; what is not named
+            is seen as by the run before, and by the first run not at all.
     """
 
     num_tokens: Length
     position: Count
-    visible: tuple[Count, ...]
+    sees: tuple[tuple[Count, Count], ...] = ()
 
 
-class ModulePlan(_Frozen):
-    """Of one request.
+class ModulePlan(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dict=True
+):
+    """Of one request. What is made of it is as long as the plan, not as its segments times runs.
 
     Attributes:
         block_size: tokens of a KV block.
@@ -116,11 +122,16 @@ class ModulePlan(_Frozen):
     segments: tuple[Segment, ...]
     tail: tuple[TailRun, ...] = ()
 
-    @model_validator(mode="after")
-    def _check(self) -> ModulePlan:
+    def check(self) -> None:
+        """For plans that come from elsewhere.
+
+        Raises:
+            ValueError: it contradicts itself.
+        """
         if not self.segments and not self.tail:
             raise ValueError("a plan needs a segment or a tail")
         for number, segment in enumerate(self.segments):
+            segment.check()
             for index, visible in segment.context:
                 if index >= number or visible > self.segments[index].num_tokens:
                     raise ValueError(f"segment {segment.name!r}: its context is not before it")
@@ -128,12 +139,9 @@ class ModulePlan(_Frozen):
         if len(names) < len(self.segments):
             raise ValueError("two segments have the same positions and see the same")
         for run in self.tail:
-            if len(run.visible) != len(self.segments) or any(
-                visible > segment.num_tokens
-                for visible, segment in zip(run.visible, self.segments, strict=True)
-            ):
-                raise ValueError("tail: it sees tokens that are not there")
-        return self
+            for index, visible in run.sees:
+                if index >= len(self.segments) or visible > self.segments[index].num_tokens:
+                    raise ValueError("tail: it sees tokens that are not there")
 
     @property
     def encodes(self) -> bool:
@@ -157,8 +165,12 @@ class ModulePlan(_Frozen):
     @cached_property
     def num_hidden_slots(self) -> int:
         """The slots before its last token which that does not see."""
-        *_, (_, _, visible) = self.computed_runs()
-        return sum(end - begin for begin, end in self.hidden_slots(visible))
+        return sum(end - begin for begin, end in self.last_hidden_slots)
+
+    @cached_property
+    def last_hidden_slots(self) -> Ranges:
+        """Those which its last token does not see, nor generated ones."""
+        return self.hidden_slots(self._visible(len(self.tail)))
 
     @property
     def end_position(self) -> int:
@@ -178,24 +190,41 @@ class ModulePlan(_Frozen):
             if blocks[first:end]:
                 yield blocks[first:end]
 
-    def computed_runs(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """First slot and end of what the request computes, with what is visible of the segments, by
-        runs that see the same. Generated tokens see what the last run sees."""
+    @cached_property
+    def run_slots(self) -> tuple[int, ...]:
+        """The first slots of what the request computes, by runs that see the same, and the end."""
         if self.encodes:
-            context = dict(self.segments[-1].context)
-            visible = tuple(context.get(index, 0) for index in range(len(self.segments) - 1))
-            yield self.num_stored_slots, self.num_prompt_slots, visible
-            return
-        slot = self.num_stored_slots
-        for run in self.tail:
-            yield slot, slot + run.num_tokens, run.visible
-            slot += run.num_tokens
+            return (self.num_stored_slots, self.num_prompt_slots)
+        lengths = (run.num_tokens for run in self.tail)
+        return tuple(accumulate(lengths, initial=self.num_stored_slots))
 
-    def hidden_slots(self, visible: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    def computed_runs(self, begin: int = 0) -> Iterator[tuple[int, int, list[int]]]:
+        """First slot and end of the runs that end behind a slot, with what is visible of the
+        segments; valid until the next is asked for. Generated tokens see what the last run sees."""
+        slots = self.run_slots
+        first = min(bisect_right(slots, begin, 1) - 1, len(slots) - 2)
+        visible = self._visible(first + 1)
+        for number in range(first, len(slots) - 1):
+            if number > first:
+                _update(visible, self.tail[number])
+            yield slots[number], slots[number + 1], visible
+
+    def _visible(self, num_runs: int) -> list[int]:
+        """Of each segment, how many tokens the last of so many runs sees."""
+        visible = [0] * (len(self.segments) - self.encodes)
+        if self.encodes:
+            for index, num_tokens in self.segments[-1].context:
+                visible[index] = num_tokens
+        for run in self.tail[:num_runs]:
+            _update(visible, run)
+        return visible
+
+    def hidden_slots(self, visible: Sequence[int]) -> Ranges:
         """The stored slots that tokens do not see which see this much of the segments."""
         hidden: list[tuple[int, int]] = []
-        for index, num_visible in enumerate(visible):
-            segment, first = self.segments[index], self.first_slots[index]
+        for segment, first, num_visible in zip(
+            self.segments, self.first_slots, visible, strict=False
+        ):
             ranges = sorted((*segment.placeholders, *segment.replaced))
             ranges = [
                 (begin, min(end, num_visible)) for begin, end in ranges if begin < num_visible
@@ -230,10 +259,9 @@ class ModulePlan(_Frozen):
         Args:
             token_ids: of all slots.
         """
-        *_, (_, _, visible) = self.computed_runs()
         seen: list[int] = []
         slot = 0
-        for begin, end in self.hidden_slots(visible):
+        for begin, end in self.last_hidden_slots:
             seen += token_ids[slot:begin]
             slot = end
         return seen + token_ids[slot:]
@@ -259,7 +287,7 @@ class ModulePlan(_Frozen):
 
         def moved(each: Segment) -> Segment:
             context = tuple((places[old], visible) for old, visible in each.context)
-            return each.model_copy(update={"context": context, "replaced": ()})
+            return replace(each, context=context, replaced=())
 
         segments = [*(self.segments[each] for each in needed), segment]
         return ModulePlan(block_size=self.block_size, segments=tuple(map(moved, segments)))
@@ -292,9 +320,22 @@ class ModulePlan(_Frozen):
                 needed |= {seen for seen, _ in self.segments[each].context}
         return needed
 
-    def to_argument(self) -> dict[str, Any]:
-        """For `SamplingParams.extra_args`."""
-        return self.model_dump(mode="json", exclude_defaults=True)
+    def to_argument(self) -> str:
+        """For `SamplingParams.extra_args`: a text, which nobody has to copy."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def of_argument(cls, argument: Any) -> ModulePlan:
+        """
+        Raises:
+            ValueError: it is none.
+        """
+        if not isinstance(argument, str):
+            raise ValueError(f"given a {type(argument).__name__}, expected the text of a plan")
+        try:
+            return msgspec.json.decode(argument, type=cls)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"expected a plan: {error}") from None
 
 
 EXTRA_ARG = "relay_modules"
@@ -302,14 +343,14 @@ EXTRA_ARG = "relay_modules"
 
 
 def plan_of(sampling_params: Any) -> ModulePlan | None:
-    """The plan that a request comes with.
+    """The plan that a request comes with; front ends have checked it.
 
     Raises:
         ValueError: it is none.
     """
     extra_args = getattr(sampling_params, "extra_args", None)
     given = extra_args.get(EXTRA_ARG) if extra_args else None
-    return None if given is None else ModulePlan.model_validate(given)
+    return None if given is None else ModulePlan.of_argument(given)
 
 
 _ATTRIBUTE = "relay_plan"
@@ -336,10 +377,31 @@ def positions_of_runs(
     return positions + [positions[-1]] * (num_slots - num_tokens)
 
 
-def runs_of_positions(positions: list[int]) -> tuple[tuple[int, int], ...]:
-    """Offset and position of the first token of each run of successive positions."""
-    return tuple(
-        (offset, position)
-        for offset, position in enumerate(positions)
-        if offset == 0 or position != positions[offset - 1] + 1
-    )
+class TailRuns(list[TailRun]):
+    """The tail of a plan, as it is put together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._visible: dict[int, int] = {}
+
+    def add(self, num_tokens: int, position: int, sees: Mapping[int, int]) -> None:
+        """
+        Args:
+            sees: see `TailRun`.
+        """
+        changed = {
+            index: visible
+            for index, visible in sees.items()
+            if self._visible.get(index, 0) != visible
+        }
+        self._visible.update(changed)
+        last = self[-1] if self else None
+        if last and not changed and last.position + last.num_tokens == position:
+            self[-1] = replace(last, num_tokens=last.num_tokens + num_tokens)
+        else:
+            self.append(TailRun(num_tokens, position, tuple(changed.items())))
+
+
+def _update(visible: list[int], run: TailRun) -> None:
+    for index, num_tokens in run.sees:
+        visible[index] = num_tokens

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from msgspec.structs import replace
+
 from vllm_relay.modules.markup.pml import Import, PromptMarkup, PromptText
 from vllm_relay.modules.markup.schema import SchemaError
 from vllm_relay.modules.markup.xml_tree import PmlError
@@ -20,7 +22,7 @@ from vllm_relay.modules.prompt.layout import (
     ParameterTokens,
     SchemaTokens,
 )
-from vllm_relay.modules.prompt.plan import ModulePlan, Segment, TailRun
+from vllm_relay.modules.prompt.plan import ModulePlan, Segment, TailRuns
 from vllm_relay.modules.prompt.text_tokens import TextTokens
 
 Mode = Literal["modular", "repair", "exact"]
@@ -102,30 +104,18 @@ class _Visit:
     """A module on the way through a prompt, and what of it has been passed.
 
     Attributes:
+        place: among the segments of the plan, if it has tokens to store.
         beside: the modules beside it that it sees in this prompt.
         num_to_repair: how many of the tokens to come are computed anew.
         repaired: ranges of its tokens that were.
     """
 
+    place: int
     module: ModuleTokens
     found: Import
     beside: list[ModuleTokens]
     num_to_repair: int
-    num_passed: int = 0
     repaired: list[tuple[int, int]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _New:
-    """Tokens that no module holds.
-
-    Attributes:
-        passed: how many tokens of each visit so far stand before them.
-    """
-
-    tokens: list[int]
-    position: int
-    passed: tuple[int, ...]
 
 
 class _Walk:
@@ -137,7 +127,9 @@ class _Walk:
         self._repair_tokens = repair_tokens
         self._imported: set[tuple[str, ...]] = set()
         self._visits: list[_Visit] = []
-        self._new: list[_New] = []
+        self._new: list[int] = []  # tokens that no module holds
+        self._tail = TailRuns()
+        self._passed: dict[int, int] = {}  # see `TailRun.sees`, since the last new tokens
         self._texts: list[str] = []
         self._end_position = 0
 
@@ -155,7 +147,8 @@ class _Walk:
     def _module(self, module: ModuleTokens, found: Import, beside: list[ModuleTokens]) -> None:
         check_import(self._schema.root, module, found)
         self._imported.add(module.path)
-        visit = _Visit(module, found, beside, self._repair_tokens if module.path else 0)
+        num_to_repair = self._repair_tokens if module.path else 0
+        visit = _Visit(len(self._visits), module, found, beside, num_to_repair)
         if module.is_cached and module.tokens:
             self._visits.append(visit)
         texts = ImportTexts(found)
@@ -171,12 +164,9 @@ class _Walk:
                     name = member.path[-1]
                     if name in texts.imports:
                         seen = set().union(*(each for each in scaffolds if name in each))
+                        beside = [each for each in visited if each.path[-1] in seen] if seen else []
                         self._text(texts.before.get(name, ""))
-                        self._module(
-                            member,
-                            texts.imports[name],
-                            [each for each in visited if each.path[-1] in seen],
-                        )
+                        self._module(member, texts.imports[name], beside)
                         self._text(texts.behind[name])
                         if member.tokens:
                             visited.append(member)
@@ -188,16 +178,15 @@ class _Walk:
         tokens = module.tokens[part.begin : part.end]
         if not tokens:
             return
-        position = module.positions[part.begin]
         if not module.is_cached:
-            self._add_new(tokens, position)
+            self._add_new(tokens, part.position)
         else:
             if repaired := tokens[: visit.num_to_repair]:
-                self._add_new(repaired, position)
+                self._add_new(repaired, part.position)
                 visit.repaired.append((part.begin, part.begin + len(repaired)))
                 visit.num_to_repair -= len(repaired)
-            visit.num_passed = part.end
-        self._end_position = max(self._end_position, position + len(tokens))
+            self._passed[visit.place] = part.end
+        self._end_position = max(self._end_position, part.position + len(tokens))
 
     def _parameter(self, visit: _Visit, part: ParameterTokens) -> None:
         name = part.parameter.name
@@ -212,7 +201,7 @@ class _Walk:
         self._texts.append(argument)
         self._add_new(tokens, part.position)
         if visit.module.is_cached:
-            visit.num_passed = part.end
+            self._passed[visit.place] = part.end
         if tokens:
             self._end_position = max(self._end_position, part.position + len(tokens))
 
@@ -226,8 +215,9 @@ class _Walk:
 
     def _add_new(self, tokens: list[int], position: int) -> None:
         if tokens:
-            passed = tuple(visit.num_passed for visit in self._visits)
-            self._new.append(_New(tokens, position, passed))
+            self._new += tokens
+            self._tail.add(len(tokens), position, self._passed)
+            self._passed.clear()
 
     def _question(self, prompt: PromptMarkup, text: str) -> None:
         """What stands behind the schema's text: the rest of its last turn, and further turns."""
@@ -274,36 +264,27 @@ class _Walk:
     def planned(self, block_size: int) -> RenderedPrompt:
         """With modules in slots of their own."""
         segments = self._segments()
-        tail: list[TailRun] = []
-        for new in self._new:
-            visible = new.passed + (0,) * (len(segments) - len(new.passed))
-            last = tail[-1] if tail else None
-            if last and last.visible == visible and last.position + last.num_tokens == new.position:
-                tail[-1] = last.model_copy(update={"num_tokens": last.num_tokens + len(new.tokens)})
-            else:
-                tail.append(
-                    TailRun(num_tokens=len(new.tokens), position=new.position, visible=visible)
-                )
-        plan = ModulePlan(block_size=block_size, segments=segments, tail=tuple(tail))
+        plan = ModulePlan(block_size=block_size, segments=segments, tail=tuple(self._tail))
         token_ids: list[int] = []
         # in slots that are not seen a token that is there, so that penalties see nothing new
-        unseen = self._new[0].tokens[:1]
+        unseen = self._new[:1]
         for visit, segment in zip(self._visits, segments, strict=True):
             tokens = visit.module.tokens + unseen * (plan.num_slots(segment) - segment.num_tokens)
             for begin, end in segment.placeholders:
                 tokens[begin:end] = unseen * (end - begin)
             token_ids += tokens
-        for new in self._new:
-            token_ids += new.tokens
-        end = tail[-1].position + tail[-1].num_tokens
+        token_ids += self._new
+        last = self._tail[-1]
+        end = last.position + last.num_tokens
         module_tokens = {segment.name: segment.num_seen_tokens for segment in segments}
         return RenderedPrompt(token_ids, plan, end, module_tokens)
 
     def _segments(self) -> tuple[Segment, ...]:
-        places = {visit.module: place for place, visit in enumerate(self._visits)}
+        places = {visit.module: visit.place for visit in self._visits}
         segments = []
         for visit in self._visits:
             context = [*visit.module.context, *((each, len(each.tokens)) for each in visit.beside)]
-            segment = visit.module.segment(tuple((places[each], seen) for each, seen in context))
-            segments.append(segment.model_copy(update={"replaced": tuple(visit.repaired)}))
+            seen = tuple((places[each], num_tokens) for each, num_tokens in context)
+            repaired = tuple(visit.repaired)
+            segments.append(replace(visit.module.segment, context=seen, replaced=repaired))
         return tuple(segments)
