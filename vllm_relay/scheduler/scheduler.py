@@ -46,6 +46,7 @@ class _RelayScheduling(Scheduler):
             super().__init__(*args, **kwargs)
         self._is_offline = is_offline(vllm_config)
         self.order_group = _full_attention_group(self.kv_cache_config)
+        self._order_suffix = make_block_hash_with_group_id(BlockHash(b""), self.order_group or 0)
         feeder = _NextUseFeeder(self)
         self.waiting: PrefixRequestQueue = PrefixRequestQueue(
             self.policy == SchedulingPolicy.PRIORITY,
@@ -109,7 +110,7 @@ class _RelayScheduling(Scheduler):
 
     def cached_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
         """A block of the KV cache group of full attention in the prefix cache."""
-        key = make_block_hash_with_group_id(block_hash, self.order_group or 0)
+        key = block_hash + self._order_suffix
         return self.kv_cache_manager.block_pool.cached_block_hash_to_block.get_one_block(key)
 
     def _is_resident(self, name: BlockName) -> bool:

@@ -15,15 +15,15 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_relay.modules.engine.waiting import WaitingRequests
-from vllm_relay.modules.prompt.plan import EXTRA_ARG, ModulePlan, plan_of_request
+from vllm_relay.modules.prompt.plan import EXTRA_ARG, ModulePlan, keep_plan, plan_of_request
 
 ENCODING_PREFIX = "relay-module-"
 """What the ids of requests begin with that compute a module."""
 
 
-_LOOKS_PER_STEP = 64
-"""At how many waiting requests a step looks anew: more where batches are larger."""
-_NEW_PER_STEP = 16
+_LOOKS_PER_STEP = 16
+"""At how many waiting requests a step looks anew, and at as many as may begin in it."""
+_NEW_PER_STEP = 8
 """How many computations of modules a step begins for the leader, and for others."""
 
 
@@ -85,8 +85,8 @@ class ModuleAdmission:
         for key, encoding in self._encodings.items():
             if encoding.num_computed_tokens >= encoding.num_prompt_tokens:
                 self._waiting.arrived(key)
-        queue = self._scheduler.waiting
-        num_seats = self._scheduler.max_num_running_reqs - queue.num_offered
+        scheduler, queue = self._scheduler, self._scheduler.waiting
+        num_seats = scheduler.max_num_running_reqs - len(scheduler.running) - queue.num_offered
         for request in self._waiting.take_able(max(_LOOKS_PER_STEP, num_seats)):
             queue.offer(request)
         self._lead()
@@ -181,14 +181,18 @@ class ModuleAdmission:
         self._lease.extend(plan.num_stored_slots // plan.block_size)
 
     def _has(self, request: Request, first_slot: int, end_slot: int) -> bool:
-        size = self._scheduler.block_size
-        hashes = request.block_hashes[first_slot // size : end_slot // size]
-        return all(self._scheduler.cached_block(each) is not None for each in reversed(hashes))
+        size, cached_block = self._scheduler.block_size, self._scheduler.cached_block
+        for number in range(
+            end_slot // size - 1, first_slot // size - 1, -1
+        ):  # the last goes first
+            if cached_block(request.block_hashes[number]) is None:
+                return False
+        return True
 
     def _has_module(self, request: Request, index: int) -> bool:
         plan = plan_of_request(request)
         assert plan is not None
-        return self._has(request, *plan.first_slots[index : index + 2])
+        return self._has(request, plan.first_slots[index], plan.first_slots[index + 1])
 
     def _compute(self, request: Request, plan: ModulePlan, index: int) -> None:
         key = _key(request, plan, index)
@@ -212,13 +216,22 @@ class ModuleAdmission:
 
     def _encoding_request(self, request: Request, plan: ModulePlan, index: int) -> Request:
         assert request.prompt_token_ids is not None
+        encoding_plan = plan.encoding_plan(index)
         params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
             detokenize=False,
-            extra_args={EXTRA_ARG: plan.encoding_plan(index).to_argument()},
+            extra_args={EXTRA_ARG: encoding_plan.to_argument()},
         )
-        return Request(
+        # they are named alike in every request
+        hashes = [
+            block_hash
+            for first, end in plan.encoding_slots(index)
+            for block_hash in request.block_hashes[
+                first // plan.block_size : end // plan.block_size
+            ]
+        ]
+        encoding = Request(
             request_id=f"{ENCODING_PREFIX}{next(self._numbers)}",
             prompt_token_ids=plan.encoding_tokens(index, request.prompt_token_ids),
             sampling_params=params,
@@ -228,8 +241,10 @@ class ModuleAdmission:
             lora_request=request.lora_request,
             cache_salt=request.cache_salt,
             priority=request.priority,
-            block_hasher=request._block_hasher,
+            block_hasher=lambda encoding: hashes[len(encoding.block_hashes) :],
         )
+        keep_plan(encoding, encoding_plan)
+        return encoding
 
 
 def _num_needed(plan: ModulePlan) -> int:

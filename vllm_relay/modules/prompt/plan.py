@@ -353,17 +353,18 @@ def plan_of(sampling_params: Any) -> ModulePlan | None:
     return None if given is None else ModulePlan.of_argument(given)
 
 
-_ATTRIBUTE = "relay_plan"
-
-
 def plan_of_request(request: Any) -> ModulePlan | None:
     """Of a request of the engine core; read once."""
     try:
-        return getattr(request, _ATTRIBUTE)
+        return request.relay_plan  # type: ignore[no-any-return]
     except AttributeError:
-        plan = plan_of(getattr(request, "sampling_params", None))
-        setattr(request, _ATTRIBUTE, plan)
-        return plan
+        return keep_plan(request, plan_of(getattr(request, "sampling_params", None)))
+
+
+def keep_plan(request: Any, plan: ModulePlan | None) -> ModulePlan | None:
+    """Let `plan_of_request` return a plan."""
+    request.relay_plan = plan
+    return plan
 
 
 def positions_of_runs(
