@@ -213,9 +213,9 @@ def test_positions_that_a_model_has_not_are_refused() -> None:
     store = store_of(
         f'<schema name="s">a<union><module name="b">{"b" * 60}</module></union>'
         '<param name="p" len="30"/></schema>',
-        max_model_len=80,
+        max_model_len=92,
     )
-    with pytest.raises(PmlError, match="positions up to 91, the model takes less than 80"):
+    with pytest.raises(PmlError, match="positions up to 91, the model takes less than 92"):
         store.render('<prompt schema="s">?</prompt>')
 
 

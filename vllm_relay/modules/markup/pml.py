@@ -146,8 +146,8 @@ def parse_prompt(text: str, source: str = "prompt", *, schema: str | None = None
         elif each.text.strip():
             raise PmlError(
                 each.place,
-                f"found the text {_short(each.text)} behind <{turns[-1].role}>, expected it in a "
-                "turn",
+                f"found the text {shortened(each.text)} behind <{turns[-1].role}>, expected it in "
+                "a turn",
             )
     return PromptMarkup(schema, tuple(content), tuple(turns), root.place)
 
@@ -217,7 +217,7 @@ class _SchemaReader:
                 _expect_name(child, ("module",), inside=element)
             elif child.text.strip():
                 raise PmlError(
-                    child.place, f"<union>: found text {_short(child.text)}, expected <module>"
+                    child.place, f"<union>: found text {shortened(child.text)}, expected <module>"
                 )
         modules = [
             self._module(child, _preserves(child, preserve))
@@ -384,10 +384,19 @@ def _at(element: Element, make: Callable[[], Made]) -> Made:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint, if there is one."""
-    close = difflib.get_close_matches(name, list(known), 1)
+    # comparing takes long, and there may be thousands
+    alike = [each for each in known if abs(len(each) - len(name)) < 3 and len(name) < 50]
+    close = difflib.get_close_matches(name, alike[:100], 1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _short(text: str) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first of many names."""
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return ", ".join(names[:20]) + more
+
+
+def shortened(text: str) -> str:
+    """For an error."""
     text = " ".join(text.split())
     return repr(text if len(text) <= 40 else text[:37] + "...")

@@ -23,6 +23,14 @@ class SchemaError(ValueError):
     """A schema that cannot be; what was found, what is allowed."""
 
 
+class SchemaTooLongError(SchemaError):
+    """A schema that no prompt of the model could use as a whole."""
+
+
+class TooManySchemasError(SchemaError):
+    """A schema for which there is no room beside the others."""
+
+
 @dataclass(frozen=True)
 class Text:
     text: str

@@ -5,7 +5,6 @@ that cannot begin markup, as in code: those are text."""
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from xml.parsers import expat
@@ -15,7 +14,7 @@ class PmlError(ValueError):
     """What is wrong in a schema or a prompt, and where: "NAME:LINE:COLUMN: ..."."""
 
     def __init__(self, place: Place, message: str) -> None:
-        super().__init__(f"{place}: {message}")
+        super().__init__(f"{place}: {message if len(message) < 1000 else message[:997] + '...'}")
         self.place = place
 
 
@@ -30,13 +29,12 @@ class Document:
     def __init__(self, text: str, source: str, inside: str | None = None) -> None:
         self.source = source
         self._text = text
-        # sorted; of the characters that the given text does not have
-        self._inserted_at: list[int] = []
         opening, closing = (f"<{inside}>", f"</{inside}>") if inside else ("", "")
         self._num_opening_bytes = len(opening)
         self.has_root = inside is None
         # no surrogates: the parser says that they are no characters, and where
-        self.markup = f"{opening}{self._with_entities()}{closing}".encode(errors="surrogatepass")
+        given = "".join(piece for piece, _ in self._pieces())
+        self.markup = f"{opening}{given}{closing}".encode(errors="surrogatepass")
 
     def line_and_column(self, byte: int) -> tuple[int, int]:
         """From 1, in the given text.
@@ -45,33 +43,33 @@ class Document:
             byte: of the markup.
         """
         before = self.markup[self._num_opening_bytes : byte].decode(errors="ignore")
-        offset = len(before) - bisect_right(self._inserted_at, len(before))
-        offset = min(offset, len(self._text))
+        offset = num_before = 0  # in the given text, and in the one with entities
+        for piece, given in self._pieces():
+            if num_before + len(piece) > len(before):
+                offset += min(len(before) - num_before, len(given))
+                break
+            num_before, offset = num_before + len(piece), offset + len(given)
         line = self._text.count("\n", 0, offset) + 1
         return line, offset - self._text.rfind("\n", 0, offset)
 
-    def _with_entities(self) -> str:
+    def _pieces(self) -> Iterator[tuple[str, str]]:
+        """Of the text with entities, and of the one that is given."""
         text, begin = self._text, 0
-        pieces: list[str] = []
         while (verbatim := _VERBATIM.search(text, begin)) is not None:
             end = text.find(_ENDS[verbatim[0]], verbatim.end())
             if end < 0:
                 break  # the parser says what is wrong
-            pieces += self._replaced(begin, verbatim.start())
-            pieces.append(text[verbatim.start() : end])
+            yield from self._replaced(begin, verbatim.start())
+            yield (text[verbatim.start() : end],) * 2
             begin = end
-        return "".join((*pieces, *self._replaced(begin, len(text))))
+        yield from self._replaced(begin, len(text))
 
-    def _replaced(self, begin: int, end: int) -> Iterator[str]:
-        """Part of the text, with entities."""
+    def _replaced(self, begin: int, end: int) -> Iterator[tuple[str, str]]:
         for match in _NO_MARKUP.finditer(self._text, begin, end):
-            entity = "&lt;" if match["less"] else "&amp;"
-            first = match.start() + len(self._inserted_at)
-            self._inserted_at += range(first + 1, first + len(entity))
-            yield self._text[begin : match.start()]
-            yield entity
+            yield (self._text[begin : match.start()],) * 2
+            yield "&lt;" if match["less"] else "&amp;", match[0]
             begin = match.end()
-        yield self._text[begin:end]
+        yield (self._text[begin:end],) * 2
 
 
 @dataclass(frozen=True)
@@ -115,6 +113,8 @@ _NO_MARKUP = re.compile(r"(?P<less><(?![\w/!?:]))|(?P<and>&(?!#?\w{1,31};))")
 _VERBATIM = re.compile(r"<!--|<!\[CDATA\[")
 _ENDS = {"<!--": "-->", "<![CDATA[": "]]>"}
 MAX_DEPTH = 50
+MAX_ELEMENTS = 100_000
+"""Of a document: each takes memory, however short it is."""
 
 
 def parse_xml(text: str, source: str, *, inside: str | None = None) -> Element:
@@ -135,6 +135,7 @@ class _Parser:
         self._document = document
         self._open: list[Element] = []
         self._root: Element | None = None
+        self._num_elements = 0
         self._pending: list[str] = []
         self._pending_place: Place | None = None
         parser = self._parser = expat.ParserCreate("utf-8")
@@ -173,6 +174,11 @@ class _Parser:
         element = Element(name, attributes, self._here())
         if len(self._open) == MAX_DEPTH:
             raise PmlError(element.place, f"<{name}> is inside {MAX_DEPTH} others, expected fewer")
+        self._num_elements += 1
+        if self._num_elements > MAX_ELEMENTS:
+            raise PmlError(
+                element.place, f"found {MAX_ELEMENTS} elements before it, expected fewer"
+            )
         if self._open:
             self._open[-1].children.append(element)
         else:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from vllm_relay.modules.markup.pml import Import, did_you_mean
+from vllm_relay.modules.markup.pml import Import, did_you_mean, listed
 from vllm_relay.modules.markup.xml_tree import PmlError
 from vllm_relay.modules.prompt.layout import ModuleTokens, ParameterTokens, UnionTokens
 
@@ -47,7 +47,7 @@ def _check_arguments(module: ModuleTokens, found: Import, where: str) -> None:
     known = [part.parameter.name for part in module.parts if isinstance(part, ParameterTokens)]
     for name in found.arguments:
         if name not in known:
-            allowed = f"its parameters are {', '.join(known)}" if known else "it has none"
+            allowed = f"its parameters are {listed(known)}" if known else "it has none"
             raise PmlError(
                 found.place,
                 f"{where}: unknown parameter {name!r}; {allowed}{did_you_mean(name, known)}",
@@ -61,7 +61,7 @@ def _unknown(root: ModuleTokens, name: str, where: str, allowed: list[str]) -> s
             opened = "".join(f"<{each}>" for each in parents)
             closed = "".join(f"</{each}>" for each in reversed(parents))
             return f"<{name}> cannot stand in {where}: write {opened}<{name}/>{closed}"
-    known = f"known there: {', '.join(allowed)}" if allowed else "there are none"
+    known = f"known there: {listed(allowed)}" if allowed else "there are none"
     return f"{where}: unknown module <{name}>; {known}{did_you_mean(name, allowed)}"
 
 

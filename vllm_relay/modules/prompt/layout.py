@@ -22,6 +22,7 @@ from vllm_relay.modules.markup.schema import (
     Parameter,
     Schema,
     SchemaError,
+    SchemaTooLongError,
     Text,
     Turn,
     Union,
@@ -143,22 +144,34 @@ class SchemaTokens:
         root: what every prompt has.
         turns: in the order of the text.
         turn_is_open: whether the last turn is the user's: text at the end of a prompt continues it.
+        num_tokens: of all modules, each counted as `MODULE_TOKENS` besides its text.
     """
 
     schema: Schema
     root: ModuleTokens
     turns: tuple[TurnText, ...]
     turn_is_open: bool
+    num_tokens: int
 
     @property
     def size_tokens(self) -> int:
         return self.root.size_tokens
 
 
-def tokenize_schema(schema: Schema, text_tokens: TextTokens) -> SchemaTokens:
+def tokenize_schema(
+    schema: Schema,
+    text_tokens: TextTokens,
+    *,
+    max_positions: int | None = None,
+    max_tokens: int | None = None,
+) -> SchemaTokens:
     """Lay a schema out.
 
+    Args:
+        max_positions, max_tokens: that it may take; None: any number.
+
     Raises:
+        SchemaTooLongError: it takes more.
         SchemaError: the chat template cannot render its turns.
     """
     roles = list(_roles(schema.content, (), in_union=False))
@@ -167,11 +180,12 @@ def tokenize_schema(schema: Schema, text_tokens: TextTokens) -> SchemaTokens:
         TurnText(role, path, *text) for (role, path), text in zip(roles, texts, strict=True)
     )
     is_open = bool(roles) and roles[-1] == ("user", ()) and isinstance(schema.content[-1], Turn)
-    layout = _Layout(text_tokens, schema.scaffolds, turns, is_open)
+    room = _Room(schema.name, max_positions, max_tokens)
+    layout = _Layout(text_tokens, schema.scaffolds, turns, is_open, room)
     root = ModuleTokens((), 0, (), is_cached=True)
     layout.begin(root, [] if turns else text_tokens.beginning)
     layout.fill(root, schema.content)
-    return SchemaTokens(schema, root, turns, is_open)
+    return SchemaTokens(schema, root, turns, is_open, room.num_tokens)
 
 
 def _roles(
@@ -194,6 +208,38 @@ def _roles(
                 yield from _roles(module.content, (*path, module.name), in_union=True)
 
 
+MODULE_TOKENS = 64
+"""What a module takes in memory besides its tokens, in tokens."""
+
+
+@dataclass
+class _Room:
+    """What a schema may take; asked before it is taken."""
+
+    name: str
+    max_positions: int | None
+    max_tokens: int | None
+    num_tokens: int = 0
+
+    def take(self, num_tokens: int, end_position: int) -> None:
+        """
+        Raises:
+            SchemaTooLongError: there is no room.
+        """
+        self.num_tokens += num_tokens
+        if self.max_positions is not None and end_position > self.max_positions:
+            raise SchemaTooLongError(
+                f"schema {self.name!r}: takes {end_position} positions or more, the model has "
+                f"{self.max_positions}: members of a <union> share theirs, and parameters take as "
+                "many as len says"
+            )
+        if self.max_tokens is not None and self.num_tokens > self.max_tokens:
+            raise SchemaTooLongError(
+                f"schema {self.name!r}: takes more than {self.max_tokens} tokens, the most that all "
+                "schemas may take (max_schema_tokens)"
+            )
+
+
 class _Layout:
     def __init__(
         self,
@@ -201,7 +247,9 @@ class _Layout:
         scaffolds: tuple[tuple[str, ...], ...],
         turns: tuple[TurnText, ...],
         turn_is_open: bool,
+        room: _Room,
     ) -> None:
+        self._room = room
         self._text_tokens = text_tokens
         self._scaffolds: dict[str, list[tuple[str, ...]]] = {}
         for scaffold in scaffolds:
@@ -260,6 +308,7 @@ class _Layout:
         position = module.end_position
         if isinstance(each, Parameter):
             length = each.length_tokens
+            self._room.take(0, position + length)
             tokens = self._text_tokens(each.placeholder or "")[:length]
             tokens += [self._text_tokens.placeholder] * (length - len(tokens))
             begin = len(module.tokens)
@@ -273,6 +322,7 @@ class _Layout:
             module.size_tokens += max(child.size_tokens for child in children)
 
     def _add_tokens(self, module: ModuleTokens, tokens: list[int]) -> None:
+        self._room.take(len(tokens), module.end_position + len(tokens))
         runs = module.position_runs
         moved = not runs or runs[-1][1] + len(module.tokens) - runs[-1][0] != module.end_position
         if tokens and moved:
@@ -281,6 +331,7 @@ class _Layout:
         module.size_tokens += len(tokens)
 
     def _child(self, parent: ModuleTokens, module: Module, position: int) -> ModuleTokens:
+        self._room.take(MODULE_TOKENS, position)
         before = [(parent, len(parent.tokens))] if parent.tokens else []
         child = ModuleTokens(
             (*parent.path, module.name),

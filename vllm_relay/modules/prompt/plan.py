@@ -356,7 +356,7 @@ def plan_of(sampling_params: Any) -> ModulePlan | None:
 def plan_of_request(request: Any) -> ModulePlan | None:
     """Of a request of the engine core; read once."""
     try:
-        return request.relay_plan  # type: ignore[no-any-return]
+        return request.relay_plan
     except AttributeError:
         return keep_plan(request, plan_of(getattr(request, "sampling_params", None)))
 

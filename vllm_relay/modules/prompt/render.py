@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from msgspec.structs import replace
 
-from vllm_relay.modules.markup.pml import Import, PromptMarkup, PromptText
+from vllm_relay.modules.markup.pml import Import, PromptMarkup, PromptText, shortened
 from vllm_relay.modules.markup.schema import SchemaError
 from vllm_relay.modules.markup.xml_tree import PmlError
 from vllm_relay.modules.prompt.imports import ImportTexts, check_import
@@ -195,8 +195,8 @@ class _Walk:
         if len(tokens) > part.parameter.length_tokens:
             raise PmlError(
                 visit.found.place,
-                f"<{visit.found.name}>: {name}={argument!r} has {len(tokens)} tokens, the schema "
-                f"allows {part.parameter.length_tokens}",
+                f"<{visit.found.name}>: {name}={shortened(argument)} has {len(tokens)} tokens, the "
+                f"schema allows {part.parameter.length_tokens}",
             )
         self._texts.append(argument)
         self._add_new(tokens, part.position)

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
-from vllm_relay.modules.markup.pml import did_you_mean, parse_prompt, read_schema
-from vllm_relay.modules.markup.schema import Schema
+from vllm_relay.modules.markup.pml import did_you_mean, listed, parse_prompt, read_schema
+from vllm_relay.modules.markup.schema import Schema, TooManySchemasError
 from vllm_relay.modules.markup.xml_tree import Document, Place, PmlError
 from vllm_relay.modules.prompt.layout import SchemaTokens, tokenize_schema
 from vllm_relay.modules.prompt.render import REPAIR_TOKENS, Mode, RenderedPrompt, render
@@ -20,7 +21,9 @@ class SchemaStore:
     Args:
         tokenizer: a Hugging Face tokenizer.
         block_size: tokens of a KV block of the engine.
-        max_model_len: positions and slots a prompt may take; None: any number.
+        max_model_len: positions and slots a prompt may take, and positions of a schema; None: any
+            number.
+        max_schemas, max_tokens: of all schemas together; None: any number.
         chat_template: instead of the tokenizer's own.
         chat_template_kwargs: what else it is given.
     """
@@ -31,13 +34,17 @@ class SchemaStore:
         *,
         block_size: int,
         max_model_len: int | None = None,
+        max_schemas: int | None = None,
+        max_tokens: int | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.text_tokens = TextTokens(tokenizer, chat_template, chat_template_kwargs)
         self.block_size = block_size
         self.max_model_len = max_model_len
+        self._max_schemas, self._max_tokens = max_schemas, max_tokens
         self._schemas: dict[str, SchemaTokens] = {}
+        self._lock = Lock()  # servers add schemas in threads
         # a tokenizer of vLLM tells how long its tokens are
         chars_per_token = getattr(tokenizer, "max_chars_per_token", None)
         self._max_chars = (
@@ -48,13 +55,35 @@ class SchemaStore:
         """Add a schema, or take the place of the one with its name.
 
         Raises:
-            SchemaError, PmlError: it cannot be understood, or rendered for this model.
+            SchemaError, PmlError: it cannot be understood, or rendered for this model, or there is
+                no room for it.
         """
         if isinstance(schema, Path):
             schema = read_schema(schema)
-        tokens = tokenize_schema(schema, self.text_tokens)
-        self._schemas[schema.name] = tokens
+        tokens = tokenize_schema(
+            schema,
+            self.text_tokens,
+            max_positions=self.max_model_len,
+            max_tokens=self._max_tokens,
+        )
+        with self._lock:
+            self._check_room(schema.name, tokens.num_tokens)
+            self._schemas[schema.name] = tokens
         return tokens
+
+    def _check_room(self, name: str, num_tokens: int) -> None:
+        others = [each for each in self._schemas.values() if each.schema.name != name]
+        if self._max_schemas is not None and len(others) >= self._max_schemas:
+            raise TooManySchemasError(
+                f"schema {name!r}: there are {len(others)} schemas, expected at most "
+                f"{self._max_schemas} (max_schemas): delete one first"
+            )
+        of_others = sum(each.num_tokens for each in others)
+        if self._max_tokens is not None and of_others + num_tokens > self._max_tokens:
+            raise TooManySchemasError(
+                f"schema {name!r}: takes {num_tokens} tokens, the others {of_others} of "
+                f"{self._max_tokens} (max_schema_tokens): delete one first"
+            )
 
     def remove(self, name: str) -> None:
         """
@@ -74,8 +103,9 @@ class SchemaStore:
 
     def unknown(self, name: str) -> str:
         """What to say of a name that no schema has."""
-        known = ", ".join(self._schemas) or "none"
-        return f"unknown schema {name!r}; known: {known}{did_you_mean(name, self._schemas)}"
+        names = self.names()
+        known = listed(names) or "none"
+        return f"unknown schema {name!r}; known: {known}{did_you_mean(name, names)}"
 
     def render(
         self,
