@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import tracemalloc
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +30,7 @@ def client_of(
     schemas: tuple[str, ...] = (),
     reason: str | None = None,
     processes: int = 1,
+    **options: int,
 ) -> TestClient:
     monkeypatch.setattr(routes, "unsupported_reason", lambda config: reason)
     app = FastAPI()
@@ -34,7 +38,7 @@ def client_of(
         chat_template=None, default_chat_template_kwargs=None
     )
     config = SimpleNamespace(
-        additional_config={"relay": {"scheduler": True, "schemas": list(schemas)}},
+        additional_config={"relay": {"scheduler": True, "schemas": list(schemas), **options}},
         cache_config=SimpleNamespace(block_size=32),
         model_config=SimpleNamespace(max_model_len=512),
         parallel_config=SimpleNamespace(_api_process_count=processes),
@@ -181,7 +185,7 @@ def test_bodies_may_come_in_pieces() -> None:
             return queue.pop(0)
 
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-        await ModularBodies(app)(scope, receive, None)
+        await ModularBodies(app, lambda: 1000)(scope, receive, None)
         return list(seen)
 
     def piece(body: bytes, more: bool) -> dict[str, Any]:
@@ -192,3 +196,100 @@ def test_bodies_may_come_in_pieces() -> None:
     assert end["type"] == "http.disconnect"
     first, end = asyncio.run(ask(piece(b'{"rel', True)))
     assert (first["body"], end["type"]) == (b'{"rel', "http.disconnect")
+
+
+LONG = '<schema name="s">{}</schema>'.format(
+    "".join(f'<param name="p{n}" len="65536"/>' for n in range(60))
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (LONG, 422, "takes 65537 positions or more, the model has 512"),
+        ('<schema name="s">' + "x" * 301 + "</schema>", 422, "takes more than 300 tokens"),
+        ('<schema name="s">' + "x" * 250 + "</schema>", 409, "the others 101 of 300"),
+        ('<schema name="s">' + "x" * 4000 + "</schema>", 413, "more than 3000 bytes"),
+    ],
+)
+def test_what_there_is_no_room_for_is_refused(
+    monkeypatch: pytest.MonkeyPatch, body: str, status: int, message: str
+) -> None:
+    client = client_of(monkeypatch, max_schema_tokens=300, max_markup_bytes=3000)
+    first = client.post("/relay/schemas", content='<schema name="f">' + "x" * 100 + "</schema>")
+    assert first.status_code == 201
+    refused = client.post("/relay/schemas", content=body)
+    assert refused.status_code == status and message in refused.text
+    assert client.get("/relay/schemas").json() == {"schemas": ["f"]}
+
+
+def test_there_are_so_many_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = client_of(monkeypatch, max_schemas=2)
+    statuses = [
+        client.post("/relay/schemas", content=f'<schema name="{name}"/>').status_code
+        for name in "abcba"
+    ]
+    assert statuses == [201, 201, 409, 201, 201]
+    assert client.delete("/relay/schemas/a").status_code == 204
+    assert client.post("/relay/schemas", content='<schema name="c"/>').status_code == 201
+
+
+def test_bodies_are_read_as_far_as_they_may_be_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = 0
+
+    def pieces() -> Iterator[bytes]:
+        nonlocal read
+        for _ in range(1000):
+            read += 1
+            yield b"x" * 1000
+
+    client = client_of(monkeypatch, max_markup_bytes=3000)
+    assert client.post("/relay/schemas", content=pieces()).status_code == 413
+    body = json.dumps({"relay": {"prompt": "x" * 4000}})
+    for url in ("completions", "chat/completions"):
+        refused = client.post(f"/v1/{url}", content=body)
+        assert refused.status_code == 413 and "more than 3000 bytes" in refused.text
+    plain = client.post("/v1/completions", content=json.dumps({"prompt": "x" * 4000}))
+    assert plain.status_code == 200
+
+
+def test_few_schemas_are_added_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = client_of(monkeypatch)
+    client.app.state.relay_num_posts = routes.MAX_POSTS
+    refused = client.post("/relay/schemas", content='<schema name="s"/>')
+    assert refused.status_code == 429 and "send it again later" in refused.text
+    client.app.state.relay_num_posts = 0
+    for _ in range(2 * routes.MAX_POSTS):
+        assert client.post("/relay/schemas", content="<x/>").status_code == 400
+    assert client.app.state.relay_num_posts == 0
+
+
+def test_what_is_refused_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = client_of(monkeypatch, max_markup_bytes=1 << 20)
+    bodies = [
+        LONG,
+        '<schema name="s">' + "<module" * 100_000,
+        '<schema name="s">' + '<module name="a"/>' * 50_000 + "</schema>",
+        '<schema name="s">' + "x" * (1 << 20),
+        '<schema name="s">' + "& " * 400_000,
+    ]
+
+    def post_all() -> None:
+        for body in bodies:
+            assert client.post("/relay/schemas", content=body).status_code in (400, 413, 422)
+        gc.collect()
+
+    post_all()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        post_all()
+        left = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert left < 1_000_000
+
+
+def test_deep_bodies_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = '{"relay": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    assert client_of(monkeypatch).post("/v1/completions", content=body).json() == body

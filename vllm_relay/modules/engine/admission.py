@@ -8,6 +8,7 @@ would lie in the cache as those of the module alone.
 
 from __future__ import annotations
 
+from copy import copy
 from itertools import count
 from typing import Any
 
@@ -21,8 +22,8 @@ ENCODING_PREFIX = "relay-module-"
 """What the ids of requests begin with that compute a module."""
 
 
-_LOOKS_PER_STEP = 16
-"""At how many waiting requests a step looks anew, and at as many as may begin in it."""
+_LOOKS_PER_STEP, _MOST_LOOKS = 16, 32
+"""At how many waiting requests a step looks anew, and at how many if they could begin in it."""
 _NEW_PER_STEP = 8
 """How many computations of modules a step begins for the leader, and for others."""
 
@@ -45,6 +46,7 @@ class ModuleAdmission:
         self._lease = _Lease(scheduler)
         self._was_idle = False
         self._numbers = count()
+        self._params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 
     def lacks(self, request: Request) -> bool:
         """Whether a request that begins to wait or goes on lacks modules. If so, the queue is given
@@ -87,7 +89,8 @@ class ModuleAdmission:
                 self._waiting.arrived(key)
         scheduler, queue = self._scheduler, self._scheduler.waiting
         num_seats = scheduler.max_num_running_reqs - len(scheduler.running) - queue.num_offered
-        for request in self._waiting.take_able(max(_LOOKS_PER_STEP, num_seats)):
+        num_looks = min(max(_LOOKS_PER_STEP, num_seats), _MOST_LOOKS)
+        for request in self._waiting.take_able(num_looks):
             queue.offer(request)
         self._lead()
         self._compute_ahead()
@@ -217,12 +220,8 @@ class ModuleAdmission:
     def _encoding_request(self, request: Request, plan: ModulePlan, index: int) -> Request:
         assert request.prompt_token_ids is not None
         encoding_plan = plan.encoding_plan(index)
-        params = SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            detokenize=False,
-            extra_args={EXTRA_ARG: encoding_plan.to_argument()},
-        )
+        params = copy(self._params)
+        params.extra_args = {EXTRA_ARG: encoding_plan.to_argument()}
         # they are named alike in every request
         hashes = [
             block_hash

@@ -76,6 +76,7 @@ class WaitingRequests(Generic[R]):
         self._lists: dict[bytes, Ranked[R]] = {}
         self._looked_at: Ranked[bytes] = Ranked()  # modules whose list is gone through
         self._wanted: dict[bytes, tuple[R, int]] = {}
+        self._computed: set[bytes] = set()  # by somebody, and not there yet
 
     def __len__(self) -> int:
         return len(self._waiters)
@@ -98,15 +99,23 @@ class WaitingRequests(Generic[R]):
             self.discard(request)
             return False
         for index in missing:
-            self._wanted.setdefault(keys[index], (request, index))
+            if keys[index] not in self._computed:
+                self._wanted.setdefault(keys[index], (request, index))
         if request not in self._waiters:
             self._ranked.add(request, rank)
         else:
             self._take_off(request)
-        listed = min((keys[index] for index in missing), key=self._num_listed)
-        self._waiters[request] = _Waiter(keys, rank, listed)
-        self._lists.setdefault(listed, Ranked()).add(request, rank)
+        self._waiters[request] = _Waiter(keys, rank, b"")
+        self._list(request, [keys[index] for index in missing])
         return True
+
+    def _list(self, request: R, missing: list[bytes]) -> None:
+        waiter = self._waiters[request]
+        waiter.listed = min(missing, key=self._num_listed) if len(missing) > 1 else missing[0]
+        listed = self._lists.get(waiter.listed)
+        if listed is None:
+            listed = self._lists[waiter.listed] = Ranked()
+        listed.add(request, waiter.rank)
 
     def discard(self, request: R) -> None:
         """A request waits no longer."""
@@ -118,6 +127,7 @@ class WaitingRequests(Generic[R]):
     def arrived(self, key: bytes) -> None:
         """A module is there, or will not be: those listed under it are to be looked at again."""
         self._wanted.pop(key, None)
+        self._computed.discard(key)
         self._look_at(key)
 
     def take_able(self, limit: int) -> list[R]:
@@ -141,7 +151,12 @@ class WaitingRequests(Generic[R]):
     def still_lacks(self, request: R) -> bool:
         """Look at a waiting request again; if it lacks nothing, it waits no longer."""
         waiter = self._waiters[request]
-        return self.add(request, waiter.keys, waiter.rank)
+        known = [key for key in waiter.keys if key in self._wanted or key in self._computed]
+        if not known:
+            return self.add(request, waiter.keys, waiter.rank)
+        self._take_off(request)
+        self._list(request, known)
+        return True
 
     def missing(self, request: R) -> list[int]:
         """The places of the modules that a waiting request lacks."""
@@ -166,8 +181,9 @@ class WaitingRequests(Generic[R]):
         return None
 
     def computed(self, key: bytes) -> None:
-        """Somebody computes a module: see `arrived`."""
+        """Somebody computes a module, until it has `arrived`."""
         self._wanted.pop(key, None)
+        self._computed.add(key)
 
     def postpone(self, key: bytes) -> None:
         """Let `wanted` name another module before this one."""

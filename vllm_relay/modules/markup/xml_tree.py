@@ -14,7 +14,9 @@ class PmlError(ValueError):
     """What is wrong in a schema or a prompt, and where: "NAME:LINE:COLUMN: ..."."""
 
     def __init__(self, place: Place, message: str) -> None:
-        super().__init__(f"{place}: {message if len(message) < 1000 else message[:997] + '...'}")
+        short = message if len(message) < 1000 else f"{message[:997]}..."
+        # surrogates are no text
+        super().__init__(f"{place}: {short}".encode(errors="backslashreplace").decode())
         self.place = place
 
 

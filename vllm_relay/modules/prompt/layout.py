@@ -235,8 +235,8 @@ class _Room:
             )
         if self.max_tokens is not None and self.num_tokens > self.max_tokens:
             raise SchemaTooLongError(
-                f"schema {self.name!r}: takes more than {self.max_tokens} tokens, the most that all "
-                "schemas may take (max_schema_tokens)"
+                f"schema {self.name!r}: takes more than {self.max_tokens} tokens, the most for all "
+                "schemas (max_schema_tokens)"
             )
 
 
