@@ -63,7 +63,10 @@ def check_modular_requests() -> None:
         plan = plan_of(sampling_params)
         return None if plan is None else plan.seen_tokens(token_ids)
 
+    from vllm_relay.modules.prompt.plan import MISSED
+
     requests.check_requests(check)
+    requests.carry_to_outputs(MISSED)
     requests.tell_tokens_without_padding(seen_tokens)
 
 
@@ -155,12 +158,17 @@ def serve_endpoints() -> None:
 
 def _make_endpoints() -> Sequence[Any]:
     from vllm_relay.serving.contexts import ContextEndpoints
-    from vllm_relay.serving.modular_requests import add_usage, apply_modular_prompt, with_usage
+    from vllm_relay.serving.modular_requests import (
+        add_usage,
+        apply_modular_prompt,
+        note_of,
+        with_usage,
+    )
     from vllm_relay.serving.pins import PinEndpoints
     from vllm_relay.serving.schemas import SchemaEndpoints
 
     server.render_prompts_by(apply_modular_prompt)
-    server.add_to_usage(add_usage, with_usage)
+    server.add_to_usage(note_of, add_usage, with_usage)
     return [PinEndpoints(), ContextEndpoints(), SchemaEndpoints()]
 
 

@@ -21,6 +21,7 @@ from vllm_relay.serving.modular_requests import (
     add_usage,
     apply_modular_prompt,
     keep_store,
+    note_of,
     store_of,
     with_usage,
 )
@@ -176,6 +177,19 @@ def test_usage_tells_the_tokens_of_modules() -> None:
         "usage": {"prompt_tokens": 3, "relay": expected},
     }
     assert with_relay.endswith("}\n\n")
+
+
+def test_usage_counts_what_was_in_the_cache() -> None:
+    request = request_of()
+    apply_modular_prompt(renderer_of({}), request)
+    note = note_of(request)
+    assert note is not None
+    note(SimpleNamespace())
+    note(SimpleNamespace(relay_missed_modules=[1]))
+    usage = SimpleNamespace()
+    add_usage(request, usage)
+    assert usage.relay == {"cached_tokens_by_module": {"": 1, "hotel": 0}}
+    assert note_of(Request(prompt="x")) is None
 
 
 def test_usage_of_other_requests_is_left_alone() -> None:

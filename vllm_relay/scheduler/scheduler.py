@@ -23,7 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_relay.config import RelayConfig
 from vllm_relay.modules.engine.admission import ModuleAdmission
-from vllm_relay.modules.prompt.plan import plan_of_request
+from vllm_relay.modules.prompt.plan import MISSED, plan_of_request
 from vllm_relay.prefix_cache.free_queue import PolicyFreeQueue, make_free_queue
 from vllm_relay.prefix_cache.next_use import NextUse
 from vllm_relay.prefix_cache.pins import PinTable
@@ -163,6 +163,12 @@ class _RelayScheduling(Scheduler):
             return adapter != 0 and adapter not in adapters and len(adapters) >= max_adapters
 
         return is_blocked
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        kv_transfer_params, *others = super()._free_request(request, *args, **kwargs)
+        if missed := getattr(request, MISSED, None):  # see vllm_changes.requests.carry_to_outputs
+            kv_transfer_params = {**(kv_transfer_params or {}), MISSED: sorted(missed)}
+        return kv_transfer_params, *others
 
     def _free_request_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self.waiting.release(request)

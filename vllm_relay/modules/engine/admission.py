@@ -16,7 +16,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_relay.modules.engine.waiting import WaitingRequests
-from vllm_relay.modules.prompt.plan import EXTRA_ARG, ModulePlan, keep_plan, plan_of_request
+from vllm_relay.modules.prompt.plan import EXTRA_ARG, MISSED, ModulePlan, keep_plan, plan_of_request
 
 ENCODING_PREFIX = "relay-module-"
 """What the ids of requests begin with that compute a module."""
@@ -56,7 +56,11 @@ class ModuleAdmission:
             return False
         keys = [_key(request, plan, index) for index in range(_num_needed(plan))]
         rank = (request.request_id in self._keys, request.priority, request.arrival_time)
-        return self._waiting.add(request, keys, rank)
+        if not self._waiting.add(request, keys, rank):
+            return False
+        missed = {*getattr(request, MISSED, ()), *self._waiting.missing(request)}
+        setattr(request, MISSED, missed)
+        return True
 
     def forget(self, request: Request) -> None:
         """A request has ended."""

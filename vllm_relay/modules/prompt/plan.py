@@ -341,6 +341,10 @@ class ModulePlan(
 EXTRA_ARG = "relay_modules"
 """The key of a plan in `SamplingParams.extra_args`."""
 
+MISSED = "relay_missed_modules"
+"""The attribute of requests and of their last outputs with the places of segments that were not in
+the cache, and were computed for them."""
+
 
 def plan_of(sampling_params: Any) -> ModulePlan | None:
     """The plan that a request comes with; front ends have checked it.
