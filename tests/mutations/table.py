@@ -149,7 +149,13 @@ MUTATIONS = [
             "for begin, end in (*ranges, (num_visible, self.num_slots(segment))):",
             "for begin, end in (*ranges, (num_visible, segment.num_tokens)):",
         ),
-        ("position != positions[offset - 1] + 1", "position < positions[offset - 1] + 1"),
+        ("if last and not changed and last.position", "if last and last.position"),
+    ),
+    *_of(
+        f"{_MODULES}/engine/waiting.py",
+        "modules/engine/test_waiting.py",
+        ("self._look_at(key)\n        return able", "return able"),
+        ("        self._computed.discard(key)\n", ""),
     ),
     *_of(
         f"{_MODULES}/prompt/block_hashes.py",
