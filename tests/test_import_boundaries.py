@@ -30,8 +30,9 @@ MODULES = [
     "vllm_relay.long_context.window",
     "vllm_relay.prefix_cache.belady",
     "vllm_relay.modules",  # imports schemas, layouts, prompts and their plans
-    "vllm_relay.modules.block_hashes",
-    "vllm_relay.modules.describe",
+    "vllm_relay.modules.engine.waiting",
+    "vllm_relay.modules.prompt.block_hashes",
+    "vllm_relay.modules.prompt.describe",
     "vllm_relay.prefix_cache.modules",  # its first name
     "vllm_relay.prefix_cache.next_use",
     "vllm_relay.prefix_cache.policies",

@@ -43,7 +43,7 @@ NAMES: list[tuple[str, dict[str, str | tuple[str, ...]]]] = [
         {"request": _REQUEST, "scheduler": _SCHEDULER},
     ),
     (r"(plan|predict/run)\.py$", {"request": _REQUEST}),
-    (r"modules/requests\.py$", {"request": _CORE_REQUEST}),
+    (r"modules/engine/requests\.py$", {"request": _CORE_REQUEST}),
     (r"(system_prompts|preload|client|commands/.*)\.py$", {"engine": _ENGINES}),
     (r"client\.py$", {"renderer": "vllm.renderers.base.BaseRenderer"}),
     (
@@ -51,7 +51,7 @@ NAMES: list[tuple[str, dict[str, str | tuple[str, ...]]]] = [
         {"renderer": "vllm.renderers.online_renderer.OnlineRenderer"},
     ),
     (
-        r"(modules|long_context)/(worker|.*positions.*)\.py$",
+        r"(modules/engine|long_context)/(worker|.*positions.*)\.py$",
         {
             "model_runner": (_V1_RUNNER, _V2_RUNNER),
             "runner": _V1_RUNNER,
@@ -109,7 +109,7 @@ BODIES: dict[str, dict[str, str]] = {
         "vllm_relay/long_context/scheduler.py": "how much of a prompt it looks up",
     },
     "vllm.v1.core.kv_cache_utils.get_request_block_hasher": {
-        "vllm_relay/modules/block_hashes.py": "which tokens the hash of a block covers",
+        "vllm_relay/modules/prompt/block_hashes.py": "which tokens the hash of a block covers",
     },
     "vllm.v1.core.sched.scheduler.Scheduler.schedule": {
         "vllm_relay/scheduler/request_queue.py": "when it pops requests and gives them back",
@@ -120,7 +120,7 @@ BODIES: dict[str, dict[str, str]] = {
     },
     "vllm.v1.core.block_pool.BlockPool.touch": {
         "vllm_relay/prefix_cache/pins/table.py": "which references it counts",
-        "vllm_relay/modules/admission.py": "which references it counts",
+        "vllm_relay/modules/engine/admission.py": "which references it counts",
     },
     "vllm.v1.core.block_pool.BlockPool.free_blocks": {
         "vllm_relay/prefix_cache/free_queue.py": "in which order blocks become free",

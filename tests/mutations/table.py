@@ -170,17 +170,23 @@ MUTATIONS = [
     ),
     # prompt modules
     *_of(
-        f"{_MODULES}/plan.py",
-        "modules/test_render.py",
+        f"{_MODULES}/prompt/plan.py",
+        "modules/prompt/test_render.py",
         (
             "for begin, end in (*ranges, (num_visible, self.num_slots(segment))):",
             "for begin, end in (*ranges, (num_visible, segment.num_tokens)):",
         ),
-        ("position != positions[offset - 1] + 1", "position < positions[offset - 1] + 1"),
+        ("if last and not changed and last.position", "if last and last.position"),
     ),
     *_of(
-        f"{_MODULES}/block_hashes.py",
-        "modules/test_block_hashes.py",
+        f"{_MODULES}/engine/waiting.py",
+        "modules/engine/test_waiting.py",
+        ("self._look_at(key)\n        return able", "return able"),
+        ("        self._computed.discard(key)\n", ""),
+    ),
+    *_of(
+        f"{_MODULES}/prompt/block_hashes.py",
+        "modules/prompt/test_block_hashes.py",
         ("self._hash((parent, tokens, positions))", "self._hash((parent, tokens))"),
     ),
     # stored contexts and their search

@@ -44,7 +44,7 @@ _IMPORTED = (
     "vllm_relay.attention_backends.relay",
     "vllm_relay.long_context.scheduler",
     "vllm_relay.metrics",
-    "vllm_relay.modules.worker",
+    "vllm_relay.modules.engine.worker",
     "vllm_relay.scheduler",
 )
 

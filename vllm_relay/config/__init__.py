@@ -157,6 +157,20 @@ class ModuleOptions(BaseModel):
         description="PML files with the schemas of prompt modules that a server knows from the "
         "start.",
     )
+    max_schemas: int = Field(
+        default=256, ge=1, description="How many schemas of prompt modules a server knows."
+    )
+    max_schema_tokens: int = Field(
+        default=1_000_000,
+        ge=1,
+        description="How many tokens all schemas of a server may have together. A module counts as "
+        "64 besides its text.",
+    )
+    max_markup_bytes: int = Field(
+        default=1 << 20,
+        ge=1,
+        description="Longest body, in bytes, of a schema and of a request with the field relay.",
+    )
 
 
 class RelayConfig(

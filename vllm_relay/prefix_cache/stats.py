@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from vllm_relay.modules.plan import plan_of_request
+from vllm_relay.modules.prompt.plan import plan_of_request
 
 PREFIX_CACHE = "prefix_cache"
 """The key of these statistics in the dict ``relay`` of SchedulerStats."""

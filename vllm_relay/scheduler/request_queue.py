@@ -57,6 +57,7 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         observer: is told when a request begins and ceases to wait.
         blocked_now: returns what tells, at this moment, whether a request cannot run.
         goes_first: whether a request comes before the others of its priority, as preempted ones do.
+        lacks: whether a request lacks what others compute first; it waits apart, until `offer`.
     """
 
     def __init__(
@@ -69,7 +70,9 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         blocked_now: Callable[[], Callable[[Request], bool]],
         clock: Callable[[], float] = time.monotonic,
         goes_first: Callable[[Request], bool] = lambda request: False,
+        lacks: Callable[[Request], bool] = lambda request: False,
     ) -> None:
+        self._lacks = lacks
         self._goes_first = goes_first
         self._by_priority = by_priority
         self._chain_of = chain_of
@@ -88,6 +91,7 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         self._num_in_classes = 0
         self._set_aside: set[Request] = set()  # popped, and did not run
         self._blocked: dict[Request, None] = {}
+        self._lacking: dict[Request, None] = {}
         self._popped: Request | None = None
         self._chosen: Request | None = None
         self.overtakes = 0
@@ -98,6 +102,18 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         """Requests held until another one has computed their prefix."""
         now_s = self._clock()
         return sum(each.num_held(now_s) for each in self._classes.values())
+
+    @property
+    def num_offered(self) -> int:
+        """How many of the waiting requests can run, or can be held."""
+        self._settle()
+        return self._num_in_classes
+
+    def offer(self, request: Request) -> None:
+        """A request lacks nothing any more."""
+        self._settle()
+        del self._lacking[request]
+        self._offer(request)
 
     def retry_blocked(self) -> None:
         """Offer blocked requests again that are not blocked any more, and choose anew; before every
@@ -126,7 +142,7 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
 
     def num_records(self) -> int:
         """How much is kept about requests: nothing when all are done."""
-        kept = (self._positions, self._set_aside, self._blocked, self._classes)
+        kept = (self._positions, self._set_aside, self._blocked, self._lacking, self._classes)
         return sum(map(len, kept)) + (self._popped is not None)
 
     def add_request(self, request: Request) -> None:
@@ -182,9 +198,10 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         for request in requests:
             if not self._waits(request):
                 continue
-            if request in self._set_aside or request in self._blocked:
+            if request in self._set_aside or request in self._blocked or request in self._lacking:
                 self._set_aside.discard(request)
                 self._blocked.pop(request, None)
+                self._lacking.pop(request, None)
             else:
                 self._num_in_classes -= 1
             priority = self._priority(request)
@@ -200,15 +217,16 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
 
     def __len__(self) -> int:
         self._settle()
-        return self._num_in_classes + len(self._blocked)
+        return self._num_in_classes + len(self._blocked) + len(self._lacking)
 
     def __iter__(self) -> Iterator[Request]:
         """By priority; preempted ones first, the others in the order of their arrival; at last
-        those that are blocked."""
+        those that cannot run."""
         self._settle()
         for priority in self._priorities:
             yield from self._classes[priority]
         yield from self._blocked
+        yield from self._lacking
 
     @overload
     def __getitem__(self, index: int) -> Request: ...
@@ -257,11 +275,15 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         return arrival_s, self._positions.get(request, 0)
 
     def _put_in_order(self, request: Request) -> None:
-        priority = self._priority(request)
-        each = self._classes.get(priority)
-        if each is None:
-            each = self._classes[priority] = self._make_lanes()
-            bisect.insort(self._priorities, priority)
+        if not self._lacks(request):
+            self._offer(request)
+            return
+        self._lacking[request] = None
+        if request.status != RequestStatus.PREEMPTED:
+            self._lanes_of(request).add_aside(request)
+
+    def _offer(self, request: Request) -> None:
+        each = self._lanes_of(request)
         self._num_in_classes += 1
         if request.status == RequestStatus.PREEMPTED:
             each.add_preempted(request)
@@ -269,6 +291,14 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
             each.add_first(request)
         else:
             each.add(request, partial(self._order_chain, request), self._position(request))
+
+    def _lanes_of(self, request: Request) -> AnyLanes:
+        priority = self._priority(request)
+        each = self._classes.get(priority)
+        if each is None:
+            each = self._classes[priority] = self._make_lanes()
+            bisect.insort(self._priorities, priority)
+        return each
 
     def _order_chain(self, request: Request) -> Sequence[BlockName]:
         # a request without a chain shares nothing
@@ -282,7 +312,7 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
             del self._priorities[bisect.bisect_left(self._priorities, priority)]
 
     def _waits(self, request: Request) -> bool:
-        if request in self._set_aside or request in self._blocked:
+        if request in self._set_aside or request in self._blocked or request in self._lacking:
             return True
         each = self._classes.get(self._priority(request))
         return each is not None and request in each

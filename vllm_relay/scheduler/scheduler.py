@@ -22,8 +22,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_relay.config import RelayConfig
-from vllm_relay.modules.admission import ModuleAdmission
-from vllm_relay.modules.plan import plan_of_request
+from vllm_relay.modules.engine.admission import ModuleAdmission
+from vllm_relay.modules.prompt.plan import MISSED, plan_of_request
 from vllm_relay.prefix_cache.free_queue import PolicyFreeQueue, make_free_queue
 from vllm_relay.prefix_cache.next_use import NextUse
 from vllm_relay.prefix_cache.pins.table import PinTable
@@ -70,6 +70,7 @@ class _RelayScheduling(Scheduler):
         self._tenant_of = TENANT_OF.get(self.relay_config.fair_share_by)
         self._shares = Shares(self.relay_config.fair_share_tokens)
         self.order_group = _full_attention_group(self.kv_cache_config)
+        self._order_suffix = make_block_hash_with_group_id(BlockHash(b""), self.order_group or 0)
         feeder = _NextUseFeeder(self)
         self.waiting: PrefixRequestQueue = PrefixRequestQueue(
             self.policy == SchedulingPolicy.PRIORITY,
@@ -79,6 +80,7 @@ class _RelayScheduling(Scheduler):
             feeder,
             self._blocked_now,
             goes_first=lambda request: self.modules.goes_first(request),
+            lacks=lambda request: self.modules.lacks(request),
         )
         self.pins = PinTable(self, self.relay_config.max_pinned_fraction)
         self.modules = ModuleAdmission(self)
@@ -99,10 +101,6 @@ class _RelayScheduling(Scheduler):
         self.prefill_capacity_bound &= bool(self.waiting or self.kv_holding_waiting)
         self.modules.note_step(output.total_num_scheduled_tokens)
         return output
-
-    def add_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        self.modules.add(request)
-        super().add_request(request, *args, **kwargs)
 
     def _handle_blocked_waiting_request(self, request: Request, *args: Any, **kwargs: Any) -> bool:
         # asked right before the prefix cache is, so that nothing is evicted in between
@@ -141,7 +139,7 @@ class _RelayScheduling(Scheduler):
 
     def cached_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
         """A block of the KV cache group of full attention in the prefix cache."""
-        key = make_block_hash_with_group_id(block_hash, self.order_group or 0)
+        key = block_hash + self._order_suffix
         return self.kv_cache_manager.block_pool.cached_block_hash_to_block.get_one_block(key)
 
     def _is_resident(self, name: BlockName) -> bool:
@@ -171,7 +169,6 @@ class _RelayScheduling(Scheduler):
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self._uncache_uncomputed(request)
         super()._preempt_request(request, *args, **kwargs)
-        self.modules.add(request)
 
     def _uncache_uncomputed(self, request: Request) -> None:
         """Blocks are in the cache from when they are scheduled. By priority, vLLM also preempts
@@ -198,12 +195,16 @@ class _RelayScheduling(Scheduler):
             if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
                 structured = request.structured_output_request
                 return structured is not None and not structured.is_grammar_ready
-            if not self.modules.was_ready(request):
-                return True
             adapter = _adapter(request)
             return adapter != 0 and adapter not in adapters and len(adapters) >= max_adapters
 
         return is_blocked
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        kv_transfer_params, *others = super()._free_request(request, *args, **kwargs)
+        if missed := getattr(request, MISSED, None):  # see vllm_changes.requests.carry_to_outputs
+            kv_transfer_params = {**(kv_transfer_params or {}), MISSED: sorted(missed)}
+        return kv_transfer_params, *others
 
     def _free_request_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self.waiting.release(request)
