@@ -21,14 +21,14 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group
 
 from benchmarks.common import Goal, Result, Row, argument_parser
 from vllm_relay.config import EvictionPolicyName
-from vllm_relay.prefix_cache.belady import belady_hits, ceiling_hits
-from vllm_relay.prefix_cache.free_queue import make_free_queue
-from vllm_relay.prefix_cache.next_use import NextUse
+from vllm_relay.prefix_cache.eviction.belady import belady_hits, ceiling_hits
+from vllm_relay.prefix_cache.eviction.free_queue import make_free_queue
+from vllm_relay.prefix_cache.eviction.next_use import NextUse
 
 Chain = list[bytes]
 
 BLOCK_SIZE_TOKENS = 16
-POLICIES: tuple[EvictionPolicyName, ...] = ("queue", "lru", "fifo", "gdsf")
+POLICIES: tuple[EvictionPolicyName, ...] = ("queue", "lru", "gdsf")
 CACHE_FRACTIONS = (0.05, 0.1, 0.25, 0.5)
 SHORT_QUEUE_REQUESTS = 64
 
@@ -54,8 +54,6 @@ def admit(pool: block_pool.BlockPool, hashes: Chain, keys: Chain) -> tuple[list[
         cached.append(block)
     pool.touch(cached)
     blocks = cached + pool.get_new_blocks(len(keys) - len(cached))
-    if hasattr(pool.free_block_queue, "note_chain"):
-        pool.free_block_queue.note_chain(keys)
     request = SimpleNamespace(block_hashes=hashes)
     pool.cache_full_blocks(request, blocks, len(cached), len(keys), BLOCK_SIZE_TOKENS, 0)
     return blocks, len(cached)
@@ -80,14 +78,14 @@ def run_in_order(
 
     def arrive(number: int | None) -> None:
         for position, (hashes, keys) in islice(arrivals, number):
-            next_use.add(position, keys)
+            next_use.add((position,), [keys])
             waiting.append((position, hashes, keys))
 
     hits = 0
     arrive(None if waiting_requests is None else waiting_requests + 1)
     while waiting:
         position, hashes, keys = waiting.popleft()
-        next_use.remove(position, keys)
+        next_use.remove((position,), runs=True)
         blocks, num_cached = admit(pool, hashes, keys)
         hits += num_cached
         pool.free_blocks(reversed(blocks))

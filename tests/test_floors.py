@@ -56,7 +56,6 @@ BEFORE_THEIR_REBUILDING = {
     "attention_backends",
     "long_context",
     "modules",
-    "prefix_cache",
     "sparse",
     "tables/jobs",
     "tables/sql",

@@ -29,7 +29,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from vllm_relay.config import SCHEDULER_PATH
-from vllm_relay.prefix_cache.belady import belady_hits
+from vllm_relay.prefix_cache.eviction.belady import belady_hits
 from vllm_relay.prefix_cache.predict_executor import StubExecutor
 from vllm_relay.prefix_cache.predict_input import LineError, Message, PredictedRequest
 
