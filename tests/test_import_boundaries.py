@@ -28,14 +28,15 @@ MODULES = [
     "vllm_relay.long_context.orders",
     "vllm_relay.long_context.stats",
     "vllm_relay.long_context.window",
-    "vllm_relay.prefix_cache.belady",
+    "vllm_relay.prefix_cache.eviction.belady",
     "vllm_relay.modules",  # imports schemas, layouts, prompts and their plans
     "vllm_relay.modules.engine.waiting",
     "vllm_relay.modules.prompt.block_hashes",
     "vllm_relay.modules.prompt.describe",
     "vllm_relay.prefix_cache.modules",  # its first name
-    "vllm_relay.prefix_cache.next_use",
-    "vllm_relay.prefix_cache.policies",
+    "vllm_relay.prefix_cache.eviction.next_use",
+    "vllm_relay.prefix_cache.eviction.policies",
+    "vllm_relay.prefix_cache.eviction.set_aside",
     "vllm_relay.scheduler.fairness",
     "vllm_relay.scheduler.order",
     "vllm_relay.sparse",

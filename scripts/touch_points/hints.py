@@ -68,14 +68,6 @@ NAMES: list[tuple[str, dict[str, str | tuple[str, ...]]]] = [
     (r"relay_cuda\w*\.py$", {"capability": "vllm.platforms.interface.DeviceCapability"}),
 ]
 
-STAND_INS: dict[str, tuple[str, str]] = {
-    # class of vLLM: (file, class of ours that is used in its place without extending it)
-    "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue": (
-        "vllm_relay/prefix_cache/free_queue.py",
-        "vllm_relay.prefix_cache.free_queue.PolicyFreeQueue",
-    ),
-}
-
 OWN_CONSTRUCTION = {
     # classes of which vllm-relay alone makes objects, so that it knows what they are made of
     "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.__init__",
@@ -123,7 +115,7 @@ BODIES: dict[str, dict[str, str]] = {
         "vllm_relay/modules/engine/admission.py": "which references it counts",
     },
     "vllm.v1.core.block_pool.BlockPool.free_blocks": {
-        "vllm_relay/prefix_cache/free_queue.py": "in which order blocks become free",
+        "vllm_relay/prefix_cache/eviction/free_queue.py": "in which order blocks become free",
         "vllm_relay/prefix_cache/pins/table.py": "which references it counts",
     },
 }

@@ -151,22 +151,27 @@ MUTATIONS = [
         ("num_tokens >= max_model_len:", "num_tokens > max_model_len:"),
     ),
     *_of(
-        f"{_CACHE}/policies.py",
-        "prefix_cache/test_policies.py",
-        (
-            "return (1, -position, -node.depth_tokens, freed_at)",
-            "return (1, position, -node.depth_tokens, freed_at)",
-        ),
-        ("self._age = max(self._age, node.value)", "pass"),
-        ("return None if parent.free_children else parent", "return parent"),
+        f"{_CACHE}/eviction/policies.py",
+        "prefix_cache/eviction/test_policies.py",
+        ("tuple([-each for each in rank])", "rank"),
+        ("self._age = max(self._age, self._uses.pop(key)[1])", "self._uses.pop(key)"),
     ),
     *_of(
-        f"{_CACHE}/free_queue.py",
-        "prefix_cache/test_free_queue.py prefix_cache/test_policies.py",
-        (
-            "        self._tree.note_chain(keys, is_use=is_use)\n",
-            "        self._tree.note_chain(keys, is_use=True)\n",
-        ),
+        f"{_CACHE}/eviction/next_use.py",
+        "prefix_cache/eviction/test_next_use.py",
+        ("_Run(run.chain, end, run.waiting_ranks())", "_Run(run.chain, end, run.ranks[:1])"),
+    ),
+    *_of(
+        f"{_CACHE}/eviction/set_aside.py",
+        "prefix_cache/eviction/test_policies.py",
+        ("if kept is not None and self._rank(kept):", "if kept is not None:"),
+        ("for key in filter(self._by_key.__contains__, keys):", "for key in ():"),
+    ),
+    *_of(
+        f"{_CACHE}/eviction/free_queue.py",
+        "prefix_cache/eviction/test_walk.py",
+        ("if self._freed_at[block.block_id] != freed_at:", "if False:"),
+        ("is_passed = before is not mark and not _is_alone(mark)", "is_passed = False"),
     ),
     # prompt modules
     *_of(

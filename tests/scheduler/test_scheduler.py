@@ -40,7 +40,9 @@ def kv_cache_config() -> KVCacheConfig:
     return KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
 
 
-def make_scheduler(model: str, prefix_caching: bool = True, eviction: str = "queue") -> Any:
+def make_scheduler(
+    model: str, prefix_caching: bool = True, eviction: str = "queue", policy: str = "fcfs"
+) -> Any:
     init_none_hash(sha256)
     config = EngineArgs(
         model=model,
@@ -48,6 +50,7 @@ def make_scheduler(model: str, prefix_caching: bool = True, eviction: str = "que
         block_size=BLOCK_SIZE,
         max_num_batched_tokens=512,
         max_num_seqs=16,
+        scheduling_policy=policy,
         long_prefill_token_threshold=2 * BLOCK_SIZE,  # a step does not compute a prompt
         enable_prefix_caching=prefix_caching,
         additional_config={"relay": {"scheduler": True, "eviction": eviction, "max_hold_s": 1e6}},
@@ -118,3 +121,20 @@ def test_a_block_pool_with_the_queue_of_vllm(model: str, eviction: str) -> None:
     scheduler.finish_requests("a", first.status.FINISHED_ABORTED)
     assert queue.num_free_blocks == NUM_BLOCKS - 1
     assert scheduled(scheduler) == ["b"]
+
+
+@pytest.mark.parametrize(("policy", "first", "last"), [("fcfs", "a", "c"), ("priority", "c", "a")])
+def test_eviction_expects_requests_by_priority_and_arrival(
+    model: str, policy: str, first: str, last: str
+) -> None:
+    scheduler = make_scheduler(model, policy=policy)
+    requests = [request(name) for name in "abc"]
+    for index, each in enumerate(requests):
+        each.priority = 3 - index
+        scheduler.add_request(each)
+    key = scheduler.block_keys(requests[0])[0][0]
+    soonest = scheduler.next_use.next_use(key)
+    scheduler.finish_requests(last, requests[0].status.FINISHED_ABORTED)
+    assert scheduler.next_use.next_use(key) == soonest
+    scheduler.finish_requests(first, requests[0].status.FINISHED_ABORTED)
+    assert scheduler.next_use.next_use(key) > soonest

@@ -123,8 +123,8 @@ def test_calls_fit_and_replacements_pass_on_what_they_do_not_know(release: str) 
         ),
         (
             "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.popleft_n",
-            "prefix_cache/free_queue.py",
-            "stood in for",
+            "prefix_cache/eviction/free_queue.py",
+            "overridden",
         ),
         ("vllm.plugins.load_general_plugins", "doctor.py", "imported"),
         (

@@ -23,7 +23,7 @@ SCHEDULER_PATH = "vllm_relay.scheduler.RelayScheduler"
 SECTION = "additional_config.relay"
 
 
-EvictionPolicyName = Literal["queue", "lru", "fifo", "gdsf"]
+EvictionPolicyName = Literal["queue", "lru", "gdsf"]
 Routes = Literal["guarded", "open", "off"]
 
 
@@ -122,8 +122,8 @@ class SchedulerOptions(BaseModel):
     eviction: EvictionPolicyName = Field(
         default="queue",
         description="Which KV block leaves first: queue keeps what waiting requests need, the "
-        "sooner the longer, and is LRU for the rest; lru is vLLM's own order; fifo evicts the "
-        "prefix that was cached first; gdsf the one that is used least often.",
+        "sooner the longer, and is LRU for the rest; lru is vLLM's own order; gdsf evicts what is "
+        "used least often.",
     )
     system_prompts: tuple[str, ...] = Field(
         default=(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from hashlib import sha256
-from itertools import accumulate, chain, islice
+from itertools import accumulate, islice
 from typing import Any
 
 from vllm.logger import init_logger
@@ -24,8 +24,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_relay.config import RelayConfig
 from vllm_relay.modules.engine.admission import ModuleAdmission
 from vllm_relay.modules.prompt.plan import MISSED, plan_of_request
-from vllm_relay.prefix_cache.free_queue import PolicyFreeQueue, make_free_queue
-from vllm_relay.prefix_cache.next_use import NextUse
+from vllm_relay.prefix_cache.eviction.free_queue import make_free_queue
+from vllm_relay.prefix_cache.eviction.next_use import NextUse, Rank
 from vllm_relay.prefix_cache.pins.table import PinTable
 from vllm_relay.prefix_cache.stats import PREFIX_CACHE, PrefixCacheRecorder
 from vllm_relay.scheduler.chains import BlockName
@@ -120,22 +120,15 @@ class _RelayScheduling(Scheduler):
             keys.append([each + suffix for each in hashes])
         return keys
 
-    def note_chains(self, request: Request, keys: list[list[bytes]], is_use: bool) -> None:
-        """Tell the eviction policy which block is of use only behind which.
+    def rank(self, request: Request, position: int) -> Rank:
+        """When a request may be expected to run.
 
         Args:
-            keys: see `block_keys`.
+            position: how many came before it.
         """
-        queue, plan = self._policy_queue(), plan_of_request(request)
-        if queue is None:
-            return  # vLLM's order, which chains do not change
-        for group in keys:
-            for run in [group] if plan is None else plan.chains(group):
-                queue.note_chain(run, is_use=is_use)
-
-    def _policy_queue(self) -> PolicyFreeQueue | None:
-        queue = self.kv_cache_manager.block_pool.free_block_queue
-        return queue if isinstance(queue, PolicyFreeQueue) else None
+        if self.policy == SchedulingPolicy.PRIORITY:
+            return (request.priority, request.arrival_time, position)
+        return (position,)
 
     def cached_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
         """A block of the KV cache group of full attention in the prefix cache."""
@@ -214,7 +207,6 @@ class _RelayScheduling(Scheduler):
             self.waiting.forget(request)
             self.modules.forget(request)
         self.pins.before_free(request)
-        self.note_chains(request, self.block_keys(request), is_use=False)
         super()._free_request_blocks(request, *args, **kwargs)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
@@ -253,24 +245,26 @@ class _NextUseFeeder(QueueObserver):
 
     def __init__(self, scheduler: _RelayScheduling) -> None:
         self._scheduler = scheduler
-        self._keys: dict[Request, list[list[bytes]]] = {}  # of waiting requests: see `block_keys`
         # of those that may find blocks in the prefix cache: the others have nothing to wait for
+        self._ranks: dict[Request, Rank] = {}
         self._order_chains: dict[Request, Sequence[BlockName]] = {}
 
     def waits(self, request: Request, position: int) -> None:
-        keys = self._keys[request] = self._scheduler.block_keys(request)
-        if self._scheduler.kv_cache_manager.prefix_cache_lookup_enabled(request):
-            ordered_by = keys[self._scheduler.order_group or 0]
-            is_plain = plan_of_request(request) is None
-            self._order_chains[request] = ordered_by if is_plain else _chained(ordered_by)
-            self._scheduler.next_use.add(position, list(chain.from_iterable(keys)))
+        scheduler = self._scheduler
+        if not scheduler.kv_cache_manager.prefix_cache_lookup_enabled(request):
+            return
+        keys, plan = scheduler.block_keys(request), plan_of_request(request)
+        ordered_by = keys[scheduler.order_group or 0]
+        self._order_chains[request] = ordered_by if plan is None else _chained(ordered_by)
+        rank = self._ranks[request] = scheduler.rank(request, position)
+        chains = keys if plan is None else [run for each in keys for run in plan.chains(each)]
+        scheduler.next_use.add(rank, chains)
 
     def waits_no_longer(self, request: Request, position: int, runs: bool) -> None:
-        keys = self._keys.pop(request)
-        if self._order_chains.pop(request, None) is not None:
-            self._scheduler.next_use.remove(position, list(chain.from_iterable(keys)))
-        if runs:
-            self._scheduler.note_chains(request, keys, is_use=True)
+        rank = self._ranks.pop(request, None)
+        if rank is not None:
+            del self._order_chains[request]
+            self._scheduler.next_use.remove(rank, runs=runs)
 
     def order_chain(self, request: Request) -> Sequence[BlockName]:
         """What a waiting request is ordered by."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which block each policy evicts, by brute force, and a queue that is compared with it."""
 
-from tests.prefix_cache.block_pool_traces import path_of
-from vllm_relay.prefix_cache.free_queue import PolicyFreeQueue
+from tests.prefix_cache.eviction.block_pool_traces import path_of
+from vllm_relay.prefix_cache.eviction.free_queue import PolicyFreeQueue
 
 
 class FreeBlock:
@@ -13,22 +13,17 @@ class FreeBlock:
 
 
 class QueueOracle:
-    """Which of the free cached blocks leaves, by definition: the one of least worth, where a block
-    is worth as much as the most valuable of its free children, theirs, and so on."""
+    """Which of the free cached blocks leaves, by definition: the one of least worth."""
 
     def __init__(self, next_use):
         self.next_use = next_use
 
     def worth(self, free):
-        position = self.next_use.next_use(free.block.block_hash)
-        return (0, free.freed_at) if position is None else (1, -position)
+        rank = self.next_use.next_use(free.block.block_hash)
+        return (0, free.freed_at) if rank is None else (1, *(-each for each in rank))
 
     def victim(self, frees):
-        def worth_of_descendants(free):
-            children = [other for other in frees if other.path[:-1] == free.path]
-            return max([self.worth(free), *map(worth_of_descendants, children)])
-
-        return min(frees, key=lambda free: (worth_of_descendants(free), -free.depth, free.freed_at))
+        return min(frees, key=lambda free: (self.worth(free), -free.depth, free.freed_at))
 
     def admitted(self, path):
         pass
@@ -54,37 +49,7 @@ class GdsfOracle(QueueOracle):
         del self.uses[path]
 
 
-class FifoOracle:
-    """Walks down from the tree that was cached first: what continues a block leaves before it."""
-
-    def __init__(self, next_use):
-        self.num_cached, self.cached_at = 0, {}
-
-    def victim(self, frees):
-        free_of_path = {free.path: free for free in frees}
-        victim, path = None, b""
-        while True:
-            children = [
-                child
-                for child in self.cached_at
-                if child[:-1] == path and any(other.startswith(child) for other in free_of_path)
-            ]
-            if not children:
-                return victim
-            path = min(children, key=self.cached_at.get)
-            victim = free_of_path.get(path)
-
-    def admitted(self, path):
-        for end in range(1, len(path) + 1):
-            if path[:end] not in self.cached_at:
-                self.cached_at[path[:end]] = self.num_cached
-                self.num_cached += 1
-
-    def evicted(self, path):
-        del self.cached_at[path]
-
-
-ORACLES = {"queue": QueueOracle, "fifo": FifoOracle, "gdsf": GdsfOracle}
+ORACLES = {"queue": QueueOracle, "gdsf": GdsfOracle}
 
 
 class CheckedQueue(PolicyFreeQueue):
@@ -92,10 +57,11 @@ class CheckedQueue(PolicyFreeQueue):
 
     def __init__(self, blocks, policy, next_use, oracle):
         super().__init__(blocks, policy, next_use)
-        self.oracle, self.next_use = oracle, next_use
+        self.oracle, self.next_use, self.blocks = oracle, next_use, blocks
         self.uncached, self.frees, self.num_evicted = list(blocks), [], 0
         self.num_appended = 0
         self.expected_evictions = {"unused": 0, "needed": 0}
+        next_use.listen(self.admitted)
 
     def take(self):
         if self.uncached:
@@ -108,7 +74,9 @@ class CheckedQueue(PolicyFreeQueue):
         self.expected_evictions["needed" if needed else "unused"] += 1
         if not copies:
             self.oracle.evicted(victim.path)
-            assert not any(free.path[:-1] == victim.path for free in self.frees)
+            key = victim.block.block_hash
+            if sum(block.block_hash == key for block in self.blocks) == 1:
+                assert not any(free.path[:-1] == victim.path for free in self.frees)
         return victim.block
 
     def popleft_n(self, n):
@@ -134,7 +102,6 @@ class CheckedQueue(PolicyFreeQueue):
         self.uncached[:0] = blocks
         super().prepend_n(blocks)
 
-    def note_chain(self, keys, *, is_use=True):
-        super().note_chain(keys, is_use=is_use)
-        if is_use:
-            self.oracle.admitted(path_of(keys[-1]))
+    def admitted(self, chains, runs):
+        if runs:
+            self.oracle.admitted(path_of(chains[0][-1]))

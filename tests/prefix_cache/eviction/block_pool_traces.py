@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from vllm.v1.core import block_pool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
-from vllm_relay.prefix_cache.next_use import NextUse
+from vllm_relay.prefix_cache.eviction.next_use import NextUse
 
 BLOCK_SIZE_TOKENS = 16
 NUM_BLOCKS = 14
@@ -26,14 +26,13 @@ def path_of(key):
 class Cache:
     """A block pool and the requests that run and wait."""
 
-    def __init__(self, make_queue, note_at_end=False):
-        self.note_at_end = note_at_end
+    def __init__(self, make_queue):
         self.next_use = NextUse()
         with mock.patch.object(
             block_pool, "FreeKVCacheBlockQueue", lambda blocks: make_queue(blocks, self.next_use)
         ):
             self.pool = block_pool.BlockPool(NUM_BLOCKS, True, BLOCK_SIZE_TOKENS)
-        self.running, self.waiting, self.taken = [], {}, []
+        self.running, self.waiting, self.taken = [], set(), []
 
     def admit(self, path, num_uncached_blocks, cache_late):
         """Runs a request unless it is too long, and caches its prompt now or when it ends."""
@@ -50,17 +49,14 @@ class Cache:
         self.pool.touch(hits)
         new = self.pool.get_new_blocks(num_new)
         self.taken.append([block.block_id for block in new])
-        self.note_chain(keys)
+        self.next_use.add((-1,), [keys])
+        self.next_use.remove((-1,), runs=True)
         hashes = [path_of(key) for key in keys]
         request = (SimpleNamespace(block_hashes=hashes), hits + new, len(hits))
         if not cache_late:
             self.cache(*request)
             request = (request[0], request[1], len(hashes))
         self.running.append(request)
-
-    def note_chain(self, keys, is_use=True):
-        if hasattr(self.pool.free_block_queue, "note_chain"):
-            self.pool.free_block_queue.note_chain(keys, is_use=is_use)
 
     def cache(self, request, blocks, num_cached):
         num_full = len(request.block_hashes)
@@ -69,19 +65,17 @@ class Cache:
     def finish(self, index):
         if self.running:
             request = self.running.pop(index % len(self.running))
-            if self.note_at_end:
-                self.note_chain(keys_of(request[0].block_hashes[-1]), is_use=False)
             self.cache(*request)
             self.pool.free_blocks(reversed(request[1]))
 
     def wait(self, position, path):
         """A request waits at this position, or the one that did is gone."""
-        keys = self.waiting.pop(position, None)
-        if keys is None:
-            self.waiting[position] = keys_of(path)
-            self.next_use.add(position, self.waiting[position])
+        if position in self.waiting:
+            self.waiting.remove(position)
+            self.next_use.remove((position,), runs=False)
         else:
-            self.next_use.remove(position, keys)
+            self.waiting.add(position)
+            self.next_use.add((position,), [keys_of(path)])
 
     def do(self, step, cache_late):
         action, number, path = step

@@ -12,12 +12,17 @@ from benchmarks.prefix_cache.bench_eviction import (
     random_workload,
     run_in_order,
 )
-from vllm_relay.prefix_cache.belady import belady_hits, ceiling_hits
-from vllm_relay.prefix_cache.free_queue import PolicyFreeQueue, StockFreeQueue, make_free_queue
-from vllm_relay.prefix_cache.next_use import NextUse
+from tests.support.calls import count_calls
+from vllm_relay.prefix_cache.eviction.belady import belady_hits, ceiling_hits
+from vllm_relay.prefix_cache.eviction.free_queue import (
+    PolicyFreeQueue,
+    StockFreeQueue,
+    make_free_queue,
+)
+from vllm_relay.prefix_cache.eviction.next_use import NextUse
 
-POLICIES = ["queue", "lru", "fifo", "gdsf"]
-OURS = ["queue", "fifo", "gdsf"]
+POLICIES = ["queue", "lru", "gdsf"]
+OURS = ["queue", "gdsf"]
 
 
 def make_blocks(number):
@@ -39,12 +44,10 @@ def cached(blocks, *names):
     return blocks[::-1]
 
 
-def test_the_queues_have_all_that_vllms_has():
-    surface = {name for name in vars(FreeKVCacheBlockQueue) if not name.startswith("_")}
-    surface |= {"num_free_blocks"}
-    for name in POLICIES:
-        queue = make_free_queue(name, NextUse())(make_blocks(3))
-        assert not surface - set(dir(queue))
+def test_a_policy_leaves_no_method_to_vllms_list_alone():
+    """What is set aside is not in it."""
+    methods = {name for name in vars(FreeKVCacheBlockQueue) if not name.startswith("_")}
+    assert methods and methods <= set(vars(PolicyFreeQueue))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -84,7 +87,7 @@ def test_evictions_are_counted_by_reason(name):
     next_use = NextUse()
     queue = make_free_queue(name, next_use)(make_blocks(4))
     queue.append_n(cached(queue.popleft_n(4), "a", "ab", "abc", "abcd"))
-    next_use.add(1, [key("a"), key("ab")])
+    next_use.add((1,), [[key("a"), key("ab")]])
     queue.popleft_n(3)
     assert queue.evicted_blocks == {"unused": 2, "needed": 1}
 
@@ -105,7 +108,7 @@ def test_a_reset_of_the_prefix_cache_forgets_all_blocks(name):
     pool = build_pool(name, next_use, 12)
     chains = [[b"%d" % request, b"%d." % request] for request in range(5)]
     keys = [[block + bytes(4) for block in chain] for chain in chains]
-    next_use.add(0, keys[0])
+    next_use.add((0,), keys[:1])
     for chain, chain_keys in zip(chains, keys, strict=True):
         pool.free_blocks(reversed(admit(pool, chain, chain_keys)[0]))
     assert pool.reset_prefix_cache()
@@ -127,7 +130,7 @@ def test_evicted_hashes_are_no_evictions():
 @pytest.mark.parametrize("name", ["queue", "gdsf"])
 def test_of_equals_the_deepest_leaves_first_where_no_chain_is_known(name):
     next_use = NextUse()
-    next_use.add(0, [key("a"), key("ab"), key("abc")])
+    next_use.add((0,), [[key("a"), key("ab"), key("abc")]])
     queue = make_free_queue(name, next_use)(make_blocks(3))
     queue.append_n(cached(queue.popleft_n(3), "a", "ab", "abc")[::-1])
     assert ids(queue.popleft_n(3)) == [2, 1, 0]
@@ -140,11 +143,14 @@ def test_blocks_return_to_their_place_when_waiting_requests_come_and_go():
     for block, name in zip(blocks, "abc", strict=True):
         queue.append_n(cached([block], name))
     for position in range(1000):
-        next_use.add(position, [key("a")])
+        next_use.add((position,), [[key("a")]])
+        assert ids(queue.iter_blocks_after(None)) == [1, 2, 0]  # sets the block aside
         assert ids(queue.get_all_free_blocks()) == [1, 2, 0]
-        next_use.remove(position, [key("a")])
+        next_use.remove((position,), runs=False)
+        assert ids(queue.iter_blocks_after(None)) == [0, 1, 2]
         assert ids(queue.get_all_free_blocks()) == [0, 1, 2]
-    assert len(queue._heap) < 100
+    assert all(len(heap) < 100 for heap in queue._aside._heaps.values())
+    assert ids(queue.popleft_n(3)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -167,6 +173,23 @@ def test_a_short_queue_is_better_than_none():
         assert lru < short < run_in_order("queue", chains, capacity_blocks)
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_prompt_costs_few_calls_for_every_block(name):
+    num_blocks, next_use = 4096, NextUse()
+    queue = make_free_queue(name, next_use)(make_blocks(num_blocks))
+    keys = [key(f"{index}") for index in range(num_blocks)]
+    queue.append_n(cached(queue.popleft_n(num_blocks), *map(str, range(num_blocks))))
+
+    def wait_run_and_free():
+        next_use.add((0,), [keys])
+        next_use.remove((0,), runs=True)
+        blocks = queue.popleft_n(num_blocks)
+        queue.append_n(blocks)
+
+    most = {"lru": 6, "queue": 6, "gdsf": 54}[name]
+    assert count_calls(wait_run_and_free) < most * num_blocks
+
+
 @pytest.mark.parametrize("name", OURS)
 def test_a_million_blocks(name):
     next_use = NextUse()
@@ -178,7 +201,7 @@ def test_a_million_blocks(name):
         hashes = [b"%d" % (start + i) for i in range(50)]
         hashes += [b"%d.%d" % (request, i) for i in range(chain_blocks - 50)]
         keys = [block + bytes(4) for block in hashes]
-        next_use.add(request, keys)
+        next_use.add((request,), [keys])
         blocks, _ = admit(pool, hashes, keys)
         pool.free_blocks(reversed(blocks))
     assert isinstance(pool, BlockPool) and isinstance(pool.free_block_queue, PolicyFreeQueue)

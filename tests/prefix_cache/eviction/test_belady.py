@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.depth import cases
-from vllm_relay.prefix_cache.belady import belady_hits, ceiling_hits
+from vllm_relay.prefix_cache.eviction.belady import belady_hits, ceiling_hits
 
 
 def chain_of(path):
