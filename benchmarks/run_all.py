@@ -30,6 +30,7 @@ BENCHMARKS = (
     "bench_scheduler",
     "bench_online",
     "bench_backlog",
+    "bench_traces",
     "bench_scheduling",
     "bench_eviction",
     "bench_predictor",

@@ -35,8 +35,11 @@ MODULES = [
     "vllm_relay.prefix_cache.modules",  # its first name
     "vllm_relay.prefix_cache.next_use",
     "vllm_relay.prefix_cache.policies",
+    "vllm_relay.prefix_cache.predict.cache_size",
+    "vllm_relay.prefix_cache.predict.load",
     "vllm_relay.scheduler.fairness",
     "vllm_relay.scheduler.order",
+    "vllm_relay.scheduler.overtaken",
     "vllm_relay.sparse",
     "vllm_relay.sparse.contexts_command",
     "vllm_relay.sparse.head_profile",

@@ -3,6 +3,7 @@
 
 order.py             prefix by prefix: a trie of waiting requests                  (pure)
 fairness.py          how far a request may be overtaken                            (pure)
+overtaken.py         how many have been                                            (pure)
 priority_class.py    the waiting requests of one priority                          (vLLM)
 request_queue.py     takes the place of vLLM's queue of waiting requests           (vLLM)
 scheduler.py         vLLM's schedulers with these: hooks, nothing else             (vLLM)

@@ -125,6 +125,14 @@ class PrefixOrder(Generic[R]):
             if node.leader == leader and not self._has_led_ancestor(node)
         )
 
+    @property
+    def num_leaders(self) -> int:
+        """Requests for which others are held, as far as is known."""
+        return sum(
+            any(node.leader == leader and node.size for node in nodes)
+            for leader, nodes in self._led.items()
+        )
+
     def __iter__(self) -> Iterator[R]:
         """In order of position."""
         return iter(sorted(self._places, key=lambda request: self._places[request].position))

@@ -46,6 +46,11 @@ class PriorityClass:
         """Requests held until another one has computed their prefix."""
         return self._order.held
 
+    @property
+    def num_leaders(self) -> int:
+        """Requests for which others are held."""
+        return self._order.num_leaders
+
     def num_records(self) -> int:
         """How much is kept about requests that do not wait any more, if none waits."""
         return self._order.num_records()

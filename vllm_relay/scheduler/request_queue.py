@@ -91,6 +91,16 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         """Requests held until another one has computed their prefix."""
         return sum(self._classes[priority].held for priority in self._led)
 
+    @property
+    def leading_requests(self) -> int:
+        """Requests for which others are held."""
+        return sum(self._classes[priority].num_leaders for priority in self._led)
+
+    @property
+    def blocked_requests(self) -> int:
+        """Requests that cannot run whoever's turn it is: see `blocked_now`."""
+        return len(self._blocked)
+
     def retry_blocked(self) -> None:
         """Offer blocked requests again that are not blocked any more, and choose anew; before every
         step."""

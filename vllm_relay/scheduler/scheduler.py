@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from itertools import accumulate, chain, islice
@@ -30,6 +31,7 @@ from vllm_relay.prefix_cache.pins import PinTable
 from vllm_relay.prefix_cache.stats import PREFIX_CACHE, PrefixCacheRecorder
 from vllm_relay.scheduler.fairness import OvertakeLimit
 from vllm_relay.scheduler.order import BlockName, PrefixOrder
+from vllm_relay.scheduler.overtaken import OvertakenCount
 from vllm_relay.scheduler.request_queue import PrefixRequestQueue, QueueObserver
 from vllm_relay.vllm_changes.configuration import is_offline
 from vllm_relay.vllm_changes.scheduler import free_block_queue, report_admissions
@@ -47,6 +49,7 @@ class _RelayScheduling(Scheduler):
         self._is_offline = is_offline(vllm_config)
         self.order_group = _full_attention_group(self.kv_cache_config)
         feeder = _NextUseFeeder(self)
+        self.overtaken = feeder.overtaken
         self.waiting: PrefixRequestQueue = PrefixRequestQueue(
             self.policy == SchedulingPolicy.PRIORITY,
             feeder.order_chain,
@@ -66,6 +69,7 @@ class _RelayScheduling(Scheduler):
         self.waiting._clock = clock
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        began_s = time.perf_counter()
         self.modules.prepare()
         self.waiting.retry_blocked()
         output = super().schedule(*args, **kwargs)
@@ -73,6 +77,7 @@ class _RelayScheduling(Scheduler):
         # interval between prefills
         self.prefill_capacity_bound &= bool(self.waiting or self.kv_holding_waiting)
         self.modules.note_step(output.total_num_scheduled_tokens)
+        self.relay_recorder.on_scheduled(time.perf_counter() - began_s)
         return output
 
     def add_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
@@ -218,11 +223,13 @@ class _NextUseFeeder(QueueObserver):
 
     def __init__(self, scheduler: _RelayScheduling) -> None:
         self._scheduler = scheduler
+        self.overtaken = OvertakenCount()
         self._keys: dict[Request, list[list[bytes]]] = {}  # of waiting requests: see `block_keys`
         # of those that may find blocks in the prefix cache: the others have nothing to wait for
         self._order_chains: dict[Request, Sequence[BlockName]] = {}
 
     def waits(self, request: Request, position: int) -> None:
+        self.overtaken.waits(position)
         keys = self._keys[request] = self._scheduler.block_keys(request)
         if self._scheduler.kv_cache_manager.prefix_cache_lookup_enabled(request):
             ordered_by = keys[self._scheduler.order_group or 0]
@@ -231,6 +238,7 @@ class _NextUseFeeder(QueueObserver):
             self._scheduler.next_use.add(position, list(chain.from_iterable(keys)))
 
     def waits_no_longer(self, request: Request, position: int, runs: bool) -> None:
+        self.overtaken.waits_no_longer(position, runs)
         keys = self._keys.pop(request)
         if self._order_chains.pop(request, None) is not None:
             self._scheduler.next_use.remove(position, list(chain.from_iterable(keys)))
