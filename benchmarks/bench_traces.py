@@ -101,6 +101,7 @@ def describe(prediction: Prediction) -> Row:
     assert waits is not None
     return {
         "hit rate": prediction.hit_rate,
+        "best eviction": (prediction.belady_tokens or 0) / prediction.prompt_tokens,
         "ceiling": prediction.ceiling_tokens / prediction.prompt_tokens,
         "p50 first token s": waits.first_token_percentile_s(50),
         "p99 first token s": waits.first_token_percentile_s(99),

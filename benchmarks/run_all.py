@@ -31,6 +31,7 @@ BENCHMARKS = (
     "bench_online",
     "bench_backlog",
     "bench_traces",
+    "bench_serve",
     "bench_scheduling",
     "bench_eviction",
     "bench_predictor",
