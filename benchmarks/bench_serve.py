@@ -60,6 +60,9 @@ class Workload:
     concurrency: int = CONCURRENCY
 
 
+TINY = Workload(2, 300, 8, 4)
+
+
 class Server:
     """`vllm serve` in a process of its own; use as a context manager."""
 
@@ -180,20 +183,22 @@ def over_stock(runs: dict[str, list[Row]], name: str, column: str) -> float:
 def main() -> None:
     options = argument_parser(__doc__, rounds=10).parse_args()
     result = Result.begin(__file__, __doc__, options)
-    workload, rounds = Workload(), options.rounds
+    workload, rounds, contenders = Workload(), options.rounds, CONTENDERS
     if options.smoke:
-        workload, rounds = Workload(2, 300, 8, 4), 1
+        workload, rounds = TINY, 1
+        contenders = {name: CONTENDERS[name] for name in ("stock", "both")}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="relay-bench-")))
         model = MODEL.save(folder)
         build_tokenizer(4096).save_pretrained(folder)
         servers = {
             name: stack.enter_context(Server(model, given, folder / f"{index}.log"))
-            for index, (name, given) in enumerate(CONTENDERS.items())
+            for index, (name, given) in enumerate(contenders.items())
         }
         for server in servers.values():
             server.wait()
-            server.bench(Workload(2, 300, 8, 4), 0, folder)
+            if not options.smoke:
+                server.bench(TINY, 0, folder)
         runs: dict[str, list[Row]] = {name: [] for name in servers}
         for index in range(rounds):
             for name in list(servers)[:: -1 if index % 2 else 1]:
