@@ -1,5 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One workload per file; `python -m benchmarks.run_all` runs them all."""
+"""Benchmarks: `python -m benchmarks.run_all` runs them all; each is a program of its own, too.
+
+attention/       shared prefixes: relay's operation against vLLM's
+scheduler/       which requests run
+prefix_cache/    which KV blocks stay
+modules/         prompt modules
+tables/          SQL that asks a model
+sparse/          key indexes and sparse attention
+long_context/    long requests
+cuda/            the Triton kernels on a GPU
+support/         what they share
+run_all.py       runs them
+smoke_main.py    runs one to see that it runs
+report.py        the page of their results
+"""
 
 import os
 

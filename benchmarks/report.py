@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import show
-from benchmarks.markdown import markdown_table
-from benchmarks.sparse.plots import plot_result
+from benchmarks.attention.plots import plot_speedup
+from benchmarks.sparse.searches.plots import plot_result
+from benchmarks.support.formatting import markdown_table, show
 from benchmarks.tables.plots import plot_tables
 
 Json = dict[str, Any]
@@ -28,7 +28,7 @@ unless a table says otherwise. No script reports times of attention unless relay
 with a float64 reference first.
 
 "of peak" is the fraction of what this core can multiply at best, measured by
-`benchmarks/native/peak.cpp` just before, counting the multiplications attention needs. The
+`benchmarks/support/peak.cpp` just before, counting the multiplications attention needs. The
 `avx512_bf16` kernel keeps the softmax weights as two bfloat16 numbers each, so that their rounding
 does not show in the result: of three multiplications two count, and 0.67 of the peak is the most
 it could reach. "machine allows" is the speed-up that would be left if relay ran at that ceiling, or
@@ -80,7 +80,7 @@ def write_page(results: list[Json], page: Path, plot_folder: Path) -> None:
         raise SystemExit("there are no results: run python -m benchmarks.run_all first")
     parts = [INTRODUCTION, _machine(results[0]), _goals(results)]
     plot = plot_folder / "speedup.svg"
-    if _plot(results, plot):
+    if plot_speedup(results, plot):
         parts.append(
             "![Speed-up over CPU_ATTN by batch size, beside the paper's theory]"
             f"({os.path.relpath(plot, page.parent)})\n"
@@ -189,48 +189,3 @@ def _peak_line(result: Json) -> str:
         f"{peak['read_256_mib_gb_per_s']:.0f} GB/s from memory on {peak['threads']} "
         f"core{'s' if peak['threads'] > 1 else ''}; load {result['machine']['load_before']})"
     )
-
-
-def _plot(results: list[Json], path: Path) -> bool:
-    """Draws the speed-up by batch size; False if there is nothing to draw it with or from."""
-    tables = [
-        table
-        for result in results
-        for table in result["tables"]
-        if table["title"].startswith("Batch size")
-    ]
-    if not tables:
-        return path.exists()
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plot: matplotlib is missing (pip install 'vllm-relay[dev]')")
-        return path.exists()
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "relay"
-    from matplotlib import pyplot
-
-    rows = tables[0]["rows"]
-    figure, axes = pyplot.subplots(figsize=(7, 4.2))
-    for color, prefix in zip(("C0", "C3"), sorted({row["prefix"] for row in rows}), strict=False):
-        line = [row for row in rows if row["prefix"] == prefix]
-        batch = [row["batch"] for row in line]
-        axes.plot(batch, [row["speed-up"] for row in line], "o-", color=color,
-                  label=f"measured, prefix {prefix}")  # fmt: skip
-        axes.plot(batch, [row["theory"] for row in line], "--", color=color, alpha=0.6,
-                  label=f"memory traffic alone (paper), prefix {prefix}")  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlabel="requests that share the prefix",
-             ylabel="speed-up of the attention op over CPU_ATTN",
-             title=f"{rows[0]['heads']} heads, context {rows[0]['context']}, one core")  # fmt: skip
-    ticks = sorted({row["batch"] for row in rows})
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    levels = [level for level in (1, 2, 5, 10, 20, 50) if level <= axes.get_ylim()[1]]
-    axes.set_yticks(levels, [str(level) for level in levels])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
-    return True

@@ -19,43 +19,59 @@ from tests.support import vllm_processes
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 JSON_FOLDER = ROOT / "docs" / "benchmarks"
-BENCHMARKS = (
-    "bench_op",
-    "bench_shared_phase",
-    "bench_threads",
-    "bench_random_batches",
-    "bench_planning",
-    "bench_error",
-    "bench_end_to_end",
-    "bench_scheduler",
-    "bench_online",
-    "bench_backlog",
-    "bench_traces",
-    "bench_serve",
-    "bench_scheduling",
-    "bench_eviction",
-    "bench_predictor",
-    "bench_modules",
-    "bench_tables",
-    "bench_table_queries",
-    "bench_index_build",
-    "bench_key_index",
-    "bench_model_heads",
-    "bench_planner",
-    "bench_sparse_layer",
-    "bench_storage",
-    "bench_open_context",
-    "bench_long_context_quality",
-    "bench_long_context_english",
-    "bench_long_context_capacity",
-    "bench_long_context_decode",
-    "bench_long_context_short",
-    "bench_index_payoff",
-)
+ROOMS = {
+    "attention": [
+        "bench_op",
+        "bench_shared_phase",
+        "bench_threads",
+        "bench_random_batches",
+        "bench_planning",
+        "bench_error",
+        "bench_end_to_end",
+    ],
+    "scheduler": [
+        "bench_scheduler",
+        "bench_online",
+        "bench_backlog",
+        "bench_traces",
+        "bench_serve",
+        "bench_scheduling",
+    ],
+    "prefix_cache": [
+        "bench_eviction",
+        "bench_predictor",
+    ],
+    "modules": [
+        "bench_modules",
+    ],
+    "tables": [
+        "bench_tables",
+        "bench_table_queries",
+    ],
+    "sparse": [
+        "bench_index_build",
+        "bench_key_index",
+        "bench_model_heads",
+        "bench_planner",
+        "bench_sparse_layer",
+        "bench_storage",
+        "bench_open_context",
+    ],
+    "long_context": [
+        "bench_long_context_quality",
+        "bench_long_context_english",
+        "bench_long_context_capacity",
+        "bench_long_context_decode",
+        "bench_long_context_short",
+        "bench_index_payoff",
+    ],
+}
+"""Folders and their benchmarks, in the order of the page."""
+MODULES = {name: f"benchmarks.{room}.{name}" for room, names in ROOMS.items() for name in names}
 
 
 def run(name: str, json_path: Path, arguments: list[str]) -> bool:
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(json_path), *arguments]
+    command = [sys.executable, "-m", MODULES[name], "--json", str(json_path), *arguments]
     print(f"\n=== {name} {' '.join(arguments)}", flush=True)
     began_s = time.monotonic()
     if "--smoke" in arguments:
@@ -71,7 +87,7 @@ def run(name: str, json_path: Path, arguments: list[str]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="tiny shapes; writes no page")
-    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=BENCHMARKS, metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=MODULES, default=list(MODULES), metavar="NAME")
     parser.add_argument("--render-only", action="store_true", help="run nothing")
     parser.add_argument("--json-folder", type=Path, default=JSON_FOLDER, help="(%(default)s)")
     parser.add_argument("--page", type=Path, default=PAGE, help="(%(default)s)")
@@ -88,7 +104,7 @@ def main() -> None:
 
         names = () if options.render_only else options.only
         failed = [n for n in names if not run(n, options.json_folder / f"{n}.json", [])]
-        write_page(load_results(options.json_folder, BENCHMARKS), options.page, options.json_folder)
+        write_page(load_results(options.json_folder, MODULES), options.page, options.json_folder)
         print(f"\nwrote {options.page}")
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")

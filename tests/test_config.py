@@ -112,6 +112,17 @@ def test_strings_of_the_command_line_are_converted() -> None:
             "true",
         ),
         (
+            {"routes": "closed"},
+            "additional_config.relay.routes: given 'closed', expected 'guarded', 'open' or 'off', "
+            'or leave it out for "guarded"',
+        ),
+        (
+            {"max_pinned_fraction": 50},
+            "additional_config.relay.max_pinned_fraction: given 50, expected a number up to 1, or "
+            "leave it out for 0.5",
+        ),
+        ({"max_pinned_fraction": True}, "given True, expected a number, or leave it out for 0.5"),
+        (
             {"system_prompts": "Be brief."},
             "additional_config.relay.system_prompts: given 'Be brief.', expected a list of texts: "
             "write ['Be brief.'], or as a flag --additional-config.relay.system_prompts+ TEXT",

@@ -33,17 +33,17 @@ def values(engine: str = "0") -> dict[str, float]:
 
 def test_steps_add_up_per_engine() -> None:
     logger = RelayStatLogger(config(), [0, 1])
-    logger.record(step(requests=4, planning_seconds=0.25, groups=2), None, engine_idx=0)
-    logger.record(step(requests=3, planning_seconds=0.5, groups=1), None, engine_idx=0)
-    logger.record(step(requests=7), None, engine_idx=1, argument_of_a_later_vllm=1)
+    logger.record(step(request_steps=4, planning_seconds=0.25, groups=2), None, engine_idx=0)
+    logger.record(step(request_steps=3, planning_seconds=0.5, groups=1), None, engine_idx=0)
+    logger.record(step(request_steps=7), None, engine_idx=1, argument_of_a_later_vllm=1)
     logger.record(SimpleNamespace(relay=None), None)
     logger.record(None, None)
     first = values("0")
     assert first["relay:steps"] == 2
-    assert first["relay:requests"] == 7
+    assert first["relay:request_steps"] == 7
     assert first["relay:planning_seconds"] == 0.75
     assert first["relay:groups"] == 1
-    assert values("1")["relay:requests"] == 7
+    assert values("1")["relay:request_steps"] == 7
 
 
 def test_names_and_labels_on_the_metrics_page() -> None:
@@ -54,16 +54,16 @@ def test_names_and_labels_on_the_metrics_page() -> None:
 
 
 def test_next_engine_of_the_process_starts_from_zero() -> None:
-    RelayStatLogger(config(), [0]).record(step(requests=4), None)
+    RelayStatLogger(config(), [0]).record(step(request_steps=4), None)
     RelayStatLogger(config(), [0])
-    assert values()["relay:requests"] == 0
+    assert values()["relay:request_steps"] == 0
 
 
 def test_other_backends_get_no_metrics() -> None:
     RelayStatLogger(config(), [0])  # an earlier engine of the process
     logger = RelayStatLogger(config("CPU_ATTN"), [0])
-    logger.record(step(requests=4), None)
-    assert values().get("relay:requests", 0) == 0
+    logger.record(step(request_steps=4), None)
+    assert values().get("relay:request_steps", 0) == 0
 
 
 def prefix_cache_step(**kwargs: Any) -> Any:

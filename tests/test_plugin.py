@@ -124,6 +124,26 @@ def test_options_of_the_scheduler_need_the_scheduler() -> None:
     relay_config(additional_config={"relay": {"eviction": "lru", "scheduler": True}})
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("kernel", "portable", "only its backends read it: use --attention-backend relay"),
+        ("sharing", False, "only its backends read it"),
+        ("min_shared_tokens", 5, "only its backends read it"),
+        ("contexts", ["text"], "only RELAY_SPARSE reads it: use --attention-backend relay_sparse"),
+        ("alpha", 0.5, "only RELAY_SPARSE reads it"),
+    ],
+)
+def test_options_that_nobody_reads_beside_the_scheduler_are_refused(
+    option: str, value: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"relay\.{option} is given but {message}"):
+        VllmConfig(
+            device_config=DeviceConfig(device="cpu"),
+            additional_config={"relay": {"scheduler": True, option: value}},
+        )
+
+
 def test_a_scheduler_that_is_chosen_and_refused_is_an_error() -> None:
     scheduler_config = SchedulerConfig.default_factory(scheduler_cls=SCHEDULER_PATH)
     with pytest.raises(ValueError, match=r"relay\.scheduler is false and --scheduler-cls is"):

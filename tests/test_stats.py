@@ -30,8 +30,8 @@ def test_plans_of_one_step_are_one_step() -> None:
     recorder.add_plan(plan(4, 2, 50, 40, 1, 1))
     assert recorder.take_step() == RelayStats(
         steps=1,
-        requests=4,
-        requests_shared=3,
+        request_steps=4,
+        request_steps_shared=3,
         kv_tokens_logical=150,
         kv_tokens_read=100,
         planning_seconds=1.0,
@@ -65,7 +65,7 @@ def test_log_line_covers_the_steps_since_the_last_one(monkeypatch: pytest.Monkey
         recorder.log_if_due(5.0, lines.append)
     assert len(lines) == 1
     assert (
-        "2 steps, 8 requests (6 shared), 200 KV tokens attended, 120 read (40.0% saved)"
+        "2 steps, 8 request-steps (6 shared), 200 KV tokens attended, 120 read (40.0% saved)"
         in (lines[0])
     )
 

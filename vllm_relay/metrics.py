@@ -11,12 +11,16 @@ from vllm.v1.metrics import reader
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 from vllm_relay.attention_backends.step_stats import COUNTERS, GAUGES, prometheus_name
+from vllm_relay.commands.engine import call, call_ranks_async
+from vllm_relay.commands.errors import CommandError
 from vllm_relay.config import scheduler_is_selected
 from vllm_relay.limits import relay_is_selected, sparse_is_selected
 from vllm_relay.long_context import stats as long_contexts
 from vllm_relay.prefix_cache import stats as prefix_cache
 
 _LABELS = ("model_name", "engine")
+_prefix_cache_gauges: dict[int, dict[str, Any]] = {}
+"""Of the last engine of this process, with RelayScheduler."""
 
 
 class RelayStatLogger(AggregateStatLoggerBase):
@@ -32,6 +36,7 @@ class RelayStatLogger(AggregateStatLoggerBase):
         self._attention: dict[int, dict[str, Any]] = {}
         self._long_contexts: dict[int, dict[str, Any]] = {}
         self._prefix_cache: dict[int, dict[str, Any]] = {}
+        _prefix_cache_gauges.clear()
         if not (backend or scheduler):
             return
         _unregister_stale_metrics()
@@ -46,6 +51,7 @@ class RelayStatLogger(AggregateStatLoggerBase):
             self._long_contexts = self._register(long_contexts.COUNTERS, long_contexts.GAUGES)
         if scheduler:
             self._prefix_cache = self._register(prefix_cache.COUNTERS, prefix_cache.GAUGES)
+            _prefix_cache_gauges.update(self._prefix_cache)
             self._evicted_blocks = Counter(
                 prometheus_name(prefix_cache.EVICTED_BLOCKS),
                 prefix_cache.EVICTED_BLOCKS_TEXT,
@@ -111,6 +117,24 @@ def _record(metrics: dict[str, Any] | None, stats: dict[str, Any]) -> None:
             metric.inc(stats[name])
         else:
             metric.set(stats[name])
+
+
+def refresh(engine: Any) -> None:
+    """Ask an LLMEngine for the gauges of the prefix cache: statistics come with steps only."""
+    if _prefix_cache_gauges:
+        _take_over({0: call(engine, "gauges", {})})
+
+
+async def refresh_async(engine: Any) -> None:
+    """:func:`refresh` for an AsyncLLM."""
+    if _prefix_cache_gauges:
+        _take_over(await call_ranks_async(engine, "gauges", {}))
+
+
+def _take_over(gauges: dict[int, Any]) -> None:
+    for rank, values in gauges.items():
+        if not isinstance(values, CommandError):
+            _record(_prefix_cache_gauges.get(rank), values)
 
 
 def snapshot() -> list[reader.Metric]:

@@ -155,6 +155,7 @@ def check_new_config(vllm_config: VllmConfig) -> None:
 
     from vllm_relay import wiring
     from vllm_relay.config import (
+        ATTENTION_OPTIONS,
         SCHEDULER_OPTIONS,
         SECTION,
         RelayConfig,
@@ -165,7 +166,7 @@ def check_new_config(vllm_config: VllmConfig) -> None:
     from vllm_relay.config.long_contexts import LongContextOptions
     from vllm_relay.long_context.start_checks import check_context_dir, check_contexts
     from vllm_relay.modules.start_checks import check_schemas
-    from vllm_relay.prefix_cache.system_prompts import check_system_prompts
+    from vllm_relay.prefix_cache.pins.system_prompts import check_system_prompts
 
     logger = init_logger("vllm.relay")
     options = RelayConfig.from_vllm_config(vllm_config)
@@ -178,19 +179,24 @@ def check_new_config(vllm_config: VllmConfig) -> None:
         )
     backend, scheduler = relay_is_selected(vllm_config), scheduler_is_selected(vllm_config)
     check_system_prompts(vllm_config, options)
-    if backend and not scheduler and (unused := options.model_fields_set & SCHEDULER_OPTIONS):
-        raise ValueError(
-            f"{SECTION}.{min(unused)} is given but only RelayScheduler reads it: add "
-            f"{SECTION}.scheduler=true, or leave it away"
-        )
-    if not sparse_is_selected(vllm_config):
-        unused = options.model_fields_set & LongContextOptions.model_fields.keys()
-        if backend and unused:
+    sparse = sparse_is_selected(vllm_config)
+    long_context_options = LongContextOptions.model_fields.keys()
+    for selected, names, reader, way in (
+        (scheduler, SCHEDULER_OPTIONS, "RelayScheduler reads", f"add {SECTION}.scheduler=true"),
+        (backend, ATTENTION_OPTIONS, "its backends read", "use --attention-backend relay"),
+        (
+            sparse,
+            long_context_options,
+            "RELAY_SPARSE reads",
+            "use --attention-backend relay_sparse",
+        ),
+    ):
+        unused = options.model_fields_set & names
+        if unused and not selected and (backend or scheduler):
             raise ValueError(
-                f"{SECTION}.{min(unused)} is given but only RELAY_SPARSE reads it: use "
-                "--attention-backend relay_sparse, or leave it away"
+                f"{SECTION}.{min(unused)} is given but only {reader} it: {way}, or leave it away"
             )
-    else:
+    if sparse:
         check_contexts(vllm_config, options)
         check_context_dir(vllm_config, options)
     check_schemas(vllm_config, options)
@@ -210,7 +216,7 @@ def check_new_config(vllm_config: VllmConfig) -> None:
         # vLLM calls the devices of ROCm "cuda" too
         device_type = "rocm" if current_platform.is_rocm() else current_platform.device_type
         check_config(vllm_config, device_type)
-        if sparse_is_selected(vllm_config):
+        if sparse:
             check_sparse_config(vllm_config, device_type, options.prefill)
             _check_extension()
             if device_type == "cuda":
@@ -227,7 +233,7 @@ def check_new_config(vllm_config: VllmConfig) -> None:
             "vllm-relay: prefix caching is off, so requests share no KV blocks and relay has "
             "nothing to read once for several of them"
         )
-    if scheduler or sparse_is_selected(vllm_config):
+    if scheduler or sparse:
         wiring.prepare_new_engines()
     wiring.serve_endpoints()  # they say why they cannot be used, where they cannot
     try:

@@ -88,7 +88,7 @@ def _prepare_engine_core() -> None:
 def _run_command(core: Any, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     from vllm_relay.commands import engine
     from vllm_relay.long_context.commands import COMMANDS as CONTEXT_COMMANDS
-    from vllm_relay.prefix_cache.commands import COMMANDS as PREFIX_COMMANDS
+    from vllm_relay.prefix_cache.pins.commands import COMMANDS as PREFIX_COMMANDS
 
     return engine.run({**PREFIX_COMMANDS, **CONTEXT_COMMANDS}, core, name, arguments)
 
@@ -131,7 +131,10 @@ def prepare_new_engines() -> None:
     from vllm_relay.config import scheduler_is_selected
     from vllm_relay.limits import sparse_is_selected
     from vllm_relay.long_context.preload import preload_contexts, preload_contexts_async
-    from vllm_relay.prefix_cache.system_prompts import pin_system_prompts, pin_system_prompts_async
+    from vllm_relay.prefix_cache.pins.system_prompts import (
+        pin_system_prompts,
+        pin_system_prompts_async,
+    )
 
     def prepare(engine: Any) -> None:
         if scheduler_is_selected(engine.vllm_config):
@@ -155,18 +158,29 @@ def serve_endpoints() -> None:
 
 def _make_endpoints() -> Sequence[Any]:
     from vllm_relay.serving.contexts import ContextEndpoints
+    from vllm_relay.serving.fresh_metrics import FreshMetrics
     from vllm_relay.serving.modular_requests import add_usage, apply_modular_prompt, with_usage
     from vllm_relay.serving.pins import PinEndpoints
     from vllm_relay.serving.schemas import SchemaEndpoints
 
     server.render_prompts_by(apply_modular_prompt)
     server.add_to_usage(add_usage, with_usage)
-    return [PinEndpoints(), ContextEndpoints(), SchemaEndpoints()]
+    return [PinEndpoints(), ContextEndpoints(), SchemaEndpoints(), FreshMetrics(_refresh_metrics)]
+
+
+async def _refresh_metrics(engine: Any) -> None:
+    from vllm_relay.metrics import refresh_async
+
+    await refresh_async(engine)
 
 
 def publish_metrics() -> None:
     """Front ends publish the metrics relay:*."""
-    from vllm_relay.metrics import RelayStatLogger, snapshot
+    from vllm_relay.metrics import RelayStatLogger, refresh, snapshot
+
+    def metrics_of(engine: Any) -> list[Any]:
+        refresh(engine)
+        return snapshot()
 
     statistics.add_stat_logger(RelayStatLogger)
-    statistics.add_to_metrics(snapshot)
+    statistics.add_to_metrics(metrics_of)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from benchmarks.batches import Batch
+from benchmarks.attention.batches import Batch
 from benchmarks.cuda.geometry import Features, Geometry
 from benchmarks.cuda.inputs import DeviceBatch, Inputs, Relay
 from benchmarks.cuda.reference import rows_that_differ

@@ -4,7 +4,7 @@
 import numpy as np
 import torch
 
-from benchmarks.batches import Batch
+from benchmarks.attention.batches import Batch
 from benchmarks.cuda.geometry import Geometry
 from benchmarks.cuda.inputs import FP8_SCALES
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.batches import Batch, random_batch, shared_prefix
+from benchmarks.attention.batches import Batch, random_batch, shared_prefix
 from benchmarks.cuda.geometry import PLAIN, Features, Geometry
 from benchmarks.cuda.limits import planner_limits
 from vllm_relay.attention_backends.gpu_planner import PlannerLimits

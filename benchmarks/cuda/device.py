@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import triton
 
-from benchmarks.common import Timing
 from benchmarks.cuda import ROOT
+from benchmarks.support.timing import Timing
 
 Call = Callable[[], Any]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.batches import Batch
+from benchmarks.attention.batches import Batch
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.batches import Batch
+from benchmarks.attention.batches import Batch
 
 LAUNCH_US = 6.0
 """What two launches may cost beyond the limit of a batch."""

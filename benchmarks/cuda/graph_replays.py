@@ -3,7 +3,6 @@
 
 import numpy as np
 
-from benchmarks.common import Goal, Row
 from benchmarks.cuda import bits
 from benchmarks.cuda.caches import poisoned_cache
 from benchmarks.cuda.cases import (
@@ -18,6 +17,8 @@ from benchmarks.cuda.geometry import PLAIN
 from benchmarks.cuda.inputs import DeviceBatch, Inputs, Relay
 from benchmarks.cuda.run import Run
 from benchmarks.cuda.variants import Variant
+from benchmarks.support.formatting import Row
+from benchmarks.support.result import Goal
 
 REPLAYED_STEPS = 8
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from benchmarks.batches import Batch
+from benchmarks.attention.batches import Batch
 from benchmarks.cuda.geometry import PLAIN, Features, Geometry
 from benchmarks.cuda.limits import table_width
 from vllm_relay.attention_backends.gpu_config import KernelConfig

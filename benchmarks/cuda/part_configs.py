@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.batches import Batch, shared_prefix
-from benchmarks.common import Row, ratio
+from benchmarks.attention.batches import Batch, shared_prefix
 from benchmarks.cuda.forests import Trees, shuffled
 from benchmarks.cuda.geometry import Geometry
 from benchmarks.cuda.inputs import DeviceBatch, Inputs, Relay
@@ -16,6 +15,8 @@ from benchmarks.cuda.part_grid import TINY_GEOMETRY
 from benchmarks.cuda.reference import rows_that_differ
 from benchmarks.cuda.run import Run, geometric_mean
 from benchmarks.cuda.variants import Variant
+from benchmarks.support.formatting import Row
+from benchmarks.support.timing import ratio
 from vllm_relay.attention_backends.gpu_config import KernelConfig
 
 LLAMA = Geometry(32, 8)

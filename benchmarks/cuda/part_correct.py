@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.batches import Batch
-from benchmarks.common import Goal, Row
+from benchmarks.attention.batches import Batch
 from benchmarks.cuda import bits, graph_replays, tile_heights
 from benchmarks.cuda.caches import poisoned_cache
 from benchmarks.cuda.cases import (
@@ -30,6 +29,8 @@ from benchmarks.cuda.inputs import DeviceBatch, Inputs, Relay
 from benchmarks.cuda.reference import Error, attention
 from benchmarks.cuda.run import Run, geometric_mean
 from benchmarks.cuda.variants import Variant
+from benchmarks.support.formatting import Row
+from benchmarks.support.result import Goal
 
 BATCHES_WITH_RIVALS = 2
 """Of each case, also computed by the rivals."""

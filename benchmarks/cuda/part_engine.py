@@ -10,9 +10,9 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.common import Goal
 from benchmarks.cuda.run import Run
 from benchmarks.cuda.variants import Variant
+from benchmarks.support.result import Goal
 
 NEEDED_S = 300.0
 STOCK, RELAY = "FLASH_ATTN", "RELAY"

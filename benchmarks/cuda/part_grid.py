@@ -4,13 +4,14 @@
 from dataclasses import dataclass
 from itertools import product
 
-from benchmarks.batches import shared_prefix
-from benchmarks.common import Goal, Row
+from benchmarks.attention.batches import shared_prefix
 from benchmarks.cuda.forests import shuffled
 from benchmarks.cuda.geometry import LAUNCH_US, Geometry, Limit
 from benchmarks.cuda.inputs import DeviceBatch, Inputs, Relay
 from benchmarks.cuda.run import Comparison, Run, geometric_mean
 from benchmarks.cuda.variants import Variant
+from benchmarks.support.formatting import Row
+from benchmarks.support.result import Goal
 
 GEOMETRIES = [Geometry(32, 8), Geometry(64, 8), Geometry(32, 32)]
 TINY_GEOMETRY = Geometry(4, 2, 32)

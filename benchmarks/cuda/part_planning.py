@@ -7,8 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from benchmarks.batches import Batch, shared_prefix
-from benchmarks.common import Goal, Row
+from benchmarks.attention.batches import Batch, shared_prefix
 from benchmarks.cuda.device import host_us
 from benchmarks.cuda.forests import Trees, shuffled
 from benchmarks.cuda.geometry import Geometry
@@ -16,6 +15,8 @@ from benchmarks.cuda.inputs import DeviceBatch, Inputs, Relay
 from benchmarks.cuda.part_grid import TINY_GEOMETRY
 from benchmarks.cuda.run import Run
 from benchmarks.cuda.variants import Variant
+from benchmarks.support.formatting import Row
+from benchmarks.support.result import Goal
 
 GEOMETRY = Geometry(32, 8)
 BLOCKS_PER_REQUEST = 2048

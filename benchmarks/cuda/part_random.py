@@ -4,13 +4,14 @@ that shares nothing."""
 
 import numpy as np
 
-from benchmarks.common import Goal, Row
 from benchmarks.cuda.cases import MAX_QUERY_LEN, random_forest
 from benchmarks.cuda.geometry import Geometry
 from benchmarks.cuda.inputs import DeviceBatch, Inputs, Relay
 from benchmarks.cuda.part_grid import TINY_GEOMETRY
 from benchmarks.cuda.run import Comparison, Run, geometric_mean, percentile
 from benchmarks.cuda.variants import Variant
+from benchmarks.support.formatting import Row
+from benchmarks.support.result import Goal
 
 GEOMETRIES = [Geometry(32, 8), Geometry(64, 8), Geometry(32, 32)]
 BATCHES = 500

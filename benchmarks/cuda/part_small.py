@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A batch so small that launches are most of it: 8 requests, one kv head."""
 
-from benchmarks.batches import shared_prefix
-from benchmarks.common import Goal
+from benchmarks.attention.batches import shared_prefix
 from benchmarks.cuda.forests import shuffled
 from benchmarks.cuda.geometry import Geometry, Limit
 from benchmarks.cuda.inputs import DeviceBatch, Inputs
 from benchmarks.cuda.part_grid import TINY_GEOMETRY
 from benchmarks.cuda.run import Comparison, Run
 from benchmarks.cuda.variants import Variant
+from benchmarks.support.result import Goal
 
 GEOMETRY = Geometry(8, 1)
 REQUESTS, PREFIX_TOKENS, CONTEXT_TOKENS = 8, 4000, 128

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trees of 1 to 9 levels: time against the best unshared kernel."""
 
-from benchmarks.common import Goal, Row
 from benchmarks.cuda.forests import TREES, Trees, shuffled
 from benchmarks.cuda.geometry import LAUNCH_US, Geometry, Limit
 from benchmarks.cuda.inputs import DeviceBatch, Inputs, Relay
 from benchmarks.cuda.part_grid import TINY_GEOMETRY
 from benchmarks.cuda.run import Comparison, Run, geometric_mean
 from benchmarks.cuda.variants import Variant
+from benchmarks.support.formatting import Row
+from benchmarks.support.result import Goal
 
 GEOMETRIES = [Geometry(32, 8), Geometry(32, 32), Geometry(64, 8), Geometry(16, 8)]
 TINY_TREES = (Trees((1, 2, 4), (64, 32, 16)), Trees((2, 2), (32, 16)))

@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Goal, Row, format_rows, show
-from benchmarks.markdown import markdown_table
+from benchmarks.support.formatting import Row, format_rows, markdown_table, show
+from benchmarks.support.result import Goal
 
 Json = dict[str, Any]
 NOT_MEASURED = "not measured"

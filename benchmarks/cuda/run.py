@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.common import Timing, ratio
 from benchmarks.cuda.baselines import Call
 from benchmarks.cuda.clock import Clock
 from benchmarks.cuda.compilation import Compiler
@@ -23,6 +22,7 @@ from benchmarks.cuda.limits import planner_limits, standard_limits
 from benchmarks.cuda.result import CudaResult, without_folders
 from benchmarks.cuda.rivals import Rivals
 from benchmarks.cuda.variants import Variant
+from benchmarks.support.timing import Timing, ratio
 from vllm_relay.attention_backends.gpu_config import KernelConfig, config_for
 from vllm_relay.attention_backends.gpu_planner import PlannerLimits
 

@@ -1,2 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Key indexes and sparse attention, measured on heads that models have or could have."""
+"""Key indexes and sparse attention, measured on heads that models have or could have.
+
+bench_index_build.py     what building a graph costs
+bench_key_index.py       recall against time, beside other vector searches
+bench_model_heads.py     heads of real forward passes
+bench_planner.py         the planner's choice against the best of all
+bench_sparse_layer.py    a layer over a stored context
+bench_storage.py         what verifying stored contexts costs
+bench_open_context.py    from a context on disk to its first attention
+best_way.py              the best of all ways to attend a head
+heads/                   the heads: made, or recorded from a model
+searches/                the searches that are compared, and how
+"""

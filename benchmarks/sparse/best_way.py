@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from benchmarks.common import Timing
-from benchmarks.sparse.head_corpus import Head
+from benchmarks.sparse.heads.corpus import Head
+from benchmarks.support.timing import Timing
 from vllm_relay.sparse import QueryType
 from vllm_relay.sparse.elements import Elements
 from vllm_relay.sparse.face import CompiledIndex

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.step_engine import Model
+from benchmarks.support.model import Model
 
 VOCAB_SIZE = 16_384
 HALF_BILLION = Model(

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import Row
+from benchmarks.support import figures
+from benchmarks.support.formatting import Row
 
 Json = dict[str, Any]
 
@@ -16,13 +17,8 @@ _CONTENDERS = {"keep": "tab:gray", "auto": "tab:green"}
 
 def plot_tables(results: list[Json], folder: Path) -> None:
     """Draws what there are results for: table_orders.svg and table_queries.svg."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plot: matplotlib is missing (pip install 'vllm-relay[dev]')")
+    if not figures.can_draw():
         return
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "relay"
     by_name = {result["name"]: result["tables"][0]["rows"] for result in results}
     if rows := by_name.get("bench_tables"):
         _plot(folder / "table_orders.svg", [_hit_rates(rows)])
@@ -55,19 +51,15 @@ def _query_times(rows: list[Row]) -> Panel:
 
 
 def _plot(path: Path, panels: list[Panel]) -> None:
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.5 * len(panels), 3.2), squeeze=False)
-    for (label, groups, bars), drawn in zip(panels, axes[0], strict=True):
-        places = np.arange(len(groups))
-        width = 0.8 / len(bars)
-        for number, (name, (values, color)) in enumerate(bars.items()):
-            at = places + (number - (len(bars) - 1) / 2) * width
-            drawn.bar(at, values, width, label=name, color=color)
-        drawn.set_xticks(places, groups)
-        drawn.set_ylabel(label)
-        drawn.legend(frameon=False)
-        drawn.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    size = (4.5 * len(panels), 3.2)
+    with figures.panels(path, ncols=len(panels), figsize=size, squeeze=False) as axes:
+        for (label, groups, bars), drawn in zip(panels, axes[0], strict=True):
+            places = np.arange(len(groups))
+            width = 0.8 / len(bars)
+            for number, (name, (values, color)) in enumerate(bars.items()):
+                at = places + (number - (len(bars) - 1) / 2) * width
+                drawn.bar(at, values, width, label=name, color=color)
+            drawn.set_xticks(places, groups)
+            drawn.set_ylabel(label)
+            drawn.legend(frameon=False)
+            drawn.spines[["top", "right"]].set_visible(False)

@@ -39,13 +39,13 @@ NAMES: list[tuple[str, dict[str, str | tuple[str, ...]]]] = [
         },
     ),
     (
-        r"(scheduler|pins|stats|admission|commands|block_hashes|catalog|vllm_changes/.*)\.py$",
+        r"(scheduler|pins/table|stats|admission|commands|block_hashes|catalog|vllm_changes/.*)\.py$",
         {"request": _REQUEST, "scheduler": _SCHEDULER},
     ),
     (r"(plan|predict/run)\.py$", {"request": _REQUEST}),
     (r"modules/requests\.py$", {"request": _CORE_REQUEST}),
-    (r"(pin_client|system_prompts|preload|client|commands/.*)\.py$", {"engine": _ENGINES}),
-    (r"(pin_client|client)\.py$", {"renderer": "vllm.renderers.base.BaseRenderer"}),
+    (r"(system_prompts|preload|client|commands/.*)\.py$", {"engine": _ENGINES}),
+    (r"client\.py$", {"renderer": "vllm.renderers.base.BaseRenderer"}),
     (
         r"serving/modular_requests\.py$",
         {"renderer": "vllm.renderers.online_renderer.OnlineRenderer"},
@@ -90,6 +90,7 @@ NARROWED: dict[str, tuple[str, ...]] = {
     "vllm.v1.engine.core_client.EngineCoreClient": (
         "vllm.v1.engine.core_client.InprocClient",
         "vllm.v1.engine.core_client.SyncMPClient",
+        "vllm.v1.engine.core_client.AsyncMPClient",
     ),
     "vllm.v1.attention.backend.AttentionLayer": (
         "vllm.model_executor.layers.attention.attention.Attention",
@@ -101,7 +102,7 @@ BODIES: dict[str, dict[str, str]] = {
     # function: {file of ours: what is used there of how it is done}; beside those that functions
     # of ours replace without calling them, which the scan finds
     "vllm.v1.core.kv_cache_manager.KVCacheManager.get_computed_blocks": {
-        "vllm_relay/prefix_cache/pins.py": "what it reads of a request",
+        "vllm_relay/prefix_cache/pins/table.py": "what it reads of a request",
         "vllm_relay/long_context/scheduler.py": "how much of a prompt it looks up",
     },
     "vllm.v1.core.kv_cache_utils.get_request_block_hasher": {
@@ -115,12 +116,12 @@ BODIES: dict[str, dict[str, str]] = {
         "vllm_relay/scheduler/scheduler.py": "which blocks it leaves in the prefix cache",
     },
     "vllm.v1.core.block_pool.BlockPool.touch": {
-        "vllm_relay/prefix_cache/pins.py": "which references it counts",
+        "vllm_relay/prefix_cache/pins/table.py": "which references it counts",
         "vllm_relay/modules/admission.py": "which references it counts",
     },
     "vllm.v1.core.block_pool.BlockPool.free_blocks": {
         "vllm_relay/prefix_cache/free_queue.py": "in which order blocks become free",
-        "vllm_relay/prefix_cache/pins.py": "which references it counts",
+        "vllm_relay/prefix_cache/pins/table.py": "which references it counts",
     },
 }
 

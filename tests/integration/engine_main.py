@@ -132,7 +132,7 @@ def run_logits(llm: LLM) -> Any:
     ]
 
 
-def _evict_everything(llm: LLM) -> None:
+def evict_everything(llm: LLM) -> None:
     """Empties the device's prefix cache. In a process of its own a core can only be told to reset
     it, after which contexts are known only if they are in a folder."""
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
@@ -166,7 +166,7 @@ def run_damaged_context(llm: LLM) -> Any:
                 with path.open("r+b") as file:  # the same file: it is mapped already
                     file.write(content)
         for _ in range(2):
-            _evict_everything(llm)
+            evict_everything(llm)
             rounds.append(llm.generate(prompts, greedy(12, logprobs=2), use_tqdm=False))
         answers.append([[completion(each.outputs[0]) for each in outputs] for outputs in rounds])
     return answers
@@ -188,7 +188,7 @@ def run_kept_document(llm: LLM) -> Any:
     from vllm_relay.long_context.client import keep_context
 
     keep_context(llm, tokens(50, 203))
-    _evict_everything(llm)
+    evict_everything(llm)
     outputs = _ask_about_document(llm)
     return {
         "completions": [completion(output.outputs[0]) for output in outputs],
@@ -205,7 +205,7 @@ def run_contexts(llm: LLM) -> Any:
     prompts.append({"prompt_token_ids": [*document[:150], *tokens(70, 9)]})
 
     def ask() -> Any:
-        _evict_everything(llm)
+        evict_everything(llm)
         outputs = llm.generate(prompts, greedy(12, logprobs=2), use_tqdm=False)
         return {
             "completions": [completion(output.outputs[0]) for output in outputs],
@@ -246,7 +246,7 @@ def run_evicted_contexts(llm: LLM) -> Any:
             time.sleep(0.01)
 
     def ask(number: int) -> Any:
-        _evict_everything(llm)
+        evict_everything(llm)
         [output] = llm.generate([prompts[number]], greedy(40, logprobs=2), use_tqdm=False)
         return {**completion(output.outputs[0]), "cached_tokens": output.num_cached_tokens}
 
@@ -259,7 +259,7 @@ def run_evicted_contexts(llm: LLM) -> Any:
     asked = [ask(0)]
     keep(documents[2])
     seen = [[ids.index(each.context_id) for each in list_contexts(llm)], stored()]
-    _evict_everything(llm)
+    evict_everything(llm)
     engine, finished = llm.llm_engine, {}
     engine.add_request("reader", prompts[0], greedy(40, logprobs=2))
     engine.add_request("user", prompts[2], greedy(1))

@@ -18,7 +18,7 @@ def test_greedy_tokens_are_those_of_cpu_attn(run: Run, model: str) -> None:
     stock = run("cpu_attn", model=model, scenarios=scenarios)
     assert_same_completions(relay["few_tokens"], stock["few_tokens"])
     metrics = relay["metrics"]
-    assert 0 < metrics["relay:requests_shared"] < metrics["relay:requests"]
+    assert 0 < metrics["relay:request_steps_shared"] < metrics["relay:request_steps"]
     assert 0 < metrics["relay:kv_tokens_read"] < metrics["relay:kv_tokens_logical"]
 
 

@@ -37,7 +37,7 @@ def test_prompt_logprobs_are_those_of_cpu_attn(run: Run) -> None:
 @pytest.mark.parametrize("model", ["llama", "gemma2"])
 def test_metrics_count_what_was_shared(run: Run, model: str) -> None:
     metrics = run("relay", model=model, scenarios=SCENARIOS)["metrics"]
-    assert 0 < metrics["relay:requests_shared"] < metrics["relay:requests"]
+    assert 0 < metrics["relay:request_steps_shared"] < metrics["relay:request_steps"]
     assert 0 < metrics["relay:kv_tokens_read"] < metrics["relay:kv_tokens_logical"]
     assert 0 < metrics["relay:planning_seconds"] < 10
     assert metrics["relay:steps"] > 0
@@ -46,7 +46,7 @@ def test_metrics_count_what_was_shared(run: Run, model: str) -> None:
 
 def test_without_sharing_nothing_is_shared_and_tokens_stay(run: Run) -> None:
     alone = run("relay", additional_config={"relay": {"sharing": False}})
-    assert alone["metrics"]["relay:requests_shared"] == 0
+    assert alone["metrics"]["relay:request_steps_shared"] == 0
     assert alone["metrics"]["relay:kv_tokens_read"] == alone["metrics"]["relay:kv_tokens_logical"]
     shared = run("relay", scenarios=SCENARIOS)["shared"]
     assert [c["token_ids"] for c in alone["shared"]] == [c["token_ids"] for c in shared]

@@ -26,11 +26,12 @@ from vllm_relay.sparse.context_store import context_id_of
 
 def client(engine: Engine) -> TestClient:
     app = FastAPI()
+    app.state.args = Namespace(api_key=["secret"])
     endpoints = ContextEndpoints()
     endpoints.attach_router(app)
     app.state.engine_client, app.state.online_renderer = engine, OnlineRenderer()
-    asyncio.run(endpoints.init_state(engine, app.state, Namespace()))
-    return TestClient(app)
+    asyncio.run(endpoints.init_state(engine, app.state, app.state.args))
+    return TestClient(app, headers={"Authorization": "Bearer secret"})
 
 
 def test_contexts_come_and_go() -> None:
@@ -195,6 +196,16 @@ def test_configured_contexts_are_computed_before_the_server_listens() -> None:
     wanted = [*chat([{"role": "system", "content": "be brief " * 9}]), *letters("<user>")]
     assert entry["num_tokens"] == len(wanted)
     assert engine.prompts == [wanted]
+
+
+def test_a_configured_context_is_not_deleted_through_http() -> None:
+    http = client(Engine(contexts=["be brief " * 9]))
+    [entry] = http.get("/relay/contexts").json()["contexts"]
+    refused = http.delete(f"/relay/contexts/{entry['context_id']}")
+    assert refused.status_code == 403
+    assert "change additional_config.relay.contexts" in refused.json()["error"]["message"]
+    assert http.get("/relay/contexts").json()["contexts"] == [entry]
+    assert http.delete("/relay/contexts/other").status_code == 404
 
 
 def test_other_engines_start_without_configured_contexts() -> None:

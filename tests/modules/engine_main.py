@@ -167,7 +167,7 @@ def aborted_while_computed(engine: Engine, prompt: str) -> dict[str, Any]:
 
 def pinned(engine: Engine, prompt: str) -> dict[str, Any]:
     """Pinned modules stay, however much else is asked for, in whatever prompt they are imported."""
-    from vllm_relay.prefix_cache.pin_client import list_pins, unpin
+    from vllm_relay.prefix_cache.pins.client import list_pins, unpin
 
     rendered = engine.modular.schemas.render(prompt)
     pin = engine.modular.pin(prompt, "modules")

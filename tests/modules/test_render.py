@@ -361,6 +361,22 @@ def test_prompts_that_end_in_a_module_or_are_too_long_are_refused() -> None:
         store.render('<prompt schema="s"><a/>??</prompt>')
 
 
+@pytest.mark.parametrize("template", [None, "separate turns"])
+@pytest.mark.parametrize("mode", ["modular", "repair"])
+def test_modules_alone_are_a_prompt_to_pin(template: str | None, mode: Mode) -> None:
+    schema = TRIP if template else '<schema name="trip"><module name="hotel">12</module>3</schema>'
+    plan = '<plan days="2"><sea/></plan>' if template else ""
+    asked = f'<prompt schema="trip">{plan}<hotel/>{{}}</prompt>'
+    store = store_of(schema, template)
+    pinned = store.render(asked.format(" \n"), mode=mode, to_pin=True)
+    answered = store.render(asked.format("Where?"), mode=mode)
+    assert pinned.plan is not None and answered.plan is not None
+    assert pinned.plan.segments == answered.plan.segments
+    assert pinned.plan.num_stored_slots < len(pinned.token_ids)
+    # what it has behind its modules is left as it is
+    assert store.render(asked.format("Where?"), mode=mode, to_pin=True) == answered
+
+
 def test_turns_that_a_template_cannot_render_are_refused() -> None:
     with pytest.raises(SchemaError, match="refuses the turns user, user: turns must alternate"):
         store_of('<schema name="s"><user>a</user><user>b</user></schema>', "system inside user")

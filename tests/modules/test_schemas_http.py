@@ -30,6 +30,7 @@ def client_of(
 ) -> TestClient:
     monkeypatch.setattr(routes, "unsupported_reason", lambda config: reason)
     app = FastAPI()
+    app.state.args = Namespace(api_key=["secret"])
     app.state.online_renderer = SimpleNamespace(
         chat_template=None, default_chat_template_kwargs=None
     )
@@ -43,7 +44,7 @@ def client_of(
     engine = SimpleNamespace(vllm_config=config, renderer=renderer)
     endpoints = SchemaEndpoints()
     endpoints.attach_router(app)
-    asyncio.run(endpoints.init_state(engine, app.state, Namespace()))
+    asyncio.run(endpoints.init_state(engine, app.state, app.state.args))
 
     @app.post("/v1/completions")
     @app.post("/v1/chat/completions")
@@ -54,7 +55,7 @@ def client_of(
         assert request.headers["content-length"] == str(len(body))
         return body.decode()
 
-    return TestClient(app)
+    return TestClient(app, headers={"Authorization": "Bearer secret"})
 
 
 def test_schemas_come_and_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -83,6 +84,21 @@ def test_schemas_come_and_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert client.delete("/relay/schemas/trips%20%26%20more%3F").status_code == 204
     assert client.get("/relay/schemas/knwon").status_code == 404
     assert "did you mean known?" in client.delete("/relay/schemas/knwon").text
+
+
+def test_configured_schemas_are_not_changed_through_http(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "known.xml"
+    path.write_text('<schema name="known">text</schema>')
+    client = client_of(monkeypatch, schemas=(str(path),))
+    for refused in (
+        client.post("/relay/schemas", content='<schema name="known"/>'),
+        client.delete("/relay/schemas/known"),
+    ):
+        assert refused.status_code == 403
+        assert "change additional_config.relay.schemas" in refused.json()["error"]["message"]
+    assert client.get("/relay/schemas").json() == {"schemas": ["known"]}
 
 
 @pytest.mark.parametrize(

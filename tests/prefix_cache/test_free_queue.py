@@ -5,7 +5,7 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
-from benchmarks.bench_eviction import (
+from benchmarks.prefix_cache.bench_eviction import (
     admit,
     build_pool,
     cache_sizes,

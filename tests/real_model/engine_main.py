@@ -8,26 +8,33 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vllm import LLM, SamplingParams
-from vllm.sampling_params import StructuredOutputsParams
+from vllm import LLM
 
-from tests.integration.engine_main import completion
+from tests.real_model.context_scenarios import (
+    run_documents,
+    run_found_document,
+    run_kept_document,
+)
+from tests.real_model.generation import ANSWER_TOKENS, found, generate, greedy, tokens_prompts
+from tests.real_model.table_scenarios import run_rows, run_sql, run_table
 from tests.real_model.workload import (
     BLOCK_SIZE_TOKENS,
     FORCED_BRANCHES,
-    TABLE,
-    TABLE_CHOICES,
-    TABLE_QUESTION,
     TOP_LOGPROBS,
-    chats,
+    conversations,
     forced_prompts,
     forced_token_ids,
     modular_prompts,
     plain_prompts,
+    rounds_of_chats,
     schema_store,
+    system_texts,
 )
 from tests.support.forced_tokens import ForcedTokens, forced
 
@@ -42,61 +49,36 @@ ENGINE_ARGS = {
     "num_gpu_blocks_override": 192,
     "seed": 0,
 }
-NUM_BRANCHES = 2
-ANSWER_TOKENS = 16
-
-
-def tokens_prompts(prompts: list[list[int]]) -> list[dict[str, list[int]]]:
-    return [{"prompt_token_ids": prompt} for prompt in prompts]
-
-
-def greedy(max_tokens: int, **arguments: Any) -> SamplingParams:
-    return SamplingParams(
-        temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2, **arguments
-    )
-
-
-def generate(llm: LLM, prompts: list[list[int]], params: Any) -> list[dict[str, Any]]:
-    outputs = llm.generate(tokens_prompts(prompts), params, use_tqdm=False)
-    return [
-        {**completion(output.outputs[0]), "cached_tokens": output.num_cached_tokens}
-        for output in outputs
-    ]
 
 
 def run_chats(llm: LLM, model: str) -> Any:
-    """A question to each branch first, as where its system prompt is in use; then all others."""
-    prompts = chats(model, num_branches=NUM_BRANCHES, tokens=300, questions=8)
-    first, rest = prompts[:NUM_BRANCHES], prompts[NUM_BRANCHES:]
-    return [
-        answer for asked in (first, rest) for answer in generate(llm, asked, greedy(ANSWER_TOKENS))
-    ]
+    return [answer for asked in rounds_of_chats(model) for answer in generate(llm, asked)]
 
 
-def run_table(llm: LLM, model: str) -> Any:
-    """With llm_map; the prompts that it made come with the answers, for other engines."""
-    import pandas as pd
-
-    from tests.tables.engines.in_process_main import Recorded
-    from vllm_relay.tables import llm_map
-    from vllm_relay.tables.engines.in_process import InProcessEngine
-
-    engine = Recorded(InProcessEngine(llm))
-    table = pd.DataFrame(TABLE)
-    found = llm_map(table, TABLE_QUESTION, engine=engine, choices=TABLE_CHOICES)
-    asked = {prompt.number: list(prompt.token_ids) for prompt in engine.prompts}
-    return {"answers": list(found.values), "prompts": [asked[row] for row in range(len(table))]}
+def run_messages(llm: LLM, model: str) -> Any:
+    """Of both branches that `system_texts` are of."""
+    outputs = llm.chat(conversations(), greedy(ANSWER_TOKENS), use_tqdm=False)
+    return [found(output) for output in outputs]
 
 
-def run_rows(llm: LLM, model: str, prompts: list[list[int]]) -> Any:
-    """Prompts of a table, by vLLM's own means."""
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=8,
-        structured_outputs=StructuredOutputsParams(choice=list(TABLE_CHOICES)),
-    )
-    outputs = llm.generate(tokens_prompts(prompts), params, use_tqdm=False)
-    return [output.outputs[0].text for output in outputs]
+def run_pin(llm: LLM, model: str) -> Any:
+    """The second branch; the first one is the engine's by option."""
+    from vllm_relay import prefix_cache
+
+    prefix_cache.pin(llm, [{"role": "system", "content": system_texts()[1]}], "second")
+    return [asdict(each) for each in prefix_cache.list_pins(llm)]
+
+
+def run_pinned(llm: LLM, model: str) -> Any:
+    """When others have filled the cache: a chat that was not pinned, and those that were."""
+    from vllm_relay import prefix_cache
+
+    other = rounds_of_chats(model)[0][0]
+    return {
+        "answers": run_messages(llm, model),
+        "others": generate(llm, [other], 1),
+        "pins": [asdict(each) for each in prefix_cache.list_pins(llm)],
+    }
 
 
 def run_modules(llm: LLM, model: str) -> Any:
@@ -118,8 +100,8 @@ def run_modules(llm: LLM, model: str) -> Any:
     plain = [tokenizer.encode(text, add_special_tokens=False) for text in plain_prompts()]
     return {
         "modular": [top_logprobs(output) for output in outputs],
-        "exact": generate(llm, [prompt.token_ids for prompt in exact], greedy(ANSWER_TOKENS)),
-        "plain": generate(llm, plain, greedy(ANSWER_TOKENS)),
+        "exact": generate(llm, [prompt.token_ids for prompt in exact]),
+        "plain": generate(llm, plain),
     }
 
 
@@ -146,22 +128,33 @@ def top_logprobs(output: Any) -> dict[str, Any]:
     }
 
 
+SCENARIOS: dict[str, Callable[[LLM, str], Any]] = {
+    "chats": run_chats,
+    "messages": run_messages,
+    "pin": run_pin,
+    "pinned": run_pinned,
+    "table": run_table,
+    "sql": run_sql,
+    "modules": run_modules,
+    "forced": run_forced,
+    "documents": run_documents,
+    "first_kept": partial(run_kept_document, number=0),
+    "first_found": run_found_document,
+    "second_kept": partial(run_kept_document, number=1),
+}
+
+
 def main(model: str, args_path: str, output: str, *scenarios: str) -> None:
+    """With `rows` among the engine's arguments, `run_rows` is asked for them too."""
     engine_args = json.loads(Path(args_path).read_text())
-    prompts = engine_args.pop("table_prompts", [])
+    asked = engine_args.pop("rows", {})
     llm = LLM(model, **{**ENGINE_ARGS, **engine_args})
-    run = {
-        "chats": run_chats,
-        "table": run_table,
-        "rows": lambda llm, model: run_rows(llm, model, prompts),
-        "modules": run_modules,
-        "forced": run_forced,
-    }
-    found = {scenario: run[scenario](llm, model) for scenario in scenarios}
-    found["metrics"] = {
+    results = {scenario: SCENARIOS[scenario](llm, model) for scenario in scenarios}
+    results["rows"] = run_rows(llm, asked)
+    results["metrics"] = {
         metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")
     }
-    Path(output).write_text(json.dumps(found))
+    Path(output).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

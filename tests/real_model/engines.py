@@ -21,6 +21,16 @@ WINDOW = {
 RELAY_SPARSE = {"attention_backend": "relay_sparse", "additional_config": {"relay": WINDOW}}
 
 
+def relay_with(**options: Any) -> dict[str, Any]:
+    """RELAY with other options of relay."""
+    return {**RELAY, "additional_config": {"relay": {"scheduler": True, **options}}}
+
+
+def sparse_with(**options: Any) -> dict[str, Any]:
+    """RELAY_SPARSE with other options of relay."""
+    return {**RELAY_SPARSE, "additional_config": {"relay": {**WINDOW, **options}}}
+
+
 def run_engine(
     model: Path, folder: Path, engine_args: dict[str, Any], *scenarios: str
 ) -> dict[str, Any]:

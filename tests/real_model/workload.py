@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engines are asked: chats, a table, and prompts of modules, all in English."""
+"""What the engines are asked: chats, a table, documents, and prompts of modules, all in English."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from vllm_relay.demo.requests import WorkloadSizes, general_requests
-from vllm_relay.demo.smollm2.library import library_workload
+from vllm_relay.demo.smollm2.library import HANDBOOK, library_workload
+from vllm_relay.demo.workload import Conversations
 from vllm_relay.modules.schema import Module, Schema, Text
 from vllm_relay.modules.schema_store import SchemaStore
 
@@ -32,6 +33,20 @@ TABLE = {
 }
 TABLE_QUESTION = "Which house does the letter come from?"
 TABLE_CHOICES = ("Harbour Street", "Mill Lane")
+IS_PRAISE = "Is the letter praise or a complaint?"
+KINDS = ("praise", "complaint")
+REPLY = "Write a reply to the letter."
+REPLY_TOKENS = 12
+LETTERS_SQL = f"""
+    SELECT number, llm('{REPLY}', {{letter}}, max_tokens := {REPLY_TOKENS})
+    FROM letters
+    WHERE number > 0 AND llm('{IS_PRAISE}', {{letter}}, choices := {list(KINDS)}) = 'complaint'
+    ORDER BY number
+"""
+
+DOCUMENT_TOKENS = 313  # ends in the middle of a block
+SHARED_BEGINNING_TOKENS = 200
+_DOCUMENT_QUESTION = "\n\nQuestion: What does it cost? Answer:"
 
 _BEGINNING = "These are the rules of a city library. "
 _MODULES = {
@@ -54,6 +69,52 @@ def chats(model: str, *, num_branches: int, tokens: int, questions: int) -> list
     sizes = WorkloadSizes(num_branches, tokens, questions, output_tokens=2)
     requests = general_requests(model, sizes, 0, library_workload)
     return [request.prompt_token_ids for request in requests]
+
+
+def rounds_of_chats(model: str) -> tuple[list[list[int]], list[list[int]]]:
+    """A question to each branch, as where its system prompt is in use; then all others."""
+    num_branches = 2
+    prompts = chats(model, num_branches=num_branches, tokens=300, questions=8)
+    return prompts[:num_branches], prompts[num_branches:]
+
+
+def system_texts() -> list[str]:
+    """Of two branches that `chats` does not ask."""
+    return [branch.system_prompt for branch in _pinned_branches()]
+
+
+def conversations() -> list[list[dict[str, str]]]:
+    """Two questions to each of them."""
+    return [
+        [
+            {"role": "system", "content": branch.system_prompt},
+            {"role": "user", "content": question.text},
+        ]
+        for branch in _pinned_branches()
+        for question in branch.questions
+    ]
+
+
+def _pinned_branches() -> list[Conversations]:
+    return library_workload(
+        num_system_prompts=4, system_prompt_words=150, questions_per_prompt=2, seed=7
+    )[2:]
+
+
+def documents(model: str) -> list[list[int]]:
+    """Two parts of a handbook."""
+    tokens = AutoTokenizer.from_pretrained(model).encode(HANDBOOK)
+    return [
+        tokens[first : first + DOCUMENT_TOKENS]
+        for first in range(0, 2 * DOCUMENT_TOKENS, DOCUMENT_TOKENS)
+    ]
+
+
+def document_prompts(model: str, number: int) -> list[list[int]]:
+    """A question to one of them, and to 200 of its tokens."""
+    document = documents(model)[number]
+    question = AutoTokenizer.from_pretrained(model).encode(_DOCUMENT_QUESTION)
+    return [document + question, document[:SHARED_BEGINNING_TOKENS] + question]
 
 
 def schema() -> Schema:

@@ -8,95 +8,124 @@ from tests.support.depth import cases
 from vllm_relay.scheduler.fairness import OvertakeLimit
 
 
-def test_nobody_is_urgent_before_being_overtaken() -> None:
-    limit: OvertakeLimit[int] = OvertakeLimit(max_hold_s=2.0, max_overtakes=2)
-    limit.arrive(0)
-    limit.arrive(1)
-    assert limit.urgent(1000.0) is None
+def limit_of(
+    num_waiting: int, max_hold_s: float = 2.0, max_overtakes: int = 2
+) -> OvertakeLimit[int]:
+    limit: OvertakeLimit[int] = OvertakeLimit(max_hold_s, max_overtakes)
+    for request in range(num_waiting):
+        limit.arrive(request)
+    return limit
 
 
-def test_the_oldest_becomes_urgent_some_time_after_it_was_overtaken() -> None:
-    limit: OvertakeLimit[int] = OvertakeLimit(max_hold_s=2.0, max_overtakes=100)
-    for position in range(3):
-        limit.arrive(position)
-    limit.run(2, 10.0)
-    assert limit.urgent(11.9) is None
-    assert limit.urgent(12.0) == 0
-    limit.run(0, 12.0)
-    assert limit.urgent(12.0) == 1  # it was overtaken at 10.0 too
-    limit.run(1, 12.0)
-    assert limit.urgent(12.0) is None
+def test_those_that_arrive_together_have_no_order() -> None:
+    limit = limit_of(100)
+    assert limit.is_within(99)
+    assert limit.tightest() is None
 
 
-def test_the_oldest_becomes_urgent_when_it_was_overtaken_often() -> None:
-    limit: OvertakeLimit[int] = OvertakeLimit(max_hold_s=1e9, max_overtakes=2)
-    for position in range(5):
-        limit.arrive(position)
+def test_it_may_be_overtaken_by_as_many_as_waited_with_it_and_a_constant() -> None:
+    limit = limit_of(3)
     limit.run(2, 0.0)
-    assert limit.urgent(0.0) is None
-    limit.run(1, 0.0)
-    assert limit.urgent(0.0) == 0
+    numbers = [limit.arrive(request) for request in range(3, 9)]
+    assert numbers == [3, 4, 5, 6, 7, 8]
+    # of the first three, two waited with the first one, and two more come on top
+    assert [limit.is_within(number) for number in numbers] == [True, True, False, False] + 2 * [
+        False
+    ]
+    assert limit.tightest() == 0
     limit.run(0, 0.0)
-    assert limit.urgent(0.0) is None  # nobody has overtaken 3
+    assert [limit.is_within(number) for number in numbers] == 3 * [True] + 3 * [False]
+
+
+def test_it_is_late_some_time_after_its_turn() -> None:
+    limit = limit_of(3, max_overtakes=100)
+    limit.run(2, 10.0)
+    assert not limit.is_late(0, 99.0)  # its turn is after two others, at the latest
+    limit.arrive(3)
+    limit.run(3, 11.0)
+    assert not limit.is_late(0, 12.9)
+    assert limit.is_late(0, 13.0)
+
+
+def test_it_is_late_when_many_ran_after_its_turn() -> None:
+    limit = limit_of(2, max_hold_s=1e9, max_overtakes=3)
+    for request in range(2, 7):
+        limit.run(limit.arrive(request), 0.0)
+        assert limit.is_late(0, 0.0) == (request == 6)
 
 
 def test_zero_keeps_the_order_of_arrival() -> None:
-    for limit in (OvertakeLimit(0.0, 100), OvertakeLimit(100.0, 0)):
-        limit.arrive(4)
-        limit.arrive(7)
-        assert limit.urgent(0.0) == 4
+    for max_hold_s, max_overtakes in ((0.0, 100), (100.0, 0)):
+        limit = limit_of(3, max_hold_s, max_overtakes)
+        assert [limit.is_within(number) for number in range(3)] == [True, False, False]
+        limit.run(0, 0.0)
+        assert [limit.is_within(number) for number in (1, 2)] == [True, False]
 
 
-def test_who_comes_back_begins_anew() -> None:
-    """It was set aside: it could not have run earlier."""
-    limit: OvertakeLimit[int] = OvertakeLimit(max_hold_s=2.0, max_overtakes=1)
-    for request in range(4):
-        limit.arrive(request)
+def test_who_was_set_aside_keeps_its_place() -> None:
+    limit = limit_of(4, max_overtakes=1)
+    limit.set_aside(0)
+    limit.run(2, 0.0)
+    for request in range(4, 12):
+        limit.run(limit.arrive(request), 0.0)
+    assert limit.arrive(0) == 0
+    assert limit.tightest() == 0
+    assert limit.is_within(3)
+    assert not limit.is_within(limit.arrive(12))  # as many have come as may overtake it
     limit.leave(0)
-    limit.run(2, 10.0)
-    limit.arrive(0)
-    assert limit.urgent(10.0) == 1
-    limit.run(1, 10.0)
-    limit.run(3, 10.0)
-    assert limit.urgent(20.0) is None
+    assert limit.tightest() == 1
+
+
+def test_nothing_is_kept_of_those_that_left() -> None:
+    limit = limit_of(4)
+    limit.set_aside(1)
+    limit.run(0, 0.0)
+    for request in (1, 2, 3):
+        limit.leave(request)
+    assert len(limit) == 0
+    limit.run(limit.arrive(4), 0.0)
+    assert limit.tightest() is None
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["arrive", "run", "leave"]), st.floats(0, 3)), max_size=200),
+    st.lists(st.sampled_from(["arrive", "run", "leave"]), max_size=300),
     st.integers(1, 5),
     st.integers(0, 2**32),
 )
-@settings(max_examples=cases(75), deadline=None)
+@settings(max_examples=cases(150), deadline=None)
 def test_bounds_hold_against_an_adversary(
-    actions: list[tuple[str, float]], max_overtakes: int, seed: int
+    actions: list[str], max_overtakes: int, seed: int
 ) -> None:
-    """The adversary runs any request it likes, as long as nobody is urgent."""
-    max_hold_s = 2.0
-    limit: OvertakeLimit[int] = OvertakeLimit(max_hold_s, max_overtakes)
-    first_overtaken_s: dict[int, float | None] = {}
+    """The adversary runs any request it likes, among those that may run."""
+    limit: OvertakeLimit[int] = OvertakeLimit(2.0, max_overtakes)
+    others: dict[int, int | None] = {}  # how many waited when the first one ran after it arrived
     overtaken: dict[int, int] = {}
-    now_s, arrived = 0.0, 0
-    for index, (action, wait_s) in enumerate(actions):
-        now_s += wait_s
+    before: dict[int, int] = {}  # how many have run since it arrived
+    requests: dict[int, int] = {}  # by number
+    for index, action in enumerate(actions):
         if action == "arrive" or not overtaken:
-            limit.arrive(arrived)
-            overtaken[arrived], first_overtaken_s[arrived] = 0, None
-            arrived += 1
+            number = limit.arrive(index)
+            overtaken[number], others[number], before[number] = 0, None, 0
+            requests[number] = index
             continue
-        choice = sorted(overtaken)[(seed + index * 7919) % len(overtaken)]
-        if action == "leave":
-            limit.leave(choice)
-            del overtaken[choice]
-            continue
-        urgent = limit.urgent(now_s)
-        choice = choice if urgent is None else urgent
-        assert choice in overtaken
-        limit.run(choice, now_s)
+        waiting = sorted(overtaken)
+        choice = waiting[(seed + index * 7919) % len(waiting)]
+        if action == "run":
+            for number in waiting:
+                others[number] = len(waiting) - 1 if others[number] is None else others[number]
+            if not limit.is_within(choice):
+                tightest = limit.tightest()
+                assert tightest is not None
+                choice = limit.number(tightest)
+            overtakes = any(number < choice for number in waiting)
+            assert limit.run(requests[choice], 0.0) == overtakes
+        else:
+            limit.leave(requests[choice])
         del overtaken[choice]
-        for position in overtaken:
-            if position < choice:
-                since_s = first_overtaken_s[position]
-                assert since_s is None or now_s - since_s < max_hold_s
-                first_overtaken_s[position] = now_s if since_s is None else since_s
-                overtaken[position] += 1
-                assert overtaken[position] <= max_overtakes
+        if action == "run":
+            for number in overtaken:
+                allowed = max_overtakes + (others[number] or 0)
+                overtaken[number] += number < choice
+                before[number] += 1
+                assert overtaken[number] <= allowed
+            assert before[choice] <= 2 * (others[choice] or 0) + max_overtakes

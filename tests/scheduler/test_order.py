@@ -20,8 +20,8 @@ def chain_of(*blocks: int) -> Chain:
 def run_all(order: PrefixOrder[str], resident: set[bytes], chains: dict[str, Chain]) -> list[str]:
     """Takes one request after the other; each leaves its blocks in the cache."""
     ran = []
-    while (request := order.first(0.0)) is not None:
-        order.take(request, 0.0)
+    while (request := order.first()) is not None:
+        order.take(request)
         resident.update(chains[request])
         ran.append(request)
     return ran
@@ -74,7 +74,7 @@ def test_a_prefix_that_was_begun_runs_before_a_resident_one_of_more_requests() -
     chains |= {f"b{i}": chain_of(2, i) for i in range(4)}
     for position, request in enumerate(("a1", "a2")):
         order.add(request, chains[request], position)
-    order.take("a1", 0.0)
+    order.take("a1")
     cache.update(chains["a1"])
     for position in range(4):
         order.add(f"b{position}", chains[f"b{position}"], 2 + position)
@@ -86,133 +86,20 @@ def test_prefixes_shared_by_more_requests_run_first() -> None:
     assert order_of(chains) == ["b0", "b1", "b2", "b3", "a"]
 
 
+def test_prefixes_that_save_more_blocks_run_first() -> None:
+    chains = {f"short {i}": chain_of(1, i) for i in range(4)}  # three requests save a block each
+    chains |= {f"long {i}": chain_of(*[2] * 8, i) for i in range(2)}  # one request saves eight
+    assert order_of(chains)[:2] == ["long 0", "long 1"]
+
+
 def test_evicted_prefixes_lose_their_place() -> None:
     resident = set(chain_of(2))
     order: PrefixOrder[str] = PrefixOrder(resident.__contains__)
     order.add("a", chain_of(1), 0)
     order.add("b", chain_of(2), 1)
-    assert order.first(0.0) == "b"
+    assert order.first() == "b"
     resident.clear()
-    assert order.first(0.0) == "a"
-
-
-def test_siblings_are_held_until_the_prefix_is_resident() -> None:
-    resident: set[bytes] = set()
-    order: PrefixOrder[str] = PrefixOrder(resident.__contains__, max_hold_s=2.0)
-    for position, request in enumerate(["leader", "sibling", "other"]):
-        order.add(request, chain_of(2 if request == "other" else 1, 1, position), position)
-    assert order.first(0.0) == "leader"
-    order.take("leader", 0.0)
-    assert order.first(0.1) == "other"
-    order.take("other", 0.1)
-    assert order.first(0.2) is None
-    assert (len(order), order.held) == (1, 1)
-    resident.update(chain_of(1))  # the first chunk is not all that is shared
-    assert order.first(0.3) is None
-    resident.update(chain_of(1, 1))
-    assert order.first(0.4) == "sibling"
-    assert order.held == 0
-
-
-def test_siblings_are_held_while_a_later_block_of_their_prefix_is_not_resident() -> None:
-    order: PrefixOrder[str] = PrefixOrder(set(chain_of(1)).__contains__, max_hold_s=5.0)
-    order.add("a", chain_of(1, 1, 1), 0)
-    order.add("b", chain_of(1, 1, 2), 1)
-    order.take("a", 0.0)
-    assert order.first(1.0) is None
-    order.release("a")
-    assert order.first(1.0) == "b"
-
-
-def test_holding_ends() -> None:
-    for end in ("time", "release"):
-        order: PrefixOrder[str] = PrefixOrder(lambda _: False, max_hold_s=2.0)
-        order.add("leader", chain_of(1, 1), 0)
-        order.add("sibling", chain_of(1, 2), 1)
-        order.take("leader", 0.0)
-        assert order.first(1.9) is None
-        if end == "release":
-            order.release("leader")
-        assert order.first(1.9 if end == "release" else 2.0) == "sibling"
-
-
-def test_a_leader_that_comes_back_holds_nobody() -> None:
-    order: PrefixOrder[str] = PrefixOrder(lambda _: False, max_hold_s=2.0)
-    order.add("leader", chain_of(1, 1), 0)
-    order.add("sibling", chain_of(1, 2), 1)
-    order.take("leader", 0.0)
-    order.add("leader", chain_of(1, 1), 0)
-    assert order.first(0.1) is not None
-
-
-def test_late_sibling_of_a_part_of_the_prefix_is_held_too() -> None:
-    order: PrefixOrder[str] = PrefixOrder(lambda _: False, max_hold_s=2.0)
-    order.add("leader", chain_of(1, 1, 1, 1), 0)
-    order.add("sibling", chain_of(1, 1, 1, 2), 1)
-    order.take("leader", 0.0)
-    order.add("late", chain_of(1, 1, 3), 2)  # splits the edge that is being computed
-    assert order.first(0.1) is None
-    order.release("leader")
-    assert order.first(0.1) is not None
-
-
-def test_a_sibling_that_comes_while_the_only_request_of_a_prefix_runs_is_held() -> None:
-    resident: set[bytes] = set()
-    order: PrefixOrder[str] = PrefixOrder(resident.__contains__, max_hold_s=5.0)
-    order.add("leader", chain_of(1, 1, 1), 0)
-    order.take("leader", 0.0)
-    order.add("late", chain_of(1, 1, 2), 1)
-    assert order.first(0.1) is None
-    assert order.held == 1
-    order.add("other", chain_of(2), 2)
-    assert order.first(0.1) == "other"
-    resident.update(chain_of(1, 1))
-    order.take("other", 0.1)
-    assert order.first(0.1) == "late"
-
-
-def test_a_prefix_that_was_computed_ranks_before_those_that_were_not() -> None:
-    resident: set[bytes] = set()
-    order: PrefixOrder[str] = PrefixOrder(resident.__contains__, max_hold_s=5.0)
-    order.add("leader", chain_of(1, 1, 1), 0)
-    order.take("leader", 0.0)
-    resident.update(chain_of(1, 1, 1))
-    order.add("other", chain_of(4), 1)
-    order.take("other", 0.0)
-    order.add("cold", chain_of(3), 2)
-    order.add("warm", chain_of(1, 1, 2), 3)
-    assert order.first(0.1) == "warm"
-
-
-def test_a_hold_that_expired_does_not_begin_anew() -> None:
-    resident: set[bytes] = set()
-    order: PrefixOrder[str] = PrefixOrder(resident.__contains__, max_hold_s=5.0)
-    for position, name in enumerate("abc"):
-        order.add(name, chain_of(1, position), position)
-    order.take("a", 0.0)
-    assert order.first(4.0) is None
-    assert order.first(5.0) == "b"
-    order.take("b", 5.0)
-    assert order.first(5.0) == "c"
-    resident.update(chain_of(1))
-    order.take("c", 6.0)
-    resident.clear()
-    for position, name in enumerate("de"):
-        order.add(name, chain_of(1, 7 + position), 7 + position)
-    order.take("d", 7.0)
-    assert order.first(7.0) is None  # it was evicted, and is computed anew
-
-
-def test_nothing_is_kept_of_a_leader_that_is_done() -> None:
-    order: PrefixOrder[str] = PrefixOrder(lambda _: False, max_hold_s=5.0)
-    order.add("leader", chain_of(1, 1, 1), 0)
-    order.take("leader", 0.0)
-    order.add("late", chain_of(1, 1, 2), 1)
-    order.remove("late")
-    order.release("leader")
-    assert order.num_records() == 0
-    order.add("later", chain_of(1, 1, 2), 2)
-    assert order.first(0.1) == "later"
+    assert order.first() == "a"
 
 
 def test_very_deep_trees() -> None:
@@ -222,8 +109,8 @@ def test_very_deep_trees() -> None:
     for position in range(depth):
         order.add(position, hashes[: position + 1], position)
     ran = []
-    while (request := order.first(0.0)) is not None:
-        order.take(request, 0.0)
+    while (request := order.first()) is not None:
+        order.take(request)
         ran.append(request)
         if len(ran) > 50:
             break
@@ -239,50 +126,65 @@ chains_strategy = st.lists(
 @settings(max_examples=cases(75), deadline=None)
 def test_any_operations_keep_every_request_once(chains: list[Chain], data: st.DataObject) -> None:
     resident: set[bytes] = set()
-    order: PrefixOrder[int] = PrefixOrder(resident.__contains__, data.draw(st.sampled_from([0, 5])))
+    order: PrefixOrder[int] = PrefixOrder(resident.__contains__)
     waiting: set[int] = set()
     running: set[int] = set()
-    now_s = 0.0
     for position, chain in enumerate(chains):
-        order.add(position, chain, position)
+        order.add(position, chain, (0.0, position))
         waiting.add(position)
-        now_s += data.draw(st.sampled_from([0.0, 1.0]))
-        action = data.draw(st.sampled_from(["none", "take", "remove", "return", "evict", "finish"]))
-        first = order.first(now_s)
-        assert first in waiting or (first is None and running)
-        if action == "take" and first is not None:
-            order.take(first, now_s)
+        late = data.draw(st.integers(0, 40))
+        action = data.draw(st.sampled_from(["none", "take", "remove", "return", "evict"]))
+        first = order.first(is_late=lambda request, late=late: request < late)
+        assert first in waiting
+        if action == "take":
+            if data.draw(st.booleans()):  # who is in a hurry need not be the first
+                first = data.draw(st.sampled_from(sorted(waiting)))
+            assert order.chain(first) == chains[first]
+            order.take(first)
             waiting.remove(first)
             running.add(first)
             if data.draw(st.booleans()):
                 resident.update(chains[first])
-        elif action == "remove" and waiting:
+        elif action == "remove":
             victim = data.draw(st.sampled_from(sorted(waiting)))
             order.remove(victim)
             waiting.remove(victim)
         elif action == "return" and running:
             back = data.draw(st.sampled_from(sorted(running)))
             running.remove(back)
-            order.add(back, chains[back], back)
+            order.add(back, chains[back], (0.0, back))
             waiting.add(back)
         elif action == "evict":
             resident.clear()
-        elif action == "finish" and running:
-            done = data.draw(st.sampled_from(sorted(running)))
-            running.remove(done)
-            order.release(done)
-        assert set(order) == waiting
+        assert list(order) == sorted(waiting)
         assert len(order) == len(waiting)
-    for request in running:
-        order.release(request)
+        check_nodes(order, {each: chains[each] for each in waiting})
     while waiting:
-        first = order.first(now_s)
-        assert first in waiting  # with nobody to wait for, somebody runs
-        order.take(first, now_s)
+        first = order.first()
+        assert first in waiting
+        order.take(first)
         waiting.remove(first)
-        order.release(first)
-    assert order.first(now_s) is None
-    assert order.num_records() == 0
+    assert order.first() is None
+    assert not order._root.children
+
+
+def check_nodes(order: PrefixOrder[int], chains: dict[int, Chain]) -> None:
+    """What the nodes of the trie count is what a look at all requests gives."""
+    nodes = [order._root]
+    for node in nodes:
+        nodes += node.children.values()
+        below = [
+            request
+            for request, chain in chains.items()
+            if node.depth <= len(chain) and (not node.depth or node.last_block in chain)
+        ]
+        assert node.size == len(below)
+        blocks = [block for request in below for block in chains[request]]
+        above = 0 if node.parent is None else node.parent.depth
+        counted = [block for block in blocks if len(block) > above]
+        assert node.saved_blocks == len(counted) - len(set(counted))
+        if below:
+            assert order._oldest(node) == min(below)
 
 
 @given(chains_strategy)
@@ -309,7 +211,7 @@ def test_a_turn_looks_at_few_of_a_hundred_thousand_requests() -> None:
         order.add(position, [b"p%d" % prefix, b"q%d" % prefix, b"u%d" % position], position)
     turns, looked_up = 500, 0
     for _ in range(turns):
-        request = order.first(0.0)
+        request = order.first()
         assert request is not None
-        order.take(request, 0.0)
+        order.take(request)
     assert looked_up < 10 * turns

@@ -8,8 +8,10 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from vllm_relay.scheduler.fairness import OvertakeLimit
+from vllm_relay.scheduler.lanes import Lanes
 from vllm_relay.scheduler.order import PrefixOrder
 from vllm_relay.scheduler.request_queue import PrefixRequestQueue, QueueObserver
+from vllm_relay.scheduler.warm_up import WarmUp
 
 
 @dataclass(eq=False)
@@ -54,8 +56,12 @@ class Setup:
         self.queue = PrefixRequestQueue(
             by_priority,
             lambda request: request.chain,
-            lambda: PrefixOrder(self.resident.__contains__, max_hold_s),
-            lambda: OvertakeLimit(1e9, max_overtakes),
+            lambda: Lanes(
+                PrefixOrder(self.resident.__contains__),
+                WarmUp(self.resident.__contains__, max_hold_s),
+                OvertakeLimit(1e9, max_overtakes),
+            ),
+            max_hold_s,
             self.log,
             lambda: lambda request: request.needs in self.missing,
             clock=lambda: self.now_s,
@@ -308,15 +314,47 @@ def test_it_is_a_sequence() -> None:
 
 def test_nobody_is_overtaken_too_often() -> None:
     setup = Setup(max_overtakes=2)
-    setup.add(*requests("a1", "b1", "a2", "a3", "a4", "a5"))
-    assert setup.schedule() == ["a1", "a2", "a3", "b1", "a4", "a5"]
-    assert setup.queue.overtakes == 2
+    setup.add(*requests("a1", "b1"))
+    assert setup.schedule(room=1) == ["a1"]
+    setup.add(*requests("a2", "a3", "a4", "a5"))
+    # one waited with it, and two may come on top
+    assert setup.schedule() == ["a2", "a3", "a4", "b1", "a5"]
+    assert setup.queue.overtakes == 3
+
+
+def test_a_blocked_request_keeps_its_seniority() -> None:
+    setup = Setup(max_overtakes=2)
+    [blocked] = requests("b1", needs="grammar")
+    setup.add(*requests("a1"), blocked)
+    setup.missing = {"grammar"}
+    assert setup.schedule() == ["a1"]
+    for number in range(2, 8):
+        setup.add(*requests(f"a{number}"))
+        assert setup.schedule() == [f"a{number}"]
+    setup.missing = set()
+    setup.add(*requests("a8", "a9"))
+    assert setup.schedule() == ["b1", "a8", "a9"]
+
+
+def test_held_requests_do_not_keep_a_lower_priority_for_ever() -> None:
+    setup = Setup(by_priority=True, max_hold_s=2.0)
+    prefixes = [requests(f"{letter}1", f"{letter}2", priority=0) for letter in "abcdefgh"]
+    setup.add(*requests("z1", priority=1))
+    waited_s = None
+    for number, prefix in enumerate(prefixes):  # before one hold ends, the next one begins
+        setup.now_s = 1.5 * number
+        setup.add(*prefix)
+        if "z1" in setup.schedule():
+            waited_s = setup.now_s
+            break
+    assert waited_s is not None
+    assert waited_s <= 4.0
 
 
 def test_a_prefix_that_always_waits_does_not_make_the_queue_grow() -> None:
     setup = Setup(max_overtakes=0)  # everybody runs by seniority, past the heaps
     setup.add(*requests("a1", "a2"))
-    order = setup.queue._classes[0]._order
+    order = setup.queue._classes[0].order
     for number in range(2000):
         setup.add(FakeRequest(f"u{number}", (b"u%d" % number,)), *requests("a3"))
         setup.schedule(room=2)

@@ -70,15 +70,18 @@ def serving(
         assert ended, "the server did not end when it was asked to"
 
 
-def ask(method: str, url: str, body: Any = None, key: str = API_KEY) -> tuple[int, str]:
+def ask(
+    method: str, url: str, body: Any = None, key: str = API_KEY, headers: Any = None
+) -> tuple[int, str]:
     """Status and page.
 
     Args:
         body: a text, or what becomes JSON.
+        headers: more of them.
     """
     data = None if body is None else (body if isinstance(body, str) else json.dumps(body)).encode()
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    request = urllib.request.Request(url, data, headers, method=method)
+    known = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(url, data, {**known, **(headers or {})}, method=method)
     try:
         with urllib.request.urlopen(request) as answer:
             return answer.status, answer.read().decode()

@@ -49,4 +49,4 @@ def test_statistics_travel_with_the_output_of_their_step(
     if is_async:
         results = [result.get_output() for result in results]
     assert results == outputs
-    assert [result.relay_stats.requests for result in results] == [1, 2]
+    assert [result.relay_stats.request_steps for result in results] == [1, 2]

@@ -115,7 +115,7 @@ def test_calls_fit_and_replacements_pass_on_what_they_do_not_know(release: str) 
             "long_context/scheduler.py",
             "read",
         ),
-        ("vllm.v1.core.block_pool.BlockPool.touch", "prefix_cache/pins.py", "called"),
+        ("vllm.v1.core.block_pool.BlockPool.touch", "prefix_cache/pins/table.py", "called"),
         (
             "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend",
             "attention_backends/relay_cuda_choice.py",

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 COUNTERS = {
     "steps": "Engine steps whose attention relay computed.",
-    "requests": "Requests in these steps.",
-    "requests_shared": "Requests in these steps that read a prefix together with others.",
+    "request_steps": "Requests in these steps, each counted in every step it runs in.",
+    "request_steps_shared": "Of these, requests that read a prefix together with others.",
     "kv_tokens_logical": "KV tokens the requests attend to.",
     "kv_tokens_read": "KV tokens read from the cache to compute this.",
     "planning_seconds": "Seconds spent planning steps.",
@@ -41,8 +41,8 @@ class RelayStats:
     """
 
     steps: int = 0
-    requests: int = 0
-    requests_shared: int = 0
+    request_steps: int = 0
+    request_steps_shared: int = 0
     kv_tokens_logical: int = 0
     kv_tokens_read: int = 0
     planning_seconds: float = 0.0
@@ -53,8 +53,8 @@ class RelayStats:
     def add_plan(self, plan: PlanStats) -> None:
         """Add one KV cache group's plan to the statistics of the step it belongs to."""
         self.steps = max(self.steps, plan.steps)
-        self.requests = max(self.requests, plan.requests)
-        self.requests_shared = max(self.requests_shared, plan.requests_shared)
+        self.request_steps = max(self.request_steps, plan.requests)
+        self.request_steps_shared = max(self.request_steps_shared, plan.requests_shared)
         self.kv_tokens_logical += plan.kv_tokens_logical
         self.kv_tokens_read += plan.kv_tokens_read
         self.planning_seconds += plan.planning_time_s
@@ -78,7 +78,8 @@ class RelayStats:
     def __str__(self) -> str:
         saved = 1 - self.kv_tokens_read / self.kv_tokens_logical if self.kv_tokens_logical else 0
         return (
-            f"{self.steps} steps, {self.requests} requests ({self.requests_shared} shared), "
+            f"{self.steps} steps, {self.request_steps} request-steps "
+            f"({self.request_steps_shared} shared), "
             f"{self.kv_tokens_logical} KV tokens attended, {self.kv_tokens_read} read "
             f"({saved:.1%} saved), planning {self.planning_seconds * 1e3:.1f} ms; "
             f"last step: {self.groups} groups, depth {self.forest_depth}"

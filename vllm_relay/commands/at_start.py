@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from vllm_relay.commands.errors import CommandError
@@ -16,6 +17,8 @@ from vllm_relay.commands.prompts import (
 )
 from vllm_relay.config import SECTION
 
+_is_preparing: ContextVar[bool] = ContextVar("_is_preparing", default=False)
+
 
 async def once(
     engine: Any, attribute: str, prepare: Callable[[], Coroutine[Any, Any, None]]
@@ -23,17 +26,23 @@ async def once(
     """Run ``prepare()`` before the first request of an AsyncLLM.
 
     The first call starts it, whether it is cancelled or not; all others wait for it and share its
-    error. The requests that it sends itself do not wait.
+    error. The requests that anything here sends itself, in whatever task, wait for nothing.
 
     Args:
         attribute: of the engine, which remembers it.
     """
+    if _is_preparing.get():
+        return
+
+    async def run() -> None:
+        _is_preparing.set(True)
+        await prepare()
+
     preparing = getattr(engine, attribute, None)
     if preparing is None:
-        preparing = asyncio.create_task(prepare())
+        preparing = asyncio.create_task(run())
         setattr(engine, attribute, preparing)
-    if preparing is not asyncio.current_task():
-        await asyncio.shield(preparing)
+    await asyncio.shield(preparing)
 
 
 @contextlib.contextmanager

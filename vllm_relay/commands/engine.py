@@ -53,8 +53,17 @@ def call(engine: Any, name: str, arguments: dict[str, Any]) -> Any:
 
 
 async def call_async(engine: Any, name: str, arguments: dict[str, Any]) -> Any:
-    """:func:`call` for an AsyncLLM."""
+    """:func:`call` for an AsyncLLM; all its ranks run the command, and the first answers."""
     return result_of(await engine.engine_core.call_utility_async("relay_command", name, arguments))
+
+
+async def call_ranks_async(
+    engine: Any, name: str, arguments: dict[str, Any]
+) -> dict[int, Any | CommandError]:
+    """What the command returns, or its error, in each data-parallel rank of an AsyncLLM."""
+    client = engine.engine_core
+    answers = await client.call_utility_all_async("relay_command", name, arguments)
+    return dict(zip(client.engine_ranks_managed, map(_result_or_error, answers), strict=True))
 
 
 def result_of(answer: dict[str, Any]) -> Any:
@@ -63,9 +72,14 @@ def result_of(answer: dict[str, Any]) -> Any:
     Raises:
         CommandError: the one the command raised.
     """
-    if "error" in answer:
-        raise CommandError(**answer["error"])
-    return answer["result"]
+    result = _result_or_error(answer)
+    if isinstance(result, CommandError):
+        raise result
+    return result
+
+
+def _result_or_error(answer: dict[str, Any]) -> Any | CommandError:
+    return CommandError(**answer["error"]) if "error" in answer else answer["result"]
 
 
 def check_one_engine(vllm_config: VllmConfig, what: str) -> None:

@@ -8,7 +8,7 @@ class CommandError(Exception):
     """A pin or a context that cannot be made or found; for pins, users import it as `PinError`.
 
     Args:
-        status: the HTTP status that says so: 400, 404, 409, 501 or 507.
+        status: the HTTP status that says so: 400, 401, 403, 404, 409, 501 or 507.
         message: what was given, what was expected, what to do.
     """
 

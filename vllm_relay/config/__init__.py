@@ -24,6 +24,7 @@ SECTION = "additional_config.relay"
 
 
 EvictionPolicyName = Literal["queue", "lru", "fifo", "gdsf"]
+Routes = Literal["guarded", "open", "off"]
 
 
 # pydantic's types of error for what is no number
@@ -33,7 +34,19 @@ _NUMBER_ERRORS: dict[Any, Literal["int_type", "float_type"]] = {
     float | None: "float_type",
 }
 
-SCHEDULER_OPTIONS = frozenset({"max_hold_s", "max_overtakes", "warm_up", "eviction"})
+SCHEDULER_OPTIONS = frozenset(
+    {
+        "max_hold_s",
+        "max_overtakes",
+        "offline",
+        "fair_share_by",
+        "fair_share_tokens",
+        "warm_up",
+        "eviction",
+        "max_pinned_fraction",
+    }
+)
+ATTENTION_OPTIONS = frozenset({"sharing", "min_shared_tokens", "kernel"})
 
 
 class SharingOptions(BaseModel):
@@ -76,14 +89,30 @@ class SchedulerOptions(BaseModel):
         default=2.0,
         ge=0.0,
         allow_inf_nan=False,
-        description="Longest time for which later requests may overtake a waiting one. "
-        "LLM.generate is not held to it: all its requests are there at once.",
+        description="How long, in seconds, requests may be held for one that computes their "
+        "prefix, and after its turn in the order of arrival a request is late. 0 keeps the order "
+        "of arrival. Offline it is 600.",
     )
     max_overtakes: int = Field(
         default=256,
         ge=0,
-        description="How many later requests may overtake a waiting one. 0 keeps the order of "
-        "arrival. LLM.generate is not held to it.",
+        description="How many later requests may overtake a waiting one, beside as many as waited "
+        "with it. 0 keeps the order of arrival.",
+    )
+    offline: bool = Field(
+        default=False,
+        description="Nobody waits for a first answer, as with LLM: requests may be held as long "
+        "as their prefix takes.",
+    )
+    fair_share_by: Literal["none", "cache_salt", "lora", "label"] = Field(
+        default="none",
+        description="Give tenants equal shares of the tokens computed, and tell them apart by the "
+        "cache salt of their requests, by the LoRA adapter, or by the label in vllm_xargs.tenant.",
+    )
+    fair_share_tokens: int = Field(
+        default=16384,
+        ge=1,
+        description="How many tokens one tenant may use before the others have their turn.",
     )
     warm_up: bool = Field(
         default=True,
@@ -101,6 +130,23 @@ class SchedulerOptions(BaseModel):
         description="Prompts that are computed before the first request is served and never "
         "evicted: text, or @ and the path of a file with the text.",
     )
+    max_pinned_fraction: float = Field(
+        default=0.5,
+        ge=0.0,
+        le=1.0,
+        description="Share of the KV cache that pinned prompts may take, system_prompts included. "
+        "The longest request has to fit beside them in any case.",
+    )
+
+
+class ServerOptions(BaseModel):
+    """What servers read."""
+
+    routes: Routes = Field(
+        default="guarded",
+        description="The routes under /relay: guarded lets those that change anything be used with "
+        "an API key only; open also on a server that has none; off serves none of them.",
+    )
 
 
 class ModuleOptions(BaseModel):
@@ -113,7 +159,9 @@ class ModuleOptions(BaseModel):
     )
 
 
-class RelayConfig(ModuleOptions, LongContextOptions, SchedulerOptions, SharingOptions):
+class RelayConfig(
+    ServerOptions, ModuleOptions, LongContextOptions, SchedulerOptions, SharingOptions
+):
     """Options of the attention backends, of the scheduler and of the prefix cache.
 
     Given as ``--additional-config.relay.min_shared_tokens 256`` or
@@ -211,6 +259,7 @@ _EXPECTED = {
     "float_type": "a number",
     "float_parsing": "a number",
     "greater_than_equal": "a number from {ge:g}",
+    "less_than_equal": "a number up to {le:g}",
     "string_type": "a text",
     "tuple_type": "a list of texts",
 }

@@ -50,7 +50,13 @@ async def _preload_async(engine: Any, online_renderer: Any) -> None:
         with naming_the_option("contexts", number):
             token_ids = await system_prompt_tokens_async(engine, online_renderer, text)
             contexts.append(await keep_context_async(engine, token_ids))
+    engine.relay_configured_contexts = {each.context_id for each in contexts}
     _log(contexts)
+
+
+def configured_contexts(engine: Any) -> set[str]:
+    """Ids of the contexts that :func:`preload_contexts_async` has computed, or found."""
+    return getattr(engine, "relay_configured_contexts", set())
 
 
 def _texts(vllm_config: VllmConfig) -> list[str]:

@@ -77,6 +77,7 @@ def render(
     block_size: int,
     mode: Mode = "modular",
     repair_tokens: int = REPAIR_TOKENS,
+    to_pin: bool = False,
 ) -> RenderedPrompt:
     """The tokens and the plan of a prompt.
 
@@ -85,6 +86,7 @@ def render(
         block_size: tokens of a KV block of the engine.
         mode: "modular" uses stored tokens as they are, "repair" computes the first `repair_tokens`
             of each module in the context of the prompt, "exact" stores nothing apart.
+        to_pin: modules alone are a prompt too; a token of theirs stands behind them.
 
     Raises:
         PmlError: the prompt does not fit its schema, or the chat template cannot render its turns.
@@ -94,7 +96,7 @@ def render(
     if isinstance(repair_tokens, bool) or not isinstance(repair_tokens, int) or repair_tokens < 0:
         raise ValueError(f"repair_tokens: given {repair_tokens!r}, expected a number from 0")
     walk = _Walk(schema, text_tokens, repair_tokens if mode == "repair" else 0)
-    walk.prompt(prompt)
+    walk.prompt(prompt, to_pin and mode != "exact")
     return walk.written_out() if mode == "exact" else walk.planned(block_size)
 
 
@@ -142,14 +144,18 @@ class _Walk:
         self._texts: list[str] = []
         self._end_position = 0
 
-    def prompt(self, prompt: PromptMarkup) -> None:
+    def prompt(self, prompt: PromptMarkup, to_pin: bool) -> None:
         imports = list(prompt.content)
         behind: list[str] = []
         while imports and isinstance(last := imports[-1], PromptText):
             behind.insert(0, last.text)
             imports.pop()
         self._module(self._schema.root, Import("", {}, tuple(imports), prompt.place), [])
-        self._question(prompt, "".join(behind))
+        text = "".join(behind)
+        if to_pin and self._visits and not (prompt.turns or text.strip()):
+            self._add_new(self._visits[-1].module.tokens[:1], self._end_position)
+        else:
+            self._question(prompt, text)
 
     # -- the order of the text
 

@@ -85,13 +85,14 @@ class SchemaStore:
         source: str = "prompt",
         mode: Mode = "modular",
         repair_tokens: int = REPAIR_TOKENS,
+        to_pin: bool = False,
     ) -> RenderedPrompt:
         """What the engine computes for a prompt in PML.
 
         Args:
             schema: the name of its schema, if the prompt is only what stands in <prompt>.
             source: what errors call the prompt.
-            mode, repair_tokens: see `render.render`.
+            mode, repair_tokens, to_pin: see `render.render`.
 
         Raises:
             PmlError: it cannot be understood, does not fit its schema, or is too long.
@@ -112,6 +113,7 @@ class SchemaStore:
             block_size=self.block_size,
             mode=mode,
             repair_tokens=repair_tokens,
+            to_pin=to_pin,
         )
         limit = self.max_model_len
         if limit is not None and rendered.min_model_len >= limit:

@@ -5,9 +5,7 @@ next_use.py          which blocks waiting requests need, and how soon           
 policies.py          eviction policies over a tree of free blocks                  (pure)
 belady.py            the most hits any eviction could have                         (pure)
 free_queue.py        takes the place of vLLM's queue of free blocks                (vLLM)
-pins.py              prompts that never leave; lives in the engine core            (vLLM)
-commands.py, pin_client.py   pins from front ends
-system_prompts.py    pins the configured prompts when an engine starts
+pins/                prompts that never leave                                      (vLLM)
 stats.py             counters of the prefix cache, and the prefixes used most
 predict/             hits and waits before spending: vLLM's engine core, a stub for the model
 modules.py           the first name of `vllm_relay.modules`
@@ -19,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_relay.commands.errors import CommandError as PinError
-    from vllm_relay.prefix_cache.pin_client import Pin, list_pins, pin, top_prefixes, unpin
+    from vllm_relay.prefix_cache.pins.client import Pin, list_pins, pin, top_prefixes, unpin
 
 __all__ = ["Pin", "PinError", "list_pins", "pin", "top_prefixes", "unpin"]
 
@@ -31,6 +29,6 @@ def __getattr__(name: str) -> Any:
         from vllm_relay.commands.errors import CommandError
 
         return CommandError
-    from vllm_relay.prefix_cache import pin_client
+    from vllm_relay.prefix_cache.pins import client
 
-    return getattr(pin_client, name)
+    return getattr(client, name)

@@ -149,7 +149,7 @@ class PrefixCacheRecorder:
         self._scheduler = scheduler
         self._clock = clock
         self._step = PrefixCacheStats()
-        self._last_gauges = self._gauges()
+        self._last_gauges = self.gauges()
         self._since_log = PrefixCacheStats()
         self._last_log_s = clock()
         self._overtakes = 0
@@ -203,7 +203,7 @@ class PrefixCacheRecorder:
         for reason, blocks in evicted.items():
             if new := blocks - self._evicted.get(reason, 0):
                 step.evicted_blocks[reason] = new
-        gauges = self._gauges()
+        gauges = self.gauges()
         now_s = self._clock()
         # what every step has is no reason to send something with every step
         is_due = self._scheduling_steps and now_s - self._scheduling_taken_s >= _SCHEDULING_EVERY_S
@@ -234,7 +234,8 @@ class PrefixCacheRecorder:
         log(f"vllm-relay: {self._since_log}; most used prefixes: {most_used or 'none'}")
         self._since_log = PrefixCacheStats()
 
-    def _gauges(self) -> dict[str, int]:
+    def gauges(self) -> dict[str, int]:
+        """As they are now."""
         pins, waiting = getattr(self._scheduler, "pins", None), self._scheduler.waiting
         overtaken = getattr(self._scheduler, "overtaken", None)
         return {

@@ -6,14 +6,16 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import overload
 
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_relay.scheduler.fairness import OvertakeLimit
-from vllm_relay.scheduler.order import BlockName, Position, PrefixOrder
-from vllm_relay.scheduler.priority_class import PriorityClass
+from vllm_relay.scheduler.chains import BlockName
+from vllm_relay.scheduler.lanes import Lanes
+from vllm_relay.scheduler.order import Position
+from vllm_relay.scheduler.tenants import TenantLanes
 
 # of requests that were popped and do not run; one whose KV cache is being loaded does
 _NOT_RUN = (
@@ -22,6 +24,8 @@ _NOT_RUN = (
     RequestStatus.WAITING_FOR_STREAMING_REQ,
     RequestStatus.PREEMPTED,
 )
+
+AnyLanes = Lanes[Request] | TenantLanes[Request]
 
 
 class QueueObserver:
@@ -36,7 +40,8 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
     """Waiting requests by priority, and within one priority in the order of `PrefixOrder`.
 
     It is false while it is not empty if none of its requests can run: `len` counts, `bool` says
-    whether there is a request to run now. Nobody runs before held requests of a higher priority.
+    whether there is a request to run now. Nobody runs before held requests of a higher priority
+    until these have been held for `max_hold_s`.
 
     vLLM also pops requests that it cannot run yet, and gives them back at the end of the step. What
     was popped is looked at when the queue is used next: by then vLLM has marked those that run.
@@ -47,8 +52,8 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
             `Request.arrival_time` before the order in which they are added.
         chain_of: the chained names of blocks under which a waiting request is ordered; without any
             it is held for nobody.
-        make_order: an empty order for the requests of one priority.
-        make_limit: its limit on overtaking, or None.
+        make_lanes: empty ones for the requests of one priority.
+        max_hold_s: how long requests of a lower priority wait for held ones, in seconds.
         observer: is told when a request begins and ceases to wait.
         blocked_now: returns what tells, at this moment, whether a request cannot run.
         goes_first: whether a request comes before the others of its priority, as preempted ones do.
@@ -58,8 +63,8 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         self,
         by_priority: bool,
         chain_of: Callable[[Request], Sequence[BlockName]],
-        make_order: Callable[[], PrefixOrder[Request]],
-        make_limit: Callable[[], OvertakeLimit[Request] | None],
+        make_lanes: Callable[[], AnyLanes],
+        max_hold_s: float,
         observer: QueueObserver,
         blocked_now: Callable[[], Callable[[Request], bool]],
         clock: Callable[[], float] = time.monotonic,
@@ -68,14 +73,16 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         self._goes_first = goes_first
         self._by_priority = by_priority
         self._chain_of = chain_of
-        self._make_order = make_order
-        self._make_limit = make_limit
+        self._make_lanes = make_lanes
+        self._max_hold_s = max_hold_s
         self._observer = observer
         self._blocked_now = blocked_now
         self._clock = clock
-        self._classes: dict[int, PriorityClass] = {}
+        self._classes: dict[int, AnyLanes] = {}
         self._priorities: list[int] = []  # of the classes, ascending
-        self._led: set[int] = set()  # priorities of the classes in which requests may be held
+        self._held_since_s: dict[
+            int, float
+        ] = {}  # by priority, that some kept the lower ones waiting
         self._positions: dict[Request, int] = {}  # of all that ever waited and are not done
         self._next_position = 0
         self._num_in_classes = 0
@@ -89,12 +96,14 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
     @property
     def held_requests(self) -> int:
         """Requests held until another one has computed their prefix."""
-        return sum(self._classes[priority].held for priority in self._led)
+        now_s = self._clock()
+        return sum(each.num_held(now_s) for each in self._classes.values())
 
     @property
     def leading_requests(self) -> int:
         """Requests for which others are held."""
-        return sum(self._classes[priority].num_leaders for priority in self._led)
+        now_s = self._clock()
+        return sum(each.num_leaders(now_s) for each in self._classes.values())
 
     @property
     def blocked_requests(self) -> int:
@@ -116,11 +125,8 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         """No longer hold the requests that wait for blocks this one was to compute."""
         self._settle()
         priority = self._priority(request)
-        if priority in self._led:
-            each = self._classes[priority]
-            each.release(request)
-            if not each.is_led:
-                self._led.discard(priority)
+        if priority in self._classes:
+            self._classes[priority].release(request)
             self._drop_if_empty(priority)
 
     def forget(self, request: Request) -> None:
@@ -187,12 +193,15 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         for request in requests:
             if not self._waits(request):
                 continue
-            if request in self._set_aside:
+            if request in self._set_aside or request in self._blocked:
                 self._set_aside.discard(request)
-            elif request in self._blocked:
-                del self._blocked[request]
+                self._blocked.pop(request, None)
             else:
-                self._take_out(request)
+                self._num_in_classes -= 1
+            priority = self._priority(request)
+            if priority in self._classes:  # not if it was preempted, and then set aside alone
+                self._classes[priority].remove(request)
+                self._drop_if_empty(priority)
             self._observer.waits_no_longer(request, self._positions[request], False)
             if request.is_finished():
                 del self._positions[request]
@@ -227,7 +236,11 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
             for priority in self._priorities:
                 each = self._classes[priority]
                 self._chosen = each.first(now_s)
-                if self._chosen is not None or len(each):
+                if self._chosen is not None:
+                    break
+                if not each:
+                    self._held_since_s.pop(priority, None)
+                elif now_s - self._held_since_s.setdefault(priority, now_s) < self._max_hold_s:
                     break
         return self._chosen
 
@@ -236,16 +249,14 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         request, self._popped, self._chosen = self._popped, None, None
         if request is None:
             return
-        if request.status in _NOT_RUN:
-            self._take_out(request)
-            self._set_aside.add(request)
-            return
+        self._num_in_classes -= 1
         priority = self._priority(request)
         each = self._classes[priority]
+        if request.status in _NOT_RUN:
+            each.set_aside(request)
+            self._set_aside.add(request)
+            return
         self.overtakes += each.run(request, self._clock())
-        if each.is_led:
-            self._led.add(priority)
-        self._num_in_classes -= 1
         self._drop_if_empty(priority)
         self._observer.waits_no_longer(request, self._positions[request], True)
 
@@ -260,26 +271,25 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         priority = self._priority(request)
         each = self._classes.get(priority)
         if each is None:
-            each = self._classes[priority] = PriorityClass(self._make_order(), self._make_limit())
+            each = self._classes[priority] = self._make_lanes()
             bisect.insort(self._priorities, priority)
         self._num_in_classes += 1
-        if request.status == RequestStatus.PREEMPTED or self._goes_first(request):
+        if request.status == RequestStatus.PREEMPTED:
             each.add_preempted(request)
-            return
-        # a request without a chain shares nothing
-        chain = self._chain_of(request) or (self._positions[request].to_bytes(8, "big"),)
-        each.add(request, chain, self._position(request))
+        elif self._goes_first(request):
+            each.add_first(request)
+        else:
+            each.add(request, partial(self._order_chain, request), self._position(request))
 
-    def _take_out(self, request: Request) -> None:
-        priority = self._priority(request)
-        self._classes[priority].remove(request)
-        self._num_in_classes -= 1
-        self._drop_if_empty(priority)
+    def _order_chain(self, request: Request) -> Sequence[BlockName]:
+        # a request without a chain shares nothing
+        return self._chain_of(request) or (self._positions[request].to_bytes(8, "big"),)
 
     def _drop_if_empty(self, priority: int) -> None:
         each = self._classes[priority]
         if not each and not each.num_records():
             del self._classes[priority]
+            self._held_since_s.pop(priority, None)
             del self._priorities[bisect.bisect_left(self._priorities, priority)]
 
     def _waits(self, request: Request) -> bool:

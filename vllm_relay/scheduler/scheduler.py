@@ -27,16 +27,37 @@ from vllm_relay.modules.admission import ModuleAdmission
 from vllm_relay.modules.plan import plan_of_request
 from vllm_relay.prefix_cache.free_queue import PolicyFreeQueue, make_free_queue
 from vllm_relay.prefix_cache.next_use import NextUse
-from vllm_relay.prefix_cache.pins import PinTable
+from vllm_relay.prefix_cache.pins.table import PinTable
 from vllm_relay.prefix_cache.stats import PREFIX_CACHE, PrefixCacheRecorder
+from vllm_relay.scheduler.chains import BlockName
 from vllm_relay.scheduler.fairness import OvertakeLimit
-from vllm_relay.scheduler.order import BlockName, PrefixOrder
+from vllm_relay.scheduler.lanes import Lanes
+from vllm_relay.scheduler.order import PrefixOrder
 from vllm_relay.scheduler.overtaken import OvertakenCount
 from vllm_relay.scheduler.request_queue import PrefixRequestQueue, QueueObserver
+from vllm_relay.scheduler.tenants import Shares, TenantLanes
+from vllm_relay.scheduler.warm_up import WarmUp
 from vllm_relay.vllm_changes.configuration import is_offline
 from vllm_relay.vllm_changes.scheduler import free_block_queue, report_admissions
 
 logger = init_logger("vllm.relay")
+
+OFFLINE_HOLD_S = 600.0
+"""In place of `max_hold_s` where nobody waits for the first answer: a hold ends when the prefix is
+there, and the bound is for what would never end it."""
+
+
+def _label(request: Request) -> Any:
+    extra_args = request.sampling_params.extra_args if request.sampling_params else None
+    return (extra_args or {}).get("tenant")
+
+
+TENANT_OF: dict[str, Callable[[Request], Any]] = {
+    "cache_salt": lambda request: request.cache_salt,
+    "lora": lambda request: _adapter(request),
+    "label": _label,
+}
+"""Whose request one is, by the value of `fair_share_by`."""
 
 
 class _RelayScheduling(Scheduler):
@@ -46,23 +67,26 @@ class _RelayScheduling(Scheduler):
         self.next_use = NextUse()
         with free_block_queue(make_free_queue(self.relay_config.eviction, self.next_use)):
             super().__init__(*args, **kwargs)
-        self._is_offline = is_offline(vllm_config)
+        offline = self.relay_config.offline or is_offline(vllm_config)
+        self._max_hold_s = OFFLINE_HOLD_S if offline else self.relay_config.max_hold_s
+        self._tenant_of = TENANT_OF.get(self.relay_config.fair_share_by)
+        self._shares = Shares(self.relay_config.fair_share_tokens)
         self.order_group = _full_attention_group(self.kv_cache_config)
         feeder = _NextUseFeeder(self)
         self.overtaken = feeder.overtaken
         self.waiting: PrefixRequestQueue = PrefixRequestQueue(
             self.policy == SchedulingPolicy.PRIORITY,
             feeder.order_chain,
-            self._make_order,
-            self._make_limit,
+            self._make_lanes,
+            self._max_hold_s,
             feeder,
             self._blocked_now,
             goes_first=lambda request: self.modules.goes_first(request),
         )
-        self.pins = PinTable(self)
+        self.pins = PinTable(self, self.relay_config.max_pinned_fraction)
         self.modules = ModuleAdmission(self)
         self.relay_recorder = PrefixCacheRecorder(self)
-        report_admissions(self.kv_cache_manager, self.relay_recorder.on_admitted)
+        report_admissions(self.kv_cache_manager, self._on_admitted)
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Take the time in seconds from here: what waits may be served in virtual time."""
@@ -70,6 +94,7 @@ class _RelayScheduling(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         began_s = time.perf_counter()
+        self.pins.expire()
         self.modules.prepare()
         self.waiting.retry_blocked()
         output = super().schedule(*args, **kwargs)
@@ -129,17 +154,24 @@ class _RelayScheduling(Scheduler):
         pool = self.kv_cache_manager.block_pool
         return pool.cached_block_hash_to_block.get_one_block(key) is not None
 
-    def _make_order(self) -> PrefixOrder[Request]:
-        # other kinds of KV cache do not keep all blocks of a prefix: nobody could tell its end
-        hold = self.relay_config.warm_up and self.order_group is not None
-        # a hold ends when the prefix is there; the bound is for what would never end it
-        max_hold_s = 1e9 if self._is_offline else self.relay_config.max_hold_s
-        return PrefixOrder(self._is_resident, max_hold_s if hold else 0.0)
+    def _make_lanes(self) -> Lanes[Request] | TenantLanes[Request]:
+        if self._tenant_of is None:
+            return self._make_tenants_lanes()
+        return TenantLanes(self._make_tenants_lanes, self._tenant_of, self._shares)
 
-    def _make_limit(self) -> OvertakeLimit[Request] | None:
-        if self._is_offline:
-            return None
-        return OvertakeLimit(self.relay_config.max_hold_s, self.relay_config.max_overtakes)
+    def _make_tenants_lanes(self) -> Lanes[Request]:
+        # other kinds of KV cache do not keep all blocks of a prefix: nobody could tell its end
+        warms_up = self.relay_config.warm_up and self.order_group is not None
+        return Lanes(
+            PrefixOrder(self._is_resident),
+            WarmUp(self._is_resident, self._max_hold_s if warms_up else 0.0),
+            OvertakeLimit(self._max_hold_s, self.relay_config.max_overtakes),
+        )
+
+    def _on_admitted(self, request: Request, hit_tokens: int) -> None:
+        self.relay_recorder.on_admitted(request, hit_tokens)
+        if self._tenant_of is not None and not request.num_preemptions:
+            self._shares.charge(self._tenant_of(request), request.num_tokens - hit_tokens)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self._uncache_uncomputed(request)
@@ -181,6 +213,8 @@ class _RelayScheduling(Scheduler):
     def _free_request_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self.waiting.release(request)
         if request.is_finished():
+            if self._tenant_of is not None:
+                self._shares.charge(self._tenant_of(request), request.num_output_tokens)
             self.waiting.forget(request)
             self.modules.forget(request)
         self.pins.before_free(request)

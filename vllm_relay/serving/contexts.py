@@ -15,7 +15,8 @@ from vllm_relay.long_context.client import (
     keep_context_async,
     list_contexts_async,
 )
-from vllm_relay.long_context.preload import preload_contexts_async
+from vllm_relay.long_context.preload import configured_contexts, preload_contexts_async
+from vllm_relay.serving.access import mount, refuse_configured
 from vllm_relay.serving.requests import PromptRequest, relay_router, tokens_of_request
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class ContextEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        app.include_router(_router())
+        mount(app, _router())
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         """Compute the configured contexts; the server is not listening yet.
@@ -41,6 +42,7 @@ class ContextEndpoints:
         """
         if engine_client is not None and sparse_is_selected(engine_client.vllm_config):
             await preload_contexts_async(engine_client, state.online_renderer)
+            state.relay_configured_contexts = configured_contexts(engine_client)
 
 
 def _router() -> APIRouter:
@@ -64,8 +66,10 @@ def _router() -> APIRouter:
     @router.delete("/contexts/{context_id}", status_code=204)
     async def delete(context_id: str, raw_request: Request) -> Response:
         """Forget a context, and delete its file."""
-        engine = raw_request.app.state.engine_client
-        await command_async(engine, "delete_context", {"context_id": context_id})
+        state = raw_request.app.state
+        if context_id in getattr(state, "relay_configured_contexts", ()):
+            refuse_configured(f"context {context_id!r}", "contexts")
+        await command_async(state.engine_client, "delete_context", {"context_id": context_id})
         return Response(status_code=204)
 
     return router

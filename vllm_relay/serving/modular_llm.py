@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_relay.commands.errors import CommandError
 from vllm_relay.config import RelayConfig
 from vllm_relay.modules.render import REPAIR_TOKENS, Mode, RenderedPrompt
 from vllm_relay.modules.requests import with_plan
 from vllm_relay.modules.schema import Schema
 from vllm_relay.modules.schema_store import SchemaStore
 from vllm_relay.modules.start_checks import unsupported_reason
-from vllm_relay.prefix_cache.pin_client import Pin, pin_tokens
+from vllm_relay.prefix_cache.pins.client import Pin, pin_tokens
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -98,16 +99,20 @@ class ModularLLM:
         pairs = zip(rendered, outputs, strict=True)
         return [ModularOutput(prompt, output) for prompt, output in pairs]
 
-    def pin(self, prompt: str, pin_id: str | None = None) -> Pin:
+    def pin(self, prompt: str, pin_id: str | None = None, *, ttl_s: float | None = None) -> Pin:
         """Compute the modules of a prompt and keep them until `unpin`.
 
         Args:
-            prompt: PML, as for `generate`.
-            pin_id: as for `vllm_relay.prefix_cache.pin`.
+            prompt: PML, as for `generate`; the modules are enough.
+            pin_id, ttl_s: as for `vllm_relay.prefix_cache.pin`.
 
         Raises:
             PmlError: the prompt does not fit its schema.
             CommandError: its modules cannot be pinned.
         """
-        rendered = self.schemas.render(prompt)
-        return pin_tokens(self.llm.llm_engine, rendered.token_ids, pin_id, rendered.plan)
+        if not isinstance(prompt, str):
+            raise CommandError(400, f"prompt: given {prompt!r}, expected a text in PML")
+        rendered = self.schemas.render(prompt, to_pin=True)
+        return pin_tokens(
+            self.llm.llm_engine, rendered.token_ids, pin_id, rendered.plan, ttl_s=ttl_s
+        )

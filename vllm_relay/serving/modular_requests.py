@@ -55,8 +55,11 @@ class ModularPrompt(BaseModel):
             )
         return self
 
-    def render(self, store: SchemaStore) -> RenderedPrompt:
+    def render(self, store: SchemaStore, *, to_pin: bool = False) -> RenderedPrompt:
         """What the engine computes.
+
+        Args:
+            to_pin: see `SchemaStore.render`.
 
         Raises:
             ValueError: the prompt cannot be rendered; with the reason.
@@ -67,6 +70,7 @@ class ModularPrompt(BaseModel):
                 schema=self.schema_name,
                 mode=self.mode,
                 repair_tokens=self.repair_tokens,
+                to_pin=to_pin,
             )
         except PmlError as error:
             raise ValueError(f"{FIELD}.prompt: {error}") from None

@@ -4,21 +4,24 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import Field
 
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.config import scheduler_is_selected
-from vllm_relay.prefix_cache.pin_client import Pin, command_async, pin_tokens_async
-from vllm_relay.prefix_cache.system_prompts import pin_system_prompts_async
-from vllm_relay.serving.modular_requests import ModularPrompt, store_of
-from vllm_relay.serving.requests import (
-    PromptRequest,
-    relay_router,
-    tokens_of_request,
+from vllm_relay.prefix_cache.pins.client import (
+    Pin,
+    list_pins_async,
+    pin_tokens_async,
+    unpin_async,
 )
+from vllm_relay.prefix_cache.pins.system_prompts import pin_system_prompts_async
+from vllm_relay.serving.access import mount
+from vllm_relay.serving.modular_requests import ModularPrompt, store_of
+from vllm_relay.serving.requests import PromptRequest, relay_router, tokens_of_request
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -32,6 +35,7 @@ class PinRequest(PromptRequest):
     _FORMS: ClassVar[tuple[str, ...]] = ("text", "messages", "prompt_token_ids", "relay")
 
     id: str | None = None
+    ttl_s: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
     relay: ModularPrompt | None = None
 
 
@@ -42,7 +46,7 @@ class PinEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        app.include_router(_router())
+        mount(app, _router())
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         """Pin the configured system prompts; the server is not listening yet.
@@ -61,36 +65,39 @@ def _router() -> APIRouter:
     async def pin(raw_request: Request) -> Response:
         """Compute a prompt and keep its KV blocks."""
         request = PinRequest.model_validate_json(await raw_request.body())
-        return JSONResponse(asdict(await _pin(raw_request.app.state, request)), 201)
+        owner = raw_request.state.relay_owner
+        return JSONResponse(asdict(await _pin(raw_request.app.state, request, owner)), 201)
 
     @router.get("/pins")
     async def pins(raw_request: Request) -> Response:
         """The pinned prompts."""
-        engine = raw_request.app.state.engine_client
-        return JSONResponse({"pins": await command_async(engine, "pins", {})})
+        pins = await list_pins_async(raw_request.app.state.engine_client)
+        return JSONResponse({"pins": list(map(asdict, pins))})
 
     @router.delete("/pins/{pin_id}", status_code=204)
     async def unpin(pin_id: str, raw_request: Request) -> Response:
         """Let the KV blocks of a prompt be evicted again."""
-        engine = raw_request.app.state.engine_client
-        await command_async(engine, "unpin", {"pin_id": pin_id})
+        engine, owner = raw_request.app.state.engine_client, raw_request.state.relay_owner
+        await unpin_async(engine, pin_id, owner)
         return Response(status_code=204)
 
     return router
 
 
-async def _pin(state: State, request: PinRequest) -> Pin:
+async def _pin(state: State, request: PinRequest, owner: str) -> Pin:
+    plan = None
     if request.relay is not None:
         try:
             store = store_of(state.online_renderer)
         except ValueError as error:
             raise CommandError(501, str(error)) from None
         try:
-            rendered = request.relay.render(store)
+            rendered = request.relay.render(store, to_pin=True)
         except ValueError as error:
             raise CommandError(400, str(error)) from None
-        return await pin_tokens_async(
-            state.engine_client, rendered.token_ids, request.id, rendered.plan
-        )
-    token_ids = await tokens_of_request(state, request)
-    return await pin_tokens_async(state.engine_client, token_ids, request.id)
+        token_ids, plan = rendered.token_ids, rendered.plan
+    else:
+        token_ids = await tokens_of_request(state, request)
+    return await pin_tokens_async(
+        state.engine_client, token_ids, request.id, plan, owner=owner, ttl_s=request.ttl_s
+    )

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.commands.prompts import conversation_tokens_async, text_tokens_async
+from vllm_relay.serving.access import check_access
 
 if TYPE_CHECKING:
     from starlette.datastructures import State
@@ -52,13 +53,15 @@ async def tokens_of_request(state: State, request: PromptRequest) -> list[int]:
 
 
 class RelayRoute(APIRoute):
-    """Answers CommandErrors, and bodies that are not what was expected, as vLLM does its errors."""
+    """Says in ``request.state.relay_owner`` who asks, if that may be; answers CommandErrors, and
+    bodies that are not what was expected, as vLLM does its errors."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def answer(request: Request) -> Response:
             try:
+                request.state.relay_owner = check_access(request)
                 return await handle(request)
             except ValidationError as error:
                 return error_response(400, describe(error))
@@ -75,8 +78,10 @@ def relay_router() -> APIRouter:
 
 def error_response(status: int, message: str) -> JSONResponse:
     """In the form of vLLM's errors."""
-    kinds = {400: "BadRequestError", 404: "NotFoundError", 409: "ConflictError"}
+    kinds = {400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError"}
+    kinds |= {404: "NotFoundError", 409: "ConflictError"}
     kinds |= {501: "NotImplementedError", 507: "InsufficientStorageError"}
+    message = message.encode("utf-8", "backslashreplace").decode()  # of lone surrogates
     error = {"message": message, "type": kinds.get(status, "Error"), "code": status}
     return JSONResponse({"error": error}, status)
 

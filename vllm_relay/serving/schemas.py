@@ -17,6 +17,7 @@ from vllm_relay.modules.describe import describe_schema
 from vllm_relay.modules.pml import parse_schema
 from vllm_relay.modules.schema_store import SchemaStore
 from vllm_relay.modules.start_checks import unsupported_reason
+from vllm_relay.serving.access import mount, refuse_configured
 from vllm_relay.serving.modular_bodies import ModularBodies
 from vllm_relay.serving.modular_requests import (
     keep_store,
@@ -39,7 +40,7 @@ class SchemaEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        app.include_router(_router())
+        mount(app, _router())
         app.add_middleware(ModularBodies)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
@@ -64,6 +65,7 @@ class SchemaEndpoints:
         )
         for path in RelayConfig.from_vllm_config(config).schemas:
             store.add(Path(path))
+        state.relay_configured_schemas = frozenset(store.names())
         if names := store.names():
             logger.info("vllm-relay: schemas of prompt modules: %s", ", ".join(names))
         keep_store(renderer, store)
@@ -88,6 +90,11 @@ def _own_store(raw_request: Request) -> SchemaStore:
     return store
 
 
+def _check_changeable(raw_request: Request, name: str) -> None:
+    if name in raw_request.app.state.relay_configured_schemas:
+        refuse_configured(f"schema {name!r}", "schemas")
+
+
 Store = Annotated[SchemaStore, Depends(_store)]
 OwnStore = Annotated[SchemaStore, Depends(_own_store)]
 
@@ -101,7 +108,9 @@ def _router() -> APIRouter:
         try:
             text = (await raw_request.body()).decode()
             # long ones must not keep others waiting
-            schema = await asyncio.to_thread(lambda: store.add(parse_schema(text)))
+            parsed = await asyncio.to_thread(parse_schema, text)
+            _check_changeable(raw_request, parsed.name)
+            schema = await asyncio.to_thread(store.add, parsed)
         except ValueError as error:
             raise CommandError(400, str(error)) from None
         return JSONResponse(describe_schema(schema, store.block_size), 201)
@@ -119,10 +128,11 @@ def _router() -> APIRouter:
         return JSONResponse(describe_schema(store[name], store.block_size))
 
     @router.delete("/schemas/{name}", status_code=204)
-    async def remove(name: str, store: OwnStore) -> Response:
+    async def remove(raw_request: Request, name: str, store: OwnStore) -> Response:
         """Forget a schema; what is computed of it is evicted when there is need."""
         if name not in store:
             raise CommandError(404, store.unknown(name))
+        _check_changeable(raw_request, name)
         store.remove(name)
         return Response(status_code=204)
 

@@ -10,13 +10,11 @@ from vllm_relay.vllm_changes.wrap import wrap
 
 
 def serve_endpoints(make_endpoints: Callable[[], Sequence[Any]]) -> None:
-    """Add the endpoint plugins of ``make_endpoints()`` to every server that generates, and their
-    routes, under ``/relay``, to those the API key guards.
+    """Add the endpoint plugins of ``make_endpoints()`` to every server that generates.
 
     Reason: vLLM loads endpoint plugins only if VLLM_PLUGINS names them, which would make a server
-    start without its routes, its system prompts and its contexts. Its API key guards a fixed list
-    of prefixes, and who may not generate may not fill the KV cache either.
-    Remove when: endpoint plugins can be selected by the configuration and ask for the API key.
+    start without its routes, its system prompts and its contexts.
+    Remove when: endpoint plugins can be selected by the configuration.
     """
     from vllm import plugins
 
@@ -25,20 +23,11 @@ def serve_endpoints(make_endpoints: Callable[[], Sequence[Any]]) -> None:
             loaded = original(supported_tasks, *args, **kwargs)
             if "generate" not in (supported_tasks or ()):
                 return loaded
-            _guard_by_api_key("/relay")
             return [*loaded, *make_endpoints()]
 
         return load_endpoint_plugins
 
     wrap(plugins, "load_endpoint_plugins", make)
-
-
-def _guard_by_api_key(prefix: str) -> None:
-    """See serve_endpoints."""
-    from vllm.entrypoints.serve.middleware import authenticate
-
-    if prefix not in authenticate.GUARDED_PREFIX:
-        authenticate.GUARDED_PREFIX = (*authenticate.GUARDED_PREFIX, prefix)
 
 
 def render_prompts_by(tokens_of: Callable[[Any, Any], list[int] | None]) -> None:

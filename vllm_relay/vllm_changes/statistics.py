@@ -161,8 +161,8 @@ def add_stat_logger(logger_cls: type) -> None:
     wrap(StatLoggerManager, "__init__", make)
 
 
-def add_to_metrics(snapshot: Callable[[], list[Any]]) -> None:
-    """Add what ``snapshot()`` returns to ``LLM.get_metrics()``.
+def add_to_metrics(snapshot: Callable[[Any], list[Any]]) -> None:
+    """Add what ``snapshot(engine)`` returns to ``LLM.get_metrics()``.
 
     Reason: get_metrics_snapshot returns metrics whose name starts with "vllm:" only, and vLLM
     unregisters foreign metrics of that name.
@@ -172,7 +172,7 @@ def add_to_metrics(snapshot: Callable[[], list[Any]]) -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def get_metrics(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return [*original(self, *args, **kwargs), *snapshot()]
+            return [*original(self, *args, **kwargs), *snapshot(self)]
 
         return get_metrics
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import torch
 
-from benchmarks.batches import shared_prefix
+from benchmarks.attention.batches import shared_prefix
 from benchmarks.cuda.caches import poisoned_cache, used_slots
 from benchmarks.cuda.geometry import Geometry
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_key_index, machine
-from benchmarks.sparse import own_searches
-from benchmarks.sparse.contenders import Graph, Reference
-from benchmarks.sparse.head_corpus import make_head
+from benchmarks.sparse import bench_key_index
+from benchmarks.sparse.heads.corpus import make_head
+from benchmarks.sparse.searches import own_searches
+from benchmarks.sparse.searches.contenders import Graph, Reference
+from benchmarks.support import machine
 from tests.benchmarks.sparse.scanning_index import ScanningIndex
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import bench_planner, machine
-from benchmarks.bench_planner import Measured, excess
+from benchmarks.sparse import bench_planner
+from benchmarks.sparse.bench_planner import Measured, excess
+from benchmarks.support import machine
 from vllm_relay.sparse import Dipr
 
 

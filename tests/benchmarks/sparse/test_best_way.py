@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.sparse import best_way
 from benchmarks.sparse.best_way import FULL, Cell, Way
-from benchmarks.sparse.head_corpus import make_head
+from benchmarks.sparse.heads.corpus import make_head
 from vllm_relay.sparse import CoarseIndex, FlatIndex
 from vllm_relay.sparse.elements import from_float32
 from vllm_relay.sparse.index_timing import Run

@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention that reads shared prefixes once: relay's operation on CPUs against vLLM's.
+
+bench_op.py                one layer of decoding requests that share a prefix
+bench_shared_phase.py      the shared part alone
+bench_threads.py           what more cores gain
+bench_random_batches.py    whether relay is ever slower
+bench_planning.py          finding out who shares what
+bench_error.py             distances from results in float64
+bench_end_to_end.py        decode steps of vLLM
+batches.py                 requests of a step, without keys and values
+contenders.py              both operations on the same keys and values
+plots.py                   speed-up by batch size
+"""

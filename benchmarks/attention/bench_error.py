@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far results are from those in float64, beside CPU_ATTN's on the same input.
+
+Keys are normal numbers times 1, 4 and 20: from attention spread over all tokens to attention to a
+single one. Errors are differences from the float64 result for the same bfloat16 input; rounding the
+exact result to bfloat16 ("rounding") is the least there can be.
+"""
+
+import torch
+
+from benchmarks.attention.batches import shared_prefix
+from benchmarks.attention.contenders import (
+    Heads,
+    KvCaches,
+    RelayOp,
+    StockOp,
+    random_query,
+    reference_output,
+    refuse_wrong_results,
+)
+from benchmarks.support.options import argument_parser
+from benchmarks.support.result import Goal, Result
+
+KEY_FACTORS = (1, 4, 20)
+SHAPES = ((Heads(32, 8), 8, 2048, 77), (Heads(28, 4), 8, 1024, 200), (Heads(8, 8), 16, 512, 33))
+RMS_BAR, MAX_BAR = 1.1, 1.6
+
+
+def main() -> None:
+    parser = argument_parser(__doc__, rounds=1)
+    parser.add_argument("--seeds", type=int, default=3, help="(%(default)s)")
+    options = parser.parse_args()
+    refuse_wrong_results()
+    result = Result.begin(__file__, __doc__, options)
+    shapes = [(Heads(8, 2), 3, 128, 20)] if options.smoke else SHAPES
+    rows = []
+    for heads, requests, prefix_tokens, context_tokens in shapes:
+        batch = shared_prefix(requests, prefix_tokens, context_tokens)
+        for factor in KEY_FACTORS:
+            errors: dict[str, list[torch.Tensor]] = {"relay": [], "stock": [], "rounding": []}
+            for seed in range(options.seeds):
+                caches = KvCaches(heads, batch.num_blocks, key_factor=factor, seed=seed)
+                query = random_query(heads, batch, seed=1000 + seed)
+                exact = reference_output(caches, batch, query)
+                relay = RelayOp(caches, batch, query, options.threads)
+                stock = StockOp(caches, batch, query, options.threads)
+                relay.run()
+                stock.run()
+                outputs = {
+                    "relay": relay.output,
+                    "stock": stock.output,
+                    "rounding": exact.to(heads.dtype),
+                }
+                for name, output in outputs.items():
+                    errors[name].append((output.double() - exact).flatten())
+            rms = {name: float(torch.cat(e).square().mean().sqrt()) for name, e in errors.items()}
+            largest = {name: float(torch.cat(e).abs().max()) for name, e in errors.items()}
+            rows.append(
+                {
+                    "heads": str(heads),
+                    "batch": batch.description,
+                    "keys x": factor,
+                    "relay rms": rms["relay"],
+                    "CPU_ATTN rms": rms["stock"],
+                    "rounding rms": rms["rounding"],
+                    "rms ratio": rms["relay"] / rms["stock"],
+                    "relay max": largest["relay"],
+                    "CPU_ATTN max": largest["stock"],
+                    "max ratio": largest["relay"] / largest["stock"],
+                }
+            )
+    result.add_table("Error of bfloat16 attention", rows)
+    for factor in KEY_FACTORS:
+        those = [row for row in rows if row["keys x"] == factor]
+        for column, bar in (("rms ratio", RMS_BAR), ("max ratio", MAX_BAR)):
+            worst = max(row[column] for row in those)
+            what = f"error, keys x {factor}, {column} to CPU_ATTN"
+            result.add_goal(Goal(what, worst, bar, lower_is_better=True))
+    result.end(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What verifying stored contexts costs: checksums against reading memory, first use against all.
+
+"read" takes the maximum of the same bytes as 64-bit numbers, which is a loop that only reads.
+Files are read from the page cache: what a disk adds is the same for all and not measured here.
+"""
+
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.support.formatting import Row
+from benchmarks.support.options import argument_parser
+from benchmarks.support.result import Goal, Result
+from benchmarks.support.timing import interleaved, ratio
+from vllm_relay.sparse.buffer_pool import BufferPool
+from vllm_relay.sparse.checksum import crc32c, kernels
+from vllm_relay.sparse.context_file import (
+    ContextFile,
+    ContextFingerprint,
+    ContextHead,
+    write_context,
+)
+from vllm_relay.sparse.elements import Elements
+from vllm_relay.sparse.section_table import PAGE_BYTES
+
+SIZES_BYTES = (PAGE_BYTES, 1 << 20, 256 << 20)
+BAR_GB_PER_S = 5.0
+NUM_TOKENS, NUM_KV_HEADS, HEAD_SIZE = 131_072, 8, 128  # one layer of Llama-3-8B
+VALUES_TAKEN = 100
+POOL_BYTES = 64 << 20
+READ_BYTES = 1 << 20
+
+
+def measure_checksums(num_bytes: int, rounds: int) -> Row:
+    data = np.random.default_rng(0).integers(0, 256, num_bytes, dtype=np.uint8)
+    numbers = data.view(np.int64)
+    names = kernels()
+    contenders: dict[str, Callable[[], object]] = {
+        name: lambda name=name: crc32c(data, kernel=name) for name in names
+    }
+    contenders["zlib.crc32"] = lambda: zlib.crc32(data)
+    contenders["read"] = numbers.max
+    times = interleaved(contenders, rounds)
+    return {
+        "bytes": num_bytes,
+        **{f"{name} GB/s": num_bytes / times[name].median_s / 1e9 for name in contenders},
+        "spread": times[names[0]].spread,
+        "best over read": ratio(times["read"], times[names[0]]),
+        "best over zlib": ratio(times["zlib.crc32"], times[names[0]]),
+    }
+
+
+def random_heads(num_tokens: int) -> Iterator[ContextHead]:
+    rng = np.random.default_rng(0)
+    for kv_head in range(NUM_KV_HEADS):
+        # bfloat16 numbers of magnitude 2^-1 to 2
+        bits = rng.integers(0, 2**16, (2, num_tokens, HEAD_SIZE), dtype=np.uint16) & 0x807F | 0x3F00
+        keys, values = (Elements(each, "bfloat16") for each in bits)
+        yield ContextHead(0, kv_head, keys, values)
+
+
+def measure_first_use(path: Path, num_tokens: int, rounds: int) -> list[Row]:
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, num_tokens, VALUES_TAKEN) for _ in range(NUM_KV_HEADS)]
+
+    def take_values(pool: BufferPool | None) -> None:
+        with ContextFile.open(path, pool=pool) as context:
+            for kv_head, chosen in enumerate(ids):
+                context.value_rows(0, kv_head).take(chosen)
+
+    def use_head() -> None:
+        with ContextFile.open(path) as context:
+            context.keys(0, 0)
+            context.value_rows(0, 0).take(ids[0])
+
+    def read_without_verifying() -> None:
+        buffer = bytearray(READ_BYTES)
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+    everything = "open, verify the whole file"
+    contenders: dict[str, Callable[[], object]] = {
+        "open": lambda: ContextFile.open(path).close(),
+        f"open, {VALUES_TAKEN} values of each head": lambda: take_values(None),
+        f"open, {VALUES_TAKEN} values of each head, pool": lambda: take_values(
+            BufferPool(POOL_BYTES)
+        ),
+        f"open, all keys and {VALUES_TAKEN} values of one head": use_head,
+        everything: lambda: ContextFile.open(path, verify="now").close(),
+        "read the whole file, verify nothing": read_without_verifying,
+    }
+    times = interleaved(contenders, rounds)
+    return [
+        {
+            "what": name,
+            "ms": times[name].median_ms,
+            "spread": times[name].spread,
+            "faster than verifying all": ratio(times[everything], times[name]),
+        }
+        for name in contenders
+    ]
+
+
+def main() -> None:
+    options = argument_parser(__doc__, rounds=9).parse_args()
+    result = Result.begin(__file__, __doc__, options)
+    sizes = (PAGE_BYTES,) if options.smoke else SIZES_BYTES
+    rows = [measure_checksums(num_bytes, options.rounds) for num_bytes in sizes]
+    result.add_table("Checksums on one core", rows)
+    best = rows[-1][f"{kernels()[0]} GB/s"]
+    result.add_goal(
+        Goal("storage, checksum of memory", best, BAR_GB_PER_S, rows[-1]["read GB/s"], unit="GB/s")
+    )
+    num_tokens = 256 if options.smoke else NUM_TOKENS
+    fingerprint = ContextFingerprint("random", "", 1, NUM_KV_HEADS, HEAD_SIZE, "bfloat16")
+    with tempfile.TemporaryDirectory(prefix="relay-storage-") as folder:
+        path = Path(folder, "a.relayctx")
+        write_context(path, fingerprint, np.arange(num_tokens), random_heads(num_tokens))
+        rows = measure_first_use(path, num_tokens, options.rounds)
+        result.add_table(
+            f"One layer of {num_tokens} tokens, {NUM_KV_HEADS} kv heads, "
+            f"{path.stat().st_size / 2**20:.0f} MiB, from the page cache",
+            rows,
+        )
+    result.add_goal(
+        Goal(
+            f"storage, open and {VALUES_TAKEN} values of each head, over verifying all",
+            rows[1]["faster than verifying all"],
+            5,
+            20,
+        )
+    )
+    result.end(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a front end can ask the engine core about pins and prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm_relay.commands.errors import CommandError
+from vllm_relay.modules.plan import ModulePlan
+from vllm_relay.prefix_cache.stats import TOP_PREFIXES, PrefixCacheRecorder
+
+if TYPE_CHECKING:
+    from vllm_relay.prefix_cache.pins.table import PinTable
+
+HOW_TO_SELECT = "start vLLM with --additional-config.relay.scheduler true"
+
+
+def _declare(
+    engine_core: Any, pin_id: str, token_ids: Sequence[int], plan: Any = None, **whose: Any
+) -> dict[str, Any]:
+    validated = None if plan is None else ModulePlan.model_validate(plan)
+    return _pins(engine_core).declare(pin_id, token_ids, validated, **whose)
+
+
+def _size(engine_core: Any) -> dict[str, int]:
+    pins = _pins(engine_core)
+    return {"blocks": pins.num_blocks, "bytes": pins.num_bytes}
+
+
+def _recorder(engine_core: Any) -> PrefixCacheRecorder:
+    recorder = getattr(engine_core.scheduler, "relay_recorder", None)
+    if recorder is None:
+        raise CommandError(501, "prefixes are counted by RelayScheduler only: " + HOW_TO_SELECT)
+    return recorder
+
+
+def _gauges(engine_core: Any) -> dict[str, int]:
+    _pins(engine_core).expire()
+    return _recorder(engine_core).gauges()
+
+
+def _top_prefixes(engine_core: Any, count: int = TOP_PREFIXES) -> list[dict[str, Any]]:
+    return _recorder(engine_core).top_prefixes.top(count)
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "declare_pin": _declare,
+    "settle_pin": lambda engine_core, **which: _pins(engine_core).settle(**which),
+    "unpin": lambda engine_core, **which: _pins(engine_core).unpin(**which),
+    "pins": lambda engine_core: _pins(engine_core).entries(),
+    "size": _size,
+    "gauges": _gauges,
+    "top_prefixes": _top_prefixes,
+}
+
+
+def _pins(engine_core: Any) -> PinTable:
+    pins = getattr(engine_core.scheduler, "pins", None)
+    if pins is None:
+        raise CommandError(501, "prompts are pinned by RelayScheduler only: " + HOW_TO_SELECT)
+    return pins

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pin: what it holds, whose it is and until when; and what can be none."""
+
+from __future__ import annotations
+
+import math
+import re
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+from vllm_relay.commands.errors import CommandError
+from vllm_relay.modules.plan import ModulePlan
+
+CONFIGURATION = "configuration"
+"""The owner of the prompts of ``additional_config.relay.system_prompts``."""
+
+_PIN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
+
+
+@dataclass
+class Pin:
+    """A pinned prompt, known by digests of its tokens."""
+
+    id: str
+    owner: str
+    declaration: str | None  # the one that will withdraw it if it fails; None: others rely on it
+    expires_s: float  # by the clock of the table
+    prompt: str  # digest of the whole prompt
+    num_slots: int  # of its full blocks, with the padding of modules
+    prefix: str  # digest of the tokens of these, and of those behind them in their hashes
+    num_prefix_tokens: int
+    chain: tuple[int, ...]  # see `chain_of`
+    plan: ModulePlan | None  # of a prompt with modules
+    block_hashes: list[bytes] = field(default_factory=list)  # empty until first computed
+    blocks: list[Any] = field(default_factory=list)  # held ones; empty while cold
+    problem: str | None = None  # why it did not become resident
+
+    @property
+    def num_tokens(self) -> int:
+        if self.plan is None:
+            return self.num_slots
+        return sum(segment.num_tokens for segment in self.plan.segments)
+
+    def check_owner(self, owner: str) -> None:
+        """
+        Raises:
+            CommandError: 403 the pin is another owner's.
+        """
+        if self.owner == owner:
+            return
+        if self.owner == CONFIGURATION:
+            raise CommandError(
+                403,
+                f"pin {self.id!r} is of the server's configuration: change "
+                "additional_config.relay.system_prompts and start the server again",
+            )
+        raise CommandError(
+            403, f"pin {self.id!r} belongs to {self.owner}, not to {owner}: leave it to its owner"
+        )
+
+
+def check_pin(pin_id: Any, ttl_s: Any) -> None:
+    """
+    Raises:
+        CommandError: 400, they cannot be the id and the seconds of a pin.
+    """
+    if not isinstance(pin_id, str) or not _PIN_ID.fullmatch(pin_id):
+        raise CommandError(
+            400,
+            f"id: given {_short(pin_id)}, expected 1 to 128 of the letters a to z and A to Z, "
+            "digits and _ . : -, the first of them a letter, a digit or _",
+        )
+    if ttl_s is None:
+        return
+    is_number = isinstance(ttl_s, int | float) and not isinstance(ttl_s, bool)
+    if not is_number or not 0 < ttl_s < math.inf:
+        raise CommandError(
+            400,
+            f"ttl_s: given {_short(ttl_s)}, expected seconds, more than 0, or none to pin until "
+            "the prompt is unpinned",
+        )
+
+
+def digest_of(token_ids: Sequence[int], plan: ModulePlan | None = None) -> str:
+    """A name of a prompt: 64 hex digits."""
+    digest = sha256(array("q", token_ids).tobytes())
+    if plan is not None:
+        digest.update(plan.model_dump_json().encode())
+    return digest.hexdigest()
+
+
+def chain_of(token_ids: Sequence[int], block_size: int, lookahead_tokens: int) -> tuple[int, ...]:
+    """For each full block, a number made of all tokens up to its end and those behind it that its
+    hash covers. It only estimates what pins have in common: blocks are found by their hashes."""
+    links, link = [], 0
+    for begin in range(0, len(token_ids) - lookahead_tokens, block_size):
+        link = hash((link, *token_ids[begin : begin + block_size + lookahead_tokens]))
+        links.append(link)
+    return tuple(links)
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 140 else f"{shown[:130]}..."

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waiting requests of one priority: who goes on, who goes first, and everybody else, under one
+limit on overtaking."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from vllm_relay.scheduler.chains import BlockName
+from vllm_relay.scheduler.fairness import OvertakeLimit
+from vllm_relay.scheduler.order import Position, PrefixOrder
+from vllm_relay.scheduler.warm_up import WarmUp
+
+R = TypeVar("R", bound=Hashable)
+
+
+@dataclass
+class Lanes(Generic[R]):
+    """
+    Args:
+        order: of those that wait for their turn.
+        warm_up: who computes blocks for others.
+        limit: on overtaking among all but those that were preempted, which have had their turn.
+    """
+
+    order: PrefixOrder[R]
+    warm_up: WarmUp[R]
+    limit: OvertakeLimit[R]
+    _preempted: OrderedDict[R, None] = field(default_factory=OrderedDict, init=False)
+    _first: OrderedDict[R, None] = field(default_factory=OrderedDict, init=False)
+    _later: dict[R, _Arrival] = field(default_factory=dict, init=False)
+    """Those that arrived too late to overtake everybody who waits."""
+    _next: list[tuple[int, R]] = field(default_factory=list, init=False)
+    """Heap of their numbers, and of those of some that are there no longer."""
+
+    def __len__(self) -> int:
+        return len(self._preempted) + len(self._first) + len(self.order) + len(self._later)
+
+    def __contains__(self, request: R) -> bool:
+        lanes = (self._preempted, self._first, self.order, self._later)
+        return any(request in each for each in lanes)
+
+    def __iter__(self) -> Iterator[R]:
+        """Preempted ones first, then those that go first, the others in the order of arrival."""
+        yield from self._preempted
+        yield from self._first
+        yield from self.order
+        yield from self._later
+
+    def num_held(self, now_s: float) -> int:
+        """How many are held until another one has computed their prefix."""
+        return self.order.num_held(self.warm_up.chains(), self._is_held(now_s))
+
+    def num_leaders(self, now_s: float) -> int:
+        """For how many of those that run others are held."""
+        is_held = self._is_held(now_s)
+        return sum(self.order.num_held([chain], is_held) > 0 for chain in self.warm_up.chains())
+
+    def num_records(self) -> int:
+        """How much is kept about requests that do not wait any more, if none waits."""
+        return len(self.warm_up) + len(self.limit)
+
+    def first(self, now_s: float) -> R | None:
+        """The request to run next; None if none waits or all are held."""
+        if self._preempted:
+            return next(iter(self._preempted))
+        while self._next and self.limit.is_within(self._next[0][0]):
+            _, request = heapq.heappop(self._next)
+            arrival = self._later.pop(request, None)
+            if arrival is not None:
+                self.order.add(request, arrival.chain(), arrival.position)
+        found = next(iter(self._first), None)
+        if found is None:
+            found = self.order.first(
+                self._is_held(now_s), lambda request: self.limit.is_late(request, now_s)
+            )
+        if found is None or self.limit.is_within(self.limit.number(found)):
+            return found
+        return self.limit.tightest()
+
+    def add(self, request: R, chain: Callable[[], Sequence[BlockName]], position: Position) -> None:
+        """Let a request wait for its turn.
+
+        Args:
+            chain: the names of its blocks.
+            position: its place in the order of arrival.
+        """
+        self.warm_up.release(request)
+        number = self.limit.arrive(request)
+        if self.limit.is_within(number):
+            self.order.add(request, chain(), position)
+        else:
+            self._later[request] = _Arrival(chain, position)
+            heapq.heappush(self._next, (number, request))
+
+    def add_first(self, request: R) -> None:
+        """Let a request wait that goes before all but preempted ones, as far as the limit allows;
+        the last one added is the first."""
+        self.limit.arrive(request)
+        self._first[request] = None
+        self._first.move_to_end(request, last=False)
+
+    def add_preempted(self, request: R) -> None:
+        """Let a request that had its turn go on before all others."""
+        self.warm_up.release(request)
+        self._preempted[request] = None
+        self._preempted.move_to_end(request, last=False)
+
+    def run(self, request: R, now_s: float) -> bool:
+        """Take a request out that runs now; returns whether it overtakes one."""
+        if request in self._preempted:
+            del self._preempted[request]
+            return False
+        if request in self.order:
+            self.warm_up.lead(request, self.order.chain(request), now_s)
+            self.order.take(request)
+        else:
+            self._take_out(request)
+        return self.limit.run(request, now_s)
+
+    def set_aside(self, request: R) -> None:
+        """Take a request out that cannot run now, though it was its turn."""
+        if request in self._preempted:
+            del self._preempted[request]
+        else:
+            self._take_out(request)
+            self.limit.set_aside(request)
+
+    def remove(self, request: R) -> None:
+        """Take a request out that does not run; one that was set aside does not come back."""
+        if request in self._preempted:
+            del self._preempted[request]
+            return
+        if request in self:
+            self._take_out(request)
+        self.limit.leave(request)
+
+    def release(self, request: R) -> None:
+        """No longer hold the requests that wait for blocks this one was to compute."""
+        self.warm_up.release(request)
+
+    def _take_out(self, request: R) -> None:
+        if request in self.order:
+            self.order.remove(request)
+        else:
+            del (self._first if request in self._first else self._later)[request]
+
+    def _is_held(self, now_s: float) -> Callable[[Sequence[BlockName], int], bool]:
+        return lambda chain, depth: self.warm_up.is_held(chain, depth, now_s)
+
+
+@dataclass(slots=True)
+class _Arrival:
+    chain: Callable[[], Sequence[BlockName]]
+    position: Position

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Equal shares of tokens for tenants, and the order by prefix within what each of them asks.
+
+Deficit round robin (Shreedhar and Varghese, 1995), used over an order by prefixes as in "Locality-
+aware Fair Scheduling in LLM Serving" (Cao et al., 2025).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from vllm_relay.scheduler.chains import BlockName
+from vllm_relay.scheduler.lanes import Lanes
+from vllm_relay.scheduler.order import Position
+
+R = TypeVar("R", bound=Hashable)
+
+
+@dataclass
+class Shares:
+    """Who has used how much of a round.
+
+    While two tenants wait all the time, what they were charged differs by at most a round's tokens
+    and the cost of one request of each.
+
+    Args:
+        round_tokens: what each may use before others have their turn.
+    """
+
+    round_tokens: int
+    _left_tokens: dict[Hashable, int] = field(default_factory=dict, init=False)
+
+    def __len__(self) -> int:
+        """Of how many tenants something is kept."""
+        return len(self._left_tokens)
+
+    def may_run(self, tenant: Hashable) -> bool:
+        """Whether a tenant has not used its tokens of this round yet."""
+        return self._left_tokens.get(tenant, self.round_tokens) > 0
+
+    def charge(self, tenant: Hashable, tokens: int) -> None:
+        """A tenant has used tokens, perhaps more than it had."""
+        self._left_tokens[tenant] = self._left_tokens.get(tenant, self.round_tokens) - tokens
+
+    def next_round(self) -> None:
+        """Give every tenant the tokens of a round; none has more than that."""
+        self._left_tokens = {
+            tenant: left + self.round_tokens
+            for tenant, left in self._left_tokens.items()
+            if left < 0
+        }
+
+
+@dataclass
+class TenantLanes(Generic[R]):
+    """Lanes for each tenant. Limits on overtaking hold within what one tenant asks.
+
+    A tenant's requests run by prefix until it has used its tokens of the round; a new round begins
+    when no other one has a request that could run.
+
+    Args:
+        make_lanes: empty ones.
+        tenant_of: whose request one is; None is a tenant, too.
+        shares: of all priorities.
+    """
+
+    make_lanes: Callable[[], Lanes[R]]
+    tenant_of: Callable[[R], Hashable]
+    shares: Shares
+    _lanes: OrderedDict[Hashable, Lanes[R]] = field(default_factory=OrderedDict, init=False)
+    """By tenant; the one whose turn it is comes first."""
+    _preempted: OrderedDict[R, None] = field(default_factory=OrderedDict, init=False)
+    _size: int = field(default=0, init=False)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __contains__(self, request: R) -> bool:
+        lanes = self._lanes.get(self.tenant_of(request))
+        return lanes is not None and request in lanes
+
+    def __iter__(self) -> Iterator[R]:
+        """Preempted ones first, then tenant by tenant."""
+        yield from self._preempted
+        for lanes in self._lanes.values():
+            yield from (request for request in lanes if request not in self._preempted)
+
+    def num_held(self, now_s: float) -> int:
+        return sum(lanes.num_held(now_s) for lanes in self._lanes.values())
+
+    def num_leaders(self, now_s: float) -> int:
+        return sum(lanes.num_leaders(now_s) for lanes in self._lanes.values())
+
+    def num_records(self) -> int:
+        return sum(lanes.num_records() for lanes in self._lanes.values())
+
+    def first(self, now_s: float) -> R | None:
+        """The request to run next; None if none waits or all are held."""
+        if self._preempted:
+            return next(iter(self._preempted))
+        found: dict[Hashable, R] = {}
+        for tenant, lanes in list(self._lanes.items()):
+            request = lanes.first(now_s) if lanes else None
+            if request is None:
+                continue
+            if self.shares.may_run(tenant):
+                return request
+            found[tenant] = request
+            self._lanes.move_to_end(tenant)
+        while found:
+            self.shares.next_round()
+            for tenant, request in found.items():
+                if self.shares.may_run(tenant):
+                    self._lanes.move_to_end(tenant, last=False)
+                    return request
+        return None
+
+    def add(self, request: R, chain: Callable[[], Sequence[BlockName]], position: Position) -> None:
+        self._of(request).add(request, chain, position)
+        self._size += 1
+
+    def add_first(self, request: R) -> None:
+        self._of(request).add_first(request)
+        self._size += 1
+
+    def add_preempted(self, request: R) -> None:
+        self._of(request).add_preempted(request)
+        self._preempted[request] = None
+        self._preempted.move_to_end(request, last=False)
+        self._size += 1
+
+    def run(self, request: R, now_s: float) -> bool:
+        self._took(request)
+        return self._of(request).run(request, now_s)
+
+    def set_aside(self, request: R) -> None:
+        self._took(request)
+        self._of(request).set_aside(request)
+
+    def remove(self, request: R) -> None:
+        if request in self:
+            self._took(request)
+        self._of(request).remove(request)
+        self._drop_if_empty(request)
+
+    def release(self, request: R) -> None:
+        if self.tenant_of(request) in self._lanes:
+            self._of(request).release(request)
+            self._drop_if_empty(request)
+
+    def _of(self, request: R) -> Lanes[R]:
+        tenant = self.tenant_of(request)
+        if tenant not in self._lanes:
+            self._lanes[tenant] = self.make_lanes()
+        return self._lanes[tenant]
+
+    def _took(self, request: R) -> None:
+        self._preempted.pop(request, None)
+        self._size -= 1
+
+    def _drop_if_empty(self, request: R) -> None:
+        tenant = self.tenant_of(request)
+        if not self._lanes[tenant] and not self._lanes[tenant].num_records():
+            del self._lanes[tenant]

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of requests that share blocks which are not in the cache, one computes them and the others are
+held until it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from vllm_relay.scheduler.chains import BlockName, common_depth
+
+R = TypeVar("R", bound=Hashable)
+
+
+@dataclass(slots=True)
+class _Lead:
+    """
+    Attributes:
+        chain: the names of the leader's blocks.
+        first_block: the blocks before this one are another one's to compute, or were once held for
+            as long as may be.
+        until_s: when nobody is held any longer.
+    """
+
+    chain: Sequence[BlockName]
+    first_block: int
+    until_s: float
+
+
+@dataclass
+class WarmUp(Generic[R]):
+    """Who computes which blocks now.
+
+    A hold ends when the blocks are in the cache, when `release` is called for the request that was
+    to compute them, or after `max_hold_s`; then nobody is held for these blocks until they were
+    computed or released.
+
+    Args:
+        is_resident: whether a block is in the cache now.
+        max_hold_s: seconds; 0 holds nobody.
+    """
+
+    is_resident: Callable[[BlockName], bool]
+    max_hold_s: float
+    _leads: dict[R, _Lead] = field(default_factory=dict, init=False)
+    _by_first_block: dict[BlockName, dict[R, _Lead]] = field(default_factory=dict, init=False)
+
+    def __len__(self) -> int:
+        """How many compute blocks for others, as far as is known."""
+        return len(self._leads)
+
+    def chains(self) -> list[Sequence[BlockName]]:
+        """Of those that compute blocks for others."""
+        return [lead.chain for lead in self._leads.values()]
+
+    def lead(self, request: R, chain: Sequence[BlockName], now_s: float) -> None:
+        """A request begins to compute those of its blocks that are not in the cache."""
+        if self.max_hold_s <= 0 or not chain or self.is_resident(chain[-1]):
+            return
+        first_block = 0
+        for other in self._beside(chain):
+            common = common_depth(chain, other.chain, len(chain))
+            if not self.is_resident(chain[common - 1]):
+                first_block = max(first_block, common)
+        if first_block < len(chain):
+            lead = _Lead(chain, first_block, now_s + self.max_hold_s)
+            self._leads[request] = lead
+            self._by_first_block.setdefault(chain[0], {})[request] = lead
+
+    def release(self, request: R) -> None:
+        """Hold nobody any longer for the blocks that this one was to compute."""
+        lead = self._leads.pop(request, None)
+        if lead is not None:
+            beside = self._by_first_block[lead.chain[0]]
+            del beside[request]
+            if not beside:
+                del self._by_first_block[lead.chain[0]]
+
+    def is_held(self, chain: Sequence[BlockName], depth: int, now_s: float) -> bool:
+        """Whether all requests whose chains begin as the first `depth` blocks of this one wait for
+        blocks that another request computes."""
+        if not self._leads or not depth:
+            return False
+        for lead in self._beside(chain):
+            if now_s < lead.until_s:
+                common = common_depth(chain, lead.chain, depth)
+                if common > lead.first_block and not self.is_resident(chain[common - 1]):
+                    return True
+        return False
+
+    def _beside(self, chain: Sequence[BlockName]) -> list[_Lead]:
+        """Who computes blocks that begin as these; those that are done are forgotten."""
+        beside = self._by_first_block.get(chain[0])
+        if beside is None:
+            return []
+        done = [each for each, lead in beside.items() if self.is_resident(lead.chain[-1])]
+        for request in done:
+            self.release(request)
+        return list(beside.values())
