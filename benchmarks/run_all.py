@@ -33,6 +33,8 @@ ROOMS = {
         "bench_scheduler",
         "bench_online",
         "bench_backlog",
+        "bench_traces",
+        "bench_serve",
         "bench_scheduling",
     ],
     "prefix_cache": [

@@ -82,6 +82,10 @@ def test_prefix_cache_of_the_relay_scheduler() -> None:
             pinned_blocks=4,
             pinned_bytes=512,
             held_requests=5,
+            overtaken_requests=6,
+            scheduling_steps=3,
+            scheduling_seconds=0.5,
+            tenants={"none": (60, 40), "lora:sql": (40, 20)},
         ),
         None,
     )
@@ -96,6 +100,9 @@ def test_prefix_cache_of_the_relay_scheduler() -> None:
     assert f'relay:evicted_blocks_total{{{labels},reason="needed"}} 1.0' in page
     assert f"relay:pinned_blocks{{{labels}}} 3.0" in page
     assert f"relay:held_requests{{{labels}}} 0.0" in page
+    assert f"relay:scheduling_seconds_total{{{labels}}} 0.5" in page
+    assert f'relay:tenant_query_tokens_total{{{labels},tenant="none"}} 60.0' in page
+    assert f'relay:tenant_hit_tokens_total{{{labels},tenant="lora:sql"}} 20.0' in page
     assert "relay:steps" not in page
     evicted = {m.labels["reason"]: m.value for m in snapshot() if "evicted" in m.name}
     assert evicted == {"unused": 5.0, "needed": 1.0}

@@ -58,6 +58,10 @@ class RelayStatLogger(AggregateStatLoggerBase):
                 prefix_cache.EVICTED_BLOCKS_TEXT,
                 (*_LABELS, "reason"),
             )
+            self._tenants = [
+                Counter(prometheus_name(name), text, (*_LABELS, "tenant"))
+                for name, text in prefix_cache.TENANT_COUNTERS.items()
+            ]
             for labels in self._engine_labels.values():
                 for reason in prefix_cache.EVICTION_REASONS:
                     self._evicted_blocks.labels(*labels, reason)
@@ -81,6 +85,10 @@ class RelayStatLogger(AggregateStatLoggerBase):
             for reason, blocks in stats.get(prefix_cache.EVICTED_BLOCKS, {}).items():
                 labels = (*self._engine_labels[engine_idx], reason)
                 self._evicted_blocks.labels(*labels).inc(blocks)
+            for tenant, tokens in stats.get(prefix_cache.TENANTS, {}).items():
+                labels = (*self._engine_labels[engine_idx], tenant)
+                for counter, count in zip(self._tenants, tokens, strict=True):
+                    counter.labels(*labels).inc(count)
 
     def log_engine_initialized(self) -> None:
         pass

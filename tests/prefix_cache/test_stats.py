@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from vllm_relay.commands.engine import run
 from vllm_relay.prefix_cache.pins.commands import COMMANDS
-from vllm_relay.prefix_cache.stats import PrefixCacheRecorder, PrefixCacheStats, TopPrefixes
+from vllm_relay.prefix_cache.stats import (
+    MAX_TENANTS,
+    OTHER_TENANTS,
+    PrefixCacheRecorder,
+    PrefixCacheStats,
+    TopPrefixes,
+)
 
 
 class Clock:
@@ -30,7 +37,13 @@ def scheduler() -> Any:
 
 def request(first_hash: bytes = b"\xab\xcd", num_tokens: int = 64, preemptions: int = 0) -> Any:
     hashes = [first_hash, *(bytes([i]) * 8 for i in range(num_tokens // 16 - 1))]
-    return SimpleNamespace(num_tokens=num_tokens, num_preemptions=preemptions, block_hashes=hashes)
+    return SimpleNamespace(
+        num_tokens=num_tokens,
+        num_preemptions=preemptions,
+        block_hashes=hashes,
+        lora_request=None,
+        cache_salt=None,
+    )
 
 
 def test_hits_of_resumed_requests_are_saved_but_are_no_hits() -> None:
@@ -40,6 +53,57 @@ def test_hits_of_resumed_requests_are_saved_but_are_no_hits() -> None:
     stats = recorder.take()
     assert stats is not None
     assert (stats.prefix_query_tokens, stats.prefix_hit_tokens, stats.tokens_saved) == (64, 16, 64)
+    assert recorder.take() is None
+
+
+def test_hits_are_counted_by_adapter_and_salt() -> None:
+    recorder = PrefixCacheRecorder(scheduler())
+    salted, adapted = request(), request()
+    salted.cache_salt = "a secret"
+    adapted.lora_request = SimpleNamespace(lora_name="sql")
+    for each, hit_tokens in ((request(), 16), (salted, 0), (salted, 48), (adapted, 32)):
+        recorder.on_admitted(each, hit_tokens)
+    salted.lora_request = adapted.lora_request
+    recorder.on_admitted(salted, 16)
+    stats = recorder.take()
+    assert stats is not None
+    assert stats.tenants == {
+        "none": (64, 16),
+        "salt:984ca516": (128, 48),
+        "lora:sql": (64, 32),
+        "lora:sql salt:984ca516": (64, 16),
+    }
+    stats.merge(stats)
+    assert stats.tenants["lora:sql"] == (128, 64)
+
+
+def test_tenants_are_bounded() -> None:
+    recorder = PrefixCacheRecorder(scheduler())
+    for index in range(MAX_TENANTS + 20):
+        each = request()
+        each.cache_salt = str(index)
+        recorder.on_admitted(each, 16)
+    stats = recorder.take()
+    assert stats is not None
+    assert len(stats.tenants) == MAX_TENANTS + 1
+    assert stats.tenants[OTHER_TENANTS] == (20 * 64, 20 * 16)
+
+
+def test_the_time_of_scheduling_travels_with_other_news_or_once_a_second() -> None:
+    clock = Clock()
+    recorder = PrefixCacheRecorder(scheduler(), clock)
+    recorder.on_scheduled(0.25)
+    assert recorder.take() is None
+    recorder.on_admitted(request(), 16)
+    recorder.on_scheduled(0.5)
+    stats = recorder.take()
+    assert stats is not None
+    assert (stats.scheduling_steps, stats.scheduling_seconds) == (2, 0.75)
+    recorder.on_scheduled(0.125)
+    assert recorder.take() is None
+    clock.now_s = 1.0
+    assert recorder.take() == PrefixCacheStats(scheduling_steps=1, scheduling_seconds=0.125)
+    clock.now_s = 9.0
     assert recorder.take() is None
 
 
@@ -58,6 +122,12 @@ def test_only_what_is_new_is_taken() -> None:
     relay_scheduler.waiting.held_requests = 7
     taken = PrefixCacheStats(pinned_blocks=2, pinned_bytes=64, held_requests=7)
     assert recorder.take() == taken
+    relay_scheduler.waiting.leading_requests = 1
+    relay_scheduler.waiting.blocked_requests = 2
+    relay_scheduler.overtaken = SimpleNamespace(count=3)
+    assert recorder.take() == replace(
+        taken, leading_requests=1, blocked_requests=2, overtaken_requests=3
+    )
     assert recorder.take() is None
 
 

@@ -146,6 +146,7 @@ def test_blocked_requests_are_offered_again_when_they_are_not() -> None:
     setup.missing = {"grammar"}
     assert setup.schedule() == ["a1", "b1"]  # and "a2" is held as ever
     assert (setup.queue.held_requests, len(setup.queue)) == (1, 2)
+    assert (setup.queue.leading_requests, setup.queue.blocked_requests) == (1, 1)
     setup.missing = set()
     setup.resident.update(adapter[0].chain)
     assert setup.schedule() == ["a2", "a3"]

@@ -64,11 +64,11 @@ def make_scheduler(
     )
 
 
-def request(name: str, **sampling: Any) -> Request:
-    """A request with the prompt that all have."""
+def request(name: str, first_token: int = 0, **sampling: Any) -> Request:
+    """A request with the prompt that all with its first token have."""
     return Request(
         request_id=name,
-        prompt_token_ids=list(range(4 * BLOCK_SIZE)),
+        prompt_token_ids=list(range(first_token, first_token + 4 * BLOCK_SIZE)),
         sampling_params=SamplingParams(max_tokens=2, **sampling),
         pooling_params=None,
         # an engine with a KV connector hashes blocks also where its own prefix caching is off
@@ -84,8 +84,13 @@ def scheduled(scheduler: Any, *requests: Request) -> list[str]:
 
 def test_requests_wait_for_a_prefix_that_they_can_read(model: str) -> None:
     scheduler = make_scheduler(model)
-    assert scheduled(scheduler, request("a"), request("b")) == ["a"]
+    other = request("c", first_token=5)
+    assert scheduled(scheduler, request("a"), request("b"), other) == ["a", "c"]
     assert scheduler.waiting.held_requests == 1
+    stats = scheduler.relay_recorder.take()
+    assert (stats.held_requests, stats.leading_requests, stats.overtaken_requests) == (1, 1, 1)
+    assert stats.scheduling_steps == 1
+    assert stats.scheduling_seconds > 0
 
 
 def test_nobody_waits_for_a_prefix_without_prefix_caching(model: str) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from typing import Any
 
 from vllm_relay.modules.prompt.plan import plan_of_request
@@ -22,17 +23,31 @@ COUNTERS = {
     "module_hit_tokens": "Tokens of these modules.",
     "module_encodings": "Prompt modules that were computed.",
     "module_encoded_bytes": "Bytes of KV cache that this filled, padding included.",
+    "scheduling_steps": "Steps that were scheduled.",
+    "scheduling_seconds": "Seconds that this took.",
 }
 GAUGES = {
     "pinned_blocks": "KV blocks that pinned prompts hold.",
     "pinned_bytes": "Bytes of KV cache in these blocks.",
     "held_requests": "Waiting requests held until another has computed their prefix.",
+    "leading_requests": "Running requests for which others are held.",
+    "blocked_requests": "Waiting requests without grammar, module or place for their adapter.",
+    "overtaken_requests": "Waiting requests after which came one that has run before them.",
 }
 EVICTED_BLOCKS = "evicted_blocks"
 EVICTION_REASONS = ("unused", "needed")
 EVICTED_BLOCKS_TEXT = "Cached KV blocks that were evicted, by reason."
+TENANTS = "tenants"
+TENANT_COUNTERS = {
+    "tenant_query_tokens": "Tokens of admitted requests, by adapter and cache salt.",
+    "tenant_hit_tokens": "Of these, tokens found in the prefix cache.",
+}
+MAX_TENANTS = 100
+OTHER_TENANTS = "other"
 
 TOP_PREFIXES = 10
+
+_SCHEDULING_EVERY_S = 1.0
 
 
 @dataclass
@@ -47,10 +62,17 @@ class PrefixCacheStats:
     module_hit_tokens: int = 0
     module_encodings: int = 0
     module_encoded_bytes: int = 0
+    scheduling_steps: int = 0
+    scheduling_seconds: float = 0.0
+    tenants: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Query and hit tokens by tenant."""
     evicted_blocks: dict[str, int] = field(default_factory=dict)
     pinned_blocks: int = 0
     pinned_bytes: int = 0
     held_requests: int = 0
+    leading_requests: int = 0
+    blocked_requests: int = 0
+    overtaken_requests: int = 0
 
     def merge(self, later: PrefixCacheStats) -> None:
         """Add later statistics."""
@@ -58,8 +80,14 @@ class PrefixCacheStats:
             setattr(self, name, getattr(self, name) + getattr(later, name))
         for name in GAUGES:
             setattr(self, name, getattr(later, name))
+        for tenant, (query_tokens, hit_tokens) in later.tenants.items():
+            self.add_tenant(tenant, query_tokens, hit_tokens)
         for reason, blocks in later.evicted_blocks.items():
             self.evicted_blocks[reason] = self.evicted_blocks.get(reason, 0) + blocks
+
+    def add_tenant(self, tenant: str, query_tokens: int, hit_tokens: int) -> None:
+        query, hit = self.tenants.get(tenant, (0, 0))
+        self.tenants[tenant] = query + query_tokens, hit + hit_tokens
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -113,8 +141,8 @@ class PrefixCacheRecorder:
     """Collects the statistics of a scheduler in the engine core.
 
     Args:
-        scheduler: has ``kv_cache_manager`` as vLLM's; ``pins``, ``waiting.overtakes`` and
-            ``waiting.held_requests`` are read where they exist.
+        scheduler: has ``kv_cache_manager`` as vLLM's; ``pins``, ``overtaken``, and of ``waiting``
+            the attribute ``overtakes`` and the gauges of requests, are read where they exist.
     """
 
     def __init__(self, scheduler: Any, clock: Callable[[], float] = time.monotonic) -> None:
@@ -126,6 +154,9 @@ class PrefixCacheRecorder:
         self._last_log_s = clock()
         self._overtakes = 0
         self._evicted: dict[str, int] = {}
+        self._tenants: set[str] = set()
+        self._scheduling_steps, self._scheduling_s = 0, 0.0
+        self._scheduling_taken_s = clock()
         self.top_prefixes = TopPrefixes()
 
     def on_admitted(self, request: Any, hit_tokens: int) -> None:
@@ -139,6 +170,9 @@ class PrefixCacheRecorder:
             return  # it finds what it computed itself
         self._step.prefix_query_tokens += request.num_tokens - num_hidden
         self._step.prefix_hit_tokens += hit_tokens - num_hidden
+        self._step.add_tenant(
+            self._tenant(request), request.num_tokens - num_hidden, hit_tokens - num_hidden
+        )
         hash_block_size = self._scheduler.kv_cache_manager.block_pool.hash_block_size
         if plan is not None:
             self._step.module_hits += len(plan.segments)
@@ -154,6 +188,11 @@ class PrefixCacheRecorder:
         self._step.module_encodings += 1
         self._step.module_encoded_bytes += num_bytes
 
+    def on_scheduled(self, seconds: float) -> None:
+        """Count a step that took so long to schedule."""
+        self._scheduling_steps += 1
+        self._scheduling_s += seconds
+
     def take(self) -> PrefixCacheStats | None:
         """The statistics since the last call; None if there is nothing new."""
         step, self._step = self._step, PrefixCacheStats()
@@ -165,8 +204,14 @@ class PrefixCacheRecorder:
             if new := blocks - self._evicted.get(reason, 0):
                 step.evicted_blocks[reason] = new
         gauges = self.gauges()
-        if step == PrefixCacheStats() and gauges == self._last_gauges:
+        now_s = self._clock()
+        # what every step has is no reason to send something with every step
+        is_due = self._scheduling_steps and now_s - self._scheduling_taken_s >= _SCHEDULING_EVERY_S
+        if step == PrefixCacheStats() and gauges == self._last_gauges and not is_due:
             return None
+        step.scheduling_steps, self._scheduling_steps = self._scheduling_steps, 0
+        step.scheduling_seconds, self._scheduling_s = self._scheduling_s, 0.0
+        self._scheduling_taken_s = now_s
         self._evicted = dict(evicted)
         self._last_gauges = gauges
         for name, value in gauges.items():
@@ -191,9 +236,26 @@ class PrefixCacheRecorder:
 
     def gauges(self) -> dict[str, int]:
         """As they are now."""
-        pins = getattr(self._scheduler, "pins", None)
+        pins, waiting = getattr(self._scheduler, "pins", None), self._scheduler.waiting
+        overtaken = getattr(self._scheduler, "overtaken", None)
         return {
             "pinned_blocks": pins.num_blocks if pins is not None else 0,
             "pinned_bytes": pins.num_bytes if pins is not None else 0,
-            "held_requests": getattr(self._scheduler.waiting, "held_requests", 0),
+            "held_requests": getattr(waiting, "held_requests", 0),
+            "leading_requests": getattr(waiting, "leading_requests", 0),
+            "blocked_requests": getattr(waiting, "blocked_requests", 0),
+            "overtaken_requests": overtaken.count if overtaken is not None else 0,
         }
+
+    def _tenant(self, request: Any) -> str:
+        """The adapter and the cache salt of a request; a salt may be a secret, and is hashed."""
+        adapter, salt = request.lora_request, request.cache_salt
+        parts = [] if adapter is None else [f"lora:{adapter.lora_name}"]
+        if salt is not None:
+            parts.append(f"salt:{sha256(salt.encode()).hexdigest()[:8]}")
+        tenant = " ".join(parts) or "none"
+        if tenant not in self._tenants:
+            if len(self._tenants) >= MAX_TENANTS:
+                return OTHER_TENANTS
+            self._tenants.add(tenant)
+        return tenant

@@ -5,6 +5,7 @@ chains.py            names of blocks that tell all before them                  
 order.py             prefix by prefix: a trie of waiting requests                  (pure)
 warm_up.py           one computes a prefix, the others are held                    (pure)
 fairness.py          how far a request may be overtaken, and who is late           (pure)
+overtaken.py         how many have been overtaken                                  (pure)
 lanes.py             the waiting requests of one priority, under one limit         (pure)
 tenants.py           equal shares of tokens for tenants                            (pure)
 request_queue.py     takes the place of vLLM's queue of waiting requests           (vLLM)

@@ -55,6 +55,11 @@ class Lanes(Generic[R]):
         """How many are held until another one has computed their prefix."""
         return self.order.num_held(self.warm_up.chains(), self._is_held(now_s))
 
+    def num_leaders(self, now_s: float) -> int:
+        """For how many of those that run others are held."""
+        is_held = self._is_held(now_s)
+        return sum(self.order.num_held([chain], is_held) > 0 for chain in self.warm_up.chains())
+
     def num_records(self) -> int:
         """How much is kept about requests that do not wait any more, if none waits."""
         return len(self.warm_up) + len(self.limit)

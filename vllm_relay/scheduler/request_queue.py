@@ -115,6 +115,17 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         del self._lacking[request]
         self._offer(request)
 
+    @property
+    def leading_requests(self) -> int:
+        """Requests for which others are held."""
+        now_s = self._clock()
+        return sum(each.num_leaders(now_s) for each in self._classes.values())
+
+    @property
+    def blocked_requests(self) -> int:
+        """Requests that cannot run whoever's turn it is: see `blocked_now`."""
+        return len(self._blocked) + len(self._lacking)
+
     def retry_blocked(self) -> None:
         """Offer blocked requests again that are not blocked any more, and choose anew; before every
         step."""

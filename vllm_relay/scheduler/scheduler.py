@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from itertools import accumulate, islice
@@ -32,6 +33,7 @@ from vllm_relay.scheduler.chains import BlockName
 from vllm_relay.scheduler.fairness import OvertakeLimit
 from vllm_relay.scheduler.lanes import Lanes
 from vllm_relay.scheduler.order import PrefixOrder
+from vllm_relay.scheduler.overtaken import OvertakenCount
 from vllm_relay.scheduler.request_queue import PrefixRequestQueue, QueueObserver
 from vllm_relay.scheduler.tenants import Shares, TenantLanes
 from vllm_relay.scheduler.warm_up import WarmUp
@@ -72,6 +74,7 @@ class _RelayScheduling(Scheduler):
         self.order_group = _full_attention_group(self.kv_cache_config)
         self._order_suffix = make_block_hash_with_group_id(BlockHash(b""), self.order_group or 0)
         feeder = _NextUseFeeder(self)
+        self.overtaken = feeder.overtaken
         self.waiting: PrefixRequestQueue = PrefixRequestQueue(
             self.policy == SchedulingPolicy.PRIORITY,
             feeder.order_chain,
@@ -92,6 +95,7 @@ class _RelayScheduling(Scheduler):
         self.waiting._clock = clock
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        began_s = time.perf_counter()
         self.pins.expire()
         self.modules.prepare()
         self.waiting.retry_blocked()
@@ -100,6 +104,7 @@ class _RelayScheduling(Scheduler):
         # interval between prefills
         self.prefill_capacity_bound &= bool(self.waiting or self.kv_holding_waiting)
         self.modules.note_step(output.total_num_scheduled_tokens)
+        self.relay_recorder.on_scheduled(time.perf_counter() - began_s)
         return output
 
     def _handle_blocked_waiting_request(self, request: Request, *args: Any, **kwargs: Any) -> bool:
@@ -245,11 +250,13 @@ class _NextUseFeeder(QueueObserver):
 
     def __init__(self, scheduler: _RelayScheduling) -> None:
         self._scheduler = scheduler
+        self.overtaken = OvertakenCount()
         # of those that may find blocks in the prefix cache: the others have nothing to wait for
         self._ranks: dict[Request, Rank] = {}
         self._order_chains: dict[Request, Sequence[BlockName]] = {}
 
     def waits(self, request: Request, position: int) -> None:
+        self.overtaken.waits(position)
         scheduler = self._scheduler
         if not scheduler.kv_cache_manager.prefix_cache_lookup_enabled(request):
             return
@@ -261,6 +268,7 @@ class _NextUseFeeder(QueueObserver):
         scheduler.next_use.add(rank, chains)
 
     def waits_no_longer(self, request: Request, position: int, runs: bool) -> None:
+        self.overtaken.waits_no_longer(position, runs)
         rank = self._ranks.pop(request, None)
         if rank is not None:
             del self._order_chains[request]

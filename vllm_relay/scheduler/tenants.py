@@ -91,6 +91,9 @@ class TenantLanes(Generic[R]):
     def num_held(self, now_s: float) -> int:
         return sum(lanes.num_held(now_s) for lanes in self._lanes.values())
 
+    def num_leaders(self, now_s: float) -> int:
+        return sum(lanes.num_leaders(now_s) for lanes in self._lanes.values())
+
     def num_records(self) -> int:
         return sum(lanes.num_records() for lanes in self._lanes.values())
 
