@@ -104,11 +104,11 @@ BODIES: dict[str, dict[str, str]] = {
         "vllm_relay/modules/prompt/block_hashes.py": "which tokens the hash of a block covers",
     },
     "vllm.v1.core.sched.scheduler.Scheduler.schedule": {
-        "vllm_relay/scheduler/request_queue.py": "when it pops requests and gives them back",
+        "vllm_relay/scheduler/vllm_queue.py": "when it pops requests and gives them back",
         "vllm_relay/long_context/scheduler.py": "what it makes of computed tokens without blocks",
     },
     "vllm.v1.core.sched.scheduler.Scheduler._preempt_request": {
-        "vllm_relay/scheduler/scheduler.py": "which blocks it leaves in the prefix cache",
+        "vllm_relay/scheduler/vllm_scheduler.py": "which blocks it leaves in the prefix cache",
     },
     "vllm.v1.core.block_pool.BlockPool.touch": {
         "vllm_relay/prefix_cache/pins/table.py": "which references it counts",

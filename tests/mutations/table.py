@@ -135,8 +135,8 @@ MUTATIONS = [
         ("if left < 0\n", "if left < -self.round_tokens\n"),
     ),
     *_of(
-        f"{_SCHEDULER}/request_queue.py",
-        "scheduler/test_request_queue.py",
+        f"{_SCHEDULER}/vllm_queue.py",
+        "scheduler/test_vllm_queue.py",
         ("elif now_s - self._held_since_s", "elif False and now_s - self._held_since_s"),
         ("for request in self._by_arrival(waiting):", "for request in waiting:"),
         ("return request.priority if self._by_priority else 0", "return 0"),

@@ -106,7 +106,7 @@ def test_calls_fit_and_replacements_pass_on_what_they_do_not_know(release: str) 
         ("vllm.v1.engine.llm_engine.LLMEngine.__init__", "vllm_changes/engine_start.py", "wrapped"),
         (
             "vllm.v1.core.sched.request_queue.RequestQueue",
-            "scheduler/request_queue.py",
+            "scheduler/vllm_queue.py",
             "subclassed",
         ),
         ("vllm.v1.request.Request.block_hashes", "scheduler/scheduler.py", "read"),

@@ -251,7 +251,7 @@ def scheduler_is_selected(vllm_config: VllmConfig) -> bool:
     path = vllm_config.scheduler_config.scheduler_cls
     if not isinstance(path, str):
         path = f"{getattr(path, '__module__', '')}.{getattr(path, '__name__', '')}"
-    if path.startswith("vllm_relay.scheduler.scheduler.") or path == SCHEDULER_PATH:
+    if path.startswith("vllm_relay.scheduler.vllm_scheduler.") or path == SCHEDULER_PATH:
         return True
     if path.startswith("vllm_relay.scheduler."):
         raise ValueError(f"--scheduler-cls: given {path}, expected {SCHEDULER_PATH}")

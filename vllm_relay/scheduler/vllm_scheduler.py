@@ -34,8 +34,8 @@ from vllm_relay.scheduler.fairness import OvertakeLimit
 from vllm_relay.scheduler.lanes import Lanes
 from vllm_relay.scheduler.order import PrefixOrder
 from vllm_relay.scheduler.overtaken import OvertakenCount
-from vllm_relay.scheduler.request_queue import PrefixRequestQueue, QueueObserver
 from vllm_relay.scheduler.tenants import Shares, TenantLanes
+from vllm_relay.scheduler.vllm_queue import PrefixRequestQueue, QueueObserver
 from vllm_relay.scheduler.warm_up import WarmUp
 from vllm_relay.vllm_changes.configuration import is_offline
 from vllm_relay.vllm_changes.scheduler import free_block_queue, report_admissions

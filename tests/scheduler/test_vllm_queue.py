@@ -10,7 +10,7 @@ from vllm.v1.request import RequestStatus
 from vllm_relay.scheduler.fairness import OvertakeLimit
 from vllm_relay.scheduler.lanes import Lanes
 from vllm_relay.scheduler.order import PrefixOrder
-from vllm_relay.scheduler.request_queue import PrefixRequestQueue, QueueObserver
+from vllm_relay.scheduler.vllm_queue import PrefixRequestQueue, QueueObserver
 from vllm_relay.scheduler.warm_up import WarmUp
 
 
