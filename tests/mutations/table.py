@@ -123,9 +123,13 @@ MUTATIONS = [
         ("            and request.cache_salt is None\n", ""),
         ("num_tokens >= max_model_len:", "num_tokens > max_model_len:"),
         ("if pin.prompt != prompt:", "if pin.prefix != digest_of(token_ids[: pin.num_slots]):"),
-        ("+ num_new_blocks > num_allowed:", "+ num_new_blocks > num_usable:"),
         ("each.expires_s <= now_s]", "each.expires_s < now_s]"),
         ("if pin.declaration == declaration:", "if pin.declaration is not None:"),
+    ),
+    *_of(
+        f"{_CACHE}/pins/room.py",
+        "prefix_cache/pins/test_table.py",
+        ("+ num_new_blocks > num_allowed:", "+ num_new_blocks > num_usable:"),
     ),
     *_of(
         f"{_CACHE}/pins/pin.py",
