@@ -39,7 +39,7 @@ NAMES: list[tuple[str, dict[str, str | tuple[str, ...]]]] = [
         },
     ),
     (
-        r"(scheduler|pins/table|stats|admission|commands|block_hashes|catalog|vllm_changes/.*)\.py$",
+        r"(scheduler|pins/table|pins/room|stats|admission|commands|block_hashes|catalog|vllm_changes/.*)\.py$",
         {"request": _REQUEST, "scheduler": _SCHEDULER},
     ),
     (r"(plan|predict/run)\.py$", {"request": _REQUEST}),

@@ -149,6 +149,26 @@ MUTATIONS = [
         ("if num_cached_tokens < num_tokens:", "if num_cached_tokens < num_tokens - 32:"),
         ("            and request.cache_salt is None\n", ""),
         ("num_tokens >= max_model_len:", "num_tokens > max_model_len:"),
+        ("if pin.prompt != prompt:", "if pin.prefix != digest_of(token_ids[: pin.num_slots]):"),
+        ("each.expires_s <= now_s]", "each.expires_s < now_s]"),
+        ("if pin.declaration == declaration:", "if pin.declaration is not None:"),
+    ),
+    *_of(
+        f"{_CACHE}/pins/room.py",
+        "prefix_cache/pins/test_table.py",
+        ("+ num_new_blocks > num_allowed:", "+ num_new_blocks > num_usable:"),
+    ),
+    *_of(
+        f"{_CACHE}/pins/pin.py",
+        "prefix_cache/pins/test_table.py",
+        ("if self.owner == owner:", "if self.owner != CONFIGURATION:"),
+    ),
+    *_of(
+        "vllm_relay/serving/access.py",
+        "prefix_cache/pins/test_http.py",
+        ('if request.method not in ("GET", "HEAD") and routes', "if routes"),
+        ('if scheme.lower() != "bearer" or not any(is_key):', "if not given:"),
+        ('if routes_of(app) != "off":', "if app:"),
     ),
     *_of(
         f"{_CACHE}/eviction/policies.py",
