@@ -162,26 +162,11 @@ def test_engines_without_a_loop_shut_down(engine: AsyncLLM) -> None:
     engine.shutdown()
 
 
-class Ending:
-    """A process that ends as soon as it was asked, or before."""
-
-    def __init__(self, num_answers: int) -> None:
-        self.num_answers = num_answers
-
-    def cmdline(self) -> list[str]:
-        self.num_answers -= 1
-        if self.num_answers < 0:
-            raise psutil.ZombieProcess(1)
-        return ["engine"]
-
-
-@pytest.mark.parametrize("num_answers", [0, 1])
-def test_who_uses_the_port_may_end(monkeypatch: pytest.MonkeyPatch, num_answers: int) -> None:
-    found = Ending(num_answers)
-    monkeypatch.setattr(launcher, "find_process_using_port", lambda port: found)
+def test_a_server_that_ends_looks_for_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have just ended."""
+    monkeypatch.setattr(launcher, "find_process_using_port", lambda port: 1 / 0)
     end_open_requests()
-    process = launcher.find_process_using_port(80)
-    assert process is None if num_answers == 0 else process.cmdline() == ["engine"]
+    assert launcher.find_process_using_port(80) is None
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,12 @@ def end_open_requests(wait_s: int) -> None:
     engine core always do. uvicorn waits for their connections, and for those of clients that never
     send the rest of a request, and no signal ends it. Where the task does read it, all requests get
     one exception, whose traceback grows with each that logs it; where the engine core aborts them
-    in time, streams end as if they were complete. And a server looks for processes that use its
-    port: an engine core that is a fork does, and may end before it is asked its name.
+    in time, streams end as if they were complete. And a server that ends looks through all
+    processes for one with its port, which takes seconds on a busy machine and fails on an engine
+    core that is a fork and has just ended.
     Remove when: AsyncLLM.shutdown ends what is open, and vLLM gives uvicorn a
-    timeout_graceful_shutdown and expects processes to end.
+    timeout_graceful_shutdown and looks for no process.
     """
-    import psutil
     from vllm.entrypoints.launchers import launcher
     from vllm.exceptions import RetryableRequestError
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -68,17 +68,7 @@ def end_open_requests(wait_s: int) -> None:
         return shutdown
 
     def make_search(original: Callable[..., Any]) -> Callable[..., Any]:
-        def find_process_using_port(*args: Any, **kwargs: Any) -> Any:
-            process = original(*args, **kwargs)
-            if process is not None:
-                try:
-                    command = process.cmdline()
-                except psutil.Error:
-                    return None
-                process.cmdline = lambda: command
-            return process
-
-        return find_process_using_port
+        return lambda *args, **kwargs: None
 
     wrap(AsyncLLM, "shutdown", make_engine)
     wrap(launcher.NoSignalServer, "shutdown", make_server)
