@@ -11,6 +11,17 @@ from vllm.config import VllmConfig
 
 from vllm_relay.attention_backends import step_rows
 
+STOCK_SERVER = """
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.config import DeviceConfig, VllmConfig
+VllmConfig(device_config=DeviceConfig(device="cpu"))
+from vllm.entrypoints.launchers import launcher
+from vllm.v1.engine.async_llm import AsyncLLM
+for function in (AsyncLLM.shutdown, launcher.NoSignalServer.shutdown):
+    print(hasattr(function, "__wrapped__"))
+"""
+
 STOCK_ENGINE_CORE = """
 import sys
 sys.modules["vllm_relay._C"] = None  # cannot be imported
@@ -30,6 +41,13 @@ def test_a_stock_engine_core_starts_where_the_extension_is_broken() -> None:
     module, loaded = done.stdout.splitlines()[-2:]
     assert module.startswith("vllm.v1.core.sched.")
     assert loaded == "[]"
+
+
+def test_a_stock_server_ends_as_it_does() -> None:
+    command = [sys.executable, "-c", STOCK_SERVER]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["False", "False"]
 
 
 def test_a_backend_without_the_plug_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

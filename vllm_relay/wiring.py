@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 LONG_CONTEXTS = "relay_long_contexts"
 """The attribute of schedulers with a `LongContextScheduler`, or None."""
 
-OPEN_CONNECTIONS_WAIT_S = 2
+OPEN_CONNECTIONS_WAIT_S = 1
 """How long a server that ends waits for connections, once its engine has ended."""
 
 

@@ -17,12 +17,13 @@ def end_open_requests(wait_s: int) -> None:
     the engine is dead, and a cancelled one tells nobody: requests wait for ever, as calls of the
     engine core always do. uvicorn waits for their connections, and for those of clients that never
     send the rest of a request, and no signal ends it. Where the task does read it, all requests get
-    one exception, whose traceback grows with each that logs it. And a server looks for processes
-    that use its port: an engine core that is a fork does, and may end before it is asked its name.
+    one exception, whose traceback grows with each that logs it; where the engine core aborts them
+    in time, streams end as if they were complete. And a server that ends looks through all
+    processes for one with its port, which takes seconds on a busy machine and fails on an engine
+    core that is a fork and has just ended.
     Remove when: AsyncLLM.shutdown ends what is open, and vLLM gives uvicorn a
-    timeout_graceful_shutdown and expects processes to end.
+    timeout_graceful_shutdown and looks for no process.
     """
-    import psutil
     from vllm.entrypoints.launchers import launcher
     from vllm.exceptions import RetryableRequestError
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -48,10 +49,13 @@ def end_open_requests(wait_s: int) -> None:
                         call.set_exception(ShuttingDownError())
 
             self.output_processor.propagate_error = end
+            call_soon = output_handler.get_loop().call_soon_threadsafe
+            if not self.vllm_config.shutdown_timeout:  # else requests may finish
+                call_soon(end)
             try:
                 return original(self, *args, **kwargs)
             finally:
-                output_handler.get_loop().call_soon_threadsafe(end)
+                call_soon(end)
 
         return shutdown
 
@@ -64,17 +68,7 @@ def end_open_requests(wait_s: int) -> None:
         return shutdown
 
     def make_search(original: Callable[..., Any]) -> Callable[..., Any]:
-        def find_process_using_port(*args: Any, **kwargs: Any) -> Any:
-            process = original(*args, **kwargs)
-            if process is not None:
-                try:
-                    command = process.cmdline()
-                except psutil.Error:
-                    return None
-                process.cmdline = lambda: command
-            return process
-
-        return find_process_using_port
+        return lambda *args, **kwargs: None
 
     wrap(AsyncLLM, "shutdown", make_engine)
     wrap(launcher.NoSignalServer, "shutdown", make_server)
