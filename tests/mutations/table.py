@@ -123,7 +123,7 @@ MUTATIONS = [
     *_of(
         f"{_SCHEDULER}/lanes.py",
         "scheduler/test_lanes.py",
-        ("heapq.heappush(self._next, (number, request))", "self._next.append((number, request))"),
+        ("heapq.heappush(self._next, number)", "self._next.append(number)"),
         (
             "if found is None or self.limit.is_within",
             "if found is None or True or self.limit.is_within",
@@ -132,7 +132,7 @@ MUTATIONS = [
     *_of(
         f"{_SCHEDULER}/tenants.py",
         "scheduler/test_tenants.py",
-        ("if left < 0\n", "if left < -self.round_tokens\n"),
+        ("self.round_tokens) - tokens", "self.round_tokens) + tokens"),
     ),
     *_of(
         f"{_SCHEDULER}/vllm_queue.py",

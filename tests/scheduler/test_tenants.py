@@ -56,10 +56,31 @@ def test_what_was_used_too_much_is_missing_later() -> None:
 
 def test_shares_are_forgotten_when_they_are_whole() -> None:
     shares = Shares(10)
-    for tenant in range(1000):
+    for tenant in range(20_000):
         shares.charge(tenant, 10)
-    shares.next_round()
+    assert len(shares) == 10_000
+    shares.charge("new", 0)
+    assert len(shares) == 10_000
+    shares.go_on_to([19_999])
     assert len(shares) == 0
+
+
+def test_a_large_debt_takes_as_many_rounds_as_it_has() -> None:
+    shares = Shares(10)
+    shares.charge("a", 1_000_010)
+    shares.charge("b", 995)
+    shares.go_on_to(["a", "b"])
+    assert (shares.may_run("a"), shares.may_run("b")) == (False, True)
+    shares.go_on_to(["a"])
+    assert shares.may_run("a")
+
+
+def test_what_goes_first_does_so_whoever_it_is_for() -> None:
+    lanes = tenant_lanes(round_tokens=10)
+    wait(lanes, "a1", "b1")
+    lanes.shares.charge("b", 1000)
+    lanes.add_first("b9")
+    assert [run(lanes, 1) for _ in range(3)] == ["b9", "a1", "b1"]
 
 
 def test_preempted_requests_go_on_first_whoever_they_are() -> None:

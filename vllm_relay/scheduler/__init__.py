@@ -6,7 +6,7 @@ order.py             prefix by prefix: a trie of waiting requests               
 warm_up.py           one computes a prefix, the others are held                    (pure)
 fairness.py          how far a request may be overtaken, and who is late           (pure)
 overtaken.py         how many have been overtaken                                  (pure)
-lanes.py             the waiting requests of one priority, under one limit         (pure)
+lanes.py             the waiting requests of one priority and tenant, and a limit  (pure)
 tenants.py           equal shares of tokens for tenants                            (pure)
 vllm_queue.py        takes the place of vLLM's queue of waiting requests           (vLLM)
 vllm_scheduler.py    vLLM's schedulers with these: hooks, nothing else             (vLLM)

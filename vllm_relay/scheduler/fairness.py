@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 R = TypeVar("R", bound=Hashable)
 
@@ -33,12 +32,12 @@ class _Wait:
 class OvertakeLimit(Generic[R]):
     """Bounds how many later requests run before an earlier one, and tells who is late.
 
-    Let n others wait when the first request is run after one has arrived. That one is overtaken at
-    most n + max_overtakes times: it may change places with the next n + max_overtakes that arrive,
-    and with none after these (`window_end`). As at most n run that are older, it is among the first
-    2 n + max_overtakes + 1 to run: in the order of arrival it would be among the first n + 1.
-    Requests that arrive together, before anybody runs, count for each other: nobody could tell
-    their order.
+    Let n others wait, those set aside included, when the first request is run after one could. That
+    one is overtaken at most n + max_overtakes times: it may change places with the next
+    n + max_overtakes that arrive, and with none after these (`window_end`). As at most n run that
+    are older, it is among the first 2 n + max_overtakes + 1 to run: in the order of arrival it
+    would be among the first n + 1. Requests that arrive together, before anybody runs, count for
+    each other: nobody could tell their order.
 
     Args:
         max_hold_s: a request is late this many seconds after its turn in the order of arrival; 0
@@ -49,14 +48,14 @@ class OvertakeLimit(Generic[R]):
 
     max_hold_s: float
     max_overtakes: int
-    _waits: dict[R, _Wait] = field(default_factory=dict, init=False)  # by number, but who came back
+    _waits: dict[R, _Wait] = field(default_factory=dict, init=False)
+    _requests: dict[int, R] = field(default_factory=dict, init=False)  # those that wait, by number
     _aside: dict[R, _Wait] = field(default_factory=dict, init=False)
-    _new: dict[R, _Wait] = field(default_factory=dict, init=False)  # nobody has run since
-    _turns: deque[tuple[R, _Wait]] = field(default_factory=deque, init=False)  # to come
-    _ends: list[tuple[int, int, int, R]] = field(default_factory=list, init=False)
-    """Heap: `window_end`, number, serial number and request of those that wait, and of others."""
-    _oldest: list[tuple[int, int, R]] = field(default_factory=list, init=False)  # as `_ends` is
-    _serial: Iterator[int] = field(default_factory=itertools.count, init=False)
+    _new: dict[int, _Wait] = field(default_factory=dict, init=False)  # nobody has run since
+    _turns: deque[_Wait] = field(default_factory=deque, init=False)  # to come
+    _ends: list[tuple[int, int]] = field(default_factory=list, init=False)
+    """Heap: `window_end` and number of those that wait, and of some that did."""
+    _numbers: list[int] = field(default_factory=list, init=False)  # a heap of the same
     _num_arrived: int = field(default=0, init=False)
     _num_run: int = field(default=0, init=False)
 
@@ -68,60 +67,67 @@ class OvertakeLimit(Generic[R]):
         """A request begins to wait, or waits again after it was set aside; returns its number."""
         wait = self._aside.pop(request, None)
         if wait is None:
-            wait = _Wait(self._num_arrived)
-            self._num_arrived += 1
-            self._new[request] = wait
-            if not self.max_hold_s or not self.max_overtakes:
-                wait.window_end = wait.number
+            wait = self._next_wait()
         self._waits[request] = wait
-        heapq.heappush(self._oldest, (wait.number, next(self._serial), request))
-        if wait.window_end is not None:
-            self._push_end(wait.window_end, wait.number, request)
+        self._requests[wait.number] = request
+        self._push(self._numbers, wait.number)
+        if wait.window_end is None:
+            self._new[wait.number] = wait
+        else:
+            self._push(self._ends, (wait.window_end, wait.number))
         return wait.number
+
+    def arrive_aside(self, request: R) -> None:
+        """A request arrives that cannot run yet: as if it were set aside at once."""
+        if request not in self._aside:
+            self._aside[request] = self._next_wait()
 
     def set_aside(self, request: R) -> None:
         """It was a request's turn, but it cannot run now; it keeps its place in the order of
         arrival, and others that run meanwhile do not overtake it."""
         self._open()
-        self._aside[request] = self._waits.pop(request)
+        wait = self._waits.pop(request)
+        del self._requests[wait.number]
+        self._aside[request] = wait
 
     def leave(self, request: R) -> None:
         """A request waits no longer, or is no longer set aside, and did not run."""
-        self._new.pop(request, None)
-        self._waits.pop(request, None)
         self._aside.pop(request, None)
+        wait = self._waits.pop(request, None)
+        if wait is not None:
+            del self._requests[wait.number]
+            self._new.pop(wait.number, None)
 
     def run(self, request: R, now_s: float) -> bool:
         """A request waits no longer and runs; returns whether it overtakes one."""
         self._open()
         number = self._waits.pop(request).number
+        del self._requests[number]
         self._num_run += 1
-        while self._turns and self._turns[0][1].turn <= self._num_run:
-            self._turns.popleft()[1].turn_s = now_s
-        oldest = self._oldest
-        while oldest and not self._is_waiting(oldest[0][2], oldest[0][0]):
-            heapq.heappop(oldest)
-        return bool(oldest) and oldest[0][0] < number
+        while self._turns and self._turns[0].turn <= self._num_run:
+            self._turns.popleft().turn_s = now_s
+        while self._numbers and self._numbers[0] not in self._requests:
+            heapq.heappop(self._numbers)
+        return bool(self._numbers) and self._numbers[0] < number
 
     def tightest(self) -> R | None:
         """Whom the fewest may overtake from now on; None if nobody waits who may be overtaken."""
         ends = self._ends
-        while ends and not self._is_waiting(ends[0][3], ends[0][1]):
+        while ends and ends[0][1] not in self._requests:
             heapq.heappop(ends)
-        return ends[0][3] if ends else None
+        return self._requests[ends[0][1]] if ends else None
 
     def is_within(self, number: int) -> bool:
         """Whether a request with this number may run next, whoever waits."""
-        request = self.tightest()
-        if request is None:
-            return True
-        wait = self._waits[request]
-        assert wait.window_end is not None
-        return number <= max(wait.number, wait.window_end)
+        return self.tightest() is None or number <= max(self._ends[0])
 
     def number(self, request: R) -> int:
         """How many arrived before one that waits."""
         return self._waits[request].number
+
+    def request(self, number: int) -> R | None:
+        """The request before which so many arrived, if it waits."""
+        return self._requests.get(number)
 
     def is_late(self, request: R, now_s: float) -> bool:
         """Whether one that waits would have run long ago in the order of arrival."""
@@ -133,22 +139,29 @@ class OvertakeLimit(Generic[R]):
             or self._num_run - wait.turn >= self.max_overtakes
         )
 
-    def _push_end(self, window_end: int, number: int, request: R) -> None:
-        heapq.heappush(self._ends, (window_end, number, next(self._serial), request))
-
-    def _is_waiting(self, request: R, number: int) -> bool:
-        wait = self._waits.get(request)
-        return wait is not None and wait.number == number
+    def _next_wait(self) -> _Wait:
+        wait = _Wait(self._num_arrived)
+        self._num_arrived += 1
+        if not self.max_hold_s or not self.max_overtakes:
+            wait.window_end = wait.number
+        return wait
 
     def _open(self) -> None:
-        """Those that arrived since the last one ran may be overtaken from now on."""
-        others = len(self._waits) - 1
-        older = len(self._waits) - len(self._new)
-        for request, wait in self._new.items():
+        """Those that could run, and before which nobody ran, may be overtaken from now on."""
+        older = len(self._waits) - len(self._new) + len(self._aside)
+        others = len(self._waits) - 1 + len(self._aside)
+        for number in sorted(self._new):
+            wait = self._new[number]
             wait.turn = self._num_run + others
-            self._turns.append((request, wait))
-            if wait.window_end is None:
-                wait.window_end = self._num_arrived - 1 + older + self.max_overtakes
-                self._push_end(wait.window_end, wait.number, request)
+            self._turns.append(wait)
+            wait.window_end = self._num_arrived - 1 + older + self.max_overtakes
+            self._push(self._ends, (wait.window_end, number))
             older += 1
         self._new.clear()
+
+    def _push(self, heap: list[Any], entry: Any) -> None:
+        heapq.heappush(heap, entry)
+        if len(heap) > 64 + 2 * len(self._waits):
+            is_ends = heap is self._ends
+            heap[:] = [each for each in heap if (each[1] if is_ends else each) in self._requests]
+            heapq.heapify(heap)

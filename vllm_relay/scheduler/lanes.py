@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting requests of one priority: who goes on, who goes first, and everybody else, under one
-limit on overtaking."""
+"""Waiting requests of one priority, and of one tenant where these have shares: who goes on, who
+goes first, and everybody else, under one limit on overtaking."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Lanes(Generic[R]):
     _first: OrderedDict[R, None] = field(default_factory=OrderedDict, init=False)
     _later: dict[R, _Arrival] = field(default_factory=dict, init=False)
     """Those that arrived too late to overtake everybody who waits."""
-    _next: list[tuple[int, R]] = field(default_factory=list, init=False)
+    _next: list[int] = field(default_factory=list, init=False)
     """Heap of their numbers, and of those of some that are there no longer."""
 
     def __len__(self) -> int:
@@ -68,10 +68,10 @@ class Lanes(Generic[R]):
         """The request to run next; None if none waits or all are held."""
         if self._preempted:
             return next(iter(self._preempted))
-        while self._next and self.limit.is_within(self._next[0][0]):
-            _, request = heapq.heappop(self._next)
-            arrival = self._later.pop(request, None)
-            if arrival is not None:
+        while self._next and self.limit.is_within(self._next[0]):
+            request = self.limit.request(heapq.heappop(self._next))
+            if request is not None and request in self._later:
+                arrival = self._later.pop(request)
                 self.order.add(request, arrival.chain(), arrival.position)
         found = next(iter(self._first), None)
         if found is None:
@@ -95,7 +95,7 @@ class Lanes(Generic[R]):
             self.order.add(request, chain(), position)
         else:
             self._later[request] = _Arrival(chain, position)
-            heapq.heappush(self._next, (number, request))
+            heapq.heappush(self._next, number)
 
     def add_first(self, request: R) -> None:
         """Let a request wait that goes before all but preempted ones, as far as the limit allows;
@@ -107,8 +107,7 @@ class Lanes(Generic[R]):
     def add_aside(self, request: R) -> None:
         """Let a request wait that cannot run yet. It has a place in the order of arrival from now
         on, and takes it when it is added."""
-        self.limit.arrive(request)
-        self.limit.set_aside(request)
+        self.limit.arrive_aside(request)
 
     def add_preempted(self, request: R) -> None:
         """Let a request that had its turn go on before all others."""

@@ -8,7 +8,7 @@ aware Fair Scheduling in LLM Serving" (Cao et al., 2025).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -19,19 +19,23 @@ from vllm_relay.scheduler.order import Position
 R = TypeVar("R", bound=Hashable)
 
 
+_MAX_TENANTS = 10_000
+"""Of how many, those that were charged last, shares are known."""
+
+
 @dataclass
 class Shares:
     """Who has used how much of a round.
 
-    While two tenants wait all the time, what they were charged differs by at most a round's tokens
-    and the cost of one request of each.
+    While two tenants wait all the time, what they were charged differs by at most a round's tokens,
+    and for each of them what is charged at once and what is charged later for what runs already.
 
     Args:
         round_tokens: what each may use before others have their turn.
     """
 
     round_tokens: int
-    _left_tokens: dict[Hashable, int] = field(default_factory=dict, init=False)
+    _left_tokens: OrderedDict[Hashable, int] = field(default_factory=OrderedDict, init=False)
 
     def __len__(self) -> int:
         """Of how many tenants something is kept."""
@@ -43,15 +47,19 @@ class Shares:
 
     def charge(self, tenant: Hashable, tokens: int) -> None:
         """A tenant has used tokens, perhaps more than it had."""
-        self._left_tokens[tenant] = self._left_tokens.get(tenant, self.round_tokens) - tokens
+        if tokens:
+            self._left_tokens[tenant] = self._left_tokens.pop(tenant, self.round_tokens) - tokens
+            if len(self._left_tokens) > _MAX_TENANTS:
+                self._left_tokens.popitem(last=False)
 
-    def next_round(self) -> None:
-        """Give every tenant the tokens of a round; none has more than that."""
-        self._left_tokens = {
-            tenant: left + self.round_tokens
-            for tenant, left in self._left_tokens.items()
-            if left < 0
-        }
+    def go_on_to(self, tenants: Iterable[Hashable]) -> None:
+        """Begin new rounds, in each of which every tenant is given a round's tokens and none has
+        more, until one of these may run."""
+        rounds = min(-self._left_tokens.get(each, 0) // self.round_tokens + 1 for each in tenants)
+        for tenant, left in list(self._left_tokens.items()):
+            self._left_tokens[tenant] = left + rounds * self.round_tokens
+            if self._left_tokens[tenant] >= self.round_tokens:
+                del self._left_tokens[tenant]
 
 
 @dataclass
@@ -73,6 +81,7 @@ class TenantLanes(Generic[R]):
     _lanes: OrderedDict[Hashable, Lanes[R]] = field(default_factory=OrderedDict, init=False)
     """By tenant; the one whose turn it is comes first."""
     _preempted: OrderedDict[R, None] = field(default_factory=OrderedDict, init=False)
+    _first: OrderedDict[R, None] = field(default_factory=OrderedDict, init=False)
     _size: int = field(default=0, init=False)
 
     def __len__(self) -> int:
@@ -101,22 +110,23 @@ class TenantLanes(Generic[R]):
         """The request to run next; None if none waits or all are held."""
         if self._preempted:
             return next(iter(self._preempted))
+        for request in self._first:  # computed for a request that waits, whoever's turn it is
+            return self._of(request).first(now_s)
         found: dict[Hashable, R] = {}
-        for tenant, lanes in list(self._lanes.items()):
+        for _ in range(len(self._lanes)):
+            tenant, lanes = next(iter(self._lanes.items()))
             request = lanes.first(now_s) if lanes else None
-            if request is None:
-                continue
-            if self.shares.may_run(tenant):
-                return request
-            found[tenant] = request
-            self._lanes.move_to_end(tenant)
-        while found:
-            self.shares.next_round()
-            for tenant, request in found.items():
+            if request is not None:
                 if self.shares.may_run(tenant):
-                    self._lanes.move_to_end(tenant, last=False)
                     return request
-        return None
+                found[tenant] = request
+            self._lanes.move_to_end(tenant)
+        if not found:
+            return None
+        self.shares.go_on_to(found)
+        tenant = next(filter(self.shares.may_run, found))
+        self._lanes.move_to_end(tenant, last=False)
+        return found[tenant]
 
     def add(self, request: R, chain: Callable[[], Sequence[BlockName]], position: Position) -> None:
         self._of(request).add(request, chain, position)
@@ -124,6 +134,8 @@ class TenantLanes(Generic[R]):
 
     def add_first(self, request: R) -> None:
         self._of(request).add_first(request)
+        self._first[request] = None
+        self._first.move_to_end(request, last=False)
         self._size += 1
 
     def add_aside(self, request: R) -> None:
@@ -162,6 +174,7 @@ class TenantLanes(Generic[R]):
 
     def _took(self, request: R) -> None:
         self._preempted.pop(request, None)
+        self._first.pop(request, None)
         self._size -= 1
 
     def _drop_if_empty(self, request: R) -> None:
