@@ -157,7 +157,7 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         return sum(map(len, kept)) + (self._popped is not None)
 
     def add_request(self, request: Request) -> None:
-        self.release(request)
+        self._settle()
         if request in self._set_aside:
             self._set_aside.discard(request)
         else:
@@ -251,6 +251,7 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         if self._popped is not None or self._chosen is None:
             self._settle()
             now_s = self._clock()
+            waited_for: list[int] = []  # priorities whose requests are held, but not any longer
             for priority in self._priorities:
                 each = self._classes[priority]
                 self._chosen = each.first(now_s)
@@ -260,6 +261,11 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
                     self._held_since_s.pop(priority, None)
                 elif now_s - self._held_since_s.setdefault(priority, now_s) < self._max_hold_s:
                     break
+                else:
+                    waited_for.append(priority)
+            if self._chosen is not None:
+                for priority in waited_for:
+                    del self._held_since_s[priority]
         return self._chosen
 
     def _settle(self) -> None:

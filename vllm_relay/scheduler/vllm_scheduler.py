@@ -46,10 +46,14 @@ OFFLINE_HOLD_S = 600.0
 """In place of `max_hold_s` where nobody waits for the first answer: a hold ends when the prefix is
 there, and the bound is for what would never end it."""
 
+TENANT_ARG = "tenant"
+"""The key in ``SamplingParams.extra_args`` under which a request says whose it is."""
+
 
 def _label(request: Request) -> Any:
     extra_args = request.sampling_params.extra_args if request.sampling_params else None
-    return (extra_args or {}).get("tenant")
+    label = (extra_args or {}).get(TENANT_ARG)
+    return label if isinstance(label, str) else None
 
 
 TENANT_OF: dict[str, Callable[[Request], Any]] = {
@@ -67,8 +71,9 @@ class _RelayScheduling(Scheduler):
         self.next_use = NextUse()
         with free_block_queue(make_free_queue(self.relay_config.eviction, self.next_use)):
             super().__init__(*args, **kwargs)
-        offline = self.relay_config.offline or is_offline(vllm_config)
-        self._max_hold_s = OFFLINE_HOLD_S if offline else self.relay_config.max_hold_s
+        self._max_hold_s = self.relay_config.max_hold_s
+        if self._max_hold_s and (self.relay_config.offline or is_offline(vllm_config)):
+            self._max_hold_s = OFFLINE_HOLD_S
         self._tenant_of = TENANT_OF.get(self.relay_config.fair_share_by)
         self._shares = Shares(self.relay_config.fair_share_tokens)
         self.order_group = _full_attention_group(self.kv_cache_config)
@@ -88,7 +93,7 @@ class _RelayScheduling(Scheduler):
         self.pins = PinTable(self, self.relay_config.max_pinned_fraction)
         self.modules = ModuleAdmission(self)
         self.relay_recorder = PrefixCacheRecorder(self)
-        report_admissions(self.kv_cache_manager, self._on_admitted)
+        report_admissions(self.kv_cache_manager, self.relay_recorder.on_admitted)
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Take the time in seconds from here: what waits may be served in virtual time."""
@@ -104,6 +109,7 @@ class _RelayScheduling(Scheduler):
         # interval between prefills
         self.prefill_capacity_bound &= bool(self.waiting or self.kv_holding_waiting)
         self.modules.note_step(output.total_num_scheduled_tokens)
+        self._charge(output.num_scheduled_tokens)
         self.relay_recorder.on_scheduled(time.perf_counter() - began_s)
         return output
 
@@ -159,10 +165,11 @@ class _RelayScheduling(Scheduler):
             OvertakeLimit(self._max_hold_s, self.relay_config.max_overtakes),
         )
 
-    def _on_admitted(self, request: Request, hit_tokens: int) -> None:
-        self.relay_recorder.on_admitted(request, hit_tokens)
-        if self._tenant_of is not None and not request.num_preemptions:
-            self._shares.charge(self._tenant_of(request), request.num_tokens - hit_tokens)
+    def _charge(self, num_scheduled_tokens: dict[str, int]) -> None:
+        """Charge tenants for what a step computes."""
+        if self._tenant_of is not None:
+            for request_id, tokens in num_scheduled_tokens.items():
+                self._shares.charge(self._tenant_of(self.requests[request_id]), tokens)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self._uncache_uncomputed(request)
@@ -207,8 +214,6 @@ class _RelayScheduling(Scheduler):
     def _free_request_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self.waiting.release(request)
         if request.is_finished():
-            if self._tenant_of is not None:
-                self._shares.charge(self._tenant_of(request), request.num_output_tokens)
             self.waiting.forget(request)
             self.modules.forget(request)
         self.pins.before_free(request)
