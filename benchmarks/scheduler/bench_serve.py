@@ -204,7 +204,11 @@ def main() -> None:
         runs: dict[str, list[Row]] = {name: [] for name in servers}
         for index in range(rounds):
             for name in list(servers)[:: -1 if index % 2 else 1]:
-                runs[name].append(servers[name].bench(workload, 1 + index, folder))
+                row = servers[name].bench(workload, 1 + index, folder)
+                runs[name].append(row)
+                first_token_ms = row["first token mean ms"]
+                print(f"round {index + 1}, {name}: {first_token_ms:.0f} ms to the first token",
+                      file=sys.stderr, flush=True)  # fmt: skip
     rows = [
         {"server": name, **{column: statistics.median(row[column] for row in runs[name])
                             for column in runs[name][0]}}
