@@ -61,8 +61,8 @@ def test_strings_of_the_command_line_are_converted() -> None:
         ),
         (
             {"eviction": "LRU"},
-            "additional_config.relay.eviction: given 'LRU', expected 'queue', 'lru', 'fifo' or "
-            "'gdsf', or leave it out for \"queue\"",
+            "additional_config.relay.eviction: given 'LRU', expected 'queue', 'lru' or 'gdsf', or "
+            'leave it out for "queue"',
         ),
         (
             {"min_shared_tokens": 1.5},

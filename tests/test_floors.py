@@ -56,7 +56,6 @@ MAX_FILES_WITHOUT_LIST = 6
 BEFORE_THEIR_REBUILDING = {
     "attention_backends",
     "long_context",
-    "modules",
     "sparse",
     "tables/jobs",
     "tables/sql",

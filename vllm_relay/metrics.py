@@ -19,8 +19,8 @@ from vllm_relay.long_context import stats as long_contexts
 from vllm_relay.prefix_cache import stats as prefix_cache
 
 _LABELS = ("model_name", "engine")
-_prefix_cache_gauges: dict[int, dict[str, Any]] = {}
-"""Of the last engine of this process, with RelayScheduler."""
+_fresh: dict[str, dict[int, dict[str, Any]]] = {}
+"""Metrics of the last engine of this process, by the command that tells them."""
 
 
 class RelayStatLogger(AggregateStatLoggerBase):
@@ -36,7 +36,7 @@ class RelayStatLogger(AggregateStatLoggerBase):
         self._attention: dict[int, dict[str, Any]] = {}
         self._long_contexts: dict[int, dict[str, Any]] = {}
         self._prefix_cache: dict[int, dict[str, Any]] = {}
-        _prefix_cache_gauges.clear()
+        _fresh.clear()
         if not (backend or scheduler):
             return
         _unregister_stale_metrics()
@@ -49,9 +49,10 @@ class RelayStatLogger(AggregateStatLoggerBase):
             self._attention = self._register(COUNTERS, GAUGES)
         if sparse_is_selected(vllm_config):
             self._long_contexts = self._register(long_contexts.COUNTERS, long_contexts.GAUGES)
+            _fresh["context_gauges"] = self._long_contexts
         if scheduler:
             self._prefix_cache = self._register(prefix_cache.COUNTERS, prefix_cache.GAUGES)
-            _prefix_cache_gauges.update(self._prefix_cache)
+            _fresh["gauges"] = self._prefix_cache
             self._evicted_blocks = Counter(
                 prometheus_name(prefix_cache.EVICTED_BLOCKS),
                 prefix_cache.EVICTED_BLOCKS_TEXT,
@@ -120,21 +121,17 @@ def _record(metrics: dict[str, Any] | None, stats: dict[str, Any]) -> None:
 
 
 def refresh(engine: Any) -> None:
-    """Ask an LLMEngine for the gauges of the prefix cache: statistics come with steps only."""
-    if _prefix_cache_gauges:
-        _take_over({0: call(engine, "gauges", {})})
+    """Ask an LLMEngine for its gauges: statistics come with steps only."""
+    for command, metrics in _fresh.items():
+        _record(metrics.get(0), call(engine, command, {}))
 
 
 async def refresh_async(engine: Any) -> None:
     """:func:`refresh` for an AsyncLLM."""
-    if _prefix_cache_gauges:
-        _take_over(await call_ranks_async(engine, "gauges", {}))
-
-
-def _take_over(gauges: dict[int, Any]) -> None:
-    for rank, values in gauges.items():
-        if not isinstance(values, CommandError):
-            _record(_prefix_cache_gauges.get(rank), values)
+    for command, metrics in _fresh.items():
+        for rank, gauges in (await call_ranks_async(engine, command, {})).items():
+            if not isinstance(gauges, CommandError):
+                _record(metrics.get(rank), gauges)
 
 
 def snapshot() -> list[reader.Metric]:

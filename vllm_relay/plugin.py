@@ -92,6 +92,7 @@ def _register_backend() -> None:
     platform_cls = type(current_platform)
     platform.run_on_new_config(platform_cls, check_new_config)
     configuration.mark_offline_engines()
+    configuration.tell_refusals_alone()
     wiring.hide_tokens_of_modules()
     wiring.check_modular_requests()
     wiring.prepare_engine_cores()
@@ -165,7 +166,7 @@ def check_new_config(vllm_config: VllmConfig) -> None:
     )
     from vllm_relay.config.long_contexts import LongContextOptions
     from vllm_relay.long_context.start_checks import check_context_dir, check_contexts
-    from vllm_relay.modules.start_checks import check_schemas
+    from vllm_relay.modules.engine.start_checks import check_schemas
     from vllm_relay.prefix_cache.pins.system_prompts import check_system_prompts
 
     logger = init_logger("vllm.relay")
@@ -235,6 +236,7 @@ def check_new_config(vllm_config: VllmConfig) -> None:
         )
     if scheduler or sparse:
         wiring.prepare_new_engines()
+    wiring.end_open_requests()
     wiring.serve_endpoints()  # they say why they cannot be used, where they cannot
     try:
         wiring.publish_metrics()

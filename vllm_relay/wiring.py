@@ -3,7 +3,7 @@
 
 - Every process: backends are told which tokens are hidden (`plugin.register`).
 - Front ends: requests are checked (`plugin.register`); the rest when a configuration selects it
-  (`plugin.check_new_config`): prompts that are computed first, routes, metrics.
+  (`plugin.check_new_config`): prompts that are computed first, routes, metrics, how they end.
 - Engine cores: commands, statistics, names of blocks, what stands beside the scheduler, before
   there is one. Those of stock vLLM too: nothing may fail there that it does not need, so what can
   is imported when it is called.
@@ -23,6 +23,7 @@ from vllm_relay.vllm_changes import (
     requests,
     scheduler,
     server,
+    shutdown,
     statistics,
 )
 
@@ -35,13 +36,16 @@ if TYPE_CHECKING:
 LONG_CONTEXTS = "relay_long_contexts"
 """The attribute of schedulers with a `LongContextScheduler`, or None."""
 
+OPEN_CONNECTIONS_WAIT_S = 2
+"""How long a server that ends waits for connections, once its engine has ended."""
+
 
 def hide_tokens_of_modules() -> None:
     """Backends are told by prompt modules which tokens are hidden."""
     from vllm_relay.attention_backends.step_rows import use_rows_of
 
     def make_source(vllm_config: VllmConfig) -> RowSource | None:
-        from vllm_relay.modules import worker
+        from vllm_relay.modules.engine import worker
 
         return worker.set_up(vllm_config)
 
@@ -53,17 +57,20 @@ def check_modular_requests() -> None:
     leave the padding between modules out of what they count."""
 
     def check(vllm_config: VllmConfig, request: Any) -> None:
-        from vllm_relay.modules.requests import check_request
+        from vllm_relay.modules.engine.requests import check_request
 
         check_request(vllm_config, request)
 
     def seen_tokens(sampling_params: Any, token_ids: list[int]) -> list[int] | None:
-        from vllm_relay.modules.plan import plan_of
+        from vllm_relay.modules.prompt.plan import plan_of
 
         plan = plan_of(sampling_params)
         return None if plan is None else plan.seen_tokens(token_ids)
 
+    from vllm_relay.modules.prompt.plan import MISSED
+
     requests.check_requests(check)
+    requests.carry_to_outputs(MISSED)
     requests.tell_tokens_without_padding(seen_tokens)
 
 
@@ -74,7 +81,7 @@ def prepare_engine_cores() -> None:
 
 def _prepare_engine_core() -> None:
     from vllm_relay.long_context.orders import ORDERS_ATTRIBUTE
-    from vllm_relay.modules.block_hashes import module_block_hasher
+    from vllm_relay.modules.prompt.block_hashes import module_block_hasher
 
     statistics.carry_through_scheduler(_take_over_stats, _numbers)
     scheduler.keep_beside_scheduler(LONG_CONTEXTS, _make_long_contexts, ORDERS_ATTRIBUTE)
@@ -159,12 +166,17 @@ def serve_endpoints() -> None:
 def _make_endpoints() -> Sequence[Any]:
     from vllm_relay.serving.contexts import ContextEndpoints
     from vllm_relay.serving.fresh_metrics import FreshMetrics
-    from vllm_relay.serving.modular_requests import add_usage, apply_modular_prompt, with_usage
+    from vllm_relay.serving.modular_requests import (
+        add_usage,
+        apply_modular_prompt,
+        note_of,
+        with_usage,
+    )
     from vllm_relay.serving.pins import PinEndpoints
     from vllm_relay.serving.schemas import SchemaEndpoints
 
     server.render_prompts_by(apply_modular_prompt)
-    server.add_to_usage(add_usage, with_usage)
+    server.add_to_usage(note_of, add_usage, with_usage)
     return [PinEndpoints(), ContextEndpoints(), SchemaEndpoints(), FreshMetrics(_refresh_metrics)]
 
 
@@ -184,3 +196,8 @@ def publish_metrics() -> None:
 
     statistics.add_stat_logger(RelayStatLogger)
     statistics.add_to_metrics(metrics_of)
+
+
+def end_open_requests() -> None:
+    """Servers that are told to end do so, and answer what is open with an error."""
+    shutdown.end_open_requests(OPEN_CONNECTIONS_WAIT_S)

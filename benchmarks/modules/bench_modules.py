@@ -27,9 +27,9 @@ from benchmarks.support.result import Goal, Result
 from benchmarks.support.step_engine import EngineSettings
 from benchmarks.support.timing import Timing, ratio
 from vllm_relay.demo.engine_process import EngineProcess, wait_until_workers_sleep
-from vllm_relay.modules.plan import EXTRA_ARG
-from vllm_relay.modules.schema import Module, Schema
-from vllm_relay.modules.schema_store import SchemaStore
+from vllm_relay.modules.markup.schema import Module, Schema
+from vllm_relay.modules.prompt.plan import EXTRA_ARG
+from vllm_relay.modules.prompt.schema_store import SchemaStore
 
 MODEL = Model(hidden_size=896, intermediate_size=4864, num_heads=14, num_kv_heads=2, num_layers=24)
 FIRST_TOKEN_GOALS = {"no cache": (20, 60), "prefix cache": (5, 10)}

@@ -39,11 +39,11 @@ NAMES: list[tuple[str, dict[str, str | tuple[str, ...]]]] = [
         },
     ),
     (
-        r"(scheduler|pins/table|stats|admission|commands|block_hashes|catalog|vllm_changes/.*)\.py$",
+        r"(scheduler|pins/table|pins/room|stats|admission|commands|block_hashes|catalog|vllm_changes/.*)\.py$",
         {"request": _REQUEST, "scheduler": _SCHEDULER},
     ),
     (r"(plan|predict/run)\.py$", {"request": _REQUEST}),
-    (r"modules/requests\.py$", {"request": _CORE_REQUEST}),
+    (r"modules/engine/requests\.py$", {"request": _CORE_REQUEST}),
     (r"(system_prompts|preload|client|commands/.*)\.py$", {"engine": _ENGINES}),
     (r"client\.py$", {"renderer": "vllm.renderers.base.BaseRenderer"}),
     (
@@ -51,7 +51,7 @@ NAMES: list[tuple[str, dict[str, str | tuple[str, ...]]]] = [
         {"renderer": "vllm.renderers.online_renderer.OnlineRenderer"},
     ),
     (
-        r"(modules|long_context)/(worker|.*positions.*)\.py$",
+        r"(modules/engine|long_context)/(worker|.*positions.*)\.py$",
         {
             "model_runner": (_V1_RUNNER, _V2_RUNNER),
             "runner": _V1_RUNNER,
@@ -67,14 +67,6 @@ NAMES: list[tuple[str, dict[str, str | tuple[str, ...]]]] = [
     ),
     (r"relay_cuda\w*\.py$", {"capability": "vllm.platforms.interface.DeviceCapability"}),
 ]
-
-STAND_INS: dict[str, tuple[str, str]] = {
-    # class of vLLM: (file, class of ours that is used in its place without extending it)
-    "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue": (
-        "vllm_relay/prefix_cache/free_queue.py",
-        "vllm_relay.prefix_cache.free_queue.PolicyFreeQueue",
-    ),
-}
 
 OWN_CONSTRUCTION = {
     # classes of which vllm-relay alone makes objects, so that it knows what they are made of
@@ -101,26 +93,29 @@ NARROWED: dict[str, tuple[str, ...]] = {
 BODIES: dict[str, dict[str, str]] = {
     # function: {file of ours: what is used there of how it is done}; beside those that functions
     # of ours replace without calling them, which the scan finds
+    "vllm.v1.engine.async_llm.AsyncLLM.shutdown": {
+        "vllm_relay/vllm_changes/shutdown.py": "whom it tells that the engine is dead",
+    },
     "vllm.v1.core.kv_cache_manager.KVCacheManager.get_computed_blocks": {
         "vllm_relay/prefix_cache/pins/table.py": "what it reads of a request",
         "vllm_relay/long_context/scheduler.py": "how much of a prompt it looks up",
     },
     "vllm.v1.core.kv_cache_utils.get_request_block_hasher": {
-        "vllm_relay/modules/block_hashes.py": "which tokens the hash of a block covers",
+        "vllm_relay/modules/prompt/block_hashes.py": "which tokens the hash of a block covers",
     },
     "vllm.v1.core.sched.scheduler.Scheduler.schedule": {
-        "vllm_relay/scheduler/request_queue.py": "when it pops requests and gives them back",
+        "vllm_relay/scheduler/vllm_queue.py": "when it pops requests and gives them back",
         "vllm_relay/long_context/scheduler.py": "what it makes of computed tokens without blocks",
     },
     "vllm.v1.core.sched.scheduler.Scheduler._preempt_request": {
-        "vllm_relay/scheduler/scheduler.py": "which blocks it leaves in the prefix cache",
+        "vllm_relay/scheduler/vllm_scheduler.py": "which blocks it leaves in the prefix cache",
     },
     "vllm.v1.core.block_pool.BlockPool.touch": {
         "vllm_relay/prefix_cache/pins/table.py": "which references it counts",
-        "vllm_relay/modules/admission.py": "which references it counts",
+        "vllm_relay/modules/engine/admission.py": "which references it counts",
     },
     "vllm.v1.core.block_pool.BlockPool.free_blocks": {
-        "vllm_relay/prefix_cache/free_queue.py": "in which order blocks become free",
+        "vllm_relay/prefix_cache/eviction/free_queue.py": "in which order blocks become free",
         "vllm_relay/prefix_cache/pins/table.py": "which references it counts",
     },
 }

@@ -8,7 +8,7 @@ import importlib.metadata
 import re
 from pathlib import Path
 
-from touch_points.hints import BODIES, OWN_CONSTRUCTION, STAND_INS
+from touch_points.hints import BODIES, OWN_CONSTRUCTION
 from touch_points.scan import Call, Replacement, Scan, scan
 from vllm_relay.vllm_changes.contract.python_sources import Function, PythonSources
 from vllm_relay.vllm_changes.contract.shapes import (
@@ -34,16 +34,8 @@ def release_of(folder: Path) -> str:
 
 
 def needed(vllm: Path, ours: Path) -> Scan:
-    """All that is used of a vLLM, with what stands in for its classes."""
+    """All that is used of a vLLM."""
     found = scan(vllm, ours)
-    sources = PythonSources({"vllm": vllm})
-    for theirs, (file, _) in STAND_INS.items():
-        owner = sources.find(theirs)
-        if owner is not None and isinstance(owner.node, ast.ClassDef):
-            for each in sources.with_bases(owner):
-                for name, member in sources.own_members(each).items():
-                    if isinstance(member.node, Function) and not name.startswith("_"):
-                        found.note(f"{theirs}.{name}", file, "stood in for")
     for path, files in BODIES.items():
         found.bodies[path] = {**found.bodies.get(path, {}), **files}
     return found
@@ -77,12 +69,6 @@ def misfits(found: Scan, vllm: Path, ours: Path) -> list[str]:
     for each in found.replacements:
         if text := _misfit_of_replacement(sources, each):
             told.append(text)
-    for theirs, (file, ours_path) in STAND_INS.items():
-        prefix = f"{theirs}."
-        for path, files in found.uses.items():
-            stands_in = path.startswith(prefix) and "stood in for" in files.get(file, ())
-            if stands_in and not sources.find(f"{ours_path}.{path.removeprefix(prefix)}"):
-                told.append(f"{path}: {ours_path} in {file} lacks it")
     return sorted(set(told))
 
 

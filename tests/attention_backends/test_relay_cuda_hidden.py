@@ -28,8 +28,8 @@ from tests.attention_backends.test_relay_cuda import (
 from vllm_relay.attention_backends import gpu_prompts, reference, relay_cuda
 from vllm_relay.attention_backends.gpu_hidden import SEES_ALL
 from vllm_relay.attention_backends.hidden_tokens import Ranges
-from vllm_relay.modules import worker
-from vllm_relay.modules.worker import ModularRequest
+from vllm_relay.modules.engine import worker
+from vllm_relay.modules.engine.worker import ModularRequest
 
 Runs = dict[int, list[tuple[int, int, Ranges]]]
 """By request: first slot, end, and what they hide."""

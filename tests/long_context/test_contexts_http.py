@@ -50,12 +50,16 @@ def test_contexts_come_and_go() -> None:
     }
     assert made.json() == entry
     assert http.get("/relay/contexts").json() == {"contexts": [entry]}
+    gauges = engine.call_utility("relay_command", "context_gauges", {})["result"]
+    assert (gauges["contexts"], gauges["host_kv_bytes"]) == (1, GRANULE_BYTES)
     engine.core.workers[0].build_indexes()
     assert http.get("/relay/contexts").json() == {"contexts": [{**entry, "state": "memory"}]}
     deleted = http.delete(f"/relay/contexts/{context_id}")
     assert (deleted.status_code, deleted.content) == (204, b"")
     assert http.get("/relay/contexts").json() == {"contexts": []}
     assert engine.core.workers[0].contexts == {}
+    gauges = engine.call_utility("relay_command", "context_gauges", {})["result"]
+    assert (gauges["contexts"], gauges["host_kv_bytes"]) == (0, 0)
     again = http.delete(f"/relay/contexts/{context_id}")
     assert again.status_code == 404
     assert again.json()["error"]["type"] == "NotFoundError"

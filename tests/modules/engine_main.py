@@ -25,7 +25,7 @@ class Engine:
         from vllm import SamplingParams
 
         from tests.support.small_llm import small_relay_llm
-        from vllm_relay.modules.schema import Module, Parameter, Schema
+        from vllm_relay.modules.markup.schema import Module, Parameter, Schema
         from vllm_relay.serving.modular_llm import ModularLLM
 
         self.llm = small_relay_llm(
@@ -127,7 +127,7 @@ def kinds_of_requests(engine: Engine, prompt: str) -> dict[str, Any]:
     """Several samples, salts, and plain and modular requests in one step."""
     from vllm import SamplingParams
 
-    from vllm_relay.modules.requests import with_plan
+    from vllm_relay.modules.engine.requests import with_plan
 
     rendered = engine.modular.schemas.render(prompt)
     seen: dict[str, Any] = {}
@@ -151,7 +151,7 @@ def kinds_of_requests(engine: Engine, prompt: str) -> dict[str, Any]:
 
 def aborted_while_computed(engine: Engine, prompt: str) -> dict[str, Any]:
     """The only request for a module ends while that is computed."""
-    from vllm_relay.modules.requests import with_plan
+    from vllm_relay.modules.engine.requests import with_plan
 
     engine.llm.reset_prefix_cache()
     core = engine.llm.llm_engine
@@ -192,25 +192,32 @@ def pinned(engine: Engine, prompt: str) -> dict[str, Any]:
 
 def refused(engine: Engine, prompt: str) -> list[str]:
     """What is said of requests with plans that cannot be followed."""
+    from msgspec.structs import replace
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    from vllm_relay.modules.plan import EXTRA_ARG
+    from vllm_relay.modules.prompt.plan import EXTRA_ARG
 
     rendered = engine.modular.schemas.render(prompt)
-    argument = rendered.plan.to_argument()
+    plan = rendered.plan
+    argument = plan.to_argument()
     tokens = {"prompt_token_ids": rendered.token_ids}
-    far = [{**argument["segments"][0], "position_runs": [[0, 2**30], [1, 5]]}]
+    far = replace(plan.segments[0], position_runs=((0, 2**30), (1, 5)))
+    broken = (
+        replace(plan, block_size=64).to_argument(),
+        replace(plan, tail=()).to_argument(),
+        "modules",
+    )
     asked: list[tuple[dict[str, Any], SamplingParams]] = [
         (tokens, SamplingParams(prompt_logprobs=1, extra_args={EXTRA_ARG: argument})),
-        (tokens, SamplingParams(extra_args={EXTRA_ARG: {**argument, "block_size": 64}})),
-        (tokens, SamplingParams(extra_args={EXTRA_ARG: {**argument, "tail": []}})),
-        (tokens, SamplingParams(extra_args={EXTRA_ARG: "modules"})),
+        *((tokens, SamplingParams(extra_args={EXTRA_ARG: each})) for each in broken),
         (tokens, SamplingParams(max_tokens=500, extra_args={EXTRA_ARG: argument})),
         (
             tokens,
             SamplingParams(
-                extra_args={EXTRA_ARG: {**argument, "segments": [*far, *argument["segments"][1:]]}}
+                extra_args={
+                    EXTRA_ARG: replace(plan, segments=(far, *plan.segments[1:])).to_argument()
+                }
             ),
         ),
         (

@@ -25,10 +25,10 @@ def main(model: str, mode: str, num_schemas: str, output: str) -> None:
     from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS
     from tests.modules.random_prompts import SchemaMaker, random_prompt
     from tests.modules.reference import Meaning, PlainMeaning, Token, logits
-    from vllm_relay.modules.plan import EXTRA_ARG
-    from vllm_relay.modules.pml import parse_prompt
-    from vllm_relay.modules.schema_store import SchemaStore
-    from vllm_relay.modules.xml_tree import PmlError
+    from vllm_relay.modules.markup.pml import parse_prompt
+    from vllm_relay.modules.markup.xml_tree import PmlError
+    from vllm_relay.modules.prompt.plan import EXTRA_ARG
+    from vllm_relay.modules.prompt.schema_store import SchemaStore
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     words = sorted(word for word in tokenizer.get_vocab() if word.isalpha())

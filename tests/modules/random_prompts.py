@@ -8,7 +8,7 @@ from xml.sax.saxutils import quoteattr
 
 import numpy as np
 
-from vllm_relay.modules.schema import (
+from vllm_relay.modules.markup.schema import (
     Content,
     Module,
     Parameter,

@@ -22,7 +22,7 @@ def main(output: str) -> None:
 
     from vllm_relay.demo.recall_model import build_recall_model
     from vllm_relay.modules import ModularLLM, Module, Schema
-    from vllm_relay.modules.render import Mode
+    from vllm_relay.modules.prompt.render import Mode
 
     with tempfile.TemporaryDirectory() as folder:
         model = build_recall_model(Path(folder), dtype="float32")

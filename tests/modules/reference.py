@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from tests.modules.chat_templates import TurnMarkup
-from vllm_relay.modules.pml import Import, PromptMarkup, PromptText
-from vllm_relay.modules.schema import Content, Parameter, Schema, Text, Turn, Union
+from vllm_relay.modules.markup.pml import Import, PromptMarkup, PromptText
+from vllm_relay.modules.markup.schema import Content, Parameter, Schema, Text, Turn, Union
 
 
 @dataclass

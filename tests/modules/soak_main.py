@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_relay.modules.render import Mode
+from vllm_relay.modules.prompt.render import Mode
 
 NUM_SCHEMAS = 6
 NUM_IN_FLIGHT = 20
@@ -86,9 +86,9 @@ class Soak:
 
         from tests.modules.random_prompts import random_prompt
         from tests.modules.reference import Meaning
-        from vllm_relay.modules.pml import parse_prompt
-        from vllm_relay.modules.requests import with_plan
-        from vllm_relay.modules.xml_tree import PmlError
+        from vllm_relay.modules.engine.requests import with_plan
+        from vllm_relay.modules.markup.pml import parse_prompt
+        from vllm_relay.modules.markup.xml_tree import PmlError
 
         names = self.store.names()
         schema = self.store[names[int(self.rng.integers(len(names)))]].schema

@@ -50,6 +50,20 @@ def test_without_a_model_it_is_read(schema: Path, capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().out) == {"name": "trip", "modules": ["plan", "sea"]}
 
 
+def test_a_model_without_a_chat_template(
+    schema: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    character_tokenizer(None).save_pretrained(model)
+    assert check(schema, model) == 1
+    printed = capsys.readouterr().err
+    assert "the model has no chat template" in printed
+    assert "give one with --chat-template" in printed
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATES["separate turns"])
+    assert check(schema, model, chat_template=template) == 0
+
+
 def test_with_a_model_its_layout_is_shown(
     schema: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from tests.modules.chat_templates import TEMPLATES
 from vllm_relay.demo.tokenizer import build_tokenizer
-from vllm_relay.modules.schema import Content, Module, Turn, Union
-from vllm_relay.modules.schema_store import SchemaStore
+from vllm_relay.modules.markup.schema import Content, Module, Turn, Union
+from vllm_relay.modules.prompt.schema_store import SchemaStore
 
 FOLDER = Path(__file__).parents[2] / "examples" / "modules"
 FILES = sorted(FOLDER.glob("*.xml"))

@@ -133,7 +133,9 @@ def test_server(models: dict[str, Path], tmp_path: Path) -> None:
         assert status == 200, page
         completion = json.loads(page)
         cached = {"": 6, "plan": 2, "plan/sea": 3, "hotel": 4}
-        assert completion["usage"]["relay"] == {"cached_tokens_by_module": cached}
+        computed = dict.fromkeys(cached, 0)  # for this request
+        assert completion["usage"]["relay"] == {"cached_tokens_by_module": computed}
+        assert "relay_missed" not in page
         assert completion["usage"]["prompt_tokens"] == 6 + 2 + 3 + 4 + 2 + 1
         assert completion["usage"]["prompt_tokens_details"]["cached_tokens"] == 6 + 2 + 3 + 4
         status, page = ask("POST", f"{server}/v1/chat/completions", asked)
@@ -141,16 +143,21 @@ def test_server(models: dict[str, Path], tmp_path: Path) -> None:
         chat = json.loads(page)
         text = completion["choices"][0]["text"]
         assert chat["choices"][0]["message"]["content"].split() == text.split()
-        assert chat["usage"]["relay"] == completion["usage"]["relay"]
+        assert chat["usage"]["relay"] == {"cached_tokens_by_module": cached}
         for url in ("completions", "chat/completions"):
             streamed = {**asked, "stream": True, "stream_options": {"include_usage": True}}
             status, page = ask("POST", f"{server}/v1/{url}", streamed)
             *_, last, done = page.split("\n\n")[:-1]
             assert (status, done) == (200, "data: [DONE]")
             usage = json.loads(last.removeprefix("data: "))["usage"]
-            assert usage["relay"] == completion["usage"]["relay"]
+            assert usage["relay"] == chat["usage"]["relay"]
             assert usage["prompt_tokens"] == completion["usage"]["prompt_tokens"]
 
+        other = {**streamed, "relay": {"schema": "trip", "prompt": "<plan><city/></plan> river"}}
+        status, page = ask("POST", f"{server}/v1/completions", other)
+        usage = json.loads(page.split("\n\n")[-3].removeprefix("data: "))["usage"]
+        found = {"": 6, "plan": 2, "plan/city": 0}
+        assert usage["relay"] == {"cached_tokens_by_module": found}
         for changed, expected in (
             ({"relay": {"schema": "trip", "prompt": "<hotal/> river"}}, "did you mean hotel"),
             ({"relay": {"prompt": "<hotel/> river"}}, "expected the name of a schema"),
@@ -175,8 +182,8 @@ def test_server(models: dict[str, Path], tmp_path: Path) -> None:
         status, page = ask("POST", f"{server}/v1/completions", asked)
         assert status == 400 and "unknown schema 'trip'; known: known" in page
         metrics = ask("GET", f"{server}/metrics")[1]
-        assert 'relay:module_encodings_total{engine="0",model_name="tiny"} 4.0' in metrics
-        assert 'relay:module_hits_total{engine="0",model_name="tiny"} 18.0' in metrics
+        assert 'relay:module_encodings_total{engine="0",model_name="tiny"} 5.0' in metrics
+        assert 'relay:module_hits_total{engine="0",model_name="tiny"} 21.0' in metrics
 
 
 def test_repair_finds_what_straddles_two_modules(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def run_pinned(llm: LLM, model: str) -> Any:
 
 def run_modules(llm: LLM, model: str) -> Any:
     """As modules, and written out; all log-probabilities of the first."""
-    from vllm_relay.modules.plan import EXTRA_ARG
+    from vllm_relay.modules.prompt.plan import EXTRA_ARG
 
     tokenizer = llm.get_tokenizer()
     store = schema_store(tokenizer)

@@ -58,7 +58,7 @@ def write_forced(reference: Any, model: str, output: str) -> None:
 def write_modules(reference: Any, model: str, found: str, output: str) -> None:
     """The largest difference of log-probabilities to those that an engine found, by prompt."""
     from tests.modules.reference import Meaning, Token, logits
-    from vllm_relay.modules.pml import parse_prompt
+    from vllm_relay.modules.markup.pml import parse_prompt
 
     reference.set_attn_implementation("eager")
     tokens = schema_store(AutoTokenizer.from_pretrained(model)).text_tokens

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 from vllm_relay.demo.requests import WorkloadSizes, general_requests
 from vllm_relay.demo.smollm2.library import HANDBOOK, library_workload
 from vllm_relay.demo.workload import Conversations
-from vllm_relay.modules.schema import Module, Schema, Text
-from vllm_relay.modules.schema_store import SchemaStore
+from vllm_relay.modules.markup.schema import Module, Schema, Text
+from vllm_relay.modules.prompt.schema_store import SchemaStore
 
 BLOCK_SIZE_TOKENS = 32
 FORCED_TEXT = "Thank you for writing to us"

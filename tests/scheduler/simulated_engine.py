@@ -25,7 +25,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS, VOCAB_SIZE
 from tests.scheduler.soak import Question
-from vllm_relay.modules.plan import ModulePlan, plan_of
+from vllm_relay.modules.prompt.plan import ModulePlan, plan_of
 from vllm_relay.prefix_cache.predict.executor import StubExecutor
 
 MODULUS = (1 << 31) - 1
@@ -85,9 +85,8 @@ class ModularText(Text):
         first_state = self._state
         self._seen: tuple[int, ...]
         self.num_given = plan.num_stored_slots
-        *_, (_, _, visible) = plan.computed_runs()
         self.unseen = frozenset(
-            slot for begin, end in plan.hidden_slots(visible) for slot in range(begin, end)
+            slot for begin, end in plan.last_hidden_slots for slot in range(begin, end)
         )
         for place, segment in enumerate(plan.segments):
             content = plan.segment_tokens(place, tokens)
@@ -102,9 +101,12 @@ class ModularText(Text):
                 self._append(token, position)
             self.states += [0] * (plan.num_slots(segment) - segment.num_tokens)
         self._state, self._next_position, self._seen = first_state, 0, ()
+        visible = [0] * len(plan.segments)
         for run in plan.tail:
+            for index, num_tokens in run.sees:
+                visible[index] = num_tokens
             hidden = {
-                slot for begin, end in plan.hidden_slots(run.visible) for slot in range(begin, end)
+                slot for begin, end in plan.hidden_slots(visible) for slot in range(begin, end)
             }
             stored = (each for each in range(plan.num_stored_slots) if each not in hidden)
             self._seen = tuple(self.states[slot] for slot in stored)

@@ -14,8 +14,8 @@ from vllm.lora.request import LoRARequest
 
 from tests.integration.engine_main import tokens
 from vllm_relay.commands.errors import CommandError
-from vllm_relay.modules.plan import EXTRA_ARG as PLAN_ARG
-from vllm_relay.modules.plan import ModulePlan
+from vllm_relay.modules.prompt.plan import EXTRA_ARG as PLAN_ARG
+from vllm_relay.modules.prompt.plan import ModulePlan
 from vllm_relay.prefix_cache.pins.table import EXTRA_ARG
 
 SECONDS = float(os.environ.get("RELAY_SOAK_S", "60"))

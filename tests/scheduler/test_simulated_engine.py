@@ -17,7 +17,7 @@ from tests.scheduler.simulated_engine import answer, start
 from tests.scheduler.soak import FIRST_SEED, SECONDS, Question, Soak, adapters, prompts
 from tests.support.depth import cases
 
-EVICTIONS = ("queue", "lru", "fifo", "gdsf")
+EVICTIONS = ("queue", "lru", "gdsf")
 STOP_TOKEN_IDS = tuple(range(3, 23))
 
 
@@ -109,7 +109,7 @@ def run(case: Case, model_folder: str, actions: int) -> Seen:
         ("queue", "priority", 48, 0),
         ("gdsf", "fcfs", 48, 0),
         ("lru", "fcfs", 0, 0),
-        ("fifo", "priority", 0, 0),
+        ("lru", "priority", 0, 0),
     ],
 )
 def test_every_block_holds_what_its_request_needs(

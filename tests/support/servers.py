@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,20 @@ def serving(
         options: for `vllm serve`.
         spawns: as in `vllm_processes.start`.
     """
+    with server_process(model, log, relay, options, spawns=spawns) as (_, address):
+        yield address
+
+
+@contextmanager
+def server_process(
+    model: Path,
+    log: Path,
+    relay: dict[str, Any],
+    options: Sequence[str] = (),
+    *,
+    spawns: bool = False,
+) -> Iterator[tuple[BaseProcess, str]]:
+    """As `serving`, with the server's process, which leads a session."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -42,7 +57,7 @@ def serving(
     command += ["--api-key", API_KEY, "--dtype", "float32", "--enforce-eager"]
     command += ["--additional-config", json.dumps({"relay": relay}), *options]
     process = vllm_processes.start(
-        vllm_processes.run_main,
+        vllm_processes.run_main_in_session,
         "vllm.entrypoints.cli.main",
         *command,
         stdout=log,
@@ -61,7 +76,7 @@ def serving(
                 alive = process.is_alive() and time.monotonic() < deadline_s
                 assert alive, log.read_text()[-4000:]
                 time.sleep(0.1)
-        yield address
+        yield process, address
     finally:
         process.terminate()
         process.join(60)
@@ -76,10 +91,12 @@ def ask(
     """Status and page.
 
     Args:
-        body: a text, or what becomes JSON.
+        body: a text, bytes, or what becomes JSON.
         headers: more of them.
     """
-    data = None if body is None else (body if isinstance(body, str) else json.dumps(body)).encode()
+    if body is not None and not isinstance(body, str | bytes):
+        body = json.dumps(body)
+    data = body.encode() if isinstance(body, str) else body
     known = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     request = urllib.request.Request(url, data, {**known, **(headers or {})}, method=method)
     try:

@@ -44,7 +44,7 @@ _IMPORTED = (
     "vllm_relay.attention_backends.relay",
     "vllm_relay.long_context.scheduler",
     "vllm_relay.metrics",
-    "vllm_relay.modules.worker",
+    "vllm_relay.modules.engine.worker",
     "vllm_relay.scheduler",
 )
 
@@ -205,8 +205,7 @@ WARM_SUBPROCESS = SimpleNamespace(
 
 
 def _run_in_session(module: str, inherited: Connection) -> None:
-    os.setsid()
-    run_main(module, str(inherited.fileno()))
+    run_main_in_session(module, str(inherited.fileno()))
 
 
 def _run(
@@ -240,3 +239,10 @@ def run_main(module: str, *arguments: str) -> None:
     """In this process, as `python -m module arguments...`."""
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def run_main_in_session(module: str, *arguments: str) -> None:
+    """As `run_main`, in a session of its own: all processes below it get a signal at once, as from
+    a terminal."""
+    os.setsid()
+    run_main(module, *arguments)

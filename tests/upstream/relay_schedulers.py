@@ -39,7 +39,7 @@ def take_the_place_of_schedulers() -> None:
 
     register()
     SchedulerConfig.default_factory().get_scheduler_cls()
-    from vllm_relay.scheduler.scheduler import AsyncRelayScheduler, SyncRelayScheduler
+    from vllm_relay.scheduler.vllm_scheduler import AsyncRelayScheduler, SyncRelayScheduler
 
     scheduler.Scheduler = SyncRelayScheduler
     async_scheduler.AsyncScheduler = AsyncRelayScheduler

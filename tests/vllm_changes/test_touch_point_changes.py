@@ -98,8 +98,7 @@ def write(folder: Path, files: dict[str, str]) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("BODIES", "STAND_INS"):
-        monkeypatch.setattr(recording, name, {})
+    monkeypatch.setattr(recording, "BODIES", {})
 
 
 @pytest.fixture

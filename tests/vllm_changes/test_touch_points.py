@@ -101,15 +101,15 @@ def test_calls_fit_and_replacements_pass_on_what_they_do_not_know(release: str) 
             "long_context/scheduler.py",
             "replaced",
         ),
-        ("vllm.v1.core.sched.scheduler.Scheduler.schedule", "scheduler/scheduler.py", "overridden"),
-        ("vllm.v1.core.sched.scheduler.Scheduler.pins", "scheduler/scheduler.py", "added"),
+        ("vllm.v1.core.sched.scheduler.Scheduler.schedule", "scheduler/vllm_scheduler.py", "overridden"),
+        ("vllm.v1.core.sched.scheduler.Scheduler.pins", "scheduler/vllm_scheduler.py", "added"),
         ("vllm.v1.engine.llm_engine.LLMEngine.__init__", "vllm_changes/engine_start.py", "wrapped"),
         (
             "vllm.v1.core.sched.request_queue.RequestQueue",
-            "scheduler/request_queue.py",
+            "scheduler/vllm_queue.py",
             "subclassed",
         ),
-        ("vllm.v1.request.Request.block_hashes", "scheduler/scheduler.py", "read"),
+        ("vllm.v1.request.Request.block_hashes", "scheduler/vllm_scheduler.py", "read"),
         (
             "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.single_type_managers",
             "long_context/scheduler.py",
@@ -123,8 +123,8 @@ def test_calls_fit_and_replacements_pass_on_what_they_do_not_know(release: str) 
         ),
         (
             "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue.popleft_n",
-            "prefix_cache/free_queue.py",
-            "stood in for",
+            "prefix_cache/eviction/free_queue.py",
+            "overridden",
         ),
         ("vllm.plugins.load_general_plugins", "doctor.py", "imported"),
         (

@@ -20,6 +20,7 @@ Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 """Text, token ids, or the messages of a conversation."""
 
 _CONTINUATIONS = ("a", " 0", "\nZ")
+_OF_STRANGE_PROMPTS = (TypeError, LookupError, AttributeError)
 
 
 def continued_texts(text: str) -> list[str]:
@@ -35,8 +36,9 @@ def continued_conversations(messages: Sequence[dict[str, Any]]) -> list[list[dic
     """
     if not messages:
         raise CommandError(400, "messages: an empty list was given, expected at least one message")
-    if not all(isinstance(message.get("content"), str) for message in messages):
-        raise CommandError(400, "messages: expected a text as content of every message")
+    for name in ("content", "role"):
+        if not all(isinstance(message.get(name), str) for message in messages):
+            raise CommandError(400, f"messages: expected a text as {name} of every message")
     role = "assistant" if messages[-1].get("role") == "user" else "user"
     return [
         [*messages, {"role": role, "content": continuation.strip()}]
@@ -82,10 +84,10 @@ def tokens_of(llm: Any, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
         if not prompt:
             raise CommandError(400, "the text is empty: expected at least a KV block of tokens")
-        with refusals("this text"):
+        with refusals("this text", *_OF_STRANGE_PROMPTS):
             return common_tokens(renderer.render_cmpl(_texts(prompt)))
     conversations = continued_conversations(prompt)
-    with refusals("these messages"):
+    with refusals("these messages", *_OF_STRANGE_PROMPTS):
         return common_tokens(_render_conversations(llm, renderer, conversations))
 
 
@@ -96,7 +98,7 @@ async def text_tokens_async(renderer: Any, text: str) -> list[int]:
         CommandError: 400 the text cannot be tokenized.
     """
     _check_tokenizer(renderer)
-    with refusals("this text"):
+    with refusals("this text", *_OF_STRANGE_PROMPTS):
         return common_tokens(await renderer.render_cmpl_async(_texts(text)))
 
 
@@ -111,7 +113,7 @@ async def conversation_tokens_async(online_renderer: Any, messages: Any) -> list
     _check_tokenizer(online_renderer.renderer)
     prompts = []
     for conversation in continued_conversations(messages):
-        with refusals("these messages"):
+        with refusals("these messages", *_OF_STRANGE_PROMPTS):
             request = ChatCompletionRequest(messages=conversation, model="")
             rendered = await online_renderer.render_chat(request)
         if not isinstance(rendered, tuple):
@@ -143,8 +145,12 @@ def _render_conversations(llm: Any, renderer: Any, conversations: Any) -> Any:
 
 
 @contextlib.contextmanager
-def refusals(what: str) -> Iterator[None]:
-    """Raise a CommandError, 400, where vLLM, or a chat template, does not take a prompt."""
+def refusals(what: str, *others: type[Exception]) -> Iterator[None]:
+    """Raise a CommandError, 400, where vLLM, or a chat template, does not take a prompt.
+
+    Args:
+        others: what else that raises, where nothing is done but read it.
+    """
     from jinja2 import TemplateError
     from pydantic import ValidationError
     from vllm.exceptions import VLLMClientError
@@ -155,8 +161,9 @@ def refusals(what: str) -> Iterator[None]:
         first = error.errors()[0]  # of the many kinds of message that it is not
         reason = f"{first['loc'][-1]}: {first['msg']}"
         raise CommandError(400, f"vLLM does not take {what}: {reason}") from error
-    except (TemplateError, ValueError, VLLMClientError) as error:
-        raise CommandError(400, f"vLLM does not take {what}: {error}") from error
+    except (TemplateError, ValueError, VLLMClientError, *others) as error:
+        reason = str(error) or type(error).__name__
+        raise CommandError(400, f"vLLM does not take {what}: {reason}") from error
 
 
 def _check_tokenizer(renderer: Any) -> None:

@@ -23,7 +23,7 @@ SCHEDULER_PATH = "vllm_relay.scheduler.RelayScheduler"
 SECTION = "additional_config.relay"
 
 
-EvictionPolicyName = Literal["queue", "lru", "fifo", "gdsf"]
+EvictionPolicyName = Literal["queue", "lru", "gdsf"]
 Routes = Literal["guarded", "open", "off"]
 
 
@@ -122,8 +122,8 @@ class SchedulerOptions(BaseModel):
     eviction: EvictionPolicyName = Field(
         default="queue",
         description="Which KV block leaves first: queue keeps what waiting requests need, the "
-        "sooner the longer, and is LRU for the rest; lru is vLLM's own order; fifo evicts the "
-        "prefix that was cached first; gdsf the one that is used least often.",
+        "sooner the longer, and is LRU for the rest; lru is vLLM's own order; gdsf evicts what is "
+        "used least often.",
     )
     system_prompts: tuple[str, ...] = Field(
         default=(),
@@ -156,6 +156,20 @@ class ModuleOptions(BaseModel):
         default=(),
         description="PML files with the schemas of prompt modules that a server knows from the "
         "start.",
+    )
+    max_schemas: int = Field(
+        default=256, ge=1, description="How many schemas of prompt modules a server knows."
+    )
+    max_schema_tokens: int = Field(
+        default=1_000_000,
+        ge=1,
+        description="How many tokens all schemas of a server may have together. A module counts as "
+        "64 besides its text.",
+    )
+    max_markup_bytes: int = Field(
+        default=1 << 20,
+        ge=1,
+        description="Longest body, in bytes, of a schema and of a request with the field relay.",
     )
 
 
@@ -237,7 +251,7 @@ def scheduler_is_selected(vllm_config: VllmConfig) -> bool:
     path = vllm_config.scheduler_config.scheduler_cls
     if not isinstance(path, str):
         path = f"{getattr(path, '__module__', '')}.{getattr(path, '__name__', '')}"
-    if path.startswith("vllm_relay.scheduler.scheduler.") or path == SCHEDULER_PATH:
+    if path.startswith("vllm_relay.scheduler.vllm_scheduler.") or path == SCHEDULER_PATH:
         return True
     if path.startswith("vllm_relay.scheduler."):
         raise ValueError(f"--scheduler-cls: given {path}, expected {SCHEDULER_PATH}")

@@ -62,7 +62,7 @@ def keep_context(llm: Any, prompt: Prompt) -> Context:
             "a context cannot be computed while the engine has unfinished requests: finish them "
             "first"
         )
-    declared = command(engine, "declare_context", {"token_ids": token_ids})
+    declared = commands.call(engine, "declare_context", {"token_ids": token_ids})
     if not declared["is_known"]:
         with refusals("these tokens"):
             [rendered] = engine.renderer.render_cmpl([{"prompt_token_ids": token_ids}])
@@ -79,7 +79,8 @@ async def keep_context_async(engine: Any, token_ids: Sequence[int]) -> Context:
         CommandError: it cannot be kept; the message says why.
     """
     _check_config(engine.vllm_config)
-    declared = await command_async(engine, "declare_context", {"token_ids": list(token_ids)})
+    asked = {"token_ids": list(token_ids)}
+    declared = await commands.call_async(engine, "declare_context", asked)
     if not declared["is_known"]:
         with refusals("these tokens"):
             [rendered] = await engine.renderer.render_cmpl_async(
@@ -92,13 +93,15 @@ async def keep_context_async(engine: Any, token_ids: Sequence[int]) -> Context:
 
 def list_contexts(llm: Any) -> list[Context]:
     """The stored contexts."""
-    entries = command(getattr(llm, "llm_engine", llm), "contexts", {})
-    return [Context(**entry) for entry in entries]
+    engine = getattr(llm, "llm_engine", llm)
+    _check_config(engine.vllm_config)
+    return [Context(**entry) for entry in commands.call(engine, "contexts", {})]
 
 
 async def list_contexts_async(engine: Any) -> list[Context]:
     """:func:`list_contexts` for an AsyncLLM."""
-    return [Context(**entry) for entry in await command_async(engine, "contexts", {})]
+    _check_config(engine.vllm_config)
+    return [Context(**entry) for entry in await commands.call_async(engine, "contexts", {})]
 
 
 def delete_context(llm: Any, context_id: str) -> None:
@@ -107,27 +110,15 @@ def delete_context(llm: Any, context_id: str) -> None:
     Raises:
         CommandError: there is no such context.
     """
-    command(getattr(llm, "llm_engine", llm), "delete_context", {"context_id": context_id})
-
-
-def command(engine: Any, name: str, arguments: dict[str, Any]) -> Any:
-    """Run one of `commands` in the engine core of an LLMEngine.
-
-    Raises:
-        CommandError: the command's.
-    """
+    engine = getattr(llm, "llm_engine", llm)
     _check_config(engine.vllm_config)
-    return commands.call(engine, name, arguments)
+    commands.call(engine, "delete_context", {"context_id": context_id})
 
 
-async def command_async(engine: Any, name: str, arguments: dict[str, Any]) -> Any:
-    """Run one of `commands` in the engine core of an AsyncLLM.
-
-    Raises:
-        CommandError: the command's.
-    """
+async def delete_context_async(engine: Any, context_id: str) -> None:
+    """:func:`delete_context` for an AsyncLLM."""
     _check_config(engine.vllm_config)
-    return await commands.call_async(engine, name, arguments)
+    await commands.call_async(engine, "delete_context", {"context_id": context_id})
 
 
 def _kept(contexts: Sequence[Context], context_id: str) -> Context:

@@ -92,6 +92,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "declare_context": _declare,
     "contexts": _contexts,
     "delete_context": _delete,
+    "context_gauges": lambda engine_core: engine_core.scheduler.relay_long_contexts.gauges(),
 }
 
 

@@ -232,18 +232,21 @@ class LongContextScheduler:
     def numbers(self, counted: LongContextStats) -> dict[str, Any]:
         """The metrics of `stats`, under their key: what workers have counted, and what is here."""
         numbers = {name: getattr(counted, name, 0) for name in (*COUNTERS, *GAUGES)}
+        numbers |= {"preempted_kept_tokens": self._num_kept_tokens, **self.gauges()}
+        self._num_kept_tokens = 0
+        return {LONG_CONTEXTS: numbers}
+
+    def gauges(self) -> dict[str, int]:
+        """What is here, as it is now."""
         pool = self._manager.block_pool
         num_held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # without the null block
-        numbers |= {
-            "preempted_kept_tokens": self._num_kept_tokens,
+        return {
             "host_kv_bytes": self.memory.used_bytes,
             "host_kv_limit_bytes": self.memory.capacity_bytes,
             "device_kv_bytes": num_held * self._block_bytes,
             "contexts": len(self.catalog),
             "context_file_bytes": sum(self._file_bytes.values()),
         }
-        self._num_kept_tokens = 0
-        return {LONG_CONTEXTS: numbers}
 
     def take_orders(self) -> StepOrders:
         """What has to be said to the workers with the step that was just scheduled."""

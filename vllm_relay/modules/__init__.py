@@ -3,17 +3,9 @@
 
 Schemas are read from PML files or built from `Schema`, `Module`, `Parameter`, `Union` and `Turn`.
 
-    schema.py            what a schema consists of                                     (pure)
-    xml_tree.py, white_space.py, pml.py   how it is written                            (pure)
-    chat_turns.py, text_tokens.py   in the words and tokens of a model                 (pure)
-    layout.py, describe.py   its tokens and positions                                  (pure)
-    plan.py              slots, positions and what is seen, of one prompt              (pure)
-    import_checks.py, import_texts.py, render.py, schema_store.py
-                         a prompt held against its schema becomes a plan               (pure)
-    block_hashes.py      names of blocks that do not depend on the rest of the prompt  (pure)
-    start_checks.py, requests.py   engines and requests that are refused              (vLLM)
-    admission.py         requests wait for their modules                               (vLLM)
-    worker.py            positions of tokens, and what they see                        (vLLM)
+    markup/              the language of schemas and prompts                           (pure)
+    prompt/              their tokens, positions and plans                             (pure)
+    engine/              requests wait for modules, and see what plans say             (vLLM)
     check_command.py     vllm-relay modules check
 """
 
@@ -21,8 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_relay.modules.pml import parse_schema, read_schema
-from vllm_relay.modules.schema import (
+from vllm_relay.modules.markup.pml import parse_schema, read_schema
+from vllm_relay.modules.markup.schema import (
     Module,
     Parameter,
     Schema,
@@ -30,8 +22,8 @@ from vllm_relay.modules.schema import (
     Turn,
     Union,
 )
-from vllm_relay.modules.schema_store import SchemaStore
-from vllm_relay.modules.xml_tree import PmlError
+from vllm_relay.modules.markup.xml_tree import PmlError
+from vllm_relay.modules.prompt.schema_store import SchemaStore
 
 if TYPE_CHECKING:
     from vllm_relay.serving.modular_llm import ModularLLM, ModularOutput

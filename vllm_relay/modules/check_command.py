@@ -12,13 +12,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from vllm_relay.modules.describe import describe_schema
-from vllm_relay.modules.pml import read_schema
-from vllm_relay.modules.schema import Schema
-from vllm_relay.modules.schema_store import SchemaStore
+from vllm_relay.modules.markup.pml import read_schema
+from vllm_relay.modules.markup.schema import Schema
+from vllm_relay.modules.prompt.describe import describe_schema
+from vllm_relay.modules.prompt.schema_store import SchemaStore
 
 if TYPE_CHECKING:
-    from vllm_relay.modules.render import RenderedPrompt
+    from vllm_relay.modules.prompt.render import RenderedPrompt
 
 _COLUMNS = {
     "module": "module",

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stays in the prefix cache, and what a cache of a given size is worth.
 
-next_use.py          which blocks waiting requests need, and how soon              (pure)
-policies.py          eviction policies over a tree of free blocks                  (pure)
-belady.py            the most hits any eviction could have                         (pure)
-free_queue.py        takes the place of vLLM's queue of free blocks                (vLLM)
+eviction/            which free block leaves first
 pins/                prompts that never leave                                      (vLLM)
 stats.py             counters of the prefix cache, and the prefixes used most
 predict/             hits and waits before spending: vLLM's engine core, a stub for the model

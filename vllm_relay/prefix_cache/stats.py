@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from typing import Any
 
-from vllm_relay.modules.plan import plan_of_request
+from vllm_relay.modules.prompt.plan import plan_of_request
 
 PREFIX_CACHE = "prefix_cache"
 """The key of these statistics in the dict ``relay`` of SchedulerStats."""

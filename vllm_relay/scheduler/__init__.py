@@ -8,8 +8,8 @@ fairness.py          how far a request may be overtaken, and who is late        
 overtaken.py         how many have been overtaken                                  (pure)
 lanes.py             the waiting requests of one priority, under one limit         (pure)
 tenants.py           equal shares of tokens for tenants                            (pure)
-request_queue.py     takes the place of vLLM's queue of waiting requests           (vLLM)
-scheduler.py         vLLM's schedulers with these: hooks, nothing else             (vLLM)
+vllm_queue.py        takes the place of vLLM's queue of waiting requests           (vLLM)
+vllm_scheduler.py    vLLM's schedulers with these: hooks, nothing else             (vLLM)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def RelayScheduler(*args: Any, **kwargs: Any) -> Scheduler:  # noqa: N802
     Takes the arguments of vLLM's Scheduler and returns a scheduler of the kind, synchronous or
     asynchronous, that the configuration asks for.
     """
-    from vllm_relay.scheduler.scheduler import AsyncRelayScheduler, SyncRelayScheduler
+    from vllm_relay.scheduler.vllm_scheduler import AsyncRelayScheduler, SyncRelayScheduler
 
     asynchronous = kwargs["vllm_config"].scheduler_config.async_scheduling
     return (AsyncRelayScheduler if asynchronous else SyncRelayScheduler)(*args, **kwargs)

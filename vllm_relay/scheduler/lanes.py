@@ -104,6 +104,12 @@ class Lanes(Generic[R]):
         self._first[request] = None
         self._first.move_to_end(request, last=False)
 
+    def add_aside(self, request: R) -> None:
+        """Let a request wait that cannot run yet. It has a place in the order of arrival from now
+        on, and takes it when it is added."""
+        self.limit.arrive(request)
+        self.limit.set_aside(request)
+
     def add_preempted(self, request: R) -> None:
         """Let a request that had its turn go on before all others."""
         self.warm_up.release(request)

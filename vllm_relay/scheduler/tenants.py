@@ -126,6 +126,9 @@ class TenantLanes(Generic[R]):
         self._of(request).add_first(request)
         self._size += 1
 
+    def add_aside(self, request: R) -> None:
+        self._of(request).add_aside(request)
+
     def add_preempted(self, request: R) -> None:
         self._of(request).add_preempted(request)
         self._preempted[request] = None

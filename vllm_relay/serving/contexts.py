@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 
 from vllm_relay.limits import sparse_is_selected
 from vllm_relay.long_context.client import (
-    command_async,
+    delete_context_async,
     keep_context_async,
     list_contexts_async,
 )
@@ -69,7 +69,7 @@ def _router() -> APIRouter:
         state = raw_request.app.state
         if context_id in getattr(state, "relay_configured_contexts", ()):
             refuse_configured(f"context {context_id!r}", "contexts")
-        await command_async(state.engine_client, "delete_context", {"context_id": context_id})
+        await delete_context_async(state.engine_client, context_id)
         return Response(status_code=204)
 
     return router

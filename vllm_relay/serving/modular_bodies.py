@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_relay.serving.modular_requests import FIELD, STAND_IN_PROMPT
-from vllm_relay.serving.requests import error_response
+from vllm_relay.serving.requests import error_response, too_long
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,15 +18,21 @@ _STAND_INS: dict[str, tuple[str, Any]] = {
     "/v1/completions": ("prompt", STAND_IN_PROMPT),
     "/v1/chat/completions": ("messages", []),
 }
+_LONG_BYTES = 1 << 16
 _WITHOUT_MODULES = ("/v1/responses", "/v1/messages", "/tokenize")
 
 
 class ModularBodies:
     """Lets requests with the field `relay` leave out `prompt` and `messages`, which vLLM wants, and
-    refuses the field where vLLM would ignore it."""
+    refuses the field where vLLM would ignore it.
 
-    def __init__(self, app: ASGIApp) -> None:
+    Args:
+        max_bytes: of a body with the field.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: Callable[[], int]) -> None:
         self._app = app
+        self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"] if scope["type"] == "http" and scope["method"] == "POST" else ""
@@ -36,8 +44,16 @@ class ModularBodies:
             messages.append(await receive())
             if messages[-1]["type"] != "http.request":
                 break
-        request = _modular(b"".join(each.get("body", b"") for each in messages))
+        body = b"".join(each.get("body", b"") for each in messages)
+        if len(body) < _LONG_BYTES:
+            request = _modular(body)
+        else:  # others would wait for it
+            request = await asyncio.to_thread(_modular, body)
         if request is not None:
+            max_bytes = self._max_bytes()
+            if len(body) > max_bytes:
+                await error_response(413, too_long(max_bytes))(scope, receive, send)
+                return
             if path in _WITHOUT_MODULES:
                 paths = " and ".join(_STAND_INS)
                 refusal = error_response(400, f"{FIELD}: only {paths} take prompts with modules")
@@ -62,6 +78,6 @@ def _modular(body: bytes) -> dict[str, Any] | None:
         return None
     try:
         request = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None  # vLLM says what is wrong
     return request if isinstance(request, dict) and request.get(FIELD) is not None else None

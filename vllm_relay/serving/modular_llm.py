@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.config import RelayConfig
-from vllm_relay.modules.render import REPAIR_TOKENS, Mode, RenderedPrompt
-from vllm_relay.modules.requests import with_plan
-from vllm_relay.modules.schema import Schema
-from vllm_relay.modules.schema_store import SchemaStore
-from vllm_relay.modules.start_checks import unsupported_reason
+from vllm_relay.modules.engine.requests import with_plan
+from vllm_relay.modules.engine.start_checks import unsupported_reason
+from vllm_relay.modules.markup.schema import Schema
+from vllm_relay.modules.prompt.render import REPAIR_TOKENS, Mode, RenderedPrompt
+from vllm_relay.modules.prompt.schema_store import SchemaStore
 from vllm_relay.prefix_cache.pins.client import Pin, pin_tokens
 
 if TYPE_CHECKING:

@@ -5,20 +5,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from vllm_relay.modules.plan import EXTRA_ARG
-from vllm_relay.modules.render import REPAIR_TOKENS, Mode
-from vllm_relay.modules.xml_tree import PmlError
+from vllm_relay.modules.markup.xml_tree import PmlError
+from vllm_relay.modules.prompt.plan import EXTRA_ARG, MISSED
+from vllm_relay.modules.prompt.render import REPAIR_TOKENS, Mode
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from vllm_relay.modules.render import RenderedPrompt
-    from vllm_relay.modules.schema_store import SchemaStore
+    from vllm_relay.modules.prompt.render import RenderedPrompt
+    from vllm_relay.modules.prompt.schema_store import SchemaStore
 
 FIELD = "relay"
 _STORE_ATTRIBUTE = "relay_schemas"
@@ -117,7 +117,7 @@ def apply_modular_prompt(renderer: Any, request: Any) -> list[int] | None:
         raise ValueError(f"{where}: {first['msg'].removeprefix('Value error, ')}") from None
     _refuse_what_changes_prompts(request)
     rendered = modular.render(store)
-    object.__setattr__(request, _USAGE_ATTRIBUTE, rendered.module_tokens)
+    object.__setattr__(request, _USAGE_ATTRIBUTE, dict(rendered.module_tokens))
     if rendered.plan is not None:
         request.vllm_xargs = {**(request.vllm_xargs or {}), EXTRA_ARG: rendered.plan.to_argument()}
         _limit_output(request, rendered, renderer, store.max_model_len)
@@ -164,6 +164,21 @@ def _refuse_what_changes_prompts(request: Any) -> None:
     for name in ("add_special_tokens", "add_generation_prompt"):
         if name in request.model_fields_set:
             raise ValueError(f"{name}: not with {FIELD}: leave it out")
+
+
+def note_of(request: Any) -> Callable[[Any], None] | None:
+    """What takes the modules that were computed for a request, which its last output names, out of
+    those that were cached."""
+    tokens = getattr(request, _USAGE_ATTRIBUTE, None)
+    if not tokens:
+        return None
+    names = list(tokens)
+
+    def note(output: Any) -> None:
+        for place in getattr(output, MISSED, ()):
+            tokens[names[place]] = 0
+
+    return note
 
 
 def add_usage(request: Any, usage: Any) -> None:

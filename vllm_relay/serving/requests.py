@@ -52,6 +52,28 @@ async def tokens_of_request(state: State, request: PromptRequest) -> list[int]:
     return request.prompt_token_ids or []
 
 
+async def body_of(request: Request, max_bytes: int) -> bytes:
+    """The body of a request, of which no more is read than it may have.
+
+    Raises:
+        CommandError: it has more.
+    """
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise CommandError(413, too_long(max_bytes))
+    return bytes(body)
+
+
+def too_long(max_bytes: int) -> str:
+    """What to say of a body with markup that has more bytes."""
+    return (
+        f"the body has more than {max_bytes} bytes: shorten it, or raise "
+        "additional_config.relay.max_markup_bytes"
+    )
+
+
 class RelayRoute(APIRoute):
     """Says in ``request.state.relay_owner`` who asks, if that may be; answers CommandErrors, and
     bodies that are not what was expected, as vLLM does its errors."""
@@ -80,7 +102,9 @@ def error_response(status: int, message: str) -> JSONResponse:
     """In the form of vLLM's errors."""
     kinds = {400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError"}
     kinds |= {404: "NotFoundError", 409: "ConflictError"}
-    kinds |= {501: "NotImplementedError", 507: "InsufficientStorageError"}
+    kinds |= {413: "RequestEntityTooLargeError", 422: "UnprocessableEntityError"}
+    kinds |= {429: "TooManyRequestsError", 501: "NotImplementedError"}
+    kinds |= {507: "InsufficientStorageError"}
     message = message.encode("utf-8", "backslashreplace").decode()  # of lone surrogates
     error = {"message": message, "type": kinds.get(status, "Error"), "code": status}
     return JSONResponse({"error": error}, status)

@@ -13,17 +13,18 @@ from fastapi.responses import JSONResponse, Response
 
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.config import RelayConfig
-from vllm_relay.modules.describe import describe_schema
-from vllm_relay.modules.pml import parse_schema
-from vllm_relay.modules.schema_store import SchemaStore
-from vllm_relay.modules.start_checks import unsupported_reason
+from vllm_relay.modules.engine.start_checks import unsupported_reason
+from vllm_relay.modules.markup.pml import parse_schema
+from vllm_relay.modules.markup.schema import SchemaTooLongError, TooManySchemasError
+from vllm_relay.modules.prompt.describe import describe_schema
+from vllm_relay.modules.prompt.schema_store import SchemaStore
 from vllm_relay.serving.access import mount, refuse_configured
 from vllm_relay.serving.modular_bodies import ModularBodies
 from vllm_relay.serving.modular_requests import (
     keep_store,
     store_of,
 )
-from vllm_relay.serving.requests import relay_router
+from vllm_relay.serving.requests import body_of, relay_router
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -39,9 +40,12 @@ class SchemaEndpoints:
     name = "relay-schemas"
     required_tasks = ("generate",)
 
+    def __init__(self) -> None:
+        self._options = RelayConfig()
+
     def attach_router(self, app: FastAPI) -> None:
         mount(app, _router())
-        app.add_middleware(ModularBodies)
+        app.add_middleware(ModularBodies, max_bytes=lambda: self._options.max_markup_bytes)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         """Read the configured schemas; the server is not listening yet.
@@ -52,7 +56,10 @@ class SchemaEndpoints:
         if engine_client is None:
             return
         config, renderer = engine_client.vllm_config, state.online_renderer
+        options = self._options = RelayConfig.from_vllm_config(config)
         state.relay_num_processes = config.parallel_config._api_process_count
+        state.relay_max_markup_bytes = options.max_markup_bytes
+        state.relay_num_posts = 0
         if reason := unsupported_reason(config):
             keep_store(renderer, reason)
             return
@@ -60,15 +67,22 @@ class SchemaEndpoints:
             engine_client.renderer.get_tokenizer(),
             block_size=config.cache_config.block_size,
             max_model_len=config.model_config.max_model_len,
+            max_schemas=options.max_schemas,
+            max_tokens=options.max_schema_tokens,
             chat_template=renderer.chat_template,
             chat_template_kwargs=renderer.default_chat_template_kwargs,
         )
-        for path in RelayConfig.from_vllm_config(config).schemas:
+        for path in options.schemas:
             store.add(Path(path))
         state.relay_configured_schemas = frozenset(store.names())
         if names := store.names():
             logger.info("vllm-relay: schemas of prompt modules: %s", ", ".join(names))
         keep_store(renderer, store)
+
+
+MAX_POSTS = 8
+"""How many schemas are added at once."""
+_STATUS: dict[type[ValueError], int] = {SchemaTooLongError: 422, TooManySchemasError: 409}
 
 
 def _store(raw_request: Request) -> SchemaStore:
@@ -105,15 +119,24 @@ def _router() -> APIRouter:
     @router.post("/schemas", status_code=201)
     async def add(raw_request: Request, store: OwnStore) -> Response:
         """Add a schema, or take the place of the one with its name; the body is PML."""
+        state = raw_request.app.state
+        if state.relay_num_posts == MAX_POSTS:
+            raise CommandError(
+                429, f"{MAX_POSTS} schemas are being added, which is the most: send it again later"
+            )
+        state.relay_num_posts += 1
         try:
-            text = (await raw_request.body()).decode()
+            body = await body_of(raw_request, state.relay_max_markup_bytes)
             # long ones must not keep others waiting
-            parsed = await asyncio.to_thread(parse_schema, text)
+            parsed = await asyncio.to_thread(parse_schema, body.decode())
             _check_changeable(raw_request, parsed.name)
-            schema = await asyncio.to_thread(store.add, parsed)
+            added = await asyncio.to_thread(store.add, parsed)
+            described = await asyncio.to_thread(describe_schema, added, store.block_size)
         except ValueError as error:
-            raise CommandError(400, str(error)) from None
-        return JSONResponse(describe_schema(schema, store.block_size), 201)
+            raise CommandError(_STATUS.get(type(error), 400), str(error)) from None
+        finally:
+            state.relay_num_posts -= 1
+        return JSONResponse(described, 201)
 
     @router.get("/schemas")
     async def schemas(store: Store) -> Response:

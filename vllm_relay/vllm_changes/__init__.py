@@ -5,7 +5,7 @@ its reason and when it can go.
     wrap.py              how functions of vLLM are replaced
     platform.py          which backend a layer gets, and when a configuration is checked: platforms
                          fall back to their own for names that they do not know
-    configuration.py     which configurations belong to an `LLM`
+    configuration.py     which configurations belong to an `LLM`, and how refused ones are told
     scheduler.py         what stands beside the scheduler, whose queue of free blocks it has, and
                          what it is told
     engine_core.py       commands of the engine core, what it does before requests, how it names
@@ -14,6 +14,7 @@ its reason and when it can go.
     worker.py, positions.py   workers look at a step before they execute it, and move positions
     requests.py          front ends check requests, and leave padding out of what they count
     server.py            routes, prompts and usage of servers
+    shutdown.py          what is open when a server is told to end
     statistics.py        from workers to the metrics of the front end
     contract/            what is needed of vLLM, and whether a vLLM has it
 

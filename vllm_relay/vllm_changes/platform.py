@@ -9,6 +9,10 @@ from typing import Any
 from vllm_relay.vllm_changes.wrap import wrap
 
 
+class RefusedError(ValueError):
+    """A configuration that ``run_on_new_config`` was told to refuse, with the reason."""
+
+
 def pickle_backend_by_restoring(member: Any, restore: Callable[[], Any]) -> None:
     """Unpickle the dynamic enum member ``member`` by calling ``restore()``.
 
@@ -47,7 +51,8 @@ def let_platform_select(
 
 
 def run_on_new_config(platform_cls: type, on_config: Callable[[Any], None]) -> None:
-    """Call ``on_config(vllm_config)`` when the front end has built a configuration.
+    """Call ``on_config(vllm_config)`` when the front end has built a configuration. Its ValueError
+    refuses the configuration, as a RefusedError.
 
     Reason: a wrong option must stop start-up in the user's process, not in a worker whose traceback
     arrives as "engine core initialization failed"; plugins have no hook for it. The platform's hook
@@ -58,7 +63,10 @@ def run_on_new_config(platform_cls: type, on_config: Callable[[Any], None]) -> N
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def check_and_update_config(cls: type, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
             original(cls, vllm_config, *args, **kwargs)
-            on_config(vllm_config)
+            try:
+                on_config(vllm_config)
+            except ValueError as error:
+                raise RefusedError(str(error)) from error
 
         return check_and_update_config
 

@@ -68,3 +68,27 @@ def tell_tokens_without_padding(seen_tokens: Callable[[Any, list[int]], list[int
 
     wrap(RequestState, "from_new_request", make_new)
     wrap(RequestState, "make_request_output", make_output)
+
+
+def carry_to_outputs(name: str) -> None:
+    """Take what the kv_transfer_params of a request that has ended have under ``name`` out of them,
+    and give it to its last output as an attribute of this name.
+
+    Reason: nothing else that a scheduler says of one request reaches its output.
+    Remove when: outputs of engine cores carry data of plug-ins.
+    """
+    from vllm.v1.engine.output_processor import RequestState
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def make_request_output(self: Any, *args: Any, **kwargs: Any) -> Any:
+            output = original(self, *args, **kwargs)
+            params = getattr(output, "kv_transfer_params", None)
+            if params and name in params:
+                others = {key: value for key, value in params.items() if key != name}
+                setattr(output, name, params[name])
+                output.kv_transfer_params = others or None
+            return output
+
+        return make_request_output
+
+    wrap(RequestState, "make_request_output", make, mark="_carries_to_outputs")

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from vllm_relay.vllm_changes.wrap import wrap
@@ -62,10 +63,13 @@ def render_prompts_by(tokens_of: Callable[[Any, Any], list[int] | None]) -> None
 
 
 def add_to_usage(
-    add_usage: Callable[[Any, Any], None], with_usage: Callable[[Any, Any], Any]
+    note_of: Callable[[Any], Callable[[Any], None] | None],
+    add_usage: Callable[[Any, Any], None],
+    with_usage: Callable[[Any, Any], Any],
 ) -> None:
     """Call ``add_usage(request, usage)`` for each response to a completion or chat completion, and
-    send ``with_usage(request, chunks)`` where it is a stream.
+    send ``with_usage(request, chunks)`` where it is a stream. What ``note_of(request)`` returns is
+    given all outputs of the engine before that, if it is not None.
 
     Reason: nothing on the way from the engine to a response carries data of plug-ins.
     Remove when: it does.
@@ -73,8 +77,23 @@ def add_to_usage(
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 
+    async def passed(note: Callable[[Any], None], outputs: Any) -> AsyncIterator[Any]:
+        async with aclosing(outputs):
+            async for each in outputs:
+                note(each[1] if isinstance(each, tuple) else each)
+                yield each
+
+    def noted(request: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        note = note_of(request)
+        if note is None:
+            return args
+        return tuple(passed(note, each) if hasattr(each, "__aiter__") else each for each in args)
+
     def make_completion(original: Callable[..., Any]) -> Callable[..., Any]:
         def to_response(self: Any, outputs: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            if (note := note_of(request)) is not None:
+                for output in outputs:
+                    note(output)
             response = original(self, outputs, request, *args, **kwargs)
             add_usage(request, getattr(response, "usage", None))
             return response
@@ -83,7 +102,7 @@ def add_to_usage(
 
     def make_chat(original: Callable[..., Any]) -> Callable[..., Any]:
         async def full_generator(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-            response = await original(self, request, *args, **kwargs)
+            response = await original(self, request, *noted(request, args), **kwargs)
             add_usage(request, getattr(response, "usage", None))
             return response
 
@@ -91,7 +110,7 @@ def add_to_usage(
 
     def make_stream(original: Callable[..., Any]) -> Callable[..., Any]:
         def stream_generator(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-            return with_usage(request, original(self, request, *args, **kwargs))
+            return with_usage(request, original(self, request, *noted(request, args), **kwargs))
 
         return stream_generator
 

@@ -7,7 +7,7 @@ import pytest
 
 from vllm_relay.demo.modules.workload import SCHEMA_NAME, PartsWorkload, parts_workload
 from vllm_relay.demo.tokenizer import build_tokenizer
-from vllm_relay.modules.schema_store import SchemaStore
+from vllm_relay.modules.prompt.schema_store import SchemaStore
 
 SIZES: dict[str, Any] = {
     "num_parts": 6,

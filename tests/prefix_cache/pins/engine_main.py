@@ -13,6 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+SYSTEM = "river amber stone " * 20
+
 
 def main(model: str, system_prompt: str, output: str) -> None:
     from vllm import LLM, SamplingParams
@@ -50,7 +52,13 @@ def main(model: str, system_prompt: str, output: str) -> None:
     seen["text"] = asdict(prefix_cache.pin(llm, system_prompt))
     prefix_cache.unpin(llm, seen["text"]["id"])
     seen["errors"] = []
-    for bad in (prompt[:9], "river " * 600, [10**6] * 64):
+    strange: list[Any] = [
+        [{"content": SYSTEM}],
+        [{"role": 5, "content": SYSTEM}],
+        [{"role": ["user"], "content": SYSTEM}],
+        "\ud800" * 50,
+    ]
+    for bad in (prompt[:9], "river " * 600, [10**6] * 64, *strange):
         try:
             prefix_cache.pin(llm, bad)
         except prefix_cache.PinError as error:

@@ -21,8 +21,8 @@ from tests.prefix_cache.pins.pin_scheduler import BLOCK_SIZE, MAX_MODEL_LEN
 from tests.prefix_cache.pins.random_requests import RandomRequests
 from tests.prefix_cache.pins.test_http import Engine, OnlineRenderer
 from tests.support.depth import cases
-from vllm_relay.modules.pml import parse_schema
-from vllm_relay.modules.schema_store import SchemaStore
+from vllm_relay.modules.markup.pml import parse_schema
+from vllm_relay.modules.prompt.schema_store import SchemaStore
 from vllm_relay.serving.contexts import ContextEndpoints
 from vllm_relay.serving.modular_requests import keep_store
 from vllm_relay.serving.pins import PinEndpoints

@@ -49,6 +49,9 @@ def test_conversations_are_continued_by_the_other_side() -> None:
     assert set(roles) == {"user"}
     roles = [each[-1]["role"] for each in continued_conversations([system, user])]
     assert set(roles) == {"assistant"}
+    for role in (None, 5, ["user"]):
+        with pytest.raises(CommandError, match="expected a text as role of every message"):
+            continued_conversations([{"role": role, "content": "x"}])
     with pytest.raises(CommandError, match="expected a text as content of every message"):
         continued_conversations([{"role": "user", "content": [{"type": "image_url"}]}])
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS, save_model
+from tests.prefix_cache.pins.random_requests import RandomRequests
 from tests.support.servers import ask, serving
 from tests.support.vllm_processes import run_module
 
@@ -76,7 +77,7 @@ def test_llm(model: Path, tmp_path: Path, multiprocessing: bool) -> None:
     assert seen["pin"]["blocks"] == 3
     assert seen["pin"]["bytes"] == PINNED_BYTES
     assert seen["text"]["tokens"] == PINNED_TOKENS
-    assert [status for status, _ in seen["errors"]] == [400, 400, 400]
+    assert {status for status, _ in seen["errors"]} == {400}, seen["errors"]
     assert "expected at least 32 tokens" in seen["errors"][0][1]
     assert "vLLM does not take this text: This model's maximum" in seen["errors"][1][1]
     assert "vLLM does not take these tokens: " in seen["errors"][2][1]
@@ -145,6 +146,13 @@ def test_server(server: str, tmp_path: Path) -> None:
     assert len(json.loads(ask("GET", pins)[1])["pins"]) == 2
     assert ask("DELETE", f"{pins}/system-0")[0] == 403
     assert pinned_blocks(server) == {"0": 3}
+    requests = RandomRequests(seed=3)
+    for _ in range(100):
+        method, path, body = requests.next()
+        status, page = ask(method, f"{server}/relay/{path}", body)
+        assert status < 500 or status in (501, 507), (method, path, body, page)
+    for pin in json.loads(ask("GET", pins)[1])["pins"]:
+        ask("DELETE", f"{pins}/{pin['id']}")
     assert ask("POST", pins, {"prompt_token_ids": [9] * 64, "id": "more", "ttl_s": 2})[0] == 201
     assert pinned_blocks(server) == {"0": 5}
     # nothing runs from here on
@@ -170,7 +178,11 @@ def pinned_blocks(server: str) -> dict[str, float]:
 @pytest.mark.parametrize(
     "spawns", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["forked", "with_metrics"]
 )
-def test_server_of_several_ranks_and_processes(model: Path, tmp_path: Path, spawns: bool) -> None:
+def test_server_of_several_ranks_and_processes(
+    model: Path, tmp_path: Path, spawns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # vLLM 0.33 else wants a NUMA node for each rank
+    monkeypatch.setenv("VLLM_CPU_SIM_MULTI_NUMA", "1")
     relay = {"scheduler": True, "system_prompts": [SYSTEM_PROMPT]}
     options = ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", "48"]
     options += ["--data-parallel-size", "2", "--api-server-count", "2"]

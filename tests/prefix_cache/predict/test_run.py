@@ -80,7 +80,7 @@ def ids(tmp_path: Path) -> Path:
         ({"blocks": [9], "scheduler": "fast"}, "--scheduler fast: expected one of stock, relay"),
         (
             {"blocks": [9], "scheduler": "relay", "eviction": "best"},
-            "--eviction best: expected one of queue, lru, fifo, gdsf",
+            "--eviction best: expected one of queue, lru, gdsf",
         ),
         ({"blocks": [9], "eviction": "gdsf"}, "--eviction gdsf: vLLM's own scheduler evicts by"),
         ({"blocks": [9], "arrivals": "trace"}, "--arrivals trace: expected offline, poisson:RATE"),

@@ -24,8 +24,8 @@ from vllm_relay.demo.modules.workload import PartsWorkload, parts_workload
 from vllm_relay.demo.options import DemoOptions
 from vllm_relay.demo.recall_model import build_recall_model
 from vllm_relay.demo.workload import check_at_least
-from vllm_relay.modules.plan import EXTRA_ARG
-from vllm_relay.modules.schema_store import SchemaStore
+from vllm_relay.modules.prompt.plan import EXTRA_ARG
+from vllm_relay.modules.prompt.schema_store import SchemaStore
 
 _NAMES = ("prefix cache", "modules")
 NUM_PARTS = 12

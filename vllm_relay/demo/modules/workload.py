@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_relay.demo.long_contexts.workload import chronicle_workload
-from vllm_relay.modules.schema import Module, Schema
+from vllm_relay.modules.markup.schema import Module, Schema
 
 SCHEMA_NAME = "chronicle"
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_relay.commands.engine import call, call_ranks_async
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.commands.prompts import Prompt, refusals, tokens_of
-from vllm_relay.modules.plan import EXTRA_ARG as PLAN_ARG
-from vllm_relay.modules.plan import ModulePlan
+from vllm_relay.modules.prompt.plan import EXTRA_ARG as PLAN_ARG
+from vllm_relay.modules.prompt.plan import ModulePlan
 from vllm_relay.prefix_cache.pins.pin import check_pin, digest_of
 from vllm_relay.prefix_cache.pins.table import EXTRA_ARG
 

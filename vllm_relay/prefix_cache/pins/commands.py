@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_relay.commands.errors import CommandError
-from vllm_relay.modules.plan import ModulePlan
+from vllm_relay.modules.prompt.plan import ModulePlan
 from vllm_relay.prefix_cache.stats import TOP_PREFIXES, PrefixCacheRecorder
 
 if TYPE_CHECKING:
@@ -17,10 +17,10 @@ HOW_TO_SELECT = "start vLLM with --additional-config.relay.scheduler true"
 
 
 def _declare(
-    engine_core: Any, pin_id: str, token_ids: Sequence[int], plan: Any = None, **whose: Any
+    engine_core: Any, pin_id: str, token_ids: Sequence[int], plan: str | None = None, **whose: Any
 ) -> dict[str, Any]:
-    validated = None if plan is None else ModulePlan.model_validate(plan)
-    return _pins(engine_core).declare(pin_id, token_ids, validated, **whose)
+    read = None if plan is None else ModulePlan.of_argument(plan)
+    return _pins(engine_core).declare(pin_id, token_ids, read, **whose)
 
 
 def _size(engine_core: Any) -> dict[str, int]:

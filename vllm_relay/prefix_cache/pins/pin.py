@@ -12,7 +12,7 @@ from hashlib import sha256
 from typing import Any
 
 from vllm_relay.commands.errors import CommandError
-from vllm_relay.modules.plan import ModulePlan
+from vllm_relay.modules.prompt.plan import ModulePlan
 
 CONFIGURATION = "configuration"
 """The owner of the prompts of ``additional_config.relay.system_prompts``."""
@@ -88,7 +88,7 @@ def digest_of(token_ids: Sequence[int], plan: ModulePlan | None = None) -> str:
     """A name of a prompt: 64 hex digits."""
     digest = sha256(array("q", token_ids).tobytes())
     if plan is not None:
-        digest.update(plan.model_dump_json().encode())
+        digest.update(plan.to_argument().encode())
     return digest.hexdigest()
 
 

@@ -29,8 +29,9 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 
 from vllm_relay.commands.errors import CommandError
-from vllm_relay.modules.plan import ModulePlan, plan_of_request
+from vllm_relay.modules.prompt.plan import ModulePlan, plan_of_request
 from vllm_relay.prefix_cache.pins.pin import Pin, chain_of, check_pin, digest_of
+from vllm_relay.prefix_cache.pins.room import Room
 
 EXTRA_ARG = "relay_pin"
 """The key in ``SamplingParams.extra_args`` under which a request names the pin it computes."""
@@ -63,7 +64,7 @@ class PinTable:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
-        self._max_pinned_fraction = max_pinned_fraction
+        self._room = Room(scheduler, max_pinned_fraction)
         self._clock = clock
         self._manager = scheduler.kv_cache_manager
         self._pool = self._manager.block_pool
@@ -147,7 +148,7 @@ class PinTable:
         prefix = token_ids[: num_slots + self._lookahead_tokens]
         chain = chain_of(prefix, block_size, self._lookahead_tokens) if plan is None else ()
         num_new = self._num_new_blocks(num_slots, chain)
-        self._check_room(pin_id, num_new, self._num_reserved_blocks())
+        self._room.check(pin_id, num_new, self._num_reserved_blocks())
         pin = self._pins[pin_id] = self._cold[pin_id] = Pin(
             id=pin_id,
             owner=owner,
@@ -356,7 +357,7 @@ class PinTable:
             return
         num_new = sum(block.block_id not in self._holders for block in blocks)
         try:
-            self._check_room(pin.id, num_new, self.num_blocks)
+            self._room.check(pin.id, num_new, self.num_blocks)
         except CommandError as error:
             pin.problem = str(error)
             return
@@ -389,31 +390,6 @@ class PinTable:
         _discount(self._holders, [block.block_id for block in pin.blocks])
         pin.blocks = []
 
-    def _check_room(self, pin_id: str, num_new_blocks: int, num_pinned_blocks: int) -> None:
-        num_usable = self._pool.num_gpu_blocks - 1  # one block stands for "no block"
-        num_allowed = math.floor(num_usable * self._max_pinned_fraction + 1e-9)
-        asked = (
-            f"pin {pin_id!r} needs {num_new_blocks} KV blocks; of {num_usable}, "
-            f"{num_pinned_blocks} are pinned"
-        )
-        if num_pinned_blocks + num_new_blocks > num_allowed:
-            raise CommandError(
-                507,
-                f"{asked}, and pins may take {num_allowed} (max_pinned_fraction="
-                f"{self._max_pinned_fraction:g}): unpin another prompt, enlarge the KV cache or "
-                "raise additional_config.relay.max_pinned_fraction",
-            )
-        num_left = num_usable - num_pinned_blocks - num_new_blocks
-        max_model_len = self._scheduler.max_model_len
-        num_needed = self._num_blocks_of(max_model_len) + self._manager.watermark_blocks
-        if num_left < num_needed:
-            raise CommandError(
-                507,
-                f"{asked}, so {max(num_left, 0)} would be left, and the longest request "
-                f"(max_model_len={max_model_len}) needs {num_needed}: unpin another prompt, "
-                "enlarge the KV cache or lower --max-model-len",
-            )
-
     def _num_reserved_blocks(self) -> int:
         cold = sum(self._num_new_blocks(pin.num_slots, pin.chain) for pin in self._cold.values())
         return self.num_blocks + cold
@@ -422,20 +398,7 @@ class PinTable:
         """Blocks a pin needs beyond those of resident pins, at most."""
         depth = next((i for i, link in enumerate(chain) if link not in self._chains), len(chain))
         common = depth * self._scheduler.block_size
-        return self._num_blocks_of(num_slots) - self._num_blocks_of(common)
-
-    def _num_blocks_of(self, num_tokens: int) -> int:
-        """Blocks a request of this length needs on its own, in all KV cache groups."""
-        return self._manager.coordinator.get_num_blocks_to_allocate(
-            request_id="",
-            num_tokens=num_tokens,
-            new_computed_blocks=self._manager.empty_kv_cache_blocks.blocks,
-            num_encoder_tokens=0,
-            total_computed_tokens=0,
-            num_local_computed_tokens=0,
-            num_tokens_main_model=num_tokens,
-            apply_admission_cap=True,
-        )
+        return self._room.num_blocks_of(num_slots) - self._room.num_blocks_of(common)
 
     @property
     def block_bytes(self) -> int:

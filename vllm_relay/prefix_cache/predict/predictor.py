@@ -22,7 +22,7 @@ from vllm.renderers import ChatParams, renderer_from_config
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
-from vllm_relay.prefix_cache.belady import belady_hits
+from vllm_relay.prefix_cache.eviction.belady import belady_hits
 from vllm_relay.prefix_cache.predict.cache_size import CacheSize
 from vllm_relay.prefix_cache.predict.engine import PredictorSettings, create_config, create_core
 from vllm_relay.prefix_cache.predict.input import LineError, Message, PredictedRequest

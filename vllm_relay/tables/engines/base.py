@@ -11,7 +11,7 @@ from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.question import Question
 
 if TYPE_CHECKING:
-    from vllm_relay.modules.render import RenderedPrompt
+    from vllm_relay.modules.prompt.render import RenderedPrompt
 
 
 class EngineError(RuntimeError):

@@ -21,8 +21,8 @@ from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_relay.modules.requests import with_plan
-from vllm_relay.modules.start_checks import unsupported_reason
+from vllm_relay.modules.engine.requests import with_plan
+from vllm_relay.modules.engine.start_checks import unsupported_reason
 from vllm_relay.tables.engines.base import (
     Completion,
     Completions,

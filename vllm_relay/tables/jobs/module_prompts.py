@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from vllm_relay.modules.render import REPAIR_TOKENS, RenderedPrompt
+from vllm_relay.modules.prompt.render import REPAIR_TOKENS, RenderedPrompt
 from vllm_relay.tables.jobs.module_cache import ModuleCache
 from vllm_relay.tables.jobs.module_fields import FieldPieces, set_elements, whole_values
 from vllm_relay.tables.jobs.module_layout import PlacedModule, place_modules

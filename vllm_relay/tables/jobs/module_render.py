@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_relay.modules.plan import ModulePlan, Segment, TailRun
-from vllm_relay.modules.render import RenderedPrompt
+from vllm_relay.modules.prompt.plan import ModulePlan, Segment, TailRuns
+from vllm_relay.modules.prompt.render import RenderedPrompt
 from vllm_relay.tables.jobs.module_layout import PlacedModule
 
 
@@ -38,35 +38,33 @@ class ModuleRenderer:
         """
         segments = [self._root]
         contents = [self._beginning]
-        new: list[tuple[list[int], int, tuple[int, ...]]] = []
-        """Tokens, their first position, and how much of each segment so far stands before them."""
+        new: list[int] = []
+        tail = TailRuns()
+        sees = {0: len(self._beginning)}
         end = len(self._beginning)
         for part in parts:
-            seen = tuple(segment.num_tokens for segment in segments)
             if not isinstance(part, PlacedModule):
                 if part:
-                    new.append((part, end, seen))
+                    new += part
+                    tail.add(len(part), end, sees)
                     end += len(part)
                 continue
             repaired = part.token_ids[: self._repair_tokens]
             if repaired:
-                new.append((repaired, part.position, seen))
+                new += repaired
+                tail.add(len(repaired), part.position, sees)
+            sees[len(segments)] = len(part.token_ids)
             segments.append(self._segment(part))
             contents.append(part.token_ids)
             end = max(end, part.end_position)
-        plan = ModulePlan(
-            block_size=self._block_size,
-            segments=tuple(segments),
-            tail=_tail(new, len(segments)),
-        )
+        plan = ModulePlan(block_size=self._block_size, segments=tuple(segments), tail=tuple(tail))
         token_ids: list[int] = []
         # in padding a token that is there, so that penalties see nothing new
-        unseen = new[0][0][:1]
+        unseen = new[:1]
         for segment, content in zip(segments, contents, strict=True):
             token_ids += content
             token_ids += unseen * (plan.num_slots(segment) - len(content))
-        for tokens, _, _ in new:
-            token_ids += tokens
+        token_ids += new
         last = plan.tail[-1]
         return RenderedPrompt(
             token_ids,
@@ -87,17 +85,3 @@ class ModuleRenderer:
                 context=((0, len(self._beginning)),),
             )
         return self._segments[module.number]
-
-
-def _tail(
-    new: Sequence[tuple[list[int], int, tuple[int, ...]]], num_segments: int
-) -> tuple[TailRun, ...]:
-    runs: list[TailRun] = []
-    for tokens, position, seen in new:
-        visible = seen + (0,) * (num_segments - len(seen))
-        last = runs[-1] if runs else None
-        if last and last.visible == visible and last.position + last.num_tokens == position:
-            runs[-1] = last.model_copy(update={"num_tokens": last.num_tokens + len(tokens)})
-        else:
-            runs.append(TailRun(num_tokens=len(tokens), position=position, visible=visible))
-    return tuple(runs)

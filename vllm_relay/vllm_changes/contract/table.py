@@ -20,7 +20,7 @@ from vllm_relay.vllm_changes.contract.shapes import ABSENT, body_of, shape_of
 
 PATH = Path(__file__).with_name("touch_points.json")
 
-_REPLACING = {"overridden", "replaced", "wrapped", "stood in for"}
+_REPLACING = {"overridden", "replaced", "wrapped"}
 
 
 @dataclass(frozen=True)

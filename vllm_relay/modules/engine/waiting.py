@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which requests wait for which modules.
+
+A request is listed under one of the modules that it lacks, the one that the fewest wait for, and is
+looked at again when that is there. So what happens costs as much as it concerns, however many wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Any, Generic, TypeVar
+
+R = TypeVar("R", bound=Hashable)
+
+Rank = tuple[Any, ...]
+"""What is smaller comes first."""
+
+
+class Ranked(Generic[R]):
+    """A set whose first member is known."""
+
+    def __init__(self) -> None:
+        self._entries: dict[R, tuple[Rank, int]] = {}
+        self._heap: list[tuple[tuple[Rank, int], R]] = []  # with entries that are out of date
+        self._serial = count()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, member: R) -> bool:
+        return member in self._entries
+
+    def add(self, member: R, rank: Rank) -> None:
+        entry = self._entries[member] = (rank, next(self._serial))
+        heappush(self._heap, (entry, member))
+        if len(self._heap) > 64 + 2 * len(self._entries):
+            self._heap = [(entry, member) for member, entry in self._entries.items()]
+            heapify(self._heap)
+
+    def discard(self, member: R) -> None:
+        self._entries.pop(member, None)
+
+    def first(self) -> R | None:
+        heap = self._heap
+        while heap and self._entries.get(heap[0][1]) is not heap[0][0]:
+            heappop(heap)
+        return heap[0][1] if heap else None
+
+
+@dataclass(eq=False)
+class _Waiter(Generic[R]):
+    """
+    Attributes:
+        keys: the names of all its modules.
+        listed: the name of the one it is listed under.
+    """
+
+    keys: Sequence[bytes]
+    rank: Rank
+    listed: bytes
+
+
+class WaitingRequests(Generic[R]):
+    """
+    Args:
+        has: whether a module of a request, by its place in it, is there now.
+    """
+
+    def __init__(self, has: Callable[[R, int], bool]) -> None:
+        self._has = has
+        self._waiters: dict[R, _Waiter[R]] = {}
+        self._ranked: Ranked[R] = Ranked()
+        self._lists: dict[bytes, Ranked[R]] = {}
+        self._looked_at: Ranked[bytes] = Ranked()  # modules whose list is gone through
+        self._wanted: dict[bytes, tuple[R, int]] = {}
+        self._computed: set[bytes] = set()  # by somebody, and not there yet
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    def __contains__(self, request: R) -> bool:
+        return request in self._waiters
+
+    def first(self) -> R | None:
+        """The one of the smallest rank."""
+        return self._ranked.first()
+
+    def add(self, request: R, keys: Sequence[bytes], rank: Rank) -> bool:
+        """Let a request wait, if it lacks a module; returns whether it does.
+
+        Args:
+            keys: the names of its modules, in their order in the request.
+        """
+        missing = [index for index in range(len(keys)) if not self._has(request, index)]
+        if not missing:
+            self.discard(request)
+            return False
+        for index in missing:
+            if keys[index] not in self._computed:
+                self._wanted.setdefault(keys[index], (request, index))
+        if request not in self._waiters:
+            self._ranked.add(request, rank)
+        else:
+            self._take_off(request)
+        self._waiters[request] = _Waiter(keys, rank, b"")
+        self._list(request, [keys[index] for index in missing])
+        return True
+
+    def _list(self, request: R, missing: list[bytes]) -> None:
+        waiter = self._waiters[request]
+        waiter.listed = min(missing, key=self._num_listed) if len(missing) > 1 else missing[0]
+        listed = self._lists.get(waiter.listed)
+        if listed is None:
+            listed = self._lists[waiter.listed] = Ranked()
+        listed.add(request, waiter.rank)
+
+    def discard(self, request: R) -> None:
+        """A request waits no longer."""
+        if request in self._waiters:
+            self._take_off(request)
+            del self._waiters[request]
+            self._ranked.discard(request)
+
+    def arrived(self, key: bytes) -> None:
+        """A module is there, or will not be: those listed under it are to be looked at again."""
+        self._wanted.pop(key, None)
+        self._computed.discard(key)
+        self._look_at(key)
+
+    def take_able(self, limit: int) -> list[R]:
+        """Of those that are to be looked at again, look at so many; those that lack nothing wait
+        no longer and are returned."""
+        able: list[R] = []
+        for _ in range(limit):
+            key = self._looked_at.first()
+            if key is None:
+                break
+            request = self._lists[key].first()
+            assert request is not None
+            if not self.still_lacks(request):
+                able.append(request)
+            elif self._waiters[request].listed == key:
+                self._looked_at.discard(key)  # it is gone again
+                continue
+            self._look_at(key)
+        return able
+
+    def still_lacks(self, request: R) -> bool:
+        """Look at a waiting request again; if it lacks nothing, it waits no longer."""
+        waiter = self._waiters[request]
+        known = [key for key in waiter.keys if key in self._wanted or key in self._computed]
+        if not known:
+            return self.add(request, waiter.keys, waiter.rank)
+        self._take_off(request)
+        self._list(request, known)
+        return True
+
+    def missing(self, request: R) -> list[int]:
+        """The places of the modules that a waiting request lacks."""
+        return [
+            index
+            for index in range(len(self._waiters[request].keys))
+            if not self._has(request, index)
+        ]
+
+    def wanted(self) -> tuple[R, int] | None:
+        """A request and the place of one of its modules, which has been wanted longest and that
+        nobody computes yet."""
+        while self._wanted:
+            key, (request, index) = next(iter(self._wanted.items()))
+            if request not in self._waiters and key in self._lists:
+                other = self._lists[key].first()
+                assert other is not None
+                request, index = other, self._waiters[other].keys.index(key)
+            if request in self._waiters and not self._has(request, index):
+                return request, index
+            self.arrived(key)
+        return None
+
+    def computed(self, key: bytes) -> None:
+        """Somebody computes a module, until it has `arrived`."""
+        self._wanted.pop(key, None)
+        self._computed.add(key)
+
+    def postpone(self, key: bytes) -> None:
+        """Let `wanted` name another module before this one."""
+        self._wanted[key] = self._wanted.pop(key)
+
+    def _num_listed(self, key: bytes) -> int:
+        return len(self._lists.get(key, ()))
+
+    def _look_at(self, key: bytes) -> None:
+        """Give a list its place among those that are gone through: that of its first request."""
+        listed = self._lists.get(key)
+        request = None if listed is None else listed.first()
+        if request is None:
+            self._looked_at.discard(key)
+        else:
+            self._looked_at.add(key, self._waiters[request].rank)
+
+    def _take_off(self, request: R) -> None:
+        key = self._waiters[request].listed
+        listed = self._lists[key]
+        listed.discard(request)
+        if not listed:
+            del self._lists[key]
+            self._looked_at.discard(key)

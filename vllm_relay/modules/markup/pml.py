@@ -1,0 +1,402 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the Prompt Markup Language, strictly: what is not understood is refused, with its place.
+
+Source: Prompt Cache (Gim et al., 2024), section 3.2, and the grammar of its published schemas.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from vllm_relay.modules.markup.schema import (
+    MAX_PARAMETER_TOKENS,
+    RESERVED,
+    ROLES,
+    Content,
+    Module,
+    Parameter,
+    Schema,
+    SchemaError,
+    Scopes,
+    Text,
+    Turn,
+    Union,
+)
+from vllm_relay.modules.markup.white_space import texts_of
+from vllm_relay.modules.markup.xml_tree import (
+    Document,
+    Element,
+    Place,
+    PmlError,
+    TextNode,
+    parse_xml,
+)
+
+Made = TypeVar("Made")
+
+_PARAMETERS = ("param", "parameter")
+_INLINE = _PARAMETERS
+_PRESERVE = "xml:space"
+_PROMPT_TAG = re.compile(r"<prompt[\s/>]")
+
+
+@dataclass(frozen=True)
+class PromptText:
+    text: str
+    place: Place
+
+
+@dataclass(frozen=True)
+class PromptTurn:
+    role: str
+    text: str
+    place: Place
+
+
+@dataclass(frozen=True)
+class Import:
+    """A module that a prompt imports, with what stands within."""
+
+    name: str
+    arguments: dict[str, str]
+    content: tuple[PromptText | Import, ...]
+    place: Place
+
+
+@dataclass(frozen=True)
+class PromptMarkup:
+    """A prompt as it is written, before it is held against its schema.
+
+    Attributes:
+        turns: behind all else.
+    """
+
+    schema: str
+    content: tuple[PromptText | Import, ...]
+    turns: tuple[PromptTurn, ...]
+    place: Place
+
+
+def read_schema(path: Path) -> Schema:
+    """The schema in a file; modules with `src` are read from files beside it.
+
+    Raises:
+        PmlError, SchemaError: it cannot be understood; with file, line and column.
+        OSError: a file cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SchemaError(f"{path}: expected text in UTF-8: {error}") from None
+    return parse_schema(text, str(path), base=path.parent)
+
+
+def parse_schema(text: str, source: str = "schema", *, base: Path | None = None) -> Schema:
+    """The schema that a text describes.
+
+    Args:
+        source: what errors call the text.
+        base: the folder in which files of `src` are looked for; None: `src` is refused.
+
+    Raises:
+        PmlError: it cannot be understood; with line and column.
+    """
+    root = parse_xml(text, source)
+    _expect_name(root, ("schema",))
+    return _SchemaReader(base).schema(root)
+
+
+def parse_prompt(text: str, source: str = "prompt", *, schema: str | None = None) -> PromptMarkup:
+    """What a prompt imports and says.
+
+    Args:
+        source: what errors call the text.
+        schema: the name of its schema, if the text is what stands in <prompt>.
+
+    Raises:
+        PmlError: it cannot be understood; with line and column.
+    """
+    if schema is None and _PROMPT_TAG.search(text) is None:
+        raise PmlError(
+            Place(Document(text, source), 0),
+            'expected <prompt schema="NAME">, with modules and text within',
+        )
+    root = parse_xml(text, source, inside=None if schema is None else "prompt")
+    _expect_name(root, ("prompt",))
+    if schema is None:
+        schema = _attributes(root, ("schema", _PRESERVE), required=("schema",))["schema"]
+    content: list[PromptText | Import] = []
+    turns: list[PromptTurn] = []
+    for each in _prompt_content(root, _preserves(root, False)):
+        if isinstance(each, PromptTurn):
+            turns.append(each)
+        elif not turns:
+            content.append(each)
+        elif isinstance(each, Import):
+            raise PmlError(
+                turns[0].place,
+                f"<{turns[0].role}> stands before a module, expected turns behind the last",
+            )
+        elif each.text.strip():
+            raise PmlError(
+                each.place,
+                f"found the text {shortened(each.text)} behind <{turns[-1].role}>, expected it in "
+                "a turn",
+            )
+    return PromptMarkup(schema, tuple(content), tuple(turns), root.place)
+
+
+class _SchemaReader:
+    def __init__(self, base: Path | None) -> None:
+        self._base = base
+        self._scaffolds: list[tuple[Element, tuple[str, ...]]] = []
+
+    def schema(self, element: Element) -> Schema:
+        attributes = _attributes(element, ("name", _PRESERVE), required=("name",))
+        allowed = ("module", "union", *_PARAMETERS, *ROLES, "scaffold")
+        content = self._content(element, allowed, _preserves(element, False))
+        schema = _at(element, lambda: Schema(attributes["name"], *content))
+        scopes = Scopes(schema)
+        for scaffold, names in self._scaffolds:
+            _at(scaffold, partial(scopes.check_scaffold, names))
+        return Schema(schema.name, *content, scaffolds=tuple(names for _, names in self._scaffolds))
+
+    def _content(self, element: Element, allowed: Sequence[str], preserve: bool) -> list[Content]:
+        for child in element.children:
+            if isinstance(child, Element):
+                _expect_name(child, allowed, inside=element)
+        content: list[Content] = []
+        for child in _texts_cleaned(element, _INLINE, preserve):
+            if isinstance(child, TextNode):
+                content.append(Text(child.text))
+            elif child.name == "scaffold":
+                self._add_scaffold(child)
+            else:
+                content.append(self._element(child, preserve))
+        return content
+
+    def _element(self, element: Element, preserve: bool) -> Content:
+        preserve = _preserves(element, preserve)
+        if element.name == "module":
+            return self._module(element, preserve)
+        if element.name == "union":
+            return self._union(element, preserve)
+        if element.name in ROLES:
+            _attributes(element, (_PRESERVE,))
+            allowed = ("module", "union", *_PARAMETERS, "scaffold")
+            content = self._content(element, allowed, preserve)
+            return _at(element, lambda: Turn(element.name, *content))
+        return _parameter(element)
+
+    def _module(self, element: Element, preserve: bool) -> Module:
+        attributes = _attributes(element, ("name", "src", "cache", _PRESERVE), required=("name",))
+        cache = attributes.get("cache", "true")
+        if cache not in ("true", "false"):
+            raise PmlError(
+                element.place, f'<module>: given cache="{cache}", expected true or false'
+            )
+        allowed = ("module", "union", *_PARAMETERS, *ROLES, "scaffold")
+        content = self._content(element, allowed, preserve)
+        if "src" in attributes:
+            if content:
+                raise PmlError(element.place, "<module>: it has src and text, expected one of them")
+            content = [Text(self._read(element, attributes["src"]))]
+        cached = cache == "true"
+        return _at(element, lambda: Module(attributes["name"], *content, cached=cached))
+
+    def _union(self, element: Element, preserve: bool) -> Union:
+        attributes = _attributes(element, ("scaffold", _PRESERVE))
+        for child in element.children:
+            if isinstance(child, Element):
+                _expect_name(child, ("module",), inside=element)
+            elif child.text.strip():
+                raise PmlError(
+                    child.place, f"<union>: found text {shortened(child.text)}, expected <module>"
+                )
+        modules = [
+            self._module(child, _preserves(child, preserve))
+            for child in element.children
+            if isinstance(child, Element)
+        ]
+        names = [module.name for module in modules]
+        default = attributes.get("scaffold")
+        if default is not None and default not in names:
+            raise PmlError(
+                element.place,
+                f'<union>: given scaffold="{default}", expected one of its modules: '
+                f"{', '.join(names)}",
+            )
+        return _at(element, lambda: Union(*modules))
+
+    def _add_scaffold(self, element: Element) -> None:
+        attributes = _attributes(element, ("modules",), required=("modules",))
+        if element.children:
+            raise PmlError(element.place, '<scaffold>: expected <scaffold modules="NAME NAME"/>')
+        self._scaffolds.append((element, tuple(attributes["modules"].split())))
+
+    def _read(self, element: Element, src: str) -> str:
+        if self._base is None:
+            raise PmlError(
+                element.place, f'<module>: given src="{src}", but this schema is not read from a '
+                "file: send the text instead"
+            )  # fmt: skip
+        path = (self._base / src).resolve()
+        if not src or not path.is_relative_to(self._base.resolve()):
+            raise PmlError(
+                element.place, f'<module>: given src="{src}", expected a file below {self._base}'
+            )
+        try:
+            return path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PmlError(element.place, f"<module>: cannot read {path}: {error}") from error
+
+
+def _parameter(element: Element) -> Parameter:
+    attributes = _attributes(element, ("name", "len", "length", "scaffold"), required=("name",))
+    given = [name for name in ("len", "length") if name in attributes]
+    if len(given) != 1:
+        raise PmlError(element.place, f"<{element.name}>: expected len, the most tokens it takes")
+    length = attributes[given[0]]
+    if not length.isdecimal() or len(length) > 9 or int(length) < 1:
+        raise PmlError(
+            element.place,
+            f'<{element.name}>: given {given[0]}="{length[:20]}", expected a number of tokens from '
+            f"1 to {MAX_PARAMETER_TOKENS}",
+        )
+    if element.children:
+        raise PmlError(element.place, f"<{element.name}>: expected it empty, <{element.name} .../>")
+    placeholder = attributes.get("scaffold")
+    return _at(element, lambda: Parameter(attributes["name"], int(length), placeholder))
+
+
+def _prompt_content(element: Element, preserve: bool) -> Iterator[PromptText | Import | PromptTurn]:
+    for child in _texts_cleaned(element, (), preserve):
+        if isinstance(child, TextNode):
+            if child.text.strip() or preserve:
+                yield PromptText(child.text, child.place)
+        elif child.name in ROLES:
+            yield _prompt_turn(child, preserve)
+        elif child.name in RESERVED:
+            raise PmlError(
+                child.place,
+                f"found <{child.name}>, which schemas have: prompts import modules by their names",
+            )
+        else:
+            yield _import(child, preserve)
+
+
+def _import(element: Element, preserve: bool) -> Import:
+    arguments = {k: v for k, v in element.attributes.items() if k != _PRESERVE}
+    content: list[PromptText | Import] = []
+    for each in _prompt_content(element, _preserves(element, preserve)):
+        if isinstance(each, PromptTurn):
+            raise PmlError(
+                each.place, f"<{each.role}>: found inside <{element.name}>, expected turns in "
+                "<prompt> only"
+            )  # fmt: skip
+        content.append(each)
+    return Import(element.name, arguments, tuple(content), element.place)
+
+
+def _prompt_turn(element: Element, preserve: bool) -> PromptTurn:
+    _attributes(element, (_PRESERVE,))
+    preserve = _preserves(element, preserve)
+    for child in element.children:
+        if isinstance(child, Element):
+            raise PmlError(
+                child.place, f"<{child.name}>: found inside <{element.name}> of a prompt, expected "
+                "text only: modules are imported before it, by the names the schema gives them"
+            )  # fmt: skip
+    texts = [
+        each.text for each in _texts_cleaned(element, (), preserve) if isinstance(each, TextNode)
+    ]
+    text = "".join(texts)
+    return PromptTurn(element.name, text if preserve else text.strip(), element.place)
+
+
+def _texts_cleaned(
+    element: Element, inline: Sequence[str], preserve: bool
+) -> list[Element | TextNode]:
+    """The children of an element, texts without layout."""
+    if preserve:
+        return element.children
+    parts: list[str | bool] = [
+        child.text if isinstance(child, TextNode) else child.name in inline
+        for child in element.children
+    ]
+    cleaned: list[Element | TextNode] = []
+    for child, text in zip(element.children, texts_of(parts), strict=True):
+        if isinstance(child, Element):
+            cleaned.append(child)
+        elif text:
+            cleaned.append(TextNode(str(text), child.place))
+    return cleaned
+
+
+def _preserves(element: Element, inherited: bool) -> bool:
+    value = element.attributes.get(_PRESERVE)
+    if value not in (None, "preserve", "default"):
+        raise PmlError(
+            element.place,
+            f'<{element.name}>: given {_PRESERVE}="{value}", expected preserve or default',
+        )
+    return inherited if value is None else value == "preserve"
+
+
+def _attributes(
+    element: Element, allowed: Sequence[str], required: Sequence[str] = ()
+) -> dict[str, str]:
+    for name in element.attributes:
+        if name not in allowed:
+            raise PmlError(
+                element.place,
+                f"<{element.name}>: found the attribute {name!r}, allowed are "
+                f"{', '.join(allowed)}{did_you_mean(name, allowed)}",
+            )
+    for name in required:
+        if name not in element.attributes:
+            raise PmlError(element.place, f"<{element.name}>: expected the attribute {name!r}")
+    return element.attributes
+
+
+def _expect_name(element: Element, allowed: Sequence[str], inside: Element | None = None) -> None:
+    if element.name not in allowed:
+        where = f" inside <{inside.name}>" if inside else ""
+        tags = ", ".join(f"<{name}>" for name in allowed)
+        raise PmlError(
+            element.place,
+            f"found <{element.name}>{where}, expected {tags}{did_you_mean(element.name, allowed)}",
+        )
+
+
+def _at(element: Element, make: Callable[[], Made]) -> Made:
+    try:
+        return make()
+    except SchemaError as error:
+        raise PmlError(element.place, str(error)) from None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint, if there is one."""
+    # comparing takes long, and there may be thousands
+    alike = [each for each in known if abs(len(each) - len(name)) < 3 and len(name) < 50]
+    close = difflib.get_close_matches(name, alike[:100], 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first of many names."""
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return ", ".join(names[:20]) + more
+
+
+def shortened(text: str) -> str:
+    """For an error."""
+    text = " ".join(text.split())
+    return repr(text if len(text) <= 40 else text[:37] + "...")

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""XML with the place of everything, for errors that say where; nothing is repaired but "<" and "&"
+that cannot begin markup, as in code: those are text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from xml.parsers import expat
+
+
+class PmlError(ValueError):
+    """What is wrong in a schema or a prompt, and where: "NAME:LINE:COLUMN: ..."."""
+
+    def __init__(self, place: Place, message: str) -> None:
+        short = message if len(message) < 1000 else f"{message[:997]}..."
+        # surrogates are no text
+        super().__init__(f"{place}: {short}".encode(errors="backslashreplace").decode())
+        self.place = place
+
+
+class Document:
+    """A text as it is given, and as the parser gets it: with entities for what is no markup.
+
+    Args:
+        source: what errors call the text.
+        inside: the name of an element that the text is the content of; None: the text has its own.
+    """
+
+    def __init__(self, text: str, source: str, inside: str | None = None) -> None:
+        self.source = source
+        self._text = text
+        opening, closing = (f"<{inside}>", f"</{inside}>") if inside else ("", "")
+        self._num_opening_bytes = len(opening)
+        self.has_root = inside is None
+        # no surrogates: the parser says that they are no characters, and where
+        given = "".join(piece for piece, _ in self._pieces())
+        self.markup = f"{opening}{given}{closing}".encode(errors="surrogatepass")
+
+    def line_and_column(self, byte: int) -> tuple[int, int]:
+        """From 1, in the given text.
+
+        Args:
+            byte: of the markup.
+        """
+        before = self.markup[self._num_opening_bytes : byte].decode(errors="ignore")
+        offset = num_before = 0  # in the given text, and in the one with entities
+        for piece, given in self._pieces():
+            if num_before + len(piece) > len(before):
+                offset += min(len(before) - num_before, len(given))
+                break
+            num_before, offset = num_before + len(piece), offset + len(given)
+        line = self._text.count("\n", 0, offset) + 1
+        return line, offset - self._text.rfind("\n", 0, offset)
+
+    def _pieces(self) -> Iterator[tuple[str, str]]:
+        """Of the text with entities, and of the one that is given."""
+        text, begin = self._text, 0
+        while (verbatim := _VERBATIM.search(text, begin)) is not None:
+            end = text.find(_ENDS[verbatim[0]], verbatim.end())
+            if end < 0:
+                break  # the parser says what is wrong
+            yield from self._replaced(begin, verbatim.start())
+            yield (text[verbatim.start() : end],) * 2
+            begin = end
+        yield from self._replaced(begin, len(text))
+
+    def _replaced(self, begin: int, end: int) -> Iterator[tuple[str, str]]:
+        for match in _NO_MARKUP.finditer(self._text, begin, end):
+            yield (self._text[begin : match.start()],) * 2
+            yield "&lt;" if match["less"] else "&amp;", match[0]
+            begin = match.end()
+        yield (self._text[begin:end],) * 2
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something stands. Line and column are counted when they are asked for: a document has
+    many places, and few of them are ever shown."""
+
+    document: Document = field(repr=False)
+    byte: int
+
+    @property
+    def line(self) -> int:
+        """From 1."""
+        return self.document.line_and_column(self.byte)[0]
+
+    @property
+    def column(self) -> int:
+        """From 1."""
+        return self.document.line_and_column(self.byte)[1]
+
+    def __str__(self) -> str:
+        line, column = self.document.line_and_column(self.byte)
+        return f"{self.document.source}:{line}:{column}"
+
+
+@dataclass(frozen=True)
+class TextNode:
+    text: str
+    place: Place
+
+
+@dataclass(frozen=True)
+class Element:
+    name: str
+    attributes: dict[str, str]
+    place: Place
+    children: list[Element | TextNode] = field(default_factory=list)
+
+
+_NO_MARKUP = re.compile(r"(?P<less><(?![\w/!?:]))|(?P<and>&(?!#?\w{1,31};))")
+_VERBATIM = re.compile(r"<!--|<!\[CDATA\[")
+_ENDS = {"<!--": "-->", "<![CDATA[": "]]>"}
+MAX_DEPTH = 50
+MAX_ELEMENTS = 100_000
+"""Of a document: each takes memory, however short it is."""
+
+
+def parse_xml(text: str, source: str, *, inside: str | None = None) -> Element:
+    """The root element.
+
+    Args:
+        source: what errors call the text: a path, or "schema".
+        inside: the name of the root element, if the text is only what stands within.
+
+    Raises:
+        PmlError: it is not well-formed, or has a document type.
+    """
+    return _Parser(Document(text, source, inside)).parse()
+
+
+class _Parser:
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self._open: list[Element] = []
+        self._root: Element | None = None
+        self._num_elements = 0
+        self._pending: list[str] = []
+        self._pending_place: Place | None = None
+        parser = self._parser = expat.ParserCreate("utf-8")
+        parser.StartElementHandler = self._start
+        parser.EndElementHandler = self._end
+        parser.CharacterDataHandler = self._characters
+        parser.StartDoctypeDeclHandler = self._refuse_doctype
+
+    def parse(self) -> Element:
+        try:
+            self._parser.Parse(self._document.markup, True)
+        except expat.ExpatError as error:
+            what = expat.errors.messages[error.code]
+            hint = ""
+            given = self._open if self._document.has_root else self._open[1:]
+            if what == expat.errors.XML_ERROR_TAG_MISMATCH and given:
+                last = given[-1]
+                hint = f": <{last.name}> of line {last.place.line} is not closed"
+            elif what == expat.errors.XML_ERROR_UNDEFINED_ENTITY:
+                hint = ': write "&" in a text as &amp;'
+            elif what in (expat.errors.XML_ERROR_INVALID_TOKEN, expat.errors.XML_ERROR_SYNTAX):
+                hint = (
+                    ': attributes are written name="value", "<" in a text as &lt;, "&" as &amp;, '
+                    "and code may stand in <![CDATA[...]]>"
+                )
+            place = Place(self._document, self._parser.ErrorByteIndex)
+            raise PmlError(place, f"{what}{hint}") from None
+        assert self._root is not None
+        return self._root
+
+    def _here(self) -> Place:
+        return Place(self._document, self._parser.CurrentByteIndex)
+
+    def _start(self, name: str, attributes: dict[str, str]) -> None:
+        self._flush()
+        element = Element(name, attributes, self._here())
+        if len(self._open) == MAX_DEPTH:
+            raise PmlError(element.place, f"<{name}> is inside {MAX_DEPTH} others, expected fewer")
+        self._num_elements += 1
+        if self._num_elements > MAX_ELEMENTS:
+            raise PmlError(
+                element.place, f"found {MAX_ELEMENTS} elements before it, expected fewer"
+            )
+        if self._open:
+            self._open[-1].children.append(element)
+        else:
+            self._root = element
+        self._open.append(element)
+
+    def _end(self, name: str) -> None:
+        self._flush()
+        self._open.pop()
+
+    def _characters(self, text: str) -> None:
+        if self._pending_place is None:
+            self._pending_place = self._here()
+        self._pending.append(text)
+
+    def _flush(self) -> None:
+        if self._pending_place is not None:
+            text = TextNode("".join(self._pending), self._pending_place)
+            self._open[-1].children.append(text)
+            self._pending, self._pending_place = [], None
+
+    def _refuse_doctype(self, *_: object) -> None:
+        raise PmlError(self._here(), "found a document type, expected none: PML has no entities")

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokens of a schema and their positions.
+
+The text that a module has itself, without the modules in it, is one segment; so is the text that
+every prompt has. A token's position is its place in the text of the whole schema, in which a union
+is as long as its longest member and a parameter as long as it may get. Modules see what stands
+before them in the modules around them, up to the text that every prompt has; what stands beside
+them is seen only in a scaffold.
+
+Source: Prompt Cache (Gim et al., 2024), section 3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from vllm_relay.modules.markup.schema import (
+    Content,
+    Module,
+    Parameter,
+    Schema,
+    SchemaError,
+    SchemaTooLongError,
+    Text,
+    Turn,
+    Union,
+)
+from vllm_relay.modules.prompt.plan import Segment
+from vllm_relay.modules.prompt.text_tokens import TextTokens
+
+
+@dataclass(eq=False)
+class ModuleTokens:
+    """A module, or the text that every prompt has; equal to itself only.
+
+    Attributes:
+        path: names from the outermost module on; empty for what every prompt has.
+        position, size_tokens: where it begins, and how many positions it takes.
+        context: the modules around it and how many of their tokens stand before it.
+        tokens: of its own text, placeholders included.
+        position_runs: see `Segment`.
+        placeholders: ranges of these that are placeholders.
+        parts: its own text and what stands in it, in order.
+        scaffolds: names of modules right in it that are computed together.
+        is_cached: whether its tokens are stored.
+    """
+
+    path: tuple[str, ...]
+    position: int
+    context: tuple[tuple[ModuleTokens, int], ...]
+    is_cached: bool
+    size_tokens: int = 0
+    tokens: list[int] = field(default_factory=list)
+    position_runs: list[tuple[int, int]] = field(default_factory=list)
+    placeholders: list[tuple[int, int]] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    scaffolds: list[tuple[str, ...]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return "/".join(self.path)
+
+    @property
+    def end_position(self) -> int:
+        return self.position + self.size_tokens
+
+    def children(self) -> Iterator[ModuleTokens]:
+        """The modules right in it, in the order of the text."""
+        for part in self.parts:
+            if isinstance(part, UnionTokens):
+                yield from part.members
+
+    def walk(self) -> Iterator[ModuleTokens]:
+        """Itself and all modules in it, in the order of the text."""
+        yield self
+        for child in self.children():
+            yield from child.walk()
+
+    @cached_property
+    def segment(self) -> Segment:
+        """For a plan, which knows what it sees."""
+        return Segment(
+            name=self.name,
+            num_tokens=len(self.tokens),
+            position_runs=tuple(self.position_runs),
+            placeholders=tuple(self.placeholders),
+            placeholder_tokens=tuple(
+                token for begin, end in self.placeholders for token in self.tokens[begin:end]
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class OwnText:
+    """Tokens begin..end of a module."""
+
+    text: str
+    position: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class ParameterTokens:
+    """The placeholder at tokens begin..end of a module."""
+
+    parameter: Parameter
+    position: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, eq=False)
+class UnionTokens:
+    """Modules of which a prompt imports one at most; a module outside unions is alone in one."""
+
+    members: tuple[ModuleTokens, ...]
+
+
+Part = OwnText | ParameterTokens | UnionTokens
+
+
+@dataclass(frozen=True)
+class TurnText:
+    """What a chat template writes around a turn.
+
+    Attributes:
+        path: of the module the turn stands in.
+    """
+
+    role: str
+    path: tuple[str, ...]
+    opening: str
+    closing: str
+
+
+@dataclass(frozen=True)
+class SchemaTokens:
+    """A schema in the tokens of a model.
+
+    Attributes:
+        root: what every prompt has.
+        turns: in the order of the text.
+        turn_is_open: whether the last turn is the user's: text at the end of a prompt continues it.
+        num_tokens: of all modules, each counted as `MODULE_TOKENS` besides its text.
+    """
+
+    schema: Schema
+    root: ModuleTokens
+    turns: tuple[TurnText, ...]
+    turn_is_open: bool
+    num_tokens: int
+
+    @property
+    def size_tokens(self) -> int:
+        return self.root.size_tokens
+
+
+def tokenize_schema(
+    schema: Schema,
+    text_tokens: TextTokens,
+    *,
+    max_positions: int | None = None,
+    max_tokens: int | None = None,
+) -> SchemaTokens:
+    """Lay a schema out.
+
+    Args:
+        max_positions, max_tokens: that it may take; None: any number.
+
+    Raises:
+        SchemaTooLongError: it takes more.
+        SchemaError: the chat template cannot render its turns.
+    """
+    roles = list(_roles(schema.content, (), in_union=False))
+    texts = text_tokens.turns.openings_and_closings([role for role, _ in roles])
+    turns = tuple(
+        TurnText(role, path, *text) for (role, path), text in zip(roles, texts, strict=True)
+    )
+    is_open = bool(roles) and roles[-1] == ("user", ()) and isinstance(schema.content[-1], Turn)
+    room = _Room(schema.name, max_positions, max_tokens)
+    layout = _Layout(text_tokens, schema.scaffolds, turns, is_open, room)
+    root = ModuleTokens((), 0, (), is_cached=True)
+    layout.begin(root, [] if turns else text_tokens.beginning)
+    layout.fill(root, schema.content)
+    return SchemaTokens(schema, root, turns, is_open, room.num_tokens)
+
+
+def _roles(
+    content: Sequence[Content], path: tuple[str, ...], *, in_union: bool
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Of all turns, with the module each stands in."""
+    for each in content:
+        if isinstance(each, Turn):
+            if in_union:
+                raise SchemaError(
+                    f"module {path[-1]!r}: a turn of {each.role} in a member of a union: which "
+                    "turns follow it must not depend on the choice; put the union into the turn"
+                )
+            yield each.role, path
+            yield from _roles(each.content, path, in_union=in_union)
+        elif isinstance(each, Module):
+            yield from _roles(each.content, (*path, each.name), in_union=in_union)
+        elif isinstance(each, Union):
+            for module in each.modules:
+                yield from _roles(module.content, (*path, module.name), in_union=True)
+
+
+MODULE_TOKENS = 64
+"""What a module takes in memory besides its tokens, in tokens."""
+
+
+@dataclass
+class _Room:
+    """What a schema may take; asked before it is taken."""
+
+    name: str
+    max_positions: int | None
+    max_tokens: int | None
+    num_tokens: int = 0
+
+    def take(self, num_tokens: int, end_position: int) -> None:
+        """
+        Raises:
+            SchemaTooLongError: there is no room.
+        """
+        self.num_tokens += num_tokens
+        if self.max_positions is not None and end_position > self.max_positions:
+            raise SchemaTooLongError(
+                f"schema {self.name!r}: takes {end_position} positions or more, the model has "
+                f"{self.max_positions}: members of a <union> share theirs, and parameters take as "
+                "many as len says"
+            )
+        if self.max_tokens is not None and self.num_tokens > self.max_tokens:
+            raise SchemaTooLongError(
+                f"schema {self.name!r}: takes more than {self.max_tokens} tokens, the most for all "
+                "schemas (max_schema_tokens)"
+            )
+
+
+class _Layout:
+    def __init__(
+        self,
+        text_tokens: TextTokens,
+        scaffolds: tuple[tuple[str, ...], ...],
+        turns: tuple[TurnText, ...],
+        turn_is_open: bool,
+        room: _Room,
+    ) -> None:
+        self._room = room
+        self._text_tokens = text_tokens
+        self._scaffolds: dict[str, list[tuple[str, ...]]] = {}
+        for scaffold in scaffolds:
+            self._scaffolds.setdefault(scaffold[0], []).append(scaffold)
+        self._turns = turns
+        self._num_turns = 0
+        self._turn_is_open = turn_is_open
+
+    def begin(self, root: ModuleTokens, tokens: list[int]) -> None:
+        """With what comes before all text."""
+        if tokens:
+            self._add_tokens(root, tokens)
+            root.parts.append(OwnText("", 0, 0, len(tokens)))
+
+    def fill(self, module: ModuleTokens, content: Sequence[Content]) -> None:
+        """Lay out what a module consists of, behind what it has already."""
+        texts: list[str] = []
+        self._visit(module, content, texts)
+        self._add_text(module, texts)
+        names = {child.path[-1]: None for child in module.children()}
+        module.scaffolds = [
+            scaffold
+            for name in names
+            for scaffold in self._scaffolds.get(name, ())
+            if names.keys() >= set(scaffold)
+        ]
+
+    def _visit(self, module: ModuleTokens, content: Sequence[Content], texts: list[str]) -> None:
+        """
+        Args:
+            texts: what has been read since the last part.
+        """
+        for each in content:
+            if isinstance(each, Text):
+                texts.append(each.text)
+            elif isinstance(each, Turn):
+                number = self._num_turns
+                self._num_turns += 1
+                texts.append(self._turns[number].opening)
+                self._visit(module, each.content, texts)
+                if not (self._turn_is_open and number == len(self._turns) - 1):
+                    texts.append(self._turns[number].closing)
+            else:
+                self._add_text(module, texts)
+                self._add(module, each)
+
+    def _add_text(self, module: ModuleTokens, texts: list[str]) -> None:
+        text = "".join(texts)
+        texts.clear()
+        if text:
+            begin, position = len(module.tokens), module.end_position
+            self._add_tokens(module, self._text_tokens(text))
+            module.parts.append(OwnText(text, position, begin, len(module.tokens)))
+
+    def _add(self, module: ModuleTokens, each: Module | Union | Parameter) -> None:
+        position = module.end_position
+        if isinstance(each, Parameter):
+            length = each.length_tokens
+            self._room.take(0, position + length)
+            tokens = self._text_tokens(each.placeholder or "")[:length]
+            tokens += [self._text_tokens.placeholder] * (length - len(tokens))
+            begin = len(module.tokens)
+            self._add_tokens(module, tokens)
+            module.placeholders.append((begin, begin + length))
+            module.parts.append(ParameterTokens(each, position, begin, begin + length))
+        else:
+            members = each.modules if isinstance(each, Union) else (each,)
+            children = tuple(self._child(module, member, position) for member in members)
+            module.parts.append(UnionTokens(children))
+            module.size_tokens += max(child.size_tokens for child in children)
+
+    def _add_tokens(self, module: ModuleTokens, tokens: list[int]) -> None:
+        self._room.take(len(tokens), module.end_position + len(tokens))
+        runs = module.position_runs
+        moved = not runs or runs[-1][1] + len(module.tokens) - runs[-1][0] != module.end_position
+        if tokens and moved:
+            runs.append((len(module.tokens), module.end_position))
+        module.tokens += tokens
+        module.size_tokens += len(tokens)
+
+    def _child(self, parent: ModuleTokens, module: Module, position: int) -> ModuleTokens:
+        self._room.take(MODULE_TOKENS, position)
+        before = [(parent, len(parent.tokens))] if parent.tokens else []
+        child = ModuleTokens(
+            (*parent.path, module.name),
+            position,
+            (*parent.context, *before),
+            is_cached=module.cached,
+        )
+        self.fill(child, module.content)
+        return child

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt held against its schema, and what the engine gets: tokens and a plan.
+
+Source: Prompt Cache (Gim et al., 2024), section 3.4; repair: EPIC (Hu et al., 2025), which computes
+the first tokens of a chunk anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from msgspec.structs import replace
+
+from vllm_relay.modules.markup.pml import Import, PromptMarkup, PromptText, shortened
+from vllm_relay.modules.markup.schema import SchemaError
+from vllm_relay.modules.markup.xml_tree import PmlError
+from vllm_relay.modules.prompt.imports import ImportTexts, check_import
+from vllm_relay.modules.prompt.layout import (
+    ModuleTokens,
+    OwnText,
+    ParameterTokens,
+    SchemaTokens,
+)
+from vllm_relay.modules.prompt.plan import ModulePlan, Segment, TailRuns
+from vllm_relay.modules.prompt.text_tokens import TextTokens
+
+Mode = Literal["modular", "repair", "exact"]
+MODES: tuple[str, ...] = get_args(Mode)
+REPAIR_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class RenderedPrompt:
+    """What the engine computes.
+
+    Attributes:
+        token_ids: of all slots, padding included; without a plan simply the prompt.
+        plan: None in mode "exact".
+        end_position: of the prompt: generated tokens begin there.
+        module_tokens: of each imported module, how many stored tokens are seen; "" is what every
+            prompt has.
+    """
+
+    token_ids: list[int]
+    plan: ModulePlan | None
+    end_position: int
+    module_tokens: dict[str, int]
+
+    @property
+    def last_position(self) -> int:
+        """Of all tokens, placeholders included."""
+        return (self.plan.end_position if self.plan else self.end_position) - 1
+
+    @property
+    def min_model_len(self) -> int:
+        """How many tokens a model must take for it: slots, or positions."""
+        return max(len(self.token_ids), self.last_position + 1)
+
+    def limit_output(self, max_tokens: int | None, max_model_len: int | None) -> int | None:
+        """How many tokens may be generated: no more than there are positions behind the prompt.
+
+        Args:
+            max_tokens: how many are asked for; None: any number.
+            max_model_len: how many tokens the model takes; None: any number.
+        """
+        if max_model_len is None:
+            return max_tokens
+        most = max_model_len - self.min_model_len
+        return most if max_tokens is None else min(max_tokens, most)
+
+
+def render(
+    schema: SchemaTokens,
+    prompt: PromptMarkup,
+    text_tokens: TextTokens,
+    *,
+    block_size: int,
+    mode: Mode = "modular",
+    repair_tokens: int = REPAIR_TOKENS,
+    to_pin: bool = False,
+) -> RenderedPrompt:
+    """The tokens and the plan of a prompt.
+
+    Args:
+        prompt: of this schema.
+        block_size: tokens of a KV block of the engine.
+        mode: "modular" uses stored tokens as they are, "repair" computes the first `repair_tokens`
+            of each module in the context of the prompt, "exact" stores nothing apart.
+        to_pin: modules alone are a prompt too; a token of theirs stands behind them.
+
+    Raises:
+        PmlError: the prompt does not fit its schema, or the chat template cannot render its turns.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode: given {mode!r}, expected one of {', '.join(MODES)}")
+    if isinstance(repair_tokens, bool) or not isinstance(repair_tokens, int) or repair_tokens < 0:
+        raise ValueError(f"repair_tokens: given {repair_tokens!r}, expected a number from 0")
+    walk = _Walk(schema, text_tokens, repair_tokens if mode == "repair" else 0)
+    walk.prompt(prompt, to_pin and mode != "exact")
+    return walk.written_out() if mode == "exact" else walk.planned(block_size)
+
+
+@dataclass
+class _Visit:
+    """A module on the way through a prompt, and what of it has been passed.
+
+    Attributes:
+        place: among the segments of the plan, if it has tokens to store.
+        beside: the modules beside it that it sees in this prompt.
+        num_to_repair: how many of the tokens to come are computed anew.
+        repaired: ranges of its tokens that were.
+    """
+
+    place: int
+    module: ModuleTokens
+    found: Import
+    beside: list[ModuleTokens]
+    num_to_repair: int
+    repaired: list[tuple[int, int]] = field(default_factory=list)
+
+
+class _Walk:
+    """Through a prompt, in the order of its text."""
+
+    def __init__(self, schema: SchemaTokens, text_tokens: TextTokens, repair_tokens: int) -> None:
+        self._schema = schema
+        self._text_tokens = text_tokens
+        self._repair_tokens = repair_tokens
+        self._imported: set[tuple[str, ...]] = set()
+        self._visits: list[_Visit] = []
+        self._new: list[int] = []  # tokens that no module holds
+        self._tail = TailRuns()
+        self._passed: dict[int, int] = {}  # see `TailRun.sees`, since the last new tokens
+        self._texts: list[str] = []
+        self._end_position = 0
+
+    def prompt(self, prompt: PromptMarkup, to_pin: bool) -> None:
+        imports = list(prompt.content)
+        behind: list[str] = []
+        while imports and isinstance(last := imports[-1], PromptText):
+            behind.insert(0, last.text)
+            imports.pop()
+        self._module(self._schema.root, Import("", {}, tuple(imports), prompt.place), [])
+        text = "".join(behind)
+        if to_pin and self._visits and not (prompt.turns or text.strip()):
+            self._add_new(self._visits[-1].module.tokens[:1], self._end_position)
+        else:
+            self._question(prompt, text)
+
+    # -- the order of the text
+
+    def _module(self, module: ModuleTokens, found: Import, beside: list[ModuleTokens]) -> None:
+        check_import(self._schema.root, module, found)
+        self._imported.add(module.path)
+        num_to_repair = self._repair_tokens if module.path else 0
+        visit = _Visit(len(self._visits), module, found, beside, num_to_repair)
+        if module.is_cached and module.tokens:
+            self._visits.append(visit)
+        texts = ImportTexts(found)
+        scaffolds = [each for each in map(set, module.scaffolds) if texts.imports.keys() >= each]
+        visited: list[ModuleTokens] = []
+        for part in module.parts:
+            if isinstance(part, OwnText):
+                self._own_text(visit, part)
+            elif isinstance(part, ParameterTokens):
+                self._parameter(visit, part)
+            else:
+                for member in part.members:
+                    name = member.path[-1]
+                    if name in texts.imports:
+                        seen = set().union(*(each for each in scaffolds if name in each))
+                        beside = [each for each in visited if each.path[-1] in seen] if seen else []
+                        self._text(texts.before.get(name, ""))
+                        self._module(member, texts.imports[name], beside)
+                        self._text(texts.behind[name])
+                        if member.tokens:
+                            visited.append(member)
+        self._text(texts.alone)
+
+    def _own_text(self, visit: _Visit, part: OwnText) -> None:
+        module = visit.module
+        self._texts.append(part.text)
+        tokens = module.tokens[part.begin : part.end]
+        if not tokens:
+            return
+        if not module.is_cached:
+            self._add_new(tokens, part.position)
+        else:
+            if repaired := tokens[: visit.num_to_repair]:
+                self._add_new(repaired, part.position)
+                visit.repaired.append((part.begin, part.begin + len(repaired)))
+                visit.num_to_repair -= len(repaired)
+            self._passed[visit.place] = part.end
+        self._end_position = max(self._end_position, part.position + len(tokens))
+
+    def _parameter(self, visit: _Visit, part: ParameterTokens) -> None:
+        name = part.parameter.name
+        argument = visit.found.arguments.get(name, "")
+        tokens = self._text_tokens(argument)
+        if len(tokens) > part.parameter.length_tokens:
+            raise PmlError(
+                visit.found.place,
+                f"<{visit.found.name}>: {name}={shortened(argument)} has {len(tokens)} tokens, the "
+                f"schema allows {part.parameter.length_tokens}",
+            )
+        self._texts.append(argument)
+        self._add_new(tokens, part.position)
+        if visit.module.is_cached:
+            self._passed[visit.place] = part.end
+        if tokens:
+            self._end_position = max(self._end_position, part.position + len(tokens))
+
+    def _text(self, text: str) -> None:
+        """Of the prompt, behind what has been passed."""
+        if text:
+            self._texts.append(text)
+            tokens = self._text_tokens(text)
+            self._add_new(tokens, self._end_position)
+            self._end_position += len(tokens)
+
+    def _add_new(self, tokens: list[int], position: int) -> None:
+        if tokens:
+            self._new += tokens
+            self._tail.add(len(tokens), position, self._passed)
+            self._passed.clear()
+
+    def _question(self, prompt: PromptMarkup, text: str) -> None:
+        """What stands behind the schema's text: the rest of its last turn, and further turns."""
+        schema = self._schema
+        turns = [(turn.role, turn.text) for turn in prompt.turns]
+        if turns and not schema.turns:
+            raise PmlError(
+                prompt.turns[0].place, f"found <{turns[0][0]}>, but the schema has no turns: write "
+                "the text without it"
+            )  # fmt: skip
+        if schema.turns and not schema.turn_is_open and text.strip():
+            turns.insert(0, ("user", text.strip()))
+            text = ""
+        nothing = PmlError(prompt.place, "expected text behind the last module, to answer to")
+        if not (turns or text or schema.turn_is_open):
+            raise nothing
+        if turns and turns[-1][0] != "user":
+            raise PmlError(prompt.place, "expected the last turn to be the user's, to answer to")
+        if schema.turns:
+            written = [
+                (turn.role, turn.opening, turn.closing)
+                for turn in schema.turns
+                if turn.path in self._imported
+            ]
+            try:
+                text = self._text_tokens.turns.continuation(
+                    written, text, turns, is_open=schema.turn_is_open
+                )
+            except SchemaError as error:
+                raise PmlError(prompt.place, str(error)) from None
+        num_new = len(self._new)
+        self._text(text)
+        if len(self._new) == num_new:  # as of white space, for some tokenizers
+            raise nothing
+
+    # -- results
+
+    def written_out(self) -> RenderedPrompt:
+        """As plain text."""
+        text = "".join(self._texts)
+        token_ids = self._text_tokens.of_prompt(text, has_turns=bool(self._schema.turns))
+        return RenderedPrompt(token_ids, None, len(token_ids), {})
+
+    def planned(self, block_size: int) -> RenderedPrompt:
+        """With modules in slots of their own."""
+        segments = self._segments()
+        plan = ModulePlan(block_size=block_size, segments=segments, tail=tuple(self._tail))
+        token_ids: list[int] = []
+        # in slots that are not seen a token that is there, so that penalties see nothing new
+        unseen = self._new[:1]
+        for visit, segment in zip(self._visits, segments, strict=True):
+            tokens = visit.module.tokens + unseen * (plan.num_slots(segment) - segment.num_tokens)
+            for begin, end in segment.placeholders:
+                tokens[begin:end] = unseen * (end - begin)
+            token_ids += tokens
+        token_ids += self._new
+        last = self._tail[-1]
+        end = last.position + last.num_tokens
+        module_tokens = {segment.name: segment.num_seen_tokens for segment in segments}
+        return RenderedPrompt(token_ids, plan, end, module_tokens)
+
+    def _segments(self) -> tuple[Segment, ...]:
+        places = {visit.module: visit.place for visit in self._visits}
+        segments = []
+        for visit in self._visits:
+            context = [*visit.module.context, *((each, len(each.tokens)) for each in visit.beside)]
+            seen = tuple((places[each], num_tokens) for each, num_tokens in context)
+            repaired = tuple(visit.repaired)
+            segments.append(replace(visit.module.segment, context=seen, replaced=repaired))
+        return tuple(segments)
