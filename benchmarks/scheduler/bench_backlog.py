@@ -101,7 +101,7 @@ def serve(
             Request(str(index), prompt, sampling, None, block_hasher=core.request_block_hasher)
             for index, prompt in enumerate(workload.prompts)
         ]
-        server = VirtualServer(core, StepCosts(1 / REQUESTS_PER_S))
+        server = VirtualServer(core, StepCosts(1 / REQUESTS_PER_S, 0.0))
         server.serve(requests, workload.arrivals_s, until_s=until_s)
         return list(server.courses.values())
     finally:

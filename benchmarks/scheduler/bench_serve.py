@@ -6,9 +6,11 @@ at a time. The four servers are alive together and are asked in turn, so that al
 neighbours; every round has prompts of its own, and the first of all is not counted. All ratios are
 medians of those of a round.
 
-The time to the first token is taken apart by what the engine core counts of each request: from its
-arrival to its admission (queue), and from there to the end of its prompt (prefill); the rest is the
-front end's. All are means over the requests of a round.
+The time to the first token is taken apart by what the server counts of each request: in the engine
+core from its arrival to its admission (queue), and from there to the end of its prompt (prefill);
+the rest of the server's own time to the first token is its front end's (way), which tokenizes, and
+what the client waits beyond that is HTTP and the client's own. All are means over the requests of a
+round. Stock's server knows no plug-in.
 """
 
 import json
@@ -46,10 +48,12 @@ CONTENDERS = {
     "scheduler": SCHEDULER,
     "both": [*ATTENTION, *SCHEDULER],
 }
+NO_PLUGIN = {"VLLM_PLUGINS": ""}
 COUNTED = {
     "queue ms": "vllm:request_queue_time_seconds",
     "prefill ms": "vllm:request_prefill_time_seconds",
     "decode ms": "vllm:request_decode_time_seconds",
+    "server's first token ms": "vllm:time_to_first_token_seconds",
 }
 SAMPLE = re.compile(r"^([\w:]+)(?:\{.*\})? (\S+)$", re.MULTILINE)
 
@@ -68,7 +72,9 @@ TINY = Workload(2, 300, 8, 4)
 class Server:
     """`vllm serve` in a process of its own; use as a context manager."""
 
-    def __init__(self, model: str, options: list[str], log: Path) -> None:
+    def __init__(
+        self, model: str, options: list[str], environment: dict[str, str], log: Path
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
@@ -80,7 +86,7 @@ class Server:
                 [sys.executable, "-m", "vllm.entrypoints.cli.main", *arguments, *options],
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
+                env={**os.environ, **environment, "VLLM_CPU_KVCACHE_SPACE": "1"},
                 start_new_session=True,  # its processes can then be ended all together
             )
 
@@ -168,7 +174,10 @@ class Server:
             "between tokens mean ms": result["mean_itl_ms"],
             "between tokens p99 ms": result["p99_itl_ms"],
             **counted,
-            "front end ms": result["mean_ttft_ms"] - counted["queue ms"] - counted["prefill ms"],
+            "way ms": counted["server's first token ms"]
+            - counted["queue ms"]
+            - counted["prefill ms"],
+            "before ms": result["mean_ttft_ms"] - counted["server's first token ms"],
             "hit rate": increase("vllm:prefix_cache_hits_total")
             / increase("vllm:prefix_cache_queries_total"),
             "planning ms": 1e3 * increase("relay:planning_seconds_total"),
@@ -194,7 +203,9 @@ def main() -> None:
         model = MODEL.save(folder)
         build_tokenizer(4096).save_pretrained(folder)
         servers = {
-            name: stack.enter_context(Server(model, given, folder / f"{index}.log"))
+            name: stack.enter_context(
+                Server(model, given, NO_PLUGIN if name == "stock" else {}, folder / f"{index}.log")
+            )
             for index, (name, given) in enumerate(contenders.items())
         }
         for server in servers.values():
@@ -204,7 +215,11 @@ def main() -> None:
         runs: dict[str, list[Row]] = {name: [] for name in servers}
         for index in range(rounds):
             for name in list(servers)[:: -1 if index % 2 else 1]:
-                runs[name].append(servers[name].bench(workload, 1 + index, folder))
+                row = servers[name].bench(workload, 1 + index, folder)
+                runs[name].append(row)
+                first_token_ms = row["first token mean ms"]
+                print(f"round {index + 1}, {name}: {first_token_ms:.0f} ms to the first token",
+                      file=sys.stderr, flush=True)  # fmt: skip
     rows = [
         {"server": name, **{column: statistics.median(row[column] for row in runs[name])
                             for column in runs[name][0]}}
@@ -214,7 +229,7 @@ def main() -> None:
     result.add_table(f"{what}: medians of {rounds} rounds", rows)
     columns = [
         "output tokens per s", "first token mean ms", "first token p50 ms", "first token p99 ms",
-        "between tokens mean ms", "queue ms", "prefill ms",
+        "between tokens mean ms", "queue ms", "prefill ms", "way ms", "before ms",
     ]  # fmt: skip
     result.add_table(
         "By stock's of the same round",

@@ -27,7 +27,7 @@ from benchmarks.support.result import Goal, Result
 from vllm_relay.prefix_cache.predict.cache_size import CacheSize
 from vllm_relay.prefix_cache.predict.engine import PredictorSettings
 from vllm_relay.prefix_cache.predict.input import TRACE_BLOCK_TOKENS, PredictedRequest
-from vllm_relay.prefix_cache.predict.load import STEP_S, TOKEN_S, Load, StepCosts
+from vllm_relay.prefix_cache.predict.load import DEFAULT_COSTS, Load, StepCosts
 from vllm_relay.prefix_cache.predict.predictor import Prediction, Predictor
 
 SCALE = 32
@@ -128,13 +128,15 @@ def measure(model: str, trace: Trace, loads: list[float], parts: list[float]) ->
         part: CacheSize(blocks=max(longest + 2, round(part * trace.distinct_blocks)))
         for part in sorted(parts)
     }
-    at_once = predictors["stock"].predict(sizes[min(parts)], load=Load(StepCosts())).waits
+    at_once = predictors["stock"].predict(sizes[min(parts)], load=Load(DEFAULT_COSTS)).waits
     assert at_once is not None
     spread = (trace.arrivals_s[-1] - trace.arrivals_s[0]) / at_once.duration_s
     rows: list[Row] = []
     for part, size in sizes.items():
         for load in loads:
-            costs = StepCosts(STEP_S * load * spread, TOKEN_S * load * spread)
+            costs = StepCosts(
+                DEFAULT_COSTS.step_s * load * spread, DEFAULT_COSTS.token_s * load * spread
+            )
             of_load: dict[str, Row] = {}
             for name, predictor in predictors.items():
                 found = predictor.predict(size, load=Load(costs, trace.arrivals_s))

@@ -101,7 +101,11 @@ def test_calls_fit_and_replacements_pass_on_what_they_do_not_know(release: str) 
             "long_context/scheduler.py",
             "replaced",
         ),
-        ("vllm.v1.core.sched.scheduler.Scheduler.schedule", "scheduler/vllm_scheduler.py", "overridden"),
+        (
+            "vllm.v1.core.sched.scheduler.Scheduler.schedule",
+            "scheduler/vllm_scheduler.py",
+            "overridden",
+        ),
         ("vllm.v1.core.sched.scheduler.Scheduler.pins", "scheduler/vllm_scheduler.py", "added"),
         ("vllm.v1.engine.llm_engine.LLMEngine.__init__", "vllm_changes/engine_start.py", "wrapped"),
         (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.depth import cases
 from vllm_relay.prefix_cache.predict.input import InputLine, LineError
 from vllm_relay.prefix_cache.predict.load import (
-    StepCosts,
+    DEFAULT_COSTS,
     arrivals_of,
     poisson_s,
     step_costs,
@@ -73,6 +73,6 @@ def test_random_arrivals_are_the_same_every_time() -> None:
 
 
 def test_costs() -> None:
-    assert step_costs(None, None) == StepCosts()
+    assert step_costs(None, None) == DEFAULT_COSTS
     assert step_costs(5, 0).seconds(100) == pytest.approx(5e-3)
     assert step_costs(5, 10).seconds(100) == pytest.approx(6e-3)

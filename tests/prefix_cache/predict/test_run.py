@@ -95,11 +95,11 @@ def ids(tmp_path: Path) -> Path:
         ({"blocks": [9], "relay": "{}"}, "--relay {}: has no effect with --scheduler stock"),
         (
             {"blocks": [9], "scheduler": "relay", "relay": "max_hold_s=5"},
-            "--relay max_hold_s=5: expected a JSON object with some of max_hold_s, max_overtakes",
+            "--relay max_hold_s=5: expected a JSON object with some of fair_share_by, ",
         ),
         (
             {"blocks": [9], "scheduler": "relay", "relay": '{"eviction": "lru"}'},
-            '--relay {"eviction": "lru"}: expected a JSON object with some of max_hold_s',
+            '--relay {"eviction": "lru"}: expected a JSON object with some of fair_share_by, ',
         ),
         (
             {"blocks": [9], "scheduler": "relay", "relay": '{"max_hold_s": -1}'},

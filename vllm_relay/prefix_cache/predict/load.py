@@ -13,11 +13,6 @@ from vllm_relay.prefix_cache.predict.input import InputLine, LineError
 
 OFFLINE, TIMESTAMPS, POISSON = "offline", "timestamps", "poisson"
 
-STEP_S, TOKEN_S = 8e-3, 35e-6
-"""Defaults: what arithmetic gives for a model of 8 billion parameters in bfloat16 on a GPU with
-3.35 TB/s and 990 TFLOP/s of which half is reached: 16 GB of weights are read in a step, and a token
-takes 16 GFLOP; with 3 ms for all else of a step."""
-
 _EXPECTED = "expected offline, poisson:RATE in requests per second, or timestamps"
 _SEED = 0
 
@@ -26,11 +21,17 @@ _SEED = 0
 class StepCosts:
     """What a step takes: `step_s`, and `token_s` for each token it computes, in seconds."""
 
-    step_s: float = STEP_S
-    token_s: float = TOKEN_S
+    step_s: float
+    token_s: float
 
     def seconds(self, tokens: int) -> float:
         return self.step_s + self.token_s * tokens
+
+
+DEFAULT_COSTS = StepCosts(step_s=8e-3, token_s=35e-6)
+"""What arithmetic gives for a model of 8 billion parameters in bfloat16 on a GPU with
+3.35 TB/s and 990 TFLOP/s of which half is reached: 16 GB of weights are read in a step, and a token
+takes 16 GFLOP; with 3 ms for all else of a step."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ def step_costs(step_ms: float | None, token_us: float | None) -> StepCosts:
     if token_us is not None and not 0 <= token_us < math.inf:
         raise ValueError(f"--token-us {token_us:g}: expected 0 or more: what a token adds")
     return StepCosts(
-        STEP_S if step_ms is None else step_ms / 1e3,
-        TOKEN_S if token_us is None else token_us / 1e6,
+        DEFAULT_COSTS.step_s if step_ms is None else step_ms / 1e3,
+        DEFAULT_COSTS.token_s if token_us is None else token_us / 1e6,
     )
 
 

@@ -289,7 +289,7 @@ def _relay_options(scheduler: str, relay: str | None) -> dict[str, Any]:
     if not isinstance(options, dict) or not options.keys() <= set(known):
         raise ValueError(
             f"--relay {relay}: expected a JSON object with some of {', '.join(known)}, such as "
-            f'{{"{known[0]}": {json.dumps(getattr(RelayConfig(), known[0]))}}}'
+            '{"max_hold_s": 5}'
         )
     RelayConfig.from_options(options)
     return options
