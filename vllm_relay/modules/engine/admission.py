@@ -58,8 +58,9 @@ class ModuleAdmission:
         rank = (request.request_id in self._keys, request.priority, request.arrival_time)
         if not self._waiting.add(request, keys, rank):
             return False
-        missed = {*getattr(request, MISSED, ()), *self._waiting.missing(request)}
-        setattr(request, MISSED, missed)
+        if not request.num_preemptions:
+            missed = {*getattr(request, MISSED, ()), *self._waiting.missing(request)}
+            setattr(request, MISSED, missed)
         return True
 
     def forget(self, request: Request) -> None:
