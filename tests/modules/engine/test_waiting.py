@@ -74,6 +74,7 @@ class Waiting:
 
     def check(self) -> None:
         assert len(self.waiting) == len(self.expected)
+        assert self.expected or self.waiting.num_records() == 0
         assert all(request in self.waiting for request in self.expected)
         assert self.waiting.first() == min(
             self.expected, key=lambda request: self.expected[request], default=None

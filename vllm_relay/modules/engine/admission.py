@@ -114,7 +114,7 @@ class ModuleAdmission:
         """How much is kept about requests: nothing when all are done."""
         held = self._lease.request is not None
         encodings = len(self._encodings) + len(self._keys) + len(self._first)
-        return len(self._waiting) + encodings + held
+        return self._waiting.num_records() + encodings + held
 
     def _lead(self) -> None:
         """Choose a leader if there is none, and have computed what it lacks."""

@@ -84,6 +84,10 @@ class WaitingRequests(Generic[R]):
     def __contains__(self, request: R) -> bool:
         return request in self._waiters
 
+    def num_records(self) -> int:
+        """How much is kept about requests: nothing when none waits."""
+        return len(self._waiters) + len(self._lists) + len(self._looked_at) + len(self._wanted)
+
     def first(self) -> R | None:
         """The one of the smallest rank."""
         return self._ranked.first()
@@ -123,6 +127,8 @@ class WaitingRequests(Generic[R]):
             self._take_off(request)
             del self._waiters[request]
             self._ranked.discard(request)
+            if not self._waiters:
+                self._wanted.clear()
 
     def arrived(self, key: bytes) -> None:
         """A module is there, or will not be: those listed under it are to be looked at again."""
