@@ -22,8 +22,9 @@ ENCODING_PREFIX = "relay-module-"
 """What the ids of requests begin with that compute a module."""
 
 
-_LOOKS_PER_STEP, _MOST_LOOKS = 16, 32
-"""At how many waiting requests a step looks anew, and at how many if they could begin in it."""
+_LOOKS_PER_STEP = 16
+"""At how many waiting requests a step looks anew that lack something still, and how many that lack
+nothing it offers, besides those for which there are seats."""
 _NEW_PER_STEP = 8
 """How many computations of modules a step begins for the leader, and for others."""
 
@@ -94,8 +95,8 @@ class ModuleAdmission:
                 self._waiting.arrived(key)
         scheduler, queue = self._scheduler, self._scheduler.waiting
         num_seats = scheduler.max_num_running_reqs - len(scheduler.running) - queue.num_offered
-        num_looks = min(max(_LOOKS_PER_STEP, num_seats), _MOST_LOOKS)
-        for request in self._waiting.take_able(num_looks):
+        limit = max(_LOOKS_PER_STEP, num_seats)
+        for request in self._waiting.take_able(limit, _LOOKS_PER_STEP):
             queue.offer(request)
         self._lead()
         self._compute_ahead()

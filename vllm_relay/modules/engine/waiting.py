@@ -136,11 +136,16 @@ class WaitingRequests(Generic[R]):
         self._computed.discard(key)
         self._look_at(key)
 
-    def take_able(self, limit: int) -> list[R]:
-        """Of those that are to be looked at again, look at so many; those that lack nothing wait
-        no longer and are returned."""
+    def take_able(self, limit: int, max_in_vain: int) -> list[R]:
+        """Of those that are to be looked at again, so many that lack nothing: they wait no longer.
+
+        Args:
+            max_in_vain: at how many others to look.
+        """
         able: list[R] = []
-        for _ in range(limit):
+        looked_at = 0
+        while len(able) < limit and looked_at - len(able) < max_in_vain:
+            looked_at += 1
             key = self._looked_at.first()
             if key is None:
                 break
