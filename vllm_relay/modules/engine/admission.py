@@ -25,7 +25,7 @@ ENCODING_PREFIX = "relay-module-"
 _LOOKS_PER_STEP = 16
 """At how many waiting requests a step looks anew that lack something still, and how many that lack
 nothing it offers, besides those for which there are seats."""
-_NEW_PER_STEP = 8
+_NEW_PER_STEP = 4
 """How many computations of modules a step begins for the leader, and for others."""
 
 
