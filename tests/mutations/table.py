@@ -97,7 +97,7 @@ MUTATIONS = [
         ("upper.num_blocks * max(0, lower.size - 1)", "upper.num_blocks * lower.size"),
     ),
     *_of(
-        f"{_SCHEDULER}/chains.py",
+        f"{_CACHE}/chains.py",
         "scheduler/test_order.py",
         (
             "if left[middle - 1] == right[middle - 1]:",

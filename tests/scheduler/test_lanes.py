@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.scheduler.test_order import Chain, chain_of, chains_strategy
 from tests.support.depth import cases
-from vllm_relay.scheduler.chains import BlockName
+from vllm_relay.prefix_cache.chains import BlockName
 from vllm_relay.scheduler.fairness import OvertakeLimit
 from vllm_relay.scheduler.lanes import Lanes
 from vllm_relay.scheduler.order import PrefixOrder

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 SCHEDULER_PATH = "vllm_relay.scheduler.RelayScheduler"
 SECTION = "additional_config.relay"
+TENANT_ARG = "tenant"
+"""The key in ``SamplingParams.extra_args`` under which a request says whose it is."""
 
 
 EvictionPolicyName = Literal["queue", "lru", "gdsf"]

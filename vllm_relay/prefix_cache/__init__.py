@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stays in the prefix cache, and what a cache of a given size is worth.
 
+chains.py            names of blocks that tell all before them                     (pure)
 eviction/            which free block leaves first
 pins/                prompts that never leave                                      (vLLM)
 stats.py             counters of the prefix cache, and the prefixes used most

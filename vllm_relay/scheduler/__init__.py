@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A scheduler for vLLM that orders requests by their prefixes.
 
-chains.py            names of blocks that tell all before them                    (pure)
 order.py             prefix by prefix: a trie of waiting requests                  (pure)
 warm_up.py           one computes a prefix, the others are held                    (pure)
 fairness.py          how far a request may be overtaken, and who is late           (pure)

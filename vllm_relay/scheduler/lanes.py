@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from vllm_relay.scheduler.chains import BlockName
+from vllm_relay.prefix_cache.chains import BlockName
 from vllm_relay.scheduler.fairness import OvertakeLimit
 from vllm_relay.scheduler.order import Position, PrefixOrder
 from vllm_relay.scheduler.warm_up import WarmUp

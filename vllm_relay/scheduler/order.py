@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from vllm_relay.scheduler.chains import BlockName, common_depth
+from vllm_relay.prefix_cache.chains import BlockName, common_depth
 
 R = TypeVar("R", bound=Hashable)
 

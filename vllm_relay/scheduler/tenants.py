@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from vllm_relay.scheduler.chains import BlockName
+from vllm_relay.prefix_cache.chains import BlockName
 from vllm_relay.scheduler.lanes import Lanes
 from vllm_relay.scheduler.order import Position
 

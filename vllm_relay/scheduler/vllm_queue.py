@@ -12,7 +12,7 @@ from typing import overload
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_relay.scheduler.chains import BlockName
+from vllm_relay.prefix_cache.chains import BlockName
 from vllm_relay.scheduler.lanes import Lanes
 from vllm_relay.scheduler.order import Position
 from vllm_relay.scheduler.tenants import TenantLanes

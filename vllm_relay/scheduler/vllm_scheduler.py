@@ -22,14 +22,14 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_relay.config import RelayConfig
+from vllm_relay.config import TENANT_ARG, RelayConfig
 from vllm_relay.modules.engine.admission import ModuleAdmission
 from vllm_relay.modules.prompt.plan import MISSED, plan_of_request
+from vllm_relay.prefix_cache.chains import BlockName
 from vllm_relay.prefix_cache.eviction.free_queue import make_free_queue
 from vllm_relay.prefix_cache.eviction.next_use import NextUse, Rank
 from vllm_relay.prefix_cache.pins.table import PinTable
 from vllm_relay.prefix_cache.stats import PREFIX_CACHE, PrefixCacheRecorder
-from vllm_relay.scheduler.chains import BlockName
 from vllm_relay.scheduler.fairness import OvertakeLimit
 from vllm_relay.scheduler.lanes import Lanes
 from vllm_relay.scheduler.order import PrefixOrder
@@ -45,9 +45,6 @@ logger = init_logger("vllm.relay")
 OFFLINE_HOLD_S = 600.0
 """In place of `max_hold_s` where nobody waits for the first answer: a hold ends when the prefix is
 there, and the bound is for what would never end it."""
-
-TENANT_ARG = "tenant"
-"""The key in ``SamplingParams.extra_args`` under which a request says whose it is."""
 
 
 def _label(request: Request) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from vllm_relay.scheduler.chains import BlockName, common_depth
+from vllm_relay.prefix_cache.chains import BlockName, common_depth
 
 R = TypeVar("R", bound=Hashable)
 

@@ -68,12 +68,13 @@ class Waiting:
         self.there.discard(b"%d" % module)
 
     def take(self, limit: int) -> None:
-        for request in self.waiting.take_able(limit):
+        for request in self.waiting.take_able(limit, limit):
             assert self.there.issuperset(self.keys[request])
             del self.expected[request]
 
     def check(self) -> None:
         assert len(self.waiting) == len(self.expected)
+        assert self.expected or self.waiting.num_records() == 0
         assert all(request in self.waiting for request in self.expected)
         assert self.waiting.first() == min(
             self.expected, key=lambda request: self.expected[request], default=None
@@ -105,8 +106,18 @@ def test_those_of_the_smallest_rank_are_looked_at_first() -> None:
         waiting.add([0], rank)
     waiting.there.add(b"0")
     waiting.waiting.arrived(b"0")
-    assert waiting.waiting.take_able(2) == [1, 2]
-    assert waiting.waiting.take_able(2) == [0]
+    assert waiting.waiting.take_able(2, 1) == [1, 2]
+    assert waiting.waiting.take_able(2, 1) == [0]
+
+
+def test_few_are_looked_at_in_vain() -> None:
+    waiting = Waiting()
+    for _ in range(20):
+        waiting.add([0, 1], 0)
+    waiting.there.add(b"0")
+    waiting.waiting.arrived(b"0")
+    assert not waiting.waiting.take_able(100, 3)
+    assert len(waiting.waiting._lists[b"0"]) >= 7
 
 
 def test_a_request_is_listed_where_the_fewest_are() -> None:
@@ -116,7 +127,7 @@ def test_a_request_is_listed_where_the_fewest_are() -> None:
         waiting.add([0, module], 0)
     waiting.there.add(b"0")
     waiting.waiting.arrived(b"0")
-    assert not waiting.waiting.take_able(1000)
+    assert not waiting.waiting.take_able(1000, 1000)
     looked_at = len(waiting.waiting._lists[b"1"])
     assert looked_at >= 20
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -272,6 +273,20 @@ def test_many_scaffolds_take_no_long_time() -> None:
     scaffolds = "".join(f'<scaffold modules="{a} {b}"/>' for a, b in pairs)
     schema = parse_schema(f'<schema name="s">{modules}{scaffolds}</schema>')
     assert len(schema.scaffolds) == 4999
+
+
+def test_scaffolds_of_many_modules_are_refused() -> None:
+    names = [f"m{number}" for number in range(101)]
+    modules = "".join(f'<module name="{name}"/>' for name in names)
+    for count, refused in ((100, False), (101, True)):
+        scaffold = f'<scaffold modules="{" ".join(names[:count])}"/>'
+        text = f'<schema name="s">{modules}{scaffold}</schema>'
+        with (
+            pytest.raises(PmlError, match="given 101 modules, expected 100 at most")
+            if refused
+            else nullcontext()
+        ):
+            parse_schema(text)
 
 
 def test_indentation_in_common_may_be_of_blanks_and_tabs() -> None:

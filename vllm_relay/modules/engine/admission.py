@@ -15,6 +15,7 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_relay.config import TENANT_ARG
 from vllm_relay.modules.engine.waiting import WaitingRequests
 from vllm_relay.modules.prompt.plan import EXTRA_ARG, MISSED, ModulePlan, keep_plan, plan_of_request
 
@@ -22,9 +23,10 @@ ENCODING_PREFIX = "relay-module-"
 """What the ids of requests begin with that compute a module."""
 
 
-_LOOKS_PER_STEP, _MOST_LOOKS = 16, 32
-"""At how many waiting requests a step looks anew, and at how many if they could begin in it."""
-_NEW_PER_STEP = 8
+_LOOKS_PER_STEP = 16
+"""At how many waiting requests a step looks anew that lack something still, and how many that lack
+nothing it offers, besides those for which there are seats."""
+_NEW_PER_STEP = 4
 """How many computations of modules a step begins for the leader, and for others."""
 
 
@@ -58,8 +60,9 @@ class ModuleAdmission:
         rank = (request.request_id in self._keys, request.priority, request.arrival_time)
         if not self._waiting.add(request, keys, rank):
             return False
-        missed = {*getattr(request, MISSED, ()), *self._waiting.missing(request)}
-        setattr(request, MISSED, missed)
+        if not request.num_preemptions:
+            missed = {*getattr(request, MISSED, ()), *self._waiting.missing(request)}
+            setattr(request, MISSED, missed)
         return True
 
     def forget(self, request: Request) -> None:
@@ -93,8 +96,8 @@ class ModuleAdmission:
                 self._waiting.arrived(key)
         scheduler, queue = self._scheduler, self._scheduler.waiting
         num_seats = scheduler.max_num_running_reqs - len(scheduler.running) - queue.num_offered
-        num_looks = min(max(_LOOKS_PER_STEP, num_seats), _MOST_LOOKS)
-        for request in self._waiting.take_able(num_looks):
+        limit = max(_LOOKS_PER_STEP, num_seats)
+        for request in self._waiting.take_able(limit, _LOOKS_PER_STEP):
             queue.offer(request)
         self._lead()
         self._compute_ahead()
@@ -113,7 +116,7 @@ class ModuleAdmission:
         """How much is kept about requests: nothing when all are done."""
         held = self._lease.request is not None
         encodings = len(self._encodings) + len(self._keys) + len(self._first)
-        return len(self._waiting) + encodings + held
+        return self._waiting.num_records() + encodings + held
 
     def _lead(self) -> None:
         """Choose a leader if there is none, and have computed what it lacks."""
@@ -226,6 +229,9 @@ class ModuleAdmission:
         encoding_plan = plan.encoding_plan(index)
         params = copy(self._params)
         params.extra_args = {EXTRA_ARG: encoding_plan.to_argument()}
+        asked = request.sampling_params.extra_args if request.sampling_params else None
+        if asked is not None and TENANT_ARG in asked:
+            params.extra_args[TENANT_ARG] = asked[TENANT_ARG]
         # they are named alike in every request
         hashes = [
             block_hash

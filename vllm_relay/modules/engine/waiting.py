@@ -84,6 +84,10 @@ class WaitingRequests(Generic[R]):
     def __contains__(self, request: R) -> bool:
         return request in self._waiters
 
+    def num_records(self) -> int:
+        """How much is kept about requests: nothing when none waits."""
+        return len(self._waiters) + len(self._lists) + len(self._looked_at) + len(self._wanted)
+
     def first(self) -> R | None:
         """The one of the smallest rank."""
         return self._ranked.first()
@@ -123,6 +127,8 @@ class WaitingRequests(Generic[R]):
             self._take_off(request)
             del self._waiters[request]
             self._ranked.discard(request)
+            if not self._waiters:
+                self._wanted.clear()
 
     def arrived(self, key: bytes) -> None:
         """A module is there, or will not be: those listed under it are to be looked at again."""
@@ -130,11 +136,16 @@ class WaitingRequests(Generic[R]):
         self._computed.discard(key)
         self._look_at(key)
 
-    def take_able(self, limit: int) -> list[R]:
-        """Of those that are to be looked at again, look at so many; those that lack nothing wait
-        no longer and are returned."""
+    def take_able(self, limit: int, max_in_vain: int) -> list[R]:
+        """Of those that are to be looked at again, so many that lack nothing: they wait no longer.
+
+        Args:
+            max_in_vain: at how many others to look.
+        """
         able: list[R] = []
-        for _ in range(limit):
+        looked_at = 0
+        while len(able) < limit and looked_at - len(able) < max_in_vain:
+            looked_at += 1
             key = self._looked_at.first()
             if key is None:
                 break

@@ -16,6 +16,8 @@ ROLES = ("system", "user", "assistant")
 RESERVED = (*ROLES, "schema", "prompt", "module", "union", "param", "parameter", "scaffold")
 MAX_PARAMETER_TOKENS = 1 << 16
 MAX_NAME_LENGTH = 128
+MAX_SCAFFOLD_MODULES = 100
+"""Each sees all before it, so what a plan says of them grows with the square."""
 _NAME = re.compile(r"[^\W\d][\w.\-]*")
 
 
@@ -169,6 +171,11 @@ class Scopes:
         distinct = dict.fromkeys(names)
         if len(distinct) < 2:
             raise SchemaError(f"{where}: expected two modules or more")
+        if len(distinct) > MAX_SCAFFOLD_MODULES:
+            raise SchemaError(
+                f"scaffold {' '.join(names[:3])} ...: given {len(distinct)} modules, expected "
+                f"{MAX_SCAFFOLD_MODULES} at most"
+            )
         scopes = [
             scope for scope in self._by_name.get(names[0], ()) if scope.keys() >= distinct.keys()
         ]

@@ -84,14 +84,21 @@ class Segment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
     def positions(self, num_slots: int) -> list[int]:
         """Of its tokens, and of so many slots; those of padding repeat the last one."""
-        return positions_of_runs(self.position_runs, self.num_tokens, num_slots)
+        positions: list[int] = []
+        for offset, position, end in self._runs():
+            positions += range(position, position + end - offset)
+        return positions + [positions[-1]] * (num_slots - self.num_tokens)
 
     @property
     def end_position(self) -> int:
         """Behind the largest position of its tokens."""
-        ends = [offset for offset, _ in self.position_runs[1:]] + [self.num_tokens]
-        runs = zip(self.position_runs, ends, strict=True)
-        return max(position + end - offset for (offset, position), end in runs)
+        return max(position + end - offset for offset, position, end in self._runs())
+
+    def _runs(self) -> Iterator[tuple[int, int, int]]:
+        """Of successive positions: first offset, its position, and end."""
+        ends = [*(offset for offset, _ in self.position_runs[1:]), self.num_tokens]
+        for (offset, position), end in zip(self.position_runs, ends, strict=True):
+            yield offset, position, end
 
 
 class TailRun(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -369,17 +376,6 @@ def keep_plan(request: Any, plan: ModulePlan | None) -> ModulePlan | None:
     """Let `plan_of_request` return a plan."""
     request.relay_plan = plan
     return plan
-
-
-def positions_of_runs(
-    runs: tuple[tuple[int, int], ...], num_tokens: int, num_slots: int
-) -> list[int]:
-    """Positions at offsets up to `num_slots`, those from `num_tokens` on repeating the last one."""
-    positions: list[int] = []
-    ends = [offset for offset, _ in runs[1:]] + [num_tokens]
-    for (offset, position), run_end in zip(runs, ends, strict=True):
-        positions += range(position, position + run_end - offset)
-    return positions + [positions[-1]] * (num_slots - num_tokens)
 
 
 class TailRuns(list[TailRun]):

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
+from vllm_relay.prefix_cache.chains import common_depth
+
 Rank = tuple[float, ...]
 """When a request runs: the smaller, the sooner. All ranks of one `NextUse` have the same length."""
 
@@ -93,7 +95,7 @@ class NextUse:
                 return
             if len(chain) < run.end or chain[run.end - 1] != run.chain[run.end - 1]:
                 end = run.end
-                run.end = _common_end(chain, run.chain, depth + 1, end)
+                run.end = common_depth(chain, run.chain, end, depth + 1)
                 behind = _Run(run.chain, end, run.waiting_ranks())
                 self._runs.update(dict.fromkeys(run.chain[run.end : end], behind))
             yield run
@@ -133,15 +135,3 @@ class _Run:
         heappop(ranks)
         while ranks and ranks[0] in removed:
             removed.remove(heappop(ranks))
-
-
-def _common_end(chain: Sequence[bytes], other: Sequence[bytes], known: int, end: int) -> int:
-    """How many leading keys two chains have in common: at least `known`, less than `end`."""
-    low, high = known, min(len(chain), end)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if chain[middle - 1] == other[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
