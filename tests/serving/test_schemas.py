@@ -21,6 +21,7 @@ from tests.modules.chat_templates import character_tokenizer
 from vllm_relay.serving import schemas as routes
 from vllm_relay.serving.modular_bodies import ModularBodies
 from vllm_relay.serving.modular_requests import STAND_IN_PROMPT, store_of
+from vllm_relay.serving.requests import route_path
 from vllm_relay.serving.schemas import SchemaEndpoints
 
 
@@ -212,6 +213,23 @@ def test_bodies_may_come_in_pieces() -> None:
     assert end["type"] == "http.disconnect"
     first, end = asyncio.run(ask(piece(b'{"rel', True)))
     assert (first["body"], end["type"]) == (b'{"rel', "http.disconnect")
+
+
+@pytest.mark.parametrize(
+    ("path", "root_path", "expected"),
+    [
+        ("/v1/completions", "", "/v1/completions"),
+        ("/x/v1/completions", "/x", "/v1/completions"),
+        ("/x/v1/completions", "/x/", "/v1/completions"),
+        ("/v1/completions", "/v", "/v1/completions"),
+        ("/v1/completions", "/", "/v1/completions"),
+    ],
+)
+def test_paths_are_those_behind_the_prefix_of_a_proxy(
+    path: str, root_path: str, expected: str
+) -> None:
+    assert route_path({"type": "http", "path": path, "root_path": root_path}) == expected
+    assert route_path({"type": "lifespan"}) == ""
 
 
 LONG = '<schema name="s">{}</schema>'.format(

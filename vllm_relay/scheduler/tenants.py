@@ -110,8 +110,8 @@ class TenantLanes(Generic[R]):
         """The request to run next; None if none waits or all are held."""
         if self._preempted:
             return next(iter(self._preempted))
-        for request in self._first:  # computed for a request that waits, whoever's turn it is
-            return self._of(request).first(now_s)
+        if self._first:  # computed for one that waits, whoever's turn it is
+            return self._of(next(iter(self._first))).first(now_s)
         found: dict[Hashable, R] = {}
         for _ in range(len(self._lanes)):
             tenant, lanes = next(iter(self._lanes.items()))

@@ -7,6 +7,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm_relay.serving.requests import route_path
+
 if TYPE_CHECKING:
     from argparse import Namespace
 
@@ -44,8 +46,7 @@ class _Refreshing:
         self._refresh = refresh
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"] if scope["type"] == "http" else ""
-        if path.removeprefix(scope.get("root_path", "")).rstrip("/") == _PATH:
+        if route_path(scope).rstrip("/") == _PATH:
             engine = getattr(scope["app"].state, "engine_client", None)
             if engine is not None:
                 refreshing = asyncio.ensure_future(self._refresh(engine))

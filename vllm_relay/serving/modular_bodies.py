@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_relay.serving.modular_requests import FIELD, STAND_IN_PROMPT
-from vllm_relay.serving.requests import error_response, too_long
+from vllm_relay.serving.requests import error_response, route_path, too_long
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -35,8 +35,8 @@ class ModularBodies:
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"] if scope["type"] == "http" and scope["method"] == "POST" else ""
-        if path not in (*_STAND_INS, *_WITHOUT_MODULES):
+        path = route_path(scope)
+        if path not in (*_STAND_INS, *_WITHOUT_MODULES) or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
         messages: list[Message] = []

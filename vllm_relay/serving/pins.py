@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -11,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from vllm_relay.commands.errors import CommandError
-from vllm_relay.config import scheduler_is_selected
+from vllm_relay.config import RelayConfig, scheduler_is_selected
 from vllm_relay.prefix_cache.pins.client import (
     Pin,
     list_pins_async,
@@ -21,7 +22,7 @@ from vllm_relay.prefix_cache.pins.client import (
 from vllm_relay.prefix_cache.pins.system_prompts import pin_system_prompts_async
 from vllm_relay.serving.access import mount
 from vllm_relay.serving.modular_requests import ModularPrompt, store_of
-from vllm_relay.serving.requests import PromptRequest, relay_router, tokens_of_request
+from vllm_relay.serving.requests import PromptRequest, relay_router, tokens_of_request, too_long
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -64,7 +65,12 @@ def _router() -> APIRouter:
     @router.post("/pins", status_code=201)
     async def pin(raw_request: Request) -> Response:
         """Compute a prompt and keep its KV blocks."""
-        request = PinRequest.model_validate_json(await raw_request.body())
+        body = await raw_request.body()
+        request = PinRequest.model_validate_json(body)
+        engine = raw_request.app.state.engine_client
+        max_bytes = RelayConfig.from_vllm_config(engine.vllm_config).max_markup_bytes
+        if request.relay is not None and len(body) > max_bytes:
+            raise CommandError(413, too_long(max_bytes))
         owner = raw_request.state.relay_owner
         return JSONResponse(asdict(await _pin(raw_request.app.state, request, owner)), 201)
 
@@ -92,7 +98,7 @@ async def _pin(state: State, request: PinRequest, owner: str) -> Pin:
         except ValueError as error:
             raise CommandError(501, str(error)) from None
         try:
-            rendered = request.relay.render(store, to_pin=True)
+            rendered = await asyncio.to_thread(request.relay.render, store, to_pin=True)
         except ValueError as error:
             raise CommandError(400, str(error)) from None
         token_ids, plan = rendered.token_ids, rendered.plan

@@ -52,6 +52,15 @@ async def tokens_of_request(state: State, request: PromptRequest) -> list[int]:
     return request.prompt_token_ids or []
 
 
+def route_path(scope: Any) -> str:
+    """The path of a request without the prefix under which a proxy has the server; "" where the
+    scope is no request."""
+    if scope["type"] != "http":
+        return ""
+    path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
+    return path[len(root) :] if path.startswith(f"{root}/") else path
+
+
 async def body_of(request: Request, max_bytes: int) -> bytes:
     """The body of a request, of which no more is read than it may have.
 

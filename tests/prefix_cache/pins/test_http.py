@@ -180,6 +180,13 @@ def test_refusals(body: Any, status: int, message: str) -> None:
     assert len(http.get("/relay/pins").json()["pins"]) == 2
 
 
+def test_a_prompt_with_modules_has_no_longer_body_than_may_be() -> None:
+    body = {"relay": {"schema": "s", "prompt": "x" * 1000}}
+    response = client(Engine(max_markup_bytes=1000)).post("/relay/pins", json=body)
+    assert response.status_code == 413
+    assert "more than 1000 bytes" in response.json()["error"]["message"]
+
+
 def test_prompt_the_engine_refuses_leaves_no_pin() -> None:
     engine = Engine()
     engine.fails = ValueError("token id 9 is out of vocabulary")
