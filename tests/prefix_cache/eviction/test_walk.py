@@ -78,6 +78,8 @@ def test_a_walk_shows_every_cached_block_once_in_the_order_of_now(name):
                 offload.cursor = None
             if offload.cursor is None:
                 shown.clear()
+            # who takes none of what it is shown names a block twice that is freed anew meanwhile
+            number = max(number, 1)
             ahead = [
                 block
                 for block in queue.get_all_free_blocks()
