@@ -64,7 +64,7 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
         self._policy = policy
         self._next_use = next_use.next_use
         self._freed_at = [0] * len(blocks)  # by block id: how many were freed before
-        self._num_freed = 0
+        self._num_freed = 1  # none has the number of those that never were
         self._aside = SetAside(self._place)
         self._walk_mark = KVCacheBlock(block_id=-1)
         """In the list behind the last block that the walk has passed; nowhere if it passed none."""
