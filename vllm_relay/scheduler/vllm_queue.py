@@ -80,7 +80,7 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         self._max_hold_s = max_hold_s
         self._observer = observer
         self._blocked_now = blocked_now
-        self._clock = clock
+        self.clock = clock
         self._classes: dict[int, AnyLanes] = {}
         self._priorities: list[int] = []  # of the classes, ascending
         self._held_since_s: dict[
@@ -100,7 +100,7 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
     @property
     def held_requests(self) -> int:
         """Requests held until another one has computed their prefix."""
-        now_s = self._clock()
+        now_s = self.clock()
         return sum(each.num_held(now_s) for each in self._classes.values())
 
     @property
@@ -118,7 +118,7 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
     @property
     def leading_requests(self) -> int:
         """Requests for which others are held."""
-        now_s = self._clock()
+        now_s = self.clock()
         return sum(each.num_leaders(now_s) for each in self._classes.values())
 
     @property
@@ -250,7 +250,7 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
     def _choose(self) -> Request | None:
         if self._popped is not None or self._chosen is None:
             self._settle()
-            now_s = self._clock()
+            now_s = self.clock()
             waited_for: list[int] = []  # priorities whose requests are held, but not any longer
             for priority in self._priorities:
                 each = self._classes[priority]
@@ -280,7 +280,7 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
             each.set_aside(request)
             self._set_aside.add(request)
             return
-        self.overtakes += each.run(request, self._clock())
+        self.overtakes += each.run(request, self.clock())
         self._drop_if_empty(priority)
         self._observer.waits_no_longer(request, self._positions[request], True)
 

@@ -94,7 +94,7 @@ class _RelayScheduling(Scheduler):
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Take the time in seconds from here: what waits may be served in virtual time."""
-        self.waiting._clock = clock
+        self.waiting.clock = clock
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         began_s = time.perf_counter()
