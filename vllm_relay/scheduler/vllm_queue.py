@@ -132,8 +132,7 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         self._settle()
         if self._blocked:
             is_blocked = self._blocked_now()
-            able = [request for request in self._blocked if not is_blocked(request)]
-            for request in self._by_arrival(able):
+            for request in [each for each in self._blocked if not is_blocked(each)]:
                 del self._blocked[request]
                 self._put_in_order(request)
 
@@ -183,20 +182,15 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         self.add_request(request)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
-        """Take back what was popped; the one that was popped last comes first."""
+        """Take back what was popped: each keeps its place in the order of arrival."""
         self._settle()
         is_blocked = self._blocked_now()
-        waiting = []
         for request in requests:
             if request in self._set_aside and is_blocked(request):
                 self._set_aside.discard(request)
                 self._blocked[request] = None
-            elif request.status == RequestStatus.PREEMPTED:
-                self.add_request(request)
             else:
-                waiting.append(request)
-        for request in self._by_arrival(waiting):
-            self.add_request(request)
+                self.add_request(request)
 
     def remove_request(self, request: Request) -> None:
         self._settle()
@@ -283,9 +277,6 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         self.overtakes += each.run(request, self.clock())
         self._drop_if_empty(priority)
         self._observer.waits_no_longer(request, self._positions[request], True)
-
-    def _by_arrival(self, requests: Iterable[Request]) -> list[Request]:
-        return sorted(requests, key=self._position)
 
     def _position(self, request: Request) -> Position:
         arrival_s = request.arrival_time if self._by_priority else 0.0
