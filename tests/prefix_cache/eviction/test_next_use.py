@@ -45,6 +45,16 @@ def test_equals_a_naive_model(operations):
     assert not next_use._runs
 
 
+def test_a_run_that_is_cut_keeps_all_who_wait_for_its_end() -> None:
+    next_use = NextUse()
+    whole, branch = chain_of([0, 0, 0]), chain_of([0, 0, 1])
+    next_use.add((1,), [whole])
+    next_use.add((2,), [whole])
+    next_use.add((3,), [branch])
+    next_use.remove((1,), runs=True)
+    assert [next_use.next_use(key) for key in (*whole, branch[-1])] == [(2,), (2,), (2,), (3,)]
+
+
 def test_listeners_see_the_state_after_the_change():
     next_use, seen = NextUse(), []
     long, short = chain_of([0, 0, 0]), chain_of([0, 0])
