@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_relay.scheduler import RelayScheduler
+from vllm_relay.scheduler.vllm_scheduler import TENANT_OF
 
 BLOCK_SIZE = 32
 NUM_BLOCKS = 64
@@ -143,3 +145,18 @@ def test_eviction_expects_requests_by_priority_and_arrival(
     assert scheduler.next_use.next_use(key) == soonest
     scheduler.finish_requests(first, requests[0].status.FINISHED_ABORTED)
     assert scheduler.next_use.next_use(key) > soonest
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "tenant"),
+    [
+        (None, None),
+        ({"tenant": "a"}, "a"),
+        ({"tenant": 7}, "7"),
+        ({"tenant": ["a"]}, None),
+        ({"tenant": 1.5}, None),
+    ],
+)
+def test_labels_of_tenants_are_texts(extra_args: dict[str, Any] | None, tenant: str | None) -> None:
+    request: Any = SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra_args))
+    assert TENANT_OF["label"](request) == tenant

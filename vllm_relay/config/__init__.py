@@ -93,7 +93,7 @@ class SchedulerOptions(BaseModel):
         allow_inf_nan=False,
         description="How long, in seconds, requests may be held for one that computes their "
         "prefix, and after its turn in the order of arrival a request is late. 0 keeps the order "
-        "of arrival. Offline it is 600.",
+        "of arrival. Offline it is 600 unless it is given.",
     )
     max_overtakes: int = Field(
         default=256,

@@ -50,7 +50,7 @@ there, and the bound is for what would never end it."""
 def _label(request: Request) -> Any:
     extra_args = request.sampling_params.extra_args if request.sampling_params else None
     label = (extra_args or {}).get(TENANT_ARG)
-    return label if isinstance(label, str) else None
+    return str(label) if isinstance(label, (str, int)) else None
 
 
 TENANT_OF: dict[str, Callable[[Request], Any]] = {
@@ -69,7 +69,8 @@ class _RelayScheduling(Scheduler):
         with free_block_queue(make_free_queue(self.relay_config.eviction, self.next_use)):
             super().__init__(*args, **kwargs)
         self._max_hold_s = self.relay_config.max_hold_s
-        if self._max_hold_s and (self.relay_config.offline or is_offline(vllm_config)):
+        is_given = "max_hold_s" in self.relay_config.model_fields_set
+        if not is_given and (self.relay_config.offline or is_offline(vllm_config)):
             self._max_hold_s = OFFLINE_HOLD_S
         self._tenant_of = TENANT_OF.get(self.relay_config.fair_share_by)
         self._shares = Shares(self.relay_config.fair_share_tokens)
