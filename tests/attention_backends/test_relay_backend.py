@@ -140,7 +140,7 @@ def test_step_is_planned_once_and_counted(builder: relay.RelayMetadataBuilder) -
     assert metadata.block_table.tolist() == BLOCK_TABLE
     stats = recorder.take_step()
     assert stats is not None
-    assert (stats.steps, stats.requests) == (1, 4)
+    assert (stats.steps, stats.request_steps) == (1, 4)
     assert stats.kv_tokens_logical == sum(SEQ_LENS)
 
 

@@ -154,7 +154,7 @@ def test_statistics_arrive_a_step_later(monkeypatch: pytest.MonkeyPatch) -> None
     builder.build(0, step(DECODES[:1]))
     stats = recorder.take_step()
     assert stats is not None
-    assert (stats.steps, stats.requests, stats.requests_shared) == (1, 4, 3)
+    assert (stats.steps, stats.request_steps, stats.request_steps_shared) == (1, 4, 3)
     assert stats.kv_tokens_logical == 332
     assert stats.kv_tokens_read == 332 - 2 * 64  # blocks 1 and 2, of three requests
     assert (stats.groups, stats.forest_depth) == (1, 1)
@@ -166,7 +166,7 @@ def test_sharing_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     builder.build(0, step(DECODES))
     builder.build(0, step(DECODES))
     stats = recorder.take_step()
-    assert stats is not None and stats.requests == 4 and stats.requests_shared == 0
+    assert stats is not None and stats.request_steps == 4 and stats.request_steps_shared == 0
 
 
 def test_steps_that_only_warm_up_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,6 @@ from vllm_relay.attention_backends import gpu_prompts, reference, relay_cuda
 from vllm_relay.attention_backends.gpu_hidden import SEES_ALL
 from vllm_relay.attention_backends.hidden_tokens import Ranges
 from vllm_relay.modules.engine import worker
-from vllm_relay.modules.engine.worker import ModularRequest
 
 Runs = dict[int, list[tuple[int, int, Ranges]]]
 """By request: first slot, end, and what they hide."""
@@ -37,6 +36,21 @@ Runs = dict[int, list[tuple[int, int, Ranges]]]
 END = sys.maxsize
 PADDED = ((20, 32),)
 MORE = ((20, 40), (50, 64))
+
+
+class PlanOfRuns:
+    """What a worker asks a plan: which slots are computed in one run, and what they hide."""
+
+    def __init__(self, runs: list[tuple[int, int, Ranges]]) -> None:
+        self.runs = runs
+        self.run_slots = [first for first, _, _ in runs] + [runs[-1][1]]
+        self.last_hidden_slots = runs[-1][2]
+
+    def computed_runs(self, begin: int) -> list[tuple[int, int, Ranges]]:
+        return [each for each in self.runs if each[1] > begin]
+
+    def hidden_slots(self, hidden: Ranges) -> Ranges:
+        return hidden
 
 
 @pytest.fixture
@@ -48,7 +62,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
         return make_builder(cls, monkeypatch)
 
     def hide(runs: Runs) -> None:
-        modular = {str(r): ModularRequest(None, each) for r, each in runs.items()}
+        modular = {str(r): PlanOfRuns(each) for r, each in runs.items()}
         monkeypatch.setattr(worker.state, "requests", modular)
         batch = SimpleNamespace(req_ids=[str(number) for number in range(12)])
         monkeypatch.setattr(worker.state, "batch", batch)

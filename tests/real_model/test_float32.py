@@ -246,7 +246,7 @@ def test_server(smollm2: Path, stock: dict[str, Any], tmp_path: Path) -> None:
     assert chats[0]["usage"]["prompt_tokens_details"]["cached_tokens"] == PINNED_TOKENS
     metrics = dict(re.findall(r"^relay:(\w+){.*} (.+)$", page, re.MULTILINE))
     assert float(metrics["pinned_blocks"]) == PINNED_TOKENS // BLOCK_SIZE_TOKENS
-    assert float(metrics["requests_shared_total"]) > 0
+    assert float(metrics["request_steps_shared_total"]) > 0
     logical, read = (float(metrics[f"kv_tokens_{each}_total"]) for each in ("logical", "read"))
     assert read < 0.6 * logical
     assert "Application shutdown complete." in log.read_text()
