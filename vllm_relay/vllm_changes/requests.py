@@ -72,12 +72,22 @@ def tell_tokens_without_padding(seen_tokens: Callable[[Any, list[int]], list[int
 
 def carry_to_outputs(name: str) -> None:
     """Take what the kv_transfer_params of a request that has ended have under ``name`` out of them,
-    and give it to its last output as an attribute of this name.
+    and give it to its last output as an attribute of this name, also where that is added to one
+    that nobody has taken yet.
 
     Reason: nothing else that a scheduler says of one request reaches its output.
     Remove when: outputs of engine cores carry data of plug-ins.
     """
+    from vllm.outputs import RequestOutput
     from vllm.v1.engine.output_processor import RequestState
+
+    def make_add(original: Callable[..., Any]) -> Callable[..., Any]:
+        def add(self: Any, next_output: Any, *args: Any, **kwargs: Any) -> Any:
+            if hasattr(next_output, name):
+                setattr(self, name, getattr(next_output, name))
+            return original(self, next_output, *args, **kwargs)
+
+        return add
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def make_request_output(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,3 +102,4 @@ def carry_to_outputs(name: str) -> None:
         return make_request_output
 
     wrap(RequestState, "make_request_output", make, mark="_carries_to_outputs")
+    wrap(RequestOutput, "add", make_add)
