@@ -25,7 +25,7 @@ from vllm_relay.modules.markup.xml_tree import PmlError
 from vllm_relay.modules.prompt.schema_store import SchemaStore
 from vllm_relay.serving.modular_requests import apply_modular_prompt, keep_store
 
-DEEP_CASES = int(os.environ.get("RELAY_FUZZ_CASES", "100000"))
+DEEP_CASES = 5 * int(os.environ.get("RELAY_SOAK_CASES", "20000"))
 MAX_INPUT_S = 0.05
 
 

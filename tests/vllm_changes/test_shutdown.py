@@ -35,7 +35,7 @@ from vllm_relay.wiring import end_open_requests
 
 ENDS_WITHIN_S = 5.0
 NUM_ANSWERED, NUM_OPEN = 16, 24
-NUM_TRIES = 20
+NUM_TRIES = int(os.environ.get("RELAY_SOAK_KILLS", "20"))
 PROMPT_TOKENS = 70
 HEADERS = {"Authorization": f"Bearer {API_KEY}", "Content-Type": "application/json"}
 SERVERS: dict[str, tuple[dict[str, Any], list[str]]] = {
