@@ -87,8 +87,9 @@ def _register_backend() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from vllm_relay import wiring
-    from vllm_relay.vllm_changes import configuration, platform
+    from vllm_relay.vllm_changes import configuration, platform, torch_math
 
+    torch_math.choose_math_kernels()
     platform_cls = type(current_platform)
     platform.run_on_new_config(platform_cls, check_new_config)
     configuration.mark_offline_engines()

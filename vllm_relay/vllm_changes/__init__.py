@@ -16,6 +16,7 @@ its reason and when it can go.
     server.py            routes, prompts and usage of servers
     shutdown.py          what is open when a server is told to end
     statistics.py        from workers to the metrics of the front end
+    torch_math.py        functions of torch that are not exact when threads share their first call
     contract/            what is needed of vLLM, and whether a vLLM has it
 
 All functions are idempotent: those given by the first caller stay. What is replaced passes on
