@@ -61,7 +61,7 @@ def test_strings_of_the_command_line_are_converted() -> None:
         ),
         (
             {"eviction": "LRU"},
-            "additional_config.relay.eviction: given 'LRU', expected 'queue', 'lru' or 'gdsf', or "
+            "additional_config.relay.eviction: given 'LRU', expected 'queue' or 'lru', or "
             'leave it out for "queue"',
         ),
         (

@@ -227,7 +227,7 @@ def predict(
     scheduler: Annotated[str, typer.Option(help="stock or relay.")] = "stock",
     eviction: Annotated[
         str | None,
-        typer.Option(help="With the relay scheduler: queue, lru or gdsf; queue if not said."),
+        typer.Option(help="With the relay scheduler: queue or lru; queue if not said."),
     ] = None,
     block_size: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a KV block; vLLM's default if not said.")

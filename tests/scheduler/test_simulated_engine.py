@@ -17,7 +17,7 @@ from tests.scheduler.simulated_engine import answer, start
 from tests.scheduler.soak import FIRST_SEED, SECONDS, Question, Soak, adapters, prompts
 from tests.support.depth import cases
 
-EVICTIONS = ("queue", "lru", "gdsf")
+EVICTIONS = ("queue", "lru")
 STOP_TOKEN_IDS = tuple(range(3, 23))
 
 
@@ -107,7 +107,7 @@ def run(case: Case, model_folder: str, actions: int) -> Seen:
     [
         ("queue", "fcfs", 0, 2),  # and room for one
         ("queue", "priority", 48, 0),
-        ("gdsf", "fcfs", 48, 0),
+        ("queue", "fcfs", 48, 0),
         ("lru", "fcfs", 0, 0),
         ("lru", "priority", 0, 0),
     ],

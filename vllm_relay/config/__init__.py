@@ -25,7 +25,7 @@ TENANT_ARG = "tenant"
 """The key in ``SamplingParams.extra_args`` under which a request says whose it is."""
 
 
-EvictionPolicyName = Literal["queue", "lru", "gdsf"]
+EvictionPolicyName = Literal["queue", "lru"]
 Routes = Literal["guarded", "open", "off"]
 
 
@@ -124,8 +124,7 @@ class SchedulerOptions(BaseModel):
     eviction: EvictionPolicyName = Field(
         default="queue",
         description="Which KV block leaves first: queue keeps what waiting requests need, the "
-        "sooner the longer, and is LRU for the rest; lru is vLLM's own order; gdsf evicts what is "
-        "used least often.",
+        "sooner the longer, and then what several have used; lru is vLLM's own order.",
     )
     system_prompts: tuple[str, ...] = Field(
         default=(),

@@ -161,7 +161,7 @@ def run(case: Case, model: str, actions: int) -> Seen:
     [
         ("queue", "fcfs", 2, 0),
         ("queue", "priority", 0, 48),
-        ("gdsf", "priority", 0, 0),
+        ("queue", "priority", 0, 0),
         ("lru", "fcfs", 0, 48),
     ],
 )
@@ -194,7 +194,7 @@ def test_random_engines_with_modules(model: str) -> None:
         rng = random.Random(seed)
         case = Case(
             asynchronous=rng.random() < 0.7,
-            eviction=rng.choice(("queue", "lru", "gdsf")),
+            eviction=rng.choice(("queue", "lru")),
             policy=rng.choice(("fcfs", "priority")),
             num_adapters=rng.choice((0, 0, 2, 3)),
             num_blocks=rng.randint(34, 70),

@@ -90,3 +90,9 @@ class Cache:
 paths = st.lists(st.integers(0, 2), min_size=1, max_size=5)
 actions = st.sampled_from(["admit", "admit", "finish", "wait"])
 steps = st.lists(st.tuples(actions, st.integers(0, 9), paths), min_size=20, max_size=80)
+admissions = st.lists(
+    st.tuples(st.sampled_from(["admit", "finish"]), st.integers(0, 9), paths),
+    min_size=20,
+    max_size=80,
+)
+"""Steps of those that never wait."""

@@ -12,56 +12,59 @@ class FreeBlock:
         self.depth = block.block_hash_num_tokens
 
 
-class QueueOracle:
-    """Which of the free cached blocks leaves, by definition: the one of least worth."""
+class NeededOracle:
+    """Which of the free cached blocks leaves, by definition, where none is kept for its uses: that
+    which nobody needs for the longest time, then that which is needed last."""
 
-    def __init__(self, next_use):
-        self.next_use = next_use
+    def __init__(self, queue):
+        self.next_use = queue.next_use
 
     def worth(self, free):
         rank = self.next_use.next_use(free.block.block_hash)
         return (0, free.freed_at) if rank is None else (1, *(-each for each in rank))
 
+    def admitted(self, frees):
+        pass
+
     def victim(self, frees):
         return min(frees, key=lambda free: (self.worth(free), -free.depth, free.freed_at))
 
-    def admitted(self, path):
-        pass
 
-    def evicted(self, path):
-        pass
+class UsedOracle:
+    """The same where nobody waits: the oldest block leaves if it was used once; else it has a place
+    among those that are kept, of which the oldest leaves if they are too many."""
 
+    def __init__(self, queue):
+        self.reuse, self.kept, self.dropped = queue.reuse, [], []
 
-class GdsfOracle(QueueOracle):
-    def __init__(self, next_use):
-        self.age, self.uses, self.values = 0, {}, {}
+    def admitted(self, frees):
+        self.kept = [free for free in self.kept if free in frees]
+        while len(self.kept) > self.reuse.room_blocks:
+            self.dropped.append(self.kept.pop(0))
 
-    def worth(self, free):
-        return self.values[free.path]
-
-    def admitted(self, path):
-        for end in range(1, len(path) + 1):
-            self.uses[path[:end]] = self.uses.get(path[:end], 0) + 1
-            self.values[path[:end]] = self.age + self.uses[path[:end]]
-
-    def evicted(self, path):
-        self.age = max(self.age, self.values.pop(path))
-        del self.uses[path]
-
-
-ORACLES = {"queue": QueueOracle, "gdsf": GdsfOracle}
+    def victim(self, frees):
+        while True:
+            self.admitted(frees)
+            others = [free for free in frees if free not in self.kept]
+            if not others:
+                return self.kept[0]
+            first = min(others, key=lambda free: free.freed_at)
+            if first in self.dropped or not self.reuse.is_reused(first.block.block_hash):
+                return first
+            self.kept.append(first)
 
 
 class CheckedQueue(PolicyFreeQueue):
     """Compares every block that leaves with the oracle's choice."""
 
-    def __init__(self, blocks, policy, next_use, oracle):
-        super().__init__(blocks, policy, next_use)
-        self.oracle, self.next_use, self.blocks = oracle, next_use, blocks
+    def __init__(self, blocks, next_use, reuse, oracle):
+        super().__init__(blocks, next_use, reuse)
+        self.next_use, self.reuse, self.blocks = next_use, reuse, blocks
+        self.oracle = oracle(self)
+        next_use.listen(lambda chains, runs: self.oracle.admitted(self.frees))
         self.uncached, self.frees, self.num_evicted = list(blocks), [], 0
         self.num_appended = 0
         self.expected_evictions = {"unused": 0, "needed": 0}
-        next_use.listen(self.admitted)
 
     def take(self):
         if self.uncached:
@@ -73,7 +76,6 @@ class CheckedQueue(PolicyFreeQueue):
         needed = self.next_use.next_use(victim.block.block_hash) is not None and not copies
         self.expected_evictions["needed" if needed else "unused"] += 1
         if not copies:
-            self.oracle.evicted(victim.path)
             key = victim.block.block_hash
             if sum(block.block_hash == key for block in self.blocks) == 1:
                 assert not any(free.path[:-1] == victim.path for free in self.frees)
@@ -101,7 +103,3 @@ class CheckedQueue(PolicyFreeQueue):
     def prepend_n(self, blocks):
         self.uncached[:0] = blocks
         super().prepend_n(blocks)
-
-    def admitted(self, chains, runs):
-        if runs:
-            self.oracle.admitted(path_of(chains[0][-1]))

@@ -8,36 +8,46 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.core import block_pool
 
-from tests.prefix_cache.eviction.block_pool_traces import NUM_BLOCKS, Cache, path_of, steps
-from tests.prefix_cache.eviction.eviction_oracles import ORACLES, CheckedQueue
+from tests.prefix_cache.eviction.block_pool_traces import (
+    NUM_BLOCKS,
+    Cache,
+    admissions,
+    path_of,
+    steps,
+)
+from tests.prefix_cache.eviction.eviction_oracles import (
+    CheckedQueue,
+    NeededOracle,
+    UsedOracle,
+)
 from tests.support.depth import cases
 from vllm_relay.prefix_cache.eviction.free_queue import PolicyFreeQueue, make_free_queue
-from vllm_relay.prefix_cache.eviction.policies import EvictionPolicy, Gdsf, make_policy
+from vllm_relay.prefix_cache.eviction.reuse import Reuse
 
 
-class Lru(EvictionPolicy):
-    """vLLM's own order, which `PolicyFreeQueue` has to keep too."""
+def no_room():
+    """Keeps no block for its uses."""
+    reuse = Reuse(0)
+    assert not reuse.room_blocks
+    return reuse
 
-    def worth(self, key):
-        return None
 
-
+@pytest.mark.parametrize("cache_late", [False, True])
 @pytest.mark.parametrize(
-    ("name", "cache_late"),
-    [("queue", False), ("queue", True), ("gdsf", False)],
+    ("oracle", "traces", "make_reuse"),
+    [(NeededOracle, steps, no_room), (UsedOracle, admissions, lambda: Reuse(NUM_BLOCKS))],
 )
-def test_evicts_what_the_oracle_evicts(name, cache_late):
+def test_evicts_what_the_oracle_evicts(oracle, traces, make_reuse, cache_late):
     num_evicted = 0
 
     @settings(max_examples=cases(38))
-    @given(steps)
-    def check(steps):
+    @given(traces, st.integers(0, NUM_BLOCKS))
+    def check(steps, room_blocks):
         nonlocal num_evicted
-        cache = Cache(
-            lambda blocks, next_use: CheckedQueue(
-                blocks, make_policy(name, next_use, NUM_BLOCKS), next_use, ORACLES[name](next_use)
-            )
-        )
+        reuse = make_reuse()
+        if oracle is UsedOracle:
+            reuse._room_blocks = float(room_blocks)
+        cache = Cache(lambda blocks, next_use: CheckedQueue(blocks, next_use, reuse, oracle))
         for step in steps:
             cache.do(step, cache_late)
         while cache.running:
@@ -62,10 +72,10 @@ STOCK_QUEUE = block_pool.FreeKVCacheBlockQueue
 
 
 @settings(max_examples=cases(75))
-@given(steps)
-def test_a_policy_with_the_order_of_vllm_takes_the_same_blocks(steps):
+@given(admissions)
+def test_without_requests_that_wait_and_room_for_others_it_takes_the_same_blocks_as_vllm(steps):
     stock = Cache(lambda blocks, next_use: STOCK_QUEUE(blocks))
-    ours = Cache(lambda blocks, next_use: PolicyFreeQueue(blocks, Lru(), next_use))
+    ours = Cache(lambda blocks, next_use: PolicyFreeQueue(blocks, next_use, no_room()))
     for step in steps:
         stock.do(step, cache_late=False)
         ours.do(step, cache_late=False)
@@ -85,16 +95,14 @@ def test_lru_takes_the_same_blocks_as_vllm(steps):
         assert blocks_in_order(stock) == blocks_in_order(ours)
 
 
-@pytest.mark.parametrize(
-    ("name", "cache_late"), [("queue", False), ("queue", True), ("gdsf", False)]
-)
-def test_children_leave_before_their_parents(name, cache_late):
+@pytest.mark.parametrize("cache_late", [False, True])
+def test_children_leave_before_their_parents(cache_late):
     """In whatever order requests end, and whoever waits for their blocks."""
 
     @settings(max_examples=cases(38))
     @given(steps, st.randoms())
     def check(steps, random):
-        cache = Cache(make_free_queue_of(name))
+        cache = Cache(make_free_queue_of("queue"))
         for step in steps:
             cache.do(step, cache_late)
         while cache.running:
@@ -115,6 +123,32 @@ def test_children_leave_before_their_parents(name, cache_late):
     check()
 
 
+@settings(max_examples=cases(75))
+@given(steps, st.integers(0, 2 * NUM_BLOCKS))
+def test_the_order_is_told_whoever_waits_and_whatever_was_used(steps, room_blocks):
+    def make_queue(blocks, next_use):
+        reuse = Reuse(NUM_BLOCKS)
+        reuse._room_blocks = float(room_blocks)
+        return PolicyFreeQueue(blocks, next_use, reuse)
+
+    cache = Cache(make_queue)
+    queue = cache.pool.free_block_queue
+    for step in steps:
+        cache.do(step, cache_late=False)
+    in_order = queue.get_all_free_blocks()
+    assert len(in_order) == queue.num_free_blocks
+    is_needed = [
+        block.block_hash is not None and cache.next_use.next_use(block.block_hash) is not None
+        for block in in_order
+    ]
+    assert is_needed == sorted(is_needed)
+    while in_order:
+        number = min(len(in_order), 2)
+        assert queue.popleft_n(number) == in_order[:number]
+        in_order = in_order[number:]
+        assert queue.get_all_free_blocks() == in_order
+
+
 class Tree:
     """Caches whole prefixes and says in which order they leave."""
 
@@ -132,31 +166,24 @@ class Tree:
         return [list(path_of(block.block_hash)) for block in free if block.block_hash]
 
 
-def test_gdsf_keeps_what_is_used_often_and_ages_it():
-    tree = Tree("gdsf").run([1], [1], [1], [2], [3])
-    assert tree.order() == [[2], [3], [1]]
-    for path in range(10, 60):
+def test_what_was_used_twice_stays_while_there_is_room():
+    tree = Tree("queue").run([1], [2], [1], [2])
+    reuse = tree.cache.pool.free_block_queue._reuse
+    reuse._room_blocks = 1.0
+    for path in range(10, 50):
         tree.run([path, path])
-    assert [1] not in tree.order()
+    assert [2] in tree.order() and [1] not in tree.order()
 
 
-def test_gdsf_counts_admissions():
-    tree = Tree("gdsf").run([1], [2], [2])
-    for position in range(5):
-        tree.cache.wait(position, [1])
-        tree.cache.wait(position, [1])
-    assert tree.order() == [[1], [2]]
-    tree.run([1], [1])
-    assert tree.order() == [[2], [1]]
-
-
-def test_gdsf_knows_the_uses_of_few_blocks():
-    policy = Gdsf(max_keys=3)
-    policy.on_use([b"a", b"b", b"a"])
-    assert policy.worth(b"a") == (2,)
-    policy.on_use([b"c", b"d"])
-    assert len(policy._uses) == 3
-    assert policy.worth(b"b") == (1,) and policy.worth(b"a") == (1,)
+def test_there_is_more_room_when_what_was_used_twice_comes_back():
+    tree = Tree("queue")
+    reuse = tree.cache.pool.free_block_queue._reuse
+    room_blocks = []
+    for number in range(6):  # it has left when it comes back, as long as there is no room
+        tree.run([0, 1, 2], *([20 * number + each] for each in range(10, 22)))
+        room_blocks.append(reuse.room_blocks)
+    assert room_blocks[0] < 3 < room_blocks[-1]
+    assert tree.order()[-3:] == [[0, 1, 2], [0, 1], [0]]
 
 
 def test_queue_keeps_what_is_needed_soonest():

@@ -13,18 +13,13 @@ from tests.support.calls import count_calls
 from tests.support.depth import cases
 from vllm_relay.prefix_cache.eviction.free_queue import PolicyFreeQueue, make_free_queue
 from vllm_relay.prefix_cache.eviction.next_use import NextUse
-from vllm_relay.prefix_cache.eviction.policies import EvictionPolicy, make_policy
+from vllm_relay.prefix_cache.eviction.reuse import Reuse
 
 steps = st.lists(
     st.tuples(st.one_of(actions, st.just("walk")), st.integers(0, 9), paths),
     min_size=20,
     max_size=80,
 )
-
-
-class Lru(EvictionPolicy):
-    def worth(self, key):
-        return None
 
 
 class Offload:
@@ -55,19 +50,14 @@ class Watched(PolicyFreeQueue):
         self.stays |= {block.block_id: next(self.numbers) for block in blocks}
 
 
-@pytest.mark.parametrize("name", ["queue", "gdsf"])
-def test_a_walk_shows_every_cached_block_once_in_the_order_of_now(name):
+def test_a_walk_shows_every_cached_block_once_in_the_order_of_now():
     num_shown = 0
 
     @settings(max_examples=cases(75))
     @given(steps, st.booleans())
     def check(steps, looks_ahead):
         nonlocal num_shown
-        cache = Cache(
-            lambda blocks, next_use: Watched(
-                blocks, make_policy(name, next_use, NUM_BLOCKS), next_use
-            )
-        )
+        cache = Cache(lambda blocks, next_use: Watched(blocks, next_use, Reuse(0)))
         queue = cache.pool.free_block_queue
         offload, shown = Offload(queue), set()
         for action, number, path in steps:
@@ -101,10 +91,31 @@ def test_a_walk_shows_every_cached_block_once_in_the_order_of_now(name):
 
 @settings(max_examples=cases(75))
 @given(steps)
+def test_a_walk_shows_every_cached_block_once_where_some_are_kept_for_their_uses(steps):
+    cache = Cache(lambda blocks, next_use: Watched(blocks, next_use, Reuse(NUM_BLOCKS)))
+    queue = cache.pool.free_block_queue
+    queue._reuse._room_blocks = 3.0
+    offload, shown = Offload(queue), set()
+    for action, number, path in steps:
+        if action != "walk":
+            cache.do((action, number, path), cache_late=True)
+            continue
+        blocks = [block for block in offload.walk(max(number, 1)) if block.block_hash is not None]
+        stays = [queue.stays[block.block_id] for block in blocks]
+        assert shown.isdisjoint(stays)
+        shown |= set(stays)
+    blocks = [block for block in offload.walk(NUM_BLOCKS) if block.block_hash is not None]
+    shown |= {queue.stays[block.block_id] for block in blocks}
+    cached = [block for block in queue.get_all_free_blocks() if block.block_hash is not None]
+    assert {queue.stays[block.block_id] for block in cached} <= shown
+
+
+@settings(max_examples=cases(75))
+@given(steps.map(lambda steps: [step for step in steps if step[0] != "wait"]))
 def test_a_walk_by_lru_is_that_of_vllm(steps):
     stock = Cache(lambda blocks, next_use: FreeKVCacheBlockQueue(blocks))
     ours = [
-        Cache(lambda blocks, next_use: PolicyFreeQueue(blocks, Lru(), next_use)),
+        Cache(lambda blocks, next_use: PolicyFreeQueue(blocks, next_use, Reuse(0))),
         Cache(lambda blocks, next_use: make_free_queue("lru", next_use)(blocks)),
     ]
     caches = [stock, *ours]
@@ -121,9 +132,9 @@ def test_a_walk_by_lru_is_that_of_vllm(steps):
                 offload.cursor = None
 
 
-def free_blocks(number, needed, name="queue"):
+def free_blocks(number, needed):
     next_use = NextUse()
-    queue = make_free_queue(name, next_use)([KVCacheBlock(index) for index in range(number)])
+    queue = make_free_queue("queue", next_use)([KVCacheBlock(index) for index in range(number)])
     keys = [b"%d" % index for index in range(number)]
     for block, key in zip(queue.popleft_n(number), keys, strict=True):
         block.set_block_hash(key, 16)

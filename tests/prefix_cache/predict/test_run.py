@@ -80,9 +80,9 @@ def ids(tmp_path: Path) -> Path:
         ({"blocks": [9], "scheduler": "fast"}, "--scheduler fast: expected one of stock, relay"),
         (
             {"blocks": [9], "scheduler": "relay", "eviction": "best"},
-            "--eviction best: expected one of queue, lru, gdsf",
+            "--eviction best: expected one of queue, lru",
         ),
-        ({"blocks": [9], "eviction": "gdsf"}, "--eviction gdsf: vLLM's own scheduler evicts by"),
+        ({"blocks": [9], "eviction": "queue"}, "--eviction queue: vLLM's own scheduler evicts by"),
         ({"blocks": [9], "arrivals": "trace"}, "--arrivals trace: expected offline, poisson:RATE"),
         ({"blocks": [9], "arrivals": "poisson:x"}, "--arrivals poisson:x: expected offline, poi"),
         ({"blocks": [9], "arrivals": "poisson:-3"}, "poisson:-3: expected a rate above 0, in req"),
@@ -294,14 +294,14 @@ def test_the_command_hands_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     monkeypatch.setattr(predict_run, "run_predict", fake)
     args = ["predict", "x.jsonl", "--model", "m", "--kv-cache-space", "4", "--sweep", "0.5,1"]
-    args += ["--blocks", "100,200", "--scheduler", "relay", "--eviction", "gdsf"]
+    args += ["--blocks", "100,200", "--scheduler", "relay", "--eviction", "lru"]
     args += ["--block-size", "16", "--max-num-seqs", "8", "--max-num-batched-tokens", "99"]
     args += ["--output-tokens", "5", "--arrivals", "offline", "--json", "o.json", "--plot", "o.svg"]
     args += ["--relay", "{}", "--step-ms", "3", "--token-us", "2"]
     assert runner.invoke(app, args).exit_code == 1
     assert given["path"] == Path("x.jsonl")
     assert (given["sweep"], given["blocks"]) == ([0.5, 1.0], [100, 200])
-    assert (given["kv_cache_space"], given["eviction"]) == (4.0, "gdsf")
+    assert (given["kv_cache_space"], given["eviction"]) == (4.0, "lru")
     assert (given["json_path"], given["plot_path"]) == (Path("o.json"), Path("o.svg"))
     assert {"path", *given} == set(inspect.signature(run_predict).parameters) - {"console"}
 

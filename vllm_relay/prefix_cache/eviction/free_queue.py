@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The free blocks of vLLM's block pool, in the order of an eviction policy."""
+"""The free blocks of vLLM's block pool, in the order in which they leave.
+
+A prompt frees its blocks last first, and whoever needs or used a block needs or used all before it.
+So of the blocks of a prompt the deepest is freed first, needed last and used least, and leaves
+first: no block leaves before the free ones that follow it.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from itertools import dropwhile
 from math import inf
@@ -12,7 +18,7 @@ from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
 from vllm_relay.config import EvictionPolicyName
 from vllm_relay.prefix_cache.eviction.next_use import Chains, NextUse
-from vllm_relay.prefix_cache.eviction.policies import EvictionPolicy, make_policy
+from vllm_relay.prefix_cache.eviction.reuse import Reuse
 from vllm_relay.prefix_cache.eviction.set_aside import KeptBlock, Place, SetAside
 
 
@@ -43,26 +49,27 @@ class StockFreeQueue(FreeKVCacheBlockQueue):
 
 
 class PolicyFreeQueue(FreeKVCacheBlockQueue):
-    """vLLM's queue, from which blocks are set aside that a policy keeps longer.
+    """vLLM's queue, from which blocks are set aside that are kept longer.
 
     In vLLM's list, which is LRU behind blocks that are not cached, a block is looked at when its
-    turn has come. If the policy gives it a worth, it is set aside, and leaves when nothing else is
-    left; if it is worth nothing any more, it leaves at its turn by LRU.
+    turn has come. If a waiting request needs it, or several have used it, it is set aside. When
+    nothing else is left, those leave that were only used, the longest ago first, and then the one
+    that is needed last. Of the used ones no more are kept than `Reuse` has room for, and who is
+    kept for nothing any more leaves at its turn by LRU.
 
     Args:
         blocks: all blocks of the pool, free and not cached.
-        policy: of this queue alone.
         next_use: what waiting requests need.
+        reuse: of this queue alone.
     """
 
-    def __init__(
-        self, blocks: list[KVCacheBlock], policy: EvictionPolicy, next_use: NextUse
-    ) -> None:
+    def __init__(self, blocks: list[KVCacheBlock], next_use: NextUse, reuse: Reuse) -> None:
         super().__init__(blocks)  # counts in num_free_blocks; we add those that are set aside
         self.evicted_blocks = {"unused": 0, "needed": 0}
         """Cached blocks that left, by whether a waiting request needed them."""
-        self._policy = policy
-        self._next_use = next_use.next_use
+        self._next_use, self._reuse = next_use.next_use, reuse
+        self._reused: OrderedDict[int, KeptBlock] = OrderedDict()
+        """By block id, those that are set aside because they were used; the first leaves first."""
         self._freed_at = [0] * len(blocks)  # by block id: how many were freed before
         self._num_freed = 1  # none has the number of those that never were
         self._aside = SetAside(self._place)
@@ -87,7 +94,7 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
         assert n <= self.num_free_blocks, f"{n} blocks of {self.num_free_blocks} free ones"
         taken: list[KVCacheBlock] = []
         while len(taken) < n:
-            self._first_listed(self.fake_free_list_head)
+            self._first_listed(self.fake_free_list_head, self._is_kept)
             kept = self._first_aside()
             num_listed = self._num_leaving(n - len(taken), kept)
             if num_listed or kept is None:
@@ -124,20 +131,37 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
     def get_all_free_blocks(self, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
         """The free blocks in the order in which they would leave, which costs a sort of them."""
         self._first_aside()
-        places = [(self._place(kept), 0, kept.block) for kept in self._aside]
+        blocks = [kept.block for kept in self._aside]
+        places = {
+            kept.block.block_id: (self._place(kept), 0, kept.freed_at) for kept in self._aside
+        }
+        reused = deque(self._reused.values())
         listed_at = -1.0
         for index, block in enumerate(super().get_all_free_blocks(*args, **kwargs)):
             if block is self._walk_mark:
                 continue
             place: Place = (0, listed_at)
-            if block.block_hash is not None:
-                place = self._place(self._kept(block, block.block_hash, False))
-                listed_at = place[1] if place[0] == 0 else listed_at
-            places.append((place, index, block))
-        return [block for _, _, block in sorted(places, key=lambda each: each[:2])]
+            key, freed_at = block.block_hash, self._freed_at[block.block_id]
+            if key is not None:
+                kept = self._kept(block, key, False)
+                place = self._place(kept)
+                if place[0] == 0 and self._reuse.is_reused(key):
+                    place = (1, freed_at)
+                    reused.append(kept)
+                elif place[0] == 0:
+                    listed_at = freed_at
+            blocks.append(block)
+            places[block.block_id] = (place, index, freed_at)
+            if len(reused) > self._reuse.room_blocks:
+                first = reused.popleft()
+                if self._next_use(first.key) is None:
+                    place = (0, max(listed_at, first.freed_at))
+                    places[first.block.block_id] = (place, index, first.freed_at)
+        return sorted(blocks, key=lambda block: places[block.block_id])
 
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
-        """The free blocks behind `cursor`, or all, in the order in which they would leave now.
+        """The free blocks behind `cursor`, or all, in the order in which they would leave now, but
+        those of vLLM's list that will be kept because they were used are shown where they are.
 
         Behind the block that was shown last, or the one before it, a walk goes on: whatever is
         freed and taken meanwhile, it shows every cached block once for each time that it is freed.
@@ -166,7 +190,9 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
 
     def _next_of_walk(self) -> KVCacheBlock | None:
         mark = self._walk_mark
-        block = self._first_listed(self.fake_free_list_head if _is_alone(mark) else mark)
+        block = self._first_listed(
+            self.fake_free_list_head if _is_alone(mark) else mark, self._is_needed
+        )
         kept = self._aside.first_ahead()
         if kept is None or (block is not None and not self._leaves_before(kept, block)):
             return block
@@ -186,43 +212,78 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
             self._unlink_mark()
             self._link_mark_behind(block)
 
-    def _first_listed(self, before: KVCacheBlock) -> KVCacheBlock | None:
-        """The first block of the list behind `before` that the policy does not keep; those between
-        are set aside."""
-        worth, mark = self._policy.worth, self._walk_mark
+    def _first_listed(
+        self, before: KVCacheBlock, is_kept: Callable[[bytes], bool]
+    ) -> KVCacheBlock | None:
+        """The first block of the list behind `before` that is not kept; those between are set
+        aside, until one of these has to make room."""
+        mark = self._walk_mark
         while (block := before.next_free_block) is not self.fake_free_list_tail:
             assert block is not None
             key = block.block_hash
             if block is mark:
                 self._unlink_mark()
-            elif key is None or worth(key) is None:
+            elif key is None or not is_kept(key):
                 return block
             else:
                 is_passed = before is not mark and not _is_alone(mark)
                 super().remove(block)
                 self.num_free_blocks += 1
-                self._aside.add(self._kept(block, key, is_passed))
+                kept = self._kept(block, key, is_passed)
+                if not self._is_needed(key):
+                    self._reused[block.block_id] = kept
+                self._aside.add(kept)
+                if self._leave_room():
+                    break
         return None
+
+    def _is_needed(self, key: bytes) -> bool:
+        return self._next_use(key) is not None
+
+    def _is_kept(self, key: bytes) -> bool:
+        return self._next_use(key) is not None or self._reuse.is_reused(key)
+
+    def _leave_room(self) -> bool:
+        """Of those that are kept because they were used, keep no more than there is room for;
+        returns whether one leaves next."""
+        leaves = False
+        while len(self._reused) > self._reuse.room_blocks:
+            _, kept = self._reused.popitem(last=False)
+            self._aside.rank_again([kept.key])
+            leaves = leaves or not self._is_needed(kept.key)
+        return leaves
 
     def _num_leaving(self, n: int, kept: KeptBlock | None) -> int:
         """How many blocks leave at the head of the list, `n` at most, before one that is kept there
         or the one that is set aside."""
-        worth, mark, tail = self._policy.worth, self._walk_mark, self.fake_free_list_tail
-        freed_at, before = self._freed_at, inf
+        next_use, (new, old) = self._next_use, self._reuse.reused
+        mark, tail, freed_at, before = (
+            self._walk_mark,
+            self.fake_free_list_tail,
+            self._freed_at,
+            inf,
+        )
         if kept is not None and kept.place[0] == 0:
             before = kept.freed_at
-        num_leaving = num_cached = 0
+        num_leaving = 0
+        keys: list[bytes] = []
         block = self.fake_free_list_head.next_free_block
         while num_leaving < n and block is not tail and block is not mark:
             assert block is not None
             key = block.block_hash
             if key is not None:
-                if worth(key) is not None or freed_at[block.block_id] > before:
+                if (
+                    key in new
+                    or key in old
+                    or freed_at[block.block_id] > before
+                    or next_use(key) is not None
+                ):
                     break
-                num_cached += 1
+                keys.append(key)
             num_leaving += 1
             block = block.next_free_block
-        self.evicted_blocks["unused"] += num_cached
+        self.evicted_blocks["unused"] += len(keys)
+        self._reuse.on_evict(keys, False)
         return num_leaving
 
     def _evict(self, kept: KeptBlock) -> KVCacheBlock:
@@ -230,8 +291,8 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
             is_last = self._aside.num_copies(kept.key) == 1
             is_needed = is_last and self._next_use(kept.key) is not None
             self.evicted_blocks["needed" if is_needed else "unused"] += 1
-            if is_last and kept.place[0] == 1:
-                self._policy.on_evict(kept.key)
+            if not is_needed:
+                self._reuse.on_evict([kept.key], self._reuse.is_reused(kept.key))
         self._take_aside(kept)
         return kept.block
 
@@ -252,6 +313,7 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
 
     def _take_aside(self, kept: KeptBlock) -> None:
         self._aside.remove(kept)
+        self._reused.pop(kept.block.block_id, None)
         self.num_free_blocks -= 1
 
     def _kept(self, block: KVCacheBlock, key: bytes, is_passed: bool) -> KeptBlock:
@@ -263,10 +325,10 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
         return is_cached and kept.place < (0, self._freed_at[block.block_id])
 
     def _place(self, kept: KeptBlock) -> Place:
-        worth = self._policy.worth(kept.key)
-        if worth is None:
-            return (0, kept.freed_at)
-        return (1, *worth, -kept.depth_tokens, kept.freed_at)
+        rank = self._next_use(kept.key)
+        if rank is None:
+            return (int(kept.block.block_id in self._reused), kept.freed_at)
+        return (2, *(-each for each in rank), -kept.depth_tokens, kept.freed_at)
 
     def _number(self, blocks: list[KVCacheBlock]) -> None:
         freed_at = self._freed_at
@@ -277,8 +339,9 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
     def _on_remove(self, chains: Chains, runs: bool) -> None:
         for chain in chains:
             if runs:
-                self._policy.on_use(chain)
+                self._reuse.on_use(chain)
             self._aside.rank_again(chain)
+        self._leave_room()
 
     def _link_mark_behind(self, block: KVCacheBlock) -> None:
         mark, behind = self._walk_mark, block.next_free_block
@@ -306,9 +369,7 @@ def make_free_queue(
     name: EvictionPolicyName, next_use: NextUse
 ) -> Callable[[list[KVCacheBlock]], FreeQueue]:
     """What to put in the place of ``vllm.v1.core.block_pool.FreeKVCacheBlockQueue`` while block
-    pools are built. Every pool gets a policy of its own."""
+    pools are built."""
     if name == "lru":
         return lambda blocks: StockFreeQueue(blocks, next_use)
-    return lambda blocks: PolicyFreeQueue(
-        blocks, make_policy(name, next_use, len(blocks)), next_use
-    )
+    return lambda blocks: PolicyFreeQueue(blocks, next_use, Reuse(len(blocks)))
