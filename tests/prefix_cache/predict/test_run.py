@@ -198,6 +198,19 @@ def test_token_ids_without_a_model(ids: Path, tmp_path: Path) -> None:
     assert ElementTree.parse(plot).getroot().tag.endswith("svg")
 
 
+@pytest.mark.parametrize(
+    "line", [{"prompt_token_ids": [7] * 600}, {"hash_ids": [1, 2], "input_length": 600}]
+)
+def test_lines_share_with_those_of_their_salt_only(line: dict[str, Any], tmp_path: Path) -> None:
+    salts = ["a", "a", "b", None]
+    path = write(tmp_path, *({**line, "cache_salt": salt} for salt in salts))
+    found = tmp_path / "found.json"
+    status, printed = run(path, blocks=[400], block_size=128, json_path=found)
+    assert status == 0, printed
+    (prediction,) = json.loads(found.read_text())["predictions"]
+    assert prediction["cached_tokens_by_request"] == [0, 512, 0, 0]
+
+
 def test_hash_traces(tmp_path: Path) -> None:
     trace = [
         {"timestamp": 0, "input_length": 1000, "output_length": 30, "hash_ids": [1, 2]},

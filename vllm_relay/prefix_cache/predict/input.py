@@ -54,6 +54,7 @@ class InputLine:
     timestamp: Any = None
     """As the line says, like the next; checked where arrivals are asked for."""
     arrival_s: Any = None
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class PredictedRequest:
     line: int
     prompt_token_ids: list[int]
     output_tokens: int
+    cache_salt: str | None = None
+    """Requests share blocks only with those of their salt."""
 
 
 def read_lines(path: Path) -> list[InputLine]:
@@ -120,7 +123,7 @@ def to_requests(
         if not token_ids:
             raise LineError(line.number, "given a prompt without tokens, expected at least 1")
         wanted = default if line.output_tokens is None else line.output_tokens
-        requests.append(PredictedRequest(line.number, token_ids, wanted))
+        requests.append(PredictedRequest(line.number, token_ids, wanted, line.cache_salt))
     return requests
 
 
@@ -184,6 +187,7 @@ def _input_line(number: int, value: Any) -> InputLine:
         output_tokens=_output_tokens(value),
         timestamp=value.get("timestamp"),
         arrival_s=value.get("arrival_s"),
+        cache_salt=_cache_salt(value.get("cache_salt")),
     )
     if kind == "prompt":
         if not isinstance(content, str):
@@ -240,6 +244,12 @@ def _output_tokens(value: dict[str, Any]) -> int | None:
             raise ValueError(f"{name}: given {_short(count)}, expected an integer from 1")
         return count
     return None
+
+
+def _cache_salt(value: Any) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ValueError(f"cache_salt: given {_short(value)}, expected a text that is not empty")
+    return value
 
 
 def _is_int(value: Any) -> bool:

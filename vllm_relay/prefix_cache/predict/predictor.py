@@ -202,6 +202,7 @@ class Predictor:
                     detokenize=False,
                 ),
                 pooling_params=None,
+                cache_salt=given.cache_salt,
                 block_hasher=partial(self._hash_blocks, hasher, (hash_block_size, index)),
             )
             for index, given in enumerate(self._requests)
