@@ -119,18 +119,15 @@ def to_requests(
             reason = " ".join(str(error).split())
             raise LineError(line.number, f"cannot be tokenized: {reason}") from error
         if token_ids is None:
-            raise text_without_model(line)
+            raise LineError(
+                line.number,
+                "given text, expected token ids or hash ids where there is no --model: give it",
+            )
         if not token_ids:
             raise LineError(line.number, "given a prompt without tokens, expected at least 1")
         wanted = default if line.output_tokens is None else line.output_tokens
         requests.append(PredictedRequest(line.number, token_ids, wanted, line.cache_salt))
     return requests
-
-
-def text_without_model(line: InputLine) -> LineError:
-    return LineError(
-        line.number, "given text, expected token ids or hash ids where there is no --model: give it"
-    )
 
 
 def check_vocabulary(lines: Sequence[InputLine], vocab_size: int) -> None:

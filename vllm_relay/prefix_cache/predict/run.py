@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,6 @@ from vllm_relay.prefix_cache.predict.input import (
     PredictedRequest,
     check_vocabulary,
     read_lines,
-    text_without_model,
     to_requests,
 )
 from vllm_relay.prefix_cache.predict.load import (
@@ -119,8 +118,10 @@ def run_predict(
             check_model(model)
         lines = read_lines(path)
         arrivals_s = arrivals_of(arrivals, lines)
+        requests: Sequence[PredictedRequest] = ()
         if model is None:
-            _check_without_model(lines, block_size, kv_bytes_per_token, gib)
+            requests = to_requests(lines, output_tokens)
+            _check_without_model(block_size, kv_bytes_per_token, gib)
         elif kv_bytes_per_token is not None:
             raise ValueError(
                 f"--kv-bytes-per-token {kv_bytes_per_token}: --model says it; give one of the two"
@@ -142,25 +143,17 @@ def run_predict(
                 relay=relay_options,
             )
             if model is None:
-                requests = to_requests(lines, output_tokens)
                 folder = stack.enter_context(tempfile.TemporaryDirectory())
                 settings = _without_model(settings, requests, Path(folder))
             else:
                 requests = _encode(lines, settings, output_tokens)
-            found, refused = _predict_sizes(
-                {
-                    scenario: Predictor(settings.of_scheduler(scenario.scheduler), requests)
-                    for scenario in scenarios
-                },
-                cache_sizes(gib, blocks, block_size, kv_bytes_per_token),
-                {
-                    scenario: None
-                    if costs is None
-                    else Load(costs, arrivals_s if scenario.is_online else None)
-                    for scenario in scenarios
-                },
-                status.update,
-            )
+            cases = []
+            for scenario in scenarios:
+                predictor = Predictor(settings.of_scheduler(scenario.scheduler), requests)
+                load = costs and Load(costs, arrivals_s if scenario.is_online else None)
+                cases.append((scenario, predictor, load))
+            sizes = cache_sizes(gib, blocks, block_size, kv_bytes_per_token)
+            found, refused = _predict_sizes(cases, sizes, status.update)
     except LineError as error:
         _print_message(console, f"{path}:{error.number}: {error.message}", "red")
         return 1
@@ -209,9 +202,8 @@ def _scenarios(scheduler: str, arrivals: str) -> list[Scenario]:
 
 
 def _predict_sizes(
-    predictors: Mapping[Scenario, Predictor],
+    cases: Sequence[tuple[Scenario, Predictor, Load | None]],
     sizes: Sequence[CacheSize],
-    loads: Mapping[Scenario, Load | None],
     show: Callable[[str], None],
 ) -> tuple[list[tuple[Scenario, Prediction]], list[str]]:
     """Every scenario with every size that vLLM does not refuse; and what it says of the others.
@@ -223,13 +215,13 @@ def _predict_sizes(
     found: list[tuple[Scenario, Prediction]] = []
     refused: list[str] = []
     for size in sizes:
-        for scenario, predictor in predictors.items():
+        for scenario, predictor, load in cases:
 
             def show_finished(finished: int, what: str = f"{size}, {scenario}") -> None:
                 show(f"a KV cache of {what}: {finished:,} requests finished")
 
             try:
-                prediction = predictor.predict(size, show_finished, loads[scenario])
+                prediction = predictor.predict(size, show_finished, load)
             except LineError:
                 raise
             except ValueError as error:
@@ -310,15 +302,9 @@ def _step_costs(arrivals: str, step_ms: float | None, token_us: float | None) ->
 
 
 def _check_without_model(
-    lines: Sequence[InputLine],
-    block_size: int | None,
-    kv_bytes_per_token: int | None,
-    gib: Sequence[float],
+    block_size: int | None, kv_bytes_per_token: int | None, gib: Sequence[float]
 ) -> None:
-    """Without a model there is no tokenizer, no default block size and no size of a block."""
-    text = next((line for line in lines if line.token_ids is None), None)
-    if text is not None:
-        raise text_without_model(text)
+    """Without a model there is no default block size and no size of a block."""
     missing = [] if block_size is not None else ["--block-size TOKENS"]
     if gib and kv_bytes_per_token is None:
         missing.append("--kv-bytes-per-token BYTES (or --blocks N in place of GiB)")
