@@ -13,6 +13,7 @@ import contextlib
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vllm_relay.commands.engine import call, call_ranks_async
@@ -79,9 +80,8 @@ def pin(llm: Any, prompt: Prompt, pin_id: str | None = None, *, ttl_s: float | N
         CommandError: the prompt cannot be pinned; the message says why.
         RuntimeError: the engine has unfinished requests.
     """
-    _check(pin_id, ttl_s)
-    token_ids = tokens_of(llm, prompt)
-    return pin_tokens(getattr(llm, "llm_engine", llm), token_ids, pin_id, ttl_s=ttl_s)
+    engine = getattr(llm, "llm_engine", llm)
+    return pin_tokens(engine, tokens_of(llm, prompt), pin_id, ttl_s=ttl_s)
 
 
 def unpin(llm: Any, pin_id: str) -> None:
@@ -124,12 +124,11 @@ def pin_tokens(
     Args:
         plan: of a prompt with modules; these are pinned.
     """
-    _check(pin_id, ttl_s)
+    asked = _Declaration(token_ids, plan, pin_id, owner, ttl_s)
     if engine.has_unfinished_requests():
         raise RuntimeError(
             "a prompt cannot be pinned while the engine has unfinished requests: finish them first"
         )
-    asked = _Declaration(token_ids, plan, pin_id or id_of_tokens(token_ids, plan), owner, ttl_s)
     declared = call(engine, "declare_pin", asked.arguments())
     if not declared["resident"]:
         try:
@@ -160,8 +159,7 @@ async def pin_tokens_async(
     Raises:
         CommandError: of a rank; with what each rank has.
     """
-    _check(pin_id, ttl_s)
-    asked = _Declaration(token_ids, plan, pin_id or id_of_tokens(token_ids, plan), owner, ttl_s)
+    asked = _Declaration(token_ids, plan, pin_id, owner, ttl_s)
     answers = await call_ranks_async(engine, "declare_pin", asked.arguments())
     ranks = list(answers)
     cold = {
@@ -214,21 +212,23 @@ async def list_pins_async(engine: Any) -> list[Pin]:
     return _pins(await call_ranks_async(engine, "pins", {}))
 
 
-def id_of_tokens(token_ids: Sequence[int], plan: ModulePlan | None = None) -> str:
-    """The id of a pin that is given none."""
-    return digest_of(token_ids, plan)[:12]
-
-
 @dataclass(frozen=True)
 class _Declaration:
     """What a front end asks each engine core for, and the request that computes it."""
 
     token_ids: Sequence[int]
     plan: ModulePlan | None
-    pin_id: str
+    given_id: str | None
     owner: str
     ttl_s: float | None
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+
+    def __post_init__(self) -> None:
+        check_pin(self.pin_id, self.ttl_s)
+
+    @cached_property
+    def pin_id(self) -> str:
+        return digest_of(self.token_ids, self.plan)[:12] if self.given_id is None else self.given_id
 
     @property
     def name(self) -> dict[str, Any]:
@@ -259,10 +259,6 @@ class _Declaration:
 
     def request_id(self) -> str:
         return f"relay-pin-{self.pin_id}-{uuid.uuid4().hex[:8]}"
-
-
-def _check(pin_id: str | None, ttl_s: float | None) -> None:
-    check_pin("none" if pin_id is None else pin_id, ttl_s)
 
 
 def _of_all_ranks(pin_id: str, answers: Mapping[int, Any]) -> Pin:
