@@ -124,9 +124,9 @@ def test_contexts_are_computed_once_though_who_asked_first_is_cancelled() -> Non
     engine = Engine(contexts=[TEXT])
     generate, goes_on = engine.generate, asyncio.Event()
 
-    async def generate_later(*args: Any) -> AsyncIterator[None]:
+    async def generate_later(*args: Any, **more: Any) -> AsyncIterator[None]:
         await goes_on.wait()
-        async for output in generate(*args):
+        async for output in generate(*args, **more):
             yield output
 
     engine.generate = generate_later

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticKnownError
 
+from vllm_relay.arguments import shortened
 from vllm_relay.config.long_contexts import LongContextOptions
 from vllm_relay.limits import KernelChoice
 
@@ -295,7 +296,7 @@ def _describe(error: Any) -> str:
     option = f"{SECTION}.{name}" + "".join(f"[{index}]" for index in indices)
     if error["type"] == "extra_forbidden":
         return f"{option}: unknown option; {_known_options()}"
-    given = _short(error["input"])
+    given = shortened(error["input"])
     if error["type"] in _EXPECTED:
         expected = _EXPECTED[error["type"]].format(**error.get("ctx", {}))
     else:
@@ -306,8 +307,3 @@ def _describe(error: Any) -> str:
         texts = f"[{given}]" if isinstance(error["input"], str) else '["TEXT", "@PATH"]'
         return f"{message}: write {texts}, or as a flag --additional-config.relay.{name}+ TEXT"
     return f"{message}, or leave it out for {json.dumps(default)}"
-
-
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:47]}...{shown[-10:]}"

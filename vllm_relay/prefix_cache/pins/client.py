@@ -14,18 +14,16 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm_relay.commands.compute import compute, compute_async
 from vllm_relay.commands.engine import call, call_ranks_async
 from vllm_relay.commands.errors import CommandError
-from vllm_relay.commands.prompts import Prompt, refusals, tokens_of
+from vllm_relay.commands.prompts import Prompt, tokens_of
 from vllm_relay.modules.prompt.plan import EXTRA_ARG as PLAN_ARG
 from vllm_relay.modules.prompt.plan import ModulePlan
 from vllm_relay.prefix_cache.pins.pin import check_pin, digest_of
 from vllm_relay.prefix_cache.pins.table import EXTRA_ARG
-
-if TYPE_CHECKING:
-    from vllm.sampling_params import SamplingParams
 
 PYTHON = "python"
 """The owner of what is pinned through an ``LLM``, or in the process of an AsyncLLM."""
@@ -132,11 +130,7 @@ def pin_tokens(
     declared = call(engine, "declare_pin", asked.arguments())
     if not declared["resident"]:
         try:
-            with refusals("these tokens"):
-                [prompt] = engine.renderer.render_cmpl([asked.prompt(declared)])
-                engine.add_request(asked.request_id(), prompt, asked.params())
-            while engine.has_unfinished_requests():
-                engine.step()
+            compute(engine, asked.tokens(declared), asked.request_id(), asked.extra_args())
         except BaseException:
             with contextlib.suppress(CommandError):
                 call(engine, "settle_pin", asked.name)
@@ -168,23 +162,19 @@ async def pin_tokens_async(
         if not isinstance(entry, CommandError) and not entry["resident"]
     }
 
-    async def compute(rank: int, entry: dict[str, Any]) -> CommandError | None:
+    async def compute_in(rank: int, entry: dict[str, Any]) -> CommandError | None:
+        # vLLM numbers the ranks of a front end from 0
+        place = ranks.index(rank) if len(ranks) > 1 else None
+        request = asked.tokens(entry), asked.request_id(), asked.extra_args()
         try:
-            with refusals("these tokens"):
-                [prompt] = await engine.renderer.render_cmpl_async([asked.prompt(entry)])
-                # vLLM numbers the ranks of a front end from 0
-                place = ranks.index(rank) if len(ranks) > 1 else None
-                async for _ in engine.generate(
-                    prompt, asked.params(), asked.request_id(), data_parallel_rank=place
-                ):
-                    pass
+            await compute_async(engine, *request, place)
         except CommandError as error:
             return error
         return None
 
     if cold:
         try:
-            failures = await asyncio.gather(*(compute(*each) for each in cold.items()))
+            failures = await asyncio.gather(*(compute_in(*each) for each in cold.items()))
         finally:
             settled = await call_ranks_async(engine, "settle_pin", asked.name)
         for rank, failure in zip(cold, failures, strict=True):
@@ -239,23 +229,15 @@ class _Declaration:
         whose = {"owner": self.owner, "ttl_s": self.ttl_s}
         return {**self.name, "token_ids": list(self.token_ids), "plan": plan, **whose}
 
-    def prompt(self, declared: dict[str, Any]) -> dict[str, Any]:
-        token_ids = list(self.token_ids)
-        if self.plan is None:
-            # no token that the blocks do not need: with sliding windows it could push the first
-            # ones out
-            token_ids = token_ids[: declared["prompt_tokens"]]
-        return {"prompt_token_ids": token_ids}
+    def tokens(self, declared: dict[str, Any]) -> Sequence[int]:
+        """Those that are to be computed."""
+        # no token that the blocks do not need: with sliding windows it could push the first ones
+        # out
+        return self.token_ids[: declared["prompt_tokens"]] if self.plan is None else self.token_ids
 
-    def params(self) -> SamplingParams:
-        from vllm import SamplingParams
-
-        extra_args: dict[str, Any] = {EXTRA_ARG: self.pin_id}
-        if self.plan is not None:
-            extra_args[PLAN_ARG] = self.plan.to_argument()
-        return SamplingParams(
-            max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra_args
-        )
+    def extra_args(self) -> dict[str, Any]:
+        plan = {} if self.plan is None else {PLAN_ARG: self.plan.to_argument()}
+        return {EXTRA_ARG: self.pin_id, **plan}
 
     def request_id(self) -> str:
         return f"relay-pin-{self.pin_id}-{uuid.uuid4().hex[:8]}"

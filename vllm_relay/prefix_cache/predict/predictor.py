@@ -7,9 +7,7 @@ stub: it knows the model's layers, and every request whose prompt is computed ge
 
 from __future__ import annotations
 
-import hashlib
 import time
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from vllm_relay.prefix_cache.eviction.belady import belady_hits
+from vllm_relay.prefix_cache.pins.pin import digest_of
 from vllm_relay.prefix_cache.predict.cache_size import CacheSize
 from vllm_relay.prefix_cache.predict.engine import PredictorSettings, create_config, create_core
 from vllm_relay.prefix_cache.predict.input import LineError, Message, PredictedRequest
@@ -110,10 +109,10 @@ class Predictor:
         self.settings = settings
         self._requests = requests
         self._prompt_hashes: dict[tuple[int, int], list[Any]] = {}  # of (hash block size, index)
-        prompts: dict[bytes, int] = {}
+        prompts: dict[str, int] = {}
         self._generated_token = [
             # equal prompts have equal answers, all others differ
-            _FIRST_GENERATED_TOKEN + prompts.setdefault(_digest(r.prompt_token_ids), len(prompts))
+            _FIRST_GENERATED_TOKEN + prompts.setdefault(digest_of(r.prompt_token_ids), len(prompts))
             for r in requests
         ]
 
@@ -293,10 +292,6 @@ def ceiling_tokens(
         ends.update(chain[usable:])
     hits = sum(count if block in ends else count - 1 for block, count in finders.items())
     return hits * block_tokens
-
-
-def _digest(token_ids: list[int]) -> bytes:
-    return hashlib.sha256(array("q", token_ids).tobytes()).digest()
 
 
 class _EvictionCounter:

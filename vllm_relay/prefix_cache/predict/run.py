@@ -150,7 +150,8 @@ def run_predict(
             cases = []
             for scenario in scenarios:
                 predictor = Predictor(settings.of_scheduler(scenario.scheduler), requests)
-                load = costs and Load(costs, arrivals_s if scenario.is_online else None)
+                when_s = arrivals_s if scenario.is_online else None
+                load = None if costs is None else Load(costs, when_s)
                 cases.append((scenario, predictor, load))
             sizes = cache_sizes(gib, blocks, block_size, kv_bytes_per_token)
             found, refused = _predict_sizes(cases, sizes, status.update)
