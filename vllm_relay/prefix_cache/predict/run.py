@@ -26,13 +26,7 @@ from vllm_relay.prefix_cache.predict.input import (
     read_lines,
     to_requests,
 )
-from vllm_relay.prefix_cache.predict.load import (
-    OFFLINE,
-    Load,
-    StepCosts,
-    arrivals_of,
-    step_costs,
-)
+from vllm_relay.prefix_cache.predict.load import OFFLINE, Load, arrivals_of, step_costs
 from vllm_relay.prefix_cache.predict.report import (
     Scenario,
     as_dict,
@@ -106,7 +100,7 @@ def run_predict(
         eviction = _check_eviction(scheduler, eviction)
         scenarios = _scenarios(scheduler, arrivals)
         relay_options = _relay_options(scheduler, relay)
-        costs = _step_costs(arrivals, step_ms, token_us)
+        costs = step_costs(arrivals, step_ms, token_us)
         gib = sorted({*sweep, *([] if kv_cache_space is None else [kv_cache_space])})
         if not gib and not blocks:
             raise ValueError(
@@ -118,14 +112,8 @@ def run_predict(
             check_model(model)
         lines = read_lines(path)
         arrivals_s = arrivals_of(arrivals, lines)
-        requests: Sequence[PredictedRequest] = ()
-        if model is None:
-            requests = to_requests(lines, output_tokens)
-            _check_without_model(block_size, kv_bytes_per_token, gib)
-        elif kv_bytes_per_token is not None:
-            raise ValueError(
-                f"--kv-bytes-per-token {kv_bytes_per_token}: --model says it; give one of the two"
-            )
+        requests = to_requests(lines, output_tokens) if model is None else None
+        _check_block_options(model, block_size, kv_bytes_per_token, gib)
         with ExitStack() as stack:
             status = stack.enter_context(console.status("reading the requests"))
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
@@ -142,11 +130,11 @@ def run_predict(
                 dtype=dtype,
                 relay=relay_options,
             )
-            if model is None:
+            if requests is None:
+                requests = _encode(lines, settings, output_tokens)
+            else:
                 folder = stack.enter_context(tempfile.TemporaryDirectory())
                 settings = _without_model(settings, requests, Path(folder))
-            else:
-                requests = _encode(lines, settings, output_tokens)
             cases = []
             for scenario in scenarios:
                 predictor = Predictor(settings.of_scheduler(scenario.scheduler), requests)
@@ -288,24 +276,19 @@ def _relay_options(scheduler: str, relay: str | None) -> dict[str, Any]:
     return options
 
 
-def _step_costs(arrivals: str, step_ms: float | None, token_us: float | None) -> StepCosts | None:
-    """What a step takes; None where nobody asks for waits."""
-    costs = step_costs(step_ms, token_us)
-    if arrivals != OFFLINE:
-        return costs
-    for option, given in (("--step-ms", step_ms), ("--token-us", token_us)):
-        if given is not None:
-            raise ValueError(
-                f"{option} {given:g}: has no effect with --arrivals offline: give --arrivals "
-                "poisson:RATE or timestamps"
-            )
-    return None
-
-
-def _check_without_model(
-    block_size: int | None, kv_bytes_per_token: int | None, gib: Sequence[float]
+def _check_block_options(
+    model: str | None,
+    block_size: int | None,
+    kv_bytes_per_token: int | None,
+    gib: Sequence[float],
 ) -> None:
     """Without a model there is no default block size and no size of a block."""
+    if model is not None:
+        if kv_bytes_per_token is not None:
+            raise ValueError(
+                f"--kv-bytes-per-token {kv_bytes_per_token}: --model says it; give one of the two"
+            )
+        return
     missing = [] if block_size is not None else ["--block-size TOKENS"]
     if gib and kv_bytes_per_token is None:
         missing.append("--kv-bytes-per-token BYTES (or --blocks N in place of GiB)")
