@@ -19,7 +19,7 @@ from vllm_relay import wiring
 from vllm_relay.commands import engine as commands
 from vllm_relay.commands.at_start import once
 from vllm_relay.metrics import RelayStatLogger, refresh_async, snapshot
-from vllm_relay.prefix_cache.pins.client import pin_tokens_async
+from vllm_relay.prefix_cache.pins.client import Declaration, pin_tokens_async
 from vllm_relay.prefix_cache.pins.commands import COMMANDS
 from vllm_relay.prefix_cache.pins.system_prompts import pin_system_prompts_async
 from vllm_relay.serving.fresh_metrics import FreshMetrics
@@ -316,7 +316,7 @@ def test_all_callers_together_pin_no_more_than_a_share_of_the_cache() -> None:
 
 def test_a_pin_of_whoever_uses_the_engine_in_its_process() -> None:
     engine = Engine()
-    pin = asyncio.run(pin_tokens_async(engine, tokens(16), "a"))
+    pin = asyncio.run(pin_tokens_async(engine, Declaration(tokens(16), "a")))
     assert pin.owner == "python"
     assert client(engine).delete("/relay/pins/a").status_code == 403
 
@@ -414,7 +414,7 @@ def test_metrics_are_true_when_they_are_read() -> None:
         await added.cls(page, **added.kwargs)(scope, None, None)
         return seen
 
-    asyncio.run(pin_tokens_async(engine, tokens(16), "a"))
+    asyncio.run(pin_tokens_async(engine, Declaration(tokens(16), "a")))
     assert asyncio.run(read()) == {"0": 4, "1": 4}
     engine.schedulers[1].pins.unpin("a")
     assert asyncio.run(read()) == {"0": 4, "1": 0}

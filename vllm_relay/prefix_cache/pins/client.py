@@ -65,6 +65,55 @@ class Pin:
     ranks: list[RankPin]
 
 
+@dataclass(frozen=True)
+class Declaration:
+    """What a front end asks each engine core for, and the request that computes it.
+
+    Args:
+        given_id: of the pin; made from its tokens if None.
+        plan: of a prompt with modules; these are pinned.
+
+    Raises:
+        CommandError: 400, the id or the time is none.
+    """
+
+    token_ids: Sequence[int]
+    given_id: str | None = None
+    plan: ModulePlan | None = None
+    owner: str = PYTHON
+    ttl_s: float | None = None
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+
+    def __post_init__(self) -> None:
+        check_pin(self.pin_id, self.ttl_s)
+
+    @cached_property
+    def pin_id(self) -> str:
+        return digest_of(self.token_ids, self.plan)[:12] if self.given_id is None else self.given_id
+
+    @property
+    def name(self) -> dict[str, Any]:
+        return {"pin_id": self.pin_id, "declaration": self.id}
+
+    def arguments(self) -> dict[str, Any]:
+        plan = None if self.plan is None else self.plan.to_argument()
+        whose = {"owner": self.owner, "ttl_s": self.ttl_s}
+        return {**self.name, "token_ids": list(self.token_ids), "plan": plan, **whose}
+
+    def tokens(self, declared: dict[str, Any]) -> Sequence[int]:
+        """Those that are to be computed."""
+        # no token that the blocks do not need: with sliding windows it could push the first ones
+        # out
+        return self.token_ids[: declared["prompt_tokens"]] if self.plan is None else self.token_ids
+
+    def extra_args(self) -> dict[str, Any]:
+        plan = {} if self.plan is None else {PLAN_ARG: self.plan.to_argument()}
+        return {EXTRA_ARG: self.pin_id, **plan}
+
+    def request_id(self) -> str:
+        return f"relay-pin-{self.pin_id}-{uuid.uuid4().hex[:8]}"
+
+
 def pin(llm: Any, prompt: Prompt, pin_id: str | None = None, *, ttl_s: float | None = None) -> Pin:
     """Compute a prompt and keep its full KV blocks until :func:`unpin`.
 
@@ -79,7 +128,7 @@ def pin(llm: Any, prompt: Prompt, pin_id: str | None = None, *, ttl_s: float | N
         RuntimeError: the engine has unfinished requests.
     """
     engine = getattr(llm, "llm_engine", llm)
-    return pin_tokens(engine, tokens_of(llm, prompt), pin_id, ttl_s=ttl_s)
+    return pin_tokens(engine, Declaration(tokens_of(llm, prompt), pin_id, ttl_s=ttl_s))
 
 
 def unpin(llm: Any, pin_id: str) -> None:
@@ -108,21 +157,8 @@ def top_prefixes(llm: Any, count: int = 10) -> list[dict[str, Any]]:
     return call(getattr(llm, "llm_engine", llm), "top_prefixes", {"count": count})
 
 
-def pin_tokens(
-    engine: Any,
-    token_ids: Sequence[int],
-    pin_id: str | None = None,
-    plan: ModulePlan | None = None,
-    *,
-    owner: str = PYTHON,
-    ttl_s: float | None = None,
-) -> Pin:
-    """:func:`pin` for the tokens of a prompt and an LLMEngine.
-
-    Args:
-        plan: of a prompt with modules; these are pinned.
-    """
-    asked = _Declaration(token_ids, plan, pin_id, owner, ttl_s)
+def pin_tokens(engine: Any, asked: Declaration) -> Pin:
+    """:func:`pin` for the tokens of a prompt and an LLMEngine."""
     if engine.has_unfinished_requests():
         raise RuntimeError(
             "a prompt cannot be pinned while the engine has unfinished requests: finish them first"
@@ -139,21 +175,12 @@ def pin_tokens(
     return _pin_of({0: declared})
 
 
-async def pin_tokens_async(
-    engine: Any,
-    token_ids: Sequence[int],
-    pin_id: str | None = None,
-    plan: ModulePlan | None = None,
-    *,
-    owner: str = PYTHON,
-    ttl_s: float | None = None,
-) -> Pin:
+async def pin_tokens_async(engine: Any, asked: Declaration) -> Pin:
     """:func:`pin_tokens` for an AsyncLLM, whatever else it is doing, in all its ranks.
 
     Raises:
         CommandError: of a rank; with what each rank has.
     """
-    asked = _Declaration(token_ids, plan, pin_id, owner, ttl_s)
     answers = await call_ranks_async(engine, "declare_pin", asked.arguments())
     ranks = list(answers)
     cold = {
@@ -200,47 +227,6 @@ async def unpin_async(engine: Any, pin_id: str, owner: str | None = None) -> Non
 async def list_pins_async(engine: Any) -> list[Pin]:
     """:func:`list_pins` for an AsyncLLM, as all its ranks have them."""
     return _pins(await call_ranks_async(engine, "pins", {}))
-
-
-@dataclass(frozen=True)
-class _Declaration:
-    """What a front end asks each engine core for, and the request that computes it."""
-
-    token_ids: Sequence[int]
-    plan: ModulePlan | None
-    given_id: str | None
-    owner: str
-    ttl_s: float | None
-    id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
-
-    def __post_init__(self) -> None:
-        check_pin(self.pin_id, self.ttl_s)
-
-    @cached_property
-    def pin_id(self) -> str:
-        return digest_of(self.token_ids, self.plan)[:12] if self.given_id is None else self.given_id
-
-    @property
-    def name(self) -> dict[str, Any]:
-        return {"pin_id": self.pin_id, "declaration": self.id}
-
-    def arguments(self) -> dict[str, Any]:
-        plan = None if self.plan is None else self.plan.to_argument()
-        whose = {"owner": self.owner, "ttl_s": self.ttl_s}
-        return {**self.name, "token_ids": list(self.token_ids), "plan": plan, **whose}
-
-    def tokens(self, declared: dict[str, Any]) -> Sequence[int]:
-        """Those that are to be computed."""
-        # no token that the blocks do not need: with sliding windows it could push the first ones
-        # out
-        return self.token_ids[: declared["prompt_tokens"]] if self.plan is None else self.token_ids
-
-    def extra_args(self) -> dict[str, Any]:
-        plan = {} if self.plan is None else {PLAN_ARG: self.plan.to_argument()}
-        return {EXTRA_ARG: self.pin_id, **plan}
-
-    def request_id(self) -> str:
-        return f"relay-pin-{self.pin_id}-{uuid.uuid4().hex[:8]}"
 
 
 def _of_all_ranks(pin_id: str, answers: Mapping[int, Any]) -> Pin:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_relay.commands.at_start import keep_texts, keep_texts_async, once, read_texts
 from vllm_relay.commands.engine import call, call_async
 from vllm_relay.config import scheduler_is_selected
-from vllm_relay.prefix_cache.pins.client import Pin, pin_tokens, pin_tokens_async
+from vllm_relay.prefix_cache.pins.client import Declaration, Pin, pin_tokens, pin_tokens_async
 from vllm_relay.prefix_cache.pins.pin import CONFIGURATION
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def pin_system_prompts(engine: Any) -> None:
     """
 
     def pin(number: int, token_ids: list[int]) -> Pin:
-        return pin_tokens(engine, token_ids, f"system-{number}", owner=CONFIGURATION)
+        return pin_tokens(engine, _declaration(number, token_ids))
 
     if pins := keep_texts(engine, "system_prompts", pin):
         _log(pins, call(engine, "gauges", {}))
@@ -43,13 +43,17 @@ async def pin_system_prompts_async(engine: Any, online_renderer: Any = None) -> 
     """
 
     async def pin(number: int, token_ids: list[int]) -> Pin:
-        return await pin_tokens_async(engine, token_ids, f"system-{number}", owner=CONFIGURATION)
+        return await pin_tokens_async(engine, _declaration(number, token_ids))
 
     async def pin_all() -> None:
         if pins := await keep_texts_async(engine, online_renderer, "system_prompts", pin):
             _log(pins, await call_async(engine, "gauges", {}))
 
     await once(engine, "relay_pinning", pin_all)
+
+
+def _declaration(number: int, token_ids: list[int]) -> Declaration:
+    return Declaration(token_ids, f"system-{number}", owner=CONFIGURATION)
 
 
 def _log(pins: Sequence[Pin], gauges: dict[str, int]) -> None:
