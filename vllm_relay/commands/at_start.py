@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.commands.prompts import (
@@ -16,6 +16,9 @@ from vllm_relay.commands.prompts import (
     tokens_of,
 )
 from vllm_relay.config import SECTION, RelayConfig
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _is_preparing: ContextVar[bool] = ContextVar("_is_preparing", default=False)
 
@@ -43,6 +46,39 @@ async def once(
         preparing = asyncio.create_task(run())
         setattr(engine, attribute, preparing)
     await asyncio.shield(preparing)
+
+
+def check_texts(
+    vllm_config: VllmConfig,
+    option: str,
+    given_texts: Sequence[str],
+    *needs: tuple[bool, str],
+    instead: str,
+) -> None:
+    """Refuse texts that no engine of this configuration can compute.
+
+    Args:
+        needs: more that has to be: whether it is, and what to say if not.
+        instead: of a tokenizer.
+
+    Raises:
+        ValueError: with the reason and the way out.
+    """
+    if not given_texts:
+        return
+    read_texts(option, given_texts)
+    model_config = vllm_config.model_config
+    tokenizes = model_config is None or not model_config.skip_tokenizer_init
+    for is_met, need in (
+        *needs,
+        (
+            vllm_config.cache_config.enable_prefix_caching,
+            "prefix caching: set --enable-prefix-caching",
+        ),
+        (tokenizes, f"a tokenizer: remove --skip-tokenizer-init, or {instead}"),
+    ):
+        if not is_met:
+            raise ValueError(f"{SECTION}.{option} needs {need}")
 
 
 def keep_texts(engine: Any, option: str, keep: Callable[[int, list[int]], Any]) -> list[Any]:

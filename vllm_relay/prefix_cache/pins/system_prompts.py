@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_relay.commands.at_start import keep_texts, keep_texts_async, once, read_texts
+from vllm_relay.commands.at_start import check_texts, keep_texts, keep_texts_async, once
 from vllm_relay.commands.engine import call, call_async
 from vllm_relay.config import scheduler_is_selected
 from vllm_relay.prefix_cache.pins.client import Declaration, Pin, pin_tokens, pin_tokens_async
@@ -74,21 +74,16 @@ def check_system_prompts(vllm_config: VllmConfig, options: RelayConfig) -> None:
     Raises:
         ValueError: with the reason and the way out.
     """
-    if not options.system_prompts:
-        return
-    read_texts("system_prompts", options.system_prompts)
     model_config = vllm_config.model_config
-    reason = None
-    if not scheduler_is_selected(vllm_config):
-        reason = "RelayScheduler, which pins them: set additional_config.relay.scheduler true"
-    elif not vllm_config.cache_config.enable_prefix_caching:
-        reason = "prefix caching: set --enable-prefix-caching"
-    elif model_config is not None and model_config.runner_type != "generate":
-        reason = f"a model that generates, given --runner {model_config.runner_type}"
-    elif model_config is not None and model_config.skip_tokenizer_init:
-        reason = (
-            "a tokenizer: remove --skip-tokenizer-init, or pin token ids with "
-            "vllm_relay.prefix_cache.pin"
-        )
-    if reason is not None:
-        raise ValueError(f"additional_config.relay.system_prompts needs {reason}")
+    runner = "generate" if model_config is None else model_config.runner_type
+    check_texts(
+        vllm_config,
+        "system_prompts",
+        options.system_prompts,
+        (
+            scheduler_is_selected(vllm_config),
+            "RelayScheduler, which pins them: set additional_config.relay.scheduler true",
+        ),
+        (runner == "generate", f"a model that generates, given --runner {runner}"),
+        instead="pin token ids with vllm_relay.prefix_cache.pin",
+    )

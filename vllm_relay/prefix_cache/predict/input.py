@@ -81,8 +81,11 @@ def read_lines(path: Path) -> list[InputLine]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                if line.strip():
-                    lines.append(_parse(number, line))
+                try:
+                    if line.strip():
+                        lines.append(_input_line(number, _json(line)))
+                except ValueError as error:
+                    raise LineError(number, str(error)) from None
     except OSError as error:
         raise ValueError(
             f"{path}: cannot be read ({error.strerror}), expected a JSON Lines file: check the path"
@@ -145,13 +148,6 @@ def check_vocabulary(lines: Sequence[InputLine], vocab_size: int) -> None:
                 f"given token id {max(line.token_ids)}, expected at most {vocab_size - 1}, where "
                 "the model's vocabulary ends: give the --model that the file is for",
             )
-
-
-def _parse(number: int, line: bytes) -> InputLine:
-    try:
-        return _input_line(number, _json(line))
-    except ValueError as error:
-        raise LineError(number, str(error)) from None
 
 
 def _json(line: bytes) -> Any:
