@@ -101,11 +101,7 @@ class Predictor:
         requests: in the order in which they are given to `LLM.generate`.
     """
 
-    def __init__(
-        self,
-        settings: PredictorSettings,
-        requests: Sequence[PredictedRequest],
-    ) -> None:
+    def __init__(self, settings: PredictorSettings, requests: Sequence[PredictedRequest]) -> None:
         self.settings = settings
         self._requests = requests
         self._prompt_hashes: dict[tuple[int, int], list[Any]] = {}  # of (hash block size, index)
@@ -155,7 +151,11 @@ class Predictor:
         began_s = time.perf_counter()
         requests = self._engine_requests(core)
         executor: Any = core.model_executor
-        executor.sampler = self._sampler(scheduler.requests)
+        executor.sampler = lambda request_id: (
+            []
+            if scheduler.requests[request_id].is_prefill_chunk
+            else [self._generated_token[int(request_id)]]
+        )
         # LLM.generate in-process gives the engine all requests before the first step
         at_once = [0.0] * len(requests)
         server = VirtualServer(core, StepCosts(0.0, 0.0) if load is None else load.costs)
@@ -226,14 +226,6 @@ class Predictor:
             self._prompt_hashes.get((hash_block_size, index), [])[every - 1 :: every]
             for index in range(len(self._requests))
         ]
-
-    def _sampler(self, requests: dict[str, Request]) -> Callable[[str], list[int]]:
-        def sample(request_id: str) -> list[int]:
-            if requests[request_id].is_prefill_chunk:
-                return []
-            return [self._generated_token[int(request_id)]]
-
-        return sample
 
 
 class Encoder:
