@@ -174,6 +174,18 @@ def test_misspelled_section_is_found(name: str) -> None:
     assert misspelled_section(config_with({"relay": {}, "relay_team": {}})) is None
 
 
+@pytest.mark.parametrize("name", ["reley", "realy", "rely", "vllm_rely", "Relai", "reley.sharing"])
+def test_a_section_with_options_of_relay_is_found_by_its_name(name: str) -> None:
+    value = False if "." in name else {"sharing": False}
+    assert misspelled_section(config_with({name: value})) == name
+    assert misspelled_section(config_with({"other": value})) is None
+
+
+@pytest.mark.parametrize("value", [{"speed": 2}, {}, None, "sharing", ["sharing"]])
+def test_a_section_of_another_plugin_may_have_a_name_like_relay(value: object) -> None:
+    assert misspelled_section(config_with({"replay": value, "delay.speed": 2})) is None
+
+
 def test_a_misspelled_scheduler_class_is_refused() -> None:
     config: Any = config_with({})
     config.scheduler_config = SimpleNamespace(scheduler_cls="vllm_relay.scheduler.RelaySchedular")

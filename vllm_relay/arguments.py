@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what several commands are given."""
+"""What users give, checked and named in messages."""
 
 from __future__ import annotations
 
@@ -38,3 +38,9 @@ def check_model(model: str) -> None:
             f"--model {model}: no config.json there; expected a Hugging Face model folder or a "
             "hub id"
         )
+
+
+def shortened(value: object, most: int = 60) -> str:
+    """What was given, for a message: no more than its beginning and its end."""
+    shown = repr(value)
+    return shown if len(shown) <= most else f"{shown[: most - 13]}...{shown[-10:]}"

@@ -27,7 +27,7 @@ from benchmarks.support.formatting import Row
 from benchmarks.support.options import argument_parser
 from benchmarks.support.result import Goal, Result
 from vllm_relay.config import EvictionPolicyName
-from vllm_relay.prefix_cache.eviction.belady import belady_hits, ceiling_hits
+from vllm_relay.prefix_cache.eviction.belady import NEVER, belady_hits
 from vllm_relay.prefix_cache.eviction.free_queue import make_free_queue
 from vllm_relay.prefix_cache.eviction.next_use import NextUse
 
@@ -155,7 +155,7 @@ def measure(name: str, chains: Sequence[Chain], capacity_blocks: int) -> Row:
         "workload": name,
         "cache blocks": capacity_blocks,
         "queried": sum(map(len, chains)),
-        "unlimited": ceiling_hits(chains),
+        "unlimited": belady_hits(chains, NEVER),
         "belady": best,
     }
     row |= {policy: number / best if best else None for policy, number in hits.items()}

@@ -201,7 +201,9 @@ class Engine:
         self.prompts.append(token_ids)
         self.core.run(token_ids, params, self.status)
 
-    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[None]:
+    async def generate(
+        self, prompt: Any, params: Any, request_id: str, data_parallel_rank: int | None = None
+    ) -> AsyncIterator[None]:
         self.add_request(request_id, prompt, params)
         self.step()
         yield None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.long_context.context_engine import Engine, OnlineRenderer, chat, letters
+from tests.support.starts import cancel_the_first_of_two
 from vllm_relay import wiring
 from vllm_relay.commands import at_start
 from vllm_relay.config import RelayConfig
@@ -122,27 +123,7 @@ def test_what_is_ready_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_contexts_are_computed_once_though_who_asked_first_is_cancelled() -> None:
     engine = Engine(contexts=[TEXT])
-    generate, goes_on = engine.generate, asyncio.Event()
-
-    async def generate_later(*args: Any) -> AsyncIterator[None]:
-        await goes_on.wait()
-        async for output in generate(*args):
-            yield output
-
-    engine.generate = generate_later
-
-    async def cancel_and_wait() -> None:
-        first = asyncio.create_task(preload_contexts_async(engine, OnlineRenderer()))
-        second = asyncio.create_task(preload_contexts_async(engine))
-        await asyncio.sleep(0)
-        first.cancel()
-        await asyncio.wait([first])
-        assert not second.done()
-        goes_on.set()
-        await second
-        await preload_contexts_async(engine)
-
-    asyncio.run(cancel_and_wait())
+    cancel_the_first_of_two(engine, preload_contexts_async, OnlineRenderer())
     assert len(engine.prompts) == 1
 
 

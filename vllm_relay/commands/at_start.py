@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.commands.prompts import (
@@ -15,7 +15,10 @@ from vllm_relay.commands.prompts import (
     text_tokens_async,
     tokens_of,
 )
-from vllm_relay.config import SECTION
+from vllm_relay.config import SECTION, RelayConfig
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _is_preparing: ContextVar[bool] = ContextVar("_is_preparing", default=False)
 
@@ -45,8 +48,82 @@ async def once(
     await asyncio.shield(preparing)
 
 
+def check_texts(
+    vllm_config: VllmConfig,
+    option: str,
+    given_texts: Sequence[str],
+    *needs: tuple[bool, str],
+    instead: str,
+) -> None:
+    """Refuse texts that no engine of this configuration can compute.
+
+    Args:
+        needs: more that has to be: whether it is, and what to say if not.
+        instead: of a tokenizer.
+
+    Raises:
+        ValueError: with the reason and the way out.
+    """
+    if not given_texts:
+        return
+    read_texts(option, given_texts)
+    model_config = vllm_config.model_config
+    tokenizes = model_config is None or not model_config.skip_tokenizer_init
+    for is_met, need in (
+        *needs,
+        (
+            vllm_config.cache_config.enable_prefix_caching,
+            "prefix caching: set --enable-prefix-caching",
+        ),
+        (tokenizes, f"a tokenizer: remove --skip-tokenizer-init, or {instead}"),
+    ):
+        if not is_met:
+            raise ValueError(f"{SECTION}.{option} needs {need}")
+
+
+def keep_texts(engine: Any, option: str, keep: Callable[[int, list[int]], Any]) -> list[Any]:
+    """What ``keep`` makes of the texts of an option in an LLMEngine.
+
+    Args:
+        keep: is given the number of a text and its tokens, see :func:`_system_prompt_tokens`.
+
+    Raises:
+        ValueError: one cannot be read, or ``keep`` refuses it; the message says which.
+    """
+    kept = []
+    for number, text in _texts_of(engine, option):
+        with _naming_the_option(option, number):
+            kept.append(keep(number, _system_prompt_tokens(engine, text)))
+    return kept
+
+
+async def keep_texts_async(
+    engine: Any,
+    online_renderer: Any,
+    option: str,
+    keep: Callable[[int, list[int]], Awaitable[Any]],
+) -> list[Any]:
+    """:func:`keep_texts` for an AsyncLLM.
+
+    Args:
+        online_renderer: the server's OnlineRenderer, which knows its chat template; without one it
+            is the tokenizer's.
+    """
+    kept = []
+    for number, text in _texts_of(engine, option):
+        with _naming_the_option(option, number):
+            token_ids = await _system_prompt_tokens_async(engine, online_renderer, text)
+            kept.append(await keep(number, token_ids))
+    return kept
+
+
+def _texts_of(engine: Any, option: str) -> Iterator[tuple[int, str]]:
+    options = RelayConfig.from_vllm_config(engine.vllm_config)
+    return enumerate(read_texts(option, getattr(options, option)))
+
+
 @contextlib.contextmanager
-def naming_the_option(option: str, number: int) -> Iterator[None]:
+def _naming_the_option(option: str, number: int) -> Iterator[None]:
     """Raise a ValueError that says which text of an option a CommandError is about."""
     try:
         yield
@@ -78,7 +155,7 @@ def read_texts(option: str, given_texts: Sequence[str]) -> list[str]:
     return texts
 
 
-def system_prompt_tokens(engine: Any, text: str) -> list[int]:
+def _system_prompt_tokens(engine: Any, text: str) -> list[int]:
     """The tokens with which prompts begin whose system prompt is, or begins with, ``text``; of a
     model without a chat template, those that begin with it.
 
@@ -90,10 +167,10 @@ def system_prompt_tokens(engine: Any, text: str) -> list[int]:
     return tokens_of(engine, text)
 
 
-async def system_prompt_tokens_async(engine: Any, online_renderer: Any, text: str) -> list[int]:
-    """:func:`system_prompt_tokens` for an AsyncLLM, with the chat template of its server."""
+async def _system_prompt_tokens_async(engine: Any, online_renderer: Any, text: str) -> list[int]:
+    """:func:`_system_prompt_tokens` for an AsyncLLM, with the chat template of its server."""
     if online_renderer is None:
-        return system_prompt_tokens(engine, text)
+        return _system_prompt_tokens(engine, text)
     if _has_chat_template(engine.renderer, online_renderer.chat_template):
         messages = [{"role": "system", "content": text}]
         return await conversation_tokens_async(online_renderer, messages)

@@ -85,7 +85,7 @@ def tokens_of(llm: Any, prompt: Prompt) -> list[int]:
         if not prompt:
             raise CommandError(400, "the text is empty: expected at least a KV block of tokens")
         with refusals("this text", *_OF_STRANGE_PROMPTS):
-            return common_tokens(renderer.render_cmpl(_texts(prompt)))
+            return _tokens_of_text(renderer, renderer.render_cmpl(_texts(prompt)))
     conversations = continued_conversations(prompt)
     with refusals("these messages", *_OF_STRANGE_PROMPTS):
         return common_tokens(_render_conversations(llm, renderer, conversations))
@@ -99,7 +99,7 @@ async def text_tokens_async(renderer: Any, text: str) -> list[int]:
     """
     _check_tokenizer(renderer)
     with refusals("this text", *_OF_STRANGE_PROMPTS):
-        return common_tokens(await renderer.render_cmpl_async(_texts(text)))
+        return _tokens_of_text(renderer, await renderer.render_cmpl_async(_texts(text)))
 
 
 async def conversation_tokens_async(online_renderer: Any, messages: Any) -> list[int]:
@@ -123,7 +123,25 @@ async def conversation_tokens_async(online_renderer: Any, messages: Any) -> list
 
 
 def _texts(text: str) -> list[dict[str, Any]]:
-    return [{"prompt": continued} for continued in continued_texts(text)]
+    """To be rendered for :func:`_tokens_of_text`."""
+    return [{"prompt": each} for each in (text, *continued_texts(text))]
+
+
+def _tokens_of_text(renderer: Any, prompts: Sequence[Any]) -> list[int]:
+    """
+    Raises:
+        CommandError: 400 there is no token that does not depend on what comes after the text.
+    """
+    whole, *continued = prompts
+    token_ids = common_tokens(continued)
+    if not token_ids:
+        raise CommandError(
+            400,
+            f"a text of {len(whole['prompt_token_ids'])} tokens was given, all of which may be "
+            "others where it goes on, but only full KV blocks are kept: expected at least a KV "
+            f"block of {renderer.config.cache_config.block_size} tokens (--block-size)",
+        )
+    return token_ids
 
 
 def _render_conversations(llm: Any, renderer: Any, conversations: Any) -> Any:

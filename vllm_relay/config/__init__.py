@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import re
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticKnownError
 
+from vllm_relay.arguments import shortened
 from vllm_relay.config.long_contexts import LongContextOptions
 from vllm_relay.limits import KernelChoice
 
@@ -234,11 +236,18 @@ def options_of(vllm_config: VllmConfig) -> Any:
 
 
 def misspelled_section(vllm_config: VllmConfig) -> str | None:
-    """A key of ``additional_config`` that was probably meant to be "relay"."""
+    """A key of ``additional_config`` that was probably meant to be "relay": its letters are those,
+    or nearly, and then what is under it is an option of relay."""
     additional_config = vllm_config.additional_config
-    for name in additional_config if isinstance(additional_config, dict) else ():
-        section = re.sub(r"[^\w.]|_", "", name).lower().split(".")[0]
-        if name != "relay" and section in ("relay", "vllmrelay"):
+    given = additional_config if isinstance(additional_config, dict) else {}
+    for name, value in given.items():
+        section, _, option = name.partition(".")
+        letters = re.sub(r"[\W_]", "", section).lower().removeprefix("vllm")
+        options = {option} if option else set(value if isinstance(value, dict) else ())
+        is_nearly = bool(get_close_matches(letters, ["relay"]))
+        if name != "relay" and (
+            letters == "relay" or (is_nearly and options & RelayConfig.model_fields.keys())
+        ):
             return name
     return None
 
@@ -286,7 +295,7 @@ def _describe(error: Any) -> str:
     option = f"{SECTION}.{name}" + "".join(f"[{index}]" for index in indices)
     if error["type"] == "extra_forbidden":
         return f"{option}: unknown option; {_known_options()}"
-    given = _short(error["input"])
+    given = shortened(error["input"])
     if error["type"] in _EXPECTED:
         expected = _EXPECTED[error["type"]].format(**error.get("ctx", {}))
     else:
@@ -297,8 +306,3 @@ def _describe(error: Any) -> str:
         texts = f"[{given}]" if isinstance(error["input"], str) else '["TEXT", "@PATH"]'
         return f"{message}: write {texts}, or as a flag --additional-config.relay.{name}+ TEXT"
     return f"{message}, or leave it out for {json.dumps(default)}"
-
-
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:47]}...{shown[-10:]}"

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_relay.commands import engine as commands
+from vllm_relay.commands.compute import compute, compute_async
 from vllm_relay.commands.errors import CommandError
-from vllm_relay.commands.prompts import Prompt, refusals, tokens_of
+from vllm_relay.commands.prompts import Prompt, tokens_of
 from vllm_relay.limits import sparse_is_selected
 from vllm_relay.long_context.commands import HOW_TO_SELECT
 from vllm_relay.long_context.orders import KEEP_ARG
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,7 @@ def keep_context(llm: Any, prompt: Prompt) -> Context:
         )
     declared = commands.call(engine, "declare_context", {"token_ids": token_ids})
     if not declared["is_known"]:
-        with refusals("these tokens"):
-            [rendered] = engine.renderer.render_cmpl([{"prompt_token_ids": token_ids}])
-            engine.add_request(_request_id(), rendered, _params())
-        while engine.has_unfinished_requests():
-            engine.step()
+        compute(engine, token_ids, _request_id(), {KEEP_ARG: True})
     return _kept(list_contexts(engine), declared["id"])
 
 
@@ -82,12 +78,7 @@ async def keep_context_async(engine: Any, token_ids: Sequence[int]) -> Context:
     asked = {"token_ids": list(token_ids)}
     declared = await commands.call_async(engine, "declare_context", asked)
     if not declared["is_known"]:
-        with refusals("these tokens"):
-            [rendered] = await engine.renderer.render_cmpl_async(
-                [{"prompt_token_ids": list(token_ids)}]
-            )
-            async for _ in engine.generate(rendered, _params(), _request_id()):
-                pass
+        await compute_async(engine, token_ids, _request_id(), {KEEP_ARG: True})
     return _kept(await list_contexts_async(engine), declared["id"])
 
 
@@ -134,14 +125,6 @@ def _check_config(vllm_config: VllmConfig) -> None:
     if not sparse_is_selected(vllm_config):
         raise CommandError(501, f"contexts are kept by RELAY_SPARSE only: {HOW_TO_SELECT}")
     commands.check_one_engine(vllm_config, "contexts are kept")
-
-
-def _params() -> SamplingParams:
-    from vllm import SamplingParams
-
-    return SamplingParams(
-        max_tokens=1, temperature=0.0, detokenize=False, extra_args={KEEP_ARG: True}
-    )
 
 
 def _request_id() -> str:

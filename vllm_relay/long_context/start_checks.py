@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_relay.commands.at_start import read_texts
+from vllm_relay.commands.at_start import check_texts
 from vllm_relay.config import SECTION
 
 if TYPE_CHECKING:
@@ -47,19 +47,11 @@ def check_contexts(vllm_config: VllmConfig, options: RelayConfig) -> None:
     Raises:
         ValueError: with the reason and the way out.
     """
-    if not options.contexts:
-        return
-    read_texts("contexts", options.contexts)
-    model_config = vllm_config.model_config
-    reason = None
-    if not vllm_config.cache_config.enable_prefix_caching:
-        reason = "prefix caching: set --enable-prefix-caching"
-    elif vllm_config.parallel_config.data_parallel_size > 1:
-        reason = "one engine: set --data-parallel-size 1"
-    elif model_config is not None and model_config.skip_tokenizer_init:
-        reason = (
-            "a tokenizer: remove --skip-tokenizer-init, or keep token ids with "
-            "vllm_relay.long_context.client.keep_context"
-        )
-    if reason is not None:
-        raise ValueError(f"additional_config.relay.contexts needs {reason}")
+    engines = vllm_config.parallel_config.data_parallel_size
+    check_texts(
+        vllm_config,
+        "contexts",
+        options.contexts,
+        (engines == 1, "one engine: set --data-parallel-size 1"),
+        instead="keep token ids with vllm_relay.long_context.client.keep_context",
+    )

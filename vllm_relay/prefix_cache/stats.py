@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
+from math import prod
 from typing import Any
 
 from vllm_relay.modules.prompt.plan import plan_of_request
@@ -114,27 +115,24 @@ class TopPrefixes:
 
     def __init__(self, capacity: int = 4096) -> None:
         self._capacity = capacity
-        self._hits: dict[bytes, int] = {}
-        self._tokens: dict[bytes, int] = {}
+        self._used: dict[bytes, tuple[int, int]] = {}  # tokens and hits
 
     def add_hit(self, block_hash: bytes, tokens: int) -> None:
         """Count a request that found the ``tokens`` tokens up to this chained hash cached."""
-        self._hits[block_hash] = self._hits.get(block_hash, 0) + 1
-        self._tokens[block_hash] = tokens
-        if len(self._hits) > self._capacity:
-            kept = sorted(self._hits, key=self._hit_tokens, reverse=True)[: self._capacity // 2]
-            self._hits = {key: self._hits[key] for key in kept}
-            self._tokens = {key: self._tokens[key] for key in kept}
+        _, hits = self._used.get(block_hash, (0, 0))
+        self._used[block_hash] = tokens, hits + 1
+        if len(self._used) > self._capacity:
+            self._used = {key: self._used[key] for key in self._most_used(self._capacity // 2)}
 
     def top(self, count: int = TOP_PREFIXES) -> list[dict[str, Any]]:
         """The first ``count`` prefixes: id (8 hex digits of the hash), tokens, hits."""
         return [
-            {"id": key.hex()[:8], "tokens": self._tokens[key], "hits": self._hits[key]}
-            for key in sorted(self._hits, key=self._hit_tokens, reverse=True)[:count]
+            {"id": key.hex()[:8], "tokens": self._used[key][0], "hits": self._used[key][1]}
+            for key in self._most_used(count)
         ]
 
-    def _hit_tokens(self, key: bytes) -> int:
-        return self._hits[key] * self._tokens[key]
+    def _most_used(self, count: int) -> list[bytes]:
+        return sorted(self._used, key=lambda key: prod(self._used[key]), reverse=True)[:count]
 
 
 class PrefixCacheRecorder:

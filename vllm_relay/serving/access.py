@@ -56,18 +56,6 @@ def check_access(request: Request) -> str:
     return f"api-key-{is_key.index(True)}"
 
 
-def refuse_configured(what: str, option: str) -> None:
-    """
-    Raises:
-        CommandError: 403, always.
-    """
-    raise CommandError(
-        403,
-        f"{what} is of the server's configuration: change {SECTION}.{option} and start the server "
-        "again",
-    )
-
-
 def _api_keys(app: FastAPI) -> list[str]:
     """As vLLM takes them."""
     from vllm import envs

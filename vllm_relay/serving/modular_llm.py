@@ -15,7 +15,7 @@ from vllm_relay.modules.engine.start_checks import unsupported_reason
 from vllm_relay.modules.markup.schema import Schema
 from vllm_relay.modules.prompt.render import REPAIR_TOKENS, Mode, RenderedPrompt
 from vllm_relay.modules.prompt.schema_store import SchemaStore
-from vllm_relay.prefix_cache.pins.client import Pin, pin_tokens
+from vllm_relay.prefix_cache.pins.client import Declaration, Pin, pin_tokens
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -113,6 +113,5 @@ class ModularLLM:
         if not isinstance(prompt, str):
             raise CommandError(400, f"prompt: given {prompt!r}, expected a text in PML")
         rendered = self.schemas.render(prompt, to_pin=True)
-        return pin_tokens(
-            self.llm.llm_engine, rendered.token_ids, pin_id, rendered.plan, ttl_s=ttl_s
-        )
+        asked = Declaration(rendered.token_ids, pin_id, rendered.plan, ttl_s=ttl_s)
+        return pin_tokens(self.llm.llm_engine, asked)

@@ -14,6 +14,7 @@ from pydantic import Field
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.config import RelayConfig, scheduler_is_selected
 from vllm_relay.prefix_cache.pins.client import (
+    Declaration,
     Pin,
     list_pins_async,
     pin_tokens_async,
@@ -104,6 +105,5 @@ async def _pin(state: State, request: PinRequest, owner: str) -> Pin:
         token_ids, plan = rendered.token_ids, rendered.plan
     else:
         token_ids = await tokens_of_request(state, request)
-    return await pin_tokens_async(
-        state.engine_client, token_ids, request.id, plan, owner=owner, ttl_s=request.ttl_s
-    )
+    asked = Declaration(token_ids, request.id, plan, owner, request.ttl_s)
+    return await pin_tokens_async(state.engine_client, asked)

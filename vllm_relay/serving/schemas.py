@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from vllm_relay.commands.errors import CommandError
+from vllm_relay.commands.errors import CommandError, refuse_configured
 from vllm_relay.config import RelayConfig
 from vllm_relay.modules.engine.start_checks import unsupported_reason
 from vllm_relay.modules.markup.pml import parse_schema
 from vllm_relay.modules.markup.schema import SchemaTooLongError, TooManySchemasError
 from vllm_relay.modules.prompt.describe import describe_schema
 from vllm_relay.modules.prompt.schema_store import SchemaStore
-from vllm_relay.serving.access import mount, refuse_configured
+from vllm_relay.serving.access import mount
 from vllm_relay.serving.modular_bodies import ModularBodies
 from vllm_relay.serving.modular_requests import (
     keep_store,

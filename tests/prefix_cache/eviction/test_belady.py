@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.depth import cases
-from vllm_relay.prefix_cache.eviction.belady import belady_hits, ceiling_hits
+from vllm_relay.prefix_cache.eviction.belady import NEVER, belady_hits
 
 
 def chain_of(path):
@@ -58,12 +58,11 @@ def test_a_cache_for_all_blocks_reaches_the_ceiling(chains):
     for chain in chains:
         expected += prefix_hits(chain, seen)
         seen.update(chain)
-    assert ceiling_hits(chains) == belady_hits(chains, capacity_blocks) == expected
+    assert belady_hits(chains, NEVER) == belady_hits(chains, capacity_blocks) == expected
 
 
 def test_a_cycle_that_lru_misses_always():
     chains = [chain_of([index]) for index in range(5)] * 4
-    assert ceiling_hits(chains) == 15
     assert belady_hits(chains, 5) == 15
     assert belady_hits(chains, 4) == 12
     assert belady_hits(chains, 1) == 0
@@ -78,4 +77,4 @@ def test_hits_grow_with_the_cache():
     rng = np.random.default_rng(0)
     chains = [chain_of(rng.integers(0, 3, rng.integers(1, 9)).tolist()) for _ in range(400)]
     hits = [belady_hits(chains, capacity) for capacity in range(8, 400, 20)]
-    assert hits == sorted(hits) and hits[0] < hits[-1] <= ceiling_hits(chains)
+    assert hits == sorted(hits) and hits[0] < hits[-1] <= belady_hits(chains, NEVER)

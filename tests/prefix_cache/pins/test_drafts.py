@@ -20,7 +20,7 @@ from tests.prefix_cache.pins.pin_scheduler import (
 )
 from tests.scheduler.simulated_engine import start
 from vllm_relay.commands.errors import CommandError
-from vllm_relay.prefix_cache.pins.client import pin_tokens
+from vllm_relay.prefix_cache.pins.client import Declaration, pin_tokens
 from vllm_relay.prefix_cache.predict.executor import StubExecutor
 
 needs_lookahead_hashes = pytest.mark.skipif(
@@ -167,7 +167,7 @@ def test_a_prompt_is_pinned_in_an_engine_with_eagle(tmp_path: Path, looks_ahead:
     )
     try:
         system_prompt = [3 + number % 400 for number in range(100)]
-        pin = pin_tokens(engine, system_prompt)
+        pin = pin_tokens(engine, Declaration(system_prompt))
         assert (pin.resident, pin.tokens, pin.blocks) == (True, 96, 3)
         pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
         pool.free_blocks(pool.get_new_blocks(pool.get_num_free_blocks()))

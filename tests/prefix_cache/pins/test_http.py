@@ -15,11 +15,12 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from tests.prefix_cache.pins.pin_scheduler import BLOCK_BYTES, Scheduler, tokens
+from tests.support.starts import cancel_the_first_of_two
 from vllm_relay import wiring
 from vllm_relay.commands import engine as commands
 from vllm_relay.commands.at_start import once
 from vllm_relay.metrics import RelayStatLogger, refresh_async, snapshot
-from vllm_relay.prefix_cache.pins.client import pin_tokens_async
+from vllm_relay.prefix_cache.pins.client import Declaration, pin_tokens_async
 from vllm_relay.prefix_cache.pins.commands import COMMANDS
 from vllm_relay.prefix_cache.pins.system_prompts import pin_system_prompts_async
 from vllm_relay.serving.fresh_metrics import FreshMetrics
@@ -316,7 +317,7 @@ def test_all_callers_together_pin_no_more_than_a_share_of_the_cache() -> None:
 
 def test_a_pin_of_whoever_uses_the_engine_in_its_process() -> None:
     engine = Engine()
-    pin = asyncio.run(pin_tokens_async(engine, tokens(16), "a"))
+    pin = asyncio.run(pin_tokens_async(engine, Declaration(tokens(16), "a")))
     assert pin.owner == "python"
     assert client(engine).delete("/relay/pins/a").status_code == 403
 
@@ -353,28 +354,9 @@ def test_pinned_system_prompts_are_logged_with_shared_blocks_counted_once(
 
 def test_system_prompts_are_pinned_though_who_asked_first_is_cancelled() -> None:
     engine = Engine(system_prompts=["be brief"])
-    generate, goes_on = engine.generate, asyncio.Event()
-
-    async def generate_later(*args: Any, **kwargs: Any) -> AsyncIterator[None]:
-        await goes_on.wait()
-        async for output in generate(*args, **kwargs):
-            yield output
-
-    engine.generate = generate_later
-
-    async def cancel_and_wait() -> None:
-        first = asyncio.create_task(pin_system_prompts_async(engine, OnlineRenderer()))
-        second = asyncio.create_task(pin_system_prompts_async(engine))
-        await asyncio.sleep(0)
-        first.cancel()
-        await asyncio.wait([first])
-        assert not second.done()
-        goes_on.set()
-        await second
-        [entry] = engine.scheduler.pins.entries()
-        assert entry["resident"]
-
-    asyncio.run(cancel_and_wait())
+    cancel_the_first_of_two(engine, pin_system_prompts_async, OnlineRenderer())
+    [entry] = engine.scheduler.pins.entries()
+    assert entry["resident"]
 
 
 def test_what_is_prepared_does_not_wait_for_what_else_is() -> None:
@@ -414,7 +396,7 @@ def test_metrics_are_true_when_they_are_read() -> None:
         await added.cls(page, **added.kwargs)(scope, None, None)
         return seen
 
-    asyncio.run(pin_tokens_async(engine, tokens(16), "a"))
+    asyncio.run(pin_tokens_async(engine, Declaration(tokens(16), "a")))
     assert asyncio.run(read()) == {"0": 4, "1": 4}
     engine.schedulers[1].pins.unpin("a")
     assert asyncio.run(read()) == {"0": 4, "1": 0}

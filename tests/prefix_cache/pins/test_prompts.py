@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from vllm_relay.commands.prompts import (
     continued_conversations,
     continued_texts,
     is_tokens,
+    text_tokens_async,
     tokens_of,
 )
 from vllm_relay.config import RelayConfig
@@ -41,6 +43,32 @@ def test_tokens_that_depend_on_what_follows_are_left_out() -> None:
 
     prompts = [{"prompt_token_ids": tokenize(text)} for text in continued_texts("two words")]
     assert common_tokens(prompts) == ["two "]
+
+
+class WordRenderer:
+    """Letters up to a space are a token."""
+
+    tokenizer = object()
+    config = SimpleNamespace(cache_config=SimpleNamespace(block_size=16))
+
+    def render_cmpl(self, prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{"prompt_token_ids": prompt["prompt"].split(" ")} for prompt in prompts]
+
+    async def render_cmpl_async(self, prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return self.render_cmpl(prompts)
+
+
+def test_a_text_of_which_nothing_is_certain_is_refused_by_its_own_tokens() -> None:
+    message = "a text of 1 tokens was given, .* expected at least a KV block of 16 tokens"
+    renderer: Any = WordRenderer()
+    for tokens in (
+        lambda: tokens_of(SimpleNamespace(renderer=renderer), "hi"),
+        lambda: asyncio.run(text_tokens_async(renderer, "hi")),
+    ):
+        with pytest.raises(CommandError, match=message) as caught:
+            tokens()
+        assert caught.value.status == 400
+    assert tokens_of(SimpleNamespace(renderer=renderer), "hi there") == ["hi"]
 
 
 def test_conversations_are_continued_by_the_other_side() -> None:

@@ -4,8 +4,8 @@
 Usage: python -m tests.prefix_cache.predict.engine_process INPUT.json OUTPUT.json
 
 INPUT holds a list of engines, each the arguments of `vllm.LLM`, and a list of workloads, each a
-list of pairs of prompt token ids and output tokens. OUTPUT holds, for every engine and workload, a
-list of cached tokens.
+list of prompt token ids, output tokens and cache salts or null. OUTPUT holds, for every engine and
+workload, a list of cached tokens.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ import torch
 from vllm import LLM, SamplingParams
 
 
-def cached_tokens(llm: LLM, workload: list[tuple[list[int], int]]) -> list[int]:
+def cached_tokens(llm: LLM, workload: list[tuple[list[int], int, str | None]]) -> list[int]:
     assert llm.reset_prefix_cache()
     params = [
         SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-        for _, count in workload
+        for _, count, _ in workload
     ]
-    prompts: Any = [{"prompt_token_ids": prompt} for prompt, _ in workload]
+    prompts: Any = [
+        {"prompt_token_ids": prompt} | ({} if salt is None else {"cache_salt": salt})
+        for prompt, _, salt in workload
+    ]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return [output.num_cached_tokens or 0 for output in outputs]
 

@@ -35,7 +35,9 @@ def requests() -> list[PredictedRequest]:
     made = []
     for line in range(40):
         tail = rng.choices(range(3, 512), k=rng.randrange(1, 80))
-        made.append(PredictedRequest(line, rng.choice(prefixes) + tail, rng.randrange(1, 40)))
+        salt = "a secret" if line % 5 == 0 else None
+        prompt = rng.choice(prefixes) + tail
+        made.append(PredictedRequest(line, prompt, rng.randrange(1, 40), salt))
     return made + made[:4]  # equal prompts have equal answers
 
 
@@ -57,7 +59,10 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
         )
         for one, (_, blocks, _) in zip(settings, CASES, strict=True)
     ]
-    workloads = [[(r.prompt_token_ids, r.output_tokens) for r in o] for o in ORDERS.values()]
+    workloads = [
+        [(r.prompt_token_ids, r.output_tokens, r.cache_salt) for r in order]
+        for order in ORDERS.values()
+    ]
     given, found = folder / "input.json", folder / "output.json"
     given.write_text(json.dumps({"engines": engine_args, "workloads": workloads}))
     done = run_module(

@@ -35,7 +35,7 @@ def test_every_format_is_read(tmp_path: Path) -> None:
         {"prompt": "another", "max_tokens": 3},
         {"prompt": "like OpenAI's", "max_completion_tokens": 5},
         {"messages": chat, "output_tokens": 4, "model": "is ignored"},
-        {"prompt_token_ids": [5, 6]},
+        {"prompt_token_ids": [5, 6], "cache_salt": "a secret"},
         trace([9], 2, output_length=8),
     )
     path.write_text("\ufeff" + path.read_text() + "\n  \n")  # begins as files of Windows do
@@ -44,7 +44,7 @@ def test_every_format_is_read(tmp_path: Path) -> None:
         InputLine(2, text="another", output_tokens=3),
         InputLine(3, text="like OpenAI's", output_tokens=5),
         InputLine(4, messages=chat, output_tokens=4),
-        InputLine(5, token_ids=[5, 6]),
+        InputLine(5, token_ids=[5, 6], cache_salt="a secret"),
         InputLine(6, token_ids=[9, 9], output_tokens=8, synthetic=True, timestamp=7),
     ]
 
@@ -73,6 +73,11 @@ def test_every_format_is_read(tmp_path: Path) -> None:
             {"prompt": "x", "output_tokens": 4, "max_tokens": 4},
             "given output_tokens and max_tokens, expected one",
         ),
+        (
+            {"prompt": "x", "cache_salt": 5},
+            "cache_salt: given 5, expected a text that is not",
+        ),
+        ({"prompt": "x", "cache_salt": ""}, "cache_salt: given '', expected a text that is not e"),
         ({"hash_ids": [1]}, "input_length: given None, expected 1 to 512"),
         (trace([1, 2], 512), "input_length: given 512, expected 513 to 1024"),
         (trace([1, 2], 1025), "input_length: given 1025, expected 513 to 1024"),
@@ -137,6 +142,11 @@ def test_lengths_of_answers_come_from_the_line_then_the_option_then_vllm() -> No
     lines = [InputLine(1, token_ids=[1], output_tokens=9), InputLine(2, token_ids=[2])]
     assert [r.output_tokens for r in to_requests(lines, 5)] == [9, 5]
     assert [r.output_tokens for r in to_requests(lines, None)] == [9, 16]
+
+
+def test_salts_stay_with_their_requests() -> None:
+    lines = [InputLine(1, token_ids=[1], cache_salt="a"), InputLine(2, token_ids=[1])]
+    assert [r.cache_salt for r in to_requests(lines, None)] == ["a", None]
 
 
 def test_prompts_are_encoded() -> None:

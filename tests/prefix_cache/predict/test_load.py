@@ -72,7 +72,14 @@ def test_random_arrivals_are_the_same_every_time() -> None:
     assert arrivals_of("poisson:20", lines({}, {})) == arrivals_of("poisson:20", lines({}, {}))
 
 
+def seconds_of_100_tokens(step_ms: float | None, token_us: float | None) -> float:
+    costs = step_costs("timestamps", step_ms, token_us)
+    assert costs is not None
+    return costs.seconds(100)
+
+
 def test_costs() -> None:
-    assert step_costs(None, None) == DEFAULT_COSTS
-    assert step_costs(5, 0).seconds(100) == pytest.approx(5e-3)
-    assert step_costs(5, 10).seconds(100) == pytest.approx(6e-3)
+    assert step_costs("timestamps", None, None) == DEFAULT_COSTS
+    assert step_costs("offline", None, None) is None
+    assert seconds_of_100_tokens(5, 0) == pytest.approx(5e-3)
+    assert seconds_of_100_tokens(5, 10) == pytest.approx(6e-3)

@@ -54,6 +54,21 @@ def test_known_hits(model: str) -> None:
     assert prediction.steps == 4 * len(prompts)
 
 
+@pytest.mark.parametrize("eviction", [None, "queue"])
+def test_prompts_share_blocks_with_those_of_their_salt_only(
+    model: str, eviction: str | None
+) -> None:
+    salts = [None, "a", "b", "a", None, "b", "c"]
+    prompt = tokens(1, 97)
+    requests = [PredictedRequest(i, prompt, 4, salt) for i, salt in enumerate(salts, start=1)]
+    settings = PredictorSettings(
+        model, eviction=eviction, block_size=BLOCK_TOKENS, max_num_seqs=1, dtype="float32"
+    )
+    prediction = Predictor(settings, requests).predict(CacheSize(blocks=60))
+    assert sorted(prediction.cached_tokens_by_request) == [0, 0, 0, 0, 96, 96, 96]
+    assert prediction.ceiling_tokens == prediction.belady_tokens == 3 * 96
+
+
 def test_equal_prompts_have_equal_answers(model: str) -> None:
     """Else their answers would not share blocks after a preemption."""
     prompt = tokens(1, 30)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,9 @@ from vllm_relay.prefix_cache.predict.predictor import Prediction
 from vllm_relay.prefix_cache.predict.report import (
     Scenario,
     as_dict,
-    prediction_table,
+    predictions_table,
     print_whole,
     sweep_plot,
-    sweep_table,
 )
 from vllm_relay.prefix_cache.predict.run import run_predict
 
@@ -198,6 +198,19 @@ def test_token_ids_without_a_model(ids: Path, tmp_path: Path) -> None:
     assert ElementTree.parse(plot).getroot().tag.endswith("svg")
 
 
+@pytest.mark.parametrize(
+    "line", [{"prompt_token_ids": [7] * 600}, {"hash_ids": [1, 2], "input_length": 600}]
+)
+def test_lines_share_with_those_of_their_salt_only(line: dict[str, Any], tmp_path: Path) -> None:
+    salts = ["a", "a", "b", None]
+    path = write(tmp_path, *({**line, "cache_salt": salt} for salt in salts))
+    found = tmp_path / "found.json"
+    status, printed = run(path, blocks=[400], block_size=128, json_path=found)
+    assert status == 0, printed
+    (prediction,) = json.loads(found.read_text())["predictions"]
+    assert prediction["cached_tokens_by_request"] == [0, 512, 0, 0]
+
+
 def test_hash_traces(tmp_path: Path) -> None:
     trace = [
         {"timestamp": 0, "input_length": 1000, "output_length": 30, "hash_ids": [1, 2]},
@@ -343,9 +356,7 @@ def large_prediction(gib: float) -> Prediction:
 
 def print_in(width: int, predictions: list[Prediction]) -> str:
     console = Console(width=width, file=StringIO())
-    (prediction,) = predictions[:1]
-    table = sweep_table(predictions) if predictions[1:] else prediction_table(prediction)
-    print_whole(console, table)
+    print_whole(console, predictions_table([(Scenario("stock"), each) for each in predictions]))
     return console.file.getvalue()
 
 
@@ -379,8 +390,10 @@ def test_reports_do_without_a_bound() -> None:
     prediction = Prediction(CacheSize(blocks=9), 9, 16, 100, [0, 48], 64, None, 1, 0, 5, 0.5)
     assert as_dict(Scenario("stock"), prediction)["belady_tokens"] is None
     console = Console(width=120, record=True, file=StringIO())
-    console.print(sweep_table([prediction]))
-    assert "48.0%" in console.export_text()
+    others = [prediction, replace(prediction, size=CacheSize(blocks=10))]
+    for predictions in ([prediction], others):
+        console.print(predictions_table([(Scenario("stock"), each) for each in predictions]))
+        assert "48.0%" in console.export_text()
     drawing = sweep_plot([prediction], "a < b")
     assert "best eviction" not in drawing
     assert "a &lt; b" in drawing

@@ -32,7 +32,7 @@ def belady_hits(chains: Sequence[Sequence[bytes]], capacity_blocks: int) -> int:
             raise ValueError(
                 f"a request of {len(chain)} blocks does not fit into {capacity_blocks} blocks"
             )
-        hits += _cached_prefix(chain, cached)
+        hits += next((i for i, key in enumerate(chain) if key not in cached), len(chain))
         # in the heap only once it ran: what runs cannot leave
         cached.update(zip(chain, uses, strict=True))
         while len(cached) > capacity_blocks:
@@ -42,23 +42,6 @@ def belady_hits(chains: Sequence[Sequence[bytes]], capacity_blocks: int) -> int:
         for index, (key, use) in enumerate(zip(chain, uses, strict=True)):
             heappush(heap, (-use, -index, key))
     return hits
-
-
-def ceiling_hits(chains: Sequence[Sequence[bytes]]) -> int:
-    """Hit blocks of requests that run one after the other with a cache for all their blocks."""
-    cached: dict[bytes, int] = {}
-    hits = 0
-    for chain in chains:
-        hits += _cached_prefix(chain, cached)
-        cached.update(dict.fromkeys(chain, NEVER))
-    return hits
-
-
-def _cached_prefix(chain: Sequence[bytes], cached: dict[bytes, int]) -> int:
-    for index, key in enumerate(chain):
-        if key not in cached:
-            return index
-    return len(chain)
 
 
 def _next_uses(chains: Sequence[Sequence[bytes]]) -> list[list[int]]:

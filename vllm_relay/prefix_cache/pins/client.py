@@ -13,18 +13,17 @@ import contextlib
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
+from vllm_relay.commands.compute import compute, compute_async
 from vllm_relay.commands.engine import call, call_ranks_async
 from vllm_relay.commands.errors import CommandError
-from vllm_relay.commands.prompts import Prompt, refusals, tokens_of
+from vllm_relay.commands.prompts import Prompt, tokens_of
 from vllm_relay.modules.prompt.plan import EXTRA_ARG as PLAN_ARG
 from vllm_relay.modules.prompt.plan import ModulePlan
 from vllm_relay.prefix_cache.pins.pin import check_pin, digest_of
 from vllm_relay.prefix_cache.pins.table import EXTRA_ARG
-
-if TYPE_CHECKING:
-    from vllm.sampling_params import SamplingParams
 
 PYTHON = "python"
 """The owner of what is pinned through an ``LLM``, or in the process of an AsyncLLM."""
@@ -66,6 +65,55 @@ class Pin:
     ranks: list[RankPin]
 
 
+@dataclass(frozen=True)
+class Declaration:
+    """What a front end asks each engine core for, and the request that computes it.
+
+    Args:
+        given_id: of the pin; made from its tokens if None.
+        plan: of a prompt with modules; these are pinned.
+
+    Raises:
+        CommandError: 400, the id or the time is none.
+    """
+
+    token_ids: Sequence[int]
+    given_id: str | None = None
+    plan: ModulePlan | None = None
+    owner: str = PYTHON
+    ttl_s: float | None = None
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+
+    def __post_init__(self) -> None:
+        check_pin(self.pin_id, self.ttl_s)
+
+    @cached_property
+    def pin_id(self) -> str:
+        return digest_of(self.token_ids, self.plan)[:12] if self.given_id is None else self.given_id
+
+    @property
+    def name(self) -> dict[str, Any]:
+        return {"pin_id": self.pin_id, "declaration": self.id}
+
+    def arguments(self) -> dict[str, Any]:
+        plan = None if self.plan is None else self.plan.to_argument()
+        whose = {"owner": self.owner, "ttl_s": self.ttl_s}
+        return {**self.name, "token_ids": list(self.token_ids), "plan": plan, **whose}
+
+    def tokens(self, declared: dict[str, Any]) -> Sequence[int]:
+        """Those that are to be computed."""
+        # no token that the blocks do not need: with sliding windows it could push the first ones
+        # out
+        return self.token_ids[: declared["prompt_tokens"]] if self.plan is None else self.token_ids
+
+    def extra_args(self) -> dict[str, Any]:
+        plan = {} if self.plan is None else {PLAN_ARG: self.plan.to_argument()}
+        return {EXTRA_ARG: self.pin_id, **plan}
+
+    def request_id(self) -> str:
+        return f"relay-pin-{self.pin_id}-{uuid.uuid4().hex[:8]}"
+
+
 def pin(llm: Any, prompt: Prompt, pin_id: str | None = None, *, ttl_s: float | None = None) -> Pin:
     """Compute a prompt and keep its full KV blocks until :func:`unpin`.
 
@@ -79,9 +127,8 @@ def pin(llm: Any, prompt: Prompt, pin_id: str | None = None, *, ttl_s: float | N
         CommandError: the prompt cannot be pinned; the message says why.
         RuntimeError: the engine has unfinished requests.
     """
-    _check(pin_id, ttl_s)
-    token_ids = tokens_of(llm, prompt)
-    return pin_tokens(getattr(llm, "llm_engine", llm), token_ids, pin_id, ttl_s=ttl_s)
+    engine = getattr(llm, "llm_engine", llm)
+    return pin_tokens(engine, Declaration(tokens_of(llm, prompt), pin_id, ttl_s=ttl_s))
 
 
 def unpin(llm: Any, pin_id: str) -> None:
@@ -110,34 +157,16 @@ def top_prefixes(llm: Any, count: int = 10) -> list[dict[str, Any]]:
     return call(getattr(llm, "llm_engine", llm), "top_prefixes", {"count": count})
 
 
-def pin_tokens(
-    engine: Any,
-    token_ids: Sequence[int],
-    pin_id: str | None = None,
-    plan: ModulePlan | None = None,
-    *,
-    owner: str = PYTHON,
-    ttl_s: float | None = None,
-) -> Pin:
-    """:func:`pin` for the tokens of a prompt and an LLMEngine.
-
-    Args:
-        plan: of a prompt with modules; these are pinned.
-    """
-    _check(pin_id, ttl_s)
+def pin_tokens(engine: Any, asked: Declaration) -> Pin:
+    """:func:`pin` for the tokens of a prompt and an LLMEngine."""
     if engine.has_unfinished_requests():
         raise RuntimeError(
             "a prompt cannot be pinned while the engine has unfinished requests: finish them first"
         )
-    asked = _Declaration(token_ids, plan, pin_id or id_of_tokens(token_ids, plan), owner, ttl_s)
     declared = call(engine, "declare_pin", asked.arguments())
     if not declared["resident"]:
         try:
-            with refusals("these tokens"):
-                [prompt] = engine.renderer.render_cmpl([asked.prompt(declared)])
-                engine.add_request(asked.request_id(), prompt, asked.params())
-            while engine.has_unfinished_requests():
-                engine.step()
+            compute(engine, asked.tokens(declared), asked.request_id(), asked.extra_args())
         except BaseException:
             with contextlib.suppress(CommandError):
                 call(engine, "settle_pin", asked.name)
@@ -146,22 +175,12 @@ def pin_tokens(
     return _pin_of({0: declared})
 
 
-async def pin_tokens_async(
-    engine: Any,
-    token_ids: Sequence[int],
-    pin_id: str | None = None,
-    plan: ModulePlan | None = None,
-    *,
-    owner: str = PYTHON,
-    ttl_s: float | None = None,
-) -> Pin:
+async def pin_tokens_async(engine: Any, asked: Declaration) -> Pin:
     """:func:`pin_tokens` for an AsyncLLM, whatever else it is doing, in all its ranks.
 
     Raises:
         CommandError: of a rank; with what each rank has.
     """
-    _check(pin_id, ttl_s)
-    asked = _Declaration(token_ids, plan, pin_id or id_of_tokens(token_ids, plan), owner, ttl_s)
     answers = await call_ranks_async(engine, "declare_pin", asked.arguments())
     ranks = list(answers)
     cold = {
@@ -170,23 +189,19 @@ async def pin_tokens_async(
         if not isinstance(entry, CommandError) and not entry["resident"]
     }
 
-    async def compute(rank: int, entry: dict[str, Any]) -> CommandError | None:
+    async def compute_in(rank: int, entry: dict[str, Any]) -> CommandError | None:
+        # vLLM numbers the ranks of a front end from 0
+        place = ranks.index(rank) if len(ranks) > 1 else None
+        request = asked.tokens(entry), asked.request_id(), asked.extra_args()
         try:
-            with refusals("these tokens"):
-                [prompt] = await engine.renderer.render_cmpl_async([asked.prompt(entry)])
-                # vLLM numbers the ranks of a front end from 0
-                place = ranks.index(rank) if len(ranks) > 1 else None
-                async for _ in engine.generate(
-                    prompt, asked.params(), asked.request_id(), data_parallel_rank=place
-                ):
-                    pass
+            await compute_async(engine, *request, place)
         except CommandError as error:
             return error
         return None
 
     if cold:
         try:
-            failures = await asyncio.gather(*(compute(*each) for each in cold.items()))
+            failures = await asyncio.gather(*(compute_in(*each) for each in cold.items()))
         finally:
             settled = await call_ranks_async(engine, "settle_pin", asked.name)
         for rank, failure in zip(cold, failures, strict=True):
@@ -212,57 +227,6 @@ async def unpin_async(engine: Any, pin_id: str, owner: str | None = None) -> Non
 async def list_pins_async(engine: Any) -> list[Pin]:
     """:func:`list_pins` for an AsyncLLM, as all its ranks have them."""
     return _pins(await call_ranks_async(engine, "pins", {}))
-
-
-def id_of_tokens(token_ids: Sequence[int], plan: ModulePlan | None = None) -> str:
-    """The id of a pin that is given none."""
-    return digest_of(token_ids, plan)[:12]
-
-
-@dataclass(frozen=True)
-class _Declaration:
-    """What a front end asks each engine core for, and the request that computes it."""
-
-    token_ids: Sequence[int]
-    plan: ModulePlan | None
-    pin_id: str
-    owner: str
-    ttl_s: float | None
-    id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
-
-    @property
-    def name(self) -> dict[str, Any]:
-        return {"pin_id": self.pin_id, "declaration": self.id}
-
-    def arguments(self) -> dict[str, Any]:
-        plan = None if self.plan is None else self.plan.to_argument()
-        whose = {"owner": self.owner, "ttl_s": self.ttl_s}
-        return {**self.name, "token_ids": list(self.token_ids), "plan": plan, **whose}
-
-    def prompt(self, declared: dict[str, Any]) -> dict[str, Any]:
-        token_ids = list(self.token_ids)
-        if self.plan is None:
-            # no token that the blocks do not need: with sliding windows it could push the first
-            # ones out
-            token_ids = token_ids[: declared["prompt_tokens"]]
-        return {"prompt_token_ids": token_ids}
-
-    def params(self) -> SamplingParams:
-        from vllm import SamplingParams
-
-        extra_args: dict[str, Any] = {EXTRA_ARG: self.pin_id}
-        if self.plan is not None:
-            extra_args[PLAN_ARG] = self.plan.to_argument()
-        return SamplingParams(
-            max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra_args
-        )
-
-    def request_id(self) -> str:
-        return f"relay-pin-{self.pin_id}-{uuid.uuid4().hex[:8]}"
-
-
-def _check(pin_id: str | None, ttl_s: float | None) -> None:
-    check_pin("none" if pin_id is None else pin_id, ttl_s)
 
 
 def _of_all_ranks(pin_id: str, answers: Mapping[int, Any]) -> Pin:

@@ -23,11 +23,6 @@ def _declare(
     return _pins(engine_core).declare(pin_id, token_ids, read, **whose)
 
 
-def _size(engine_core: Any) -> dict[str, int]:
-    pins = _pins(engine_core)
-    return {"blocks": pins.num_blocks, "bytes": pins.num_bytes}
-
-
 def _recorder(engine_core: Any) -> PrefixCacheRecorder:
     recorder = getattr(engine_core.scheduler, "relay_recorder", None)
     if recorder is None:
@@ -49,7 +44,6 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "settle_pin": lambda engine_core, **which: _pins(engine_core).settle(**which),
     "unpin": lambda engine_core, **which: _pins(engine_core).unpin(**which),
     "pins": lambda engine_core: _pins(engine_core).entries(),
-    "size": _size,
     "gauges": _gauges,
     "top_prefixes": _top_prefixes,
 }

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
-from vllm_relay.commands.errors import CommandError
+from vllm_relay.arguments import shortened
+from vllm_relay.commands.errors import CommandError, refuse_configured
 from vllm_relay.modules.prompt.plan import ModulePlan
 
 CONFIGURATION = "configuration"
@@ -52,11 +53,7 @@ class Pin:
         if self.owner == owner:
             return
         if self.owner == CONFIGURATION:
-            raise CommandError(
-                403,
-                f"pin {self.id!r} is of the server's configuration: change "
-                "additional_config.relay.system_prompts and start the server again",
-            )
+            refuse_configured(f"pin {self.id!r}", "system_prompts")
         raise CommandError(
             403, f"pin {self.id!r} belongs to {self.owner}, not to {owner}: leave it to its owner"
         )
@@ -70,7 +67,7 @@ def check_pin(pin_id: Any, ttl_s: Any) -> None:
     if not isinstance(pin_id, str) or not _PIN_ID.fullmatch(pin_id):
         raise CommandError(
             400,
-            f"id: given {_short(pin_id)}, expected 1 to 128 of the letters a to z and A to Z, "
+            f"id: given {shortened(pin_id)}, expected 1 to 128 of the letters a to z and A to Z, "
             "digits and _ . : -, the first of them a letter, a digit or _",
         )
     if ttl_s is None:
@@ -79,7 +76,7 @@ def check_pin(pin_id: Any, ttl_s: Any) -> None:
     if not is_number or not 0 < ttl_s < math.inf:
         raise CommandError(
             400,
-            f"ttl_s: given {_short(ttl_s)}, expected seconds, more than 0, or none to pin until "
+            f"ttl_s: given {shortened(ttl_s)}, expected seconds, more than 0, or none to pin until "
             "the prompt is unpinned",
         )
 
@@ -100,8 +97,3 @@ def chain_of(token_ids: Sequence[int], block_size: int, lookahead_tokens: int) -
         link = hash((link, *token_ids[begin : begin + block_size + lookahead_tokens]))
         links.append(link)
     return tuple(links)
-
-
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 140 else f"{shown[:130]}..."

@@ -6,20 +6,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_relay.commands.at_start import (
-    naming_the_option,
-    once,
-    read_texts,
-    system_prompt_tokens,
-    system_prompt_tokens_async,
-)
+from vllm_relay.commands.at_start import check_texts, keep_texts, keep_texts_async, once
 from vllm_relay.commands.engine import call, call_async
-from vllm_relay.config import RelayConfig, scheduler_is_selected
-from vllm_relay.prefix_cache.pins.client import Pin, pin_tokens, pin_tokens_async
+from vllm_relay.config import scheduler_is_selected
+from vllm_relay.prefix_cache.pins.client import Declaration, Pin, pin_tokens, pin_tokens_async
 from vllm_relay.prefix_cache.pins.pin import CONFIGURATION
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from vllm_relay.config import RelayConfig
 
 
 def pin_system_prompts(engine: Any) -> None:
@@ -28,57 +24,47 @@ def pin_system_prompts(engine: Any) -> None:
     Raises:
         ValueError: one cannot be pinned.
     """
-    pins = []
-    for number, text in enumerate(_system_prompts(engine.vllm_config)):
-        with naming_the_option("system_prompts", number):
-            token_ids = system_prompt_tokens(engine, text)
-            pins.append(pin_tokens(engine, token_ids, f"system-{number}", owner=CONFIGURATION))
-    if pins:
-        _log_system_prompts(pins, call(engine, "size", {}))
+
+    def pin(number: int, token_ids: list[int]) -> Pin:
+        return pin_tokens(engine, _declaration(number, token_ids))
+
+    if pins := keep_texts(engine, "system_prompts", pin):
+        _log(pins, call(engine, "gauges", {}))
 
 
 async def pin_system_prompts_async(engine: Any, online_renderer: Any = None) -> None:
-    """Pin ``additional_config.relay.system_prompts`` in an AsyncLLM.
+    """:func:`pin_system_prompts` for an AsyncLLM, before its first request.
 
     The first call pins, whether it is cancelled or not; all others wait for it and share its error.
-    The requests that compute the prompts do not wait.
 
     Args:
-        engine: an AsyncLLM.
         online_renderer: the server's OnlineRenderer, which knows its chat template; without one it
             is the tokenizer's.
-
-    Raises:
-        ValueError: one cannot be pinned.
     """
-    await once(engine, "relay_pinning", lambda: _pin_async(engine, online_renderer))
+
+    async def pin(number: int, token_ids: list[int]) -> Pin:
+        return await pin_tokens_async(engine, _declaration(number, token_ids))
+
+    async def pin_all() -> None:
+        if pins := await keep_texts_async(engine, online_renderer, "system_prompts", pin):
+            _log(pins, await call_async(engine, "gauges", {}))
+
+    await once(engine, "relay_pinning", pin_all)
 
 
-async def _pin_async(engine: Any, online_renderer: Any) -> None:
-    pins = []
-    for number, text in enumerate(_system_prompts(engine.vllm_config)):
-        with naming_the_option("system_prompts", number):
-            token_ids = await system_prompt_tokens_async(engine, online_renderer, text)
-            pin_id = f"system-{number}"
-            pins.append(await pin_tokens_async(engine, token_ids, pin_id, owner=CONFIGURATION))
-    if pins:
-        _log_system_prompts(pins, await call_async(engine, "size", {}))
+def _declaration(number: int, token_ids: list[int]) -> Declaration:
+    return Declaration(token_ids, f"system-{number}", owner=CONFIGURATION)
 
 
-def _system_prompts(vllm_config: VllmConfig) -> list[str]:
-    options = RelayConfig.from_vllm_config(vllm_config)
-    return read_texts("system_prompts", options.system_prompts)
-
-
-def _log_system_prompts(pins: Sequence[Pin], size: dict[str, int]) -> None:
+def _log(pins: Sequence[Pin], gauges: dict[str, int]) -> None:
     from vllm.logger import init_logger
 
     init_logger("vllm.relay").info(
         "vllm-relay: pinned system prompts: %d, tokens: %s, KV blocks: %s, bytes in one worker: %s",
         len(pins),
         f"{sum(pin.tokens for pin in pins):,}",
-        f"{size['blocks']:,}",
-        f"{size['bytes']:,}",
+        f"{gauges['pinned_blocks']:,}",
+        f"{gauges['pinned_bytes']:,}",
     )
 
 
@@ -88,21 +74,16 @@ def check_system_prompts(vllm_config: VllmConfig, options: RelayConfig) -> None:
     Raises:
         ValueError: with the reason and the way out.
     """
-    if not options.system_prompts:
-        return
-    read_texts("system_prompts", options.system_prompts)
     model_config = vllm_config.model_config
-    reason = None
-    if not scheduler_is_selected(vllm_config):
-        reason = "RelayScheduler, which pins them: set additional_config.relay.scheduler true"
-    elif not vllm_config.cache_config.enable_prefix_caching:
-        reason = "prefix caching: set --enable-prefix-caching"
-    elif model_config is not None and model_config.runner_type != "generate":
-        reason = f"a model that generates, given --runner {model_config.runner_type}"
-    elif model_config is not None and model_config.skip_tokenizer_init:
-        reason = (
-            "a tokenizer: remove --skip-tokenizer-init, or pin token ids with "
-            "vllm_relay.prefix_cache.pin"
-        )
-    if reason is not None:
-        raise ValueError(f"additional_config.relay.system_prompts needs {reason}")
+    runner = "generate" if model_config is None else model_config.runner_type
+    check_texts(
+        vllm_config,
+        "system_prompts",
+        options.system_prompts,
+        (
+            scheduler_is_selected(vllm_config),
+            "RelayScheduler, which pins them: set additional_config.relay.scheduler true",
+        ),
+        (runner == "generate", f"a model that generates, given --runner {runner}"),
+        instead="pin token ids with vllm_relay.prefix_cache.pin",
+    )

@@ -73,8 +73,6 @@ class PinTable:
         # without such hashes, lookups leave out the last block that they find
         self._drops_last_block = self._manager.use_eagle
         self._pins: dict[str, Pin] = {}
-        self._cold: dict[str, Pin] = {}
-        self._next_expiry_s = math.inf
         self._holders: Counter[int] = Counter()  # block id -> pins that hold it
         self._chains: Counter[int] = Counter()  # of resident pins without modules
         self._computed_before_reset: set[str] = set()  # requests
@@ -134,7 +132,6 @@ class PinTable:
                 )
             if pin.owner == owner:
                 pin.expires_s = expires_s
-                self._next_expiry_s = min(self._next_expiry_s, expires_s)
             elif ttl_s is not None:
                 pin.check_owner(owner)
             pin.problem = pin.declaration = None
@@ -149,7 +146,7 @@ class PinTable:
         chain = chain_of(prefix, block_size, self._lookahead_tokens) if plan is None else ()
         num_new = self._num_new_blocks(num_slots, chain)
         self._room.check(pin_id, num_new, self._num_reserved_blocks())
-        pin = self._pins[pin_id] = self._cold[pin_id] = Pin(
+        pin = self._pins[pin_id] = Pin(
             id=pin_id,
             owner=owner,
             declaration=declaration,
@@ -161,7 +158,6 @@ class PinTable:
             chain=chain,
             plan=plan,
         )
-        self._next_expiry_s = min(self._next_expiry_s, expires_s)
         return self._declared(pin)
 
     def settle(self, pin_id: str, declaration: str) -> dict[str, Any]:
@@ -210,13 +206,8 @@ class PinTable:
     def expire(self) -> None:
         """Unpin what has had its time. To be called before each step."""
         now_s = self._clock()
-        if now_s < self._next_expiry_s:
-            return
         for pin in [each for each in self._pins.values() if each.expires_s <= now_s]:
             self._forget(pin)
-        self._next_expiry_s = min(
-            (each.expires_s for each in self._pins.values()), default=math.inf
-        )
 
     def before_free(self, request: Any) -> None:
         """Hold the blocks of cold pins that ``request`` has computed.
@@ -227,11 +218,12 @@ class PinTable:
         if request.request_id in self._computed_before_reset:
             self._computed_before_reset.discard(request.request_id)
             return
-        if not self._cold:
+        cold = self._cold()
+        if not cold:
             return
         self._learn_hashes(request)
         hashes = set(request.block_hashes)
-        for pin in list(self._cold.values()):
+        for pin in cold:
             # hashes are chained, and the last one stands for all; if not, `_hold` looks at all
             if pin.block_hashes and pin.block_hashes[-1] in hashes:
                 self._hold(pin)
@@ -242,11 +234,10 @@ class PinTable:
         Requests that are running now have computed with what the reset is to forget, so they do
         not make a pin resident.
         """
-        self._blocks_before_reset.clear()
-        for pin in self._pins.values():
-            self._blocks_before_reset[pin.id] = pin.blocks
+        resident = [pin for pin in self._pins.values() if pin.blocks]
+        self._blocks_before_reset = {pin.id: pin.blocks for pin in resident}
+        for pin in resident:
             self._release(pin)
-            self._cold[pin.id] = pin
         running = getattr(self._scheduler, "running", ())
         self._computed_before_reset = {request.request_id for request in running}
 
@@ -254,9 +245,7 @@ class PinTable:
         """Hold the blocks again: the prefix cache was not emptied after all."""
         self._computed_before_reset.clear()
         for pin_id, blocks in self._blocks_before_reset.items():
-            if blocks:
-                pin = self._cold.pop(pin_id)
-                self._take(pin, blocks)
+            self._take(self._pins[pin_id], blocks)
         self._blocks_before_reset.clear()
 
     def _get(self, pin_id: str) -> Pin:
@@ -272,7 +261,9 @@ class PinTable:
     def _forget(self, pin: Pin) -> None:
         self._release(pin)
         del self._pins[pin.id]
-        self._cold.pop(pin.id, None)
+
+    def _cold(self) -> list[Pin]:
+        return [pin for pin in self._pins.values() if not pin.blocks]
 
     def _describe(self, pin: Pin) -> dict[str, Any]:
         return {
@@ -326,8 +317,8 @@ class PinTable:
         """Take the block hashes of a pin's own first request: other requests may name it too."""
         extra_args = getattr(request.sampling_params, "extra_args", None) or {}
         pin_id = extra_args.get(EXTRA_ARG)
-        pin = self._cold.get(pin_id) if isinstance(pin_id, str) else None
-        if pin is None or pin.block_hashes:
+        pin = self._pins.get(pin_id) if isinstance(pin_id, str) else None
+        if pin is None or pin.blocks or pin.block_hashes:
             return
         depth = pin.num_slots // self._pool.hash_block_size
         if (
@@ -362,7 +353,6 @@ class PinTable:
             pin.problem = str(error)
             return
         pin.problem = None
-        del self._cold[pin.id]
         self._take(pin, blocks)
 
     def _blocks_behind(self, pin: Pin, num_cached_tokens: int) -> list[Any]:
@@ -391,7 +381,7 @@ class PinTable:
         pin.blocks = []
 
     def _num_reserved_blocks(self) -> int:
-        cold = sum(self._num_new_blocks(pin.num_slots, pin.chain) for pin in self._cold.values())
+        cold = sum(self._num_new_blocks(pin.num_slots, pin.chain) for pin in self._cold())
         return self.num_blocks + cold
 
     def _num_new_blocks(self, num_slots: int, chain: tuple[int, ...]) -> int:

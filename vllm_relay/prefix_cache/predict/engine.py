@@ -38,14 +38,11 @@ class PredictorSettings:
 
     def engine_args(self, **more: Any) -> dict[str, Any]:
         """Arguments of `vllm.LLM` that ask for the same engine."""
-        args: dict[str, Any] = {"model": self.model}
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
-            args[name] = getattr(self, name)
-        args["dtype"] = self.dtype
+        names = ("model", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
+        args = {name: getattr(self, name) for name in (*names, "dtype")}
         if self.eviction is not None:
-            args["scheduler_cls"] = SCHEDULER_PATH
             relay = {"scheduler": True, "eviction": self.eviction, **self.relay}
-            args["additional_config"] = {"relay": relay}
+            args |= {"scheduler_cls": SCHEDULER_PATH, "additional_config": {"relay": relay}}
         return {name: value for name, value in (args | more).items() if value is not None}
 
     def of_scheduler(self, scheduler: str) -> PredictorSettings:

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vllm_relay.arguments import shortened
+
 TRACE_BLOCK_TOKENS = 512  # of a hash id in Mooncake's traces
 DEFAULT_OUTPUT_TOKENS = 16  # as SamplingParams.max_tokens
 
@@ -54,6 +56,7 @@ class InputLine:
     timestamp: Any = None
     """As the line says, like the next; checked where arrivals are asked for."""
     arrival_s: Any = None
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class PredictedRequest:
     line: int
     prompt_token_ids: list[int]
     output_tokens: int
+    cache_salt: str | None = None
+    """Requests share blocks only with those of their salt."""
 
 
 def read_lines(path: Path) -> list[InputLine]:
@@ -76,8 +81,11 @@ def read_lines(path: Path) -> list[InputLine]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                if line.strip():
-                    lines.append(_parse(number, line))
+                try:
+                    if line.strip():
+                        lines.append(_input_line(number, _json(line)))
+                except ValueError as error:
+                    raise LineError(number, str(error)) from None
     except OSError as error:
         raise ValueError(
             f"{path}: cannot be read ({error.strerror}), expected a JSON Lines file: check the path"
@@ -116,18 +124,15 @@ def to_requests(
             reason = " ".join(str(error).split())
             raise LineError(line.number, f"cannot be tokenized: {reason}") from error
         if token_ids is None:
-            raise text_without_model(line)
+            raise LineError(
+                line.number,
+                "given text, expected token ids or hash ids where there is no --model: give it",
+            )
         if not token_ids:
             raise LineError(line.number, "given a prompt without tokens, expected at least 1")
         wanted = default if line.output_tokens is None else line.output_tokens
-        requests.append(PredictedRequest(line.number, token_ids, wanted))
+        requests.append(PredictedRequest(line.number, token_ids, wanted, line.cache_salt))
     return requests
-
-
-def text_without_model(line: InputLine) -> LineError:
-    return LineError(
-        line.number, "given text, expected token ids or hash ids where there is no --model: give it"
-    )
 
 
 def check_vocabulary(lines: Sequence[InputLine], vocab_size: int) -> None:
@@ -145,13 +150,6 @@ def check_vocabulary(lines: Sequence[InputLine], vocab_size: int) -> None:
             )
 
 
-def _parse(number: int, line: bytes) -> InputLine:
-    try:
-        return _input_line(number, _json(line))
-    except ValueError as error:
-        raise LineError(number, str(error)) from None
-
-
 def _json(line: bytes) -> Any:
     try:
         text = line.decode("utf-8-sig").strip()
@@ -164,17 +162,17 @@ def _json(line: bytes) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else error
-        raise ValueError(f"given {_short(text)} ({reason}), {_EXPECTED}") from None
+        raise ValueError(f"given {shortened(text)} ({reason}), {_EXPECTED}") from None
 
 
 def _input_line(number: int, value: Any) -> InputLine:
     if isinstance(value, str):
         return InputLine(number, text=value)
     if not isinstance(value, dict):
-        raise ValueError(f"given {_short(value)}, {_EXPECTED}")
+        raise ValueError(f"given {shortened(value)}, {_EXPECTED}")
     given = [name for name in _CONTENTS if name in value]
     if len(given) != 1:
-        what = " and ".join(given) or f"the fields {_short(list(value))}"
+        what = " and ".join(given) or f"the fields {shortened(list(value))}"
         raise ValueError(f"given {what}, {_EXPECTED}")
     (kind,) = given
     content = value[kind]
@@ -184,21 +182,22 @@ def _input_line(number: int, value: Any) -> InputLine:
         output_tokens=_output_tokens(value),
         timestamp=value.get("timestamp"),
         arrival_s=value.get("arrival_s"),
+        cache_salt=_cache_salt(value.get("cache_salt")),
     )
     if kind == "prompt":
         if not isinstance(content, str):
-            raise ValueError(f"prompt: given {_short(content)}, expected a text")
+            raise ValueError(f"prompt: given {shortened(content)}, expected a text")
         return make_line(text=content)
     if kind == "messages":
         if not _is_list_of(content, dict) or not content:
             raise ValueError(
-                f"messages: given {_short(content)}, expected a list of "
+                f"messages: given {shortened(content)}, expected a list of "
                 '{"role": ..., "content": ...}'
             )
         return make_line(messages=content)
     if not _is_list_of(content, int) or not content or min(content) < 0 or max(content) > _MAX_ID:
         raise ValueError(
-            f"{kind}: given {_short(content)}, expected a list of ids from 0 to {_MAX_ID}"
+            f"{kind}: given {shortened(content)}, expected a list of ids from 0 to {_MAX_ID}"
         )
     if kind == "prompt_token_ids":
         return make_line(token_ids=content)
@@ -215,8 +214,8 @@ def _synthetic_tokens(hash_ids: list[int], input_length: Any) -> list[int]:
     shortest = longest - TRACE_BLOCK_TOKENS + 1
     if not _is_int(input_length) or not shortest <= input_length <= longest:
         raise ValueError(
-            f"input_length: given {_short(input_length)}, expected {shortest} to {longest}, since "
-            f"each of the {len(hash_ids)} hash_ids stands for {TRACE_BLOCK_TOKENS} tokens"
+            f"input_length: given {shortened(input_length)}, expected {shortest} to {longest}, "
+            f"since each of the {len(hash_ids)} hash_ids stands for {TRACE_BLOCK_TOKENS} tokens"
         )
     tokens: list[int] = []
     for hash_id in hash_ids:
@@ -237,9 +236,15 @@ def _output_tokens(value: dict[str, Any]) -> int | None:
         raise ValueError(f"given {' and '.join(given)}, expected one of them")
     for name, count in given.items():
         if not _is_int(count) or count < 1:
-            raise ValueError(f"{name}: given {_short(count)}, expected an integer from 1")
+            raise ValueError(f"{name}: given {shortened(count)}, expected an integer from 1")
         return count
     return None
+
+
+def _cache_salt(value: Any) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ValueError(f"cache_salt: given {shortened(value)}, expected a text that is not empty")
+    return value
 
 
 def _is_int(value: Any) -> bool:
@@ -250,8 +255,3 @@ def _is_list_of(value: Any, kind: type) -> bool:
     return isinstance(value, list) and all(
         isinstance(item, kind) and not isinstance(item, bool) for item in value
     )
-
-
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else shown[:57] + "..."

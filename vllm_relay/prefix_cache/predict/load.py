@@ -70,16 +70,25 @@ def poisson_s(per_s: float, count: int, seed: int) -> list[float]:
     return np.random.default_rng(seed).exponential(1 / per_s, count).cumsum().tolist()
 
 
-def step_costs(step_ms: float | None, token_us: float | None) -> StepCosts:
-    """Of options in milliseconds and microseconds; None for the defaults.
+def step_costs(arrivals: str, step_ms: float | None, token_us: float | None) -> StepCosts | None:
+    """Of options in milliseconds and microseconds, None for the defaults; None where all requests
+    are there at once, and nobody asks for waits.
 
     Raises:
-        ValueError: a step takes no time, or one is no number.
+        ValueError: a step takes no time, or one is no number, or of no use.
     """
     if step_ms is not None and not 0 < step_ms < math.inf:
         raise ValueError(f"--step-ms {step_ms:g}: expected more than 0: what a step takes")
     if token_us is not None and not 0 <= token_us < math.inf:
         raise ValueError(f"--token-us {token_us:g}: expected 0 or more: what a token adds")
+    for option, given in (("--step-ms", step_ms), ("--token-us", token_us)):
+        if given is not None and arrivals == OFFLINE:
+            raise ValueError(
+                f"{option} {given:g}: has no effect with --arrivals offline: give --arrivals "
+                "poisson:RATE or timestamps"
+            )
+    if arrivals == OFFLINE:
+        return None
     return StepCosts(
         DEFAULT_COSTS.step_s if step_ms is None else step_ms / 1e3,
         DEFAULT_COSTS.token_s if token_us is None else token_us / 1e6,

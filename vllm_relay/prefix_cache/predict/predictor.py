@@ -7,9 +7,7 @@ stub: it knows the model's layers, and every request whose prompt is computed ge
 
 from __future__ import annotations
 
-import hashlib
 import time
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from vllm_relay.prefix_cache.eviction.belady import belady_hits
+from vllm_relay.prefix_cache.pins.pin import digest_of
 from vllm_relay.prefix_cache.predict.cache_size import CacheSize
 from vllm_relay.prefix_cache.predict.engine import PredictorSettings, create_config, create_core
 from vllm_relay.prefix_cache.predict.input import LineError, Message, PredictedRequest
@@ -102,18 +101,14 @@ class Predictor:
         requests: in the order in which they are given to `LLM.generate`.
     """
 
-    def __init__(
-        self,
-        settings: PredictorSettings,
-        requests: Sequence[PredictedRequest],
-    ) -> None:
+    def __init__(self, settings: PredictorSettings, requests: Sequence[PredictedRequest]) -> None:
         self.settings = settings
         self._requests = requests
         self._prompt_hashes: dict[tuple[int, int], list[Any]] = {}  # of (hash block size, index)
-        prompts: dict[bytes, int] = {}
+        prompts: dict[str, int] = {}
         self._generated_token = [
             # equal prompts have equal answers, all others differ
-            _FIRST_GENERATED_TOKEN + prompts.setdefault(_digest(r.prompt_token_ids), len(prompts))
+            _FIRST_GENERATED_TOKEN + prompts.setdefault(digest_of(r.prompt_token_ids), len(prompts))
             for r in requests
         ]
 
@@ -156,7 +151,11 @@ class Predictor:
         began_s = time.perf_counter()
         requests = self._engine_requests(core)
         executor: Any = core.model_executor
-        executor.sampler = self._sampler(scheduler.requests)
+        executor.sampler = lambda request_id: (
+            []
+            if scheduler.requests[request_id].is_prefill_chunk
+            else [self._generated_token[int(request_id)]]
+        )
         # LLM.generate in-process gives the engine all requests before the first step
         at_once = [0.0] * len(requests)
         server = VirtualServer(core, StepCosts(0.0, 0.0) if load is None else load.costs)
@@ -202,6 +201,7 @@ class Predictor:
                     detokenize=False,
                 ),
                 pooling_params=None,
+                cache_salt=given.cache_salt,
                 block_hasher=partial(self._hash_blocks, hasher, (hash_block_size, index)),
             )
             for index, given in enumerate(self._requests)
@@ -226,14 +226,6 @@ class Predictor:
             self._prompt_hashes.get((hash_block_size, index), [])[every - 1 :: every]
             for index in range(len(self._requests))
         ]
-
-    def _sampler(self, requests: dict[str, Request]) -> Callable[[str], list[int]]:
-        def sample(request_id: str) -> list[int]:
-            if requests[request_id].is_prefill_chunk:
-                return []
-            return [self._generated_token[int(request_id)]]
-
-        return sample
 
 
 class Encoder:
@@ -292,10 +284,6 @@ def ceiling_tokens(
         ends.update(chain[usable:])
     hits = sum(count if block in ends else count - 1 for block, count in finders.items())
     return hits * block_tokens
-
-
-def _digest(token_ids: list[int]) -> bytes:
-    return hashlib.sha256(array("q", token_ids).tobytes()).digest()
 
 
 class _EvictionCounter:

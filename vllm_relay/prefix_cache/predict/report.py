@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,26 @@ from rich.table import Table
 from vllm_relay.prefix_cache.predict.load import OFFLINE
 
 if TYPE_CHECKING:
-    from vllm_relay.prefix_cache.predict.predictor import Prediction, Waits
+    from vllm_relay.prefix_cache.predict.predictor import Prediction
 
 _WIDTH, _HEIGHT = 640, 400  # pixels of the plot
 _UNBOUNDED_WIDTH = 1000  # columns of text
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 64, 56  # its margins
+_SHORT_NAMES = {"best eviction": "best", "evictions": "evicted", "preemptions": "preempted"}
+_NUMBERS = (
+    "num_blocks",
+    "block_size_tokens",
+    "prompt_tokens",
+    "cached_tokens",
+    "hit_rate",
+    "ceiling_tokens",
+    "belady_tokens",
+    "evicted_blocks",
+    "preemptions",
+    "steps",
+    "elapsed_s",
+    "cached_tokens_by_request",
+)
 
 
 @dataclass(frozen=True)
@@ -44,62 +59,23 @@ class Scenario:
 
 
 def predictions_table(found: Sequence[tuple[Scenario, Prediction]]) -> Table:
-    """All predictions, in the order of the sizes of the cache."""
-    predictions = [prediction for _, prediction in found]
-    is_one_size = len({prediction.size for prediction in predictions}) == 1
-    if not any(scenario.is_online for scenario, _ in found):
-        return prediction_table(predictions[0]) if is_one_size else sweep_table(predictions)
-    return scenarios_table(dict(found)) if is_one_size else scenarios_sweep_table(found)
+    """Of one cache size a row for each number, and a column for each scenario; of several a row for
+    each size and scenario, in 80 columns up to 10 digits of tokens.
 
-
-def prediction_table(prediction: Prediction) -> Table:
-    """One cache size: a row for each number."""
-    table = Table("", "", show_header=False)
-    table.columns[1].justify = "right"
-    for name, value in _cells(prediction).items():
-        table.add_row(name, value)
-    return table
-
-
-def scenarios_table(found: Mapping[Scenario, Prediction]) -> Table:
-    """One cache size: a row for each number, a column for each scenario."""
-    table = Table("", *map(str, found))
-    cells = [_cells(prediction) for prediction in found.values()]
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for name in cells[0]:
-        table.add_row(name, *(each[name] for each in cells))
-    return table
-
-
-def scenarios_sweep_table(found: Sequence[tuple[Scenario, Prediction]]) -> Table:
-    """Several cache sizes: a row for each size and scenario."""
-    rows = [{"": str(scenario), **_cells(prediction)} for scenario, prediction in found]
-    shown = ["", "blocks", "hit rate", *_wait_cells(found[0][1])]
-    if any(prediction.size.gib is not None for _, prediction in found):
-        shown.insert(1, "KV cache")
-    return _rows_table(rows, {name: name.removesuffix(" to first token") for name in shown})
-
-
-def sweep_table(predictions: Sequence[Prediction]) -> Table:
-    """Several cache sizes: a row for each size, in 80 columns up to 10 digits of tokens."""
-    shown = {
-        "KV cache": "KV cache",
-        "blocks": "blocks",
-        "cached tokens": "cached tokens",
-        "hit rate": "hit rate",
-        "best eviction": "best",
-        "evictions": "evicted",
-        "preemptions": "preempted",
-    }
-    if all(prediction.size.gib is None for prediction in predictions):
-        del shown["KV cache"]
-    return _rows_table([_cells(prediction) for prediction in predictions], shown)
-
-
-def _rows_table(rows: Sequence[Mapping[str, str]], shown: Mapping[str, str]) -> Table:
-    """Columns: the names of cells that are shown, and the header of each."""
-    first = rows[0]
+    Args:
+        found: in the order of the sizes.
+    """
+    is_online = any(scenario.is_online for scenario, _ in found)
+    cells = [_cells(prediction) for _, prediction in found]
+    names = [str(scenario) for scenario, _ in found]
+    if len({prediction.size for _, prediction in found}) == 1:
+        table = Table("", *names, show_header=is_online)
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for name in cells[0]:
+            table.add_row(name, *(each[name] for each in cells))
+        return table
+    first = cells[0]
     table = Table(
         title=f"{first['requests']} requests, {first['prompt tokens']} prompt tokens, ceiling "
         f"{first['ceiling']}",
@@ -108,10 +84,18 @@ def _rows_table(rows: Sequence[Mapping[str, str]], shown: Mapping[str, str]) -> 
         collapse_padding=True,
         show_edge=False,
     )
-    for header in shown.values():
-        table.add_column(header, justify="right" if header else "left")
-    for row in rows:
-        table.add_row(*(row[name] for name in shown))
+    shown = ["KV cache", "blocks", "cached tokens", "hit rate", *_SHORT_NAMES]
+    if is_online:
+        table.add_column("")
+        shown = ["KV cache", "blocks", "hit rate", *_wait_cells(found[0][1])]
+    if all(prediction.size.gib is None for _, prediction in found):
+        shown.remove("KV cache")
+    for name in shown:
+        header = _SHORT_NAMES.get(name, name.removesuffix(" to first token"))
+        table.add_column(header, justify="right")
+    for name, row in zip(names, cells, strict=True):
+        numbers = [row[each] for each in shown]
+        table.add_row(*([name, *numbers] if is_online else numbers))
     return table
 
 
@@ -124,37 +108,22 @@ def print_whole(console: Console, table: Table) -> None:
 
 def as_dict(scenario: Scenario, prediction: Prediction) -> dict[str, Any]:
     """All numbers, for JSON."""
-    return {
+    numbers = {
         "scheduler": scenario.scheduler,
         "arrivals": scenario.arrivals,
         "kv_cache_gib": prediction.size.gib,
-        "num_blocks": prediction.num_blocks,
-        "block_size_tokens": prediction.block_size_tokens,
         "requests": len(prediction.cached_tokens_by_request),
-        "prompt_tokens": prediction.prompt_tokens,
-        "cached_tokens": prediction.cached_tokens,
-        "hit_rate": prediction.hit_rate,
-        "ceiling_tokens": prediction.ceiling_tokens,
-        "belady_tokens": prediction.belady_tokens,
-        "evicted_blocks": prediction.evicted_blocks,
-        "preemptions": prediction.preemptions,
-        "steps": prediction.steps,
-        "elapsed_s": prediction.elapsed_s,
-        "cached_tokens_by_request": prediction.cached_tokens_by_request,
-        **_waits_dict(prediction.waits),
+        **{name: getattr(prediction, name) for name in _NUMBERS},
     }
-
-
-def _waits_dict(waits: Waits | None) -> dict[str, Any]:
-    if waits is None:
-        return {}
-    return {
-        "requests_per_s": waits.requests_per_s,
-        "first_token_p50_s": waits.first_token_percentile_s(50),
-        "first_token_p99_s": waits.first_token_percentile_s(99),
-        "longest_wait_s": waits.longest_s,
-        "first_token_s_by_request": waits.first_token_s,
-    }
+    if (waits := prediction.waits) is not None:
+        numbers |= {
+            "requests_per_s": waits.requests_per_s,
+            "first_token_p50_s": waits.first_token_percentile_s(50),
+            "first_token_p99_s": waits.first_token_percentile_s(99),
+            "longest_wait_s": waits.longest_s,
+            "first_token_s_by_request": waits.first_token_s,
+        }
+    return numbers
 
 
 def sweep_plot(predictions: Sequence[Prediction], title: str) -> str:

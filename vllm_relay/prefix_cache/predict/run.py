@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,16 +24,9 @@ from vllm_relay.prefix_cache.predict.input import (
     PredictedRequest,
     check_vocabulary,
     read_lines,
-    text_without_model,
     to_requests,
 )
-from vllm_relay.prefix_cache.predict.load import (
-    OFFLINE,
-    Load,
-    StepCosts,
-    arrivals_of,
-    step_costs,
-)
+from vllm_relay.prefix_cache.predict.load import OFFLINE, Load, arrivals_of, step_costs
 from vllm_relay.prefix_cache.predict.report import (
     Scenario,
     as_dict,
@@ -107,7 +100,7 @@ def run_predict(
         eviction = _check_eviction(scheduler, eviction)
         scenarios = _scenarios(scheduler, arrivals)
         relay_options = _relay_options(scheduler, relay)
-        costs = _step_costs(arrivals, step_ms, token_us)
+        costs = step_costs(arrivals, step_ms, token_us)
         gib = sorted({*sweep, *([] if kv_cache_space is None else [kv_cache_space])})
         if not gib and not blocks:
             raise ValueError(
@@ -119,12 +112,8 @@ def run_predict(
             check_model(model)
         lines = read_lines(path)
         arrivals_s = arrivals_of(arrivals, lines)
-        if model is None:
-            _check_without_model(lines, block_size, kv_bytes_per_token, gib)
-        elif kv_bytes_per_token is not None:
-            raise ValueError(
-                f"--kv-bytes-per-token {kv_bytes_per_token}: --model says it; give one of the two"
-            )
+        requests = to_requests(lines, output_tokens) if model is None else None
+        _check_block_options(model, block_size, kv_bytes_per_token, gib)
         with ExitStack() as stack:
             status = stack.enter_context(console.status("reading the requests"))
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
@@ -141,26 +130,19 @@ def run_predict(
                 dtype=dtype,
                 relay=relay_options,
             )
-            if model is None:
-                requests = to_requests(lines, output_tokens)
+            if requests is None:
+                requests = _encode(lines, settings, output_tokens)
+            else:
                 folder = stack.enter_context(tempfile.TemporaryDirectory())
                 settings = _without_model(settings, requests, Path(folder))
-            else:
-                requests = _encode(lines, settings, output_tokens)
-            found, refused = _predict_sizes(
-                {
-                    scenario: Predictor(settings.of_scheduler(scenario.scheduler), requests)
-                    for scenario in scenarios
-                },
-                cache_sizes(gib, blocks, block_size, kv_bytes_per_token),
-                {
-                    scenario: None
-                    if costs is None
-                    else Load(costs, arrivals_s if scenario.is_online else None)
-                    for scenario in scenarios
-                },
-                status.update,
-            )
+            cases = []
+            for scenario in scenarios:
+                predictor = Predictor(settings.of_scheduler(scenario.scheduler), requests)
+                when_s = arrivals_s if scenario.is_online else None
+                load = None if costs is None else Load(costs, when_s)
+                cases.append((scenario, predictor, load))
+            sizes = cache_sizes(gib, blocks, block_size, kv_bytes_per_token)
+            found, refused = _predict_sizes(cases, sizes, status.update)
     except LineError as error:
         _print_message(console, f"{path}:{error.number}: {error.message}", "red")
         return 1
@@ -209,9 +191,8 @@ def _scenarios(scheduler: str, arrivals: str) -> list[Scenario]:
 
 
 def _predict_sizes(
-    predictors: Mapping[Scenario, Predictor],
+    cases: Sequence[tuple[Scenario, Predictor, Load | None]],
     sizes: Sequence[CacheSize],
-    loads: Mapping[Scenario, Load | None],
     show: Callable[[str], None],
 ) -> tuple[list[tuple[Scenario, Prediction]], list[str]]:
     """Every scenario with every size that vLLM does not refuse; and what it says of the others.
@@ -223,13 +204,13 @@ def _predict_sizes(
     found: list[tuple[Scenario, Prediction]] = []
     refused: list[str] = []
     for size in sizes:
-        for scenario, predictor in predictors.items():
+        for scenario, predictor, load in cases:
 
             def show_finished(finished: int, what: str = f"{size}, {scenario}") -> None:
                 show(f"a KV cache of {what}: {finished:,} requests finished")
 
             try:
-                prediction = predictor.predict(size, show_finished, loads[scenario])
+                prediction = predictor.predict(size, show_finished, load)
             except LineError:
                 raise
             except ValueError as error:
@@ -295,30 +276,19 @@ def _relay_options(scheduler: str, relay: str | None) -> dict[str, Any]:
     return options
 
 
-def _step_costs(arrivals: str, step_ms: float | None, token_us: float | None) -> StepCosts | None:
-    """What a step takes; None where nobody asks for waits."""
-    costs = step_costs(step_ms, token_us)
-    if arrivals != OFFLINE:
-        return costs
-    for option, given in (("--step-ms", step_ms), ("--token-us", token_us)):
-        if given is not None:
-            raise ValueError(
-                f"{option} {given:g}: has no effect with --arrivals offline: give --arrivals "
-                "poisson:RATE or timestamps"
-            )
-    return None
-
-
-def _check_without_model(
-    lines: Sequence[InputLine],
+def _check_block_options(
+    model: str | None,
     block_size: int | None,
     kv_bytes_per_token: int | None,
     gib: Sequence[float],
 ) -> None:
-    """Without a model there is no tokenizer, no default block size and no size of a block."""
-    text = next((line for line in lines if line.token_ids is None), None)
-    if text is not None:
-        raise text_without_model(text)
+    """Without a model there is no default block size and no size of a block."""
+    if model is not None:
+        if kv_bytes_per_token is not None:
+            raise ValueError(
+                f"--kv-bytes-per-token {kv_bytes_per_token}: --model says it; give one of the two"
+            )
+        return
     missing = [] if block_size is not None else ["--block-size TOKENS"]
     if gib and kv_bytes_per_token is None:
         missing.append("--kv-bytes-per-token BYTES (or --blocks N in place of GiB)")
