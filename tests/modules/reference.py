@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from tests.modules.chat_templates import TurnMarkup
-from vllm_relay.modules.markup.pml import Import, PromptMarkup, PromptText
+from vllm_relay.modules.markup.pml import Import, PromptMarkup
 from vllm_relay.modules.markup.schema import Content, Parameter, Schema, Text, Turn, Union
+from vllm_relay.modules.markup.xml_tree import TextNode
 
 
 @dataclass
@@ -77,7 +78,7 @@ class Meaning:
         arguments: dict[tuple[str, ...], dict[str, str]] = {}
         items = list(self.prompt.content)
         behind = ""
-        while items and isinstance(items[-1], PromptText):
+        while items and isinstance(items[-1], TextNode):
             behind = items.pop().text + behind
         self._read(items, (), said, arguments)
         self.imported = {(), *arguments}
@@ -134,13 +135,13 @@ class Meaning:
 
     def _read(
         self,
-        items: Sequence[PromptText | Import],
+        items: Sequence[TextNode | Import],
         path: tuple[str, ...],
         said: dict[Edge, list[str]],
         arguments: dict[tuple[str, ...], dict[str, str]],
     ) -> None:
         """Note what a prompt says, by edges, and what it imports."""
-        names = [None if isinstance(item, PromptText) else item.name for item in items]
+        names = [None if isinstance(item, TextNode) else item.name for item in items]
         for number, item in enumerate(items):
             if isinstance(item, Import):
                 inner = (*path, item.name)

@@ -211,7 +211,7 @@ MUTATIONS = [
     *_of(
         f"{_MODULES}/prompt/block_hashes.py",
         "modules/prompt/test_block_hashes.py",
-        ("self._hash((parent, tokens, positions))", "self._hash((parent, tokens))"),
+        ("hash_function((parent, tokens, positions))", "hash_function((parent, tokens))"),
     ),
     # stored contexts and their search
     *_of(

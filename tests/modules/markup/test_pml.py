@@ -9,7 +9,6 @@ import pytest
 
 from vllm_relay.modules.markup.pml import (
     Import,
-    PromptText,
     PromptTurn,
     parse_prompt,
     parse_schema,
@@ -24,7 +23,7 @@ from vllm_relay.modules.markup.schema import (
     Turn,
     Union,
 )
-from vllm_relay.modules.markup.xml_tree import PmlError
+from vllm_relay.modules.markup.xml_tree import PmlError, TextNode
 
 SCHEMA = """<schema name="trip">
   <system>You plan trips.</system>
@@ -134,12 +133,12 @@ def test_a_prompt_keeps_its_texts_in_place() -> None:
     assert prompt.schema == "trip"
     first, plan, between, hotel, behind = prompt.content
     [turn] = prompt.turns
-    assert isinstance(first, PromptText) and first.text == "Hi "
+    assert isinstance(first, TextNode) and first.text == "Hi "
     assert isinstance(plan, Import) and plan.arguments == {"duration": "3 days"}
     assert [each.name for each in plan.content if isinstance(each, Import)] == ["sea"]
-    assert isinstance(between, PromptText) and between.text == " and "
+    assert isinstance(between, TextNode) and between.text == " and "
     assert isinstance(hotel, Import) and hotel.name == "hotel"
-    assert isinstance(behind, PromptText) and behind.text == " go!"
+    assert isinstance(behind, TextNode) and behind.text == " go!"
     assert isinstance(turn, PromptTurn) and (turn.role, turn.text) == ("user", "Where?")
 
 
@@ -228,7 +227,7 @@ def test_white_space_behind_turns_is_no_text() -> None:
         '<prompt schema="s" xml:space="preserve"><a/> <assistant>x</assistant>\n<user> y </user>\n'
         "</prompt>"
     )
-    assert [each.text for each in prompt.content if isinstance(each, PromptText)] == [" "]
+    assert [each.text for each in prompt.content if isinstance(each, TextNode)] == [" "]
     assert [turn.text for turn in prompt.turns] == ["x", " y "]
 
 
@@ -238,7 +237,7 @@ def test_a_prompt_may_be_only_what_stands_in_its_element() -> None:
     plan, text = prompt.content
     assert isinstance(plan, Import) and plan.arguments == {"duration": "a < b"}
     assert (str(plan.place), str(prompt.place)) == ("prompt:1:1", "prompt:1:1")
-    assert isinstance(text, PromptText) and text.text == " & go!"
+    assert isinstance(text, TextNode) and text.text == " & go!"
     assert str(text.place) == "prompt:1:28"
 
 
@@ -318,7 +317,7 @@ def test_long_texts_take_no_long_time() -> None:
     prompt = "x" + "\n" * 200_000 + "y" + "<!--x-->" * 50_000 + "< & " * 50_000
     parsed = parse_prompt(f'<prompt schema="s">{prompt}</prompt>')
     [text] = parsed.content
-    assert isinstance(text, PromptText)
+    assert isinstance(text, TextNode)
     assert text.text == "x" + "\n" * 200_000 + "y" + "< & " * 50_000
     with pytest.raises(PmlError):
         parse_prompt(f'<prompt schema="s">{"<!--" * 100_000}</prompt>')

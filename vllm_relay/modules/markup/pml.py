@@ -41,15 +41,10 @@ from vllm_relay.modules.markup.xml_tree import (
 Made = TypeVar("Made")
 
 _PARAMETERS = ("param", "parameter")
-_INLINE = _PARAMETERS
+_IN_TURNS = ("module", "union", *_PARAMETERS, "scaffold")
+_IN_SCHEMAS = ("module", "union", *_PARAMETERS, *ROLES, "scaffold")
 _PRESERVE = "xml:space"
 _PROMPT_TAG = re.compile(r"<prompt[\s/>]")
-
-
-@dataclass(frozen=True)
-class PromptText:
-    text: str
-    place: Place
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,7 @@ class Import:
 
     name: str
     arguments: dict[str, str]
-    content: tuple[PromptText | Import, ...]
+    content: tuple[TextNode | Import, ...]
     place: Place
 
 
@@ -78,7 +73,7 @@ class PromptMarkup:
     """
 
     schema: str
-    content: tuple[PromptText | Import, ...]
+    content: tuple[TextNode | Import, ...]
     turns: tuple[PromptTurn, ...]
     place: Place
 
@@ -131,7 +126,7 @@ def parse_prompt(text: str, source: str = "prompt", *, schema: str | None = None
     _expect_name(root, ("prompt",))
     if schema is None:
         schema = _attributes(root, ("schema", _PRESERVE), required=("schema",))["schema"]
-    content: list[PromptText | Import] = []
+    content: list[TextNode | Import] = []
     turns: list[PromptTurn] = []
     for each in _prompt_content(root, _preserves(root, False)):
         if isinstance(each, PromptTurn):
@@ -159,8 +154,7 @@ class _SchemaReader:
 
     def schema(self, element: Element) -> Schema:
         attributes = _attributes(element, ("name", _PRESERVE), required=("name",))
-        allowed = ("module", "union", *_PARAMETERS, *ROLES, "scaffold")
-        content = self._content(element, allowed, _preserves(element, False))
+        content = self._content(element, _IN_SCHEMAS, _preserves(element, False))
         schema = _at(element, lambda: Schema(attributes["name"], *content))
         scopes = Scopes(schema)
         for scaffold, names in self._scaffolds:
@@ -172,7 +166,7 @@ class _SchemaReader:
             if isinstance(child, Element):
                 _expect_name(child, allowed, inside=element)
         content: list[Content] = []
-        for child in _texts_cleaned(element, _INLINE, preserve):
+        for child in _texts_cleaned(element, _PARAMETERS, preserve):
             if isinstance(child, TextNode):
                 content.append(Text(child.text))
             elif child.name == "scaffold":
@@ -189,8 +183,7 @@ class _SchemaReader:
             return self._union(element, preserve)
         if element.name in ROLES:
             _attributes(element, (_PRESERVE,))
-            allowed = ("module", "union", *_PARAMETERS, "scaffold")
-            content = self._content(element, allowed, preserve)
+            content = self._content(element, _IN_TURNS, preserve)
             return _at(element, lambda: Turn(element.name, *content))
         return _parameter(element)
 
@@ -201,14 +194,12 @@ class _SchemaReader:
             raise PmlError(
                 element.place, f'<module>: given cache="{cache}", expected true or false'
             )
-        allowed = ("module", "union", *_PARAMETERS, *ROLES, "scaffold")
-        content = self._content(element, allowed, preserve)
+        content = self._content(element, _IN_SCHEMAS, preserve)
         if "src" in attributes:
             if content:
                 raise PmlError(element.place, "<module>: it has src and text, expected one of them")
             content = [Text(self._read(element, attributes["src"]))]
-        cached = cache == "true"
-        return _at(element, lambda: Module(attributes["name"], *content, cached=cached))
+        return _at(element, lambda: Module(attributes["name"], *content, cached=cache == "true"))
 
     def _union(self, element: Element, preserve: bool) -> Union:
         attributes = _attributes(element, ("scaffold", _PRESERVE))
@@ -275,11 +266,11 @@ def _parameter(element: Element) -> Parameter:
     return _at(element, lambda: Parameter(attributes["name"], int(length), placeholder))
 
 
-def _prompt_content(element: Element, preserve: bool) -> Iterator[PromptText | Import | PromptTurn]:
+def _prompt_content(element: Element, preserve: bool) -> Iterator[TextNode | Import | PromptTurn]:
     for child in _texts_cleaned(element, (), preserve):
         if isinstance(child, TextNode):
             if child.text.strip() or preserve:
-                yield PromptText(child.text, child.place)
+                yield child
         elif child.name in ROLES:
             yield _prompt_turn(child, preserve)
         elif child.name in RESERVED:
@@ -293,7 +284,7 @@ def _prompt_content(element: Element, preserve: bool) -> Iterator[PromptText | I
 
 def _import(element: Element, preserve: bool) -> Import:
     arguments = {k: v for k, v in element.attributes.items() if k != _PRESERVE}
-    content: list[PromptText | Import] = []
+    content: list[TextNode | Import] = []
     for each in _prompt_content(element, _preserves(element, preserve)):
         if isinstance(each, PromptTurn):
             raise PmlError(

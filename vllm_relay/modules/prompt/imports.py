@@ -65,28 +65,18 @@ def _unknown(root: ModuleTokens, name: str, where: str, allowed: list[str]) -> s
     return f"{where}: unknown module <{name}>; {known}{did_you_mean(name, allowed)}"
 
 
-class ImportTexts:
-    """The texts of an import, by the modules they stand before and behind.
-
-    Attributes:
-        imports: the modules imported right in it.
-        before: what stands before the first of these.
-        behind: what stands behind each.
-        alone: what stands in it without any.
-    """
-
-    def __init__(self, found: Import) -> None:
-        self.imports: dict[str, Import] = {}
-        self.behind: dict[str, str] = {}
-        name, first = None, ""
-        for each in found.content:
-            if isinstance(each, Import):
-                name = each.name
-                self.imports[name] = each
-                self.behind[name] = ""
-            elif name is None:
-                first += each.text
-            else:
-                self.behind[name] += each.text
-        self.before = dict.fromkeys([*self.imports][:1], first)
-        self.alone = "" if self.imports else first
+def split_import(found: Import) -> tuple[dict[str, Import], str, dict[str, str]]:
+    """The modules imported right in an import, what stands before the first of them, or without
+    any, and what stands behind each."""
+    imports: dict[str, Import] = {}
+    behind: dict[str, str] = {}
+    name, opening = "", ""
+    for each in found.content:
+        if isinstance(each, Import):
+            name = each.name
+            imports[name], behind[name] = each, ""
+        elif imports:
+            behind[name] += each.text
+        else:
+            opening += each.text
+    return imports, opening, behind

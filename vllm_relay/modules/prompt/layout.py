@@ -180,12 +180,9 @@ def tokenize_schema(
         TurnText(role, path, *text) for (role, path), text in zip(roles, texts, strict=True)
     )
     is_open = bool(roles) and roles[-1] == ("user", ()) and isinstance(schema.content[-1], Turn)
-    room = _Room(schema.name, max_positions, max_tokens)
-    layout = _Layout(text_tokens, schema.scaffolds, turns, is_open, room)
-    root = ModuleTokens((), 0, (), is_cached=True)
-    layout.begin(root, [] if turns else text_tokens.beginning)
-    layout.fill(root, schema.content)
-    return SchemaTokens(schema, root, turns, is_open, room.num_tokens)
+    layout = _Layout(schema, text_tokens, turns, is_open, max_positions, max_tokens)
+    root = layout.root()
+    return SchemaTokens(schema, root, turns, is_open, layout.num_tokens)
 
 
 def _roles(
@@ -212,59 +209,60 @@ MODULE_TOKENS = 64
 """What a module takes in memory besides its tokens, in tokens."""
 
 
-@dataclass
-class _Room:
-    """What a schema may take; asked before it is taken."""
+class _Layout:
+    """
+    Args:
+        max_positions, max_tokens: that the schema may take; asked before they are taken.
+    """
 
-    name: str
-    max_positions: int | None
-    max_tokens: int | None
-    num_tokens: int = 0
+    def __init__(
+        self,
+        schema: Schema,
+        text_tokens: TextTokens,
+        turns: tuple[TurnText, ...],
+        turn_is_open: bool,
+        max_positions: int | None,
+        max_tokens: int | None,
+    ) -> None:
+        self._schema = schema
+        self._text_tokens = text_tokens
+        self._scaffolds: dict[str, list[tuple[str, ...]]] = {}
+        for scaffold in schema.scaffolds:
+            self._scaffolds.setdefault(scaffold[0], []).append(scaffold)
+        self._turns = turns
+        self._num_turns = 0
+        self._turn_is_open = turn_is_open
+        self._max_positions, self._max_tokens = max_positions, max_tokens
+        self.num_tokens = 0
 
-    def take(self, num_tokens: int, end_position: int) -> None:
+    def root(self) -> ModuleTokens:
+        """What every prompt has; without turns it begins with what comes before all text."""
+        root = ModuleTokens((), 0, (), is_cached=True)
+        if not self._turns and (tokens := self._text_tokens.beginning):
+            self._add_tokens(root, tokens)
+            root.parts.append(OwnText("", 0, 0, len(tokens)))
+        self._fill(root, self._schema.content)
+        return root
+
+    def _take(self, num_tokens: int, end_position: int) -> None:
         """
         Raises:
             SchemaTooLongError: there is no room.
         """
         self.num_tokens += num_tokens
-        if self.max_positions is not None and end_position > self.max_positions:
+        if self._max_positions is not None and end_position > self._max_positions:
             raise SchemaTooLongError(
-                f"schema {self.name!r}: takes {end_position} positions or more, the model has "
-                f"{self.max_positions}: members of a <union> share theirs, and parameters take as "
-                "many as len says"
+                f"schema {self._schema.name!r}: takes {end_position} positions or more, the model "
+                f"has {self._max_positions}: members of a <union> share theirs, and parameters "
+                "take as many as len says"
             )
-        if self.max_tokens is not None and self.num_tokens > self.max_tokens:
+        if self._max_tokens is not None and self.num_tokens > self._max_tokens:
             raise SchemaTooLongError(
-                f"schema {self.name!r}: takes more than {self.max_tokens} tokens, the most for all "
-                "schemas (max_schema_tokens)"
+                f"schema {self._schema.name!r}: takes more than {self._max_tokens} tokens, the "
+                "most for all schemas (max_schema_tokens)"
             )
 
-
-class _Layout:
-    def __init__(
-        self,
-        text_tokens: TextTokens,
-        scaffolds: tuple[tuple[str, ...], ...],
-        turns: tuple[TurnText, ...],
-        turn_is_open: bool,
-        room: _Room,
-    ) -> None:
-        self._room = room
-        self._text_tokens = text_tokens
-        self._scaffolds: dict[str, list[tuple[str, ...]]] = {}
-        for scaffold in scaffolds:
-            self._scaffolds.setdefault(scaffold[0], []).append(scaffold)
-        self._turns = turns
-        self._num_turns = 0
-        self._turn_is_open = turn_is_open
-
-    def begin(self, root: ModuleTokens, tokens: list[int]) -> None:
-        """With what comes before all text."""
-        if tokens:
-            self._add_tokens(root, tokens)
-            root.parts.append(OwnText("", 0, 0, len(tokens)))
-
-    def fill(self, module: ModuleTokens, content: Sequence[Content]) -> None:
+    def _fill(self, module: ModuleTokens, content: Sequence[Content]) -> None:
         """Lay out what a module consists of, behind what it has already."""
         texts: list[str] = []
         self._visit(module, content, texts)
@@ -308,7 +306,7 @@ class _Layout:
         position = module.end_position
         if isinstance(each, Parameter):
             length = each.length_tokens
-            self._room.take(0, position + length)
+            self._take(0, position + length)
             tokens = self._text_tokens(each.placeholder or "")[:length]
             tokens += [self._text_tokens.placeholder] * (length - len(tokens))
             begin = len(module.tokens)
@@ -322,7 +320,7 @@ class _Layout:
             module.size_tokens += max(child.size_tokens for child in children)
 
     def _add_tokens(self, module: ModuleTokens, tokens: list[int]) -> None:
-        self._room.take(len(tokens), module.end_position + len(tokens))
+        self._take(len(tokens), module.end_position + len(tokens))
         runs = module.position_runs
         moved = not runs or runs[-1][1] + len(module.tokens) - runs[-1][0] != module.end_position
         if tokens and moved:
@@ -331,7 +329,7 @@ class _Layout:
         module.size_tokens += len(tokens)
 
     def _child(self, parent: ModuleTokens, module: Module, position: int) -> ModuleTokens:
-        self._room.take(MODULE_TOKENS, position)
+        self._take(MODULE_TOKENS, position)
         before = [(parent, len(parent.tokens))] if parent.tokens else []
         child = ModuleTokens(
             (*parent.path, module.name),
@@ -339,5 +337,5 @@ class _Layout:
             (*parent.context, *before),
             is_cached=module.cached,
         )
-        self.fill(child, module.content)
+        self._fill(child, module.content)
         return child

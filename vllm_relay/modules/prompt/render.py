@@ -12,10 +12,10 @@ from typing import Literal, get_args
 
 from msgspec.structs import replace
 
-from vllm_relay.modules.markup.pml import Import, PromptMarkup, PromptText, shortened
+from vllm_relay.modules.markup.pml import Import, PromptMarkup, shortened
 from vllm_relay.modules.markup.schema import SchemaError
-from vllm_relay.modules.markup.xml_tree import PmlError
-from vllm_relay.modules.prompt.imports import ImportTexts, check_import
+from vllm_relay.modules.markup.xml_tree import PmlError, TextNode
+from vllm_relay.modules.prompt.imports import check_import, split_import
 from vllm_relay.modules.prompt.layout import (
     ModuleTokens,
     OwnText,
@@ -70,35 +70,15 @@ class RenderedPrompt:
         return most if max_tokens is None else min(max_tokens, most)
 
 
-def render(
-    schema: SchemaTokens,
-    prompt: PromptMarkup,
-    text_tokens: TextTokens,
-    *,
-    block_size: int,
-    mode: Mode = "modular",
-    repair_tokens: int = REPAIR_TOKENS,
-    to_pin: bool = False,
-) -> RenderedPrompt:
-    """The tokens and the plan of a prompt.
-
-    Args:
-        prompt: of this schema.
-        block_size: tokens of a KV block of the engine.
-        mode: "modular" uses stored tokens as they are, "repair" computes the first `repair_tokens`
-            of each module in the context of the prompt, "exact" stores nothing apart.
-        to_pin: modules alone are a prompt too; a token of theirs stands behind them.
-
+def check_mode(mode: str, repair_tokens: int) -> None:
+    """
     Raises:
-        PmlError: the prompt does not fit its schema, or the chat template cannot render its turns.
+        ValueError: there is no such mode, or number of tokens.
     """
     if mode not in MODES:
         raise ValueError(f"mode: given {mode!r}, expected one of {', '.join(MODES)}")
     if isinstance(repair_tokens, bool) or not isinstance(repair_tokens, int) or repair_tokens < 0:
         raise ValueError(f"repair_tokens: given {repair_tokens!r}, expected a number from 0")
-    walk = _Walk(schema, text_tokens, repair_tokens if mode == "repair" else 0)
-    walk.prompt(prompt, to_pin and mode != "exact")
-    return walk.written_out() if mode == "exact" else walk.planned(block_size)
 
 
 @dataclass
@@ -120,10 +100,27 @@ class _Visit:
     repaired: list[tuple[int, int]] = field(default_factory=list)
 
 
-class _Walk:
-    """Through a prompt, in the order of its text."""
+class Rendering:
+    """A prompt on the way to tokens, in the order of its text.
 
-    def __init__(self, schema: SchemaTokens, text_tokens: TextTokens, repair_tokens: int) -> None:
+    Args:
+        prompt: of this schema.
+        repair_tokens: of each module that are computed in the context of the prompt.
+        to_pin: modules alone are a prompt too; a token of theirs stands behind them.
+
+    Raises:
+        PmlError: the prompt does not fit its schema, or the chat template cannot render its turns.
+    """
+
+    def __init__(
+        self,
+        schema: SchemaTokens,
+        prompt: PromptMarkup,
+        text_tokens: TextTokens,
+        *,
+        repair_tokens: int = 0,
+        to_pin: bool = False,
+    ) -> None:
         self._schema = schema
         self._text_tokens = text_tokens
         self._repair_tokens = repair_tokens
@@ -134,14 +131,12 @@ class _Walk:
         self._passed: dict[int, int] = {}  # see `TailRun.sees`, since the last new tokens
         self._texts: list[str] = []
         self._end_position = 0
-
-    def prompt(self, prompt: PromptMarkup, to_pin: bool) -> None:
         imports = list(prompt.content)
         behind: list[str] = []
-        while imports and isinstance(last := imports[-1], PromptText):
+        while imports and isinstance(last := imports[-1], TextNode):
             behind.insert(0, last.text)
             imports.pop()
-        self._module(self._schema.root, Import("", {}, tuple(imports), prompt.place), [])
+        self._module(schema.root, Import("", {}, tuple(imports), prompt.place), [])
         text = "".join(behind)
         if to_pin and self._visits and not (prompt.turns or text.strip()):
             self._add_new(self._visits[-1].module.tokens[:1], self._end_position)
@@ -157,8 +152,8 @@ class _Walk:
         visit = _Visit(len(self._visits), module, found, beside, num_to_repair)
         if module.is_cached and module.tokens:
             self._visits.append(visit)
-        texts = ImportTexts(found)
-        scaffolds = [each for each in map(set, module.scaffolds) if texts.imports.keys() >= each]
+        imports, opening, behind = split_import(found)
+        scaffolds = [each for each in map(set, module.scaffolds) if imports.keys() >= each]
         visited: list[ModuleTokens] = []
         for part in module.parts:
             if isinstance(part, OwnText):
@@ -168,15 +163,17 @@ class _Walk:
             else:
                 for member in part.members:
                     name = member.path[-1]
-                    if name in texts.imports:
+                    if name in imports:
                         seen = set().union(*(each for each in scaffolds if name in each))
                         beside = [each for each in visited if each.path[-1] in seen] if seen else []
-                        self._text(texts.before.get(name, ""))
-                        self._module(member, texts.imports[name], beside)
-                        self._text(texts.behind[name])
+                        if name == next(iter(imports)):
+                            self._text(opening)
+                        self._module(member, imports[name], beside)
+                        self._text(behind[name])
                         if member.tokens:
                             visited.append(member)
-        self._text(texts.alone)
+        if not imports:
+            self._text(opening)
 
     def _own_text(self, visit: _Visit, part: OwnText) -> None:
         module = visit.module

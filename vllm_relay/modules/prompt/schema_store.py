@@ -12,7 +12,13 @@ from vllm_relay.modules.markup.pml import did_you_mean, listed, parse_prompt, re
 from vllm_relay.modules.markup.schema import Schema, TooManySchemasError
 from vllm_relay.modules.markup.xml_tree import Document, Place, PmlError
 from vllm_relay.modules.prompt.layout import SchemaTokens, tokenize_schema
-from vllm_relay.modules.prompt.render import REPAIR_TOKENS, Mode, RenderedPrompt, render
+from vllm_relay.modules.prompt.render import (
+    REPAIR_TOKENS,
+    Mode,
+    RenderedPrompt,
+    Rendering,
+    check_mode,
+)
 from vllm_relay.modules.prompt.text_tokens import TextTokens
 
 
@@ -122,11 +128,16 @@ class SchemaStore:
         Args:
             schema: the name of its schema, if the prompt is only what stands in <prompt>.
             source: what errors call the prompt.
-            mode, repair_tokens, to_pin: see `render.render`.
+            mode: "modular" uses stored tokens as they are, "repair" computes the first
+                `repair_tokens` of each module in the context of the prompt, "exact" stores nothing
+                apart.
+            to_pin: see `Rendering`.
 
         Raises:
             PmlError: it cannot be understood, does not fit its schema, or is too long.
+            ValueError: there is no such mode.
         """
+        check_mode(mode, repair_tokens)
         if self._max_chars is not None and len(prompt) > self._max_chars:
             raise PmlError(
                 Place(Document("", source), 0),
@@ -136,15 +147,15 @@ class SchemaStore:
         markup = parse_prompt(prompt, source, schema=schema)
         if markup.schema not in self._schemas:
             raise PmlError(markup.place, self.unknown(markup.schema))
-        rendered = render(
+        rendering = Rendering(
             self._schemas[markup.schema],
             markup,
             self.text_tokens,
-            block_size=self.block_size,
-            mode=mode,
-            repair_tokens=repair_tokens,
-            to_pin=to_pin,
+            repair_tokens=repair_tokens if mode == "repair" else 0,
+            to_pin=to_pin and mode != "exact",
         )
+        is_exact = mode == "exact"
+        rendered = rendering.written_out() if is_exact else rendering.planned(self.block_size)
         limit = self.max_model_len
         if limit is not None and rendered.min_model_len >= limit:
             raise PmlError(
