@@ -70,15 +70,27 @@ class RenderedPrompt:
         return most if max_tokens is None else min(max_tokens, most)
 
 
-def check_mode(mode: str, repair_tokens: int) -> None:
-    """
+def num_repaired_tokens(mode: str, repair_tokens: int | None) -> int:
+    """How many tokens of each module are computed in the context of the prompt.
+
+    Args:
+        repair_tokens: what was asked for; None: `REPAIR_TOKENS`, in the mode that has them.
+
     Raises:
-        ValueError: there is no such mode, or number of tokens.
+        ValueError: there is no such mode or number of tokens, or the mode has none.
     """
     if mode not in MODES:
         raise ValueError(f"mode: given {mode!r}, expected one of {', '.join(MODES)}")
+    if repair_tokens is None:
+        return REPAIR_TOKENS if mode == "repair" else 0
     if isinstance(repair_tokens, bool) or not isinstance(repair_tokens, int) or repair_tokens < 0:
         raise ValueError(f"repair_tokens: given {repair_tokens!r}, expected a number from 0")
+    if mode != "repair":
+        raise ValueError(
+            f"repair_tokens: given {repair_tokens} with mode {mode!r}, expected mode 'repair': "
+            "leave it out, or set that mode"
+        )
+    return repair_tokens
 
 
 @dataclass

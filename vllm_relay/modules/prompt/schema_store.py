@@ -13,11 +13,10 @@ from vllm_relay.modules.markup.schema import Schema, TooManySchemasError
 from vllm_relay.modules.markup.xml_tree import Document, Place, PmlError
 from vllm_relay.modules.prompt.layout import SchemaTokens, tokenize_schema
 from vllm_relay.modules.prompt.render import (
-    REPAIR_TOKENS,
     Mode,
     RenderedPrompt,
     Rendering,
-    check_mode,
+    num_repaired_tokens,
 )
 from vllm_relay.modules.prompt.text_tokens import TextTokens
 
@@ -120,7 +119,7 @@ class SchemaStore:
         schema: str | None = None,
         source: str = "prompt",
         mode: Mode = "modular",
-        repair_tokens: int = REPAIR_TOKENS,
+        repair_tokens: int | None = None,
         to_pin: bool = False,
     ) -> RenderedPrompt:
         """What the engine computes for a prompt in PML.
@@ -135,9 +134,9 @@ class SchemaStore:
 
         Raises:
             PmlError: it cannot be understood, does not fit its schema, or is too long.
-            ValueError: there is no such mode.
+            ValueError: see `num_repaired_tokens`.
         """
-        check_mode(mode, repair_tokens)
+        num_repaired = num_repaired_tokens(mode, repair_tokens)
         if self._max_chars is not None and len(prompt) > self._max_chars:
             raise PmlError(
                 Place(Document("", source), 0),
@@ -151,7 +150,7 @@ class SchemaStore:
             self._schemas[markup.schema],
             markup,
             self.text_tokens,
-            repair_tokens=repair_tokens if mode == "repair" else 0,
+            repair_tokens=num_repaired,
             to_pin=to_pin and mode != "exact",
         )
         is_exact = mode == "exact"
