@@ -158,9 +158,14 @@ MUTATIONS = [
         ("+ num_new_blocks > num_allowed:", "+ num_new_blocks > num_usable:"),
     ),
     *_of(
-        f"{_CACHE}/pins/pin.py",
-        "prefix_cache/pins/test_table.py",
-        ("if self.owner == owner:", "if self.owner != CONFIGURATION:"),
+        "vllm_relay/commands/owners.py",
+        "prefix_cache/pins/test_table.py serving/test_schemas.py",
+        ("if owner == asking:", "if owner != CONFIGURATION:"),
+    ),
+    *_of(
+        f"{_MODULES}/prompt/schema_store.py",
+        "serving/test_schemas.py",
+        ("            self._check_owner(schema.name, owner)\n", ""),
     ),
     *_of(
         "vllm_relay/serving/access.py",

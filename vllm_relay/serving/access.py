@@ -13,10 +13,8 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 
 from vllm_relay.commands.errors import CommandError
+from vllm_relay.commands.owners import NOBODY
 from vllm_relay.config import SECTION, RelayConfig, Routes
-
-NOBODY = "http"
-"""The owner of what is made on a server without API keys."""
 
 
 def mount(app: FastAPI, router: APIRouter) -> None:
@@ -54,18 +52,6 @@ def check_access(request: Request) -> str:
     if scheme.lower() != "bearer" or not any(is_key):
         raise CommandError(401, "expected the header 'Authorization: Bearer API_KEY'")
     return f"api-key-{is_key.index(True)}"
-
-
-def refuse_configured(what: str, option: str) -> None:
-    """
-    Raises:
-        CommandError: 403, always.
-    """
-    raise CommandError(
-        403,
-        f"{what} is of the server's configuration: change {SECTION}.{option} and start the server "
-        "again",
-    )
 
 
 def _api_keys(app: FastAPI) -> list[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from vllm_relay.commands.owners import refuse_configured
 from vllm_relay.limits import sparse_is_selected
 from vllm_relay.long_context.client import (
     delete_context_async,
@@ -16,7 +17,7 @@ from vllm_relay.long_context.client import (
     list_contexts_async,
 )
 from vllm_relay.long_context.preload import configured_contexts, preload_contexts_async
-from vllm_relay.serving.access import mount, refuse_configured
+from vllm_relay.serving.access import mount
 from vllm_relay.serving.requests import PromptRequest, relay_router, tokens_of_request
 
 if TYPE_CHECKING:

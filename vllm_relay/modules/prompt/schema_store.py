@@ -8,6 +8,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from vllm_relay.commands.owners import PYTHON, check_owner
 from vllm_relay.modules.markup.pml import did_you_mean, listed, parse_prompt, read_schema
 from vllm_relay.modules.markup.schema import Schema, TooManySchemasError
 from vllm_relay.modules.markup.xml_tree import Document, Place, PmlError
@@ -49,6 +50,7 @@ class SchemaStore:
         self.max_model_len = max_model_len
         self._max_schemas, self._max_tokens = max_schemas, max_tokens
         self._schemas: dict[str, SchemaTokens] = {}
+        self._owners: dict[str, str] = {}
         self._lock = Lock()  # servers add schemas in threads
         # a tokenizer of vLLM tells how long its tokens are
         chars_per_token = getattr(tokenizer, "max_chars_per_token", None)
@@ -56,15 +58,17 @@ class SchemaStore:
             max_model_len * chars_per_token if max_model_len and chars_per_token else None
         )
 
-    def add(self, schema: Schema | Path) -> SchemaTokens:
-        """Add a schema, or take the place of the one with its name.
+    def add(self, schema: Schema | Path, owner: str = PYTHON) -> SchemaTokens:
+        """Add a schema, or take the place of the one with its name and owner.
 
         Raises:
             SchemaError, PmlError: it cannot be understood, or rendered for this model, or there is
                 no room for it.
+            CommandError: 403 there is one of its name that is another owner's.
         """
         if isinstance(schema, Path):
             schema = read_schema(schema)
+        self._check_owner(schema.name, owner)  # before the long work
         tokens = tokenize_schema(
             schema,
             self.text_tokens,
@@ -72,9 +76,15 @@ class SchemaStore:
             max_tokens=self._max_tokens,
         )
         with self._lock:
+            self._check_owner(schema.name, owner)
             self._check_room(schema.name, tokens.num_tokens)
             self._schemas[schema.name] = tokens
+            self._owners[schema.name] = owner
         return tokens
+
+    def _check_owner(self, name: str, asking: str) -> None:
+        owner = self._owners.get(name, asking)
+        check_owner(f"schema {name!r}", owner, asking, option="schemas")
 
     def _check_room(self, name: str, num_tokens: int) -> None:
         others = [each for each in self._schemas.values() if each.schema.name != name]
@@ -90,12 +100,15 @@ class SchemaStore:
                 f"{self._max_tokens} (max_schema_tokens): delete one first"
             )
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, owner: str = PYTHON) -> None:
         """
         Raises:
             KeyError: there is none of this name.
+            CommandError: 403 it is another owner's.
         """
-        del self._schemas[name]
+        with self._lock:
+            self._check_owner(name, owner)
+            del self._schemas[name], self._owners[name]
 
     def __getitem__(self, name: str) -> SchemaTokens:
         return self._schemas[name]

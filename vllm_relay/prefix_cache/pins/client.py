@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_relay.commands.engine import call, call_ranks_async
 from vllm_relay.commands.errors import CommandError
+from vllm_relay.commands.owners import PYTHON
 from vllm_relay.commands.prompts import Prompt, refusals, tokens_of
 from vllm_relay.modules.prompt.plan import EXTRA_ARG as PLAN_ARG
 from vllm_relay.modules.prompt.plan import ModulePlan
@@ -25,9 +26,6 @@ from vllm_relay.prefix_cache.pins.table import EXTRA_ARG
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
-
-PYTHON = "python"
-"""The owner of what is pinned through an ``LLM``, or in the process of an AsyncLLM."""
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from vllm_relay.commands.at_start import (
     system_prompt_tokens_async,
 )
 from vllm_relay.commands.engine import call, call_async
+from vllm_relay.commands.owners import CONFIGURATION
 from vllm_relay.config import RelayConfig, scheduler_is_selected
 from vllm_relay.prefix_cache.pins.client import Pin, pin_tokens, pin_tokens_async
-from vllm_relay.prefix_cache.pins.pin import CONFIGURATION
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
