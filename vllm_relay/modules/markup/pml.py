@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -54,14 +54,28 @@ class PromptTurn:
     place: Place
 
 
-@dataclass(frozen=True)
+@dataclass
 class Import:
-    """A module that a prompt imports, with what stands within."""
+    """A module that a prompt imports; the whole prompt is one without a name.
+
+    Attributes:
+        opening: the text in it before the first import.
+        imports: those right in it.
+        behind: the text behind it, up to the next one beside it.
+    """
 
     name: str
     arguments: dict[str, str]
-    content: tuple[TextNode | Import, ...]
     place: Place
+    opening: str = ""
+    imports: list[Import] = field(default_factory=list)
+    behind: str = ""
+
+    def add_text(self, text: str) -> None:
+        if self.imports:
+            self.imports[-1].behind += text
+        else:
+            self.opening += text
 
 
 @dataclass(frozen=True)
@@ -69,13 +83,15 @@ class PromptMarkup:
     """A prompt as it is written, before it is held against its schema.
 
     Attributes:
+        root: its imports and the texts beside them.
+        text: behind the last import.
         turns: behind all else.
     """
 
     schema: str
-    content: tuple[TextNode | Import, ...]
+    root: Import
+    text: str
     turns: tuple[PromptTurn, ...]
-    place: Place
 
 
 def read_schema(path: Path) -> Schema:
@@ -126,13 +142,17 @@ def parse_prompt(text: str, source: str = "prompt", *, schema: str | None = None
     _expect_name(root, ("prompt",))
     if schema is None:
         schema = _attributes(root, ("schema", _PRESERVE), required=("schema",))["schema"]
-    content: list[TextNode | Import] = []
+    prompt, text = Import("", {}, root.place), ""
     turns: list[PromptTurn] = []
     for each in _prompt_content(root, _preserves(root, False)):
         if isinstance(each, PromptTurn):
             turns.append(each)
-        elif not turns:
-            content.append(each)
+        elif isinstance(each, TextNode) and not turns:
+            text += each.text
+        elif isinstance(each, Import) and not turns:
+            prompt.add_text(text)
+            prompt.imports.append(each)
+            text = ""
         elif isinstance(each, Import):
             raise PmlError(
                 turns[0].place,
@@ -144,7 +164,7 @@ def parse_prompt(text: str, source: str = "prompt", *, schema: str | None = None
                 f"found the text {shortened(each.text)} behind <{turns[-1].role}>, expected it in "
                 "a turn",
             )
-    return PromptMarkup(schema, tuple(content), tuple(turns), root.place)
+    return PromptMarkup(schema, prompt, text, tuple(turns))
 
 
 class _SchemaReader:
@@ -284,15 +304,18 @@ def _prompt_content(element: Element, preserve: bool) -> Iterator[TextNode | Imp
 
 def _import(element: Element, preserve: bool) -> Import:
     arguments = {k: v for k, v in element.attributes.items() if k != _PRESERVE}
-    content: list[TextNode | Import] = []
+    found = Import(element.name, arguments, element.place)
     for each in _prompt_content(element, _preserves(element, preserve)):
         if isinstance(each, PromptTurn):
             raise PmlError(
                 each.place, f"<{each.role}>: found inside <{element.name}>, expected turns in "
                 "<prompt> only"
             )  # fmt: skip
-        content.append(each)
-    return Import(element.name, arguments, tuple(content), element.place)
+        if isinstance(each, Import):
+            found.imports.append(each)
+        else:
+            found.add_text(each.text)
+    return found
 
 
 def _prompt_turn(element: Element, preserve: bool) -> PromptTurn:

@@ -26,9 +26,7 @@ def check_import(root: ModuleTokens, module: ModuleTokens, found: Import) -> Non
         for member in part.members
     }
     taken: dict[UnionTokens, str] = {}
-    for each in found.content:
-        if not isinstance(each, Import):
-            continue
+    for each in found.imports:
         if each.name not in unions:
             raise PmlError(each.place, _unknown(root, each.name, where, list(unions)))
         union = unions[each.name]
@@ -63,20 +61,3 @@ def _unknown(root: ModuleTokens, name: str, where: str, allowed: list[str]) -> s
             return f"<{name}> cannot stand in {where}: write {opened}<{name}/>{closed}"
     known = f"known there: {listed(allowed)}" if allowed else "there are none"
     return f"{where}: unknown module <{name}>; {known}{did_you_mean(name, allowed)}"
-
-
-def split_import(found: Import) -> tuple[dict[str, Import], str, dict[str, str]]:
-    """The modules imported right in an import, what stands before the first of them, or without
-    any, and what stands behind each."""
-    imports: dict[str, Import] = {}
-    behind: dict[str, str] = {}
-    name, opening = "", ""
-    for each in found.content:
-        if isinstance(each, Import):
-            name = each.name
-            imports[name], behind[name] = each, ""
-        elif imports:
-            behind[name] += each.text
-        else:
-            opening += each.text
-    return imports, opening, behind

@@ -174,15 +174,9 @@ def tokenize_schema(
         SchemaTooLongError: it takes more.
         SchemaError: the chat template cannot render its turns.
     """
-    roles = list(_roles(schema.content, (), in_union=False))
-    texts = text_tokens.turns.openings_and_closings([role for role, _ in roles])
-    turns = tuple(
-        TurnText(role, path, *text) for (role, path), text in zip(roles, texts, strict=True)
-    )
-    is_open = bool(roles) and roles[-1] == ("user", ()) and isinstance(schema.content[-1], Turn)
-    layout = _Layout(schema, text_tokens, turns, is_open, max_positions, max_tokens)
+    layout = _Layout(schema, text_tokens, max_positions, max_tokens)
     root = layout.root()
-    return SchemaTokens(schema, root, turns, is_open, layout.num_tokens)
+    return SchemaTokens(schema, root, layout.turns, layout.turn_is_open, layout.num_tokens)
 
 
 def _roles(
@@ -219,8 +213,6 @@ class _Layout:
         self,
         schema: Schema,
         text_tokens: TextTokens,
-        turns: tuple[TurnText, ...],
-        turn_is_open: bool,
         max_positions: int | None,
         max_tokens: int | None,
     ) -> None:
@@ -229,16 +221,22 @@ class _Layout:
         self._scaffolds: dict[str, list[tuple[str, ...]]] = {}
         for scaffold in schema.scaffolds:
             self._scaffolds.setdefault(scaffold[0], []).append(scaffold)
-        self._turns = turns
+        content = schema.content
+        roles = list(_roles(content, (), in_union=False))
+        texts = text_tokens.turns.openings_and_closings([role for role, _ in roles])
+        self.turns = tuple(
+            TurnText(role, path, *text) for (role, path), text in zip(roles, texts, strict=True)
+        )
+        is_open = bool(roles) and roles[-1] == ("user", ()) and isinstance(content[-1], Turn)
+        self.turn_is_open = is_open
         self._num_turns = 0
-        self._turn_is_open = turn_is_open
         self._max_positions, self._max_tokens = max_positions, max_tokens
         self.num_tokens = 0
 
     def root(self) -> ModuleTokens:
         """What every prompt has; without turns it begins with what comes before all text."""
         root = ModuleTokens((), 0, (), is_cached=True)
-        if not self._turns and (tokens := self._text_tokens.beginning):
+        if not self.turns and (tokens := self._text_tokens.beginning):
             self._add_tokens(root, tokens)
             root.parts.append(OwnText("", 0, 0, len(tokens)))
         self._fill(root, self._schema.content)
@@ -286,10 +284,10 @@ class _Layout:
             elif isinstance(each, Turn):
                 number = self._num_turns
                 self._num_turns += 1
-                texts.append(self._turns[number].opening)
+                texts.append(self.turns[number].opening)
                 self._visit(module, each.content, texts)
-                if not (self._turn_is_open and number == len(self._turns) - 1):
-                    texts.append(self._turns[number].closing)
+                if not (self.turn_is_open and number == len(self.turns) - 1):
+                    texts.append(self.turns[number].closing)
             else:
                 self._add_text(module, texts)
                 self._add(module, each)

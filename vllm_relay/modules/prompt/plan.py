@@ -185,6 +185,12 @@ class ModulePlan(
         ends = [run.position + run.num_tokens for run in self.tail]
         return max([*ends, *(segment.end_position for segment in self.segments)])
 
+    @property
+    def answer_position(self) -> int:
+        """Of the first generated token, behind the tail."""
+        last = self.tail[-1]
+        return last.position + last.num_tokens
+
     def num_slots(self, segment: Segment) -> int:
         """Of a segment, with its padding."""
         return -(-segment.num_tokens // self.block_size) * self.block_size

@@ -7,22 +7,24 @@ the first tokens of a chunk anew.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, get_args
 
 from msgspec.structs import replace
 
 from vllm_relay.modules.markup.pml import Import, PromptMarkup, shortened
 from vllm_relay.modules.markup.schema import SchemaError
-from vllm_relay.modules.markup.xml_tree import PmlError, TextNode
-from vllm_relay.modules.prompt.imports import check_import, split_import
+from vllm_relay.modules.markup.xml_tree import PmlError
+from vllm_relay.modules.prompt.imports import check_import
 from vllm_relay.modules.prompt.layout import (
     ModuleTokens,
     OwnText,
     ParameterTokens,
     SchemaTokens,
 )
-from vllm_relay.modules.prompt.plan import ModulePlan, Segment, TailRuns
+from vllm_relay.modules.prompt.plan import ModulePlan, TailRuns
 from vllm_relay.modules.prompt.text_tokens import TextTokens
 
 Mode = Literal["modular", "repair", "exact"]
@@ -37,15 +39,40 @@ class RenderedPrompt:
     Attributes:
         token_ids: of all slots, padding included; without a plan simply the prompt.
         plan: None in mode "exact".
-        end_position: of the prompt: generated tokens begin there.
-        module_tokens: of each imported module, how many stored tokens are seen; "" is what every
-            prompt has.
     """
 
     token_ids: list[int]
-    plan: ModulePlan | None
-    end_position: int
-    module_tokens: dict[str, int]
+    plan: ModulePlan | None = None
+
+    @classmethod
+    def of_plan(
+        cls, plan: ModulePlan, contents: Iterable[list[int]], new: list[int]
+    ) -> RenderedPrompt:
+        """
+        Args:
+            contents: the tokens of each segment.
+            new: those of the tail.
+        """
+        token_ids: list[int] = []
+        # in slots that are not seen a token that is there, so that penalties see nothing new
+        unseen = new[:1]
+        for segment, content in zip(plan.segments, contents, strict=True):
+            tokens = content + unseen * (plan.num_slots(segment) - segment.num_tokens)
+            for begin, end in segment.placeholders:
+                tokens[begin:end] = unseen * (end - begin)
+            token_ids += tokens
+        return cls(token_ids + new, plan)
+
+    @cached_property
+    def module_tokens(self) -> dict[str, int]:
+        """Of each imported module, how many stored tokens are seen; "" is what every prompt has."""
+        segments = self.plan.segments if self.plan else ()
+        return {segment.name: segment.num_seen_tokens for segment in segments}
+
+    @property
+    def end_position(self) -> int:
+        """Of the prompt: generated tokens begin there."""
+        return self.plan.answer_position if self.plan else len(self.token_ids)
 
     @property
     def last_position(self) -> int:
@@ -143,17 +170,11 @@ class Rendering:
         self._passed: dict[int, int] = {}  # see `TailRun.sees`, since the last new tokens
         self._texts: list[str] = []
         self._end_position = 0
-        imports = list(prompt.content)
-        behind: list[str] = []
-        while imports and isinstance(last := imports[-1], TextNode):
-            behind.insert(0, last.text)
-            imports.pop()
-        self._module(schema.root, Import("", {}, tuple(imports), prompt.place), [])
-        text = "".join(behind)
-        if to_pin and self._visits and not (prompt.turns or text.strip()):
+        self._module(schema.root, prompt.root, [])
+        if to_pin and self._visits and not (prompt.turns or prompt.text.strip()):
             self._add_new(self._visits[-1].module.tokens[:1], self._end_position)
         else:
-            self._question(prompt, text)
+            self._question(prompt)
 
     # -- the order of the text
 
@@ -164,7 +185,7 @@ class Rendering:
         visit = _Visit(len(self._visits), module, found, beside, num_to_repair)
         if module.is_cached and module.tokens:
             self._visits.append(visit)
-        imports, opening, behind = split_import(found)
+        imports = {each.name: each for each in found.imports}
         scaffolds = [each for each in map(set, module.scaffolds) if imports.keys() >= each]
         visited: list[ModuleTokens] = []
         for part in module.parts:
@@ -178,14 +199,14 @@ class Rendering:
                     if name in imports:
                         seen = set().union(*(each for each in scaffolds if name in each))
                         beside = [each for each in visited if each.path[-1] in seen] if seen else []
-                        if name == next(iter(imports)):
-                            self._text(opening)
+                        if imports[name] is found.imports[0]:
+                            self._text(found.opening)
                         self._module(member, imports[name], beside)
-                        self._text(behind[name])
+                        self._text(imports[name].behind)
                         if member.tokens:
                             visited.append(member)
         if not imports:
-            self._text(opening)
+            self._text(found.opening)
 
     def _own_text(self, visit: _Visit, part: OwnText) -> None:
         module = visit.module
@@ -234,9 +255,9 @@ class Rendering:
             self._tail.add(len(tokens), position, self._passed)
             self._passed.clear()
 
-    def _question(self, prompt: PromptMarkup, text: str) -> None:
+    def _question(self, prompt: PromptMarkup) -> None:
         """What stands behind the schema's text: the rest of its last turn, and further turns."""
-        schema = self._schema
+        schema, text = self._schema, prompt.text
         turns = [(turn.role, turn.text) for turn in prompt.turns]
         if turns and not schema.turns:
             raise PmlError(
@@ -246,11 +267,12 @@ class Rendering:
         if schema.turns and not schema.turn_is_open and text.strip():
             turns.insert(0, ("user", text.strip()))
             text = ""
-        nothing = PmlError(prompt.place, "expected text behind the last module, to answer to")
+        place = prompt.root.place
+        nothing = PmlError(place, "expected text behind the last module, to answer to")
         if not (turns or text or schema.turn_is_open):
             raise nothing
         if turns and turns[-1][0] != "user":
-            raise PmlError(prompt.place, "expected the last turn to be the user's, to answer to")
+            raise PmlError(place, "expected the last turn to be the user's, to answer to")
         if schema.turns:
             written = [
                 (turn.role, turn.opening, turn.closing)
@@ -262,7 +284,7 @@ class Rendering:
                     written, text, turns, is_open=schema.turn_is_open
                 )
             except SchemaError as error:
-                raise PmlError(prompt.place, str(error)) from None
+                raise PmlError(place, str(error)) from None
         num_new = len(self._new)
         self._text(text)
         if len(self._new) == num_new:  # as of white space, for some tokenizers
@@ -274,27 +296,10 @@ class Rendering:
         """As plain text."""
         text = "".join(self._texts)
         token_ids = self._text_tokens.of_prompt(text, has_turns=bool(self._schema.turns))
-        return RenderedPrompt(token_ids, None, len(token_ids), {})
+        return RenderedPrompt(token_ids)
 
     def planned(self, block_size: int) -> RenderedPrompt:
         """With modules in slots of their own."""
-        segments = self._segments()
-        plan = ModulePlan(block_size=block_size, segments=segments, tail=tuple(self._tail))
-        token_ids: list[int] = []
-        # in slots that are not seen a token that is there, so that penalties see nothing new
-        unseen = self._new[:1]
-        for visit, segment in zip(self._visits, segments, strict=True):
-            tokens = visit.module.tokens + unseen * (plan.num_slots(segment) - segment.num_tokens)
-            for begin, end in segment.placeholders:
-                tokens[begin:end] = unseen * (end - begin)
-            token_ids += tokens
-        token_ids += self._new
-        last = self._tail[-1]
-        end = last.position + last.num_tokens
-        module_tokens = {segment.name: segment.num_seen_tokens for segment in segments}
-        return RenderedPrompt(token_ids, plan, end, module_tokens)
-
-    def _segments(self) -> tuple[Segment, ...]:
         places = {visit.module: visit.place for visit in self._visits}
         segments = []
         for visit in self._visits:
@@ -302,4 +307,6 @@ class Rendering:
             seen = tuple((places[each], num_tokens) for each, num_tokens in context)
             repaired = tuple(visit.repaired)
             segments.append(replace(visit.module.segment, context=seen, replaced=repaired))
-        return tuple(segments)
+        plan = ModulePlan(block_size=block_size, segments=tuple(segments), tail=tuple(self._tail))
+        contents = (visit.module.tokens for visit in self._visits)
+        return RenderedPrompt.of_plan(plan, contents, self._new)

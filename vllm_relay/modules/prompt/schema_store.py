@@ -158,7 +158,7 @@ class SchemaStore:
             )
         markup = parse_prompt(prompt, source, schema=schema)
         if markup.schema not in self._schemas:
-            raise PmlError(markup.place, self.unknown(markup.schema))
+            raise PmlError(markup.root.place, self.unknown(markup.schema))
         rendering = Rendering(
             self._schemas[markup.schema],
             markup,
@@ -171,7 +171,7 @@ class SchemaStore:
         limit = self.max_model_len
         if limit is not None and rendered.min_model_len >= limit:
             raise PmlError(
-                markup.place,
+                markup.root.place,
                 f"the prompt takes {len(rendered.token_ids)} tokens with padding to KV blocks of "
                 f"{self.block_size} (--block-size) and positions up to {rendered.last_position}, "
                 f"the model takes less than {limit}",
