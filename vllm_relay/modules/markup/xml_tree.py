@@ -70,11 +70,6 @@ class Place:
         """From 1."""
         return self.document.line_and_column(self.byte)[0]
 
-    @property
-    def column(self) -> int:
-        """From 1."""
-        return self.document.line_and_column(self.byte)[1]
-
     def __str__(self) -> str:
         line, column = self.document.line_and_column(self.byte)
         return f"{self.document.source}:{line}:{column}"
