@@ -205,6 +205,10 @@ MUTATIONS = [
             "for begin, end in (*ranges, (num_visible, self.num_slots(segment))):",
             "for begin, end in (*ranges, (num_visible, segment.num_tokens)):",
         ),
+    ),
+    *_of(
+        f"{_MODULES}/prompt/render.py",
+        "modules/prompt/test_render.py",
         ("if last and not changed and last.position", "if last and last.position"),
     ),
     *_of(

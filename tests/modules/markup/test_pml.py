@@ -260,6 +260,17 @@ def test_many_tags_and_entities_take_no_long_time() -> None:
     assert str(prompt.root.imports[-1].place) == f"prompt:1:{6 * number - 5}"
 
 
+def test_characters_of_private_use_are_text_like_any() -> None:
+    """And none of them is taken for what stands for < and & meanwhile."""
+    text = "".join(map(chr, range(0xF0000, 0xF0010)))
+    prompt = parse_prompt(
+        f'<a p="{text} < & "/>{text} < & ?<!-- < & --><![CDATA[ <& ]]>', schema="s"
+    )
+    [found] = prompt.root.imports
+    assert found.arguments == {"p": f"{text} < & "}
+    assert prompt.text == f"{text} < & ? <& "
+
+
 def test_many_scaffolds_take_no_long_time() -> None:
     names = [f"m{number}" for number in range(5000)]
     modules = "".join(f'<module name="{name}"/>' for name in names)

@@ -229,7 +229,7 @@ class _Layout:
         )
         is_open = bool(roles) and roles[-1] == ("user", ()) and isinstance(content[-1], Turn)
         self.turn_is_open = is_open
-        self._num_turns = 0
+        self._turns = iter(self.turns)  # in the order in which they are met
         self._max_positions, self._max_tokens = max_positions, max_tokens
         self.num_tokens = 0
 
@@ -282,12 +282,11 @@ class _Layout:
             if isinstance(each, Text):
                 texts.append(each.text)
             elif isinstance(each, Turn):
-                number = self._num_turns
-                self._num_turns += 1
-                texts.append(self.turns[number].opening)
+                turn = next(self._turns)
+                texts.append(turn.opening)
                 self._visit(module, each.content, texts)
-                if not (self.turn_is_open and number == len(self.turns) - 1):
-                    texts.append(self.turns[number].closing)
+                if not (self.turn_is_open and turn is self.turns[-1]):
+                    texts.append(turn.closing)
             else:
                 self._add_text(module, texts)
                 self._add(module, each)

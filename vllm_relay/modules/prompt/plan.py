@@ -13,7 +13,7 @@ Source: Prompt Cache (Gim et al., 2024), sections 3.3 and 3.4.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Any, TypeVar
@@ -373,31 +373,6 @@ def plan_of_request(request: Any) -> ModulePlan | None:
     except AttributeError:
         plan = request.relay_plan = plan_of(getattr(request, "sampling_params", None))
         return plan
-
-
-class TailRuns(list[TailRun]):
-    """The tail of a plan, as it is put together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._visible: dict[int, int] = {}
-
-    def add(self, num_tokens: int, position: int, sees: Mapping[int, int]) -> None:
-        """
-        Args:
-            sees: see `TailRun`.
-        """
-        changed = {
-            index: visible
-            for index, visible in sees.items()
-            if self._visible.get(index, 0) != visible
-        }
-        self._visible.update(changed)
-        last = self[-1] if self else None
-        if last and not changed and last.position + last.num_tokens == position:
-            self[-1] = replace(last, num_tokens=last.num_tokens + num_tokens)
-        else:
-            self.append(TailRun(num_tokens, position, tuple(changed.items())))
 
 
 def _update(visible: list[int], run: TailRun) -> None:

@@ -7,7 +7,7 @@ the first tokens of a chunk anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, get_args
@@ -24,7 +24,7 @@ from vllm_relay.modules.prompt.layout import (
     ParameterTokens,
     SchemaTokens,
 )
-from vllm_relay.modules.prompt.plan import ModulePlan, TailRuns
+from vllm_relay.modules.prompt.plan import ModulePlan, TailRun
 from vllm_relay.modules.prompt.text_tokens import TextTokens
 
 Mode = Literal["modular", "repair", "exact"]
@@ -118,6 +118,31 @@ def num_repaired_tokens(mode: str, repair_tokens: int | None) -> int:
             "leave it out, or set that mode"
         )
     return repair_tokens
+
+
+class TailRuns(list[TailRun]):
+    """The tail of a plan, as it is put together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._visible: dict[int, int] = {}
+
+    def add(self, num_tokens: int, position: int, sees: Mapping[int, int]) -> None:
+        """
+        Args:
+            sees: see `TailRun`.
+        """
+        changed = {
+            index: visible
+            for index, visible in sees.items()
+            if self._visible.get(index, 0) != visible
+        }
+        self._visible.update(changed)
+        last = self[-1] if self else None
+        if last and not changed and last.position + last.num_tokens == position:
+            self[-1] = replace(last, num_tokens=last.num_tokens + num_tokens)
+        else:
+            self.append(TailRun(num_tokens, position, tuple(changed.items())))
 
 
 @dataclass

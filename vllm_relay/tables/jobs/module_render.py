@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_relay.modules.prompt.plan import ModulePlan, Segment, TailRuns
-from vllm_relay.modules.prompt.render import RenderedPrompt
+from vllm_relay.modules.prompt.plan import ModulePlan, Segment
+from vllm_relay.modules.prompt.render import RenderedPrompt, TailRuns
 from vllm_relay.tables.jobs.module_layout import PlacedModule
 
 
