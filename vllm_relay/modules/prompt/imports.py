@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from vllm_relay.modules.markup.pml import Import, did_you_mean, listed
 from vllm_relay.modules.markup.xml_tree import PmlError
-from vllm_relay.modules.prompt.layout import ModuleTokens, ParameterTokens, UnionTokens
+from vllm_relay.modules.prompt.layout import ModuleTokens
 
 
 def check_import(root: ModuleTokens, module: ModuleTokens, found: Import) -> None:
@@ -19,13 +19,8 @@ def check_import(root: ModuleTokens, module: ModuleTokens, found: Import) -> Non
     """
     where = f"<{found.name}>" if found.name else "the prompt"
     _check_arguments(module, found, where)
-    unions = {
-        member.path[-1]: part
-        for part in module.parts
-        if isinstance(part, UnionTokens)
-        for member in part.members
-    }
-    taken: dict[UnionTokens, str] = {}
+    unions = {child.path[-1]: child.union for child in module.children()}
+    taken: dict[int, str] = {}
     for each in found.imports:
         if each.name not in unions:
             raise PmlError(each.place, _unknown(root, each.name, where, list(unions)))
@@ -42,7 +37,7 @@ def check_import(root: ModuleTokens, module: ModuleTokens, found: Import) -> Non
 
 
 def _check_arguments(module: ModuleTokens, found: Import, where: str) -> None:
-    known = [part.parameter.name for part in module.parts if isinstance(part, ParameterTokens)]
+    known = [parameter.name for parameter in module.parameters()]
     for name in found.arguments:
         if name not in known:
             allowed = f"its parameters are {listed(known)}" if known else "it has none"

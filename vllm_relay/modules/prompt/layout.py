@@ -45,12 +45,14 @@ class ModuleTokens:
         parts: its own text and what stands in it, in order.
         scaffolds: names of modules right in it that are computed together.
         is_cached: whether its tokens are stored.
+        union: of the modules beside each other with the same one a prompt imports one at most.
     """
 
     path: tuple[str, ...]
     position: int
     context: tuple[tuple[ModuleTokens, int], ...]
     is_cached: bool
+    union: int = 0
     size_tokens: int = 0
     tokens: list[int] = field(default_factory=list)
     position_runs: list[tuple[int, int]] = field(default_factory=list)
@@ -66,11 +68,13 @@ class ModuleTokens:
     def end_position(self) -> int:
         return self.position + self.size_tokens
 
-    def children(self) -> Iterator[ModuleTokens]:
+    def parameters(self) -> list[Parameter]:
+        """Those of its own text."""
+        return [part.parameter for part in self.parts if isinstance(part, ParameterTokens)]
+
+    def children(self) -> list[ModuleTokens]:
         """The modules right in it, in the order of the text."""
-        for part in self.parts:
-            if isinstance(part, UnionTokens):
-                yield from part.members
+        return [part for part in self.parts if isinstance(part, ModuleTokens)]
 
     def walk(self) -> Iterator[ModuleTokens]:
         """Itself and all modules in it, in the order of the text."""
@@ -112,14 +116,7 @@ class ParameterTokens:
     end: int
 
 
-@dataclass(frozen=True, eq=False)
-class UnionTokens:
-    """Modules of which a prompt imports one at most; a module outside unions is alone in one."""
-
-    members: tuple[ModuleTokens, ...]
-
-
-Part = OwnText | ParameterTokens | UnionTokens
+Part = OwnText | ParameterTokens | ModuleTokens
 
 
 @dataclass(frozen=True)
@@ -312,8 +309,9 @@ class _Layout:
             module.parts.append(ParameterTokens(each, position, begin, begin + length))
         else:
             members = each.modules if isinstance(each, Union) else (each,)
-            children = tuple(self._child(module, member, position) for member in members)
-            module.parts.append(UnionTokens(children))
+            union = len(module.parts)
+            children = [self._child(module, member, position, union) for member in members]
+            module.parts += children
             module.size_tokens += max(child.size_tokens for child in children)
 
     def _add_tokens(self, module: ModuleTokens, tokens: list[int]) -> None:
@@ -325,7 +323,9 @@ class _Layout:
         module.tokens += tokens
         module.size_tokens += len(tokens)
 
-    def _child(self, parent: ModuleTokens, module: Module, position: int) -> ModuleTokens:
+    def _child(
+        self, parent: ModuleTokens, module: Module, position: int, union: int
+    ) -> ModuleTokens:
         self._take(MODULE_TOKENS, position)
         before = [(parent, len(parent.tokens))] if parent.tokens else []
         child = ModuleTokens(
@@ -333,6 +333,7 @@ class _Layout:
             position,
             (*parent.context, *before),
             is_cached=module.cached,
+            union=union,
         )
         self._fill(child, module.content)
         return child

@@ -218,18 +218,15 @@ class Rendering:
                 self._own_text(visit, part)
             elif isinstance(part, ParameterTokens):
                 self._parameter(visit, part)
-            else:
-                for member in part.members:
-                    name = member.path[-1]
-                    if name in imports:
-                        seen = set().union(*(each for each in scaffolds if name in each))
-                        beside = [each for each in visited if each.path[-1] in seen] if seen else []
-                        if imports[name] is found.imports[0]:
-                            self._text(found.opening)
-                        self._module(member, imports[name], beside)
-                        self._text(imports[name].behind)
-                        if member.tokens:
-                            visited.append(member)
+            elif (imported := imports.get(part.path[-1])) is not None:
+                seen = set().union(*(each for each in scaffolds if imported.name in each))
+                beside = [each for each in visited if each.path[-1] in seen] if seen else []
+                if imported is found.imports[0]:
+                    self._text(found.opening)
+                self._module(part, imported, beside)
+                self._text(imported.behind)
+                if part.tokens:
+                    visited.append(part)
         if not imports:
             self._text(found.opening)
 
