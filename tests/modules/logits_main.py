@@ -40,13 +40,13 @@ def main(model: str, mode: str, num_schemas: str, output: str) -> None:
         store.add(schema)
         for _ in range(PROMPTS_PER_SCHEMA):
             text = random_prompt(rng, schema, words)
+            repair_tokens = REPAIR_TOKENS if mode == "repair" else None
             try:
-                rendered.append(store.render(text, mode=mode, repair_tokens=REPAIR_TOKENS))
+                rendered.append(store.render(text, mode=mode, repair_tokens=repair_tokens))
             except PmlError as error:
                 assert "with padding" in str(error), error
                 continue
             tokens = store.text_tokens
-            repair_tokens = REPAIR_TOKENS if mode == "repair" else 0
             meanings.append(
                 Meaning(
                     schema,
@@ -54,7 +54,7 @@ def main(model: str, mode: str, num_schemas: str, output: str) -> None:
                     tokens,
                     tokens.placeholder,
                     tokens.beginning,
-                    repair_tokens,
+                    repair_tokens or 0,
                 )  # fmt: skip
             )
     plain = [

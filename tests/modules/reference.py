@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from tests.modules.chat_templates import TurnMarkup
-from vllm_relay.modules.markup.pml import Import, PromptMarkup, PromptText
+from vllm_relay.modules.markup.pml import Import, PromptMarkup
 from vllm_relay.modules.markup.schema import Content, Parameter, Schema, Text, Turn, Union
 
 
@@ -75,11 +75,7 @@ class Meaning:
         self._write(line, self.schema.content, (), len(beginning), True)
         said: dict[Edge, list[str]] = {}
         arguments: dict[tuple[str, ...], dict[str, str]] = {}
-        items = list(self.prompt.content)
-        behind = ""
-        while items and isinstance(items[-1], PromptText):
-            behind = items.pop().text + behind
-        self._read(items, (), said, arguments)
+        self._read(self.prompt.root, (), said, arguments)
         self.imported = {(), *arguments}
         repairs = dict.fromkeys(arguments, self.repair_tokens)
         for each in line:
@@ -89,7 +85,7 @@ class Meaning:
             else:
                 for text in said.get(each, ()):
                     self._new(self.encode(text), self.end)
-        self._new(self.encode(self._question(behind)), self.end)
+        self._new(self.encode(self._question(self.prompt.text)), self.end)
 
     def _write(
         self,
@@ -134,27 +130,19 @@ class Meaning:
 
     def _read(
         self,
-        items: Sequence[PromptText | Import],
+        found: Import,
         path: tuple[str, ...],
         said: dict[Edge, list[str]],
         arguments: dict[tuple[str, ...], dict[str, str]],
     ) -> None:
         """Note what a prompt says, by edges, and what it imports."""
-        names = [None if isinstance(item, PromptText) else item.name for item in items]
-        for number, item in enumerate(items):
-            if isinstance(item, Import):
-                inner = (*path, item.name)
-                arguments[inner] = item.arguments
-                self._read(item.content, inner, said, arguments)
-                continue
-            before = [name for name in names[:number] if name]
-            later = [name for name in names[number:] if name]
-            edge = ("end", path)
-            if before:
-                edge = ("behind", (*path, before[-1]))
-            elif later:
-                edge = ("begin", (*path, later[0]))
-            said.setdefault(edge, []).append(item.text)
+        edge: Edge = ("begin", (*path, found.imports[0].name)) if found.imports else ("end", path)
+        said.setdefault(edge, []).append(found.opening)
+        for each in found.imports:
+            inner = (*path, each.name)
+            arguments[inner] = each.arguments
+            self._read(each, inner, said, arguments)
+            said.setdefault(("behind", inner), []).append(each.behind)
 
     def _piece(
         self, piece: Piece, arguments: dict[str, str], repairs: dict[tuple[str, ...], int]

@@ -94,8 +94,9 @@ class Soak:
         schema = self.store[names[int(self.rng.integers(len(names)))]].schema
         text = random_prompt(self.rng, schema, self.words)
         mode = MODES[int(self.rng.integers(len(MODES)))]
+        repair_tokens = REPAIR_TOKENS if mode == "repair" else None
         try:
-            rendered = self.store.render(text, mode=mode, repair_tokens=REPAIR_TOKENS)
+            rendered = self.store.render(text, mode=mode, repair_tokens=repair_tokens)
         except PmlError:
             self.counts["too long"] += 1
             return
@@ -103,10 +104,9 @@ class Soak:
         meaning = None
         if is_checked:
             tokens = self.store.text_tokens
-            repair_tokens = REPAIR_TOKENS if mode == "repair" else 0
             meaning = Meaning(
                 schema, parse_prompt(text), tokens, tokens.placeholder, tokens.beginning,
-                repair_tokens,
+                repair_tokens or 0,
             )  # fmt: skip
         params = SamplingParams(
             max_tokens=int(self.rng.integers(1, 60)),

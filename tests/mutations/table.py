@@ -158,9 +158,14 @@ MUTATIONS = [
         ("+ num_new_blocks > num_allowed:", "+ num_new_blocks > num_usable:"),
     ),
     *_of(
-        f"{_CACHE}/pins/pin.py",
-        "prefix_cache/pins/test_table.py",
-        ("if self.owner == owner:", "if self.owner != CONFIGURATION:"),
+        "vllm_relay/commands/owners.py",
+        "prefix_cache/pins/test_table.py serving/test_schemas.py",
+        ("if owner == asking:", "if owner != CONFIGURATION:"),
+    ),
+    *_of(
+        f"{_MODULES}/prompt/schema_store.py",
+        "serving/test_schemas.py",
+        ("            self._check_owner(schema.name, owner)\n", ""),
     ),
     *_of(
         "vllm_relay/serving/access.py",
@@ -170,10 +175,10 @@ MUTATIONS = [
         ('if routes_of(app) != "off":', "if app:"),
     ),
     *_of(
-        f"{_CACHE}/eviction/policies.py",
+        f"{_CACHE}/eviction/reuse.py",
         "prefix_cache/eviction/test_policies.py",
-        ("tuple([-each for each in rank])", "rank"),
-        ("self._age = max(self._age, self._uses.pop(key)[1])", "self._uses.pop(key)"),
+        ("(blocks if is_reused else -blocks)", "-blocks"),
+        ("self._reused.add(self._used.known(keys))", "self._reused.add(keys)"),
     ),
     *_of(
         f"{_CACHE}/eviction/next_use.py",
@@ -192,6 +197,13 @@ MUTATIONS = [
         ("if self._freed_at[block.block_id] != freed_at:", "if False:"),
         ("is_passed = before is not mark and not _is_alone(mark)", "is_passed = False"),
     ),
+    *_of(
+        f"{_CACHE}/eviction/free_queue.py",
+        "prefix_cache/eviction/test_policies.py",
+        ("return (2, *(-each for each in rank)", "return (2, *rank"),
+        ("leaves = leaves or not self._is_needed(kept.key)", "leaves = False"),
+        ("place = (0, max(listed_at, first.freed_at))", "place = (1, first.freed_at)"),
+    ),
     # prompt modules
     *_of(
         f"{_MODULES}/prompt/plan.py",
@@ -200,6 +212,10 @@ MUTATIONS = [
             "for begin, end in (*ranges, (num_visible, self.num_slots(segment))):",
             "for begin, end in (*ranges, (num_visible, segment.num_tokens)):",
         ),
+    ),
+    *_of(
+        f"{_MODULES}/prompt/render.py",
+        "modules/prompt/test_render.py",
         ("if last and not changed and last.position", "if last and last.position"),
     ),
     *_of(
@@ -211,7 +227,7 @@ MUTATIONS = [
     *_of(
         f"{_MODULES}/prompt/block_hashes.py",
         "modules/prompt/test_block_hashes.py",
-        ("self._hash((parent, tokens, positions))", "self._hash((parent, tokens))"),
+        ("hash_function((parent, tokens, positions))", "hash_function((parent, tokens))"),
     ),
     # stored contexts and their search
     *_of(

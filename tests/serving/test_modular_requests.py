@@ -118,6 +118,11 @@ def test_without_a_longest_length_requests_keep_what_they_ask_for() -> None:
         (request_of("<promptly/>?"), "unknown module <promptly>"),
         (request_of(relay={"mode": "fast"}), "relay.mode: "),
         (request_of(relay={"repair_tokens": -1}), "relay.repair_tokens: "),
+        (
+            request_of(relay={"repair_tokens": 4}),
+            "relay.repair_tokens: given 4 with mode 'modular', expected mode 'repair'",
+        ),
+        (request_of(relay={"mode": "exact", "repair_tokens": 16}), "given 16 with mode 'exact'"),
         (request_of(relay={"sceham": "x"}), "relay.sceham: "),
         (Request.model_validate({"relay": "x"}), "relay: "),
         (request_of(messages=[{"role": "user"}]), "messages: given beside relay"),

@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import threading
 import tracemalloc
 from argparse import Namespace
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,9 @@ from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
 from tests.modules.chat_templates import character_tokenizer
+from vllm_relay.commands.errors import CommandError
+from vllm_relay.modules.markup.schema import Schema
+from vllm_relay.modules.prompt.schema_store import SchemaStore
 from vllm_relay.serving import schemas as routes
 from vllm_relay.serving.modular_bodies import ModularBodies
 from vllm_relay.serving.modular_requests import STAND_IN_PROMPT, store_of
@@ -31,11 +36,12 @@ def client_of(
     schemas: tuple[str, ...] = (),
     reason: str | None = None,
     processes: int = 1,
+    api_keys: tuple[str, ...] = ("secret",),
     **options: int,
 ) -> TestClient:
     monkeypatch.setattr(routes, "unsupported_reason", lambda config: reason)
     app = FastAPI()
-    app.state.args = Namespace(api_key=["secret"])
+    app.state.args = Namespace(api_key=list(api_keys))
     app.state.online_renderer = SimpleNamespace(
         chat_template=None, default_chat_template_kwargs=None
     )
@@ -104,6 +110,59 @@ def test_configured_schemas_are_not_changed_through_http(
         assert refused.status_code == 403
         assert "change additional_config.relay.schemas" in refused.json()["error"]["message"]
     assert client.get("/relay/schemas").json() == {"schemas": ["known"]}
+
+
+def test_only_its_owner_changes_a_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = client_of(monkeypatch, api_keys=("secret", "other"))
+    others = {"Authorization": "Bearer other"}
+    assert client.post("/relay/schemas", content=TEXT.format("one")).status_code == 201
+    for refused in (
+        client.post("/relay/schemas", content=TEXT.format("two"), headers=others),
+        client.delete("/relay/schemas/s", headers=others),
+    ):
+        assert refused.status_code == 403
+        message = refused.json()["error"]["message"]
+        assert message.startswith("schema 's' belongs to api-key-0, not to api-key-1")
+    described = client.get("/relay/schemas/s", headers=others).json()
+    assert (described["positions"], described["name"]) == (4, "s")  # it is there for all to use
+    assert client.post("/relay/schemas", content=TEXT.format("three")).status_code == 201
+    assert client.delete("/relay/schemas/s").status_code == 204
+    assert (
+        client.post("/relay/schemas", content=TEXT.format("x"), headers=others).status_code == 201
+    )
+    assert client.delete("/relay/schemas/s").status_code == 403
+
+
+def test_a_schema_is_its_first_owners_whoever_is_faster() -> None:
+    """Both see that the name is free, and one is the first to take it."""
+    free = threading.Barrier(2, timeout=60)
+
+    class Tokenizer:
+        def __init__(self) -> None:
+            self._tokenizer = character_tokenizer()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._tokenizer, name)
+
+        def encode(self, text: str, **how: Any) -> list[int]:
+            if text.startswith("wait"):
+                free.wait()
+            return self._tokenizer.encode(text, **how)
+
+    store = SchemaStore(Tokenizer(), block_size=32)
+
+    def add(owner: str) -> int:
+        try:
+            store.add(Schema("s", f"wait for the other of {owner}"), owner)
+        except CommandError as error:
+            return error.status
+        return 201
+
+    with ThreadPoolExecutor(2) as threads:
+        assert sorted(threads.map(add, ("api-key-0", "api-key-1"))) == [201, 403]
+
+
+TEXT = '<schema name="s">{}</schema>'
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 asked for.
 
     errors.py            the error of commands, with its HTTP status
+    owners.py            who may change what somebody has made
     engine.py            commands in the engine core, and how front ends reach them
     prompts.py           the tokens with which all prompts begin that continue a text
     compute.py           the request for one token that computes a prompt

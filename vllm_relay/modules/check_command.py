@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from vllm_relay.modules.markup.pml import read_schema
+from vllm_relay.modules.markup.pml import read_schema, read_text
 from vllm_relay.modules.markup.schema import Schema
 from vllm_relay.modules.prompt.describe import describe_schema
 from vllm_relay.modules.prompt.schema_store import SchemaStore
@@ -47,7 +47,7 @@ def run_check(
             return 0
         store = _store(model, chat_template, block_size)
         layout = describe_schema(store.add(schema), block_size)
-        rendered = {str(each): store.render(_read_text(each), source=str(each)) for each in prompts}
+        rendered = {str(each): store.render(read_text(each), source=str(each)) for each in prompts}
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
@@ -65,16 +65,9 @@ def run_check(
 def _store(model: str, chat_template: Path | None, block_size: int) -> SchemaStore:
     from transformers import AutoTokenizer
 
-    template = None if chat_template is None else _read_text(chat_template)
+    template = None if chat_template is None else read_text(chat_template)
     tokenizer = AutoTokenizer.from_pretrained(model)
     return SchemaStore(tokenizer, block_size=block_size, chat_template=template)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: expected text in UTF-8: {error}") from None
 
 
 def _prompt(rendered: RenderedPrompt) -> dict[str, Any]:

@@ -13,10 +13,8 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 
 from vllm_relay.commands.errors import CommandError
+from vllm_relay.commands.owners import NOBODY
 from vllm_relay.config import SECTION, RelayConfig, Routes
-
-NOBODY = "http"
-"""The owner of what is made on a server without API keys."""
 
 
 def mount(app: FastAPI, router: APIRouter) -> None:

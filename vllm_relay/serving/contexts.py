@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from vllm_relay.commands.errors import refuse_configured
+from vllm_relay.commands.owners import refuse_configured
 from vllm_relay.limits import sparse_is_selected
 from vllm_relay.long_context.client import (
     delete_context_async,

@@ -13,7 +13,7 @@ from vllm_relay.config import RelayConfig
 from vllm_relay.modules.engine.requests import with_plan
 from vllm_relay.modules.engine.start_checks import unsupported_reason
 from vllm_relay.modules.markup.schema import Schema
-from vllm_relay.modules.prompt.render import REPAIR_TOKENS, Mode, RenderedPrompt
+from vllm_relay.modules.prompt.render import Mode, RenderedPrompt
 from vllm_relay.modules.prompt.schema_store import SchemaStore
 from vllm_relay.prefix_cache.pins.client import Declaration, Pin, pin_tokens
 
@@ -67,7 +67,7 @@ class ModularLLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         mode: Mode = "modular",
-        repair_tokens: int = REPAIR_TOKENS,
+        repair_tokens: int | None = None,
         **keywords: Any,
     ) -> list[ModularOutput]:
         """Answers to prompts in PML.
@@ -78,6 +78,7 @@ class ModularLLM:
 
         Raises:
             PmlError: a prompt does not fit its schema; nothing was computed.
+            ValueError: there is no such mode, or it has no `repair_tokens`.
         """
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         rendered = [

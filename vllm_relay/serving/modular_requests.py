@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from vllm_relay.modules.markup.xml_tree import PmlError
 from vllm_relay.modules.prompt.plan import EXTRA_ARG, MISSED
-from vllm_relay.modules.prompt.render import REPAIR_TOKENS, Mode
+from vllm_relay.modules.prompt.render import Mode
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -41,7 +41,7 @@ class ModularPrompt(BaseModel):
     prompt: str
     schema_name: str | None = Field(default=None, alias="schema")
     mode: Mode = "modular"
-    repair_tokens: int = Field(default=REPAIR_TOKENS, ge=0, strict=True)
+    repair_tokens: int | None = Field(default=None, ge=0, strict=True)
 
     @model_validator(mode="after")
     def _check_schema(self) -> Self:
@@ -74,6 +74,8 @@ class ModularPrompt(BaseModel):
             )
         except PmlError as error:
             raise ValueError(f"{FIELD}.prompt: {error}") from None
+        except ValueError as error:  # begins with the name of a field
+            raise ValueError(f"{FIELD}.{error}") from None
 
 
 def keep_store(renderer: Any, store: SchemaStore | str) -> None:

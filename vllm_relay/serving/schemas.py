@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from vllm_relay.commands.errors import CommandError, refuse_configured
+from vllm_relay.commands.errors import CommandError
+from vllm_relay.commands.owners import CONFIGURATION
 from vllm_relay.config import RelayConfig
 from vllm_relay.modules.engine.start_checks import unsupported_reason
 from vllm_relay.modules.markup.pml import parse_schema
@@ -20,10 +21,7 @@ from vllm_relay.modules.prompt.describe import describe_schema
 from vllm_relay.modules.prompt.schema_store import SchemaStore
 from vllm_relay.serving.access import mount
 from vllm_relay.serving.modular_bodies import ModularBodies
-from vllm_relay.serving.modular_requests import (
-    keep_store,
-    store_of,
-)
+from vllm_relay.serving.modular_requests import keep_store, store_of
 from vllm_relay.serving.requests import body_of, relay_router
 
 if TYPE_CHECKING:
@@ -73,8 +71,7 @@ class SchemaEndpoints:
             chat_template_kwargs=renderer.default_chat_template_kwargs,
         )
         for path in options.schemas:
-            store.add(Path(path))
-        state.relay_configured_schemas = frozenset(store.names())
+            store.add(Path(path), CONFIGURATION)
         if names := store.names():
             logger.info("vllm-relay: schemas of prompt modules: %s", ", ".join(names))
         keep_store(renderer, store)
@@ -104,11 +101,6 @@ def _own_store(raw_request: Request) -> SchemaStore:
     return store
 
 
-def _check_changeable(raw_request: Request, name: str) -> None:
-    if name in raw_request.app.state.relay_configured_schemas:
-        refuse_configured(f"schema {name!r}", "schemas")
-
-
 Store = Annotated[SchemaStore, Depends(_store)]
 OwnStore = Annotated[SchemaStore, Depends(_own_store)]
 
@@ -118,7 +110,7 @@ def _router() -> APIRouter:
 
     @router.post("/schemas", status_code=201)
     async def add(raw_request: Request, store: OwnStore) -> Response:
-        """Add a schema, or take the place of the one with its name; the body is PML."""
+        """Add a schema, or take the place of the one with its name and owner; the body is PML."""
         state = raw_request.app.state
         if state.relay_num_posts == MAX_POSTS:
             raise CommandError(
@@ -129,8 +121,7 @@ def _router() -> APIRouter:
             body = await body_of(raw_request, state.relay_max_markup_bytes)
             # long ones must not keep others waiting
             parsed = await asyncio.to_thread(parse_schema, body.decode())
-            _check_changeable(raw_request, parsed.name)
-            added = await asyncio.to_thread(store.add, parsed)
+            added = await asyncio.to_thread(store.add, parsed, raw_request.state.relay_owner)
             described = await asyncio.to_thread(describe_schema, added, store.block_size)
         except ValueError as error:
             raise CommandError(_STATUS.get(type(error), 400), str(error)) from None
@@ -155,8 +146,7 @@ def _router() -> APIRouter:
         """Forget a schema; what is computed of it is evicted when there is need."""
         if name not in store:
             raise CommandError(404, store.unknown(name))
-        _check_changeable(raw_request, name)
-        store.remove(name)
+        store.remove(name, raw_request.state.relay_owner)
         return Response(status_code=204)
 
     return router

@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 
 from vllm_relay.modules.markup.pml import (
-    Import,
-    PromptText,
-    PromptTurn,
     parse_prompt,
     parse_schema,
     read_schema,
@@ -132,15 +129,13 @@ def test_a_prompt_keeps_its_texts_in_place() -> None:
         "<user>Where?</user></prompt>"
     )
     assert prompt.schema == "trip"
-    first, plan, between, hotel, behind = prompt.content
+    plan, hotel = prompt.root.imports
     [turn] = prompt.turns
-    assert isinstance(first, PromptText) and first.text == "Hi "
-    assert isinstance(plan, Import) and plan.arguments == {"duration": "3 days"}
-    assert [each.name for each in plan.content if isinstance(each, Import)] == ["sea"]
-    assert isinstance(between, PromptText) and between.text == " and "
-    assert isinstance(hotel, Import) and hotel.name == "hotel"
-    assert isinstance(behind, PromptText) and behind.text == " go!"
-    assert isinstance(turn, PromptTurn) and (turn.role, turn.text) == ("user", "Where?")
+    assert (prompt.root.opening, plan.behind, hotel.behind) == ("Hi ", " and ", "")
+    assert (plan.name, plan.arguments) == ("plan", {"duration": "3 days"})
+    assert [(each.name, each.behind) for each in plan.imports] == [("sea", "")]
+    assert (hotel.name, hotel.imports, hotel.opening) == ("hotel", [], "")
+    assert (prompt.text, turn.role, turn.text) == (" go!", "user", "Where?")
 
 
 @pytest.mark.parametrize(
@@ -228,18 +223,17 @@ def test_white_space_behind_turns_is_no_text() -> None:
         '<prompt schema="s" xml:space="preserve"><a/> <assistant>x</assistant>\n<user> y </user>\n'
         "</prompt>"
     )
-    assert [each.text for each in prompt.content if isinstance(each, PromptText)] == [" "]
+    assert prompt.text == " "
     assert [turn.text for turn in prompt.turns] == ["x", " y "]
 
 
 def test_a_prompt_may_be_only_what_stands_in_its_element() -> None:
     prompt = parse_prompt('<plan duration="a &lt; b"/> & go!', schema='x" & <y>')
     assert prompt.schema == 'x" & <y>'
-    plan, text = prompt.content
-    assert isinstance(plan, Import) and plan.arguments == {"duration": "a < b"}
-    assert (str(plan.place), str(prompt.place)) == ("prompt:1:1", "prompt:1:1")
-    assert isinstance(text, PromptText) and text.text == " & go!"
-    assert str(text.place) == "prompt:1:28"
+    [plan] = prompt.root.imports
+    assert plan.arguments == {"duration": "a < b"}
+    assert (str(plan.place), str(prompt.root.place)) == ("prompt:1:1", "prompt:1:1")
+    assert prompt.text == " & go!"
 
 
 @pytest.mark.parametrize(
@@ -262,8 +256,19 @@ def test_many_tags_and_entities_take_no_long_time() -> None:
     """Half an hour, if the place of each were counted from its line's beginning."""
     number = 60_000
     prompt = parse_prompt("<a/>& " * number, schema="s")
-    assert len(prompt.content) == 2 * number
-    assert prompt.content[-1].place.column == 6 * number - 1
+    assert [each.behind for each in prompt.root.imports] == ["& "] * (number - 1) + [""]
+    assert str(prompt.root.imports[-1].place) == f"prompt:1:{6 * number - 5}"
+
+
+def test_characters_of_private_use_are_text_like_any() -> None:
+    """And none of them is taken for what stands for < and & meanwhile."""
+    text = "".join(map(chr, range(0xF0000, 0xF0010)))
+    prompt = parse_prompt(
+        f'<a p="{text} < & "/>{text} < & ?<!-- < & --><![CDATA[ <& ]]>', schema="s"
+    )
+    [found] = prompt.root.imports
+    assert found.arguments == {"p": f"{text} < & "}
+    assert prompt.text == f"{text} < & ? <& "
 
 
 def test_many_scaffolds_take_no_long_time() -> None:
@@ -317,9 +322,7 @@ def test_long_texts_take_no_long_time() -> None:
     """Hours, if anything were not linear."""
     prompt = "x" + "\n" * 200_000 + "y" + "<!--x-->" * 50_000 + "< & " * 50_000
     parsed = parse_prompt(f'<prompt schema="s">{prompt}</prompt>')
-    [text] = parsed.content
-    assert isinstance(text, PromptText)
-    assert text.text == "x" + "\n" * 200_000 + "y" + "< & " * 50_000
+    assert parsed.text == "x" + "\n" * 200_000 + "y" + "< & " * 50_000
     with pytest.raises(PmlError):
         parse_prompt(f'<prompt schema="s">{"<!--" * 100_000}</prompt>')
 

@@ -411,13 +411,13 @@ def test_random_prompts_mean_what_the_reference_says(
     schema = SchemaMaker(rng, words, 6).schema("s", has_turns=template is not None)
     store.add(schema)
     text = random_prompt(rng, schema, words)
-    rendered = store.render(text, mode=mode, repair_tokens=3)
+    repair_tokens = 3 if mode == "repair" else None
+    rendered = store.render(text, mode=mode, repair_tokens=repair_tokens)
     tokens = store.text_tokens
-    repair_tokens = 3 if mode == "repair" else 0
     markup = MARKUPS[template] if template else None
     meaning = Meaning(
-        schema, parse_prompt(text), tokens, tokens.placeholder, tokens.beginning, repair_tokens,
-        markup,
+        schema, parse_prompt(text), tokens, tokens.placeholder, tokens.beginning,
+        repair_tokens or 0, markup,
     )  # fmt: skip
     plan = rendered.plan
     assert plan is not None

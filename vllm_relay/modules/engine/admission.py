@@ -17,7 +17,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_relay.config import TENANT_ARG
 from vllm_relay.modules.engine.waiting import WaitingRequests
-from vllm_relay.modules.prompt.plan import EXTRA_ARG, MISSED, ModulePlan, keep_plan, plan_of_request
+from vllm_relay.modules.prompt.plan import EXTRA_ARG, MISSED, ModulePlan, plan_of_request
 
 ENCODING_PREFIX = "relay-module-"
 """What the ids of requests begin with that compute a module."""
@@ -240,7 +240,7 @@ class ModuleAdmission:
                 first // plan.block_size : end // plan.block_size
             ]
         ]
-        encoding = Request(
+        return Request(
             request_id=f"{ENCODING_PREFIX}{next(self._numbers)}",
             prompt_token_ids=plan.encoding_tokens(index, request.prompt_token_ids),
             sampling_params=params,
@@ -252,8 +252,6 @@ class ModuleAdmission:
             priority=request.priority,
             block_hasher=lambda encoding: hashes[len(encoding.block_hashes) :],
         )
-        keep_plan(encoding, encoding_plan)
-        return encoding
 
 
 def _num_needed(plan: ModulePlan) -> int:

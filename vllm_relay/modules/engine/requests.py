@@ -68,12 +68,10 @@ def check_request(vllm_config: VllmConfig, request: Any) -> None:
         raise ValueError(
             f"{EXTRA_ARG}: positions up to {plan.end_position - 1}, the model has {max_model_len}"
         )
-    last = plan.tail[-1]
-    end = last.position + last.num_tokens + (params.max_tokens or 0)
-    if end > max_model_len:
+    if plan.answer_position + (params.max_tokens or 0) > max_model_len:
         raise ValueError(
-            f"{EXTRA_ARG}: the prompt ends at position {last.position + last.num_tokens} and "
-            f"max_tokens is {params.max_tokens}, the model has {max_model_len} positions"
+            f"{EXTRA_ARG}: the prompt ends at position {plan.answer_position} and max_tokens is "
+            f"{params.max_tokens}, the model has {max_model_len} positions"
         )
     if params.prompt_logprobs is not None or params.skip_reading_prefix_cache:
         raise ValueError(

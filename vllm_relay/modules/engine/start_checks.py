@@ -27,7 +27,7 @@ def check_schemas(vllm_config: VllmConfig, options: RelayConfig) -> None:
     for path in options.schemas:
         try:
             read_schema(Path(path))
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             raise ValueError(f"additional_config.relay.schemas: {path}: {error}") from None
         except ValueError as error:
             raise ValueError(f"additional_config.relay.schemas: {error}") from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -28,7 +28,7 @@ from vllm_relay.modules.markup.schema import (
     Turn,
     Union,
 )
-from vllm_relay.modules.markup.white_space import texts_of
+from vllm_relay.modules.markup.white_space import SPACE, children_without_layout, preserves
 from vllm_relay.modules.markup.xml_tree import (
     Document,
     Element,
@@ -41,15 +41,9 @@ from vllm_relay.modules.markup.xml_tree import (
 Made = TypeVar("Made")
 
 _PARAMETERS = ("param", "parameter")
-_INLINE = _PARAMETERS
-_PRESERVE = "xml:space"
+_IN_TURNS = ("module", "union", *_PARAMETERS, "scaffold")
+_IN_SCHEMAS = ("module", "union", *_PARAMETERS, *ROLES, "scaffold")
 _PROMPT_TAG = re.compile(r"<prompt[\s/>]")
-
-
-@dataclass(frozen=True)
-class PromptText:
-    text: str
-    place: Place
 
 
 @dataclass(frozen=True)
@@ -59,14 +53,28 @@ class PromptTurn:
     place: Place
 
 
-@dataclass(frozen=True)
+@dataclass
 class Import:
-    """A module that a prompt imports, with what stands within."""
+    """A module that a prompt imports; the whole prompt is one without a name.
+
+    Attributes:
+        opening: the text in it before the first import.
+        imports: those right in it.
+        behind: the text behind it, up to the next one beside it.
+    """
 
     name: str
     arguments: dict[str, str]
-    content: tuple[PromptText | Import, ...]
     place: Place
+    opening: str = ""
+    imports: list[Import] = field(default_factory=list)
+    behind: str = ""
+
+    def add_text(self, text: str) -> None:
+        if self.imports:
+            self.imports[-1].behind += text
+        else:
+            self.opening += text
 
 
 @dataclass(frozen=True)
@@ -74,13 +82,15 @@ class PromptMarkup:
     """A prompt as it is written, before it is held against its schema.
 
     Attributes:
+        root: its imports and the texts beside them.
+        text: behind the last import.
         turns: behind all else.
     """
 
     schema: str
-    content: tuple[PromptText | Import, ...]
+    root: Import
+    text: str
     turns: tuple[PromptTurn, ...]
-    place: Place
 
 
 def read_schema(path: Path) -> Schema:
@@ -90,11 +100,19 @@ def read_schema(path: Path) -> Schema:
         PmlError, SchemaError: it cannot be understood; with file, line and column.
         OSError: a file cannot be read.
     """
+    return parse_schema(read_text(path), str(path), base=path.parent)
+
+
+def read_text(path: Path) -> str:
+    """
+    Raises:
+        SchemaError: it is not in UTF-8.
+        OSError: it cannot be read.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise SchemaError(f"{path}: expected text in UTF-8: {error}") from None
-    return parse_schema(text, str(path), base=path.parent)
 
 
 def parse_schema(text: str, source: str = "schema", *, base: Path | None = None) -> Schema:
@@ -130,14 +148,18 @@ def parse_prompt(text: str, source: str = "prompt", *, schema: str | None = None
     root = parse_xml(text, source, inside=None if schema is None else "prompt")
     _expect_name(root, ("prompt",))
     if schema is None:
-        schema = _attributes(root, ("schema", _PRESERVE), required=("schema",))["schema"]
-    content: list[PromptText | Import] = []
+        schema = _attributes(root, ("schema", SPACE), required=("schema",))["schema"]
+    prompt, text = Import("", {}, root.place), ""
     turns: list[PromptTurn] = []
-    for each in _prompt_content(root, _preserves(root, False)):
+    for each in _prompt_content(root, preserves(root, False)):
         if isinstance(each, PromptTurn):
             turns.append(each)
-        elif not turns:
-            content.append(each)
+        elif isinstance(each, TextNode) and not turns:
+            text += each.text
+        elif isinstance(each, Import) and not turns:
+            prompt.add_text(text)
+            prompt.imports.append(each)
+            text = ""
         elif isinstance(each, Import):
             raise PmlError(
                 turns[0].place,
@@ -149,7 +171,7 @@ def parse_prompt(text: str, source: str = "prompt", *, schema: str | None = None
                 f"found the text {shortened(each.text)} behind <{turns[-1].role}>, expected it in "
                 "a turn",
             )
-    return PromptMarkup(schema, tuple(content), tuple(turns), root.place)
+    return PromptMarkup(schema, prompt, text, tuple(turns))
 
 
 class _SchemaReader:
@@ -158,9 +180,8 @@ class _SchemaReader:
         self._scaffolds: list[tuple[Element, tuple[str, ...]]] = []
 
     def schema(self, element: Element) -> Schema:
-        attributes = _attributes(element, ("name", _PRESERVE), required=("name",))
-        allowed = ("module", "union", *_PARAMETERS, *ROLES, "scaffold")
-        content = self._content(element, allowed, _preserves(element, False))
+        attributes = _attributes(element, ("name", SPACE), required=("name",))
+        content = self._content(element, _IN_SCHEMAS, preserves(element, False))
         schema = _at(element, lambda: Schema(attributes["name"], *content))
         scopes = Scopes(schema)
         for scaffold, names in self._scaffolds:
@@ -168,62 +189,55 @@ class _SchemaReader:
         return Schema(schema.name, *content, scaffolds=tuple(names for _, names in self._scaffolds))
 
     def _content(self, element: Element, allowed: Sequence[str], preserve: bool) -> list[Content]:
-        for child in element.children:
-            if isinstance(child, Element):
-                _expect_name(child, allowed, inside=element)
         content: list[Content] = []
-        for child in _texts_cleaned(element, _INLINE, preserve):
+        for child in children_without_layout(element, _PARAMETERS, preserve=preserve):
             if isinstance(child, TextNode):
                 content.append(Text(child.text))
-            elif child.name == "scaffold":
+                continue
+            _expect_name(child, allowed, inside=element)
+            if child.name == "scaffold":
                 self._add_scaffold(child)
             else:
                 content.append(self._element(child, preserve))
         return content
 
     def _element(self, element: Element, preserve: bool) -> Content:
-        preserve = _preserves(element, preserve)
+        preserve = preserves(element, preserve)
         if element.name == "module":
             return self._module(element, preserve)
         if element.name == "union":
             return self._union(element, preserve)
         if element.name in ROLES:
-            _attributes(element, (_PRESERVE,))
-            allowed = ("module", "union", *_PARAMETERS, "scaffold")
-            content = self._content(element, allowed, preserve)
+            _attributes(element, (SPACE,))
+            content = self._content(element, _IN_TURNS, preserve)
             return _at(element, lambda: Turn(element.name, *content))
         return _parameter(element)
 
     def _module(self, element: Element, preserve: bool) -> Module:
-        attributes = _attributes(element, ("name", "src", "cache", _PRESERVE), required=("name",))
+        attributes = _attributes(element, ("name", "src", "cache", SPACE), required=("name",))
         cache = attributes.get("cache", "true")
         if cache not in ("true", "false"):
             raise PmlError(
                 element.place, f'<module>: given cache="{cache}", expected true or false'
             )
-        allowed = ("module", "union", *_PARAMETERS, *ROLES, "scaffold")
-        content = self._content(element, allowed, preserve)
+        content = self._content(element, _IN_SCHEMAS, preserve)
         if "src" in attributes:
             if content:
                 raise PmlError(element.place, "<module>: it has src and text, expected one of them")
             content = [Text(self._read(element, attributes["src"]))]
-        cached = cache == "true"
-        return _at(element, lambda: Module(attributes["name"], *content, cached=cached))
+        return _at(element, lambda: Module(attributes["name"], *content, cached=cache == "true"))
 
     def _union(self, element: Element, preserve: bool) -> Union:
-        attributes = _attributes(element, ("scaffold", _PRESERVE))
+        attributes = _attributes(element, ("scaffold", SPACE))
+        modules: list[Module] = []
         for child in element.children:
             if isinstance(child, Element):
                 _expect_name(child, ("module",), inside=element)
+                modules.append(self._module(child, preserves(child, preserve)))
             elif child.text.strip():
                 raise PmlError(
                     child.place, f"<union>: found text {shortened(child.text)}, expected <module>"
                 )
-        modules = [
-            self._module(child, _preserves(child, preserve))
-            for child in element.children
-            if isinstance(child, Element)
-        ]
         names = [module.name for module in modules]
         default = attributes.get("scaffold")
         if default is not None and default not in names:
@@ -275,11 +289,11 @@ def _parameter(element: Element) -> Parameter:
     return _at(element, lambda: Parameter(attributes["name"], int(length), placeholder))
 
 
-def _prompt_content(element: Element, preserve: bool) -> Iterator[PromptText | Import | PromptTurn]:
-    for child in _texts_cleaned(element, (), preserve):
+def _prompt_content(element: Element, preserve: bool) -> Iterator[TextNode | Import | PromptTurn]:
+    for child in children_without_layout(element, preserve=preserve):
         if isinstance(child, TextNode):
             if child.text.strip() or preserve:
-                yield PromptText(child.text, child.place)
+                yield child
         elif child.name in ROLES:
             yield _prompt_turn(child, preserve)
         elif child.name in RESERVED:
@@ -292,61 +306,33 @@ def _prompt_content(element: Element, preserve: bool) -> Iterator[PromptText | I
 
 
 def _import(element: Element, preserve: bool) -> Import:
-    arguments = {k: v for k, v in element.attributes.items() if k != _PRESERVE}
-    content: list[PromptText | Import] = []
-    for each in _prompt_content(element, _preserves(element, preserve)):
+    arguments = {k: v for k, v in element.attributes.items() if k != SPACE}
+    found = Import(element.name, arguments, element.place)
+    for each in _prompt_content(element, preserves(element, preserve)):
         if isinstance(each, PromptTurn):
             raise PmlError(
                 each.place, f"<{each.role}>: found inside <{element.name}>, expected turns in "
                 "<prompt> only"
             )  # fmt: skip
-        content.append(each)
-    return Import(element.name, arguments, tuple(content), element.place)
+        if isinstance(each, Import):
+            found.imports.append(each)
+        else:
+            found.add_text(each.text)
+    return found
 
 
 def _prompt_turn(element: Element, preserve: bool) -> PromptTurn:
-    _attributes(element, (_PRESERVE,))
-    preserve = _preserves(element, preserve)
+    _attributes(element, (SPACE,))
+    preserve = preserves(element, preserve)
     for child in element.children:
         if isinstance(child, Element):
             raise PmlError(
                 child.place, f"<{child.name}>: found inside <{element.name}> of a prompt, expected "
                 "text only: modules are imported before it, by the names the schema gives them"
             )  # fmt: skip
-    texts = [
-        each.text for each in _texts_cleaned(element, (), preserve) if isinstance(each, TextNode)
-    ]
-    text = "".join(texts)
+    cleaned = children_without_layout(element, preserve=preserve)
+    text = "".join(each.text for each in cleaned if isinstance(each, TextNode))
     return PromptTurn(element.name, text if preserve else text.strip(), element.place)
-
-
-def _texts_cleaned(
-    element: Element, inline: Sequence[str], preserve: bool
-) -> list[Element | TextNode]:
-    """The children of an element, texts without layout."""
-    if preserve:
-        return element.children
-    parts: list[str | bool] = [
-        child.text if isinstance(child, TextNode) else child.name in inline
-        for child in element.children
-    ]
-    cleaned: list[Element | TextNode] = []
-    for child, text in zip(element.children, texts_of(parts), strict=True):
-        if isinstance(child, Element):
-            cleaned.append(child)
-        elif text:
-            cleaned.append(TextNode(str(text), child.place))
-    return cleaned
-
-
-def _preserves(element: Element, inherited: bool) -> bool:
-    value = element.attributes.get(_PRESERVE)
-    if value not in (None, "preserve", "default"):
-        raise PmlError(
-            element.place,
-            f'<{element.name}>: given {_PRESERVE}="{value}", expected preserve or default',
-        )
-    return inherited if value is None else value == "preserve"
 
 
 def _attributes(

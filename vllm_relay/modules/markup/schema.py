@@ -38,7 +38,7 @@ class Text:
     text: str
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class Parameter:
     """A place for an argument.
 
@@ -50,21 +50,21 @@ class Parameter:
 
     name: str
     length_tokens: int
-    placeholder: str | None
+    placeholder: str | None = None
 
-    def __init__(self, name: str, length_tokens: int, placeholder: str | None = None) -> None:
-        check_name("parameter", name)
-        is_number = isinstance(length_tokens, int) and not isinstance(length_tokens, bool)
-        if not (is_number and 1 <= length_tokens <= MAX_PARAMETER_TOKENS):
+    def __post_init__(self) -> None:
+        _check_name("parameter", self.name)
+        length = self.length_tokens
+        is_number = isinstance(length, int) and not isinstance(length, bool)
+        if not (is_number and 1 <= length <= MAX_PARAMETER_TOKENS):
             raise SchemaError(
-                f"parameter {name!r}: given a length of {length_tokens} tokens, expected 1 to "
+                f"parameter {self.name!r}: given a length of {length} tokens, expected 1 to "
                 f"{MAX_PARAMETER_TOKENS}"
             )
-        if not isinstance(placeholder, str | None):
-            raise SchemaError(f"parameter {name!r}: given {placeholder!r}, expected a text")
-        object.__setattr__(self, "name", name)
-        object.__setattr__(self, "length_tokens", length_tokens)
-        object.__setattr__(self, "placeholder", placeholder)
+        if not isinstance(self.placeholder, str | None):
+            raise SchemaError(
+                f"parameter {self.name!r}: given {self.placeholder!r}, expected a text"
+            )
 
 
 @dataclass(frozen=True, init=False)
@@ -80,7 +80,7 @@ class Module:
     cached: bool
 
     def __init__(self, name: str, *content: Content | str, cached: bool = True) -> None:
-        check_name("module", name)
+        _check_name("module", name)
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "content", _contents(f"module {name!r}", content))
         object.__setattr__(self, "cached", cached)
@@ -191,7 +191,7 @@ class Scopes:
                 )
 
 
-def check_name(what: str, name: str) -> None:
+def _check_name(what: str, name: str) -> None:
     """
     Raises:
         SchemaError: it cannot be the name of a tag or an attribute of a prompt.

@@ -14,37 +14,63 @@ import os
 import re
 from collections.abc import Sequence
 
+from vllm_relay.modules.markup.xml_tree import Element, PmlError, TextNode
+
+SPACE = "xml:space"
 _INDENTATION = re.compile(r"\n([^\S\n]*)(?=[^\s])")
 _OPENING = re.compile(r"\A(?:[^\S\n]*\n)+")
 
 
-def texts_of(parts: Sequence[str | bool]) -> list[str | bool]:
-    """The texts of an element without layout; texts that are only layout become "".
+def preserves(element: Element, inherited: bool) -> bool:
+    """Whether all white space in an element is text.
+
+    Raises:
+        PmlError: its attribute says neither.
+    """
+    value = element.attributes.get(SPACE)
+    if value not in (None, "preserve", "default"):
+        raise PmlError(
+            element.place,
+            f'<{element.name}>: given {SPACE}="{value}", expected preserve or default',
+        )
+    return inherited if value is None else value == "preserve"
+
+
+def children_without_layout(
+    element: Element, inline: Sequence[str] = (), *, preserve: bool
+) -> list[Element | TextNode]:
+    """The children of an element, without the white space that only lays it out.
 
     Args:
-        parts: its children: texts, True for what stands in a line of text, False for what begins
-            and ends texts.
+        inline: the names of elements that stand in a line of text; others begin and end texts.
+        preserve: whether there is no such white space.
     """
-    indentation = _common_indentation(parts)
-    result: list[str | bool] = []
-    for number, part in enumerate(parts):
-        if not isinstance(part, str):
-            result.append(part)
+    children = element.children
+    if preserve:
+        return children
+
+    def is_edge(number: int) -> bool:
+        """Whether texts begin or end there."""
+        if not 0 <= number < len(children):
+            return True
+        child = children[number]
+        return isinstance(child, Element) and child.name not in inline
+
+    indentations: list[str] = []  # of all lines that begin in its texts
+    for number, child in enumerate(children):
+        if isinstance(child, TextNode):
+            goes_on = "" if is_edge(number + 1) else "x"
+            indentations += _INDENTATION.findall(child.text + goes_on)
+    indentation = os.path.commonprefix(indentations)
+    cleaned: list[Element | TextNode] = []
+    for number, child in enumerate(children):
+        if isinstance(child, Element):
+            cleaned.append(child)
             continue
-        begins = number == 0 or parts[number - 1] is False
-        ends = number + 1 == len(parts) or parts[number + 1] is False
-        result.append(_without_layout(part, indentation, begins, ends))
-    return result
-
-
-def _common_indentation(parts: Sequence[str | bool]) -> str:
-    """Of all lines that begin in these texts."""
-    found: list[str] = []
-    for number, part in enumerate(parts):
-        if isinstance(part, str):
-            goes_on = number + 1 < len(parts) and parts[number + 1] is True
-            found += _INDENTATION.findall(part + "x" if goes_on else part)
-    return os.path.commonprefix(found)
+        begins, ends = is_edge(number - 1), is_edge(number + 1)
+        if text := _without_layout(child.text, indentation, begins, ends):
+            cleaned.append(TextNode(text, child.place))
+    return cleaned
 
 
 def _without_layout(text: str, indentation: str, begins: bool, ends: bool) -> str:

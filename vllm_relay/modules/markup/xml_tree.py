@@ -5,7 +5,6 @@ that cannot begin markup, as in code: those are text."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from xml.parsers import expat
 
@@ -21,7 +20,7 @@ class PmlError(ValueError):
 
 
 class Document:
-    """A text as it is given, and as the parser gets it: with entities for what is no markup.
+    """A text as it is given, and as the parser gets it: with stand-ins for what is no markup.
 
     Args:
         source: what errors call the text.
@@ -30,13 +29,22 @@ class Document:
 
     def __init__(self, text: str, source: str, inside: str | None = None) -> None:
         self.source = source
-        self._text = text
+        self.has_root = inside is None
         opening, closing = (f"<{inside}>", f"</{inside}>") if inside else ("", "")
         self._num_opening_bytes = len(opening)
-        self.has_root = inside is None
+        used = set(text)
+        unused = (each for each in map(chr, _PRIVATE_USE) if each not in used)
+        stand_ins = self._stand_ins = dict(zip("<&", unused, strict=False))
+        replaced = _NO_MARKUP.sub(lambda match: stand_ins.get(match[0], match[0]), text)
         # no surrogates: the parser says that they are no characters, and where
-        given = "".join(piece for piece, _ in self._pieces())
-        self.markup = f"{opening}{given}{closing}".encode(errors="surrogatepass")
+        self._bytes = replaced.encode(errors="surrogatepass")
+        self.markup = opening.encode() + self._bytes + closing.encode()
+
+    def as_given(self, text: str) -> str:
+        """What the parser has found, without stand-ins."""
+        for given, stand_in in self._stand_ins.items():
+            text = text.replace(stand_in, given)
+        return text
 
     def line_and_column(self, byte: int) -> tuple[int, int]:
         """From 1, in the given text.
@@ -44,34 +52,9 @@ class Document:
         Args:
             byte: of the markup.
         """
-        before = self.markup[self._num_opening_bytes : byte].decode(errors="ignore")
-        offset = num_before = 0  # in the given text, and in the one with entities
-        for piece, given in self._pieces():
-            if num_before + len(piece) > len(before):
-                offset += min(len(before) - num_before, len(given))
-                break
-            num_before, offset = num_before + len(piece), offset + len(given)
-        line = self._text.count("\n", 0, offset) + 1
-        return line, offset - self._text.rfind("\n", 0, offset)
-
-    def _pieces(self) -> Iterator[tuple[str, str]]:
-        """Of the text with entities, and of the one that is given."""
-        text, begin = self._text, 0
-        while (verbatim := _VERBATIM.search(text, begin)) is not None:
-            end = text.find(_ENDS[verbatim[0]], verbatim.end())
-            if end < 0:
-                break  # the parser says what is wrong
-            yield from self._replaced(begin, verbatim.start())
-            yield (text[verbatim.start() : end],) * 2
-            begin = end
-        yield from self._replaced(begin, len(text))
-
-    def _replaced(self, begin: int, end: int) -> Iterator[tuple[str, str]]:
-        for match in _NO_MARKUP.finditer(self._text, begin, end):
-            yield (self._text[begin : match.start()],) * 2
-            yield "&lt;" if match["less"] else "&amp;", match[0]
-            begin = match.end()
-        yield (self._text[begin:end],) * 2
+        num_bytes = max(byte - self._num_opening_bytes, 0)
+        before = self._bytes[:num_bytes].decode(errors="ignore")
+        return before.count("\n") + 1, len(before) - before.rfind("\n")
 
 
 @dataclass(frozen=True)
@@ -86,11 +69,6 @@ class Place:
     def line(self) -> int:
         """From 1."""
         return self.document.line_and_column(self.byte)[0]
-
-    @property
-    def column(self) -> int:
-        """From 1."""
-        return self.document.line_and_column(self.byte)[1]
 
     def __str__(self) -> str:
         line, column = self.document.line_and_column(self.byte)
@@ -111,9 +89,13 @@ class Element:
     children: list[Element | TextNode] = field(default_factory=list)
 
 
-_NO_MARKUP = re.compile(r"(?P<less><(?![\w/!?:]))|(?P<and>&(?!#?\w{1,31};))")
-_VERBATIM = re.compile(r"<!--|<!\[CDATA\[")
-_ENDS = {"<!--": "-->", "<![CDATA[": "]]>"}
+_NO_MARKUP = re.compile(
+    r"<!--.*?(?:-->|\Z)|<!\[CDATA\[.*?(?:\]\]>|\Z)|<\?.*?(?:\?>|\Z)"
+    r"|<(?![\w/!?:])|&(?!#?\w{1,31};)",
+    re.DOTALL,
+)
+"""What stays as it is, comments, CDATA and processing instructions; and what begins no markup."""
+_PRIVATE_USE = range(0xF0000, 0xFFFFE)
 MAX_DEPTH = 50
 MAX_ELEMENTS = 100_000
 """Of a document: each takes memory, however short it is."""
@@ -173,7 +155,8 @@ class _Parser:
 
     def _start(self, name: str, attributes: dict[str, str]) -> None:
         self._flush()
-        element = Element(name, attributes, self._here())
+        given = {key: self._document.as_given(value) for key, value in attributes.items()}
+        element = Element(name, given, self._here())
         if len(self._open) == MAX_DEPTH:
             raise PmlError(element.place, f"<{name}> is inside {MAX_DEPTH} others, expected fewer")
         self._num_elements += 1
@@ -198,8 +181,8 @@ class _Parser:
 
     def _flush(self) -> None:
         if self._pending_place is not None:
-            text = TextNode("".join(self._pending), self._pending_place)
-            self._open[-1].children.append(text)
+            text = self._document.as_given("".join(self._pending))
+            self._open[-1].children.append(TextNode(text, self._pending_place))
             self._pending, self._pending_place = [], None
 
     def _refuse_doctype(self, *_: object) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from vllm_relay.modules.prompt.plan import ModulePlan, Ranges, Segment, plan_of_request
@@ -35,7 +37,8 @@ class PlannedHashes:
         self._plan = plan
         self._hash = hash_function
         self._tail_root = hash_function(("relay tail", extra_keys))
-        digests = _SegmentDigests(plan, token_ids, hash_function, extra_keys)
+        contents = [plan.segment_tokens(index, token_ids) for index in range(len(plan.segments))]
+        digests = _SegmentDigests(plan, contents, hash_function, extra_keys)
         self._stored = digests.blocks()
         self._seen: list[bytes] = []  # a digest of all that each run of the tail sees
         digest = b""
@@ -71,57 +74,52 @@ class PlannedHashes:
         return self._hash((parent, tuple(token_ids), tuple(positions), tuple(seen)))
 
 
+@dataclass
 class _SegmentDigests:
     """Of the tokens of segments, as far as they decide their keys and values."""
 
-    def __init__(
-        self,
-        plan: ModulePlan,
-        token_ids: Sequence[int],
-        hash_function: HashFunction,
-        extra_keys: tuple[Any, ...],
-    ) -> None:
-        self._plan = plan
-        self._hash = hash_function
-        self._extra_keys = extra_keys
-        self._contents = [
-            plan.segment_tokens(index, token_ids) for index in range(len(plan.segments))
-        ]
-        self._positions = [each.positions(each.num_tokens) for each in plan.segments]
-        self._digests: dict[tuple[int, int], bytes] = {}
+    plan: ModulePlan
+    contents: list[list[int]]
+    hash_function: HashFunction
+    extra_keys: tuple[Any, ...]
+    known: dict[tuple[int, int], bytes] = field(default_factory=dict)
+
+    @cached_property
+    def positions(self) -> list[list[int]]:
+        return [each.positions(each.num_tokens) for each in self.plan.segments]
 
     def blocks(self) -> list[bytes]:
         """Of all blocks of all segments."""
-        size = self._plan.block_size
+        size = self.plan.block_size
         return [
             self._up_to(index, end)
-            for index, segment in enumerate(self._plan.segments)
-            for end in range(size, self._plan.num_slots(segment) + 1, size)
+            for index, segment in enumerate(self.plan.segments)
+            for end in range(size, self.plan.num_slots(segment) + 1, size)
         ]
 
     def seen(self, index: int, visible: int) -> tuple[bytes, Ranges]:
         """Of the first tokens of a segment, and which of these others do not see."""
-        placeholders = self._plan.segments[index].placeholders
+        placeholders = self.plan.segments[index].placeholders
         unseen = tuple((begin, min(end, visible)) for begin, end in placeholders if begin < visible)
         return self._up_to(index, visible), unseen
 
     def _up_to(self, index: int, end: int) -> bytes:
-        segment = self._plan.segments[index]
+        segment = self.plan.segments[index]
         end = min(end, segment.num_tokens)
         if not end:
             return b""
-        if (index, end) not in self._digests:
-            size = self._plan.block_size
+        if (index, end) not in self.known:
+            size = self.plan.block_size
             begin = (end - 1) // size * size
             parent = self._up_to(index, begin) if begin else self._context(segment)
-            tokens = tuple(self._contents[index][begin:end])
-            positions = tuple(self._positions[index][begin:end])
-            self._digests[index, end] = self._hash((parent, tokens, positions))
-        return self._digests[index, end]
+            tokens = tuple(self.contents[index][begin:end])
+            positions = tuple(self.positions[index][begin:end])
+            self.known[index, end] = self.hash_function((parent, tokens, positions))
+        return self.known[index, end]
 
     def _context(self, segment: Segment) -> bytes:
         seen = tuple(self.seen(index, visible) for index, visible in segment.context)
-        return self._hash(("relay module", self._extra_keys, seen))
+        return self.hash_function(("relay module", self.extra_keys, seen))
 
 
 def module_block_hasher(

@@ -5,11 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_relay.modules.prompt.layout import (
-    ModuleTokens,
-    ParameterTokens,
-    SchemaTokens,
-)
+from vllm_relay.modules.prompt.layout import ModuleTokens, SchemaTokens
 
 
 def describe_schema(schema: SchemaTokens, block_size: int) -> dict[str, Any]:
@@ -31,7 +27,6 @@ def describe_schema(schema: SchemaTokens, block_size: int) -> dict[str, Any]:
 def _describe(module: ModuleTokens, block_size: int) -> dict[str, Any]:
     stored = len(module.tokens) if module.is_cached else 0
     blocks = -(-stored // block_size)
-    parameters = [part.parameter for part in module.parts if isinstance(part, ParameterTokens)]
     return {
         "module": module.name,
         "position": module.position,
@@ -40,5 +35,5 @@ def _describe(module: ModuleTokens, block_size: int) -> dict[str, Any]:
         "cached": module.is_cached,
         "blocks": blocks,
         "padding_tokens": blocks * block_size - stored,
-        "parameters": {each.name: each.length_tokens for each in parameters},
+        "parameters": {each.name: each.length_tokens for each in module.parameters()},
     }

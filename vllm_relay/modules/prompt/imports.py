@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from vllm_relay.modules.markup.pml import Import, did_you_mean, listed
 from vllm_relay.modules.markup.xml_tree import PmlError
-from vllm_relay.modules.prompt.layout import ModuleTokens, ParameterTokens, UnionTokens
+from vllm_relay.modules.prompt.layout import ModuleTokens
 
 
 def check_import(root: ModuleTokens, module: ModuleTokens, found: Import) -> None:
@@ -19,16 +19,9 @@ def check_import(root: ModuleTokens, module: ModuleTokens, found: Import) -> Non
     """
     where = f"<{found.name}>" if found.name else "the prompt"
     _check_arguments(module, found, where)
-    unions = {
-        member.path[-1]: part
-        for part in module.parts
-        if isinstance(part, UnionTokens)
-        for member in part.members
-    }
-    taken: dict[UnionTokens, str] = {}
-    for each in found.content:
-        if not isinstance(each, Import):
-            continue
+    unions = {child.path[-1]: child.union for child in module.children()}
+    taken: dict[int, str] = {}
+    for each in found.imports:
         if each.name not in unions:
             raise PmlError(each.place, _unknown(root, each.name, where, list(unions)))
         union = unions[each.name]
@@ -44,7 +37,7 @@ def check_import(root: ModuleTokens, module: ModuleTokens, found: Import) -> Non
 
 
 def _check_arguments(module: ModuleTokens, found: Import, where: str) -> None:
-    known = [part.parameter.name for part in module.parts if isinstance(part, ParameterTokens)]
+    known = [parameter.name for parameter in module.parameters()]
     for name in found.arguments:
         if name not in known:
             allowed = f"its parameters are {listed(known)}" if known else "it has none"
@@ -63,30 +56,3 @@ def _unknown(root: ModuleTokens, name: str, where: str, allowed: list[str]) -> s
             return f"<{name}> cannot stand in {where}: write {opened}<{name}/>{closed}"
     known = f"known there: {listed(allowed)}" if allowed else "there are none"
     return f"{where}: unknown module <{name}>; {known}{did_you_mean(name, allowed)}"
-
-
-class ImportTexts:
-    """The texts of an import, by the modules they stand before and behind.
-
-    Attributes:
-        imports: the modules imported right in it.
-        before: what stands before the first of these.
-        behind: what stands behind each.
-        alone: what stands in it without any.
-    """
-
-    def __init__(self, found: Import) -> None:
-        self.imports: dict[str, Import] = {}
-        self.behind: dict[str, str] = {}
-        name, first = None, ""
-        for each in found.content:
-            if isinstance(each, Import):
-                name = each.name
-                self.imports[name] = each
-                self.behind[name] = ""
-            elif name is None:
-                first += each.text
-            else:
-                self.behind[name] += each.text
-        self.before = dict.fromkeys([*self.imports][:1], first)
-        self.alone = "" if self.imports else first

@@ -45,12 +45,14 @@ class ModuleTokens:
         parts: its own text and what stands in it, in order.
         scaffolds: names of modules right in it that are computed together.
         is_cached: whether its tokens are stored.
+        union: of the modules beside each other with the same one a prompt imports one at most.
     """
 
     path: tuple[str, ...]
     position: int
     context: tuple[tuple[ModuleTokens, int], ...]
     is_cached: bool
+    union: int = 0
     size_tokens: int = 0
     tokens: list[int] = field(default_factory=list)
     position_runs: list[tuple[int, int]] = field(default_factory=list)
@@ -66,11 +68,13 @@ class ModuleTokens:
     def end_position(self) -> int:
         return self.position + self.size_tokens
 
-    def children(self) -> Iterator[ModuleTokens]:
+    def parameters(self) -> list[Parameter]:
+        """Those of its own text."""
+        return [part.parameter for part in self.parts if isinstance(part, ParameterTokens)]
+
+    def children(self) -> list[ModuleTokens]:
         """The modules right in it, in the order of the text."""
-        for part in self.parts:
-            if isinstance(part, UnionTokens):
-                yield from part.members
+        return [part for part in self.parts if isinstance(part, ModuleTokens)]
 
     def walk(self) -> Iterator[ModuleTokens]:
         """Itself and all modules in it, in the order of the text."""
@@ -112,14 +116,7 @@ class ParameterTokens:
     end: int
 
 
-@dataclass(frozen=True, eq=False)
-class UnionTokens:
-    """Modules of which a prompt imports one at most; a module outside unions is alone in one."""
-
-    members: tuple[ModuleTokens, ...]
-
-
-Part = OwnText | ParameterTokens | UnionTokens
+Part = OwnText | ParameterTokens | ModuleTokens
 
 
 @dataclass(frozen=True)
@@ -174,18 +171,9 @@ def tokenize_schema(
         SchemaTooLongError: it takes more.
         SchemaError: the chat template cannot render its turns.
     """
-    roles = list(_roles(schema.content, (), in_union=False))
-    texts = text_tokens.turns.openings_and_closings([role for role, _ in roles])
-    turns = tuple(
-        TurnText(role, path, *text) for (role, path), text in zip(roles, texts, strict=True)
-    )
-    is_open = bool(roles) and roles[-1] == ("user", ()) and isinstance(schema.content[-1], Turn)
-    room = _Room(schema.name, max_positions, max_tokens)
-    layout = _Layout(text_tokens, schema.scaffolds, turns, is_open, room)
-    root = ModuleTokens((), 0, (), is_cached=True)
-    layout.begin(root, [] if turns else text_tokens.beginning)
-    layout.fill(root, schema.content)
-    return SchemaTokens(schema, root, turns, is_open, room.num_tokens)
+    layout = _Layout(schema, text_tokens, max_positions, max_tokens)
+    root = layout.root()
+    return SchemaTokens(schema, root, layout.turns, layout.turn_is_open, layout.num_tokens)
 
 
 def _roles(
@@ -212,59 +200,64 @@ MODULE_TOKENS = 64
 """What a module takes in memory besides its tokens, in tokens."""
 
 
-@dataclass
-class _Room:
-    """What a schema may take; asked before it is taken."""
+class _Layout:
+    """
+    Args:
+        max_positions, max_tokens: that the schema may take; asked before they are taken.
+    """
 
-    name: str
-    max_positions: int | None
-    max_tokens: int | None
-    num_tokens: int = 0
+    def __init__(
+        self,
+        schema: Schema,
+        text_tokens: TextTokens,
+        max_positions: int | None,
+        max_tokens: int | None,
+    ) -> None:
+        self._schema = schema
+        self._text_tokens = text_tokens
+        self._scaffolds: dict[str, list[tuple[str, ...]]] = {}
+        for scaffold in schema.scaffolds:
+            self._scaffolds.setdefault(scaffold[0], []).append(scaffold)
+        content = schema.content
+        roles = list(_roles(content, (), in_union=False))
+        texts = text_tokens.turns.openings_and_closings([role for role, _ in roles])
+        self.turns = tuple(
+            TurnText(role, path, *text) for (role, path), text in zip(roles, texts, strict=True)
+        )
+        is_open = bool(roles) and roles[-1] == ("user", ()) and isinstance(content[-1], Turn)
+        self.turn_is_open = is_open
+        self._turns = iter(self.turns)  # in the order in which they are met
+        self._max_positions, self._max_tokens = max_positions, max_tokens
+        self.num_tokens = 0
 
-    def take(self, num_tokens: int, end_position: int) -> None:
+    def root(self) -> ModuleTokens:
+        """What every prompt has; without turns it begins with what comes before all text."""
+        root = ModuleTokens((), 0, (), is_cached=True)
+        if not self.turns and (tokens := self._text_tokens.beginning):
+            self._add_tokens(root, tokens)
+            root.parts.append(OwnText("", 0, 0, len(tokens)))
+        self._fill(root, self._schema.content)
+        return root
+
+    def _take(self, num_tokens: int, end_position: int) -> None:
         """
         Raises:
             SchemaTooLongError: there is no room.
         """
         self.num_tokens += num_tokens
-        if self.max_positions is not None and end_position > self.max_positions:
+        if self._max_positions is not None and end_position > self._max_positions:
             raise SchemaTooLongError(
-                f"schema {self.name!r}: takes {end_position} positions or more, the model has "
-                f"{self.max_positions}: members of a <union> share theirs, and parameters take as "
-                "many as len says"
+                f"schema {self._schema.name!r}: takes {end_position} positions or more, the model "
+                f"has {self._max_positions}: members of a <union> share theirs, and parameters "
+                "take as many as len says"
             )
-        if self.max_tokens is not None and self.num_tokens > self.max_tokens:
+        if self._max_tokens is not None and self.num_tokens > self._max_tokens:
             raise SchemaTooLongError(
-                f"schema {self.name!r}: takes more than {self.max_tokens} tokens, the most for all "
-                "schemas (max_schema_tokens)"
+                f"schema {self._schema.name!r}: takes more than {self._max_tokens} tokens, the "
+                "most for all schemas (max_schema_tokens)"
             )
 
-
-class _Layout:
-    def __init__(
-        self,
-        text_tokens: TextTokens,
-        scaffolds: tuple[tuple[str, ...], ...],
-        turns: tuple[TurnText, ...],
-        turn_is_open: bool,
-        room: _Room,
-    ) -> None:
-        self._room = room
-        self._text_tokens = text_tokens
-        self._scaffolds: dict[str, list[tuple[str, ...]]] = {}
-        for scaffold in scaffolds:
-            self._scaffolds.setdefault(scaffold[0], []).append(scaffold)
-        self._turns = turns
-        self._num_turns = 0
-        self._turn_is_open = turn_is_open
-
-    def begin(self, root: ModuleTokens, tokens: list[int]) -> None:
-        """With what comes before all text."""
-        if tokens:
-            self._add_tokens(root, tokens)
-            root.parts.append(OwnText("", 0, 0, len(tokens)))
-
-    def fill(self, module: ModuleTokens, content: Sequence[Content]) -> None:
+    def _fill(self, module: ModuleTokens, content: Sequence[Content]) -> None:
         """Lay out what a module consists of, behind what it has already."""
         texts: list[str] = []
         self._visit(module, content, texts)
@@ -286,12 +279,11 @@ class _Layout:
             if isinstance(each, Text):
                 texts.append(each.text)
             elif isinstance(each, Turn):
-                number = self._num_turns
-                self._num_turns += 1
-                texts.append(self._turns[number].opening)
+                turn = next(self._turns)
+                texts.append(turn.opening)
                 self._visit(module, each.content, texts)
-                if not (self._turn_is_open and number == len(self._turns) - 1):
-                    texts.append(self._turns[number].closing)
+                if not (self.turn_is_open and turn is self.turns[-1]):
+                    texts.append(turn.closing)
             else:
                 self._add_text(module, texts)
                 self._add(module, each)
@@ -308,7 +300,7 @@ class _Layout:
         position = module.end_position
         if isinstance(each, Parameter):
             length = each.length_tokens
-            self._room.take(0, position + length)
+            self._take(0, position + length)
             tokens = self._text_tokens(each.placeholder or "")[:length]
             tokens += [self._text_tokens.placeholder] * (length - len(tokens))
             begin = len(module.tokens)
@@ -317,12 +309,13 @@ class _Layout:
             module.parts.append(ParameterTokens(each, position, begin, begin + length))
         else:
             members = each.modules if isinstance(each, Union) else (each,)
-            children = tuple(self._child(module, member, position) for member in members)
-            module.parts.append(UnionTokens(children))
+            union = len(module.parts)
+            children = [self._child(module, member, position, union) for member in members]
+            module.parts += children
             module.size_tokens += max(child.size_tokens for child in children)
 
     def _add_tokens(self, module: ModuleTokens, tokens: list[int]) -> None:
-        self._room.take(len(tokens), module.end_position + len(tokens))
+        self._take(len(tokens), module.end_position + len(tokens))
         runs = module.position_runs
         moved = not runs or runs[-1][1] + len(module.tokens) - runs[-1][0] != module.end_position
         if tokens and moved:
@@ -330,14 +323,17 @@ class _Layout:
         module.tokens += tokens
         module.size_tokens += len(tokens)
 
-    def _child(self, parent: ModuleTokens, module: Module, position: int) -> ModuleTokens:
-        self._room.take(MODULE_TOKENS, position)
+    def _child(
+        self, parent: ModuleTokens, module: Module, position: int, union: int
+    ) -> ModuleTokens:
+        self._take(MODULE_TOKENS, position)
         before = [(parent, len(parent.tokens))] if parent.tokens else []
         child = ModuleTokens(
             (*parent.path, module.name),
             position,
             (*parent.context, *before),
             is_cached=module.cached,
+            union=union,
         )
-        self.fill(child, module.content)
+        self._fill(child, module.content)
         return child

@@ -13,7 +13,7 @@ Source: Prompt Cache (Gim et al., 2024), sections 3.3 and 3.4.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Any, TypeVar
@@ -185,6 +185,12 @@ class ModulePlan(
         ends = [run.position + run.num_tokens for run in self.tail]
         return max([*ends, *(segment.end_position for segment in self.segments)])
 
+    @property
+    def answer_position(self) -> int:
+        """Of the first generated token, behind the tail."""
+        last = self.tail[-1]
+        return last.position + last.num_tokens
+
     def num_slots(self, segment: Segment) -> int:
         """Of a segment, with its padding."""
         return -(-segment.num_tokens // self.block_size) * self.block_size
@@ -288,23 +294,19 @@ class ModulePlan(
 
     def encoding_plan(self, index: int) -> ModulePlan:
         """Of the request that computes a segment: those it sees, and then itself."""
-        segment = self.segments[index]
-        needed = sorted(self._needed(index))
-        places = {old: new for new, old in enumerate(needed)}
+        places = {old: new for new, old in enumerate(self._needed(index))}
 
         def moved(each: Segment) -> Segment:
             context = tuple((places[old], visible) for old, visible in each.context)
             return replace(each, context=context, replaced=())
 
-        segments = [*(self.segments[each] for each in needed), segment]
-        return ModulePlan(block_size=self.block_size, segments=tuple(map(moved, segments)))
+        segments = tuple(moved(self.segments[each]) for each in places)
+        return ModulePlan(block_size=self.block_size, segments=segments)
 
     def encoding_slots(self, index: int) -> list[tuple[int, int]]:
         """The slots of this request that hold the tokens of `encoding_plan(index)`, in order."""
-        return [
-            (self.first_slots[each], self.first_slots[each + 1])
-            for each in (*sorted(self._needed(index)), index)
-        ]
+        slots = self.first_slots
+        return [(slots[each], slots[each + 1]) for each in self._needed(index)]
 
     def encoding_tokens(self, index: int, token_ids: Sequence[int]) -> list[int]:
         """Of the slots of `encoding_plan(index)`.
@@ -313,19 +315,19 @@ class ModulePlan(
             token_ids: of the slots of this plan.
         """
         found: list[int] = []
-        for each in (*sorted(self._needed(index)), index):
+        for each in self._needed(index):
             tokens = self.segment_tokens(each, token_ids)
             padding = self.num_slots(self.segments[each]) - len(tokens)
             found += tokens + tokens[-1:] * padding
         return found
 
-    def _needed(self, index: int) -> set[int]:
-        """The segments that a segment sees, and those that these see."""
-        needed = {each for each, _ in self.segments[index].context}
-        for each in reversed(range(index)):
+    def _needed(self, index: int) -> list[int]:
+        """The segments that a segment sees, those that these see, and itself."""
+        needed = {index}
+        for each in reversed(range(index + 1)):
             if each in needed:
                 needed |= {seen for seen, _ in self.segments[each].context}
-        return needed
+        return sorted(needed)
 
     def to_argument(self) -> str:
         """For `SamplingParams.extra_args`: a text, which nobody has to copy."""
@@ -369,38 +371,8 @@ def plan_of_request(request: Any) -> ModulePlan | None:
     try:
         return request.relay_plan
     except AttributeError:
-        return keep_plan(request, plan_of(getattr(request, "sampling_params", None)))
-
-
-def keep_plan(request: Any, plan: ModulePlan | None) -> ModulePlan | None:
-    """Let `plan_of_request` return a plan."""
-    request.relay_plan = plan
-    return plan
-
-
-class TailRuns(list[TailRun]):
-    """The tail of a plan, as it is put together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._visible: dict[int, int] = {}
-
-    def add(self, num_tokens: int, position: int, sees: Mapping[int, int]) -> None:
-        """
-        Args:
-            sees: see `TailRun`.
-        """
-        changed = {
-            index: visible
-            for index, visible in sees.items()
-            if self._visible.get(index, 0) != visible
-        }
-        self._visible.update(changed)
-        last = self[-1] if self else None
-        if last and not changed and last.position + last.num_tokens == position:
-            self[-1] = replace(last, num_tokens=last.num_tokens + num_tokens)
-        else:
-            self.append(TailRun(num_tokens, position, tuple(changed.items())))
+        plan = request.relay_plan = plan_of(getattr(request, "sampling_params", None))
+        return plan
 
 
 def _update(visible: list[int], run: TailRun) -> None:

@@ -7,22 +7,24 @@ the first tokens of a chunk anew.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, get_args
 
 from msgspec.structs import replace
 
-from vllm_relay.modules.markup.pml import Import, PromptMarkup, PromptText, shortened
+from vllm_relay.modules.markup.pml import Import, PromptMarkup, shortened
 from vllm_relay.modules.markup.schema import SchemaError
 from vllm_relay.modules.markup.xml_tree import PmlError
-from vllm_relay.modules.prompt.imports import ImportTexts, check_import
+from vllm_relay.modules.prompt.imports import check_import
 from vllm_relay.modules.prompt.layout import (
     ModuleTokens,
     OwnText,
     ParameterTokens,
     SchemaTokens,
 )
-from vllm_relay.modules.prompt.plan import ModulePlan, Segment, TailRuns
+from vllm_relay.modules.prompt.plan import ModulePlan, TailRun
 from vllm_relay.modules.prompt.text_tokens import TextTokens
 
 Mode = Literal["modular", "repair", "exact"]
@@ -37,15 +39,40 @@ class RenderedPrompt:
     Attributes:
         token_ids: of all slots, padding included; without a plan simply the prompt.
         plan: None in mode "exact".
-        end_position: of the prompt: generated tokens begin there.
-        module_tokens: of each imported module, how many stored tokens are seen; "" is what every
-            prompt has.
     """
 
     token_ids: list[int]
-    plan: ModulePlan | None
-    end_position: int
-    module_tokens: dict[str, int]
+    plan: ModulePlan | None = None
+
+    @classmethod
+    def of_plan(
+        cls, plan: ModulePlan, contents: Iterable[list[int]], new: list[int]
+    ) -> RenderedPrompt:
+        """
+        Args:
+            contents: the tokens of each segment.
+            new: those of the tail.
+        """
+        token_ids: list[int] = []
+        # in slots that are not seen a token that is there, so that penalties see nothing new
+        unseen = new[:1]
+        for segment, content in zip(plan.segments, contents, strict=True):
+            tokens = content + unseen * (plan.num_slots(segment) - segment.num_tokens)
+            for begin, end in segment.placeholders:
+                tokens[begin:end] = unseen * (end - begin)
+            token_ids += tokens
+        return cls(token_ids + new, plan)
+
+    @cached_property
+    def module_tokens(self) -> dict[str, int]:
+        """Of each imported module, how many stored tokens are seen; "" is what every prompt has."""
+        segments = self.plan.segments if self.plan else ()
+        return {segment.name: segment.num_seen_tokens for segment in segments}
+
+    @property
+    def end_position(self) -> int:
+        """Of the prompt: generated tokens begin there."""
+        return self.plan.answer_position if self.plan else len(self.token_ids)
 
     @property
     def last_position(self) -> int:
@@ -70,35 +97,52 @@ class RenderedPrompt:
         return most if max_tokens is None else min(max_tokens, most)
 
 
-def render(
-    schema: SchemaTokens,
-    prompt: PromptMarkup,
-    text_tokens: TextTokens,
-    *,
-    block_size: int,
-    mode: Mode = "modular",
-    repair_tokens: int = REPAIR_TOKENS,
-    to_pin: bool = False,
-) -> RenderedPrompt:
-    """The tokens and the plan of a prompt.
+def num_repaired_tokens(mode: str, repair_tokens: int | None) -> int:
+    """How many tokens of each module are computed in the context of the prompt.
 
     Args:
-        prompt: of this schema.
-        block_size: tokens of a KV block of the engine.
-        mode: "modular" uses stored tokens as they are, "repair" computes the first `repair_tokens`
-            of each module in the context of the prompt, "exact" stores nothing apart.
-        to_pin: modules alone are a prompt too; a token of theirs stands behind them.
+        repair_tokens: what was asked for; None: `REPAIR_TOKENS`, in the mode that has them.
 
     Raises:
-        PmlError: the prompt does not fit its schema, or the chat template cannot render its turns.
+        ValueError: there is no such mode or number of tokens, or the mode has none.
     """
     if mode not in MODES:
         raise ValueError(f"mode: given {mode!r}, expected one of {', '.join(MODES)}")
+    if repair_tokens is None:
+        return REPAIR_TOKENS if mode == "repair" else 0
     if isinstance(repair_tokens, bool) or not isinstance(repair_tokens, int) or repair_tokens < 0:
         raise ValueError(f"repair_tokens: given {repair_tokens!r}, expected a number from 0")
-    walk = _Walk(schema, text_tokens, repair_tokens if mode == "repair" else 0)
-    walk.prompt(prompt, to_pin and mode != "exact")
-    return walk.written_out() if mode == "exact" else walk.planned(block_size)
+    if mode != "repair":
+        raise ValueError(
+            f"repair_tokens: given {repair_tokens} with mode {mode!r}, expected mode 'repair': "
+            "leave it out, or set that mode"
+        )
+    return repair_tokens
+
+
+class TailRuns(list[TailRun]):
+    """The tail of a plan, as it is put together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._visible: dict[int, int] = {}
+
+    def add(self, num_tokens: int, position: int, sees: Mapping[int, int]) -> None:
+        """
+        Args:
+            sees: see `TailRun`.
+        """
+        changed = {
+            index: visible
+            for index, visible in sees.items()
+            if self._visible.get(index, 0) != visible
+        }
+        self._visible.update(changed)
+        last = self[-1] if self else None
+        if last and not changed and last.position + last.num_tokens == position:
+            self[-1] = replace(last, num_tokens=last.num_tokens + num_tokens)
+        else:
+            self.append(TailRun(num_tokens, position, tuple(changed.items())))
 
 
 @dataclass
@@ -120,10 +164,27 @@ class _Visit:
     repaired: list[tuple[int, int]] = field(default_factory=list)
 
 
-class _Walk:
-    """Through a prompt, in the order of its text."""
+class Rendering:
+    """A prompt on the way to tokens, in the order of its text.
 
-    def __init__(self, schema: SchemaTokens, text_tokens: TextTokens, repair_tokens: int) -> None:
+    Args:
+        prompt: of this schema.
+        repair_tokens: of each module that are computed in the context of the prompt.
+        to_pin: modules alone are a prompt too; a token of theirs stands behind them.
+
+    Raises:
+        PmlError: the prompt does not fit its schema, or the chat template cannot render its turns.
+    """
+
+    def __init__(
+        self,
+        schema: SchemaTokens,
+        prompt: PromptMarkup,
+        text_tokens: TextTokens,
+        *,
+        repair_tokens: int = 0,
+        to_pin: bool = False,
+    ) -> None:
         self._schema = schema
         self._text_tokens = text_tokens
         self._repair_tokens = repair_tokens
@@ -134,19 +195,11 @@ class _Walk:
         self._passed: dict[int, int] = {}  # see `TailRun.sees`, since the last new tokens
         self._texts: list[str] = []
         self._end_position = 0
-
-    def prompt(self, prompt: PromptMarkup, to_pin: bool) -> None:
-        imports = list(prompt.content)
-        behind: list[str] = []
-        while imports and isinstance(last := imports[-1], PromptText):
-            behind.insert(0, last.text)
-            imports.pop()
-        self._module(self._schema.root, Import("", {}, tuple(imports), prompt.place), [])
-        text = "".join(behind)
-        if to_pin and self._visits and not (prompt.turns or text.strip()):
+        self._module(schema.root, prompt.root, [])
+        if to_pin and self._visits and not (prompt.turns or prompt.text.strip()):
             self._add_new(self._visits[-1].module.tokens[:1], self._end_position)
         else:
-            self._question(prompt, text)
+            self._question(prompt)
 
     # -- the order of the text
 
@@ -157,26 +210,25 @@ class _Walk:
         visit = _Visit(len(self._visits), module, found, beside, num_to_repair)
         if module.is_cached and module.tokens:
             self._visits.append(visit)
-        texts = ImportTexts(found)
-        scaffolds = [each for each in map(set, module.scaffolds) if texts.imports.keys() >= each]
+        imports = {each.name: each for each in found.imports}
+        scaffolds = [each for each in map(set, module.scaffolds) if imports.keys() >= each]
         visited: list[ModuleTokens] = []
         for part in module.parts:
             if isinstance(part, OwnText):
                 self._own_text(visit, part)
             elif isinstance(part, ParameterTokens):
                 self._parameter(visit, part)
-            else:
-                for member in part.members:
-                    name = member.path[-1]
-                    if name in texts.imports:
-                        seen = set().union(*(each for each in scaffolds if name in each))
-                        beside = [each for each in visited if each.path[-1] in seen] if seen else []
-                        self._text(texts.before.get(name, ""))
-                        self._module(member, texts.imports[name], beside)
-                        self._text(texts.behind[name])
-                        if member.tokens:
-                            visited.append(member)
-        self._text(texts.alone)
+            elif (imported := imports.get(part.path[-1])) is not None:
+                seen = set().union(*(each for each in scaffolds if imported.name in each))
+                beside = [each for each in visited if each.path[-1] in seen] if seen else []
+                if imported is found.imports[0]:
+                    self._text(found.opening)
+                self._module(part, imported, beside)
+                self._text(imported.behind)
+                if part.tokens:
+                    visited.append(part)
+        if not imports:
+            self._text(found.opening)
 
     def _own_text(self, visit: _Visit, part: OwnText) -> None:
         module = visit.module
@@ -225,9 +277,9 @@ class _Walk:
             self._tail.add(len(tokens), position, self._passed)
             self._passed.clear()
 
-    def _question(self, prompt: PromptMarkup, text: str) -> None:
+    def _question(self, prompt: PromptMarkup) -> None:
         """What stands behind the schema's text: the rest of its last turn, and further turns."""
-        schema = self._schema
+        schema, text = self._schema, prompt.text
         turns = [(turn.role, turn.text) for turn in prompt.turns]
         if turns and not schema.turns:
             raise PmlError(
@@ -237,11 +289,12 @@ class _Walk:
         if schema.turns and not schema.turn_is_open and text.strip():
             turns.insert(0, ("user", text.strip()))
             text = ""
-        nothing = PmlError(prompt.place, "expected text behind the last module, to answer to")
+        place = prompt.root.place
+        nothing = PmlError(place, "expected text behind the last module, to answer to")
         if not (turns or text or schema.turn_is_open):
             raise nothing
         if turns and turns[-1][0] != "user":
-            raise PmlError(prompt.place, "expected the last turn to be the user's, to answer to")
+            raise PmlError(place, "expected the last turn to be the user's, to answer to")
         if schema.turns:
             written = [
                 (turn.role, turn.opening, turn.closing)
@@ -253,7 +306,7 @@ class _Walk:
                     written, text, turns, is_open=schema.turn_is_open
                 )
             except SchemaError as error:
-                raise PmlError(prompt.place, str(error)) from None
+                raise PmlError(place, str(error)) from None
         num_new = len(self._new)
         self._text(text)
         if len(self._new) == num_new:  # as of white space, for some tokenizers
@@ -265,27 +318,10 @@ class _Walk:
         """As plain text."""
         text = "".join(self._texts)
         token_ids = self._text_tokens.of_prompt(text, has_turns=bool(self._schema.turns))
-        return RenderedPrompt(token_ids, None, len(token_ids), {})
+        return RenderedPrompt(token_ids)
 
     def planned(self, block_size: int) -> RenderedPrompt:
         """With modules in slots of their own."""
-        segments = self._segments()
-        plan = ModulePlan(block_size=block_size, segments=segments, tail=tuple(self._tail))
-        token_ids: list[int] = []
-        # in slots that are not seen a token that is there, so that penalties see nothing new
-        unseen = self._new[:1]
-        for visit, segment in zip(self._visits, segments, strict=True):
-            tokens = visit.module.tokens + unseen * (plan.num_slots(segment) - segment.num_tokens)
-            for begin, end in segment.placeholders:
-                tokens[begin:end] = unseen * (end - begin)
-            token_ids += tokens
-        token_ids += self._new
-        last = self._tail[-1]
-        end = last.position + last.num_tokens
-        module_tokens = {segment.name: segment.num_seen_tokens for segment in segments}
-        return RenderedPrompt(token_ids, plan, end, module_tokens)
-
-    def _segments(self) -> tuple[Segment, ...]:
         places = {visit.module: visit.place for visit in self._visits}
         segments = []
         for visit in self._visits:
@@ -293,4 +329,6 @@ class _Walk:
             seen = tuple((places[each], num_tokens) for each, num_tokens in context)
             repaired = tuple(visit.repaired)
             segments.append(replace(visit.module.segment, context=seen, replaced=repaired))
-        return tuple(segments)
+        plan = ModulePlan(block_size=block_size, segments=tuple(segments), tail=tuple(self._tail))
+        contents = (visit.module.tokens for visit in self._visits)
+        return RenderedPrompt.of_plan(plan, contents, self._new)

@@ -19,14 +19,12 @@ from typing import Any
 from vllm_relay.commands.compute import compute, compute_async
 from vllm_relay.commands.engine import call, call_ranks_async
 from vllm_relay.commands.errors import CommandError
+from vllm_relay.commands.owners import PYTHON
 from vllm_relay.commands.prompts import Prompt, tokens_of
 from vllm_relay.modules.prompt.plan import EXTRA_ARG as PLAN_ARG
 from vllm_relay.modules.prompt.plan import ModulePlan
 from vllm_relay.prefix_cache.pins.pin import check_pin, digest_of
 from vllm_relay.prefix_cache.pins.table import EXTRA_ARG
-
-PYTHON = "python"
-"""The owner of what is pinned through an ``LLM``, or in the process of an AsyncLLM."""
 
 
 @dataclass(frozen=True)

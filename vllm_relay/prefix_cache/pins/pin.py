@@ -12,11 +12,9 @@ from hashlib import sha256
 from typing import Any
 
 from vllm_relay.arguments import shortened
-from vllm_relay.commands.errors import CommandError, refuse_configured
+from vllm_relay.commands.errors import CommandError
+from vllm_relay.commands.owners import check_owner
 from vllm_relay.modules.prompt.plan import ModulePlan
-
-CONFIGURATION = "configuration"
-"""The owner of the prompts of ``additional_config.relay.system_prompts``."""
 
 _PIN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
 
@@ -50,13 +48,7 @@ class Pin:
         Raises:
             CommandError: 403 the pin is another owner's.
         """
-        if self.owner == owner:
-            return
-        if self.owner == CONFIGURATION:
-            refuse_configured(f"pin {self.id!r}", "system_prompts")
-        raise CommandError(
-            403, f"pin {self.id!r} belongs to {self.owner}, not to {owner}: leave it to its owner"
-        )
+        check_owner(f"pin {self.id!r}", self.owner, owner, option="system_prompts")
 
 
 def check_pin(pin_id: Any, ttl_s: Any) -> None:

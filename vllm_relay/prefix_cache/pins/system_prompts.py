@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_relay.commands.at_start import check_texts, keep_texts, keep_texts_async, once
 from vllm_relay.commands.engine import call, call_async
+from vllm_relay.commands.owners import CONFIGURATION
 from vllm_relay.config import scheduler_is_selected
 from vllm_relay.prefix_cache.pins.client import Declaration, Pin, pin_tokens, pin_tokens_async
-from vllm_relay.prefix_cache.pins.pin import CONFIGURATION
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_relay.modules.prompt.plan import ModulePlan, Segment, TailRuns
-from vllm_relay.modules.prompt.render import RenderedPrompt
+from vllm_relay.modules.prompt.plan import ModulePlan, Segment
+from vllm_relay.modules.prompt.render import RenderedPrompt, TailRuns
 from vllm_relay.tables.jobs.module_layout import PlacedModule
 
 
@@ -58,20 +58,7 @@ class ModuleRenderer:
             contents.append(part.token_ids)
             end = max(end, part.end_position)
         plan = ModulePlan(block_size=self._block_size, segments=tuple(segments), tail=tuple(tail))
-        token_ids: list[int] = []
-        # in padding a token that is there, so that penalties see nothing new
-        unseen = new[:1]
-        for segment, content in zip(segments, contents, strict=True):
-            token_ids += content
-            token_ids += unseen * (plan.num_slots(segment) - len(content))
-        token_ids += new
-        last = plan.tail[-1]
-        return RenderedPrompt(
-            token_ids,
-            plan,
-            last.position + last.num_tokens,
-            {segment.name: segment.num_seen_tokens for segment in segments},
-        )
+        return RenderedPrompt.of_plan(plan, contents, new)
 
     def _segment(self, module: PlacedModule) -> Segment:
         if module.number not in self._segments:
