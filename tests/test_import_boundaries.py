@@ -35,7 +35,7 @@ MODULES = [
     "vllm_relay.modules.prompt.describe",
     "vllm_relay.prefix_cache.modules",  # its first name
     "vllm_relay.prefix_cache.eviction.next_use",
-    "vllm_relay.prefix_cache.eviction.policies",
+    "vllm_relay.prefix_cache.eviction.reuse",
     "vllm_relay.prefix_cache.eviction.set_aside",
     "vllm_relay.prefix_cache.predict.cache_size",
     "vllm_relay.prefix_cache.predict.load",
