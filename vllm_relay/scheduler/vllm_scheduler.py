@@ -259,7 +259,8 @@ class _NextUseFeeder(QueueObserver):
         self._order_chains: dict[Request, Sequence[BlockName]] = {}
 
     def waits(self, request: Request, position: int) -> None:
-        self.overtaken.waits(position)
+        if not request.num_preemptions:  # the others had their turn
+            self.overtaken.waits(position)
         scheduler = self._scheduler
         if not scheduler.kv_cache_manager.prefix_cache_lookup_enabled(request):
             return
@@ -271,7 +272,8 @@ class _NextUseFeeder(QueueObserver):
         scheduler.next_use.add(rank, chains)
 
     def waits_no_longer(self, request: Request, position: int, runs: bool) -> None:
-        self.overtaken.waits_no_longer(position, runs)
+        if not request.num_preemptions:
+            self.overtaken.waits_no_longer(position, runs)
         rank = self._ranks.pop(request, None)
         if rank is not None:
             del self._order_chains[request]
