@@ -123,7 +123,7 @@ MUTATIONS = [
     *_of(
         f"{_SCHEDULER}/lanes.py",
         "scheduler/test_lanes.py",
-        ("heapq.heappush(self._next, number)", "self._next.append(number)"),
+        ("self._next.add(request, number)", "self._next.add(request, -number)"),
         (
             "if found is None or self.limit.is_within",
             "if found is None or True or self.limit.is_within",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from vllm_relay.prefix_cache.chains import BlockName, common_depth
+from vllm_relay.ranked import first, push
 
 R = TypeVar("R", bound=Hashable)
 
@@ -22,7 +23,7 @@ Position = tuple[float, int]
 how many came before."""
 
 _Key = tuple[bool, int, Position]  # what is smaller comes first
-_Entry = tuple[_Key, int, Any]  # of a heap of children: key, serial number, node
+_Entry = tuple[_Key, int, "_Node[Any]"]  # of a heap of children: key, serial number, node
 
 
 class _Node(Generic[R]):
@@ -145,10 +146,8 @@ class PrefixOrder(Generic[R]):
                 saved_blocks += node.num_blocks
             node.saved_blocks += saved_blocks
             node.size += 1
-            heapq.heappush(node.arrivals, (position, next(self._serial), request))
-            if len(node.arrivals) > 64 + 2 * node.size:
-                node.arrivals = [each for each in node.arrivals if each[2] in self._places]
-                heapq.heapify(node.arrivals)
+            arrival = position, next(self._serial), request
+            push(node.arrivals, arrival, self._is_waiting, node.size)
             if node.parent is None:
                 return
             self._queue_again(node)
@@ -290,27 +289,24 @@ class PrefixOrder(Generic[R]):
 
     def _oldest(self, node: _Node[R]) -> R:
         """The oldest request of a subtree that has one."""
-        arrivals = node.arrivals
-        while True:
-            position, _, request = arrivals[0]
-            place = self._places.get(request)
-            if place is not None and place.position == position:
-                return request
-            heapq.heappop(arrivals)
+        arrival = first(node.arrivals, self._is_waiting)
+        assert arrival is not None
+        return arrival[2]
+
+    def _is_waiting(self, arrival: tuple[Position, int, R]) -> bool:
+        place = self._places.get(arrival[2])
+        return place is not None and place.position == arrival[0]
 
     def _next_child(self, node: _Node[R], passed_over: list[_Entry]) -> _Node[R] | None:
         """The best child in the queue of `node`; its entry moves to `passed_over`."""
-        while node.queue:
-            entry = heapq.heappop(node.queue)
-            child = entry[2]
-            if child.queued != entry[1]:
-                continue  # it has left, or has a newer entry
+        while (entry := first(node.queue, _is_queued)) is not None:
+            child: _Node[R] = entry[2]
             if child.resident and not self.is_resident(child.first_block):
                 child.resident = False
                 self._queue_again(child)
-                continue
-            passed_over.append(entry)
-            return child
+            else:
+                passed_over.append(heapq.heappop(node.queue))
+                return child
         return None
 
     def _queue_again(self, child: _Node[R]) -> None:
@@ -321,11 +317,8 @@ class PrefixOrder(Generic[R]):
         key = (not child.resident, -child.saved_blocks.bit_length(), oldest)
         if key != child.queued_key:
             child.queued_key, child.queued = key, next(self._serial)
-            queue = child.parent.queue
-            heapq.heappush(queue, (key, child.queued, child))
-            if len(queue) > 64 + 2 * len(child.parent.children):
-                queue[:] = [entry for entry in queue if entry[2].queued == entry[1]]
-                heapq.heapify(queue)
+            parent = child.parent
+            push(parent.queue, (key, child.queued, child), _is_queued, len(parent.children))
 
     def _node_of(self, chain: Sequence[BlockName]) -> _Node[R]:
         """The node at the end of a chain, made where there is none."""
@@ -375,6 +368,11 @@ class _Visit:
     def put_back(self) -> None:
         for entry in self.passed_over:
             heapq.heappush(self.node.queue, entry)
+
+
+def _is_queued(entry: _Entry) -> bool:
+    """Whether the node has not left, and has no newer entry."""
+    return entry[2].queued == entry[1]
 
 
 def _path(node: _Node[R]) -> Iterator[_Node[R]]:
