@@ -74,7 +74,7 @@ class _Node(Generic[R]):
         return self.chain[self.depth - 1]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Place(Generic[R]):
     node: _Node[R]
     position: Position
