@@ -213,14 +213,14 @@ class PrefixOrder(Generic[R]):
         """
         if not self._places:
             return None
-        is_turn_over = is_late(self._oldest(self._root))
         path = list(_path(self._current))
         begun = 0  # of the path, from here on up nothing is held
         for index, node in enumerate(path[:-1]):
             if is_held(node.chain, node.depth):
                 begun = index + 1
         for node in path[begun:]:
-            if not node.size or (is_turn_over and node.turn <= 0 and node is not self._root):
+            is_turn_over = node.turn <= 0 and node is not self._root
+            if not node.size or (is_turn_over and is_late(self._oldest(self._root))):
                 continue
             found = self._first_below(node, is_held, is_late)
             if found is not None:
