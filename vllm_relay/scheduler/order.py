@@ -267,18 +267,19 @@ class PrefixOrder(Generic[R]):
         entered = [_Visit(top)]
         found = None
         while entered:
-            node, passed_over = entered[-1].node, entered[-1].passed_over
+            visit = entered[-1]
+            node = visit.node
             if node.requests:
                 found = node.requests[0][1]
                 break
             child = None
-            if entered[-1].is_new:
-                entered[-1].is_new = False
+            if visit.is_new:
+                visit.is_new = False
                 oldest = self._oldest(node)
                 if is_late(oldest):
                     child = node.children[self._places[oldest].node.chain[node.depth]]
             if child is None:
-                child = self._next_child(node, passed_over)
+                child = self._next_child(visit)
             if child is None:
                 entered.pop().put_back()
             elif not is_held(child.chain, child.depth):
@@ -297,16 +298,19 @@ class PrefixOrder(Generic[R]):
         place = self._places.get(arrival[2])
         return place is not None and place.position == arrival[0]
 
-    def _next_child(self, node: _Node[R], passed_over: list[_Entry]) -> _Node[R] | None:
-        """The best child in the queue of `node`; its entry moves to `passed_over`."""
-        while (entry := first(node.queue, _is_queued)) is not None:
+    def _next_child(self, visit: _Visit) -> _Node[R] | None:
+        """The best child of a node that was not looked at yet."""
+        queue = visit.node.queue
+        if visit.looks_at_first:
+            visit.passed_over.append(heapq.heappop(queue))
+            visit.looks_at_first = False
+        while (entry := first(queue, _is_queued)) is not None:
             child: _Node[R] = entry[2]
-            if child.resident and not self.is_resident(child.first_block):
-                child.resident = False
-                self._queue_again(child)
-            else:
-                passed_over.append(heapq.heappop(node.queue))
+            if not child.resident or self.is_resident(child.first_block):
+                visit.looks_at_first = True
                 return child
+            child.resident = False
+            self._queue_again(child)
         return None
 
     def _queue_again(self, child: _Node[R]) -> None:
@@ -359,10 +363,16 @@ class PrefixOrder(Generic[R]):
 
 @dataclass(slots=True)
 class _Visit:
-    """A node in which a request is looked for, and the entries of its heap that were looked at."""
+    """A node in which a request is looked for.
+
+    Attributes:
+        passed_over: the entries of its heap that were looked at in vain.
+        looks_at_first: whether the first of its heap is looked at.
+    """
 
     node: _Node[Any]
     passed_over: list[_Entry] = field(default_factory=list)
+    looks_at_first: bool = False
     is_new: bool = True
 
     def put_back(self) -> None:
