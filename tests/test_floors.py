@@ -25,6 +25,7 @@ ROOMS = [
     "vllm_relay.arguments",
     "vllm_relay.processor",
     "vllm_relay.limits",
+    "vllm_relay.ranked",
     "vllm_relay.config",
     "vllm_relay.vllm_changes",
     "vllm_relay.commands",

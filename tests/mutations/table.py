@@ -92,7 +92,7 @@ MUTATIONS = [
         "scheduler/test_order.py scheduler/test_lanes.py",
         ("self._current = path[0]", "self._current = self._root"),
         ("node.turn = node.size  # its turn begins", "node.turn = 10**9"),
-        ("(is_turn_over and node.turn <= 0", "(is_turn_over and node.turn <= -(10**9)"),
+        ("is_turn_over = node.turn <= 0", "is_turn_over = node.turn <= -(10**9)"),
         ("-child.saved_blocks.bit_length(), oldest)", "-child.size.bit_length(), oldest)"),
         ("upper.num_blocks * max(0, lower.size - 1)", "upper.num_blocks * lower.size"),
     ),
@@ -123,7 +123,7 @@ MUTATIONS = [
     *_of(
         f"{_SCHEDULER}/lanes.py",
         "scheduler/test_lanes.py",
-        ("heapq.heappush(self._next, number)", "self._next.append(number)"),
+        ("self._next.add(request, number)", "self._next.add(request, -number)"),
         (
             "if found is None or self.limit.is_within",
             "if found is None or True or self.limit.is_within",

@@ -6,6 +6,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.calls import count_calls
 from tests.support.depth import cases
 from vllm_relay.scheduler.overtaken import OvertakenCount
 
@@ -35,3 +36,12 @@ def test_it_is_what_a_look_at_all_finds(events: list[tuple[str, int]]) -> None:
             if event == "run":
                 latest_run = max(latest_run, position)
         assert counter.count == sum(position < latest_run for position in waiting)
+
+
+def test_nobody_who_waits_is_looked_at() -> None:
+    counter, num_waiting = OvertakenCount(), 100_000
+    for position in range(num_waiting):
+        counter.waits(position)
+    counter.waits_no_longer(10, False)
+    assert count_calls(lambda: counter.waits_no_longer(num_waiting - 1, True)) < 20
+    assert counter.count == num_waiting - 2

@@ -95,6 +95,17 @@ def test_requests_wait_for_a_prefix_that_they_can_read(model: str) -> None:
     assert stats.scheduling_seconds > 0
 
 
+def test_who_had_its_turn_and_was_preempted_is_not_overtaken(model: str) -> None:
+    scheduler = make_scheduler(model)
+    first = request("a")
+    assert scheduled(scheduler, first, request("b", first_token=5)) == ["a", "b"]
+    scheduler.running.remove(first)
+    scheduler._preempt_request(first, 0.0)
+    assert scheduler.overtaken.count == 0
+    scheduler.finish_requests("a", first.status.FINISHED_ABORTED)
+    assert scheduler.overtaken.count == 0
+
+
 def test_nobody_waits_for_a_prefix_without_prefix_caching(model: str) -> None:
     scheduler = make_scheduler(model, prefix_caching=False)
     assert scheduled(scheduler, request("a"), request("b")) == ["a", "b"]

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
+
+from vllm_relay.ranked import first, push
 
 R = TypeVar("R", bound=Hashable)
 
@@ -70,11 +71,11 @@ class OvertakeLimit(Generic[R]):
             wait = self._next_wait()
         self._waits[request] = wait
         self._requests[wait.number] = request
-        self._push(self._numbers, wait.number)
+        push(self._numbers, wait.number, self._is_waiting, len(self._waits))
         if wait.window_end is None:
             self._new[wait.number] = wait
         else:
-            self._push(self._ends, (wait.window_end, wait.number))
+            self._push_end(wait.window_end, wait.number)
         return wait.number
 
     def arrive_aside(self, request: R) -> None:
@@ -106,28 +107,22 @@ class OvertakeLimit(Generic[R]):
         self._num_run += 1
         while self._turns and self._turns[0].turn <= self._num_run:
             self._turns.popleft().turn_s = now_s
-        while self._numbers and self._numbers[0] not in self._requests:
-            heapq.heappop(self._numbers)
-        return bool(self._numbers) and self._numbers[0] < number
+        oldest = first(self._numbers, self._is_waiting)
+        return oldest is not None and oldest < number
 
     def tightest(self) -> R | None:
         """Whom the fewest may overtake from now on; None if nobody waits who may be overtaken."""
-        ends = self._ends
-        while ends and ends[0][1] not in self._requests:
-            heapq.heappop(ends)
-        return self._requests[ends[0][1]] if ends else None
+        end = first(self._ends, self._is_end)
+        return None if end is None else self._requests[end[1]]
 
     def is_within(self, number: int) -> bool:
         """Whether a request with this number may run next, whoever waits."""
-        return self.tightest() is None or number <= max(self._ends[0])
+        end = first(self._ends, self._is_end)
+        return end is None or number <= max(end)
 
     def number(self, request: R) -> int:
         """How many arrived before one that waits."""
         return self._waits[request].number
-
-    def request(self, number: int) -> R | None:
-        """The request before which so many arrived, if it waits."""
-        return self._requests.get(number)
 
     def is_late(self, request: R, now_s: float) -> bool:
         """Whether one that waits would have run long ago in the order of arrival."""
@@ -155,13 +150,15 @@ class OvertakeLimit(Generic[R]):
             wait.turn = self._num_run + others
             self._turns.append(wait)
             wait.window_end = self._num_arrived - 1 + older + self.max_overtakes
-            self._push(self._ends, (wait.window_end, number))
+            self._push_end(wait.window_end, number)
             older += 1
         self._new.clear()
 
-    def _push(self, heap: list[Any], entry: Any) -> None:
-        heapq.heappush(heap, entry)
-        if len(heap) > 64 + 2 * len(self._waits):
-            is_ends = heap is self._ends
-            heap[:] = [each for each in heap if (each[1] if is_ends else each) in self._requests]
-            heapq.heapify(heap)
+    def _push_end(self, window_end: int, number: int) -> None:
+        push(self._ends, (window_end, number), self._is_end, len(self._waits))
+
+    def _is_waiting(self, number: int) -> bool:
+        return number in self._requests
+
+    def _is_end(self, end: tuple[int, int]) -> bool:
+        return end[1] in self._requests

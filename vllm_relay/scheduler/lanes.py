@@ -4,13 +4,13 @@ goes first, and everybody else, under one limit on overtaking."""
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from vllm_relay.prefix_cache.chains import BlockName
+from vllm_relay.ranked import Ranked
 from vllm_relay.scheduler.fairness import OvertakeLimit
 from vllm_relay.scheduler.order import Position, PrefixOrder
 from vllm_relay.scheduler.warm_up import WarmUp
@@ -34,8 +34,8 @@ class Lanes(Generic[R]):
     _first: OrderedDict[R, None] = field(default_factory=OrderedDict, init=False)
     _later: dict[R, _Arrival] = field(default_factory=dict, init=False)
     """Those that arrived too late to overtake everybody who waits."""
-    _next: list[int] = field(default_factory=list, init=False)
-    """Heap of their numbers, and of those of some that are there no longer."""
+    _next: Ranked[R] = field(default_factory=Ranked, init=False)
+    """The same, by their numbers."""
 
     def __len__(self) -> int:
         return len(self._preempted) + len(self._first) + len(self.order) + len(self._later)
@@ -68,17 +68,16 @@ class Lanes(Generic[R]):
         """The request to run next; None if none waits or all are held."""
         if self._preempted:
             return next(iter(self._preempted))
-        while self._next and self.limit.is_within(self._next[0]):
-            request = self.limit.request(heapq.heappop(self._next))
-            if request is not None and request in self._later:
-                arrival = self._later.pop(request)
-                self.order.add(request, arrival.chain(), arrival.position)
+        while (later := self._next.first()) is not None and self._is_within(later):
+            self._next.discard(later)
+            arrival = self._later.pop(later)
+            self.order.add(later, arrival.chain(), arrival.position)
         found = next(iter(self._first), None)
         if found is None:
             found = self.order.first(
                 self._is_held(now_s), lambda request: self.limit.is_late(request, now_s)
             )
-        if found is None or self.limit.is_within(self.limit.number(found)):
+        if found is None or self._is_within(found):
             return found
         return self.limit.tightest()
 
@@ -95,7 +94,7 @@ class Lanes(Generic[R]):
             self.order.add(request, chain(), position)
         else:
             self._later[request] = _Arrival(chain, position)
-            heapq.heappush(self._next, number)
+            self._next.add(request, number)
 
     def add_first(self, request: R) -> None:
         """Let a request wait that goes before all but preempted ones, as far as the limit allows;
@@ -151,8 +150,14 @@ class Lanes(Generic[R]):
     def _take_out(self, request: R) -> None:
         if request in self.order:
             self.order.remove(request)
+        elif request in self._first:
+            del self._first[request]
         else:
-            del (self._first if request in self._first else self._later)[request]
+            del self._later[request]
+            self._next.discard(request)
+
+    def _is_within(self, request: R) -> bool:
+        return self.limit.is_within(self.limit.number(request))
 
     def _is_held(self, now_s: float) -> Callable[[Sequence[BlockName], int], bool]:
         return lambda chain, depth: self.warm_up.is_held(chain, depth, now_s)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from vllm_relay.prefix_cache.chains import BlockName, common_depth
+from vllm_relay.ranked import first, push
 
 R = TypeVar("R", bound=Hashable)
 
@@ -22,7 +23,7 @@ Position = tuple[float, int]
 how many came before."""
 
 _Key = tuple[bool, int, Position]  # what is smaller comes first
-_Entry = tuple[_Key, int, Any]  # of a heap of children: key, serial number, node
+_Entry = tuple[_Key, int, "_Node[Any]"]  # of a heap of children: key, serial number, node
 
 
 class _Node(Generic[R]):
@@ -73,7 +74,7 @@ class _Node(Generic[R]):
         return self.chain[self.depth - 1]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Place(Generic[R]):
     node: _Node[R]
     position: Position
@@ -145,10 +146,8 @@ class PrefixOrder(Generic[R]):
                 saved_blocks += node.num_blocks
             node.saved_blocks += saved_blocks
             node.size += 1
-            heapq.heappush(node.arrivals, (position, next(self._serial), request))
-            if len(node.arrivals) > 64 + 2 * node.size:
-                node.arrivals = [each for each in node.arrivals if each[2] in self._places]
-                heapq.heapify(node.arrivals)
+            arrival = position, next(self._serial), request
+            push(node.arrivals, arrival, self._is_waiting, node.size)
             if node.parent is None:
                 return
             self._queue_again(node)
@@ -214,14 +213,14 @@ class PrefixOrder(Generic[R]):
         """
         if not self._places:
             return None
-        is_turn_over = is_late(self._oldest(self._root))
         path = list(_path(self._current))
         begun = 0  # of the path, from here on up nothing is held
         for index, node in enumerate(path[:-1]):
             if is_held(node.chain, node.depth):
                 begun = index + 1
         for node in path[begun:]:
-            if not node.size or (is_turn_over and node.turn <= 0 and node is not self._root):
+            is_turn_over = node.turn <= 0 and node is not self._root
+            if not node.size or (is_turn_over and is_late(self._oldest(self._root))):
                 continue
             found = self._first_below(node, is_held, is_late)
             if found is not None:
@@ -268,18 +267,19 @@ class PrefixOrder(Generic[R]):
         entered = [_Visit(top)]
         found = None
         while entered:
-            node, passed_over = entered[-1].node, entered[-1].passed_over
+            visit = entered[-1]
+            node = visit.node
             if node.requests:
                 found = node.requests[0][1]
                 break
             child = None
-            if entered[-1].is_new:
-                entered[-1].is_new = False
+            if visit.is_new:
+                visit.is_new = False
                 oldest = self._oldest(node)
                 if is_late(oldest):
                     child = node.children[self._places[oldest].node.chain[node.depth]]
             if child is None:
-                child = self._next_child(node, passed_over)
+                child = self._next_child(visit)
             if child is None:
                 entered.pop().put_back()
             elif not is_held(child.chain, child.depth):
@@ -290,27 +290,27 @@ class PrefixOrder(Generic[R]):
 
     def _oldest(self, node: _Node[R]) -> R:
         """The oldest request of a subtree that has one."""
-        arrivals = node.arrivals
-        while True:
-            position, _, request = arrivals[0]
-            place = self._places.get(request)
-            if place is not None and place.position == position:
-                return request
-            heapq.heappop(arrivals)
+        arrival = first(node.arrivals, self._is_waiting)
+        assert arrival is not None
+        return arrival[2]
 
-    def _next_child(self, node: _Node[R], passed_over: list[_Entry]) -> _Node[R] | None:
-        """The best child in the queue of `node`; its entry moves to `passed_over`."""
-        while node.queue:
-            entry = heapq.heappop(node.queue)
-            child = entry[2]
-            if child.queued != entry[1]:
-                continue  # it has left, or has a newer entry
-            if child.resident and not self.is_resident(child.first_block):
-                child.resident = False
-                self._queue_again(child)
-                continue
-            passed_over.append(entry)
-            return child
+    def _is_waiting(self, arrival: tuple[Position, int, R]) -> bool:
+        place = self._places.get(arrival[2])
+        return place is not None and place.position == arrival[0]
+
+    def _next_child(self, visit: _Visit) -> _Node[R] | None:
+        """The best child of a node that was not looked at yet."""
+        queue = visit.node.queue
+        if visit.looks_at_first:
+            visit.passed_over.append(heapq.heappop(queue))
+            visit.looks_at_first = False
+        while (entry := first(queue, _is_queued)) is not None:
+            child: _Node[R] = entry[2]
+            if not child.resident or self.is_resident(child.first_block):
+                visit.looks_at_first = True
+                return child
+            child.resident = False
+            self._queue_again(child)
         return None
 
     def _queue_again(self, child: _Node[R]) -> None:
@@ -321,11 +321,8 @@ class PrefixOrder(Generic[R]):
         key = (not child.resident, -child.saved_blocks.bit_length(), oldest)
         if key != child.queued_key:
             child.queued_key, child.queued = key, next(self._serial)
-            queue = child.parent.queue
-            heapq.heappush(queue, (key, child.queued, child))
-            if len(queue) > 64 + 2 * len(child.parent.children):
-                queue[:] = [entry for entry in queue if entry[2].queued == entry[1]]
-                heapq.heapify(queue)
+            parent = child.parent
+            push(parent.queue, (key, child.queued, child), _is_queued, len(parent.children))
 
     def _node_of(self, chain: Sequence[BlockName]) -> _Node[R]:
         """The node at the end of a chain, made where there is none."""
@@ -366,15 +363,26 @@ class PrefixOrder(Generic[R]):
 
 @dataclass(slots=True)
 class _Visit:
-    """A node in which a request is looked for, and the entries of its heap that were looked at."""
+    """A node in which a request is looked for.
+
+    Attributes:
+        passed_over: the entries of its heap that were looked at in vain.
+        looks_at_first: whether the first of its heap is looked at.
+    """
 
     node: _Node[Any]
     passed_over: list[_Entry] = field(default_factory=list)
+    looks_at_first: bool = False
     is_new: bool = True
 
     def put_back(self) -> None:
         for entry in self.passed_over:
             heapq.heappush(self.node.queue, entry)
+
+
+def _is_queued(entry: _Entry) -> bool:
+    """Whether the node has not left, and has no newer entry."""
+    return entry[2].queued == entry[1]
 
 
 def _path(node: _Node[R]) -> Iterator[_Node[R]]:

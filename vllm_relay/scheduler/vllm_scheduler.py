@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from itertools import accumulate, islice
 from typing import Any
@@ -144,6 +144,12 @@ class _RelayScheduling(Scheduler):
         key = block_hash + self._order_suffix
         return self.kv_cache_manager.block_pool.cached_block_hash_to_block.get_one_block(key)
 
+    def are_cached(self, block_hashes: Iterable[BlockHash]) -> bool:
+        """Whether `cached_block` has all of these."""
+        suffix = self._order_suffix
+        find = self.kv_cache_manager.block_pool.cached_block_hash_to_block.get_one_block
+        return all(find(block_hash + suffix) is not None for block_hash in block_hashes)
+
     def _is_resident(self, name: BlockName) -> bool:
         key = name if isinstance(name, bytes) else name[0]
         pool = self.kv_cache_manager.block_pool
@@ -259,7 +265,8 @@ class _NextUseFeeder(QueueObserver):
         self._order_chains: dict[Request, Sequence[BlockName]] = {}
 
     def waits(self, request: Request, position: int) -> None:
-        self.overtaken.waits(position)
+        if not request.num_preemptions:  # the others had their turn
+            self.overtaken.waits(position)
         scheduler = self._scheduler
         if not scheduler.kv_cache_manager.prefix_cache_lookup_enabled(request):
             return
@@ -271,7 +278,8 @@ class _NextUseFeeder(QueueObserver):
         scheduler.next_use.add(rank, chains)
 
     def waits_no_longer(self, request: Request, position: int, runs: bool) -> None:
-        self.overtaken.waits_no_longer(position, runs)
+        if not request.num_preemptions:
+            self.overtaken.waits_no_longer(position, runs)
         rank = self._ranks.pop(request, None)
         if rank is not None:
             del self._order_chains[request]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.depth import cases
-from vllm_relay.modules.engine.waiting import Ranked, WaitingRequests
+from vllm_relay.modules.engine.waiting import WaitingRequests
 
 MODULES = st.integers(0, 5)
 ACTIONS = st.lists(
@@ -130,20 +130,3 @@ def test_a_request_is_listed_where_the_fewest_are() -> None:
     assert not waiting.waiting.take_able(1000, 1000)
     looked_at = len(waiting.waiting._lists[b"1"])
     assert looked_at >= 20
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(-1, 5)), max_size=300))
-def test_ranked(changes: list[tuple[int, int]]) -> None:
-    ranked: Ranked[int] = Ranked()
-    expected: dict[int, int] = {}
-    for member, rank in changes:
-        if rank < 0:
-            ranked.discard(member)
-            expected.pop(member, None)
-        else:
-            ranked.add(member, (rank,))
-            expected[member] = rank
-        assert len(ranked) == len(expected)
-        first = ranked.first()
-        assert first is None if not expected else expected[first] == min(expected.values())
-    assert len(ranked._heap) <= 64 + 2 * 10 + 1

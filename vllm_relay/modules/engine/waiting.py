@@ -9,45 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
-from itertools import count
 from typing import Any, Generic, TypeVar
+
+from vllm_relay.ranked import Ranked
 
 R = TypeVar("R", bound=Hashable)
 
 Rank = tuple[Any, ...]
 """What is smaller comes first."""
-
-
-class Ranked(Generic[R]):
-    """A set whose first member is known."""
-
-    def __init__(self) -> None:
-        self._entries: dict[R, tuple[Rank, int]] = {}
-        self._heap: list[tuple[tuple[Rank, int], R]] = []  # with entries that are out of date
-        self._serial = count()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, member: R) -> bool:
-        return member in self._entries
-
-    def add(self, member: R, rank: Rank) -> None:
-        entry = self._entries[member] = (rank, next(self._serial))
-        heappush(self._heap, (entry, member))
-        if len(self._heap) > 64 + 2 * len(self._entries):
-            self._heap = [(entry, member) for member, entry in self._entries.items()]
-            heapify(self._heap)
-
-    def discard(self, member: R) -> None:
-        self._entries.pop(member, None)
-
-    def first(self) -> R | None:
-        heap = self._heap
-        while heap and self._entries.get(heap[0][1]) is not heap[0][0]:
-            heappop(heap)
-        return heap[0][1] if heap else None
 
 
 @dataclass(eq=False)

@@ -4,14 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from heapq import heapify, heappop, heappush
+from functools import partial
 from typing import TYPE_CHECKING
+
+from vllm_relay.ranked import first, push
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 Place = tuple[float, ...]
 """In the order in which free blocks leave; of one block alone."""
+
+
+_Entry = tuple[Place, int]  # and block id
 
 
 class KeptBlock:
@@ -54,7 +59,8 @@ class SetAside:
         self._kept: dict[int, KeptBlock] = {}  # by block id
         self._by_key: dict[bytes, list[KeptBlock]] = {}
         # by whether the walk has passed a block; entries are current where the place is the block's
-        self._heaps: dict[bool, list[tuple[Place, int]]] = {False: [], True: []}
+        self._heaps: dict[bool, list[_Entry]] = {False: [], True: []}
+        self._is_current = {each: partial(self._is_current_of, each) for each in (False, True)}
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -90,7 +96,8 @@ class SetAside:
 
     def first(self) -> KeptBlock | None:
         """The block that leaves first."""
-        ahead, passed = self._first_of(False), self._first_of(True)
+        ahead = self._first_of(False)
+        passed = self._first_of(True) if self._heaps[True] else None
         if ahead is None or passed is None:
             return ahead or passed
         return min(ahead, passed, key=lambda kept: kept.place)
@@ -102,11 +109,10 @@ class SetAside:
     def begin_walk(self) -> None:
         """No block is passed."""
         passed, self._heaps[True] = self._heaps[True], []
-        for entry in passed:
-            kept = self._current(entry, True)
-            if kept is not None:
-                kept.is_passed = False
-                self._push(kept)
+        for _, block_id in filter(self._is_current[True], passed):
+            kept = self._kept[block_id]
+            kept.is_passed = False
+            self._push(kept)
 
     def pass_over(self, kept: KeptBlock) -> None:
         """The walk passes a block."""
@@ -115,11 +121,10 @@ class SetAside:
 
     def _first_of(self, is_passed: bool) -> KeptBlock | None:
         heap = self._heaps[is_passed]
-        while heap:
-            kept = self._current(heap[0], is_passed)
-            if kept is not None and self._rank(kept):
+        while (entry := first(heap, self._is_current[is_passed])) is not None:
+            kept = self._kept[entry[1]]
+            if self._rank(kept):
                 return kept
-            heappop(heap)
         return None
 
     def _rank(self, kept: KeptBlock) -> bool:
@@ -132,15 +137,9 @@ class SetAside:
         return is_same
 
     def _push(self, kept: KeptBlock) -> None:
-        heap = self._heaps[kept.is_passed]
-        heappush(heap, (kept.place, kept.block.block_id))
-        if len(heap) > 64 + 2 * len(self._kept):
-            heap[:] = [entry for entry in heap if self._current(entry, kept.is_passed)]
-            heapify(heap)
+        heap, is_current = self._heaps[kept.is_passed], self._is_current[kept.is_passed]
+        push(heap, (kept.place, kept.block.block_id), is_current, len(self._kept))
 
-    def _current(self, entry: tuple[Place, int], is_passed: bool) -> KeptBlock | None:
-        place, block_id = entry
-        kept = self._kept.get(block_id)
-        if kept is None or kept.place is not place or kept.is_passed != is_passed:
-            return None
-        return kept
+    def _is_current_of(self, is_passed: bool, entry: _Entry) -> bool:
+        kept = self._kept.get(entry[1])
+        return kept is not None and kept.place is entry[0] and kept.is_passed == is_passed

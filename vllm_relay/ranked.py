@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heaps with entries that are out of date: these leave when they come to the top, or when they
+are more than half. So nothing is searched for in a heap, and it stays as small as what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Any, Generic, TypeVar
+
+E = TypeVar("E")
+R = TypeVar("R", bound=Hashable)
+
+_MIN_SIZE = 64
+
+
+def push(heap: list[E], entry: E, is_current: Callable[[E], bool], num_current: int) -> None:
+    """Add an entry.
+
+    Args:
+        is_current: whether an entry is not out of date; once it is, it stays so.
+        num_current: how many are not, at least.
+    """
+    heappush(heap, entry)  # type: ignore[type-var]
+    if len(heap) > _MIN_SIZE + 2 * num_current:
+        heap[:] = filter(is_current, heap)
+        heapify(heap)  # type: ignore[type-var]
+
+
+def first(heap: list[E], is_current: Callable[[E], bool]) -> E | None:
+    """The smallest entry that is current; None if there is none."""
+    while heap:
+        if is_current(heap[0]):
+            return heap[0]
+        heappop(heap)  # type: ignore[type-var]
+    return None
+
+
+class Ranked(Generic[R]):
+    """A set whose first member is known: the one of the smallest rank, and of equal ranks the one
+    that was added first."""
+
+    def __init__(self) -> None:
+        self._entries: dict[R, tuple[Any, int, R]] = {}
+        self._heap: list[tuple[Any, int, R]] = []
+        self._serial = count()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, member: R) -> bool:
+        return member in self._entries
+
+    def add(self, member: R, rank: Any) -> None:
+        """Add a member, or give it another rank."""
+        entry = self._entries[member] = (rank, next(self._serial), member)
+        push(self._heap, entry, self._is_current, len(self._entries))
+
+    def discard(self, member: R) -> None:
+        self._entries.pop(member, None)
+
+    def rank(self, member: R) -> Any:
+        return self._entries[member][0]
+
+    def first(self) -> R | None:
+        entry = first(self._heap, self._is_current)
+        return None if entry is None else entry[2]
+
+    def _is_current(self, entry: tuple[Any, int, R]) -> bool:
+        return self._entries.get(entry[2]) is entry
