@@ -31,6 +31,8 @@ def check_context_dir(vllm_config: VllmConfig, options: RelayConfig) -> None:
         return
     if not vllm_config.cache_config.enable_prefix_caching:
         raise ValueError(f"{SECTION}.context_dir needs prefix caching: set --enable-prefix-caching")
+    if reason := _model_reason(vllm_config):
+        raise ValueError(f"{SECTION}.context_dir needs {reason}")
     folder = Path(options.context_dir).expanduser()
     expected = f"{SECTION}.context_dir: {options.context_dir!r} was given, expected a folder "
     try:
@@ -51,7 +53,7 @@ def check_contexts(vllm_config: VllmConfig, options: RelayConfig) -> None:
         return
     read_texts("contexts", options.contexts)
     model_config = vllm_config.model_config
-    reason = None
+    reason = _model_reason(vllm_config)
     if not vllm_config.cache_config.enable_prefix_caching:
         reason = "prefix caching: set --enable-prefix-caching"
     elif vllm_config.parallel_config.data_parallel_size > 1:
@@ -63,3 +65,14 @@ def check_contexts(vllm_config: VllmConfig, options: RelayConfig) -> None:
         )
     if reason is not None:
         raise ValueError(f"additional_config.relay.contexts needs {reason}")
+
+
+def _model_reason(vllm_config: VllmConfig) -> str | None:
+    """What contexts need and the model lacks; None: nothing that is known before it is loaded."""
+    model_config = vllm_config.model_config
+    if model_config is not None and (model_config.is_hybrid or model_config.is_attention_free):
+        return (
+            "keys and values of all layers, and the model has layers with a state instead: "
+            "leave it out"
+        )
+    return None
