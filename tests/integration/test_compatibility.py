@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import Run, assert_same_completions
+from tests.integration.tiny_models import save_drafter
 
 pytestmark = pytest.mark.integration
 
@@ -18,6 +19,7 @@ SCENARIOS = ("shared", "abort", "reset")
 SHARED_SCENARIOS = ("shared", "parallel_sampling", "prompt_logprobs", "abort", "salts", "reset")
 """Those of a run that test_scheduler.py needs, too."""
 RELAY = {"additional_config": {"relay": {"scheduler": True}}}
+WITH_PIN = {"scenarios": (*SCENARIOS[:-1], "pinned", "reset"), **RELAY}
 SPARSE = {"min_context_tokens": 96, "sink_tokens": 20, "window_tokens": 40, "alpha": 0}
 BFLOAT16 = {"dtype": "bfloat16"}
 BFLOAT16_COMPARISON = {"robust_lead": 0.04, "least_compared": 0.5}
@@ -28,6 +30,14 @@ def stock_llama(run: Run) -> dict[str, Any]:
     return run("cpu_attn", scenarios=SHARED_SCENARIOS)
 
 
+def assert_pinned(relay: dict[str, Any]) -> None:
+    pinned = relay["pinned"]
+    assert pinned["resident"]
+    assert pinned["cached_tokens"] == [0, pinned["tokens"]]
+    first, second = pinned["completions"]
+    assert first["token_ids"] == second["token_ids"]
+
+
 def assert_shared(relay: dict[str, Any]) -> None:
     metrics = relay["metrics"]
     assert 0 < metrics["relay:kv_tokens_read"] < metrics["relay:kv_tokens_logical"]
@@ -35,20 +45,22 @@ def assert_shared(relay: dict[str, Any]) -> None:
 
 def test_linear_attention_beside_full_attention(run: Run) -> None:
     args = {"model": "qwen3_next", "scenarios": SCENARIOS, **BFLOAT16}
-    relay, stock = run("relay", **args, **RELAY), run("cpu_attn", **args)
+    relay, stock = run("relay", **{**args, **WITH_PIN}), run("cpu_attn", **args)
     for scenario in ("shared", "abort"):
         assert_same_completions(relay[scenario], stock[scenario], **BFLOAT16_COMPARISON)
     assert relay["reset"] is True
     assert_shared(relay)
+    assert_pinned(relay)
 
 
 def test_chunked_local_attention(run: Run) -> None:
     args = {"model": "llama4", "scenarios": SCENARIOS}
-    relay, stock = run("relay", **args, **RELAY), run("cpu_attn", **args)
+    relay, stock = run("relay", **{**args, **WITH_PIN}), run("cpu_attn", **args)
     for scenario in ("shared", "abort"):
         assert_same_completions(relay[scenario], stock[scenario])
     assert relay["reset"] is True
     assert_shared(relay)
+    assert_pinned(relay)
 
 
 def test_several_kv_cache_groups_by_both(run: Run) -> None:
@@ -67,9 +79,15 @@ def test_without_prefix_caching(run: Run) -> None:
     assert relay["metrics"]["relay:kv_tokens_read"] == relay["metrics"]["relay:kv_tokens_logical"]
 
 
-def test_drafts_by_ngrams(run: Run) -> None:
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    drafts["prompt_lookup_min"] = 1
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle"])
+def test_drafts(run: Run, models: dict[str, Path], tmp_path: Path, method: str) -> None:
+    drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": 2}
+    if method == "ngram":
+        drafts |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    elif method == "draft_model":
+        drafts["model"] = str(models["llama"])
+    else:
+        drafts["model"] = str(save_drafter(models["llama"], tmp_path / "drafter"))
     relay = run("relay", scenarios=SCENARIOS, speculative_config=drafts, **RELAY)
     stock = stock_llama(run)
     for scenario in ("shared", "abort"):

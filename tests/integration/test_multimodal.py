@@ -41,3 +41,14 @@ def test_only_requests_with_the_same_image_share(relay: dict[str, Any]) -> None:
 
 def test_a_pinned_text_is_not_taken_for_an_image(relay: dict[str, Any]) -> None:
     assert relay["pinned_text"] == {"resident": True, "cached_tokens": 0}
+
+
+def test_long_contexts(run: Run) -> None:
+    config = {
+        "relay": {"min_context_tokens": 96, "sink_tokens": 20, "window_tokens": 40, "alpha": 0}
+    }
+    sparse = run("relay_sparse", scenarios=("images", "reset"), additional_config=config, **ARGS)
+    stock = run("cpu_attn", scenarios=("images",), **ARGS)
+    assert_same_completions(sparse["images"], stock["images"])
+    assert sparse["metrics"]["relay:host_seconds"] > 0
+    assert sparse["reset"] is True

@@ -158,6 +158,28 @@ def save_image_model(directory: Path) -> Path:
     return directory
 
 
+def save_drafter(target: Path, directory: Path) -> Path:
+    """Write a drafter of the kind EAGLE for a model of the kind "llama" to ``directory``: its first
+    layer behind a random projection, which seldom guesses right."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    directory.mkdir(parents=True)
+    config = json.loads((target / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (directory / "config.json").write_text(json.dumps(config))
+    weights = {
+        name.removeprefix("model."): weight
+        for name, weight in load_file(target / "model.safetensors").items()
+        if name.startswith(("model.layers.0.", "model.embed_tokens."))
+        and "input_layernorm" not in name
+    }
+    generator = torch.Generator().manual_seed(0)
+    projection = torch.randn(_HIDDEN_SIZE, 2 * _HIDDEN_SIZE, generator=generator)
+    weights["fc.weight"] = 0.1 * projection
+    save_file(weights, directory / "model.safetensors")
+    return directory
+
+
 def save_adapter(directory: Path, seed: int) -> Path:
     """Write a LoRA adapter with random weights for the model of kind "llama" to ``directory``."""
     import torch
