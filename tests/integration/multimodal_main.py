@@ -52,7 +52,7 @@ def run_images(llm: LLM) -> Any:
 
 def run_pinned_text(llm: LLM) -> Any:
     """A text of the image's own tokens is pinned: no request with an image may find it."""
-    from vllm_relay.prefix_cache.pins.client import pin
+    from vllm_relay.prefix_cache.pins.client import pin, unpin
 
     prompt = {
         "prompt_token_ids": tokens(1, TEXT_TOKENS),
@@ -61,15 +61,12 @@ def run_pinned_text(llm: LLM) -> Any:
     [output] = llm.generate([prompt], greedy(1), use_tqdm=False)
     entry = pin(llm, list(output.prompt_token_ids), "text")
     [after] = llm.generate([{**prompt, "multi_modal_data": {"image": image(6)}}], greedy(1))
+    unpin(llm, entry.id)
     return {"resident": entry.resident, "cached_tokens": after.num_cached_tokens}
 
 
 def run_reset(llm: LLM) -> Any:
     """Whether every block has come back."""
-    from vllm_relay.prefix_cache.pins.client import list_pins, unpin
-
-    for each in list_pins(llm):
-        unpin(llm, each.id)
     return llm.reset_prefix_cache()
 
 

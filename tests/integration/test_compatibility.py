@@ -71,6 +71,22 @@ def test_several_kv_cache_groups_by_both(run: Run) -> None:
     assert_shared(relay)
 
 
+@pytest.mark.parametrize("backend", ["relay", "relay_sparse"])
+def test_priorities_and_salts(run: Run, backend: str) -> None:
+    options = {"scheduler": True, **(SPARSE if backend == "relay_sparse" else {})}
+    relay = run(
+        backend,
+        scenarios=("priorities", "salts", "reset"),
+        scheduling_policy="priority",
+        additional_config={"relay": options},
+    )
+    # as in test_scheduler.py
+    by_priority = run("cpu_attn", scenarios=("priorities", "reset"), scheduling_policy="priority")
+    assert_same_completions(relay["priorities"], by_priority["priorities"])
+    assert_same_completions(relay["salts"], stock_llama(run)["salts"])
+    assert relay["reset"] is True
+
+
 def test_without_prefix_caching(run: Run) -> None:
     relay = run("relay", scenarios=("shared", "abort"), enable_prefix_caching=False, **RELAY)
     stock = stock_llama(run)
