@@ -160,6 +160,20 @@ def test_prefix_caching_that_is_off_is_pointed_out(log_lines: list[str]) -> None
 
 
 @pytest.mark.parametrize(
+    "option", [{"eviction": "gdsf"}, {"warm_up": True}, {"max_pinned_fraction": 0.2}]
+)
+def test_options_of_the_prefix_cache_without_one_are_refused(option: dict[str, Any]) -> None:
+    [name] = option
+    additional_config = {"relay": {"scheduler": True, **option}}
+    relay_config(additional_config=additional_config)
+    with pytest.raises(ValueError, match=rf"relay\.{name} is given and prefix caching is off"):
+        relay_config(
+            cache_config=CacheConfig(enable_prefix_caching=False),
+            additional_config=additional_config,
+        )
+
+
+@pytest.mark.parametrize(
     ("version", "supported"),
     [
         ("0.31.9", False),
@@ -285,7 +299,8 @@ def test_the_folder_of_contexts_is_made_before_an_engine_starts(
     (tmp_path / "file").touch()
     if "context_dir" in relay:
         relay = relay | {"context_dir": str(tmp_path / relay["context_dir"])}
-    config: Any = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=caching))
+    cache_config = SimpleNamespace(enable_prefix_caching=caching)
+    config: Any = SimpleNamespace(cache_config=cache_config, model_config=None)
     if message is None:
         check_context_dir(config, RelayConfig.from_options(relay))
         assert (tmp_path / "new" / "folder").is_dir()

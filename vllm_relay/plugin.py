@@ -158,6 +158,7 @@ def check_new_config(vllm_config: VllmConfig) -> None:
     from vllm_relay import wiring
     from vllm_relay.config import (
         ATTENTION_OPTIONS,
+        PREFIX_CACHE_OPTIONS,
         SCHEDULER_OPTIONS,
         SECTION,
         RelayConfig,
@@ -231,6 +232,11 @@ def check_new_config(vllm_config: VllmConfig) -> None:
                 f"{device_type} devices"
             )
     if not vllm_config.cache_config.enable_prefix_caching:
+        if useless := options.model_fields_set & PREFIX_CACHE_OPTIONS:
+            raise ValueError(
+                f"{SECTION}.{min(useless)} is given and prefix caching is off: set "
+                "--enable-prefix-caching, or leave it out"
+            )
         logger.warning_once(
             "vllm-relay: prefix caching is off, so requests share no KV blocks and relay has "
             "nothing to read once for several of them"

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import Run, start
-from tests.integration.tiny_models import save_model
+from tests.integration.tiny_models import KINDS, save_image_model, save_model
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("models")
-    return {kind: save_model(kind, directory / kind) for kind in ("llama", "gemma2", "windows")}
+    kinds = [kind for kind in KINDS if kind != "qwen3"]
+    models = {kind: save_model(kind, directory / kind) for kind in kinds}
+    return models | {"images": save_image_model(directory / "images")}
 
 
 @pytest.fixture(scope="session")

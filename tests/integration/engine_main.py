@@ -336,12 +336,33 @@ def run_preempted(llm: LLM) -> Any:
     return finished
 
 
+def run_pinned(llm: LLM) -> Any:
+    """A prompt before it is pinned; then, when all that is not pinned has left the cache."""
+    from vllm_relay.prefix_cache.pins.client import pin, unpin
+
+    system_prompt = tokens(7, 210)
+    prompt = {"prompt_token_ids": [*system_prompt, *tokens(8, 9)]}
+    outputs = llm.generate([prompt], greedy(8, logprobs=2), use_tqdm=False)
+    entry = pin(llm, system_prompt)
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    pool.free_blocks(pool.get_new_blocks(pool.get_num_free_blocks()))
+    outputs += llm.generate([prompt], greedy(8, logprobs=2), use_tqdm=False)
+    unpin(llm, entry.id)
+    return {
+        "completions": [completion(output.outputs[0]) for output in outputs],
+        "cached_tokens": [output.num_cached_tokens for output in outputs],
+        "resident": entry.resident,
+        "tokens": entry.tokens,
+    }
+
+
 def run_reset(llm: LLM) -> Any:
     """Whether every block has come back."""
     return llm.reset_prefix_cache()
 
 
 SCENARIOS = {
+    "pinned": run_pinned,
     "priorities": run_priorities,
     "salts": run_salts,
     "reset": run_reset,

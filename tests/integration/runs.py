@@ -38,7 +38,9 @@ def start(
     )
 
 
-def assert_same_completions(actual: Any, expected: Any) -> None:
+def assert_same_completions(
+    actual: Any, expected: Any, robust_lead: float = ROBUST_LEAD, least_compared: float = 0.8
+) -> None:
     """Equal tokens, up to the first position where the best two tokens are too close."""
     if isinstance(expected, dict) and "token_ids" not in expected:
         assert actual.keys() == expected.keys()
@@ -46,14 +48,16 @@ def assert_same_completions(actual: Any, expected: Any) -> None:
     assert len(actual) == len(expected)
     compared = 0
     for ours, theirs in zip(actual, expected, strict=True):
-        end = num_comparable(theirs)
+        end = num_comparable(theirs, robust_lead)
         assert ours["token_ids"][:end] == theirs["token_ids"][:end]
         compared += end
     total = sum(len(theirs["token_ids"]) for theirs in expected)
-    assert compared > 0.8 * total, f"only {compared} of {total} tokens were far enough apart"
+    assert compared > least_compared * total, (
+        f"only {compared} of {total} tokens were far enough apart"
+    )
 
 
-def num_comparable(expected: dict[str, Any]) -> int:
+def num_comparable(expected: dict[str, Any], robust_lead: float = ROBUST_LEAD) -> int:
     """How many of its tokens come before the first one that rounding may decide."""
-    close = (position for position, lead in enumerate(expected["leads"]) if lead < ROBUST_LEAD)
+    close = (position for position, lead in enumerate(expected["leads"]) if lead < robust_lead)
     return next(close, len(expected["token_ids"]))

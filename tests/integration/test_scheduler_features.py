@@ -105,14 +105,26 @@ def test_grammars_are_obeyed(relay: dict[str, Any]) -> None:
     assert structured["most"]["held"] > 0
 
 
-def test_with_a_bound_on_overtaking(run: Run, stock: dict[str, Any]) -> None:
+def test_with_a_bound_on_overtaking_and_relay_attention(run: Run, stock: dict[str, Any]) -> None:
     """As in a server, and with other steps; requests that are given back are the oldest again."""
     config = {"relay": {"scheduler": True, "max_overtakes": 1}}
     relay = run(
-        "cpu_attn",
+        "relay",
         driver="features_main",
         scenarios=SCENARIOS,
         additional_config=config,
         usage_context="OPENAI_API_SERVER",
+    )
+    assert_equal_runs(relay, stock)
+
+
+def test_long_contexts(run: Run, stock: dict[str, Any]) -> None:
+    """All of the prompts are long ones."""
+    window = {"min_context_tokens": 96, "sink_tokens": 20, "window_tokens": 40, "alpha": 0}
+    relay = run(
+        "relay_sparse",
+        driver="features_main",
+        scenarios=SCENARIOS,
+        additional_config={"relay": {"scheduler": True, **window}},
     )
     assert_equal_runs(relay, stock)

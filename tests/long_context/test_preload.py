@@ -19,7 +19,7 @@ from vllm_relay.commands import at_start
 from vllm_relay.config import RelayConfig
 from vllm_relay.long_context.client import list_contexts
 from vllm_relay.long_context.preload import preload_contexts, preload_contexts_async
-from vllm_relay.long_context.start_checks import check_contexts
+from vllm_relay.long_context.start_checks import check_context_dir, check_contexts
 
 TEXT = "be brief and kind " * 4
 
@@ -144,11 +144,19 @@ def test_without_its_contexts_an_async_engine_takes_no_request() -> None:
     asyncio.run(ask())
 
 
-def config(*, caching: bool = True, engines: int = 1, skip_tokenizer_init: bool = False) -> Any:
+def config(
+    *,
+    caching: bool = True,
+    engines: int = 1,
+    skip_tokenizer_init: bool = False,
+    is_hybrid: bool = False,
+) -> Any:
     return SimpleNamespace(
         cache_config=SimpleNamespace(enable_prefix_caching=caching),
         parallel_config=SimpleNamespace(data_parallel_size=engines),
-        model_config=SimpleNamespace(skip_tokenizer_init=skip_tokenizer_init),
+        model_config=SimpleNamespace(
+            skip_tokenizer_init=skip_tokenizer_init, is_hybrid=is_hybrid, is_attention_free=False
+        ),
     )
 
 
@@ -158,6 +166,7 @@ def config(*, caching: bool = True, engines: int = 1, skip_tokenizer_init: bool 
         ({"caching": False}, "set --enable-prefix-caching"),
         ({"engines": 2}, "set --data-parallel-size 1"),
         ({"skip_tokenizer_init": True}, "remove --skip-tokenizer-init, or keep token ids with"),
+        ({"is_hybrid": True}, "keys and values of all layers"),
     ],
 )
 def test_configurations_without_contexts(kwargs: dict[str, Any], way_out: str) -> None:
@@ -167,6 +176,13 @@ def test_configurations_without_contexts(kwargs: dict[str, Any], way_out: str) -
     with pytest.raises(ValueError, match=r"relay\.contexts needs") as caught:
         check_contexts(config(**kwargs), options)
     assert way_out in str(caught.value)
+
+
+def test_a_folder_is_of_no_use_to_models_whose_contexts_cannot_be_kept(tmp_path: Path) -> None:
+    options = RelayConfig(context_dir=str(tmp_path / "contexts"))
+    check_context_dir(config(), options)
+    with pytest.raises(ValueError, match=r"relay\.context_dir needs keys and values of all layers"):
+        check_context_dir(config(is_hybrid=True), options)
 
 
 def test_files_are_looked_for_before_the_engine_starts() -> None:

@@ -17,16 +17,24 @@ FILES = (
     "tests/v1/core/test_scheduler.py",
     "tests/v1/core/test_swa_inflight_window_free.py",
     "tests/v1/core/test_worker_slot_overflow.py",
+    "tests/v1/kv_connector/unit/offloading_connector/test_scheduler.py",
     "tests/v1/kv_connector/unit/test_cache_pollution_prevention.py",
     "tests/v1/kv_connector/unit/test_error_propagation.py",
     "tests/v1/kv_connector/unit/test_invalid_blocks_correctness.py",
+    "tests/v1/kv_connector/unit/test_kv_connector_lifecycle.py",
     "tests/v1/kv_connector/unit/test_kv_load_failure_recovery.py",
+    "tests/v1/kv_connector/unit/test_multi_connector.py",
     "tests/v1/kv_connector/unit/test_remote_decode_lifecycle.py",
     "tests/v1/kv_connector/unit/test_remote_prefill_lifecycle.py",
+    "tests/v1/kv_connector/unit/test_scheduler_kv_connector_override.py",
+    "tests/v1/simple_kv_offload/test_scheduler.py",
     "tests/v1/spec_decode/test_dynamic_sd.py",
     "tests/v1/streaming_input/test_scheduler_streaming.py",
 )
 """Tests of schedulers, and of the prefix cache through them, that need no weights."""
+
+FIXTURES = ("tests.v1.kv_connector.unit.offloading_connector.conftest",)
+"""Modules with fixtures of these tests: pytest reads no conftest.py of vLLM's."""
 
 MODELS = {
     "facebook/opt-125m": {"model_type": "opt", "architectures": ["OPTForCausalLM"]},
@@ -101,7 +109,10 @@ def left_out(release: str) -> dict[str, str]:
     """
     reasons = dict.fromkeys((*_IMAGES_TESTS, *_IMAGES_TESTS_OF.get(release, ())), _IMAGES)
     reasons |= _OTHER_TESTS_OF.get(release, {})
-    return {f"tests/v1/core/test_scheduler.py::{name}": why for name, why in reasons.items()}
+    left = {f"tests/v1/core/test_scheduler.py::{name}": why for name, why in reasons.items()}
+    multi = "tests/v1/kv_connector/unit/test_multi_connector.py"
+    left[f"{multi}::test_multi_example_connector_consistency"] = "needs the weights of a model"
+    return left
 
 
 _PREFILL = "tests/v1/kv_connector/unit/test_remote_prefill_lifecycle.py"

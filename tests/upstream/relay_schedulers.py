@@ -19,6 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("relay")
     group.addoption("--relay-schedulers", action="store_true", help="in place of vLLM's")
     group.addoption("--outcomes", type=Path, required=True, help="JSON: test id -> outcome")
+    group.addoption("--fixtures-of", action="append", default=[], help="a module that has some")
     group.addoption("--left-out", type=Path, required=True, help="JSON: names of test functions")
 
 
@@ -28,6 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--relay-schedulers"):
         take_the_place_of_schedulers()
     config.pluginmanager.register(Outcomes(config.getoption("--outcomes")))
+    for module in config.getoption("--fixtures-of"):  # which import the schedulers
+        config.pluginmanager.import_plugin(module)
 
 
 def take_the_place_of_schedulers() -> None:

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from differences import DIFFERENT, FILES, MODELS, contradictions, left_out
+from differences import DIFFERENT, FILES, FIXTURES, MODELS, contradictions, left_out
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -89,6 +89,7 @@ def start(name: str, tests: Path, models: Path, *options: str) -> subprocess.Pop
     command += ["-q", "-ra", "-c", os.devnull, "--rootdir", str(tests), "--noconftest"]
     command += ["--outcomes", str(outcomes_path(name)), *options]
     command += ["--left-out", str(OUTPUT / "left_out.json")]
+    command += [each for module in FIXTURES for each in ("--fixtures-of", module)]
     # vLLM's package `tests` before any other of that name
     paths = [str(tests), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     with (OUTPUT / f"{name}.log").open("wb") as log:

@@ -50,6 +50,8 @@ SCHEDULER_OPTIONS = frozenset(
         "max_pinned_fraction",
     }
 )
+PREFIX_CACHE_OPTIONS = frozenset({"warm_up", "eviction", "max_pinned_fraction"})
+"""Those that say what becomes of the prefix cache."""
 ATTENTION_OPTIONS = frozenset({"sharing", "min_shared_tokens", "kernel"})
 
 

@@ -31,6 +31,8 @@ def check_context_dir(vllm_config: VllmConfig, options: RelayConfig) -> None:
         return
     if not vllm_config.cache_config.enable_prefix_caching:
         raise ValueError(f"{SECTION}.context_dir needs prefix caching: set --enable-prefix-caching")
+    if reason := _model_reason(vllm_config):
+        raise ValueError(f"{SECTION}.context_dir needs {reason}")
     folder = Path(options.context_dir).expanduser()
     expected = f"{SECTION}.context_dir: {options.context_dir!r} was given, expected a folder "
     try:
@@ -47,11 +49,23 @@ def check_contexts(vllm_config: VllmConfig, options: RelayConfig) -> None:
     Raises:
         ValueError: with the reason and the way out.
     """
-    engines = vllm_config.parallel_config.data_parallel_size
+    engines, reason = vllm_config.parallel_config.data_parallel_size, _model_reason(vllm_config)
     check_texts(
         vllm_config,
         "contexts",
         options.contexts,
+        (reason is None, reason or ""),
         (engines == 1, "one engine: set --data-parallel-size 1"),
         instead="keep token ids with vllm_relay.long_context.client.keep_context",
     )
+
+
+def _model_reason(vllm_config: VllmConfig) -> str | None:
+    """What contexts need and the model lacks; None: nothing that is known before it is loaded."""
+    model_config = vllm_config.model_config
+    if model_config is not None and (model_config.is_hybrid or model_config.is_attention_free):
+        return (
+            "keys and values of all layers, and the model has layers with a state instead: "
+            "leave it out"
+        )
+    return None

@@ -3,6 +3,7 @@
 
 order.py             prefix by prefix: a trie of waiting requests                  (pure)
 warm_up.py           one computes a prefix, the others are held                    (pure)
+loadable.py          what a KV connector can load for those that wait              (pure)
 fairness.py          how far a request may be overtaken, and who is late           (pure)
 overtaken.py         how many have been overtaken                                  (pure)
 lanes.py             the waiting requests of one priority and tenant, and a limit  (pure)

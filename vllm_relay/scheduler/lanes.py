@@ -96,6 +96,11 @@ class Lanes(Generic[R]):
             self._later[request] = _Arrival(chain, position)
             self._next.add(request, number)
 
+    def look_again(self, request: R) -> None:
+        """Blocks of a waiting request have come to be in the cache."""
+        if request in self.order:
+            self.order.look_again(request)
+
     def add_first(self, request: R) -> None:
         """Let a request wait that goes before all but preempted ones, as far as the limit allows;
         the last one added is the first."""

@@ -153,6 +153,17 @@ class PrefixOrder(Generic[R]):
             self._queue_again(node)
             node = node.parent
 
+    def look_again(self, request: R) -> None:
+        """Blocks of a waiting request have come to be in the cache.
+
+        Raises:
+            KeyError: it does not wait.
+        """
+        for node in _path(self._places[request].node):
+            if node.parent is not None and not node.resident and self.is_resident(node.first_block):
+                node.resident = True
+                self._queue_again(node)
+
     def remove(self, request: R) -> None:
         """Take a request out, whoever's turn it is.
 

@@ -132,6 +132,9 @@ class TenantLanes(Generic[R]):
         self._of(request).add(request, chain, position)
         self._size += 1
 
+    def look_again(self, request: R) -> None:
+        self._of(request).look_again(request)
+
     def add_first(self, request: R) -> None:
         self._of(request).add_first(request)
         self._first[request] = None

@@ -136,6 +136,13 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
                 del self._blocked[request]
                 self._put_in_order(request)
 
+    def look_again(self, request: Request) -> None:
+        """Blocks of a waiting request have come to be in the cache, or can be loaded."""
+        self._settle()
+        priority = self._priority(request)
+        if priority in self._classes:
+            self._classes[priority].look_again(request)
+
     def release(self, request: Request) -> None:
         """No longer hold the requests that wait for blocks this one was to compute."""
         self._settle()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from hashlib import sha256
 from itertools import accumulate, islice
 from typing import Any
@@ -32,13 +33,18 @@ from vllm_relay.prefix_cache.pins.table import PinTable
 from vllm_relay.prefix_cache.stats import PREFIX_CACHE, PrefixCacheRecorder
 from vllm_relay.scheduler.fairness import OvertakeLimit
 from vllm_relay.scheduler.lanes import Lanes
+from vllm_relay.scheduler.loadable import LoadableBlocks
 from vllm_relay.scheduler.order import PrefixOrder
 from vllm_relay.scheduler.overtaken import OvertakenCount
 from vllm_relay.scheduler.tenants import Shares, TenantLanes
 from vllm_relay.scheduler.vllm_queue import PrefixRequestQueue, QueueObserver
 from vllm_relay.scheduler.warm_up import WarmUp
 from vllm_relay.vllm_changes.configuration import is_offline
-from vllm_relay.vllm_changes.scheduler import free_block_queue, report_admissions
+from vllm_relay.vllm_changes.scheduler import (
+    answer_for_connector,
+    free_block_queue,
+    report_admissions,
+)
 
 logger = init_logger("vllm.relay")
 
@@ -76,6 +82,8 @@ class _RelayScheduling(Scheduler):
         self._shares = Shares(self.relay_config.fair_share_tokens)
         self.order_group = _full_attention_group(self.kv_cache_config)
         self._order_suffix = make_block_hash_with_group_id(BlockHash(b""), self.order_group or 0)
+        self.loadable: LoadableBlocks[Request] = LoadableBlocks(self._find_loadable)
+        self._connector_answers: dict[tuple[str, int], tuple[int | None, bool]] = {}  # of this step
         feeder = _NextUseFeeder(self)
         self.overtaken = feeder.overtaken
         self.waiting: PrefixRequestQueue = PrefixRequestQueue(
@@ -102,7 +110,11 @@ class _RelayScheduling(Scheduler):
         self.pins.expire()
         self.modules.prepare()
         self.waiting.retry_blocked()
-        output = super().schedule(*args, **kwargs)
+        for request in self.loadable.ask():
+            self.waiting.look_again(request)
+        answers, self._connector_answers = self._connector_answers, {}
+        with answer_for_connector(self.connector, answers) if answers else nullcontext():
+            output = super().schedule(*args, **kwargs)
         # vLLM takes requests that are held for such that it had no room for, and then heeds no
         # interval between prefills
         self.prefill_capacity_bound &= bool(self.waiting or self.kv_holding_waiting)
@@ -155,6 +167,25 @@ class _RelayScheduling(Scheduler):
         pool = self.kv_cache_manager.block_pool
         return pool.cached_block_hash_to_block.get_one_block(key) is not None
 
+    def _is_at_hand(self, name: BlockName) -> bool:
+        return name in self.loadable or self._is_resident(name)
+
+    def _find_loadable(
+        self, request: Request, chain: Sequence[BlockName]
+    ) -> Sequence[BlockName] | None:
+        """The blocks that the connector can load for a request which it was told of; None: it does
+        not know yet."""
+        depth = 0
+        while depth < len(chain) and self._is_resident(chain[depth]):
+            depth += 1
+        manager = self.kv_cache_manager.coordinator.single_type_managers[self.order_group or 0]
+        computed_tokens = depth * manager.block_size // self.block_size * self.block_size
+        tokens, _ = answer = self.connector.get_num_new_matched_tokens(request, computed_tokens)
+        self._connector_answers[request.request_id, computed_tokens] = answer
+        if tokens is None:
+            return None
+        return chain[depth : (computed_tokens + tokens) // manager.block_size]
+
     def _make_lanes(self) -> Lanes[Request] | TenantLanes[Request]:
         if self._tenant_of is None:
             return self._make_tenants_lanes()
@@ -164,8 +195,12 @@ class _RelayScheduling(Scheduler):
         # other kinds of KV cache do not keep all blocks of a prefix: nobody could tell its end
         warms_up = self.relay_config.warm_up and self.order_group is not None
         return Lanes(
-            PrefixOrder(self._is_resident),
-            WarmUp(self._is_resident, self._max_hold_s if warms_up else 0.0),
+            PrefixOrder(self._is_at_hand),
+            WarmUp(
+                self._is_resident,
+                self._max_hold_s if warms_up else 0.0,
+                self.loadable.__contains__,
+            ),
             OvertakeLimit(self._max_hold_s, self.relay_config.max_overtakes),
         )
 
@@ -276,14 +311,17 @@ class _NextUseFeeder(QueueObserver):
         rank = self._ranks[request] = scheduler.rank(request, position)
         chains = keys if plan is None else [run for each in keys for run in plan.chains(each)]
         scheduler.next_use.add(rank, chains)
+        if scheduler.connector is not None and not request.num_preemptions:
+            scheduler.loadable.add(request, self._order_chains[request])
 
     def waits_no_longer(self, request: Request, position: int, runs: bool) -> None:
         if not request.num_preemptions:
             self.overtaken.waits_no_longer(position, runs)
+        self._scheduler.loadable.discard(request)
         rank = self._ranks.pop(request, None)
         if rank is not None:
             del self._order_chains[request]
-            self._scheduler.next_use.remove(rank, runs=runs)
+            self._scheduler.next_use.remove(rank, runs=runs and not request.num_preemptions)
 
     def order_chain(self, request: Request) -> Sequence[BlockName]:
         """What a waiting request is ordered by."""

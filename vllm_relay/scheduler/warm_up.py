@@ -21,11 +21,14 @@ class _Lead:
         first_block: the blocks before this one are another one's to compute, or were once held for
             as long as may be.
         until_s: when nobody is held any longer.
+        num_loaded: how many of its first blocks it was not to compute: they are in the cache, or
+            loaded by a KV connector.
     """
 
     chain: Sequence[BlockName]
     first_block: int
     until_s: float
+    num_loaded: int
 
 
 @dataclass
@@ -34,15 +37,18 @@ class WarmUp(Generic[R]):
 
     A hold ends when the blocks are in the cache, when `release` is called for the request that was
     to compute them, or after `max_hold_s`; then nobody is held for these blocks until they were
-    computed or released.
+    computed or released. What a KV connector can load is loaded once, too; but nobody is held for
+    another one to compute it.
 
     Args:
         is_resident: whether a block is in the cache now.
         max_hold_s: seconds; 0 holds nobody.
+        is_loadable: whether a KV connector can load a block now.
     """
 
     is_resident: Callable[[BlockName], bool]
     max_hold_s: float
+    is_loadable: Callable[[BlockName], bool] = lambda name: False
     _leads: dict[R, _Lead] = field(default_factory=dict, init=False)
     _by_first_block: dict[BlockName, dict[R, _Lead]] = field(default_factory=dict, init=False)
 
@@ -64,7 +70,7 @@ class WarmUp(Generic[R]):
             if not self.is_resident(chain[common - 1]):
                 first_block = max(first_block, common)
         if first_block < len(chain):
-            lead = _Lead(chain, first_block, now_s + self.max_hold_s)
+            lead = _Lead(chain, first_block, now_s + self.max_hold_s, self._num_loaded(chain))
             self._leads[request] = lead
             self._by_first_block.setdefault(chain[0], {})[request] = lead
 
@@ -83,11 +89,19 @@ class WarmUp(Generic[R]):
         if not self._leads or not depth:
             return False
         for lead in self._beside(chain):
-            if now_s < lead.until_s:
-                common = common_depth(chain, lead.chain, depth)
-                if common > lead.first_block and not self.is_resident(chain[common - 1]):
-                    return True
+            if now_s >= lead.until_s:
+                continue
+            common = common_depth(chain, lead.chain, depth)
+            if common <= lead.first_block or self.is_resident(chain[common - 1]):
+                continue
+            if common <= lead.num_loaded or not self.is_loadable(chain[common - 1]):
+                return True
         return False
+
+    def _num_loaded(self, chain: Sequence[BlockName]) -> int:
+        """How many blocks there are up to the last one that can be loaded."""
+        depths = range(len(chain), 0, -1)
+        return next((depth for depth in depths if self.is_loadable(chain[depth - 1])), 0)
 
     def _beside(self, chain: Sequence[BlockName]) -> list[_Lead]:
         """Who computes blocks that begin as these; those that are done are forgotten."""

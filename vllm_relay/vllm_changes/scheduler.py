@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from vllm_relay.vllm_changes.wrap import wrap
@@ -113,6 +113,30 @@ def report_admissions(kv_cache_manager: Any, on_admitted: Callable[[Any, int], N
         return original(request, num_hits, *args, **kwargs)
 
     kv_cache_manager.record_prefix_cache_stats = record_prefix_cache_stats
+
+
+@contextlib.contextmanager
+def answer_for_connector(
+    connector: Any, answers: Mapping[tuple[str, int], tuple[int | None, bool]]
+) -> Iterator[None]:
+    """Do not ask a KV connector again, in this context, what it has told about a request, given as
+    its id and the number of tokens that are there.
+
+    Reason: the order of requests depends on what connectors can load for them, Scheduler asks when
+    it admits one, and a look-up may go over the network.
+    Remove when: Scheduler keeps what connectors have answered.
+    """
+    original = connector.get_num_new_matched_tokens
+
+    def get_num_new_matched_tokens(request: Any, num_tokens: int) -> tuple[int | None, bool]:
+        answer = answers.get((request.request_id, num_tokens))
+        return answer or original(request, num_tokens)
+
+    connector.get_num_new_matched_tokens = get_num_new_matched_tokens
+    try:
+        yield
+    finally:
+        connector.get_num_new_matched_tokens = original
 
 
 @contextlib.contextmanager

@@ -116,11 +116,16 @@ def test_v1_moves_positions_where_they_are() -> None:
         ("rocm", {}, "NVIDIA GPUs only"),
         ("cpu", {"speculative_config": object()}, "remove --speculative-config"),
         ("cpu", {"kv_transfer_config": object()}, "remove --kv-transfer-config"),
+        ("cpu", {"is_hybrid": True}, "state-space layers keep no keys and values of a module"),
+        ("cpu", {"sliding_window": 64}, "layers with a sliding window"),
+        ("cpu", {"attention_chunk_size": 64}, "layers with chunked local attention"),
     ],
 )
 def test_engines_that_can_use_modules(
     monkeypatch: pytest.MonkeyPatch, device: str, changes: dict[str, Any], refusal: str | None
 ) -> None:
+    changes = dict(changes)
+    window = changes.pop("sliding_window", None)
     platform = SimpleNamespace(is_cpu=lambda: device == "cpu", is_cuda=lambda: device == "cuda")
     monkeypatch.setattr("vllm.platforms.current_platform", platform, raising=False)
     monkeypatch.setattr("vllm_relay.config.scheduler_is_selected", lambda vllm_config: True)
@@ -134,9 +139,10 @@ def test_engines_that_can_use_modules(
         use_v2_model_runner=True,
         model_config=SimpleNamespace(
             uses_mrope=False,
-            is_hybrid=False,
+            is_hybrid=changes.pop("is_hybrid", False),
             is_attention_free=False,
-            get_sliding_window=lambda: None,
+            get_sliding_window=lambda: window,
+            attention_chunk_size=changes.pop("attention_chunk_size", None),
         ),
     )
     vars(config).update(changes)

@@ -66,6 +66,8 @@ def _model_reason(vllm_config: VllmConfig) -> str | None:
         return "state-space layers keep no keys and values of a module"
     if getattr(model_config, "uses_alibi", False):
         return "ALiBi takes distances from slots, not from positions"
+    if model_config.attention_chunk_size is not None:
+        return "layers with chunked local attention see nothing of modules in other chunks"
     if model_config.get_sliding_window() is not None:
         return "layers with a sliding window see nothing of modules further away"
     return None
