@@ -143,6 +143,8 @@ class OvertakeLimit(Generic[R]):
 
     def _open(self) -> None:
         """Those that could run, and before which nobody ran, may be overtaken from now on."""
+        if not self._new:
+            return
         older = len(self._waits) - len(self._new) + len(self._aside)
         others = len(self._waits) - 1 + len(self._aside)
         for number in sorted(self._new):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from hashlib import sha256
 from itertools import accumulate, islice
@@ -155,12 +155,6 @@ class _RelayScheduling(Scheduler):
         """A block of the KV cache group of full attention in the prefix cache."""
         key = block_hash + self._order_suffix
         return self.kv_cache_manager.block_pool.cached_block_hash_to_block.get_one_block(key)
-
-    def are_cached(self, block_hashes: Iterable[BlockHash]) -> bool:
-        """Whether `cached_block` has all of these."""
-        suffix = self._order_suffix
-        find = self.kv_cache_manager.block_pool.cached_block_hash_to_block.get_one_block
-        return all(find(block_hash + suffix) is not None for block_hash in block_hashes)
 
     def _is_resident(self, name: BlockName) -> bool:
         key = name if isinstance(name, bytes) else name[0]

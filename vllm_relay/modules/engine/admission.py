@@ -191,9 +191,13 @@ class ModuleAdmission:
         self._lease.extend(plan.num_stored_slots // plan.block_size)
 
     def _has(self, request: Request, first_slot: int, end_slot: int) -> bool:
-        size = self._scheduler.block_size
-        hashes = request.block_hashes[first_slot // size : end_slot // size]
-        return bool(self._scheduler.are_cached(reversed(hashes)))  # the last goes first
+        size, cached_block = self._scheduler.block_size, self._scheduler.cached_block
+        for number in range(
+            end_slot // size - 1, first_slot // size - 1, -1
+        ):  # the last goes first
+            if cached_block(request.block_hashes[number]) is None:
+                return False
+        return True
 
     def _has_module(self, request: Request, index: int) -> bool:
         plan = plan_of_request(request)
