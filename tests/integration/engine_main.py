@@ -336,6 +336,15 @@ def run_preempted(llm: LLM) -> Any:
     return finished
 
 
+def run_reloaded(llm: LLM) -> Any:
+    """As "shared", but the second round finds nothing on the device."""
+    rounds = []
+    for _ in "12":
+        rounds += llm.generate(shared_prompts(), greedy(20, logprobs=2), use_tqdm=False)
+        evict_everything(llm)
+    return [completion(request.outputs[0]) for request in rounds]
+
+
 def run_pinned(llm: LLM) -> Any:
     """A prompt before it is pinned; then, when all that is not pinned has left the cache."""
     from vllm_relay.prefix_cache.pins.client import pin, unpin
@@ -363,6 +372,7 @@ def run_reset(llm: LLM) -> Any:
 
 SCENARIOS = {
     "pinned": run_pinned,
+    "reloaded": run_reloaded,
     "priorities": run_priorities,
     "salts": run_salts,
     "reset": run_reset,

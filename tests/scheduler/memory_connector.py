@@ -60,6 +60,7 @@ class MemoryConnector(KVConnectorBase_V1):
         self._loads: dict[str, list[tuple[int, bytes]]] = {}
         self.stored: OrderedDict[bytes, None] = OrderedDict()
         self.loaded_blocks = 0
+        self.lookups = 0
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         self._manager = kv_cache_manager
@@ -67,6 +68,7 @@ class MemoryConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        self.lookups += 1
         if self._answers_late and request.request_id not in self._requests:
             self._requests[request.request_id] = request
             return None, False

@@ -20,7 +20,8 @@ from tests.support.depth import cases
 
 class PatientSoak(Soak):
     def reset(self) -> None:
-        if not self.scheduler.kv_holding_waiting:  # vLLM cannot while something is loaded
+        # vLLM cannot while something is loaded, or freed after a step that is under way
+        if not (self.scheduler.kv_holding_waiting or self.scheduler.running):
             super().reset()
 
 
@@ -41,11 +42,15 @@ def connected(model: str) -> Iterator[Connected]:
     engines = []
 
     def connected(
-        *, relay: dict[str, Any], connector: dict[str, Any], **engine_args: Any
+        *,
+        relay: dict[str, Any],
+        connector: dict[str, Any],
+        asynchronous_steps: bool = False,
+        **engine_args: Any,
     ) -> LLMEngine:
         engine = start(
             model,
-            asynchronous=False,
+            asynchronous=asynchronous_steps,
             executor_class=ConnectedExecutor,
             kv_transfer_config=transfer_config(**connector),
             additional_config={"relay": {"scheduler": True, "max_hold_s": 1e6, **relay}},
@@ -61,11 +66,14 @@ def connected(model: str) -> Iterator[Connected]:
 
 
 @both_kinds
-@pytest.mark.parametrize("eviction", ["queue", "gdsf"])
+@pytest.mark.parametrize(
+    ("eviction", "asynchronous_steps"), [("queue", False), ("queue", True), ("gdsf", False)]
+)
 def test_every_block_holds_what_its_request_needs(
-    connected: Connected, asynchronous: bool, eviction: str
+    connected: Connected, asynchronous: bool, eviction: str, asynchronous_steps: bool
 ) -> None:
     engine = connected(
+        asynchronous_steps=asynchronous_steps,
         relay={"eviction": eviction, "max_overtakes": 8},
         connector={"asynchronous": asynchronous, "max_blocks": 40, "answers_late": True},
         num_gpu_blocks_override=28,
@@ -154,3 +162,17 @@ def test_prefixes_that_the_connector_has_run_before_those_that_are_computed(
     ask(engine, "stored", PREFIX + tokens(3, 9))
     step(engine)
     assert scheduler.connector.loaded_blocks == PREFIX_BLOCKS
+
+
+@both_kinds
+def test_no_look_up_is_made_twice(connected: Connected, asynchronous: bool) -> None:
+    engine = connected(relay={}, connector={"asynchronous": asynchronous})
+    ask(engine, "first", PREFIX + tokens(2, 9))
+    finish(engine)
+    scheduler = forget_on_device(engine)
+    before = scheduler.connector.lookups
+    for seed in range(3, 6):
+        ask(engine, str(seed), tokens(seed, 20) if seed < 5 else PREFIX + tokens(seed, 9))
+    step(engine)
+    assert len(scheduler.running) + len(scheduler.kv_holding_waiting) == 3
+    assert scheduler.connector.lookups == before + 3
