@@ -93,7 +93,7 @@ MUTATIONS = [
         ("self._current = path[0]", "self._current = self._root"),
         ("node.turn = node.size  # its turn begins", "node.turn = 10**9"),
         ("is_turn_over = node.turn <= 0", "is_turn_over = node.turn <= -(10**9)"),
-        ("-child.saved_blocks.bit_length(), oldest)", "-child.size.bit_length(), oldest)"),
+        ("key = (not child.resident, self._places", "key = (child.resident, self._places"),
         ("upper.num_blocks * max(0, lower.size - 1)", "upper.num_blocks * lower.size"),
     ),
     *_of(

@@ -67,7 +67,7 @@ def connected(model: str) -> Iterator[Connected]:
 
 @both_kinds
 @pytest.mark.parametrize(
-    ("eviction", "asynchronous_steps"), [("queue", False), ("queue", True), ("gdsf", False)]
+    ("eviction", "asynchronous_steps"), [("queue", False), ("queue", True), ("lru", False)]
 )
 def test_every_block_holds_what_its_request_needs(
     connected: Connected, asynchronous: bool, eviction: str, asynchronous_steps: bool

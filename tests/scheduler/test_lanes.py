@@ -164,8 +164,9 @@ def test_who_goes_first_does_so_within_the_limit() -> None:
 
 def test_a_late_request_has_its_prefix_run_when_the_turn_of_another_is_over() -> None:
     lanes = lanes_of(set().__contains__, limit=OvertakeLimit(2.0, 10**6))
-    wait(lanes, "old 0", chain_of(1, 0), 0)
-    for number in range(1, 5):
+    wait(lanes, "hot 0", chain_of(2, 0), 0)
+    wait(lanes, "old 0", chain_of(1, 0), 1)
+    for number in range(2, 5):
         wait(lanes, f"hot {number}", chain_of(2, number), number)
     ran: list[str] = []
     for number in range(5, 60):
@@ -185,8 +186,9 @@ def test_a_late_request_has_its_prefix_run_when_the_turn_of_another_is_over() ->
 
 def test_without_late_requests_a_prefix_goes_on_as_long_as_requests_come() -> None:
     lanes = lanes_of(set().__contains__)
-    wait(lanes, "old", chain_of(1), 0)
-    for number in range(1, 5):
+    wait(lanes, "hot 0", chain_of(2, 0), 0)
+    wait(lanes, "old", chain_of(1), 1)
+    for number in range(2, 5):
         wait(lanes, f"hot {number}", chain_of(2, number), number)
     for number in range(5, 50):
         request = lanes.first(0.0)

@@ -81,15 +81,9 @@ def test_a_prefix_that_was_begun_runs_before_a_resident_one_of_more_requests() -
     assert run_all(order, cache, chains) == ["a2", "b0", "b1", "b2", "b3"]
 
 
-def test_prefixes_shared_by_more_requests_run_first() -> None:
-    chains = {"a": chain_of(1), **{f"b{i}": chain_of(2, i) for i in range(4)}}
-    assert order_of(chains) == ["b0", "b1", "b2", "b3", "a"]
-
-
-def test_prefixes_that_save_more_blocks_run_first() -> None:
-    chains = {f"short {i}": chain_of(1, i) for i in range(4)}  # three requests save a block each
-    chains |= {f"long {i}": chain_of(*[2] * 8, i) for i in range(2)}  # one request saves eight
-    assert order_of(chains)[:2] == ["long 0", "long 1"]
+def test_the_prefix_of_the_oldest_is_next_however_many_share_another() -> None:
+    chains = {"a": chain_of(1), **{f"b{i}": chain_of(2, i) for i in range(4)}, "c": chain_of(1, 1)}
+    assert order_of(chains) == ["a", "c", "b0", "b1", "b2", "b3"]
 
 
 def test_evicted_prefixes_lose_their_place() -> None:
@@ -179,10 +173,6 @@ def check_nodes(order: PrefixOrder[int], chains: dict[int, Chain]) -> None:
             if node.depth <= len(chain) and (not node.depth or node.last_block in chain)
         ]
         assert node.size == len(below)
-        blocks = [block for request in below for block in chains[request]]
-        above = 0 if node.parent is None else node.parent.depth
-        counted = [block for block in blocks if len(block) > above]
-        assert node.saved_blocks == len(counted) - len(set(counted))
         if below:
             assert order._oldest(node) == min(below)
 

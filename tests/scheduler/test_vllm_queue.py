@@ -314,11 +314,11 @@ def test_it_is_a_sequence() -> None:
 
 def test_nobody_is_overtaken_too_often() -> None:
     setup = Setup(max_overtakes=2)
-    setup.add(*requests("a1", "b1"))
+    setup.add(*requests("a1", "b1", "a2"))
     assert setup.schedule(room=1) == ["a1"]
-    setup.add(*requests("a2", "a3", "a4", "a5"))
-    # one waited with it, and two may come on top
-    assert setup.schedule() == ["a2", "a3", "a4", "b1", "a5"]
+    setup.add(*requests("a3", "a4", "a5", "a6"))
+    # two waited with it, and two may come on top
+    assert setup.schedule() == ["a2", "a3", "a4", "b1", "a5", "a6"]
     assert setup.queue.overtakes == 3
 
 

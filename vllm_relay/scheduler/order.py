@@ -22,7 +22,7 @@ Position = tuple[float, int]
 """A place in the order of arrival: the time of arrival in seconds where that counts, else zero; and
 how many came before."""
 
-_Key = tuple[bool, int, Position]  # what is smaller comes first
+_Key = tuple[bool, Position]  # what is smaller comes first
 _Entry = tuple[_Key, int, "_Node[Any]"]  # of a heap of children: key, serial number, node
 
 
@@ -40,7 +40,6 @@ class _Node(Generic[R]):
         "queued_key",
         "requests",
         "resident",
-        "saved_blocks",
         "size",
         "turn",
     )
@@ -52,17 +51,12 @@ class _Node(Generic[R]):
         self.children: dict[BlockName, _Node[R]] = {}
         self.requests: list[tuple[Position, R]] = []  # whose chain ends here, by position
         self.size = 0  # requests of the subtree
-        self.saved_blocks = 0  # if every block of the subtree is computed once
         self.arrivals: list[tuple[Position, int, R]] = []  # heap of the subtree, and some that left
         self.resident = False  # whether the first of these blocks was in the cache when last seen
         self.queue: list[_Entry] = []  # heap of the children
         self.queued_key: _Key | None = None  # of the valid entry in parent.queue
         self.queued = 0  # its serial number; 0: none
         self.turn = 0  # how many more may run before another prefix has its turn
-
-    @property
-    def num_blocks(self) -> int:
-        return self.depth - (self.parent.depth if self.parent is not None else 0)
 
     @property
     def first_block(self) -> BlockName:
@@ -85,8 +79,8 @@ class PrefixOrder(Generic[R]):
     """Waiting requests, of which `first` is the one to run next.
 
     Once a prefix has been begun, its requests run, at every depth. Then come prefixes that are in
-    the cache, then those whose sharing saves most (each of its blocks would be computed once, not
-    once for each of n requests), then the oldest.
+    the cache, then that of the oldest request. Which of the others comes next changes no hits, as
+    each is used up, but with another one than the oldest's rare prefixes would wait longest.
 
     While the oldest request is late, a prefix that was begun runs no more requests than waited when
     it began; after that the prefix of the oldest is next. So a prefix is left only when it has been
@@ -138,13 +132,9 @@ class PrefixOrder(Generic[R]):
         node = self._node_of(chain)
         bisect.insort(node.requests, (position, request))
         self._places[request] = _Place(node, position)
-        saved_blocks = 0
         while True:
             if not node.size:
                 node.resident = node.parent is not None and self.is_resident(node.first_block)
-            else:
-                saved_blocks += node.num_blocks
-            node.saved_blocks += saved_blocks
             node.size += 1
             arrival = position, next(self._serial), request
             push(node.arrivals, arrival, self._is_waiting, node.size)
@@ -174,14 +164,10 @@ class PrefixOrder(Generic[R]):
         node = place.node
         del node.requests[bisect.bisect_left(node.requests, (place.position,))]
         above: _Node[R] | None = node
-        saved_blocks = 0
         while above is not None:
             above.size -= 1
-            if above.size:
-                saved_blocks += above.num_blocks
-            else:
+            if not above.size:
                 above.queued_key, above.queued = None, 0
-            above.saved_blocks -= saved_blocks
             above = above.parent
         self._prune(node)
 
@@ -327,9 +313,7 @@ class PrefixOrder(Generic[R]):
     def _queue_again(self, child: _Node[R]) -> None:
         """Give a child the place among its siblings that it has earned by now."""
         assert child.parent is not None
-        # a prefix gets a new place when it saves twice as much, not with every request
-        oldest = self._places[self._oldest(child)].position
-        key = (not child.resident, -child.saved_blocks.bit_length(), oldest)
+        key = (not child.resident, self._places[self._oldest(child)].position)
         if key != child.queued_key:
             child.queued_key, child.queued = key, next(self._serial)
             parent = child.parent
@@ -359,10 +343,8 @@ class PrefixOrder(Generic[R]):
         parent = lower.parent
         assert parent is not None
         upper: _Node[R] = _Node(parent, depth, lower.chain)
-        upper.size, upper.saved_blocks = lower.size, lower.saved_blocks
-        upper.resident, upper.turn = lower.resident, lower.turn
+        upper.size, upper.resident, upper.turn = lower.size, lower.resident, lower.turn
         upper.arrivals = lower.arrivals.copy()
-        lower.saved_blocks -= upper.num_blocks * max(0, lower.size - 1)
         parent.children[upper.first_block] = upper
         lower.parent, lower.queued_key, lower.queued = upper, None, 0
         lower.resident = self.is_resident(lower.first_block)
