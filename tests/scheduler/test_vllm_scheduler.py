@@ -46,6 +46,7 @@ def make_scheduler(
     model: str, prefix_caching: bool = True, eviction: str = "queue", policy: str = "fcfs"
 ) -> Any:
     init_none_hash(sha256)
+    cache_options = {"eviction": eviction} if prefix_caching else {}
     config = EngineArgs(
         model=model,
         skip_tokenizer_init=True,
@@ -55,7 +56,7 @@ def make_scheduler(
         scheduling_policy=policy,
         long_prefill_token_threshold=2 * BLOCK_SIZE,  # a step does not compute a prompt
         enable_prefix_caching=prefix_caching,
-        additional_config={"relay": {"scheduler": True, "eviction": eviction, "max_hold_s": 1e6}},
+        additional_config={"relay": {"scheduler": True, "max_hold_s": 1e6, **cache_options}},
     ).create_engine_config(UsageContext.ENGINE_CONTEXT)
     config.cache_config.num_gpu_blocks = NUM_BLOCKS
     return RelayScheduler(
