@@ -106,9 +106,18 @@ MUTATIONS = [
     ),
     *_of(
         f"{_SCHEDULER}/warm_up.py",
-        "scheduler/test_lanes.py",
-        ("if common > lead.first_block and", "if"),
+        "scheduler/test_lanes.py scheduler/test_loadable.py",
+        ("if common <= lead.first_block or", "if"),
+        ("if common <= lead.num_loaded or not", "if not"),
+        ("or not self.is_loadable(chain[common - 1])", "or True"),
         ("if not self.is_resident(chain[common - 1]):", "if True:"),
+    ),
+    *_of(
+        f"{_SCHEDULER}/loadable.py",
+        "scheduler/test_loadable.py",
+        ("if len(self._found) >= _LIMIT:", "if False:"),
+        ("self._unasked[request] = chain  # another time", "pass"),
+        ("self._names[name] -= 1", "self._names[name] = 0"),
     ),
     *_of(
         f"{_SCHEDULER}/fairness.py",

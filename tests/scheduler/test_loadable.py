@@ -10,6 +10,7 @@ from vllm_relay.scheduler.fairness import OvertakeLimit
 from vllm_relay.scheduler.lanes import Lanes
 from vllm_relay.scheduler.loadable import LoadableBlocks
 from vllm_relay.scheduler.order import PrefixOrder
+from vllm_relay.scheduler.tenants import Shares, TenantLanes
 from vllm_relay.scheduler.warm_up import WarmUp
 
 
@@ -126,3 +127,12 @@ def test_a_prefix_that_turns_out_to_be_loadable_runs_first() -> None:
     loadable.update(chain_of(2))
     lanes.look_again("stored")
     assert lanes.first(0.0) == "stored"
+
+
+def test_a_tenant_of_whom_nobody_can_run_is_not_looked_at() -> None:
+    lanes = TenantLanes(lambda: lanes_of(set(), set()), lambda request: request[0], Shares(1))
+    lanes.look_again("a")
+    assert list(lanes._lanes) == []
+    lanes.add("b", lambda: chain_of(1), (0.0, 0))
+    lanes.look_again("b")
+    assert lanes.first(0.0) == "b"

@@ -133,7 +133,8 @@ class TenantLanes(Generic[R]):
         self._size += 1
 
     def look_again(self, request: R) -> None:
-        self._of(request).look_again(request)
+        if self.tenant_of(request) in self._lanes:
+            self._of(request).look_again(request)
 
     def add_first(self, request: R) -> None:
         self._of(request).add_first(request)
