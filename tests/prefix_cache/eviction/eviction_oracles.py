@@ -23,33 +23,25 @@ class NeededOracle:
         rank = self.next_use.next_use(free.block.block_hash)
         return (0, free.freed_at) if rank is None else (1, *(-each for each in rank))
 
-    def admitted(self, frees):
-        pass
-
     def victim(self, frees):
         return min(frees, key=lambda free: (self.worth(free), -free.depth, free.freed_at))
 
 
 class UsedOracle:
-    """The same where nobody waits: the oldest block leaves if it was used once; else it has a place
-    among those that are kept, of which the oldest leaves if they are too many."""
+    """The same where nobody waits: the oldest block leaves if it was used once; else it comes to
+    those that are kept, of which the first leaves if they are too many, or nothing else is left."""
 
     def __init__(self, queue):
-        self.reuse, self.kept, self.dropped = queue.reuse, [], []
-
-    def admitted(self, frees):
-        self.kept = [free for free in self.kept if free in frees]
-        while len(self.kept) > self.reuse.room_blocks:
-            self.dropped.append(self.kept.pop(0))
+        self.reuse, self.kept = queue.reuse, []
 
     def victim(self, frees):
+        self.kept = [free for free in self.kept if free in frees]
         while True:
-            self.admitted(frees)
             others = [free for free in frees if free not in self.kept]
-            if not others:
+            if len(self.kept) > self.reuse.room_blocks or not others:
                 return self.kept[0]
             first = min(others, key=lambda free: free.freed_at)
-            if first in self.dropped or not self.reuse.is_reused(first.block.block_hash):
+            if not self.reuse.is_reused(first.block.block_hash):
                 return first
             self.kept.append(first)
 
@@ -61,7 +53,6 @@ class CheckedQueue(PolicyFreeQueue):
         super().__init__(blocks, next_use, reuse)
         self.next_use, self.reuse, self.blocks = next_use, reuse, blocks
         self.oracle = oracle(self)
-        next_use.listen(lambda chains, runs: self.oracle.admitted(self.frees))
         self.uncached, self.frees, self.num_evicted = list(blocks), [], 0
         self.num_appended = 0
         self.expected_evictions = {"unused": 0, "needed": 0}

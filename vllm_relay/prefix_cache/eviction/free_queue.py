@@ -8,7 +8,7 @@ first: no block leaves before the free ones that follow it.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import dropwhile
 from math import inf
@@ -49,13 +49,13 @@ class StockFreeQueue(FreeKVCacheBlockQueue):
 
 
 class PolicyFreeQueue(FreeKVCacheBlockQueue):
-    """vLLM's queue, from which blocks are set aside that are kept longer.
+    """vLLM's queue, from which blocks are taken out that are kept longer.
 
     In vLLM's list, which is LRU behind blocks that are not cached, a block is looked at when its
-    turn has come. If a waiting request needs it, or several have used it, it is set aside. When
-    nothing else is left, those leave that were only used, the longest ago first, and then the one
-    that is needed last. Of the used ones no more are kept than `Reuse` has room for, and who is
-    kept for nothing any more leaves at its turn by LRU.
+    turn has come. If several requests have used it, it comes into a second list like it, from which
+    blocks leave when they are more than `Reuse` has room for, or nothing is left in the first. If a
+    waiting request needs it, it is set aside, and those that are leave last, at first the one that
+    is needed last.
 
     Args:
         blocks: all blocks of the pool, free and not cached.
@@ -64,17 +64,20 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
     """
 
     def __init__(self, blocks: list[KVCacheBlock], next_use: NextUse, reuse: Reuse) -> None:
-        super().__init__(blocks)  # counts in num_free_blocks; we add those that are set aside
+        super().__init__(blocks)  # counts in num_free_blocks; we add those that are taken out
         self.evicted_blocks = {"unused": 0, "needed": 0}
         """Cached blocks that left, by whether a waiting request needed them."""
-        self._next_use, self._reuse = next_use.next_use, reuse
-        self._reused: OrderedDict[int, KeptBlock] = OrderedDict()
-        """By block id, those that are set aside because they were used; the first leaves first."""
+        self._next_use, self._needed, self._reuse = next_use.next_use, next_use.needed, reuse
+        self._reused = FreeKVCacheBlockQueue([])
+        self._is_in_reused = bytearray(len(blocks))  # by block id
         self._freed_at = [0] * len(blocks)  # by block id: how many were freed before
         self._num_freed = 1  # none has the number of those that never were
         self._aside = SetAside(self._place)
-        self._walk_mark = KVCacheBlock(block_id=-1)
+        self._mark = KVCacheBlock(block_id=-1)
         """In the list behind the last block that the walk has passed; nowhere if it passed none."""
+        self._mark_of_reused = KVCacheBlock(block_id=-1)
+        """The same, but what is behind it may have been passed in the first list."""
+        self._passed_at: dict[int, int] = {}  # by block id: when it was freed that was passed
         self._passed: KVCacheBlock | None = None  # the last one
         self._shown: tuple[KVCacheBlock, int] | None = None  # not passed yet; when it was freed
         next_use.listen(self._on_remove)
@@ -94,12 +97,26 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
         assert n <= self.num_free_blocks, f"{n} blocks of {self.num_free_blocks} free ones"
         taken: list[KVCacheBlock] = []
         while len(taken) < n:
-            self._first_listed(self.fake_free_list_head, self._is_kept)
-            kept = self._first_aside()
-            num_listed = self._num_leaving(n - len(taken), kept)
-            if num_listed or kept is None:
-                taken += super().popleft_n(num_listed, *args, **kwargs)
+            wanted = n - len(taken)
+            first, kept, surplus = _first_of(self, self._mark), self._first_aside(), self._surplus()
+            if surplus and (first is None or first.block_hash is not None):
+                taken += self._pop_reused(wanted, surplus)
+            elif kept is not None and kept.place[0] == 0 and self._leaves_before(kept, first):
+                self._take_aside(kept)
+                if self._reuse.is_reused(kept.key):
+                    self._keep_reused([kept.block])
+                else:
+                    taken.append(self._evict(kept))
+            elif first is not None:
+                if num_listed := self._num_leaving(wanted, 0 if surplus else inf, kept):
+                    taken += super().popleft_n(num_listed, *args, **kwargs)
+                else:
+                    self._keep_first(first, kept)
+            elif self._reused.num_free_blocks:
+                taken += self._pop_reused(wanted, inf)
             else:
+                assert kept is not None
+                self._take_aside(kept)
                 taken.append(self._evict(kept))
         return taken
 
@@ -110,10 +127,10 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
             RuntimeError: the block is not free.
         """
         kept = self._aside.get(block)
-        if kept is None:
-            super().remove(block, *args, **kwargs)
-        else:
+        if kept is not None:
             self._take_aside(kept)
+        else:
+            self._take_out(block)
 
     def append(self, block: KVCacheBlock) -> None:
         self.append_n([block])
@@ -131,33 +148,39 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
     def get_all_free_blocks(self, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
         """The free blocks in the order in which they would leave, which costs a sort of them."""
         self._first_aside()
-        blocks = [kept.block for kept in self._aside]
-        places = {
-            kept.block.block_id: (self._place(kept), 0, kept.freed_at) for kept in self._aside
-        }
-        reused = deque(self._reused.values())
-        listed_at = -1.0
-        for index, block in enumerate(super().get_all_free_blocks(*args, **kwargs)):
-            if block is self._walk_mark:
-                continue
-            place: Place = (0, listed_at)
-            key, freed_at = block.block_hash, self._freed_at[block.block_id]
-            if key is not None:
-                kept = self._kept(block, key, False)
-                place = self._place(kept)
-                if place[0] == 0 and self._reuse.is_reused(key):
-                    place = (1, freed_at)
-                    reused.append(kept)
-                elif place[0] == 0:
-                    listed_at = freed_at
-            blocks.append(block)
-            places[block.block_id] = (place, index, freed_at)
-            if len(reused) > self._reuse.room_blocks:
-                first = reused.popleft()
-                if self._next_use(first.key) is None:
-                    place = (0, max(listed_at, first.freed_at))
-                    places[first.block.block_id] = (place, index, first.freed_at)
-        return sorted(blocks, key=lambda block: places[block.block_id])
+        aside = sorted(self._aside, key=self._place)
+        needed = [kept for kept in aside if self._place(kept)[0] == 1]
+        unneeded = deque(aside[: len(aside) - len(needed)])
+        listed, reused = (
+            deque(block for block in blocks if block.block_id != -1)
+            for blocks in (
+                super().get_all_free_blocks(*args, **kwargs),
+                self._reused.get_all_free_blocks(*args, **kwargs),
+            )
+        )
+        order: list[KVCacheBlock] = []
+        while listed or reused or unneeded:
+            first = listed[0] if listed else None
+            stays = False
+            is_cached = first is None or first.block_hash is not None
+            has_surplus = len(reused) > self._reuse.room_blocks
+            if is_cached and reused and (has_surplus or reused[0].block_hash is None):
+                block = reused.popleft()
+            elif unneeded and self._leaves_before(unneeded[0], first):
+                block = unneeded.popleft().block
+                stays = block.block_hash is not None and self._reuse.is_reused(block.block_hash)
+            elif first is not None:
+                block = listed.popleft()
+                stays = block.block_hash is not None and self._reuse.is_reused(block.block_hash)
+            else:
+                block = reused.popleft()
+            if block.block_hash in self._needed:
+                needed.append(self._kept(block))
+            elif stays:
+                reused.append(block)
+            else:
+                order.append(block)
+        return order + [kept.block for kept in sorted(needed, key=self._place)]
 
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
         """The free blocks behind `cursor`, or all, in the order in which they would leave now, but
@@ -174,7 +197,9 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
         elif cursor is None or cursor is not self._passed:
             goes_on = cursor is None
             self._aside.begin_walk()
-            self._unlink_mark()
+            _unlink(self._mark)
+            _unlink(self._mark_of_reused)
+            self._passed_at = {}
             self._passed = self._shown = None
         blocks = self._walk()
         if not goes_on:
@@ -189,14 +214,31 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
             self._pass_shown()
 
     def _next_of_walk(self) -> KVCacheBlock | None:
-        mark = self._walk_mark
-        block = self._first_listed(
-            self.fake_free_list_head if _is_alone(mark) else mark, self._is_needed
-        )
+        listed = self._next_listed(self, self._mark)
         kept = self._aside.first_ahead()
-        if kept is None or (block is not None and not self._leaves_before(kept, block)):
-            return block
-        return kept.block
+        if kept is not None and kept.place[0] == 0 and self._leaves_before(kept, listed):
+            return kept.block
+        if listed is None:
+            listed = self._next_listed(self._reused, self._mark_of_reused)
+            kept = self._aside.first_ahead()
+        return kept.block if listed is None and kept is not None else listed
+
+    def _next_listed(self, queue: FreeKVCacheBlockQueue, mark: KVCacheBlock) -> KVCacheBlock | None:
+        """The first block of a list behind a mark that is not passed. Those between that are needed
+        are set aside."""
+        while True:
+            before = queue.fake_free_list_head if _is_alone(mark) else mark
+            block = before.next_free_block
+            assert block is not None
+            if block is queue.fake_free_list_tail:
+                return None
+            if block.block_hash in self._needed:
+                self._set_aside(block)
+            elif self._is_passed(block):
+                _unlink(mark)
+                _link_behind(block, mark)
+            else:
+                return block
 
     def _pass_shown(self) -> None:
         if self._shown is None:
@@ -205,64 +247,61 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
         self._passed, self._shown = block, None
         if self._freed_at[block.block_id] != freed_at:
             return  # it was taken and freed again
+        self._passed_at[block.block_id] = freed_at
         kept = self._aside.get(block)
         if kept is not None:
             self._aside.pass_over(kept)
-        elif not _is_alone(block):
-            self._unlink_mark()
-            self._link_mark_behind(block)
+        elif not _is_alone(block) and not self._is_in_reused[block.block_id]:
+            _unlink(self._mark)
+            _link_behind(block, self._mark)
 
-    def _first_listed(
-        self, before: KVCacheBlock, is_kept: Callable[[bytes], bool]
-    ) -> KVCacheBlock | None:
-        """The first block of the list behind `before` that is not kept; those between are set
-        aside, until one of these has to make room."""
-        mark = self._walk_mark
-        while (block := before.next_free_block) is not self.fake_free_list_tail:
-            assert block is not None
-            key = block.block_hash
-            if block is mark:
-                self._unlink_mark()
-            elif key is None or not is_kept(key):
-                return block
+    def _is_passed(self, block: KVCacheBlock) -> bool:
+        return self._passed_at.get(block.block_id) == self._freed_at[block.block_id]
+
+    def _surplus(self) -> int:
+        """How many reused blocks leave before other cached ones: those that are too many, and at
+        least one if they have lost their hashes, as all do at once."""
+        surplus = max(0, self._reused.num_free_blocks - self._reuse.room_blocks)
+        first = _first_of(self._reused, self._mark_of_reused)
+        return max(surplus, int(first is not None and first.block_hash is None))
+
+    def _pop_reused(self, n: int, most: float) -> list[KVCacheBlock]:
+        """The first reused blocks, `n` at most, or `most` with those between that are needed: these
+        are set aside."""
+        needed, reused = self._needed, self._reused
+        taken: list[KVCacheBlock] = []
+        while len(taken) < n and most > 0:
+            block = first = _first_of(reused, self._mark_of_reused)
+            keys: list[bytes] = []
+            num_leaving, num_wanted = 0, min(n - len(taken), most)
+            while block is not None and block.block_id != -1 and num_leaving < num_wanted:
+                key = block.block_hash
+                if key is not None:
+                    if key in needed:
+                        break
+                    keys.append(key)
+                num_leaving += 1
+                block = block.next_free_block
+            if num_leaving:
+                taken += reused.popleft_n(num_leaving)
+                self.evicted_blocks["unused"] += len(keys)
+                self._reuse.on_evict(keys, True)
+                most -= num_leaving
+            elif first is not None:
+                self._set_aside(first)
+                most -= 1
             else:
-                is_passed = before is not mark and not _is_alone(mark)
-                super().remove(block)
-                self.num_free_blocks += 1
-                kept = self._kept(block, key, is_passed)
-                if not self._is_needed(key):
-                    self._reused[block.block_id] = kept
-                self._aside.add(kept)
-                if self._leave_room():
-                    break
-        return None
+                break
+        for block in taken:
+            self._is_in_reused[block.block_id] = False
+        self.num_free_blocks -= len(taken)
+        return taken
 
-    def _is_needed(self, key: bytes) -> bool:
-        return self._next_use(key) is not None
-
-    def _is_kept(self, key: bytes) -> bool:
-        return self._next_use(key) is not None or self._reuse.is_reused(key)
-
-    def _leave_room(self) -> bool:
-        """Of those that are kept because they were used, keep no more than there is room for;
-        returns whether one leaves next."""
-        leaves = False
-        while len(self._reused) > self._reuse.room_blocks:
-            _, kept = self._reused.popitem(last=False)
-            self._aside.rank_again([kept.key])
-            leaves = leaves or not self._is_needed(kept.key)
-        return leaves
-
-    def _num_leaving(self, n: int, kept: KeptBlock | None) -> int:
-        """How many blocks leave at the head of the list, `n` at most, before one that is kept there
-        or the one that is set aside."""
-        next_use, (new, old) = self._next_use, self._reuse.reused
-        mark, tail, freed_at, before = (
-            self._walk_mark,
-            self.fake_free_list_tail,
-            self._freed_at,
-            inf,
-        )
+    def _num_leaving(self, n: int, most_cached: float, kept: KeptBlock | None) -> int:
+        """How many blocks leave at the head of the list, `n` at most and `most_cached` cached ones,
+        before one that is kept there or the one that is set aside."""
+        needed, (new, old) = self._needed, self._reuse.reused
+        mark, tail, freed_at, before = self._mark, self.fake_free_list_tail, self._freed_at, inf
         if kept is not None and kept.place[0] == 0:
             before = kept.freed_at
         num_leaving = 0
@@ -276,7 +315,8 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
                     key in new
                     or key in old
                     or freed_at[block.block_id] > before
-                    or next_use(key) is not None
+                    or len(keys) == most_cached
+                    or key in needed
                 ):
                     break
                 keys.append(key)
@@ -286,14 +326,57 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
         self._reuse.on_evict(keys, False)
         return num_leaving
 
+    def _keep_first(self, first: KVCacheBlock, kept: KeptBlock | None) -> None:
+        """Keep the first block of the list, which is needed or reused, and reused ones behind it as
+        far as there is room."""
+        needed, (new, old), mark = self._needed, self._reuse.reused, self._mark
+        before = kept.freed_at if kept is not None and kept.place[0] == 0 else inf
+        most = self._reuse.room_blocks + 1 - self._reused.num_free_blocks
+        block: KVCacheBlock | None = first
+        num_reused = 0
+        while num_reused < most and block is not mark:
+            assert block is not None
+            key = block.block_hash
+            if key is None or (key not in new and key not in old) or key in needed:
+                break
+            if self._freed_at[block.block_id] > before:
+                break
+            num_reused += 1
+            block = block.next_free_block
+        if num_reused:
+            self._keep_reused(super().popleft_n(num_reused))
+        else:
+            self._set_aside(first)
+
+    def _keep_reused(self, blocks: list[KVCacheBlock]) -> None:
+        self._reused.append_n(blocks)
+        self.num_free_blocks += len(blocks)
+        for block in blocks:
+            self._is_in_reused[block.block_id] = True
+
+    def _take_out(self, block: KVCacheBlock) -> None:
+        """Take a block out of its list."""
+        if self._is_in_reused[block.block_id]:
+            self._reused.remove(block)
+            self._is_in_reused[block.block_id] = False
+            self.num_free_blocks -= 1
+        else:
+            super().remove(block)
+
+    def _set_aside(self, block: KVCacheBlock) -> None:
+        """Take a cached block out of its list, to be kept."""
+        self._take_out(block)
+        self._aside.add(self._kept(block))
+        self.num_free_blocks += 1
+
     def _evict(self, kept: KeptBlock) -> KVCacheBlock:
+        """The block, which is set aside no more, is given to a request."""
         if kept.is_cached:
-            is_last = self._aside.num_copies(kept.key) == 1
+            is_last = not self._aside.num_copies(kept.key)
             is_needed = is_last and self._next_use(kept.key) is not None
             self.evicted_blocks["needed" if is_needed else "unused"] += 1
-            if not is_needed:
-                self._reuse.on_evict([kept.key], self._reuse.is_reused(kept.key))
-        self._take_aside(kept)
+            if is_last and not is_needed:
+                self._reuse.on_evict([kept.key], False)
         return kept.block
 
     def _first_aside(self) -> KeptBlock | None:
@@ -313,22 +396,25 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
 
     def _take_aside(self, kept: KeptBlock) -> None:
         self._aside.remove(kept)
-        self._reused.pop(kept.block.block_id, None)
         self.num_free_blocks -= 1
 
-    def _kept(self, block: KVCacheBlock, key: bytes, is_passed: bool) -> KeptBlock:
-        return KeptBlock(block, key, self._freed_at[block.block_id], is_passed)
+    def _kept(self, block: KVCacheBlock) -> KeptBlock:
+        """A cached block as it is set aside."""
+        assert block.block_hash is not None
+        freed_at = self._freed_at[block.block_id]
+        return KeptBlock(block, block.block_hash, freed_at, self._is_passed(block))
 
-    def _leaves_before(self, kept: KeptBlock, block: KVCacheBlock) -> bool:
-        """Whether a block that is set aside leaves before one of the list that is not kept."""
-        is_cached = block.block_hash is not None
-        return is_cached and kept.place < (0, self._freed_at[block.block_id])
+    def _leaves_before(self, kept: KeptBlock, block: KVCacheBlock | None) -> bool:
+        """Whether one that is set aside, and not needed, has its turn before that of the list."""
+        if block is None:
+            return True
+        return block.block_hash is not None and kept.freed_at < self._freed_at[block.block_id]
 
     def _place(self, kept: KeptBlock) -> Place:
         rank = self._next_use(kept.key)
         if rank is None:
-            return (int(kept.block.block_id in self._reused), kept.freed_at)
-        return (2, *(-each for each in rank), -kept.depth_tokens, kept.freed_at)
+            return (0, kept.freed_at)
+        return (1, *(-each for each in rank), -kept.depth_tokens, kept.freed_at)
 
     def _number(self, blocks: list[KVCacheBlock]) -> None:
         freed_at = self._freed_at
@@ -341,20 +427,29 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
             if runs:
                 self._reuse.on_use(chain)
             self._aside.rank_again(chain)
-        self._leave_room()
 
-    def _link_mark_behind(self, block: KVCacheBlock) -> None:
-        mark, behind = self._walk_mark, block.next_free_block
-        assert behind is not None
-        mark.prev_free_block, mark.next_free_block = block, behind
-        block.next_free_block = behind.prev_free_block = mark
 
-    def _unlink_mark(self) -> None:
-        mark = self._walk_mark
-        if mark.prev_free_block is not None and mark.next_free_block is not None:
-            mark.prev_free_block.next_free_block = mark.next_free_block
-            mark.next_free_block.prev_free_block = mark.prev_free_block
-            mark.prev_free_block = mark.next_free_block = None
+def _first_of(queue: FreeKVCacheBlockQueue, mark: KVCacheBlock) -> KVCacheBlock | None:
+    """The first block of a list. A mark before it says nothing, and is taken out."""
+    first = queue.fake_free_list_head.next_free_block
+    if first is mark:
+        _unlink(mark)
+        first = queue.fake_free_list_head.next_free_block
+    return None if first is queue.fake_free_list_tail else first
+
+
+def _link_behind(block: KVCacheBlock, mark: KVCacheBlock) -> None:
+    behind = block.next_free_block
+    assert behind is not None
+    mark.prev_free_block, mark.next_free_block = block, behind
+    block.next_free_block = behind.prev_free_block = mark
+
+
+def _unlink(mark: KVCacheBlock) -> None:
+    if mark.prev_free_block is not None and mark.next_free_block is not None:
+        mark.prev_free_block.next_free_block = mark.next_free_block
+        mark.next_free_block.prev_free_block = mark.prev_free_block
+        mark.prev_free_block = mark.next_free_block = None
 
 
 def _is_alone(block: KVCacheBlock) -> bool:

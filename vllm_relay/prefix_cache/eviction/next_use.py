@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from heapq import heapify, heappop, heappush
 
 from vllm_relay.prefix_cache.chains import common_depth
@@ -79,6 +79,11 @@ class NextUse:
                 begin = run.end
         for on_remove in self._listeners:
             on_remove(chains, runs)
+
+    @property
+    def needed(self) -> Set[bytes]:
+        """The keys of all blocks that waiting requests need; changes with these."""
+        return self._runs.keys()
 
     def next_use(self, key: bytes) -> Rank | None:
         """The rank of the first request that needs the block; None if nobody waits for it."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 
 HISTORY_CACHES = 8
-MAX_HISTORY_KEYS = 1 << 18
-"""More would take milliseconds to forget."""
+MAX_HISTORY_KEYS = 1 << 17
+"""To forget half of them takes about a millisecond."""
 FIRST_SHARE = 0.1
 
 
@@ -21,8 +21,8 @@ class Reuse:
     come back after many caches full of other prompts.
 
     Args:
-        cache_blocks: of the block pool. Of `HISTORY_CACHES` times as many keys it is known whether
-            they were used, of `MAX_HISTORY_KEYS` at most.
+        cache_blocks: of the block pool. Of up to `HISTORY_CACHES` times as many keys it is known
+            whether they were used, of `MAX_HISTORY_KEYS` at most.
     """
 
     def __init__(self, cache_blocks: int) -> None:
@@ -30,7 +30,8 @@ class Reuse:
         self._room_blocks = FIRST_SHARE * cache_blocks
         history_keys = min(HISTORY_CACHES * cache_blocks, MAX_HISTORY_KEYS)
         self._used, self._reused = _Recent(history_keys), _Recent(history_keys)
-        self._left = {reused: _Recent(cache_blocks) for reused in (False, True)}
+        left_keys = min(cache_blocks, MAX_HISTORY_KEYS)
+        self._left = {reused: _Recent(left_keys) for reused in (False, True)}
 
     @property
     def room_blocks(self) -> int:
@@ -61,12 +62,14 @@ class Reuse:
         self._used.add(keys)
 
     def on_evict(self, keys: Iterable[bytes], is_reused: bool) -> None:
-        """These blocks are given to a request, and no waiting one needs them."""
+        """These blocks are given to a request, and no waiting one needs them. Nobody asks whether
+        another block has the same key: few have."""
         self._left[is_reused].add(keys)
 
 
 class _Recent:
-    """The keys that were added last: at least half of `max_keys`, and no more than these."""
+    """The keys that were added last: between half of `max_keys` and these, and what is added at a
+    time more."""
 
     def __init__(self, max_keys: int) -> None:
         self._generation_keys = max(1, max_keys // 2)
