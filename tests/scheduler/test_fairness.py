@@ -129,3 +129,13 @@ def test_bounds_hold_against_an_adversary(
                 before[number] += 1
                 assert overtaken[number] <= allowed
             assert before[choice] <= 2 * (others[choice] or 0) + max_overtakes
+
+
+def test_a_request_that_is_set_aside_again_and_again_leaves_nothing_behind() -> None:
+    limit: OvertakeLimit[str] = OvertakeLimit(1.0, 5)
+    limit.arrive("stays")
+    limit.arrive("blocked")
+    for _ in range(1000):
+        limit.set_aside("blocked")
+        limit.arrive("blocked")
+    assert len(limit._numbers._heap) < 100 and len(limit._ends._heap) < 100

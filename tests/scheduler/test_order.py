@@ -86,6 +86,28 @@ def test_the_prefix_of_the_oldest_is_next_however_many_share_another() -> None:
     assert order_of(chains) == ["a", "c", "b0", "b1", "b2", "b3"]
 
 
+def test_a_prefix_loses_the_place_of_a_request_that_left() -> None:
+    order: PrefixOrder[str] = PrefixOrder(set().__contains__)
+    for position, (request, chain) in {
+        0: ("a0", chain_of(1, 1)),
+        5: ("b", chain_of(2)),
+        10: ("a1", chain_of(1, 2)),
+    }.items():
+        order.add(request, chain, position)
+    order.remove("a0")
+    assert order.first() == "b"
+
+
+def test_a_request_that_comes_and_goes_leaves_nothing_behind() -> None:
+    order: PrefixOrder[str] = PrefixOrder(set().__contains__)
+    order.add("stays", chain_of(1, 1), 0)
+    for _ in range(1000):
+        order.add("comes and goes", chain_of(1, 2), 1)
+        order.remove("comes and goes")
+    nodes = [order._root, *order._root.children.values()]
+    assert all(len(node.arrivals) < 100 and len(node.queue) < 100 for node in nodes)
+
+
 def test_evicted_prefixes_lose_their_place() -> None:
     resident = set(chain_of(2))
     order: PrefixOrder[str] = PrefixOrder(resident.__contains__)

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from vllm_relay.ranked import first, push
+from vllm_relay.ranked import Ranked
 
 R = TypeVar("R", bound=Hashable)
 
@@ -54,9 +54,9 @@ class OvertakeLimit(Generic[R]):
     _aside: dict[R, _Wait] = field(default_factory=dict, init=False)
     _new: dict[int, _Wait] = field(default_factory=dict, init=False)  # nobody has run since
     _turns: deque[_Wait] = field(default_factory=deque, init=False)  # to come
-    _ends: list[tuple[int, int]] = field(default_factory=list, init=False)
-    """Heap: `window_end` and number of those that wait, and of some that did."""
-    _numbers: list[int] = field(default_factory=list, init=False)  # a heap of the same
+    _ends: Ranked[int] = field(default_factory=Ranked, init=False)
+    """The numbers of those that wait and have a window, by `window_end`."""
+    _numbers: Ranked[int] = field(default_factory=Ranked, init=False)  # of all that wait
     _num_arrived: int = field(default=0, init=False)
     _num_run: int = field(default=0, init=False)
 
@@ -71,11 +71,11 @@ class OvertakeLimit(Generic[R]):
             wait = self._next_wait()
         self._waits[request] = wait
         self._requests[wait.number] = request
-        push(self._numbers, wait.number, self._is_waiting, len(self._waits))
+        self._numbers.add(wait.number, wait.number)
         if wait.window_end is None:
             self._new[wait.number] = wait
         else:
-            self._push_end(wait.window_end, wait.number)
+            self._ends.add(wait.number, wait.window_end)
         return wait.number
 
     def arrive_aside(self, request: R) -> None:
@@ -87,38 +87,33 @@ class OvertakeLimit(Generic[R]):
         """It was a request's turn, but it cannot run now; it keeps its place in the order of
         arrival, and others that run meanwhile do not overtake it."""
         self._open()
-        wait = self._waits.pop(request)
-        del self._requests[wait.number]
-        self._aside[request] = wait
+        self._aside[request] = self._forget(request)
 
     def leave(self, request: R) -> None:
         """A request waits no longer, or is no longer set aside, and did not run."""
         self._aside.pop(request, None)
-        wait = self._waits.pop(request, None)
-        if wait is not None:
-            del self._requests[wait.number]
-            self._new.pop(wait.number, None)
+        if request in self._waits:
+            self._new.pop(self._forget(request).number, None)
 
     def run(self, request: R, now_s: float) -> bool:
         """A request waits no longer and runs; returns whether it overtakes one."""
         self._open()
-        number = self._waits.pop(request).number
-        del self._requests[number]
+        number = self._forget(request).number
         self._num_run += 1
         while self._turns and self._turns[0].turn <= self._num_run:
             self._turns.popleft().turn_s = now_s
-        oldest = first(self._numbers, self._is_waiting)
+        oldest = self._numbers.first()
         return oldest is not None and oldest < number
 
     def tightest(self) -> R | None:
         """Whom the fewest may overtake from now on; None if nobody waits who may be overtaken."""
-        end = first(self._ends, self._is_end)
-        return None if end is None else self._requests[end[1]]
+        number = self._ends.first()
+        return None if number is None else self._requests[number]
 
     def is_within(self, number: int) -> bool:
         """Whether a request with this number may run next, whoever waits."""
-        end = first(self._ends, self._is_end)
-        return end is None or number <= max(end)
+        tightest = self._ends.first()
+        return tightest is None or number <= max(tightest, self._ends.rank(tightest))
 
     def number(self, request: R) -> int:
         """How many arrived before one that waits."""
@@ -152,15 +147,14 @@ class OvertakeLimit(Generic[R]):
             wait.turn = self._num_run + others
             self._turns.append(wait)
             wait.window_end = self._num_arrived - 1 + older + self.max_overtakes
-            self._push_end(wait.window_end, number)
+            self._ends.add(number, wait.window_end)
             older += 1
         self._new.clear()
 
-    def _push_end(self, window_end: int, number: int) -> None:
-        push(self._ends, (window_end, number), self._is_end, len(self._waits))
-
-    def _is_waiting(self, number: int) -> bool:
-        return number in self._requests
-
-    def _is_end(self, end: tuple[int, int]) -> bool:
-        return end[1] in self._requests
+    def _forget(self, request: R) -> _Wait:
+        """A request that waits does so no longer."""
+        wait = self._waits.pop(request)
+        del self._requests[wait.number]
+        self._numbers.discard(wait.number)
+        self._ends.discard(wait.number)
+        return wait

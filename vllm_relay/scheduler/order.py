@@ -72,6 +72,7 @@ class _Node(Generic[R]):
 class _Place(Generic[R]):
     node: _Node[R]
     position: Position
+    serial: int  # of this stay
 
 
 @dataclass
@@ -131,12 +132,13 @@ class PrefixOrder(Generic[R]):
         """
         node = self._node_of(chain)
         bisect.insort(node.requests, (position, request))
-        self._places[request] = _Place(node, position)
+        serial = next(self._serial)
+        self._places[request] = _Place(node, position, serial)
         while True:
             if not node.size:
                 node.resident = node.parent is not None and self.is_resident(node.first_block)
             node.size += 1
-            arrival = position, next(self._serial), request
+            arrival = position, serial, request
             push(node.arrivals, arrival, self._is_waiting, node.size)
             if node.parent is None:
                 return
@@ -168,6 +170,8 @@ class PrefixOrder(Generic[R]):
             above.size -= 1
             if not above.size:
                 above.queued_key, above.queued = None, 0
+            elif above.parent is not None:
+                self._queue_again(above)
             above = above.parent
         self._prune(node)
 
@@ -189,12 +193,9 @@ class PrefixOrder(Generic[R]):
             if node.depth > depth:
                 node.turn = node.size  # its turn begins
             node.turn -= 1
+            node.resident = node.parent is not None
         self._current = path[0]
         self.remove(request)
-        for node in path:
-            if node.size and node.parent is not None:
-                node.resident = True
-                self._queue_again(node)
 
     def first(
         self,
@@ -293,7 +294,7 @@ class PrefixOrder(Generic[R]):
 
     def _is_waiting(self, arrival: tuple[Position, int, R]) -> bool:
         place = self._places.get(arrival[2])
-        return place is not None and place.position == arrival[0]
+        return place is not None and place.serial == arrival[1]
 
     def _next_child(self, visit: _Visit) -> _Node[R] | None:
         """The best child of a node that was not looked at yet."""
