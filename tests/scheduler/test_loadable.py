@@ -65,6 +65,20 @@ def test_a_block_is_loadable_as_long_as_a_request_waits_for_it() -> None:
     assert len(loadable) == 0
 
 
+def test_what_was_found_is_asked_for_again_when_nothing_is_known_any_more() -> None:
+    connector = Connector()
+    connector.blocks = set(chain_of(1))
+    loadable = LoadableBlocks(connector.find)
+    loadable.add("a", chain_of(1))
+    assert list(loadable.ask()) == ["a"]
+    connector.blocks.clear()
+    loadable.forget()
+    assert chain_of(1)[0] not in loadable
+    assert list(loadable.ask()) == [] and connector.asked == ["a", "a"]
+    loadable.discard("a")
+    assert len(loadable) == 0
+
+
 def test_it_asks_about_no_more_than_can_be_loaded_soon() -> None:
     connector = Connector()
     connector.blocks = set(chain_of(1))

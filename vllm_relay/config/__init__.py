@@ -239,7 +239,7 @@ def options_of(vllm_config: VllmConfig) -> Any:
 
 def misspelled_section(vllm_config: VllmConfig) -> str | None:
     """A key of ``additional_config`` that was probably meant to be "relay": its letters are those,
-    or nearly, and then what is under it is an option of relay."""
+    or nearly, and then all that is under it are options of relay."""
     additional_config = vllm_config.additional_config
     given = additional_config if isinstance(additional_config, dict) else {}
     for name, value in given.items():
@@ -248,7 +248,8 @@ def misspelled_section(vllm_config: VllmConfig) -> str | None:
         options = {option} if option else set(value if isinstance(value, dict) else ())
         is_nearly = bool(get_close_matches(letters, ["relay"]))
         if name != "relay" and (
-            letters == "relay" or (is_nearly and options & RelayConfig.model_fields.keys())
+            letters == "relay"
+            or (is_nearly and options and options <= RelayConfig.model_fields.keys())
         ):
             return name
     return None

@@ -33,6 +33,7 @@ class LoadableBlocks(Generic[R]):
     find: Callable[[R, Sequence[BlockName]], Sequence[BlockName] | None]
     _unasked: dict[R, Sequence[BlockName]] = field(default_factory=dict, init=False)
     _found: dict[R, Sequence[BlockName]] = field(default_factory=dict, init=False)
+    _found_chains: dict[R, Sequence[BlockName]] = field(default_factory=dict, init=False)
     _names: Counter[BlockName] = field(default_factory=Counter, init=False)
 
     def __contains__(self, name: BlockName) -> bool:
@@ -50,10 +51,18 @@ class LoadableBlocks(Generic[R]):
     def discard(self, request: R) -> None:
         """A request does not wait any more."""
         self._unasked.pop(request, None)
+        self._found_chains.pop(request, None)
         for name in self._found.pop(request, ()):
             self._names[name] -= 1
             if not self._names[name]:
                 del self._names[name]
+
+    def forget(self) -> None:
+        """Nothing is known any more: the connector is asked again."""
+        self._unasked = {**self._found_chains, **self._unasked}
+        self._found_chains.clear()
+        self._found.clear()
+        self._names.clear()
 
     def ask(self) -> Iterator[R]:
         """Yields the requests for which there turns out to be something."""
@@ -69,6 +78,6 @@ class LoadableBlocks(Generic[R]):
             if names is None:
                 self._unasked[request] = chain  # another time
             elif names:
-                self._found[request] = names
+                self._found[request], self._found_chains[request] = names, chain
                 self._names.update(names)
                 yield request

@@ -172,6 +172,8 @@ class _RelayScheduling(Scheduler):
         depth = 0
         while depth < len(chain) and self._is_resident(chain[depth]):
             depth += 1
+        if depth == len(chain):
+            return ()
         manager = self.kv_cache_manager.coordinator.single_type_managers[self.order_group or 0]
         computed_tokens = depth * manager.block_size // self.block_size * self.block_size
         tokens, _ = answer = self.connector.get_num_new_matched_tokens(request, computed_tokens)
@@ -266,6 +268,7 @@ class _RelayScheduling(Scheduler):
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self.pins.reset()
         self.modules.release()
+        self.loadable.forget()
         is_reset = False
         try:
             is_reset = super().reset_prefix_cache(*args, **kwargs)

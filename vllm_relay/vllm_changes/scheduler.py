@@ -126,17 +126,23 @@ def answer_for_connector(
     it admits one, and a look-up may go over the network.
     Remove when: Scheduler keeps what connectors have answered.
     """
-    original = connector.get_num_new_matched_tokens
+    name = "get_num_new_matched_tokens"
+    original, own = getattr(connector, name), vars(connector).get(name)
 
-    def get_num_new_matched_tokens(request: Any, num_tokens: int) -> tuple[int | None, bool]:
-        answer = answers.get((request.request_id, num_tokens))
-        return answer or original(request, num_tokens)
+    def get_num_new_matched_tokens(
+        request: Any, num_tokens: int, *args: Any, **kwargs: Any
+    ) -> tuple[int | None, bool]:
+        answer = None if args or kwargs else answers.get((request.request_id, num_tokens))
+        return answer or original(request, num_tokens, *args, **kwargs)
 
-    connector.get_num_new_matched_tokens = get_num_new_matched_tokens
+    setattr(connector, name, get_num_new_matched_tokens)
     try:
         yield
     finally:
-        connector.get_num_new_matched_tokens = original
+        if own is None:
+            delattr(connector, name)
+        else:
+            setattr(connector, name, own)
 
 
 @contextlib.contextmanager

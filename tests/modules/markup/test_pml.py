@@ -271,6 +271,11 @@ def test_characters_of_private_use_are_text_like_any() -> None:
     assert prompt.text == f"{text} < & ? <& "
 
 
+def test_a_reference_to_a_character_of_private_use_is_no_markup() -> None:
+    prompt = parse_prompt("<a/>a < b &#xF0000; & &#xF0001;", schema="s")
+    assert prompt.text == "a < b \U000f0000 & \U000f0001"
+
+
 def test_many_scaffolds_take_no_long_time() -> None:
     names = [f"m{number}" for number in range(5000)]
     modules = "".join(f'<module name="{name}"/>' for name in names)

@@ -4,6 +4,7 @@ that cannot begin markup, as in code: those are text."""
 
 from __future__ import annotations
 
+import html
 import re
 from dataclasses import dataclass, field
 from xml.parsers import expat
@@ -32,7 +33,7 @@ class Document:
         self.has_root = inside is None
         opening, closing = (f"<{inside}>", f"</{inside}>") if inside else ("", "")
         self._num_opening_bytes = len(opening)
-        used = set(text)
+        used = set(html.unescape(text))  # references may stand for them, too
         unused = (each for each in map(chr, _PRIVATE_USE) if each not in used)
         stand_ins = self._stand_ins = dict(zip("<&", unused, strict=False))
         replaced = _NO_MARKUP.sub(lambda match: stand_ins.get(match[0], match[0]), text)
