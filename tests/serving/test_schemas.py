@@ -386,3 +386,35 @@ def test_what_is_refused_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_deep_bodies_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     body = '{"relay": ' + "[" * 100_000 + "]" * 100_000 + "}"
     assert client_of(monkeypatch).post("/v1/completions", content=body).json() == body
+
+
+def test_clients_that_leave_before_all_is_sent_are_no_errors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor do they take the place of another who posts."""
+    client = client_of(monkeypatch)
+    messages = [
+        {"type": "http.request", "body": b"<schema", "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    scope = {
+        **{"type": "http", "method": "POST", "path": "/relay/schemas", "query_string": b""},
+        "headers": [(b"authorization", b"Bearer secret")],
+    }
+    sent: list[Any] = []
+
+    async def leave() -> None:
+        left = list(messages)
+
+        async def receive() -> Any:
+            return left.pop(0)
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await client.app(dict(scope), receive, send)
+
+    for _ in range(2 * routes.MAX_POSTS):
+        asyncio.run(leave())
+    assert {each["status"] for each in sent if "status" in each} == {400}
+    assert client.post("/relay/schemas", content='<schema name="s"/>').status_code == 201

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from starlette.requests import ClientDisconnect
 
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.commands.prompts import conversation_tokens_async, text_tokens_async
@@ -85,7 +86,7 @@ def too_long(max_bytes: int) -> str:
 
 class RelayRoute(APIRoute):
     """Says in ``request.state.relay_owner`` who asks, if that may be; answers CommandErrors, and
-    bodies that are not what was expected, as vLLM does its errors."""
+    bodies that are not what was expected or do not come, as vLLM does its errors."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -98,6 +99,8 @@ class RelayRoute(APIRoute):
                 return error_response(400, describe(error))
             except CommandError as error:
                 return error_response(error.status, str(error))
+            except ClientDisconnect:
+                return error_response(400, "the connection was closed before the body had ended")
 
         return answer
 

@@ -178,6 +178,21 @@ def test_declaring_again() -> None:
         assert caught.value.status == 409
 
 
+@pytest.mark.parametrize("ends", ["unpinned", "in time"])
+def test_a_pin_that_is_gone_before_it_is_computed(ends: str) -> None:
+    """Who asks for one did not ask for an unknown pin."""
+    scheduler = Scheduler()
+    scheduler.pins.declare("a", tokens(16), ttl_s=1.0, declaration="first")
+    if ends == "unpinned":
+        scheduler.pins.unpin("a")
+    else:
+        scheduler.now_s += 2
+    scheduler.run(tokens(16), "a")
+    with pytest.raises(CommandError, match="before it was computed") as caught:
+        scheduler.pins.settle("a", "first")
+    assert caught.value.status == 409
+
+
 def test_a_new_pin_that_is_not_computed_is_forgotten_by_who_declared_it() -> None:
     scheduler = Scheduler()
     scheduler.pins.declare("a", tokens(16), declaration="first")

@@ -164,9 +164,16 @@ class PinTable:
         """What has become of a declared pin; one that is new, and still cold, is forgotten.
 
         Raises:
-            CommandError: 404 it is gone, 409 it was not computed, 507 it found no room.
+            CommandError: 409 it is gone or was not computed, 507 it found no room.
         """
-        pin = self._get(pin_id)
+        self.expire()
+        pin = self._pins.get(pin_id)
+        if pin is None:
+            raise CommandError(
+                409,
+                f"pin {pin_id!r} was unpinned before it was computed, or its time had passed: try "
+                "again, with a longer ttl_s if it had one",
+            )
         if pin.blocks:
             pin.declaration = None
             return self._describe(pin)
