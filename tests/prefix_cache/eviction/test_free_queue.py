@@ -125,6 +125,23 @@ def test_evicted_hashes_are_no_evictions():
     assert pool.free_block_queue.evicted_blocks == {"unused": 0, "needed": 0}
 
 
+@pytest.mark.parametrize("lose", ["reset", "evict"])
+def test_blocks_that_lost_their_hashes_leave_when_all_were_set_aside(lose):
+    next_use = NextUse()
+    pool = build_pool("queue", next_use, 2)
+    names = [b"a", b"b"]
+    keys = [name + bytes(4) for name in names]
+    blocks, _ = admit(pool, names, keys)
+    pool.free_blocks(reversed(blocks))
+    next_use.add((0,), [keys])
+    assert list(pool.free_block_queue.iter_blocks_after(None)) == blocks[::-1]  # sets them aside
+    if lose == "reset":
+        assert pool.reset_prefix_cache()
+    else:
+        pool.evict_blocks(set(ids(blocks)))
+    assert sorted(ids(pool.get_new_blocks(2))) == sorted(ids(blocks))
+
+
 def test_of_equals_the_deepest_leaves_first_where_no_chain_is_known():
     next_use = NextUse()
     next_use.add((0,), [[key("a"), key("ab"), key("abc")]])

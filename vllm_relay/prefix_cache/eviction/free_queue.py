@@ -98,7 +98,8 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
         taken: list[KVCacheBlock] = []
         while len(taken) < n:
             wanted = n - len(taken)
-            first, kept, surplus = _first_of(self, self._mark), self._first_aside(), self._surplus()
+            kept, surplus = self._first_aside(), self._surplus()  # may put blocks before the first
+            first = _first_of(self, self._mark)
             if surplus and (first is None or first.block_hash is not None):
                 taken += self._pop_reused(wanted, surplus)
             elif kept is not None and kept.place[0] == 0 and self._leaves_before(kept, first):
