@@ -47,8 +47,13 @@ def server_process(
     options: Sequence[str] = (),
     *,
     spawns: bool = False,
+    main: str = "vllm.entrypoints.cli.main",
 ) -> Iterator[tuple[BaseProcess, str]]:
-    """As `serving`, with the server's process, which leads a session."""
+    """As `serving`, with the server's process, which leads a session.
+
+    Args:
+        main: the module that is run, with the arguments of vLLM's.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -58,7 +63,7 @@ def server_process(
     command += ["--additional-config", json.dumps({"relay": relay}), *options]
     process = vllm_processes.start(
         vllm_processes.run_main_in_session,
-        "vllm.entrypoints.cli.main",
+        main,
         *command,
         stdout=log,
         stderr=log,
