@@ -125,7 +125,6 @@ def pin(llm: Any, prompt: Prompt, pin_id: str | None = None, *, ttl_s: float | N
         CommandError: the prompt cannot be pinned; the message says why.
         RuntimeError: the engine has unfinished requests.
     """
-    check_pin(pin_id, ttl_s)
     engine = getattr(llm, "llm_engine", llm)
     return pin_tokens(engine, Declaration(tokens_of(llm, prompt), pin_id, ttl_s=ttl_s))
 
