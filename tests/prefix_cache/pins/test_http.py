@@ -322,6 +322,25 @@ def test_a_pin_of_whoever_uses_the_engine_in_its_process() -> None:
     assert client(engine).delete("/relay/pins/a").status_code == 403
 
 
+def test_an_engine_that_ends_while_it_computes_a_pin_says_so_itself() -> None:
+    class EndedError(Exception):
+        pass
+
+    class Ending(Engine):
+        async def generate(self, *args: Any, **kwargs: Any) -> AsyncIterator[None]:
+            self.schedulers.clear()
+            raise EndedError("the server is shutting down")
+            yield None
+
+        async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
+            if not self.schedulers:
+                raise RuntimeError("the engine core is dead")
+            return await super().call_utility_all_async(method, *args)
+
+    with pytest.raises(EndedError, match="shutting down"):
+        asyncio.run(pin_tokens_async(Ending(), Declaration(tokens(16), "a")))
+
+
 def test_system_prompts_are_pinned_before_the_server_listens() -> None:
     engine = Engine(system_prompts=["be brief and kind"])
     [entry] = client(engine).get("/relay/pins").json()["pins"]

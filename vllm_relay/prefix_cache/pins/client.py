@@ -200,8 +200,11 @@ async def pin_tokens_async(engine: Any, asked: Declaration) -> Pin:
     if cold:
         try:
             failures = await asyncio.gather(*(compute_in(*each) for each in cold.items()))
-        finally:
-            settled = await call_ranks_async(engine, "settle_pin", asked.name)
+        except BaseException:
+            with contextlib.suppress(Exception):  # of an engine that has ended
+                await call_ranks_async(engine, "settle_pin", asked.name)
+            raise
+        settled = await call_ranks_async(engine, "settle_pin", asked.name)
         for rank, failure in zip(cold, failures, strict=True):
             answers[rank] = failure or settled[rank]
     return _of_all_ranks(asked.pin_id, answers)
