@@ -132,7 +132,7 @@ class HostileClients:
                 await self._client.send("unpin all", "DELETE", f"/relay/pins/{pin['id']}")
 
     async def _many_schemas(self) -> None:
-        """The same."""
+        """Until the server knows enough, and then they are forgotten."""
         self._num_names += 1
         body = (
             f'<schema name="many-{self._num_names}"><module name="m">a</module></schema>'.encode()

@@ -123,7 +123,7 @@ class PoliteClient:
         if has_ttl:
             body["ttl_s"] = TTL_S
         status, page = await self._client.send("pin", "POST", "/relay/pins", body)
-        if status in (409, 507):  # its room went to others, as it may
+        if status == 507 or (status == 409 and has_ttl):  # its room went to others, or its time
             return
         if status != 201:
             self._record.problem("lost", f"pin {body}: {status} {page}")
