@@ -127,7 +127,8 @@ def answer_for_connector(
     Remove when: Scheduler keeps what connectors have answered.
     """
     name = "get_num_new_matched_tokens"
-    original, own = getattr(connector, name), vars(connector).get(name)
+    original = getattr(connector, name)
+    own = {name: original} if name in vars(connector) else {}
 
     def get_num_new_matched_tokens(
         request: Any, num_tokens: int, *args: Any, **kwargs: Any
@@ -139,10 +140,8 @@ def answer_for_connector(
     try:
         yield
     finally:
-        if own is None:
-            delattr(connector, name)
-        else:
-            setattr(connector, name, own)
+        del vars(connector)[name]
+        vars(connector).update(own)
 
 
 @contextlib.contextmanager
