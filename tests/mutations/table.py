@@ -197,21 +197,19 @@ MUTATIONS = [
     *_of(
         f"{_CACHE}/eviction/set_aside.py",
         "prefix_cache/eviction/test_policies.py",
-        ("if kept is not None and self._rank(kept):", "if kept is not None:"),
+        ("if self._rank(kept):", "if kept:"),
         ("for key in filter(self._by_key.__contains__, keys):", "for key in ():"),
     ),
     *_of(
         f"{_CACHE}/eviction/free_queue.py",
         "prefix_cache/eviction/test_walk.py",
         ("if self._freed_at[block.block_id] != freed_at:", "if False:"),
-        ("is_passed = before is not mark and not _is_alone(mark)", "is_passed = False"),
     ),
     *_of(
         f"{_CACHE}/eviction/free_queue.py",
         "prefix_cache/eviction/test_policies.py",
-        ("return (2, *(-each for each in rank)", "return (2, *rank"),
-        ("leaves = leaves or not self._is_needed(kept.key)", "leaves = False"),
-        ("place = (0, max(listed_at, first.freed_at))", "place = (1, first.freed_at)"),
+        ("return (1, *(-each for each in rank)", "return (1, *rank"),
+        ("max(0, self._reused.num_free_blocks - self._reuse.room_blocks)", "0"),
     ),
     # prompt modules
     *_of(
