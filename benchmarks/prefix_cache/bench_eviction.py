@@ -228,7 +228,7 @@ def parse_options() -> Namespace:
     parser.add_argument("--workloads", type=int, default=20, help="random ones (%(default)s)")
     parser.add_argument("--requests", type=int, default=2000, help="of each (%(default)s)")
     parser.add_argument(
-        "--traces", type=Path, metavar="FOLDER", help="Mooncake's: *.jsonl with hash_ids"
+        "--data", type=Path, metavar="FOLDER", help="Mooncake's: *.jsonl with hash_ids"
     )
     return parser.parse_args()
 
@@ -242,8 +242,8 @@ def main() -> None:
         chains = random_workload(seed, requests)
         rows += [measure(f"random {seed}", chains, size) for size in cache_sizes(chains)]
     add_rows(result, "random workloads", rows)
-    if options.traces:
-        for name, chains in traces(options.traces, 60 if options.smoke else None):
+    if options.data:
+        for name, chains in traces(options.data, 60 if options.smoke else None):
             add_rows(result, name, [measure(name, chains, size) for size in cache_sizes(chains)])
     add_costs(result, 64 if options.smoke else PROMPT_BLOCKS, 2 if options.smoke else 20)
     result.end(options)
