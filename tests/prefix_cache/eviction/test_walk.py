@@ -170,3 +170,12 @@ def test_a_walk_from_a_block_in_the_middle():
     for index, block in enumerate(order):
         assert list(queue.iter_blocks_after(block)) == order[index + 1 :]
     assert list(queue.iter_blocks_after(queue.popleft())) == []
+
+
+def test_a_walk_goes_on_where_it_was_when_what_it_showed_last_is_freed_anew():
+    queue = free_blocks(4, needed=10**9)
+    first, *others = queue.get_all_free_blocks()
+    assert next(queue.iter_blocks_after(None)) is first
+    queue.remove(first)
+    queue.append(first)
+    assert list(queue.iter_blocks_after(first)) == [*others, first]
