@@ -7,9 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-E = TypeVar("E")
+if TYPE_CHECKING:
+    from _typeshed import SupportsRichComparison
+
+E = TypeVar("E", bound="SupportsRichComparison")
 R = TypeVar("R", bound=Hashable)
 
 _MIN_SIZE = 64
@@ -22,10 +25,10 @@ def push(heap: list[E], entry: E, is_current: Callable[[E], bool], num_current: 
         is_current: whether an entry is not out of date; once it is, it stays so.
         num_current: how many are not, at least.
     """
-    heappush(heap, entry)  # type: ignore[type-var]
+    heappush(heap, entry)
     if len(heap) > _MIN_SIZE + 2 * num_current:
         heap[:] = filter(is_current, heap)
-        heapify(heap)  # type: ignore[type-var]
+        heapify(heap)
 
 
 def first(heap: list[E], is_current: Callable[[E], bool]) -> E | None:
@@ -33,7 +36,7 @@ def first(heap: list[E], is_current: Callable[[E], bool]) -> E | None:
     while heap:
         if is_current(heap[0]):
             return heap[0]
-        heappop(heap)  # type: ignore[type-var]
+        heappop(heap)
     return None
 
 

@@ -4,14 +4,21 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.vllm_processes import run_module
 
 ROOT = Path(__file__).parents[2]
+needs_two_cores = pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="vLLM gives each of two ranks a core of its own"
+)
+
 ROBUST_LEAD = 1e-3  # nats; below it rounding may decide which token is best
 
 Run = Callable[..., dict[str, Any]]

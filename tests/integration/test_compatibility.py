@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.runs import Run, assert_same_completions
+from tests.integration.runs import Run, assert_same_completions, needs_two_cores
 from tests.integration.tiny_models import save_drafter
 
 pytestmark = pytest.mark.integration
@@ -146,7 +146,7 @@ def test_long_contexts_beside_other_kinds_of_layers(run: Run, model: str) -> Non
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each of two ranks")
+@needs_two_cores
 def test_tensor_parallel(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, *_ = sorted(os.sched_getaffinity(0))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{first}|{second}")

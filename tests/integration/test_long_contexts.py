@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.runs import Run, assert_same_completions, start
+from tests.integration.runs import Run, assert_same_completions, needs_two_cores, start
 from tests.long_context.made_costs import made_costs
 from vllm_relay.sparse.search_cost import costs_path, write_costs
 
@@ -169,7 +169,7 @@ def check_damaged(found: dict[str, Any]) -> None:
         assert_same_completions(again, before)
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each of two ranks")
+@needs_two_cores
 def test_a_context_that_one_rank_cannot_read_is_computed_again(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

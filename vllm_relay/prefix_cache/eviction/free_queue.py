@@ -3,7 +3,8 @@
 
 A prompt frees its blocks last first, and whoever needs or used a block needs or used all before it.
 So of the blocks of a prompt the deepest is freed first, needed last and used least, and leaves
-first: no block leaves before the free ones that follow it.
+first. A block may outlive the one before it only where it was kept for its uses, and these were
+forgotten before the other one, which was in use for longer, was free.
 """
 
 from __future__ import annotations
