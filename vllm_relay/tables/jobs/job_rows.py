@@ -67,14 +67,14 @@ class JobRows:
         columns = ", ".join(self.columns)
         # rows are equal if they are shown alike, whatever their collation says
         shown = ", ".join(f"to_json({column})" for column in self.columns)
-        firsts = ", ".join(f"arg_min({column}, place) AS {column}" for column in self.columns)
-        # a comment may end the source
+        # A comment may end the source. Joined by place: values that aggregates keep, as arg_min
+        # does, cannot be spilled to disk.
         connection.execute(
-            f"CREATE TEMP TABLE {self.name} AS "
-            f"SELECT row_number() OVER (ORDER BY first_place) - 1 AS number, num_rows, {columns} "
-            f"FROM (SELECT {firsts}, min(place) AS first_place, count(*) AS num_rows FROM "
+            f"CREATE TEMP TABLE {self.name} AS WITH placed AS MATERIALIZED "
             f"(SELECT *, row_number() OVER () AS place FROM (\n{source}\n) AS source({columns})) "
-            f"GROUP BY {shown})"
+            f"SELECT row_number() OVER (ORDER BY place) - 1 AS number, num_rows, {columns} "
+            f"FROM placed JOIN (SELECT min(place) AS first_place, count(*) AS num_rows "
+            f"FROM placed GROUP BY {shown}) ON place = first_place"
         )
         self.num_distinct, self.num_rows = self._one(
             f"SELECT count(*), coalesce(sum(num_rows), 0)::BIGINT FROM {self.name}"
