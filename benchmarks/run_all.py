@@ -63,7 +63,6 @@ ROOMS = {
         "bench_long_context_capacity",
         "bench_long_context_decode",
         "bench_long_context_short",
-        "bench_index_payoff",
     ],
 }
 """Folders and their benchmarks, in the order of the page."""

@@ -6,7 +6,6 @@ bench_long_context_english.py     English and learned heads
 bench_long_context_capacity.py    requests that are served at once
 bench_long_context_decode.py      decode steps over a stored context
 bench_long_context_short.py       requests below the threshold
-bench_index_payoff.py             when a running request's index pays
 corpus_model.py                   a model that asks the queries of made heads
 english_engine.py                 an engine that tells log-probabilities
 english_engine_main.py            its process

@@ -281,42 +281,6 @@ def run_evicted_contexts(llm: LLM) -> Any:
     }
 
 
-def run_long_answers(llm: LLM) -> Any:
-    """Some hundred tokens each; with RELAY_SPARSE, when layers got other indexes than flat ones."""
-    from vllm_relay.long_context import host_sequence, worker
-
-    host_sequence.GRANULE_TOKENS = 25  # 200 tokens are worth an index
-    engine = llm.llm_engine
-    for index, num_tokens in enumerate((330, 300, 350)):
-        prompt = {"prompt_token_ids": tokens(80 + index, num_tokens)}
-        engine.add_request(f"long-{index}", prompt, greedy(140, logprobs=2))
-    finished: dict[str, Any] = {}
-    taken: dict[str, list[int]] = {}
-    most_queued = 0
-    while engine.has_unfinished_requests():
-        for request in engine.step():
-            num_tokens = len(request.outputs[0].token_ids)
-            if request.finished:
-                finished[request.request_id] = completion(request.outputs[0])
-            for name, held in worker.state.requests.items():
-                # the engine adds something to the ids it is given
-                is_it = name.startswith(f"{request.request_id}-")
-                if not is_it or held.sequence is None or num_tokens >= 130:
-                    continue
-                kinds = [
-                    index.kind
-                    for layer in held.sequence.layers.values()
-                    if layer.better is not None
-                    for index in layer.better.layer.indexes
-                ]
-                taken.setdefault(request.request_id, []).append(kinds.count("coarse"))
-        running = worker.state.running_indexes
-        if running is not None and running.num_queued:
-            most_queued = max(most_queued, running.num_queued)
-            time.sleep(0.05)
-    return {"completions": finished, "taken": taken, "most_queued": most_queued}
-
-
 def run_preempted(llm: LLM) -> Any:
     """Every request is preempted once in the middle of its output."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -383,7 +347,6 @@ SCENARIOS = {
     "damaged_context": run_damaged_context,
     "evicted_contexts": run_evicted_contexts,
     "preempted": run_preempted,
-    "long_answers": run_long_answers,
     "shared": run_shared,
     "few_tokens": run_few_tokens,
     "parallel_sampling": run_parallel_sampling,

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import Run, assert_same_completions, needs_two_cores, start
-from tests.long_context.made_costs import made_costs
-from vllm_relay.sparse.search_cost import costs_path, write_costs
 
 pytestmark = pytest.mark.integration
 
@@ -95,33 +93,6 @@ def test_preempted_requests_go_on_where_they_were(run: Run, options: dict[str, A
     sparse = sparse_run(run, options)
     assert_same_completions(sparse["preempted"], dense_run(run)["preempted"])
     assert sparse["metrics"]["relay:preempted_kept_tokens"] > 1000
-
-
-def test_requests_get_better_indexes_while_they_run(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_RELAY_CACHE", str(tmp_path))
-    write_costs(costs_path(), made_costs(), {})
-    found, without = (
-        run(
-            "relay_sparse",
-            scenarios=("long_answers", "reset"),
-            additional_config={"relay": {**MOST["relay"], "index_running_requests": is_on}},
-        )
-        for is_on in (True, False)
-    )
-    dense = run("relay", scenarios=("long_answers",))["long_answers"]["completions"]
-    for each in (found, without):
-        assert_same_completions(each["long_answers"]["completions"], dense)
-        assert each["reset"], "a block was not given back"
-    assert without["long_answers"]["most_queued"] == 0
-    assert not any(map(any, without["long_answers"]["taken"].values()))
-    assert found["long_answers"]["most_queued"] >= 1
-    assert found["metrics"]["relay:index_builds_queued"] == 0
-    assert len(found["long_answers"]["taken"]) == 3
-    for taken in found["long_answers"]["taken"].values():
-        # of two layers of two heads, in the middle of the answer
-        assert taken[0] == 0 and taken[-1] == 4 and taken == sorted(taken)
 
 
 def check_contexts(found: dict[str, Any], state: str) -> None:

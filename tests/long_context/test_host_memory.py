@@ -116,26 +116,3 @@ def test_the_youngest_preempted_request_gives_way_and_the_oldest_stays() -> None
     memory.release("d")
     assert memory.reserve("a", 3 * GRANULE_TOKENS) == []
     assert memory.used_bytes == memory.capacity_bytes
-
-
-def test_indexes_take_memory_for_each_token() -> None:
-    extra = 2 * BYTES_PER_TOKEN
-    memory = HostMemory(6 * GRANULE_BYTES, BYTES_PER_TOKEN)
-    assert memory.bytes_for(GRANULE_TOKENS + 1, extra) == 6 * GRANULE_BYTES
-    assert memory.reserve("a", GRANULE_TOKENS + 1, extra) == []
-    assert memory.used_bytes == 6 * GRANULE_BYTES
-    assert memory.reserve("a", 2 * GRANULE_TOKENS + 1, extra) is None
-    # without them there is room for more tokens in what it has
-    assert memory.reserve("a", 6 * GRANULE_TOKENS) == []
-    assert memory.used_bytes == 6 * GRANULE_BYTES
-
-
-def test_nobody_gives_up_memory_for_indexes() -> None:
-    memory = HostMemory(3 * GRANULE_BYTES, BYTES_PER_TOKEN)
-    assert memory.reserve("a", GRANULE_TOKENS) == []
-    memory.preempt("a")
-    assert memory.reserve("b", GRANULE_TOKENS, 2 * BYTES_PER_TOKEN) is None
-    assert memory.holds("a") and not memory.holds("b")
-    assert memory.reserve("b", GRANULE_TOKENS, BYTES_PER_TOKEN) == []
-    assert memory.used_bytes == memory.capacity_bytes
-    assert memory.reserve("c", GRANULE_TOKENS) == ["a"]

@@ -17,7 +17,6 @@ from vllm.v1.request import RequestStatus
 
 from tests.integration.engine_main import tokens
 from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS, save_model
-from tests.long_context.made_costs import made_costs
 from tests.long_context.simulated_engine import (
     BLOCK_SIZE,
     BYTES_PER_TOKEN,
@@ -27,7 +26,7 @@ from tests.long_context.simulated_engine import (
     long_engine,
 )
 from tests.support.depth import cases
-from vllm_relay.long_context import indexed_requests, scheduler
+from vllm_relay.long_context import scheduler
 from vllm_relay.long_context.client import list_contexts
 from vllm_relay.long_context.orders import ContextReport, orders_of
 from vllm_relay.long_context.scheduler import HostBlocks, LongContextScheduler
@@ -260,97 +259,6 @@ def test_a_model_of_sliding_windows_only_is_refused_at_start() -> None:
     )
     with pytest.raises(ValueError, match="without a layer of full attention"):
         LongContextScheduler(stock)
-
-
-@pytest.fixture
-def cheap_indexes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They pay for requests of about a hundred tokens and more."""
-    costs = made_costs(build_us=5e3)
-    monkeypatch.setattr(indexed_requests, "load_costs", lambda: costs)
-
-
-def collect_indexed(engine: LongEngine) -> list[tuple[str, bool]]:
-    """What the workers are told from now on."""
-    told: list[tuple[str, bool]] = []
-
-    def on_step(scheduler_output: Any) -> None:
-        memory = engine.long_contexts.memory
-        assert memory.used_bytes <= memory.capacity_bytes
-        for request_id, is_indexed in orders_of(scheduler_output).indexed.items():
-            assert request_id in scheduler_output.num_scheduled_tokens
-            told.append((name_of(request_id), is_indexed))
-
-    engine.executor.on_step = on_step
-    return told
-
-
-@pytest.mark.usefixtures("cheap_indexes")
-def test_requests_for_which_an_index_could_pay_get_memory_for_it(model: str) -> None:
-    with long_engine(model, host_tokens=8 * MAX_MODEL_LEN_TOKENS) as engine:
-        told, memory = collect_indexed(engine), engine.long_contexts.memory
-        engine.add("long", tokens(1, 230), 200)
-        engine.step()
-        index_bytes = engine.long_contexts.indexed.bytes_per_token
-        per_token = BYTES_PER_TOKEN + index_bytes
-        # 96 tokens are two granules; of two layers of two heads
-        assert memory.used_bytes == 2 * GRANULE_TOKENS * per_token
-        assert engine.long_contexts.indexed.bytes_per_token == int(
-            2 * 2 * (64 + 4 * 48 + 0.4 * 32 * 4)
-        )
-        engine.add("few", tokens(2, 230), 60)
-        engine.add("short", tokens(3, SHORT_TOKENS), 300)
-        engine.run()
-        assert told == [("long", True)] and memory.used_bytes == 0
-
-
-@pytest.mark.usefixtures("cheap_indexes")
-@pytest.mark.parametrize(
-    "relay", [{"index_running_requests": False}, {"alpha": 0}, {"max_dropped_mass": 0.1}], ids=str
-)
-def test_no_memory_where_nothing_is_built(model: str, relay: dict[str, Any]) -> None:
-    with long_engine(model, host_tokens=8 * MAX_MODEL_LEN_TOKENS, relay=relay) as engine:
-        told = collect_indexed(engine)
-        engine.add("long", tokens(1, 230), 200)
-        engine.run()
-        assert told == [] and engine.ended == ["long"]
-
-
-@pytest.mark.usefixtures("cheap_indexes")
-def test_an_index_that_would_not_fit_beside_the_tokens_is_not_built(model: str) -> None:
-    with long_engine(model, host_tokens=MAX_MODEL_LEN_TOKENS) as engine:
-        told = collect_indexed(engine)
-        engine.add("long", tokens(1, 300), 200)
-        engine.run()
-        assert told == [] and engine.ended == ["long"]
-
-
-@pytest.mark.usefixtures("cheap_indexes")
-def test_indexes_give_way_to_tokens(model: str) -> None:
-    with long_engine(model, host_tokens=3 * MAX_MODEL_LEN_TOKENS) as engine:
-        told = collect_indexed(engine)
-        for name in "abc":
-            engine.add(name, tokens(ord(name), 150), 300)
-        engine.run()
-        assert {name for name, is_indexed in told if is_indexed} >= {"a", "b"}
-        assert ("a", False) in told or ("b", False) in told
-        assert sorted(engine.ended) == ["a", "b", "c"]
-        assert engine.long_contexts.memory.used_bytes == 0
-        assert len(engine.long_contexts.indexed) == 0
-
-
-@pytest.mark.usefixtures("cheap_indexes")
-def test_a_request_that_has_to_wait_is_told_when_it_begins(model: str) -> None:
-    with long_engine(model, num_blocks=9, host_tokens=8 * MAX_MODEL_LEN_TOKENS) as engine:
-        told = collect_indexed(engine)
-        engine.add("a", tokens(1, 250), 200)
-        for _ in range(4):
-            engine.step()
-        engine.add("b", tokens(2, 250), 200)
-        for _ in range(20):
-            engine.step()
-        assert told == [("a", True)]
-        engine.run()
-        assert told == [("a", True), ("b", True)]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

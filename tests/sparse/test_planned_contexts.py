@@ -215,13 +215,6 @@ def test_an_index_that_disappoints_is_not_kept(kind: str, monkeypatch: pytest.Mo
     assert plan.query_for(3000) is None
 
 
-def test_only_the_kinds_that_are_asked_for_are_built() -> None:
-    options, costs = DBOptions(max_error=0.1), costs_with_cheap("graph")
-    for kinds, expected in ((("full", "flat", "graph"), "graph"), (("full", "flat"), "flat")):
-        index, _ = build_index(0, *_head(), 2, options, costs, kinds=kinds)
-        assert index.kind == expected
-
-
 def test_no_index_learns_from_the_queries_of_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, values, queries = _head()
     learned, profiled = [], []

@@ -61,27 +61,6 @@ def test_as_many_as_asked_for(per_key: float, count: int) -> None:
     assert (0 if sample is None else sample.shape[1]) == count
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 30), st.integers(0, 40))
-def test_the_sample_of_the_tokens_before_one(
-    chunks: list[int], first_position: int, before: int
-) -> None:
-    """Of a request that begins at `first_position`; later ones change nothing."""
-    queries, shorter = TrainQueries(0.7), TrainQueries(0.7)
-    end = first_position
-    for chunk in chunks:
-        queries.add(_queries(60)[:, :, end : end + chunk], first_position=end)
-        end += chunk
-    parts = queries.parts_before(before)
-    queries.add(_queries(60)[:, :, end : end + 5], first_position=end)
-    last = min(before, end)
-    if last > first_position:
-        shorter.add(_queries(60)[:, :, first_position:last], first_position=first_position)
-    wanted = shorter.sample()
-    assert bool(parts) == (wanted is not None)
-    if wanted is not None:
-        assert torch.equal(torch.cat(parts, 1), wanted)
-
-
 def test_a_copy_goes_on_by_itself() -> None:
     queries = TrainQueries(1.0)
     queries.add(_queries(4), first_position=0)

@@ -68,12 +68,6 @@ class LongContextOptions(BaseModel):
         ge=1,
         description="Threads that build graphs and plans beside the steps of the engine.",
     )
-    index_running_requests: bool = Field(
-        default=True,
-        description="Build better indexes for requests that are still running, where they generate "
-        "so many tokens that it pays. Their answers may then depend on when an index is ready; "
-        "False keeps them reproducible.",
-    )
     context_dir: str | None = Field(
         default=None,
         min_length=1,

@@ -11,13 +11,10 @@
     scheduler.py         hooks into vLLM's KV cache manager                            (vLLM)
     host_sequence.py     keys and values of a running request, and indexes over them   (torch)
     host_attention.py    attention over tokens in host memory                          (torch)
-    sequence_context.py, worker_contexts.py, model_identity.py
+    sequence_context.py, worker_contexts.py, index_builders.py, model_identity.py
                          contexts of a worker, and the threads that build their indexes (torch)
     device_copies.py, pending_writes.py, mirroring.py
                          a GPU's keys and values on their way to the host              (torch)
-    index_payoff.py      when a better index pays for a running request                (pure)
-    indexed_requests.py  which requests have memory for one                            (vLLM)
-    running_indexes.py, index_builders.py   and who builds it                          (torch)
     worker.py, ranks.py  the requests of a worker and the host's part of them          (vLLM)
     commands.py, client.py, preload.py, start_checks.py   contexts from front ends
 """

@@ -32,29 +32,24 @@ class HostMemory:
     def context_bytes(self) -> int:
         return sum(self._contexts.values())
 
-    def bytes_for(self, num_tokens: int, extra_bytes_per_token: int = 0) -> int:
+    def bytes_for(self, num_tokens: int) -> int:
         """Of a request with so many tokens."""
         granules = -(-num_tokens // GRANULE_TOKENS)
-        return granules * GRANULE_TOKENS * (self.bytes_per_token + extra_bytes_per_token)
+        return granules * GRANULE_TOKENS * self.bytes_per_token
 
-    def reserve(
-        self, request_id: str, num_tokens: int, extra_bytes_per_token: int = 0
-    ) -> list[str] | None:
+    def reserve(self, request_id: str, num_tokens: int) -> list[str] | None:
         """Makes room for a request's first `num_tokens` tokens.
-
-        Args:
-            extra_bytes_per_token: of its indexes. Nobody gives up memory for these.
 
         Returns:
             preempted requests that had to give up their memory, the youngest first; None if there
             is not enough even so, and then nothing is changed.
         """
-        wanted = self.bytes_for(num_tokens, extra_bytes_per_token)
+        wanted = self.bytes_for(num_tokens)
         held = self._requests.get(request_id, self._preempted.get(request_id, 0))
         missing = self.used_bytes - held + max(held, wanted) - self.capacity_bytes
         dropped: list[str] = []
         for other in reversed(self._preempted):
-            if missing <= 0 or extra_bytes_per_token:
+            if missing <= 0:
                 break
             if other != request_id:
                 dropped.append(other)

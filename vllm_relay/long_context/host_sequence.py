@@ -13,7 +13,7 @@ from vllm_relay import _C
 from vllm_relay.sparse.attention import SparseLayer
 from vllm_relay.sparse.elements import DTYPES, Elements
 from vllm_relay.sparse.flat import FlatIndex
-from vllm_relay.sparse.query_types import Dipr, QueryType
+from vllm_relay.sparse.query_types import QueryType
 from vllm_relay.sparse.train_queries import TrainQueries
 
 GRANULE_TOKENS = 1024
@@ -24,34 +24,21 @@ TRAIN_QUERIES_PER_KEY = 0.4
 
 @dataclass(eq=False)
 class Segment:
-    """An index over the positions `begin` to `end` of a request.
-
-    Attributes:
-        queries: what each kv head is asked; None: what is asked of all indexes of the request.
-    """
+    """An index over the positions `begin` to `end` of a request."""
 
     begin: int
     end: int
     layer: SparseLayer
-    queries: list[QueryType | None] | None = None
     _asked: QueryType | None = None
     _native: Any = None
 
     def native(self, query: QueryType | None) -> Any:
         """What the C++ side is told of a search."""
         if self._native is None or query != self._asked:
-            queries = self.queries or [query] * len(self.layer.indexes)
+            queries = [query] * len(self.layer.indexes)
             self._native = self.layer.native_search(queries, 0, self.end - self.begin)
             self._asked = query
         return self._native
-
-
-@dataclass(frozen=True, eq=False)
-class PendingSegment:
-    """The positions of a segment that is being built."""
-
-    begin: int
-    end: int
 
 
 class HostLayer:
@@ -63,12 +50,8 @@ class HostLayer:
         keys, values: [kv_heads, capacity, size], of position `begin` and after. Memory is taken
             when it is first written.
         segments: adjacent, in order.
-        better: the segment with planned indexes, from the first indexed position on; others have
-            flat ones.
-        pending: what `better` is to become; None if tokens of it were written again meanwhile.
-        train_queries: that its keys have met, if an index may learn from them.
+        train_queries: that its keys have met, of a request that becomes a context.
         native: keys and values, as the C++ side has them.
-        query: what its indexes are asked, known as soon as there are training queries.
     """
 
     def __init__(
@@ -78,9 +61,6 @@ class HostLayer:
         self.keys = torch.empty(num_kv_heads, capacity, head_size, dtype=dtype)
         self.values = torch.empty_like(self.keys)
         self.segments: list[Segment] = []
-        self.better: Segment | None = None
-        self.pending: PendingSegment | None = None
-        self.query: Dipr | None = None
         self.train_queries = TrainQueries(TRAIN_QUERIES_PER_KEY)
         dtype_code = DTYPES.index(str(dtype).removeprefix("torch."))
         self.native = _C.host.HostRows(_bits(self.keys), _bits(self.values), dtype_code)
@@ -99,10 +79,6 @@ class HostLayer:
         """The request began again, or tokens of it were rejected."""
         self.end = end
         self.segments = [segment for segment in self.segments if segment.end <= end]
-        if self.better is not None and self.better.end > end:
-            self.better = None
-        if self.pending is not None and self.pending.end > end:
-            self.pending = None
 
     def rows(self, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the positions `begin` to `end`: [kv_heads, tokens, size], views."""
@@ -113,52 +89,20 @@ class HostLayer:
         """Indexes positions from `begin` on; returns up to where, at most to `end`: `begin` if that
         is not before it.
 
-        What is indexed depends on positions only, not on when this is called; how it is cut into
-        segments depends on where `better` ends, too.
+        What is indexed depends on positions only, not on when this is called.
         """
         num_granules = max(0, end - begin) // GRANULE_TOKENS
         # the last segment is small: what is built again as tokens are generated
         num_large = num_granules // GRANULES_PER_SEGMENT * GRANULES_PER_SEGMENT
         large_end = begin + num_large * GRANULE_TOKENS
         indexed_end = begin + num_granules * GRANULE_TOKENS
-        better = self.better
-        if better is not None and (better.begin != begin or better.end > large_end):
-            better = None
         known = {(segment.begin, segment.end): segment for segment in self.segments}
-        flat_begin = begin if better is None else better.end
-        segments = [
+        self.segments = [
             known.get((first, last)) or self._flat(first, last)
-            for first, last in ((flat_begin, large_end), (large_end, indexed_end))
+            for first, last in ((begin, large_end), (large_end, indexed_end))
             if first < last
         ]
-        self.segments = segments if better is None else [better, *segments]
         return indexed_end
-
-    @property
-    def large_flat_segment(self) -> Segment | None:
-        """That a better one could replace."""
-        if self.better is not None or not self.segments:
-            return None
-        first = self.segments[0]
-        is_large = (first.end - first.begin) % (GRANULES_PER_SEGMENT * GRANULE_TOKENS) == 0
-        return first if is_large else None
-
-    def take(self, segment: Segment, pending: PendingSegment) -> bool:
-        """Searches `segment` from now on, unless tokens of it were written again since `pending`
-        was set."""
-        if self.pending is not pending:
-            return False
-        self.better, self.pending = segment, None
-        return True
-
-    def forget_indexes(self) -> None:
-        """Frees planned indexes; flat ones are built in their place."""
-        self.segments = [segment for segment in self.segments if segment is not self.better]
-        self.better = self.pending = None
-
-    def forget_queries(self) -> None:
-        """Frees what indexes could learn from."""
-        self.train_queries = TrainQueries(TRAIN_QUERIES_PER_KEY)
 
     def _flat(self, begin: int, end: int) -> Segment:
         keys, values = self.rows(begin, end)

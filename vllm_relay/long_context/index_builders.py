@@ -17,7 +17,7 @@ _BUILDER_NICENESS = 10
 
 
 def start_builders(threads: int) -> ThreadPoolExecutor:
-    """Each builds the indexes of one context or request at a time; others wait."""
+    """Each builds the indexes of one context at a time; others wait."""
     return ThreadPoolExecutor(threads, "relay-index", initializer=_be_nice)
 
 

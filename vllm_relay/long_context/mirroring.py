@@ -12,7 +12,6 @@ from vllm_relay.long_context.device_copies import DeviceCopies
 from vllm_relay.long_context.host_sequence import HostLayer
 from vllm_relay.long_context.pending_writes import PendingWrites
 from vllm_relay.long_context.worker import MirroredRow
-from vllm_relay.sparse.query_types import Dipr
 
 GATHERED_TOKENS = 4096
 """Of blocks that others have computed, so many are gathered at once, to bound the memory."""
@@ -27,7 +26,6 @@ def mirror(
     kv_cache: torch.Tensor,
     copies: DeviceCopies,
     writes: PendingWrites,
-    index_query: Dipr | None,
 ) -> None:
     """Begins to copy the step's keys and values to the host, and those before that are not there
     yet: of blocks that other requests have computed, and of a request that was short so far.
@@ -39,7 +37,6 @@ def mirror(
         tokens: int64 on the device: of all rows, one after the other.
         step: query, key and value of the step, [tokens, heads, size].
         kv_cache: [blocks, kv_heads, block_size, 2 * size], a token's key and then its value.
-        index_query: what indexes are asked.
     """
 
     def add(states: torch.Tensor, write: functools.partial[None]) -> None:
@@ -52,11 +49,11 @@ def mirror(
     states = torch.cat([each.index_select(0, tokens) for each in (key, value)], -1)
     add(states, functools.partial(_write_rows, list(zip(rows, layers, strict=True))))
     training = [
-        (row, layer) for row, layer in zip(rows, layers, strict=True) if row.request.trains_indexes
+        (row, layer) for row, layer in zip(rows, layers, strict=True) if row.request.is_kept
     ]
     if training:
         queries = torch.cat([query[row.first_query : row.last_query] for row, _ in training])
-        add(queries, functools.partial(_observe, training, key.shape[1], index_query))
+        add(queries, functools.partial(_observe, training, key.shape[1]))
 
 
 def _states_of_blocks(
@@ -88,11 +85,9 @@ def _write_rows(rows: list[tuple[MirroredRow, HostLayer]], states: torch.Tensor)
 def _observe(
     rows: list[tuple[MirroredRow, HostLayer]],
     num_kv_heads: int,
-    index_query: Dipr | None,
     queries: torch.Tensor,
 ) -> None:
     grouped = queries.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
     parts = grouped.split([row.num_queries for row, _ in rows], 2)
     for (row, layer), part in zip(rows, parts, strict=True):
-        layer.query = index_query
         layer.train_queries.add(part, first_position=row.num_computed_tokens)

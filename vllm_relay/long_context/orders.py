@@ -38,17 +38,15 @@ class StepOrders:
         dropped: preempted requests whose host memory is needed by others.
         kept: requests that have ended and whose tokens become a context.
         deleted: contexts that make room for others.
-        indexed: requests for whose indexes there is memory from this step on, or is none any more.
     """
 
     placed: dict[str, Placement] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
     kept: dict[str, KeptContext] = field(default_factory=dict)
     deleted: list[str] = field(default_factory=list)
-    indexed: dict[str, bool] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.placed or self.dropped or self.kept or self.deleted or self.indexed)
+        return bool(self.placed or self.dropped or self.kept or self.deleted)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_relay.config import RelayConfig
 from vllm_relay.long_context.catalog import ContextCatalog
 from vllm_relay.long_context.host_memory import HostMemory
-from vllm_relay.long_context.indexed_requests import IndexedRequests
 from vllm_relay.long_context.kv_cache_spec import RelaySparseManager, host_bytes_per_token
 from vllm_relay.long_context.memory import default_capacity_bytes, total_bytes
 from vllm_relay.long_context.orders import (
@@ -80,9 +79,6 @@ class LongContextScheduler:
         self._num_ranks = num_ranks
         self._preempted: dict[str, int] = {}  # request -> tokens in host memory
         self._num_kept_tokens = 0
-        self.indexed = IndexedRequests(
-            scheduler.vllm_config, options, manager.kv_cache_config, self.memory
-        )
         self._block_bytes = sum(
             len(group.layer_names) * group.kv_cache_spec.page_size_bytes
             for group in manager.kv_cache_config.kv_cache_groups
@@ -178,7 +174,6 @@ class LongContextScheduler:
             self.memory.preempt(request.request_id)
         elif request.status != RequestStatus.RUNNING:
             self.memory.release(request.request_id)
-            self.indexed.take_back(request.request_id)
 
     def before_free(self, request: Request) -> None:
         """The request gives its blocks back: it has ended, or is preempted."""
@@ -186,7 +181,6 @@ class LongContextScheduler:
         num_tokens = request.num_computed_tokens - request.num_in_flight_tokens
         if request.status != RequestStatus.RUNNING:
             self.memory.release(request_id)
-            self.indexed.end(request_id)
             self._preempted.pop(request_id, None)
             if is_kept(request) and self.can_keep(num_tokens):
                 self._keep(request, num_tokens)
@@ -251,7 +245,6 @@ class LongContextScheduler:
     def take_orders(self) -> StepOrders:
         """What has to be said to the workers with the step that was just scheduled."""
         orders, self._orders = self._orders, StepOrders()
-        orders.indexed = self.indexed.take_changes()
         return orders
 
     def refuse_context(self, num_tokens: int) -> tuple[int, str] | None:
@@ -380,9 +373,7 @@ class LongContextScheduler:
 
     def _reserve(self, request: Request, num_tokens: int) -> bool:
         num_tokens = min(num_tokens, self._max_model_len)
-        num_prompt_tokens = request.num_prompt_tokens
-        longest = min(num_prompt_tokens + request.max_tokens, self._max_model_len)
-        dropped = self.indexed.reserve(request.request_id, num_tokens, num_prompt_tokens, longest)
+        dropped = self.memory.reserve(request.request_id, num_tokens)
         if dropped is None:
             return False
         for other in dropped:

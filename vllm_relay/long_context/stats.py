@@ -26,7 +26,7 @@ GAUGES = {
     "device_kv_bytes": "KV cache that requests and pins hold on the device.",
     "contexts": "Stored contexts.",
     "context_file_bytes": "Bytes of their files.",
-    "index_builds_queued": "Contexts and requests whose indexes are being built, or wait for it.",
+    "index_builds_queued": "Contexts whose indexes are being built, or wait for it.",
 }
 
 

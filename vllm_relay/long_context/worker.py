@@ -21,14 +21,12 @@ from vllm_relay.long_context.model_identity import fingerprint_of
 from vllm_relay.long_context.orders import Placement, StepOrders, asks_to_be_kept, orders_of
 from vllm_relay.long_context.pending_writes import PendingWrites
 from vllm_relay.long_context.ranks import lost_in_any_rank
-from vllm_relay.long_context.running_indexes import RunningIndexes
 from vllm_relay.long_context.stats import LongContextStats
 from vllm_relay.long_context.window import Residency, WindowPolicy
 from vllm_relay.long_context.worker_contexts import WorkerContexts, db_options
 from vllm_relay.sparse.context_folder import rank_folder
 from vllm_relay.sparse.context_store import StoredContext
 from vllm_relay.sparse.retrieval import SessionStats
-from vllm_relay.sparse.search_cost import load_costs
 
 logger = logging.getLogger("vllm.relay")
 
@@ -39,8 +37,6 @@ class LongRequest:
 
     Attributes:
         is_kept: it becomes a context when it has ended.
-        is_indexed: there is memory for better indexes, which are built if they pay.
-        has_index_build: they have been begun.
         first_resident_token: the tokens before it were never on the device.
         sequence: in host memory; None as long as all tokens are on the device.
         context: whose tokens it reuses: those before `sequence.begin`.
@@ -53,18 +49,11 @@ class LongRequest:
     num_prompt_tokens: int
     max_tokens: int
     is_kept: bool = False
-    is_indexed: bool = False
-    has_index_build: bool = False
     first_resident_token: int = 0
     sequence: HostSequence | None = None
     context: StoredContext | None = None
     placement: Placement | None = None
     lost_context_id: str | None = None
-
-    @property
-    def trains_indexes(self) -> bool:
-        """Whether its queries are collected."""
-        return self.is_kept or (self.is_indexed and not self.has_index_build)
 
 
 @dataclass
@@ -125,7 +114,6 @@ class LongContextWorker:
     requests: dict[str, LongRequest] = field(default_factory=dict)
     readers: dict[str, LongRequest] = field(default_factory=dict)
     contexts: WorkerContexts | None = None
-    running_indexes: RunningIndexes | None = None
     pending_writes: PendingWrites = field(default_factory=PendingWrites)
     stats: SessionStats = field(default_factory=SessionStats)
     host_seconds: float = 0.0
@@ -182,10 +170,8 @@ class LongContextWorker:
             taken.lost = lost_in_any_rank(taken.lost)
             self._reads_contexts = False
         self.host_seconds = self.device_seconds = 0.0
-        if self.running_indexes is not None:
-            taken.index_builds_queued += self.running_indexes.num_queued
         if self.contexts is not None:
-            taken.index_builds_queued += self.contexts.num_queued
+            taken.index_builds_queued = self.contexts.num_queued
             taken.reports = self.contexts.take_changes()
         return taken
 
@@ -207,7 +193,6 @@ class LongContextWorker:
         for request_id in scheduler_output.finished_req_ids:
             request = self.requests.pop(request_id, None)
             self.readers.pop(request_id, None)
-            self._discard_indexes(request_id)
             kept = orders.kept.get(request_id)
             if kept is None or request is None or request.sequence is None:
                 continue
@@ -215,7 +200,6 @@ class LongContextWorker:
             if not contexts.keep(kept, request.sequence, request.context):
                 self._not_kept[request_id] = kept.context_id
         for request_id in orders.dropped:
-            self._discard_indexes(request_id)
             self.readers.pop(request_id, None)
             if request_id in self.requests:
                 self.requests[request_id].sequence = None
@@ -225,43 +209,15 @@ class LongContextWorker:
             self._place(new.req_id, orders)
         for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             self._place(request_id, orders)
-        for request_id, is_indexed in orders.indexed.items():
-            if request_id in self.requests:
-                self._set_indexed(worker, self.requests[request_id], is_indexed)
         self._reads_contexts |= bool(self.readers)
 
-    def _set_indexed(self, worker: Any, request: LongRequest, is_indexed: bool) -> None:
-        request.is_indexed = is_indexed
-        if is_indexed:
-            if self.running_indexes is None:
-                self.running_indexes = RunningIndexes(
-                    load_costs(), lambda: self._open_builders(worker)
-                )
-            return
-        self._discard_indexes(request.id)
-        layers = {} if request.sequence is None else request.sequence.layers
-        for layer in layers.values():
-            layer.forget_indexes()
-            if not request.is_kept:
-                layer.forget_queries()
-
-    def _discard_indexes(self, request_id: str) -> None:
-        if self.running_indexes is not None:
-            self.running_indexes.discard(request_id)
-        if request_id in self.requests:
-            self.requests[request_id].has_index_build = False
-
     def _open_builders(self, worker: Any) -> ThreadPoolExecutor:
-        """For contexts and running requests alike."""
         if self._builders is None:
             options = RelayConfig.from_vllm_config(worker.vllm_config)
             self._builders = start_builders(options.index_threads)
         return self._builders
 
     def _close_builders(self) -> None:
-        if self.running_indexes is not None:
-            self.running_indexes.close()
-            self.running_indexes = None
         if self._builders is not None:
             self._builders.shutdown(wait=False, cancel_futures=True)
             self._builders = None
@@ -283,7 +239,6 @@ class LongContextWorker:
         request.first_resident_token = 0
         request.lost_context_id = None
         if placement is None:
-            self._discard_indexes(request_id)
             self.readers.pop(request_id, None)
             request.sequence = request.context = None
             return
@@ -305,11 +260,8 @@ class LongContextWorker:
         request.lost_context_id = context_id
 
     def _new_sequence(self, request: LongRequest, begin: int) -> HostSequence:
-        return HostSequence(begin, self._last_end(request) - begin)
-
-    def _last_end(self, request: LongRequest) -> int:
-        """Tokens that it has at most."""
-        return min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        most_tokens = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        return HostSequence(begin, most_tokens - begin)
 
     def mirrored_requests(
         self, policy: WindowPolicy, seq_lens: np.ndarray
@@ -329,17 +281,10 @@ class LongContextWorker:
         numbers = np.flatnonzero(are_mirrored).tolist()
         return [(each, self.requests[ids[each]]) for each in numbers if ids[each] in self.requests]
 
-    def sequence_of(self, request: LongRequest, num_computed_tokens: int) -> HostSequence:
-        """Where the tokens of a step are copied to. Indexes that were built for a request which
-        generates are taken here."""
+    def sequence_of(self, request: LongRequest) -> HostSequence:
+        """Where the tokens of a step are copied to."""
         if request.sequence is None:
             request.sequence = self._new_sequence(request, 0)
-        if request.is_indexed and num_computed_tokens >= request.num_prompt_tokens:
-            assert self.running_indexes is not None
-            tokens_left = self._last_end(request) - num_computed_tokens
-            request.has_index_build = self.running_indexes.follow(
-                request.id, request.sequence, tokens_left
-            )
         return request.sequence
 
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from vllm_relay.sparse.blocks import BlockIndex
@@ -58,7 +56,6 @@ def build_index(
     options: DBOptions,
     costs: SearchCost | None = None,
     last_queries: np.ndarray | None = None,
-    kinds: Sequence[str] = KINDS,
 ) -> tuple[KeyIndex, HeadPlan | None]:
     """Builds the index of a kv head and, with `index="auto"`, plans what is asked of it.
 
@@ -71,7 +68,6 @@ def build_index(
         last_queries: float32 [t, group, d]; of the last tokens. They ask as the tokens do that
             follow the context, where queries of earlier tokens look for what was next to them: a
             plan goes by these, then, and is made for the whole context only.
-        kinds: that a plan may choose from; with "full" and "flat".
     """
     seed, threads = options.seed, options.threads
     taught: Elements | None = None
@@ -90,7 +86,7 @@ def build_index(
     # also for heads of which all keys are read: it takes least to build and to store
     index: CompiledIndex = FlatIndex().build(keys, threads=threads)
     searches = whole.searches(index)
-    kind = whole.plan(searches, kinds).kind
+    kind = whole.plan(searches, KINDS).kind
     if kind in ("coarse", "graph"):
         hoped_for = _CLASSES[kind]().build(keys, taught, seed=seed, threads=threads)
         found = whole.searches(hoped_for)

@@ -137,7 +137,7 @@ def _expected(kind: str, answer: ExactAnswer, profile: HeadProfile) -> MeasuredS
     )  # fmt: skip
     if kind == "flat":
         return exact
-    width, distances, hops = expected_effort(
+    width, distances, hops = _expected_effort(
         kind, n, group, answer.mean_tokens, answer.tokens.p99,
         is_hub_heavy=profile.hub_statistic < HUB_HEAVY,
     )  # fmt: skip
@@ -153,14 +153,14 @@ def _expected(kind: str, answer: ExactAnswer, profile: HeadProfile) -> MeasuredS
     )
 
 
-def expected_effort(
+def _expected_effort(
     kind: str,
     num_keys: int,
     group: int,
     mean_tokens: float,
     p99_tokens: float,
     *,
-    is_hub_heavy: bool = False,
+    is_hub_heavy: bool,
 ) -> tuple[int, float, float]:
     """Width, scored keys and hops of a search of a coarse index or a graph.
 

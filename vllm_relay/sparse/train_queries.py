@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 
 import torch
@@ -68,18 +67,6 @@ class TrainQueries:
         if not self._parts:
             return None
         return torch.cat(self._parts, 1)[:, : len(self._positions)]
-
-    def parts_before(self, num_tokens: int) -> list[torch.Tensor]:
-        """Of the sample, the queries of tokens before `num_tokens`: [kv_heads, m, head_size] each,
-        in token order, where they lie. They are not changed later."""
-        missing = bisect.bisect_left(self._positions, num_tokens)
-        parts = []
-        for part in self._parts:
-            part = part[:, :missing]
-            missing -= part.shape[1]
-            if part.shape[1]:
-                parts.append(part)
-        return parts
 
     def last(self) -> torch.Tensor | None:
         """[kv_heads, tokens, group, head_size], of the last `NUM_LAST_TOKENS` tokens, or of those

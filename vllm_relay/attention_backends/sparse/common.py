@@ -97,7 +97,7 @@ def mirrored_rows(
     for number, request in worker.state.mirrored_requests(policy, seq_lens):
         first, last = query_start_loc[number : number + 2].tolist()
         num_computed = int(seq_lens[number]) - (last - first)
-        sequence = worker.state.sequence_of(request, num_computed)
+        sequence = worker.state.sequence_of(request)
         residency = policy.residency(
             num_computed, request.num_prompt_tokens, request.first_resident_token
         )

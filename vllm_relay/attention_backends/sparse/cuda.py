@@ -268,7 +268,6 @@ class RelaySparseCudaImpl(RelayCudaImpl):
                 kv_cache,
                 copies,
                 worker.state.pending_writes,
-                self.retrieval.query,
             )
         asked, arriving, lse = attn_metadata.host_queries, None, None
         if asked is not None:
