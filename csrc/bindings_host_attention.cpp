@@ -113,7 +113,7 @@ struct Totals {
     const auto size = static_cast<int64_t>(set.keys.shape(1));
     bytes += counts.distances * ((size + kCodeBytes - 1) / kCodeBytes * kCodeBytes) +
              counts.hops * part.searcher->hop_bytes() + counts.rescored * row_bytes(set.keys) +
-             counts.found * row_bytes(part.values);
+             counts.value_rows * row_bytes(part.values);
     for (const float dropped : outcome.dropped_mass)
       dropped_mass = std::fmax(dropped_mass, dropped);
   }
@@ -244,15 +244,19 @@ class HostStep {
         const size_t first = r * num_queries;
         search(*segment, head, queries.data() + first * size, num_queries, tops.data() + first,
                outcome, totals);
-        for (size_t q = 0; q < num_queries; ++q)
-          merge(outcome.found[q], segment->parts[head]->view_values(), part, state_of(first + q));
+        for (size_t q = 0; q < num_queries; ++q) {
+          merge(*segment->parts[head], outcome, q, part, state_of(first + q));
+          // what the next segments are asked reaches down from the best of all
+          if (!outcome.found[q].empty())
+            tops[first + q] = std::max(tops[first + q], outcome.found[q].front().score);
+        }
       }
     if (!group.context) return;
     search(*group.context, head, queries.data(), num_rows, tops.data(), outcome, totals);
     for (size_t row = 0; row < num_rows; ++row) {
       std::vector<Found>& all = outcome.found[row];
       all.insert(all.end(), read[row].begin(), read[row].end());
-      merge(all, group.context->parts[head]->view_values(), part, state_of(row));
+      merge(*group.context->parts[head], outcome, row, part, state_of(row));
     }
   }
 
@@ -267,7 +271,14 @@ class HostStep {
   void merge(const std::vector<Found>& found, const Rows& values, std::vector<float>& part,
              const State& state) const {
     if (found.empty()) return;
-    const float lse = kernels_.attend_found(found, values, scale_, part.data());
+    const float lse = kernels_.attend_found(found, values, nullptr, {}, scale_, part.data());
+    state.merge(part.data(), lse, tensors_.size);
+  }
+
+  // What query `q` found of a head's index.
+  void merge(const HeadPart& head, const SearchOutcome& outcome, size_t q, std::vector<float>& part,
+             const State& state) const {
+    const float lse = head.attend(outcome, q, scale_, part.data());
     state.merge(part.data(), lse, tensors_.size);
   }
 

@@ -55,19 +55,26 @@ void HeadPart::search(const float* queries, size_t num_queries, const float* win
     outcome.rescored = std::max<int64_t>(0, prefix_len - begin);
     return;
   }
-  const bool certify = !std::isnan(max_dropped_mass);
-  searcher->search(
-      searcher->request_of(queries, num_queries, k, range, width, window_max, begin, prefix_len,
-                           entries, certify ? scale : 0, certify ? max_dropped_mass : 2),
-      outcome);
+  searcher->search(searcher->request_of(queries, num_queries, k, range, width, window_max, begin,
+                                        prefix_len, entries, scale, max_dropped_mass,
+                                        value_means.has_value()),
+                   outcome);
+}
+
+float HeadPart::attend(const SearchOutcome& outcome, size_t q, float scale, float* out) const {
+  const Unread* unread = outcome.unread.empty() ? nullptr : &outcome.unread[q];
+  return searcher->kernels.attend_found(outcome.found[q], view_values(), unread,
+                                        unread ? rows_of(*value_means, type) : Rows{}, scale, out);
 }
 
 HeadCounts relay::index::counts_of(const HeadPart& part, const SearchOutcome& outcome) {
-  int64_t found = 0;
-  for (const auto& each : outcome.found) found += static_cast<int64_t>(each.size());
+  int64_t value_rows = 0;
+  for (const auto& each : outcome.found) value_rows += static_cast<int64_t>(each.size());
+  for (const Unread& each : outcome.unread)
+    value_rows += std::ranges::count_if(each.weights, [](float weight) { return weight > 0; });
   const int64_t distinct =
       part.everything ? outcome.rescored : count_distinct(outcome.found, part.values.shape(0));
-  return {outcome.distances, outcome.hops, outcome.rescored, found, distinct};
+  return {outcome.distances, outcome.hops, outcome.rescored, value_rows, distinct};
 }
 
 namespace {
@@ -276,15 +283,13 @@ void attend_heads(const std::vector<HeadPart>& heads, const Array<const float, 3
   const size_t group = queries.shape(1), size = queries.shape(2), value_size = output.shape(2);
   const auto attend = [&](size_t h) {
     const HeadPart& head = heads[h];
-    const Rows values = head.view_values();
     SearchOutcome outcome;
     head.search(queries.data() + h * group * size, group,
                 window_max ? window_max->data() + h * group : nullptr, begin, prefix_len, scale,
                 outcome);
     for (size_t q = 0; q < group; ++q) {
       const size_t row = h * group + q;
-      lse.data()[row] = head.searcher->kernels.attend_found(outcome.found[q], values, scale,
-                                                            output.data() + row * value_size);
+      lse.data()[row] = head.attend(outcome, q, scale, output.data() + row * value_size);
       dropped_mass.data()[row] = head.everything                ? 0
                                  : outcome.dropped_mass.empty() ? NAN
                                                                 : outcome.dropped_mass[q];
@@ -320,6 +325,13 @@ void attend_ids(const std::string& kernel, const Array<const float, 2>& queries,
                                        {ids.data() + begin, static_cast<size_t>(end - begin)},
                                        scale, output.data() + q * output.shape(1));
   }
+}
+
+void mean_rows(const std::string& kernel, const AnyRows& rows, int type,
+               nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu> means, int num_threads) {
+  const IndexKernels& kernels = index_kernels(kernel);
+  nb::gil_scoped_release release;
+  kernels.mean_rows(rows_of(rows, type), means.data(), num_threads);
 }
 
 // Codes in rows to codes in blocks of sixteen; `order` says which row comes where, -1: none.
@@ -387,17 +399,21 @@ void bind_index(nb::module_& module) {
       .def(
           "__init__",
           [](HeadPart* self, const Searcher* searcher, AnyRows values, int type,
-             nb::object value_guard, Array<const int32_t, 1> entries, bool everything, int k,
-             float range, int width, float max_dropped_mass) {
+             nb::object value_guard, std::optional<AnyRows> value_means,
+             Array<const int32_t, 1> entries, bool everything, int k, float range, int width,
+             float max_dropped_mass) {
             GuardArgument guard = guard_of(values, std::move(value_guard));
-            new (self) HeadPart{searcher, values, type,  std::move(guard), entries, everything,
-                                k,        range,  width, max_dropped_mass};
+            new (self) HeadPart{searcher,   values, type,  std::move(guard), entries,
+                                everything, k,      range, width,            max_dropped_mass,
+                                value_means};
           },
           nb::arg("searcher"), nb::arg("values"), nb::arg("type"), nb::arg("value_guard").none(),
-          nb::arg("entries"), nb::arg("everything"), nb::arg("k"), nb::arg("range"),
+          nb::arg("value_means").none(), nb::arg("entries"), nb::arg("everything"), nb::arg("k"), nb::arg("range"),
           nb::arg("width"), nb::arg("max_dropped_mass"), nb::keep_alive<1, 2>());
   index.def("attend_heads", &attend_heads, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(),
             nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
   index.def("attend_ids", &attend_ids);
   index.def("lay_out", &lay_out);
+  index.def("mean_rows", &mean_rows);
+  index.attr("MEAN_KEYS") = kMeanKeys;
 }

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -68,7 +69,7 @@ class Searcher {
   SearchRequest request_of(const float* queries, size_t num_queries, int k, float range, int width,
                            const float* window_max, int64_t begin, int64_t prefix_len,
                            const Array<const int32_t, 1>& entries, float scale,
-                           float max_dropped_mass) const {
+                           float max_dropped_mass, bool weighs_unread = false) const {
     return {queries,
             static_cast<int32_t>(num_queries),
             k,
@@ -79,6 +80,7 @@ class Searcher {
             prefix_len,
             scale,
             max_dropped_mass,
+            weighs_unread,
             entries.data(),
             static_cast<int32_t>(entries.shape(0)),
             always.data(),
@@ -102,18 +104,23 @@ struct HeadPart {
   float range;
   int width;
   float max_dropped_mass;  // above 1: as much as there is, but say how much; NaN: do not say
+  // of `kMeanKeys` values each: what is not found counts by these
+  std::optional<AnyRows> value_means;
 
   Rows view_values() const { return rows_of(values, type, value_guard.guard); }
+
+  // Attention of query `q` over what a search found: writes the output, returns the log-sum-exp.
+  float attend(const SearchOutcome& outcome, size_t q, float scale, float* out) const;
 
   // `scale`: of the scores in the softmax.
   void search(const float* queries, size_t num_queries, const float* window_max, int64_t begin,
               int64_t prefix_len, float scale, SearchOutcome& outcome) const;
 };
 
-// What a search of a kv head's queries cost: `found` by all of them together, distinct ones of
-// these.
+// What a search of a kv head's queries cost: rows of values and of their means that they read, all
+// of them together, and distinct keys that they found.
 struct HeadCounts {
-  int64_t distances, hops, rescored, found, distinct;
+  int64_t distances, hops, rescored, value_rows, distinct;
 };
 HeadCounts counts_of(const HeadPart& part, const SearchOutcome& outcome);
 

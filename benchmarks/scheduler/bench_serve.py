@@ -54,6 +54,8 @@ CONTENDERS = {
 AT_RANDOM = ("stock", "both")
 LOAD = 0.8
 NO_PLUGIN = {"VLLM_PLUGINS": ""}
+# connections that wait for a random time are not closed under a client that uses one again
+SERVER_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600"}
 COUNTED = {
     "queue ms": "vllm:request_queue_time_seconds",
     "prefill ms": "vllm:request_prefill_time_seconds",
@@ -93,7 +95,7 @@ class Server:
                 [sys.executable, "-m", "vllm.entrypoints.cli.main", *arguments, *options],
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **environment, "VLLM_CPU_KVCACHE_SPACE": "1"},
+                env={**os.environ, **SERVER_ENVIRONMENT, **environment},
                 start_new_session=True,  # its processes can then be ended all together
             )
 
@@ -153,7 +155,8 @@ class Server:
             "result-dir": folder,
             "result-filename": found.name,
         }
-        command = ["bench", "serve", "--save-result", "--ignore-eos", "--disable-tqdm"]
+        command = ["bench", "serve", "--save-result", "--save-detailed"]
+        command += ["--ignore-eos", "--disable-tqdm"]
         for name, value in options.items():
             command += [f"--{name}", str(value)]
         done = subprocess.run(
@@ -165,7 +168,8 @@ class Server:
             raise SystemExit(f"vllm bench serve failed:\n{done.stdout}{done.stderr}")
         result, after = json.loads(found.read_text()), self._samples()
         if result["completed"] != workload.prompts:
-            raise SystemExit(f"{workload.prompts - result['completed']} requests failed")
+            errors = "\n".join({each for each in result["errors"] if each})
+            raise SystemExit(f"{workload.prompts - result['completed']} requests failed: {errors}")
 
         def increase(name: str) -> float:
             return after.get(name, 0.0) - before.get(name, 0.0)

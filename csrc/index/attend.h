@@ -10,16 +10,58 @@
 namespace relay::index {
 namespace {
 
-// Softmax-weighted sum of the values of `found`, whose scores are inner products. Writes
-// values.size floats and returns the logarithm of the denominator: 0 and -inf where there are none.
-inline float attend_found(std::span<const Found> found, const Rows& values, float scale,
-                          float* out) {
+// out[d] += weight * row[d]
+template <class T>
+RELAY_INLINE void add_row(float weight, const T* row, int32_t size, float* out) {
+  const Vec16 weights = set16(weight);
+  int32_t d = 0;
+  for (; d + kLanes <= size; d += kLanes)
+    store16(out + d, fma16(weights, load_row16(row + d), load16(out + d)));
+  for (; d < size; ++d) out[d] += weight * to_float(row[d]);
+}
+
+inline void mean_rows(const Rows& rows, void* means, int num_threads) {
+  with_elements(rows, [&](const auto* elements) {
+    using T = std::remove_cvref_t<decltype(*elements)>;
+    T* const out = static_cast<T*>(means);
+    const int64_t num_means = (rows.num_rows + kMeanKeys - 1) / kMeanKeys;
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+    for (int64_t m = 0; m < num_means; ++m) {
+      std::vector<float> sum(rows.size, 0.f);
+      const int64_t first = m * kMeanKeys, end = std::min(first + kMeanKeys, rows.num_rows);
+      const float weight = 1 / static_cast<float>(end - first);
+      for (int64_t row = first; row < end; ++row)
+        add_row(weight, elements + row * rows.size, rows.size, sum.data());
+      for (int32_t d = 0; d < rows.size; ++d) from_float(sum[d], out + m * rows.size + d);
+    }
+  });
+}
+
+// Softmax-weighted sum of the values of `found`, whose scores are inner products, and of the means
+// of what was not found. Writes values.size floats and returns the logarithm of the denominator: 0
+// and -inf where there is nothing.
+inline float attend_found(std::span<const Found> found, const Rows& values, const Unread* unread,
+                          const Rows& value_means, float scale, float* out) {
   std::fill(out, out + values.size, 0.f);
-  if (found.empty()) return -INFINITY;
-  float top = -INFINITY;
-  for (const Found& f : found) top = std::max(top, f.score * scale);
+  double unread_weight = 0;
+  if (unread)
+    for (const float each : unread->weights) unread_weight += each;
+  if (found.empty() && unread_weight == 0) return -INFINITY;
+  double top = unread_weight > 0 ? scale * unread->origin + std::log(unread_weight) : -INFINITY;
+  for (const Found& f : found) top = std::max<double>(top, f.score * scale);
   double denominator = 0;
-  const auto weight_of = [&](const Found& f) { return std::exp(f.score * scale - top); };
+  if (unread_weight > 0) {
+    const double factor = std::exp(scale * unread->origin - top);
+    denominator += unread_weight * factor;
+    // all that are left out together weigh a millionth
+    const double least = 1e-6 * unread_weight / static_cast<double>(unread->weights.size());
+    with_elements(value_means, [&](const auto* rows) {
+      for (size_t m = 0; m < unread->weights.size(); ++m)
+        if (unread->weights[m] > least)
+          add_row(static_cast<float>(unread->weights[m] * factor),
+                  rows + static_cast<int64_t>(m) * values.size, values.size, out);
+    });
+  }
   with_elements(values, [&](const auto* rows) {
     const auto row = [&](size_t i) {
       return rows + static_cast<int64_t>(found[i].id) * values.size;
@@ -30,19 +72,14 @@ inline float attend_found(std::span<const Found> found, const Rows& values, floa
     for (size_t i = 0; i < found.size(); ++i) {
       if (i + ahead < found.size()) prefetch_elements(row(i + ahead), values.size);
       verify_row(values.guard, found[i].id);
-      const float weight = weight_of(found[i]);
+      const auto weight = static_cast<float>(std::exp(found[i].score * scale - top));
       denominator += weight;
-      const auto* value = row(i);
-      const Vec16 weights = set16(weight);
-      int32_t d = 0;
-      for (; d + kLanes <= values.size; d += kLanes)
-        store16(out + d, fma16(weights, load_row16(value + d), load16(out + d)));
-      for (; d < values.size; ++d) out[d] += weight * to_float(value[d]);
+      add_row(weight, row(i), values.size, out);
     }
   });
   const auto inverse = static_cast<float>(1 / denominator);
   for (int32_t d = 0; d < values.size; ++d) out[d] *= inverse;
-  return top + static_cast<float>(std::log(denominator));
+  return static_cast<float>(top + std::log(denominator));
 }
 
 // The exact scores of `ids`, then as above.
@@ -51,7 +88,7 @@ inline float attend_ids(const float* query, const Rows& keys, const Rows& values
   static thread_local std::vector<Found> found;
   found.clear();
   score_exactly(query, keys, ids, found);
-  return attend_found(found, values, scale, out);
+  return attend_found(found, values, nullptr, {}, scale, out);
 }
 
 }  // namespace

@@ -61,8 +61,11 @@ void scan(const Codes& codes, const uint8_t* blocks, const Rows& keys,
           SearchOutcome& outcome) {
   static thread_local ScanScratch scratch;
   scratch.encode(request.queries, request.num_queries, codes);
-  BlockScan scan(codes, {blocks, codes.stride}, keys, nullptr, true, request, scratch, outcome);
-  if (request.scale > 0)
+  // what is off at the end of a range counts all the same where the unread is weighed
+  BlockScan scan(codes, {blocks, codes.stride}, keys, nullptr, !request.weighs_unread, request,
+                 scratch, outcome);
+  if (request.weighs_unread) scan.weigh_unread();
+  if (!std::isnan(request.max_dropped_mass))
     scan.certify(ranges.empty() ? 0
                                 : ranges.back().first_block * kBlockKeys + ranges.back().num_keys);
   scan.read(ranges);

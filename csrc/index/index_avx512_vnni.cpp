@@ -16,6 +16,7 @@ const IndexKernels kIndexKernelsAvx512Vnni = {"avx512_vnni",
                                               search_blocks,
                                               search_graph,
                                               score_range,
+                                              mean_rows,
                                               attend_found,
                                               attend_ids};
 }  // namespace relay::index

@@ -33,9 +33,11 @@ struct SearchRequest {
   int32_t width;
   const float* window_max;    // [num_queries] or null
   int64_t begin, prefix_len;  // the keys that count
-  // Of exact scans: factor of the scores in the softmax, and how much of the attention weight may
-  // be left out; above 1: as much as the query says, but tell how much it is; scale 0: do not.
-  float scale, max_dropped_mass;
+  float scale;  // factor of the scores in the softmax
+  // Of exact scans: how much of the attention weight may be left out; above 1: as much as the query
+  // says, but tell how much it is; NaN: do not.
+  float max_dropped_mass;
+  bool weighs_unread;  // scans of keys in their order tell the weight of what they do not return
   const int32_t* entries;
   int32_t num_entries;
   const int32_t* always;  // keys whose codes are cut: scored whatever the search finds
@@ -46,9 +48,19 @@ inline bool counts(const SearchRequest& request, int64_t id) {
   return id >= request.begin && id < request.prefix_len;
 }
 
+constexpr int kMeanKeys = 64;  // whose values have one mean
+
+// Weight of the keys that were not found, of `kMeanKeys` neighbours in turn: e^(scale * origin)
+// times `weights`.
+struct Unread {
+  double origin = 0;
+  std::vector<float> weights;
+};
+
 struct SearchOutcome {
   std::vector<std::vector<Found>> found;  // of each query, best first
   std::vector<float> dropped_mass;        // at most; of each query, or empty
+  std::vector<Unread> unread;             // of each query, or empty
   int64_t distances = 0, hops = 0, rescored = 0;
 };
 
@@ -105,8 +117,12 @@ struct IndexKernels {
   // Appends keys [begin, end) and their exact scores.
   void (*score_range)(const float* query, const Rows& keys, int64_t begin, int64_t end,
                       std::vector<Found>& found);
+  // Means of `kMeanKeys` rows in turn, of the same type; the last one may be of fewer.
+  void (*mean_rows)(const Rows&, void* means, int num_threads);
   // Attention over what was found, or over `ids`: writes the output, returns the log-sum-exp.
-  float (*attend_found)(std::span<const Found>, const Rows& values, float scale, float* out);
+  // What was not found counts by the means of its values, where these are given.
+  float (*attend_found)(std::span<const Found>, const Rows& values, const Unread*,
+                        const Rows& value_means, float scale, float* out);
   float (*attend_ids)(const float* query, const Rows& keys, const Rows& values,
                       std::span<const int32_t> ids, float scale, float* out);
 };

@@ -65,12 +65,19 @@ inline double largest_rounding(const float* query, const Rows& keys, std::span<c
   return kFloatRounding * largest;
 }
 
+// The end of the range that a request asks for.
+inline float least_in_range(const SearchRequest& request, int query,
+                            std::span<const Found> found) {
+  float best = request.window_max ? request.window_max[query] : -INFINITY;
+  for (const Found& f : found) best = std::max(best, f.score);
+  return best - request.range;
+}
+
 // Sorts `found` and leaves what the request asks for.
 inline void keep_answers(const SearchRequest& request, int query, std::vector<Found>& found) {
   if (request.k) return sort_best(found, request.k);
-  float best = request.window_max ? request.window_max[query] : -INFINITY;
-  for (const Found& f : found) best = std::max(best, f.score);
-  std::erase_if(found, [&](const Found& f) { return f.score < best - request.range; });
+  const float least = least_in_range(request, query, found);
+  std::erase_if(found, [&](const Found& f) { return f.score < least; });
   sort_best(found, found.size());
 }
 

@@ -7,6 +7,7 @@
 #include "code_blocks.h"
 #include "dropped_mass.h"
 #include "query_code.h"
+#include "unread_weight.h"
 
 namespace relay::index {
 namespace {
@@ -17,6 +18,7 @@ struct ScanScratch {
   std::vector<CandidateList> lists;
   std::vector<int32_t> ids, always;
   std::vector<Remainder> remainders;
+  std::vector<UnreadWeight> unread;
 
   void encode(const float* queries, int num_queries, const Codes& codes) {
     query_codes.resize(static_cast<size_t>(num_queries) * codes.stride);
@@ -39,9 +41,7 @@ inline double least_answer(const SearchRequest& request, int query, std::vector<
     std::nth_element(found.begin(), found.begin() + request.k - 1, found.end(), better);
     return found[request.k - 1].score;
   }
-  double best = request.window_max ? request.window_max[query] : -INFINITY;
-  for (const Found& f : found) best = std::max<double>(best, f.score);
-  return best - request.range;
+  return least_in_range(request, query, found);
 }
 
 constexpr int64_t kProbed = 8;  // candidates whose exact scores tell where a range ends
@@ -84,8 +84,19 @@ class BlockScan {
     outcome_.dropped_mass.resize(request_.num_queries);
   }
 
+  // Also sums up what is not found of all keys, which are read in their order.
+  void weigh_unread() {
+    weighs_unread_ = true;
+    if (static_cast<int>(scratch_.unread.size()) < request_.num_queries)
+      scratch_.unread.resize(request_.num_queries);
+    for (int q = 0; q < request_.num_queries; ++q)
+      scratch_.unread[q].reset(scratch_.forms[q], request_.scale, keys_.num_rows,
+                               request_.window_max ? request_.window_max[q] : -INFINITY);
+    outcome_.unread.resize(request_.num_queries);
+  }
+
   void read(std::span<const BlockRange> ranges) {
-    const bool certified = certified_;
+    const bool certified = certified_, weighs_unread = weighs_unread_;
     for (const BlockRange& range : ranges) {
       const int64_t num_blocks = (range.num_keys + kBlockKeys - 1) / kBlockKeys;
       const int64_t end = range.first_block * kBlockKeys + range.num_keys;
@@ -98,6 +109,8 @@ class BlockScan {
                          uint64_t valid = first_lanes(end - block * kBlockKeys);
                          if (block == range.first_block) valid &= ~uint64_t{range.skip};
                          offer<count()>(scratch_.lists[q], scores, block * kBlockKeys, valid);
+                         if (weighs_unread)
+                           scratch_.unread[q].add<count()>(scores, block, valid);
                          if (certified)
                            for (int b = 0; b < count(); ++b)
                              scratch_.remainders[q].add(
@@ -146,8 +159,20 @@ class BlockScan {
       outcome_.dropped_mass[q] = bound_dropped_mass(request_, q, keys_, scratch_.always, form,
                                                     remainder, found, outcome_.rescored);
     } else {
+      if (weighs_unread_) weigh_unread(q, list.begin(), scored, found);
       keep_answers(request_, q, found);
     }
+  }
+
+  // Of the keys that were scored exactly, those that are no answers count by their exact scores.
+  void weigh_unread(int q, const Candidate* from, const Candidate* to,
+                    const std::vector<Found>& found) {
+    UnreadWeight& unread = scratch_.unread[q];
+    for (const Candidate* c = from; c < to; ++c) unread.remove(c->position, c->score);
+    const double least = least_in_range(request_, q, found);
+    for (const Found& f : found)
+      if (f.score < least) unread.put_back(f.id, f.score);
+    unread.take(request_.begin, request_.prefix_len, keys_.num_rows, outcome_.unread[q]);
   }
 
   void score_candidates(int q, const Candidate* from, const Candidate* to) {
@@ -171,7 +196,7 @@ class BlockScan {
   const SearchRequest& request_;
   ScanScratch& scratch_;
   SearchOutcome& outcome_;
-  bool certified_ = false;
+  bool certified_ = false, weighs_unread_ = false;
 };
 
 }  // namespace

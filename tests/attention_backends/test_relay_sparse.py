@@ -58,7 +58,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_decoded(
         run.step((long, 2), (growing, 3))
     run.check_copy(growing)
     assert worker.state.requests["short"].sequence is None
-    assert len(run.own(long).segments) == (1 if options else 0)
+    assert bool(run.own(long).segments) == bool(options)
     assert sum(map(bool, long.blocks)) < len(long.blocks) / 2
 
 

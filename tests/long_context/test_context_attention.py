@@ -12,7 +12,7 @@ import torch
 
 from vllm_relay.long_context import host_attention
 from vllm_relay.long_context.host_attention import HostPart, Retrieval, attend_retrieved
-from vllm_relay.long_context.host_sequence import HostLayer
+from vllm_relay.long_context.host_sequence import HostLayer, SequencePlace
 from vllm_relay.long_context.window import Residency
 from vllm_relay.sparse import CoarseIndex, FlatIndex, GraphIndex
 from vllm_relay.sparse.context_file import CONTEXT_SUFFIX
@@ -76,7 +76,8 @@ def part_of(
     seed: int = 1,
 ) -> HostPart:
     """The request has `num_own` tokens of its own; NaN behind them."""
-    own = HostLayer(num_reused, num_own + 10, NUM_KV_HEADS, HEAD_SIZE, dtype)
+    place = SequencePlace(num_reused, num_own + 10, SINK_END, 0, num_reused)
+    own = HostLayer(place, NUM_KV_HEADS, HEAD_SIZE, dtype)
     own.keys.fill_(torch.nan)
     own.values.fill_(torch.nan)
     own.write(num_reused, *states(num_own, seed).transpose(1, 2).to(dtype))
@@ -86,7 +87,6 @@ def part_of(
         layer=0,
         residency=Residency(0, window_begin),
         num_tokens=num_reused + num_own,
-        sink_end=SINK_END,
     )
 
 

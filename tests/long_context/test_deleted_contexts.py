@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.sparse.stored_contexts import FINGERPRINT
-from vllm_relay.long_context.host_sequence import HostSequence
+from vllm_relay.long_context.host_sequence import HostSequence, SequencePlace
 from vllm_relay.long_context.index_builders import start_builders
 from vllm_relay.long_context.orders import KeptContext
 from vllm_relay.long_context.worker_contexts import WorkerContexts
@@ -60,7 +60,7 @@ def contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerContexts:
 
 def keep(contexts: WorkerContexts, first_token: int = 0) -> str:
     tokens = list(range(first_token, first_token + 5))
-    sequence = HostSequence(0, len(tokens))
+    sequence = HostSequence(SequencePlace(0, len(tokens), 0, 0, len(tokens)))
     sequence.layer("layer", torch.zeros(1, 1, 8))
     kept = KeptContext(f"context {first_token}", tokens)
     contexts.keep(kept, sequence, None)

@@ -17,7 +17,7 @@ from vllm_relay.long_context.host_attention import (
     attend_everything,
     attend_retrieved,
 )
-from vllm_relay.long_context.host_sequence import HostLayer
+from vllm_relay.long_context.host_sequence import HostLayer, SequencePlace
 from vllm_relay.long_context.window import Residency
 from vllm_relay.sparse.options import DBOptions
 from vllm_relay.sparse.query_types import Dipr
@@ -36,13 +36,15 @@ HEADS = [(1, 1), (4, 4), (8, 2), (6, 1)]
 def small_indexes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_sequence, "GRANULE_TOKENS", UNINDEXED_TOKENS)
+        patch.setattr(host_sequence, "SEGMENT_TOKENS", 8 * UNINDEXED_TOKENS)
         yield
 
 
 def layer_of(
     num_tokens: int, num_kv_heads: int, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> HostLayer:
-    layer = HostLayer(0, num_tokens + 1000, num_kv_heads, HEAD_SIZE, dtype)
+    place = SequencePlace(0, num_tokens + 1000, SINK_END, WINDOW_TOKENS, num_tokens)
+    layer = HostLayer(place, num_kv_heads, HEAD_SIZE, dtype)
     layer.keys.fill_(torch.nan)
     layer.values.fill_(torch.nan)
     generator = torch.Generator().manual_seed(seed)
@@ -65,7 +67,6 @@ def part_of(layer: HostLayer, begin: int, end: int) -> HostPart:
         layer=0,
         residency=Residency(begin, end),
         num_tokens=layer.end,
-        sink_end=SINK_END,
     )
 
 
@@ -190,8 +191,9 @@ def test_keys_far_below_the_range_are_not_read() -> None:
     part = part_of(layer, SINK_END, 1920)
     stats = SessionStats()
     attend_all([part], query, retrieval_of(alpha=0.01), stats)
-    indexed = sum(segment.end - segment.begin for segment in layer.segments)
-    assert stats.searches == 2 * len(layer.segments) and indexed > 1700
+    segments = layer.segments_up_to(1920)
+    indexed = sum(segment.end - segment.begin for segment in segments)
+    assert stats.searches == 2 * len(segments) and indexed > 1700
     assert stats.searched_tokens == 2 * indexed
     assert 0 < stats.retrieved_tokens < stats.searched_tokens / 10
 
@@ -209,6 +211,29 @@ def test_the_window_narrows_the_range() -> None:
         attend_all([part], query, retrieval_of(alpha=0.01), stats)
         assert stats.retrieved_tokens == 0
         layer.keys[0, position] = key
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_not_read_counts_by_means(dtype: torch.dtype) -> None:
+    """Many keys of little weight: what is in range has a small part of the weight."""
+    layer = layer_of(3000, 2, dtype)
+    drift = torch.linspace(0, 20, 3000).sin()[None, :, None].expand(2, -1, HEAD_SIZE)
+    layer.values[:, :3000] += drift.to(dtype)
+    layer.segments.clear()
+    query = queries(1, 4, dtype, size=1.0)
+    part = part_of(layer, SINK_END, 2880)
+    wanted = oracle(layer, query, SINK_END, 2880)
+    asked = {
+        estimate: Retrieval(Dipr(alpha=0.2, scale=SCALE, estimate=estimate), DBOptions(), SCALE)
+        for estimate in (False, True)
+    }
+    missed = [
+        float((attend_one(part, query, asked[each])[0] - wanted[0]).norm() / wanted[0].norm())
+        for each in (False, True)
+    ]
+    assert missed[1] < 0.5 * missed[0]
+    found = attend_one(part, query, asked[True])[1]
+    torch.testing.assert_close(found.double(), wanted[1], atol=0.02, rtol=0)
 
 
 def left_out(part: HostPart, query: torch.Tensor, **kwargs: float) -> float:

@@ -13,16 +13,22 @@ from hypothesis import strategies as st
 
 from tests.support.depth import cases
 from vllm_relay.long_context import host_sequence
-from vllm_relay.long_context.host_sequence import HostLayer, HostSequence
+from vllm_relay.long_context.host_sequence import (
+    HostLayer,
+    HostSequence,
+    Segment,
+    SequencePlace,
+)
 
 KV_HEADS, HEAD_SIZE = 2, 32
-UNINDEXED_TOKENS = 10
+UNINDEXED_TOKENS, SEGMENT_TOKENS = 10, 80
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_indexes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_sequence, "GRANULE_TOKENS", UNINDEXED_TOKENS)
+        patch.setattr(host_sequence, "SEGMENT_TOKENS", SEGMENT_TOKENS)
         yield
 
 
@@ -32,23 +38,32 @@ def states(num_tokens: int, seed: int, dtype: torch.dtype = torch.float32) -> to
     return torch.randn(num_tokens, KV_HEADS, HEAD_SIZE, generator=generator).to(dtype)
 
 
-def layer_of(num_tokens: int, begin: int = 0, dtype: torch.dtype = torch.float32) -> HostLayer:
+def layer_of(
+    num_tokens: int,
+    begin: int = 0,
+    dtype: torch.dtype = torch.float32,
+    *,
+    sink_end: int = 0,
+    prompt_end: int = 0,
+) -> HostLayer:
     """With random keys and values, and NaN behind them."""
-    layer = HostLayer(begin, num_tokens + 50, KV_HEADS, HEAD_SIZE, dtype)
+    place = SequencePlace(begin, 550, sink_end, 7, prompt_end)
+    layer = HostLayer(place, KV_HEADS, HEAD_SIZE, dtype)
     layer.keys.fill_(torch.nan)
     layer.values.fill_(torch.nan)
     layer.write(begin, states(num_tokens, 1, dtype), states(num_tokens, 2, dtype))
     return layer
 
 
-def ranges_of(layer: HostLayer) -> list[tuple[int, int]]:
-    return [(segment.begin, segment.end) for segment in layer.segments]
+def ranges_of(segments: list[Segment]) -> list[tuple[int, int]]:
+    return [(segment.begin, segment.end) for segment in segments]
 
 
-def check_segments(layer: HostLayer, begin: int, indexed: int) -> None:
-    """They are adjacent, from `begin` on, and have the keys and values of their positions."""
-    at = begin
-    for segment in layer.segments:
+def check_segments(layer: HostLayer, end: int) -> int:
+    """They are adjacent, from the first token on that has an index, and have the keys and values of
+    their positions. Returns up to where they reach."""
+    at = layer.index_begin
+    for segment in layer.segments_up_to(end):
         assert segment.begin == at < segment.end
         at = segment.end
         keys, values = layer.rows(segment.begin, segment.end)
@@ -58,8 +73,8 @@ def check_segments(layer: HostLayer, begin: int, indexed: int) -> None:
             np.testing.assert_array_equal(
                 segment.layer.values[head].to_float32(), values[head].float()
             )
-    assert at == indexed
-    assert len(layer.segments) <= 2
+    assert at <= max(end, layer.index_begin)
+    return at
 
 
 @settings(max_examples=cases(20))
@@ -71,7 +86,7 @@ def check_segments(layer: HostLayer, begin: int, indexed: int) -> None:
 def test_rows_are_what_was_written_last(
     begin: int, writes: list[tuple[int, int]], dtype: torch.dtype
 ) -> None:
-    layer = HostLayer(begin, 200, KV_HEADS, HEAD_SIZE, dtype)
+    layer = HostLayer(SequencePlace(begin, 200, 0, 0, 0), KV_HEADS, HEAD_SIZE, dtype)
     keys, values = states(0, 0, dtype), states(0, 0, dtype)
     for seed, (back, num_tokens) in enumerate(writes):
         position = max(begin, layer.end - (0 if seed % 2 else back))
@@ -94,66 +109,74 @@ def test_rows_are_what_was_written_last(
     st.lists(st.integers(0, 35), min_size=1, max_size=12),
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_indexes_are_adjacent_and_leave_less_than_a_segment(
+def test_indexes_are_adjacent_and_leave_less_than_a_granule(
     begin: int, strides: list[int], dtype: torch.dtype
 ) -> None:
-    layer = layer_of(begin + sum(strides), 0, dtype)
+    layer = layer_of(begin + sum(strides), dtype=dtype, sink_end=begin)
     end = begin
     for stride in strides:
         end += stride
-        indexed = layer.index_up_to(begin, end)
-        assert end - UNINDEXED_TOKENS < indexed <= end
-        check_segments(layer, begin, indexed)
+        assert end - UNINDEXED_TOKENS < check_segments(layer, end) <= end
 
 
-def test_the_large_segment_stays_while_the_small_one_grows() -> None:
-    layer = layer_of(500)
-    layer.index_up_to(32, 32 + 17 * UNINDEXED_TOKENS)
-    large = layer.segments[0].layer
+def test_a_segment_stays_while_others_come() -> None:
+    layer = layer_of(500, sink_end=32, prompt_end=0)
+    large = layer.segments_up_to(32 + 17 * UNINDEXED_TOKENS)[:2]
+    assert ranges_of(large) == [(32, 112), (112, 192)]
     for granules in range(18, 24):
-        layer.index_up_to(32, 32 + granules * UNINDEXED_TOKENS + 3)
-        assert layer.segments[0].layer is large
-    assert ranges_of(layer) == [(32, 192), (192, 262)]
-    layer.index_up_to(32, 32 + 24 * UNINDEXED_TOKENS)
-    assert ranges_of(layer) == [(32, 272)]
+        segments = layer.segments_up_to(32 + granules * UNINDEXED_TOKENS + 3)
+        assert segments[:2] == large
+        assert len(segments) == 2 + granules - 16
+    assert ranges_of(layer.segments_up_to(32 + 24 * UNINDEXED_TOKENS))[2:] == [(192, 272)]
+    assert (192, 202) not in layer.segments
+
+
+def test_a_prompt_is_encoded_while_it_is_computed() -> None:
+    """Whole segments at once, the rest with the last token."""
+    layer = layer_of(0, sink_end=5, prompt_end=200)
+    known = []
+    for first in range(0, 200, 25):
+        layer.write(first, states(25, first), states(25, first + 1))
+        known.append(list(layer.segments))
+    assert known[2:5] == [[], [(5, 85)], [(5, 85)]]
+    assert known[6] == [(5, 85), (85, 165)]
+    assert known[7] == [(5, 85), (85, 165), (165, 175), (175, 185)]
+    assert check_segments(layer, 193) == 185
+    assert list(layer.segments) == known[7]
 
 
 def test_nothing_is_indexed_where_the_window_begins_before_the_tokens() -> None:
-    layer = layer_of(100, begin=50)
-    assert layer.index_up_to(50, 32) == 50
-    assert not layer.segments
+    layer = layer_of(100, begin=50, prompt_end=1000)
+    assert not layer.segments_up_to(32)
 
 
 def test_what_is_indexed_does_not_depend_on_the_steps() -> None:
     at_once, in_steps = layer_of(100), layer_of(100)
-    in_steps.index_up_to(0, 3 * UNINDEXED_TOKENS // 2)
-    end = 2 * UNINDEXED_TOKENS
-    assert at_once.index_up_to(0, end) == in_steps.index_up_to(0, end)
+    in_steps.segments_up_to(3 * UNINDEXED_TOKENS // 2)
+    end = 9 * UNINDEXED_TOKENS
+    assert ranges_of(at_once.segments_up_to(end)) == ranges_of(in_steps.segments_up_to(end))
 
 
 def test_a_request_that_begins_again_has_no_old_indexes() -> None:
-    layer = layer_of(100)
-    assert layer.index_up_to(32, 90) == 82
+    layer = layer_of(100, sink_end=32, prompt_end=1000)
+    assert check_segments(layer, 90) == 82
     layer.write(0, states(40, 3), states(40, 4))
     assert layer.end == 40 and not layer.segments
     layer.write(40, states(30, 5), states(30, 6))
-    assert layer.index_up_to(32, 60) == 52
-    check_segments(layer, 32, 52)
+    assert check_segments(layer, 60) == 52
 
 
 def test_indexes_of_rejected_tokens_go_and_those_before_stay() -> None:
-    layer = layer_of(200)
-    layer.index_up_to(0, 120)
-    assert ranges_of(layer) == [(0, 80), (80, 120)]
-    layer.write(110, states(1, 3), states(1, 4))
-    assert ranges_of(layer) == [(0, 80)]
-    layer.write(111, states(50, 5), states(50, 6))
-    assert layer.index_up_to(0, 155) == 150
-    check_segments(layer, 0, 150)
+    layer = layer_of(200, prompt_end=1000)
+    layer.segments_up_to(120)
+    layer.write(85, states(1, 3), states(1, 4))
+    assert list(layer.segments) == [(0, 80)]
+    layer.write(86, states(75, 5), states(75, 6))
+    assert check_segments(layer, 155) == 150
 
 
 def test_a_sequence_makes_its_layers_when_they_are_written() -> None:
-    sequence = HostSequence(64, 30)
+    sequence = HostSequence(SequencePlace(64, 30, 0, 0, 100))
     assert not sequence.layers
     layer = sequence.layer("a", states(3, 0, torch.bfloat16))
     assert sequence.layer("a", states(5, 1, torch.bfloat16)) is layer

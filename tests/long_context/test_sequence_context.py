@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_relay.long_context.host_sequence import TRAIN_QUERIES_PER_KEY, HostSequence
+from vllm_relay.long_context.host_sequence import (
+    TRAIN_QUERIES_PER_KEY,
+    HostSequence,
+    SequencePlace,
+)
 from vllm_relay.long_context.sequence_context import SequenceContext, whole_sequence
 from vllm_relay.sparse.context_fingerprint import ContextFingerprint
 from vllm_relay.sparse.context_store import HeadStates, MemoryContextStore, StoredContext
@@ -33,7 +37,7 @@ def states(layer: int, kind: int, *shape: int, dtype: torch.dtype) -> torch.Tens
 
 def computed(begin: int, end: int, dtype: torch.dtype) -> HostSequence:
     """A request that computes the tokens from `begin` on, chunk by chunk."""
-    sequence = HostSequence(begin, NUM_TOKENS - begin)
+    sequence = HostSequence(SequencePlace(begin, NUM_TOKENS - begin, 0, 0, NUM_TOKENS))
     for number, name in enumerate(LAYERS):
         keys, values = (states(number, kind, KV_HEADS, HEAD_SIZE, dtype=dtype) for kind in (1, 2))
         queries = states(number, 3, KV_HEADS, GROUP, HEAD_SIZE, dtype=dtype).permute(1, 2, 0, 3)

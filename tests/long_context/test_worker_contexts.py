@@ -240,13 +240,17 @@ def test_what_reused_a_damaged_context_is_not_kept(
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, {"index": "auto", "given_query": Dipr(alpha=0.01)}),
-        ({"alpha": 0.5}, {"index": "auto", "given_query": Dipr(alpha=0.5)}),
+        ({}, {"index": "flat", "given_query": Dipr(alpha=2e-4, estimate=True)}),
+        ({"alpha": 0.5}, {"index": "flat", "given_query": Dipr(alpha=0.5, estimate=True)}),
+        (
+            {"alpha": 0.5, "estimate_unread": False},
+            {"index": "auto", "given_query": Dipr(alpha=0.5)},
+        ),
         ({"max_error": 0.1}, {"index": "auto", "given_query": None, "max_error": 0.1}),
         ({"alpha": 0}, {"index": "flat", "given_query": None}),
         (
             {"max_dropped_mass": 0.1},
-            {"index": "flat", "given_query": Dipr(alpha=0.01), "max_dropped_mass": 0.1},
+            {"index": "flat", "given_query": Dipr(alpha=2e-4), "max_dropped_mass": 0.1},
         ),
         (
             {"max_dropped_mass": 0.1, "max_error": 0.2},

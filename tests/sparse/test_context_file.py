@@ -71,6 +71,7 @@ def test_keys_of_an_index_are_stored_once(path: Path) -> None:
         assert names == [
             "layers/1/kv_heads/2/keys",
             "layers/1/kv_heads/2/values",
+            "layers/1/kv_heads/2/value_means",
             "layers/1/kv_heads/2/index/links",
         ]
         assert context.file.sections[names[0]].page_class == "keys"
@@ -193,7 +194,7 @@ def changed_context(path: Path, change: Callable[[dict, dict], None]) -> None:
     ("change", "reason"),
     [
         (lambda header, arrays: header.update(content="key index"), "holds 'key index'"),
-        (lambda header, arrays: header["fingerprint"].update(context_format=2), "format 2"),
+        (lambda header, arrays: header["fingerprint"].update(context_format=1), "format 1"),
         (lambda header, arrays: header["fingerprint"].update(extra=2), "fingerprint: fields"),
         (lambda header, arrays: header["fingerprint"].pop("rope"), "fingerprint: fields"),
         (lambda header, arrays: header["fingerprint"].update(num_layers=-1), "num_layers is -1"),

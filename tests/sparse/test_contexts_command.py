@@ -63,6 +63,7 @@ def test_list_and_show_say_what_a_context_is(folder: Path) -> None:
         "token_hashes": 62 * 16,
         "keys": 6 * 16_000,
         "values": 6 * 8000,
+        "value_means": 6 * 16 * 8,
         "index/links": 3 * 20_000,
     }
     assert report["plans"] == {}

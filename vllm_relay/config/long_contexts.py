@@ -35,11 +35,17 @@ class LongContextOptions(BaseModel):
         "exact_offload on CPUs, exact_resident on GPUs, which know no other.",
     )
     alpha: float = Field(
-        default=0.01,
+        default=2e-4,
         ge=0,
         le=1,
         description="Tokens in host memory are read if their attention weight is at least this "
         "share of the largest one. 0 reads all of them.",
+    )
+    estimate_unread: bool = Field(
+        default=True,
+        description="What is not read counts too: each 64 adjacent tokens by the mean of their "
+        "values, with the weight that the eight-bit codes of their keys tell. Contexts get flat "
+        "indexes then. Not with max_error or max_dropped_mass.",
     )
     max_error: float | None = Field(
         default=None,

@@ -21,9 +21,10 @@ from vllm_relay.sparse.partial_attention import attention_state, merge
 from vllm_relay.sparse.query_types import Dipr
 from vllm_relay.sparse.retrieval import ContextPart, SessionStats, queries_of_heads
 from vllm_relay.sparse.tensors import to_tensor
+from vllm_relay.sparse.value_means import MEAN_TOKENS
 
 RECENT_TOKENS = 64
-"""Last tokens of a stored context that every query reads."""
+"""At least so many tokens at the end of a stored context are read by every query."""
 
 State = tuple[torch.Tensor, torch.Tensor]
 """Output float32 [kv_heads, rows, size] and log-sum-exp float32 [kv_heads, rows]."""
@@ -74,7 +75,6 @@ class HostPart:
         context: None if there is none; then `own` begins with the first token.
         layer: number of the layer in the context.
         num_tokens: of the request, those of the step included.
-        sink_end: the tokens before it are always read, here or on the device.
     """
 
     own: HostLayer
@@ -82,7 +82,6 @@ class HostPart:
     layer: int
     residency: Residency
     num_tokens: int
-    sink_end: int
 
     @property
     def context_end(self) -> int:
@@ -111,8 +110,9 @@ class HostPart:
     def native(self, token: int, retrieval: Retrieval) -> Any:
         """What the C++ side is told of the request; `token` is its row in the tensors."""
         (begin, end), own = self.residency, self.own
-        indexed = own.index_up_to(max(self.sink_end, own.begin), end)
-        attended = [(indexed, end), (max(begin, own.begin), min(self.sink_end, end))]
+        segments = own.segments_up_to(end)
+        indexed = segments[-1].end if segments else own.index_begin
+        attended = [(indexed, end), (max(begin, own.begin), min(own.sink_end, end))]
         # the host has a copy of what is on the device
         others = [(max(indexed, end, own.begin), self.num_tokens)]
         if self.context is None:
@@ -123,7 +123,7 @@ class HostPart:
             own.native,
             [(begin - first, end - first) for begin, end in attended if begin < end],
             [(begin - first, end - first) for begin, end in others if begin < end],
-            [segment.native(retrieval.query) for segment in own.segments],
+            [segment.native(retrieval.query) for segment in segments],
         )
 
     @property
@@ -131,8 +131,9 @@ class HostPart:
         """What is searched of the context: sinks and last tokens are read by every query."""
         if self.context is None:
             return None
-        begin = min(self.sink_end, self.context_end)
-        end = max(begin, self.context_end - RECENT_TOKENS)
+        # whole runs of tokens that have one mean value
+        begin = min(-(-self.own.sink_end // MEAN_TOKENS) * MEAN_TOKENS, self.context_end)
+        end = max(begin, (self.context_end - RECENT_TOKENS) // MEAN_TOKENS * MEAN_TOKENS)
         return ContextPart(self.context, self.layer, begin, end)
 
 

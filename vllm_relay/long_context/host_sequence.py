@@ -15,10 +15,12 @@ from vllm_relay.sparse.elements import DTYPES, Elements
 from vllm_relay.sparse.flat import FlatIndex
 from vllm_relay.sparse.query_types import QueryType
 from vllm_relay.sparse.train_queries import TrainQueries
+from vllm_relay.sparse.value_means import value_means
 
+SEGMENT_TOKENS = 8192
+"""Of an index; what comes behind the last one is in indexes of `GRANULE_TOKENS`."""
 GRANULE_TOKENS = 1024
 """Fewer tokens than this at the end are attended one by one, without an index."""
-GRANULES_PER_SEGMENT = 8
 TRAIN_QUERIES_PER_KEY = 0.4
 
 
@@ -41,6 +43,25 @@ class Segment:
         return self._native
 
 
+@dataclass(frozen=True)
+class SequencePlace:
+    """Which tokens of a request are copied to the host.
+
+    Attributes:
+        begin: the first one; those before it are a stored context's.
+        capacity: how many there may be.
+        sink_end: the tokens before it are always read, here or on the device.
+        window_tokens: last ones that the device keeps.
+        prompt_end: tokens of the prompt.
+    """
+
+    begin: int
+    capacity: int
+    sink_end: int
+    window_tokens: int
+    prompt_end: int
+
+
 class HostLayer:
     """One layer of a request: keys and values of the tokens from `begin` on, by position.
 
@@ -49,21 +70,29 @@ class HostLayer:
         end: tokens up to here are written.
         keys, values: [kv_heads, capacity, size], of position `begin` and after. Memory is taken
             when it is first written.
-        segments: adjacent, in order.
+        sink_end: as of its place.
+        index_begin: the first position that an index has.
+        segments: encoded so far, by `begin` and `end`.
         train_queries: that its keys have met, of a request that becomes a context.
         native: keys and values, as the C++ side has them.
+
+    Args:
+        place: of the sequence.
     """
 
     def __init__(
-        self, begin: int, capacity: int, num_kv_heads: int, head_size: int, dtype: torch.dtype
+        self, place: SequencePlace, num_kv_heads: int, head_size: int, dtype: torch.dtype
     ) -> None:
-        self.begin = self.end = begin
-        self.keys = torch.empty(num_kv_heads, capacity, head_size, dtype=dtype)
+        self.begin = self.end = place.begin
+        self.keys = torch.empty(num_kv_heads, place.capacity, head_size, dtype=dtype)
         self.values = torch.empty_like(self.keys)
-        self.segments: list[Segment] = []
         self.train_queries = TrainQueries(TRAIN_QUERIES_PER_KEY)
         dtype_code = DTYPES.index(str(dtype).removeprefix("torch."))
         self.native = _C.host.HostRows(_bits(self.keys), _bits(self.values), dtype_code)
+        self.sink_end = place.sink_end
+        self.index_begin = max(place.begin, place.sink_end)
+        self._prompt_end, self._window_tokens = place.prompt_end, place.window_tokens
+        self.segments: dict[tuple[int, int], Segment] = {}
 
     def write(self, position: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Args: keys, values: [tokens, kv_heads, size], of `position` and after."""
@@ -74,58 +103,77 @@ class HostLayer:
         self.keys[:, first:last] = keys.transpose(0, 1)
         self.values[:, first:last] = values.transpose(0, 1)
         self.end = position + keys.shape[0]
+        if position < self._prompt_end:
+            self._index_ahead()
 
     def _truncate(self, end: int) -> None:
         """The request began again, or tokens of it were rejected."""
         self.end = end
-        self.segments = [segment for segment in self.segments if segment.end <= end]
+        self.segments = {key: each for key, each in self.segments.items() if each.end <= end}
 
     def rows(self, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the positions `begin` to `end`: [kv_heads, tokens, size], views."""
         first, last = begin - self.begin, end - self.begin
         return self.keys[:, first:last], self.values[:, first:last]
 
-    def index_up_to(self, begin: int, end: int) -> int:
-        """Indexes positions from `begin` on; returns up to where, at most to `end`: `begin` if that
-        is not before it.
+    def segments_up_to(self, end: int) -> list[Segment]:
+        """Adjacent, in order, from the first token on that is not always read.
 
-        What is indexed depends on positions only, not on when this is called.
+        Which positions they have follows from `end` alone, and a segment never changes: few tokens
+        are encoded at a time, in the steps that compute them.
         """
-        num_granules = max(0, end - begin) // GRANULE_TOKENS
-        # the last segment is small: what is built again as tokens are generated
-        num_large = num_granules // GRANULES_PER_SEGMENT * GRANULES_PER_SEGMENT
-        large_end = begin + num_large * GRANULE_TOKENS
-        indexed_end = begin + num_granules * GRANULE_TOKENS
-        known = {(segment.begin, segment.end): segment for segment in self.segments}
-        self.segments = [
-            known.get((first, last)) or self._flat(first, last)
-            for first, last in ((begin, large_end), (large_end, indexed_end))
-            if first < last
-        ]
-        return indexed_end
+        segments, at = [], self.index_begin
+        for num_tokens in (SEGMENT_TOKENS, GRANULE_TOKENS):
+            while at + num_tokens <= end:
+                key = at, at + num_tokens
+                if key not in self.segments:
+                    self.segments[key] = self._flat(*key)
+                segments.append(self.segments[key])
+                at += num_tokens
+        if len(self.segments) > len(segments):
+            self._drop_granules(segments)
+        return segments
+
+    def _drop_granules(self, segments: list[Segment]) -> None:
+        """Those that have become a segment."""
+        whole = [each for each in segments if each.end - each.begin == SEGMENT_TOKENS]
+        end = whole[-1].end if whole else 0
+        self.segments = {
+            (begin, last): each
+            for (begin, last), each in self.segments.items()
+            if last > end or last - begin == SEGMENT_TOKENS
+        }
+
+    def _index_ahead(self) -> None:
+        """Encodes while a prompt is computed what its first generated token would wait for."""
+        num_tokens = self.end - self._window_tokens - self.index_begin
+        if self.end < self._prompt_end:
+            num_tokens -= num_tokens % SEGMENT_TOKENS
+        self.segments_up_to(self.index_begin + num_tokens)
 
     def _flat(self, begin: int, end: int) -> Segment:
         keys, values = self.rows(begin, end)
         # not as many as the cores this thread may use: vLLM binds it to one of them
         threads = torch.get_num_threads()
         indexes = [FlatIndex().build(as_elements_of(head), threads=threads) for head in keys]
-        return Segment(begin, end, SparseLayer(indexes, [as_elements_of(head) for head in values]))
+        heads = [as_elements_of(head) for head in values]
+        means = [value_means(head, threads) for head in heads]
+        return Segment(begin, end, SparseLayer(indexes, heads, value_means=means))
 
 
 class HostSequence:
     """All layers of a request. Layers are made when they are first written."""
 
-    def __init__(self, begin: int, capacity: int) -> None:
-        self.begin, self.capacity = begin, capacity
+    def __init__(self, place: SequencePlace) -> None:
+        self.place = place
+        self.begin = place.begin
         self.layers: dict[str, HostLayer] = {}
 
     def layer(self, name: str, keys: torch.Tensor) -> HostLayer:
         """Args: keys: [tokens, kv_heads, size], of the layer."""
         if name not in self.layers:
             _, num_kv_heads, head_size = keys.shape
-            self.layers[name] = HostLayer(
-                self.begin, self.capacity, num_kv_heads, head_size, keys.dtype
-            )
+            self.layers[name] = HostLayer(self.place, num_kv_heads, head_size, keys.dtype)
         return self.layers[name]
 
 

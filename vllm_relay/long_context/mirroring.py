@@ -49,7 +49,7 @@ def mirror(
     states = torch.cat([each.index_select(0, tokens) for each in (key, value)], -1)
     add(states, functools.partial(_write_rows, list(zip(rows, layers, strict=True))))
     training = [
-        (row, layer) for row, layer in zip(rows, layers, strict=True) if row.request.is_kept
+        (row, layer) for row, layer in zip(rows, layers, strict=True) if row.request.trains_indexes
     ]
     if training:
         queries = torch.cat([query[row.first_query : row.last_query] for row, _ in training])

@@ -10,7 +10,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from vllm_relay.long_context.host_sequence import HostLayer, HostSequence, as_elements_of
+from vllm_relay.long_context.host_sequence import (
+    HostLayer,
+    HostSequence,
+    SequencePlace,
+    as_elements_of,
+)
 from vllm_relay.sparse.attention import SparseLayer
 from vllm_relay.sparse.context_store import ContextShape, StoredContext, context_id_of
 from vllm_relay.sparse.elements import Elements
@@ -18,6 +23,7 @@ from vllm_relay.sparse.flat import FlatIndex
 from vllm_relay.sparse.head_plan import HeadPlan
 from vllm_relay.sparse.index import KeyIndex
 from vllm_relay.sparse.tensors import to_elements, to_tensor
+from vllm_relay.sparse.value_means import value_means
 
 
 class SequenceContext(StoredContext):
@@ -69,12 +75,11 @@ class SequenceContext(StoredContext):
             if layer not in self._sparse_layers:
                 heads = range(self.shape.num_kv_heads)
                 states = [self.rows(layer, head, 0, self.num_tokens) for head in heads]
+                threads = torch.get_num_threads()
                 self._sparse_layers[layer] = SparseLayer(
-                    [
-                        FlatIndex().build(keys, threads=torch.get_num_threads())
-                        for keys, _ in states
-                    ],
+                    [FlatIndex().build(keys, threads=threads) for keys, _ in states],
                     [values for _, values in states],
+                    value_means=[value_means(values, threads) for _, values in states],
                 )
             return self._sparse_layers[layer]
 
@@ -106,7 +111,8 @@ def whole_sequence(
 ) -> HostSequence:
     """A copy of a sequence that began behind a stored context, with the tokens and the training
     queries of both."""
-    whole = HostSequence(0, num_tokens)
+    # a context has indexes of its own
+    whole = HostSequence(SequencePlace(0, num_tokens, num_tokens, 0, num_tokens))
     for number, name in enumerate(layer_names):
         own = sequence.layers[name]
         layer = whole.layer(name, own.keys.transpose(0, 1))

@@ -42,6 +42,11 @@ class WindowPolicy:
     prefill: PrefillMode
 
     @property
+    def sink_end(self) -> int:
+        """In tokens: `sink_tokens`, rounded up to whole blocks."""
+        return self.sink_blocks * self.block_size_tokens
+
+    @property
     def sink_blocks(self) -> int:
         return -(-self.sink_tokens // self.block_size_tokens)
 
@@ -58,7 +63,7 @@ class WindowPolicy:
                 the block size.
         """
         size = self.block_size_tokens
-        sink_end = 0 if first_resident_token else self.sink_blocks * size
+        sink_end = 0 if first_resident_token else self.sink_end
         if not self.frees(num_computed_tokens, num_prompt_tokens):
             return Residency(0, first_resident_token)
         window_begin = max(0, num_computed_tokens - self.window_tokens) // size * size

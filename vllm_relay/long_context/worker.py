@@ -14,7 +14,7 @@ import numpy as np
 
 from vllm_relay.attention_backends.plan import StepPlan
 from vllm_relay.config import RelayConfig
-from vllm_relay.long_context.host_sequence import HostSequence
+from vllm_relay.long_context.host_sequence import HostSequence, SequencePlace
 from vllm_relay.long_context.index_builders import start_builders
 from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.model_identity import fingerprint_of
@@ -36,7 +36,7 @@ class LongRequest:
     """A request, as far as its tokens may leave the device.
 
     Attributes:
-        is_kept: it becomes a context when it has ended.
+        trains_indexes: it becomes a context, whose indexes learn from its queries.
         first_resident_token: the tokens before it were never on the device.
         sequence: in host memory; None as long as all tokens are on the device.
         context: whose tokens it reuses: those before `sequence.begin`.
@@ -48,7 +48,7 @@ class LongRequest:
     id: str
     num_prompt_tokens: int
     max_tokens: int
-    is_kept: bool = False
+    trains_indexes: bool = False
     first_resident_token: int = 0
     sequence: HostSequence | None = None
     context: StoredContext | None = None
@@ -67,7 +67,6 @@ class MirroredRow:
         fill_from: the tokens from here to `num_computed_tokens` are the host's, and have to be
             brought to their block on the device; None: there are none.
         blocks: int32; its row of the block table, before it was compacted.
-        sink_end: the tokens before it are read by every query, wherever they are.
         packed_plan: for all layers, once one has computed the row's attention over all tokens.
     """
 
@@ -79,7 +78,6 @@ class MirroredRow:
     residency: Residency
     fill_from: int | None
     blocks: Any
-    sink_end: int
     packed_plan: StepPlan | None = None
 
     @property
@@ -123,10 +121,14 @@ class LongContextWorker:
     _reads_contexts: bool = False  # since statistics were taken; equal in all ranks
     _layer_numbers: dict[str, int] = field(default_factory=dict)
     _spec: RelaySparseSpec | None = None
+    _is_searched: bool = True
+    _plans_indexes: bool = True
     _runner: Any = None
     _builders: ThreadPoolExecutor | None = None
 
-    def set_layers(self, spec: RelaySparseSpec, layer_names: Sequence[str]) -> None:
+    def set_layers(
+        self, spec: RelaySparseSpec, layer_names: Sequence[str], options: RelayConfig
+    ) -> None:
         """A new engine's layers whose tokens leave the device: those of one KV cache group."""
         self.close_contexts()
         self._close_builders()
@@ -134,6 +136,8 @@ class LongContextWorker:
         self.readers.clear()
         self.pending_writes = PendingWrites()
         self._spec = spec
+        self._is_searched = options.alpha > 0
+        self._plans_indexes = db_options(options).index == "auto"
         self._layer_numbers = {name: number for number, name in enumerate(layer_names)}
 
     def layer_number(self, name: str) -> int:
@@ -229,7 +233,7 @@ class LongContextWorker:
             id=new.req_id,
             num_prompt_tokens=_num_prompt_tokens(new),
             max_tokens=self.max_model_len if max_tokens is None else max_tokens,
-            is_kept=asks_to_be_kept(params),
+            trains_indexes=self._plans_indexes and asks_to_be_kept(params),
         )
 
     def _place(self, request_id: str, orders: StepOrders) -> None:
@@ -261,7 +265,18 @@ class LongContextWorker:
 
     def _new_sequence(self, request: LongRequest, begin: int) -> HostSequence:
         most_tokens = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        return HostSequence(begin, most_tokens - begin)
+        assert self._spec is not None and self._spec.policy is not None
+        policy = self._spec.policy
+        return HostSequence(
+            SequencePlace(
+                begin=begin,
+                capacity=most_tokens - begin,
+                sink_end=policy.sink_end,
+                window_tokens=policy.window_tokens,
+                # where nothing is searched, nothing is encoded ahead
+                prompt_end=request.num_prompt_tokens if self._is_searched else 0,
+            )
+        )
 
     def mirrored_requests(
         self, policy: WindowPolicy, seq_lens: np.ndarray

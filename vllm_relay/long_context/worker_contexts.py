@@ -222,8 +222,9 @@ def db_options(options: RelayConfig) -> DBOptions:
     if options.max_error is not None:
         given["max_error"] = options.max_error
     else:
+        estimates = options.estimate_unread and options.max_dropped_mass is None
         if options.alpha > 0:
-            given["query"] = Dipr(alpha=options.alpha)
-        if options.alpha == 0 or options.max_dropped_mass is not None:
+            given["query"] = Dipr(alpha=options.alpha, estimate=estimates)
+        if options.alpha == 0 or options.max_dropped_mass is not None or estimates:
             given["index"] = "flat"  # all is read, or looked at: there is nothing to plan
     return DBOptions(**given)

@@ -14,7 +14,7 @@ from vllm_relay._C import PageGuard
 from vllm_relay.sparse import face
 from vllm_relay.sparse.elements import DTYPES, Elements, as_elements
 from vllm_relay.sparse.face import CompiledIndex
-from vllm_relay.sparse.query_types import QueryType
+from vllm_relay.sparse.query_types import Dipr, QueryType
 
 
 class AttentionState(NamedTuple):
@@ -93,6 +93,8 @@ class SparseLayer:
     Args:
         indexes: one for each kv head, all over the same tokens.
         values: [n, value_size] for each; `Elements` are not looked at.
+        value_means: of `values` (`value_means`), for queries that estimate what they do not read;
+            None: they do not.
         value_guards: of values in a file; each verifies a row at its first touch.
 
     Raises:
@@ -104,6 +106,7 @@ class SparseLayer:
         indexes: Sequence[CompiledIndex],
         values: Sequence[Any],
         value_guards: Sequence[PageGuard | None] | None = None,
+        value_means: Sequence[Elements] | None = None,
     ) -> None:
         if not indexes or len(indexes) != len(values):
             raise ValueError(
@@ -115,6 +118,7 @@ class SparseLayer:
             each if isinstance(each, Elements) else as_elements("values", each) for each in values
         ]
         self._value_guards = list(value_guards or [None] * len(values))
+        self._value_means = value_means
         self.num_keys = indexes[0].num_keys
         self.head_size = indexes[0].head_size
         sizes = {(index.num_keys, index.head_size) for index in indexes}
@@ -200,14 +204,18 @@ class SparseLayer:
     def _part(self, head: int, query: QueryType | None) -> Any:
         """What the C++ side is told of a kv head."""
         index, values = self.indexes[head], self.values[head]
-        place = values.data, DTYPES.index(values.dtype), self._value_guards[head], index.entries
+        means = None
+        if self._value_means is not None and isinstance(query, Dipr) and query.estimate:
+            means = self._value_means[head].data
+        place = (
+            values.data, DTYPES.index(values.dtype), self._value_guards[head], means, index.entries
+        )  # fmt: skip
         if query is None:
             return _C.index.HeadPart(index.searcher, *place, True, 0, 0.0, 0, math.nan)
         k, reach = face.query_numbers(query, self.num_keys, self.head_size)
-        limit = query.max_dropped_mass
         return _C.index.HeadPart(
-            index.searcher if limit is None else index.exact_searcher, *place, False, k, reach,
-            index.width_of(query), math.nan if limit is None else limit,
+            index.searcher if query.max_dropped_mass is None else index.exact_searcher, *place,
+            False, k, reach, index.width_of(query), face.mass_limit(query),
         )  # fmt: skip
 
 

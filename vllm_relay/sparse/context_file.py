@@ -25,6 +25,7 @@ from vllm_relay.sparse.damage import IndexDamagedError
 from vllm_relay.sparse.elements import STORAGE, Elements, as_elements
 from vllm_relay.sparse.index import KeyIndex
 from vllm_relay.sparse.section_file import SectionFile, SectionRows, SectionWriter
+from vllm_relay.sparse.value_means import MEAN_TOKENS, value_means
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -94,6 +95,8 @@ def write_context(
                 )
             writer.add(f"{place}/keys", keys.data, page_class="keys")
             writer.add(f"{place}/values", values.data, page_class="values")
+            means = value_means(values, threads=1)
+            writer.add(f"{place}/value_means", means.data, page_class="index")
             if head.index is not None:
                 indexes[place] = _write_index(writer, place, head.index, keys.data)
                 if head.plan is not None:
@@ -182,6 +185,11 @@ class ContextFile:
     def values(self, layer: int, kv_head: int) -> Elements:
         """[num_tokens, value size], all of it verified."""
         return Elements(self.file[f"{self._place(layer, kv_head)}/values"], self.fingerprint.dtype)
+
+    def value_means(self, layer: int, kv_head: int) -> Elements:
+        """[ceil(num_tokens / MEAN_TOKENS), value size], all of it verified."""
+        name = f"{self._place(layer, kv_head)}/value_means"
+        return Elements(self.file[name], self.fingerprint.dtype)
 
     def key_rows(self, layer: int, kv_head: int) -> SectionRows:
         """As `keys`, of which only what is touched is read and verified; bits as in `Elements`."""
@@ -344,6 +352,8 @@ def _check_layout(file: SectionFile, fingerprint: ContextFingerprint) -> None:
     for place in places:
         check(f"{place}/keys", storage, num_tokens, fingerprint.head_size)
         check(f"{place}/values", storage, num_tokens, None)
+        size = file.sections[f"{place}/values"].shape[1]
+        check(f"{place}/value_means", storage, -(-num_tokens // MEAN_TOKENS), size)
     indexes = file.header.get("indexes")
     if not isinstance(indexes, dict) or not places.issuperset(indexes):
         raise IndexDamagedError(f"{file.path}: indexes of heads that it has not")

@@ -13,7 +13,7 @@ import numpy as np
 from vllm_relay.sparse.elements import DTYPES
 from vllm_relay.sparse.section_table import check_json
 
-CONTEXT_FORMAT = 1
+CONTEXT_FORMAT = 2
 CHAIN_TOKENS = 16
 CHAIN_HASH_BYTES = 16
 

@@ -18,6 +18,7 @@ from vllm_relay.sparse.elements import Elements
 from vllm_relay.sparse.face import CompiledIndex
 from vllm_relay.sparse.head_plan import HeadPlan
 from vllm_relay.sparse.index import KeyIndex
+from vllm_relay.sparse.value_means import value_means
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,9 @@ class MemoryContext(StoredContext):
         if layer not in self._sparse_layers:
             heads = self._layers[layer]
             indexes = [head.index for head in heads]
-            self._sparse_layers[layer] = sparse_layer(indexes, [head.values for head in heads])
+            values = [head.values for head in heads]
+            means = [value_means(each, threads=1) for each in values]
+            self._sparse_layers[layer] = sparse_layer(indexes, values, means)
         return self._sparse_layers[layer]
 
     def plan(self, layer: int, head: int) -> HeadPlan | None:
@@ -196,13 +199,14 @@ class MemoryContextStore(ContextStore):
 def sparse_layer(
     indexes: Sequence[KeyIndex],
     values: Sequence[Elements],
+    value_means: Sequence[Elements],
     value_guards: Sequence[PageGuard | None] | None = None,
 ) -> SparseLayer | None:
     """None: an index of the user's own."""
     compiled = [index for index in indexes if isinstance(index, CompiledIndex)]
     if len(compiled) < len(indexes):
         return None
-    return SparseLayer(compiled, values, value_guards)
+    return SparseLayer(compiled, values, value_guards, value_means)
 
 
 def context_id_of(tokens: np.ndarray) -> str:

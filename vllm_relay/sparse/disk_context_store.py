@@ -133,8 +133,9 @@ class DiskContext(StoredContext):
             indexes = [self.index(layer, head) for head in range(self.shape.num_kv_heads)]
             with self.reading():
                 values = [self._file.guarded_values(layer, head) for head in range(len(indexes))]
+                means = [self._file.value_means(layer, head) for head in range(len(indexes))]
             self._layers[layer] = sparse_layer(
-                indexes, [each for each, _ in values], [guard for _, guard in values]
+                indexes, [each for each, _ in values], means, [guard for _, guard in values]
             )
         return self._layers[layer]
 

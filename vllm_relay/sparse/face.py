@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -183,13 +184,11 @@ class CompiledIndex(KeyIndex):
         entries = self.entries
         if entry is not None:
             entries = np.concatenate([entries, check_entries(entry, n)])
-        scale, searcher = 0.0, self.searcher
-        if query.max_dropped_mass is not None:
-            scale, searcher = softmax_scale(query, d), self.exact_searcher
+        searcher = self.searcher if query.max_dropped_mass is None else self.exact_searcher
         prefix_len = check_prefix(prefix_len, n)
         ids, scores, dropped_mass, distances, hops, rescored = searcher.search(
             queries, k, reach, self.width_of(query), window_max, check_begin(begin, prefix_len),
-            prefix_len, entries, scale, mass_limit(query),
+            prefix_len, entries, softmax_scale(query, d), mass_limit(query),
         )  # fmt: skip
         stats = self.stats(distances, hops, rescored, dropped_mass)
         return SearchResult(ids, scores, stats)
@@ -302,8 +301,8 @@ def check_prefix(prefix_len: int | None, num_keys: int) -> int:
 
 
 def mass_limit(query: QueryType) -> float:
-    """What the C++ side is told; above 1: no limit."""
-    return 2.0 if query.max_dropped_mass is None else query.max_dropped_mass
+    """What the C++ side is told; NaN: no limit."""
+    return math.nan if query.max_dropped_mass is None else query.max_dropped_mass
 
 
 def check_begin(begin: int, prefix_len: int) -> int:

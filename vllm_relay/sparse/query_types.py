@@ -56,6 +56,9 @@ class Dipr:
         width: as for `TopK`; for a graph it is the beam floor l0: that many nodes are kept even if
             they are out of range.
         max_dropped_mass: as for `TopK`.
+        estimate: attention counts what is out of range too, where the index tells its weight: by
+            the means of the values of `MEAN_TOKENS` adjacent tokens. Not with `max_dropped_mass`,
+            which bounds what does not count.
 
     Raises:
         ValueError: a number is out of range, or both or none of beta and alpha are given.
@@ -68,8 +71,14 @@ class Dipr:
     scale: float | None = None
     width: int | None = None
     max_dropped_mass: float | None = None
+    estimate: bool = False
 
     def __post_init__(self) -> None:
+        if self.estimate and self.max_dropped_mass is not None:
+            raise ValueError(
+                f"Dipr: max_dropped_mass={self.max_dropped_mass} with estimate=True: expected one "
+                "of them, a bound of what is left out or an estimate of it"
+            )
         if (self.beta is None) == (self.alpha is None):
             raise ValueError(
                 f"Dipr: given beta={self.beta} and alpha={self.alpha}, expected one of them"

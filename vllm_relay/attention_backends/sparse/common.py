@@ -65,7 +65,10 @@ def set_up_layer(impl: Any) -> Retrieval:
     options, query = RelayConfig.from_vllm_config(vllm_config), None
     if options.alpha > 0:
         query = Dipr(
-            alpha=options.alpha, scale=impl.scale, max_dropped_mass=options.max_dropped_mass
+            alpha=options.alpha,
+            scale=impl.scale,
+            max_dropped_mass=options.max_dropped_mass,
+            estimate=options.estimate_unread and options.max_dropped_mass is None,
         )
     return Retrieval(query, db_options(options), impl.scale)
 
@@ -76,7 +79,8 @@ def set_up_group(kv_cache_spec: AttentionSpec, layer_names: Sequence[str]) -> Wi
     policy = None
     if isinstance(kv_cache_spec, RelaySparseSpec):
         policy = kv_cache_spec.policy
-        worker.state.set_layers(kv_cache_spec, layer_names)
+        options = RelayConfig.from_vllm_config(_config_of_process())
+        worker.state.set_layers(kv_cache_spec, layer_names, options)
     call_before_each_step("long_contexts", worker.state.begin_step)
     recorder.take_long_contexts = worker.state.take_stats
     return policy
@@ -107,7 +111,6 @@ def mirrored_rows(
             fill_from = placement.first_resident_token
         rows[number] = worker.MirroredRow(
             request, sequence, first, last, num_computed, residency, fill_from, blocks[number],
-            policy.sink_blocks * policy.block_size_tokens,
         )  # fmt: skip
     return rows
 
@@ -120,7 +123,6 @@ def host_part(row: worker.MirroredRow, layer_name: str, keys: torch.Tensor) -> H
         layer=worker.state.layer_number(layer_name),
         residency=row.residency,
         num_tokens=row.num_tokens,
-        sink_end=row.sink_end,
     )
 
 

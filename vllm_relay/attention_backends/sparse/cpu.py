@@ -150,7 +150,7 @@ class RelaySparseImpl(RelayImpl):
             for row, part in zip(rows, parts, strict=True):
                 at = slice(row.first_query, row.last_query)
                 _mirror(row, part.own, key[at], value[at], kv_cache)
-                if row.request.is_kept:
+                if row.request.trains_indexes:
                     grouped = query[at].unflatten(1, (self.num_kv_heads, -1)).permute(1, 2, 0, 3)
                     part.own.train_queries.add(grouped, first_position=row.num_computed_tokens)
         begin_s = time.perf_counter()

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+// The attention weight of keys that a scan does not return, by their codes: one sum for each
+// `kMeanKeys` neighbouring keys, which counts for the mean of their values (docs/key-index.md).
+#pragma once
+
+#include <bit>
+#include <climits>
+
+#include "../attention/vec16.h"
+#include "aligned_vector.h"
+#include "code_blocks.h"
+#include "query_code.h"
+
+namespace relay::index {
+namespace {
+
+constexpr int kMeanBlocks = kMeanKeys / kBlockKeys;
+
+// Sums of e^(scale * score) relative to a score that rises with the best one. Each lane of a code
+// block has its own: what is subtracted later is what was added.
+class UnreadWeight {
+ public:
+  void reset(const QueryCode& form, double scale, int64_t num_keys, double expected_best) {
+    form_ = &form;
+    scale_ = scale;
+    rate_ = scale * form.unit * kLog2E;
+    lanes_.assign((num_keys + kMeanKeys - 1) / kMeanKeys * kBlockKeys, 0.f);
+    set_origin(std::isfinite(expected_best) ? to_code(expected_best) : INT_MIN / 2);
+  }
+
+  // Scores of `Blocks` neighbouring code blocks, at most four, of which the `valid` lanes count.
+  template <int Blocks>
+  RELAY_INLINE void add(const int32_t* scores, int64_t block, uint64_t valid) {
+    uint64_t high = 0;
+    for (int b = 0; b < Blocks; ++b)
+      high |= uint64_t{above(scores + b * kBlockKeys, ceiling_)} << b * kBlockKeys;
+    if (high & valid) [[unlikely]] raise_origin(scores, high & valid);
+    if (Blocks == kMeanBlocks && block % kMeanBlocks == 0 && !~valid) [[likely]] {
+      Vec16 sum = weights(scores);
+      for (int b = 1; b < Blocks; ++b) sum = sum + weights(scores + b * kBlockKeys);
+      add_to(block / kMeanBlocks, sum);
+      return;
+    }
+    for (int b = 0; b < Blocks; ++b) {
+      alignas(64) float each[kBlockKeys];
+      store16(each, weights(scores + b * kBlockKeys));
+      for (int lane = 0; lane < kBlockKeys; ++lane)
+        if (!(valid >> (b * kBlockKeys + lane) & 1)) each[lane] = 0;
+      add_to((block + b) / kMeanBlocks, load16(each));
+    }
+  }
+
+  // The key at that place is read: its weight by code counts no more.
+  void remove(int64_t position, int32_t score) {
+    alignas(64) int32_t scores[kBlockKeys] = {score};
+    alignas(64) float each[kBlockKeys];
+    store16(each, weights(scores));
+    lanes_[lane_of(position)] -= each[0];
+  }
+
+  // It is not, and has this score.
+  void put_back(int64_t position, double score) {
+    lanes_[lane_of(position)] +=
+        static_cast<float>(std::exp(scale_ * (score - form_->offset) - scale_ * form_->unit * origin_));
+  }
+
+  // Of the mean blocks whose keys are all in [begin, end), or the last one of `num_keys`: others
+  // hold values of keys that do not count.
+  void take(int64_t begin, int64_t end, int64_t num_keys, Unread& unread) const {
+    unread.origin = form_->offset + form_->unit * origin_;
+    unread.weights.resize(lanes_.size() / kBlockKeys);
+    for (size_t m = 0; m < unread.weights.size(); ++m) {
+      const int64_t first = static_cast<int64_t>(m) * kMeanKeys;
+      const bool is_whole = first >= begin && std::min(first + kMeanKeys, num_keys) <= end;
+      unread.weights[m] =
+          is_whole ? std::max(0.f, sum_of16(load16(lanes_.data() + m * kBlockKeys))) : 0.f;
+    }
+  }
+
+ private:
+  // weights stay below 2^40 times that of the origin, and their sums finite
+  static constexpr double kHeadroom = 40;
+
+  static int64_t lane_of(int64_t position) {
+    return position / kMeanKeys * kBlockKeys + position % kBlockKeys;
+  }
+
+  int32_t to_code(double score) const {
+    return static_cast<int32_t>(std::clamp((score - form_->offset) / form_->unit, -1e9, 1e9));
+  }
+
+  void set_origin(int32_t origin) {
+    origin_ = origin;
+    const double reach = rate_ > 0 ? kHeadroom / rate_ : 1e9;
+    ceiling_ = static_cast<int32_t>(std::min(origin + std::min(reach, 1e9), 1e9));
+  }
+
+  void raise_origin(const int32_t* scores, uint64_t lanes) {
+    int32_t best = INT_MIN;
+    for (; lanes; lanes &= lanes - 1) best = std::max(best, scores[std::countr_zero(lanes)]);
+    const auto factor = static_cast<float>(std::exp2(rate_ * (static_cast<double>(origin_) - best)));
+    for (float& each : lanes_) each *= factor;
+    set_origin(best);
+  }
+
+  RELAY_INLINE Vec16 weights(const int32_t* scores) const {
+    alignas(64) float exponents[kBlockKeys];
+    for (int lane = 0; lane < kBlockKeys; ++lane)
+      exponents[lane] = static_cast<float>(scores[lane] - origin_);
+    return exp2_16(load16(exponents) * set16(static_cast<float>(rate_)));
+  }
+
+  RELAY_INLINE void add_to(int64_t mean_block, Vec16 sum) {
+    float* const lanes = lanes_.data() + mean_block * kBlockKeys;
+    store16(lanes, load16(lanes) + sum);
+  }
+
+  const QueryCode* form_ = nullptr;
+  double scale_ = 0, rate_ = 0;
+  int32_t origin_ = 0, ceiling_ = 0;
+  AlignedVector<float> lanes_;
+};
+
+}  // namespace
+}  // namespace relay::index
