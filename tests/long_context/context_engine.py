@@ -166,7 +166,6 @@ class Engine:
                 backend=SimpleNamespace(name=backend), backend_per_kind={}
             ),
             speculative_config=None,
-            model_config=SimpleNamespace(get_num_attention_heads=lambda parallel_config: 4),
             parallel_config=SimpleNamespace(
                 data_parallel_size=engines, tensor_parallel_size=num_ranks
             ),

@@ -39,11 +39,23 @@ BYTES_PER_TOKEN = 2 * (2 * 2 * 32 * 4 + 2 * 32)
 
 @dataclass
 class HostCopy:
-    """What the host has of a request: one number per token, from the first one on."""
+    """What the host has of a request: one number per token, from the first one on; those before
+    `begin` are the context's."""
 
     num_prompt_tokens: int
     states: list[int] = field(default_factory=list)
     first_resident_token: int = 0
+    begin: int = 0
+    context: HostContext | None = None
+
+    def drop(self) -> None:
+        self.states, self.begin, self.context = [], 0, None
+
+
+@dataclass(eq=False)
+class HostContext:
+    tokens: list[int]
+    states: list[int]
 
 
 class LongContextExecutor(SimulatedExecutor):
@@ -55,13 +67,21 @@ class LongContextExecutor(SimulatedExecutor):
         assert isinstance(group.kv_cache_spec, RelaySparseSpec)
         self.spec = group.kv_cache_spec
         self.copies: dict[str, HostCopy] = {}
-        self.contexts: dict[str, tuple[list[int], list[int]]] = {}  # tokens and states
+        self.contexts: dict[str, HostContext] = {}
         self.placements: list[tuple[str, Placement]] = []
         self.dropped: list[str] = []
         self.reads_from_host = 0
         self.most_blocks = 0
         self.on_step: Callable[[SchedulerOutput], None] = lambda scheduler_output: None
         return super().initialize_from_config(kv_cache_configs)
+
+    @property
+    def num_host_tokens(self) -> int:
+        """Of requests and contexts, each where it is once."""
+        contexts = {copy.context for copy in self.copies.values() if copy.context is not None}
+        contexts |= set(self.contexts.values())
+        own = sum(len(copy.states) - copy.begin for copy in self.copies.values())
+        return own + sum(len(each.states) for each in contexts)
 
     def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(method, "__name__", "") == "_reports_of_worker":
@@ -70,8 +90,12 @@ class LongContextExecutor(SimulatedExecutor):
                 self.contexts.clear()
             return [
                 [
-                    (ContextReport(context_id, len(tokens), "memory", 0, 0), np.array(tokens))
-                    for context_id, (tokens, _) in self.contexts.items()
+                    (
+                        ContextReport(context_id, len(each.tokens), "memory", num_bytes, 0),
+                        np.array(each.tokens),
+                    )
+                    for context_id, each in self.contexts.items()
+                    for num_bytes in [len(each.tokens) * BYTES_PER_TOKEN]
                 ]
             ]
         if getattr(method, "__name__", "") == "_delete_in_worker":
@@ -88,7 +112,7 @@ class LongContextExecutor(SimulatedExecutor):
             self._end(request_id, orders)
         for request_id in orders.dropped:
             self.dropped.append(request_id)
-            self.copies[request_id].states = []
+            self.copies[request_id].drop()
         for new in scheduler_output.scheduled_new_reqs:
             self._take(new)
             self._place(new.req_id, orders.placed.get(new.req_id), new.num_computed_tokens)
@@ -107,7 +131,8 @@ class LongContextExecutor(SimulatedExecutor):
         kept = orders.kept.get(request_id)
         if kept is not None:
             assert copy is not None and len(copy.states) >= len(kept.tokens)
-            self.contexts[kept.context_id] = (kept.tokens, copy.states[: len(kept.tokens)])
+            states = copy.states[: len(kept.tokens)]
+            self.contexts[kept.context_id] = HostContext(kept.tokens, states)
 
     def _take(self, new: NewRequestData) -> None:
         if new.req_id not in self.copies:
@@ -120,12 +145,12 @@ class LongContextExecutor(SimulatedExecutor):
         copy = self.copies[request_id]
         copy.first_resident_token = 0
         if placement is None:
-            copy.states = []
+            copy.drop()
             return
         self.placements.append((request_id, placement))
         if placement.context_id is not None:
-            _, states = self.contexts[placement.context_id]
-            copy.states = list(states)
+            copy.context, copy.begin = self.contexts[placement.context_id], placement.num_tokens
+            copy.states = copy.context.states[: copy.begin]
         assert placement.num_tokens == num_computed_tokens <= len(copy.states)
         last_block = placement.num_tokens // BLOCK_SIZE
         assert placement.first_resident_token == last_block * BLOCK_SIZE
@@ -199,6 +224,13 @@ class LongEngine:
             extra_args={KEEP_ARG: True} if keep else None,
         )
         self.engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+
+    def keep(self, request_id: str, prompt: list[int]) -> str:
+        """A context of a request that ends now; its id."""
+        self.add(request_id, prompt, 1, keep=True)
+        self.run()
+        [report] = self.long_contexts.pending_contexts()
+        return report.context_id
 
     def abort(self, request_id: str) -> None:
         self.engine.abort_request([request_id])

@@ -286,7 +286,7 @@ def test_every_token_is_where_the_window_says(
             relay=relay,
             max_num_seqs=6,
         ) as engine:
-            run_random_requests(engine, random.Random(seed))
+            run_random_requests(engine, random.Random(seed), asynchronous)
             placements = (placement for _, placement in engine.executor.placements)
             kinds |= {placement.context_id is None for placement in placements}
         if kinds == {True, False}:
@@ -294,12 +294,14 @@ def test_every_token_is_where_the_window_says(
     raise AssertionError(f"of placements, only these kinds were seen: {kinds}")
 
 
-def run_random_requests(engine: LongEngine, rng: random.Random) -> None:
+def run_random_requests(engine: LongEngine, rng: random.Random, asynchronous: bool) -> None:
     """Of four families, some of which become contexts, and aborts and resets."""
     memory = engine.long_contexts.memory
 
     def on_step(scheduler_output: Any) -> None:
         assert memory.used_bytes <= memory.capacity_bytes
+        if not asynchronous:  # else what has ended meanwhile is not counted any more
+            assert engine.executor.num_host_tokens * BYTES_PER_TOKEN <= memory.used_bytes
         for request_id in scheduler_output.num_scheduled_tokens:
             assert not engine.executor.copies[request_id].states or memory.holds(request_id)
 
@@ -322,18 +324,10 @@ def run_random_requests(engine: LongEngine, rng: random.Random) -> None:
     assert engine.engine.reset_prefix_cache()
 
 
-def keep(engine: LongEngine, request_id: str, prompt: list[int]) -> str:
-    """A context of a request that ends now; its id."""
-    engine.add(request_id, prompt, 1, keep=True)
-    engine.run()
-    [report] = engine.long_contexts.pending_contexts()
-    return report.context_id
-
-
 def test_a_context_that_leaves_a_full_folder_is_not_found_again(model: str, tmp_path: Path) -> None:
     folder = {"context_dir": str(tmp_path), "context_disk_gib": 1e-6}
     with long_engine(model, relay=folder) as engine:
-        context_id = keep(engine, "a", tokens(1, 200))
+        context_id = engine.keep("a", tokens(1, 200))
         assert [each.context_id for each in list_contexts(engine.engine)] == [context_id]
         stored = ContextReport(context_id, 200, "stored", 0, file_bytes=2000)
         engine.long_contexts.update_contexts([stored])
@@ -349,7 +343,7 @@ def test_a_context_that_leaves_a_full_folder_is_not_found_again(model: str, tmp_
 )
 def test_a_hit_is_no_longer_than_its_caller_allows(model: str) -> None:
     with long_engine(model) as engine:
-        keep(engine, "a", tokens(1, 200))
+        engine.keep("a", tokens(1, 200))
         engine.add("b", tokens(1, 200), 1)
         [request] = engine.scheduler.requests.values()
         get_computed_blocks = engine.scheduler.kv_cache_manager.get_computed_blocks
@@ -367,7 +361,7 @@ def test_a_hit_is_no_longer_than_its_caller_allows(model: str) -> None:
 
 def test_a_context_is_deleted_before_the_worker_knows_it(model: str) -> None:
     with long_engine(model) as engine:
-        context_id = keep(engine, "a", tokens(1, 200))
+        context_id = engine.keep("a", tokens(1, 200))
         engine.long_contexts.delete_context(context_id)
         assert list_contexts(engine.engine) == []
         assert engine.executor.contexts == {}

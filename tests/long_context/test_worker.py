@@ -56,6 +56,14 @@ def test_a_context_that_was_evicted_can_be_kept_in_the_same_step() -> None:
     assert worker.requests == {}
 
 
+def test_a_dropped_request_lets_go_of_what_it_has_and_of_what_it_reads() -> None:
+    worker = LongContextWorker(contexts=Contexts("a"))
+    request = LongRequest("request", 60, 1, sequence=SimpleNamespace(begin=50), context=object())
+    worker.requests["request"] = worker.readers["request"] = request
+    step(worker, StepOrders(dropped=["request"]))
+    assert request.sequence is None and request.context is None and worker.readers == {}
+
+
 @pytest.fixture
 def lost_elsewhere(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What another rank has lost, which is not asked unless a request reuses a context."""

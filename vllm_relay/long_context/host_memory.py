@@ -3,14 +3,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
 GRANULE_TOKENS = 1024
 """Requests take memory for so many tokens at a time."""
+
+
+class Reused(NamedTuple):
+    """First tokens of a request that a stored context has."""
+
+    context_id: str
+    num_tokens: int
+
+
+@dataclass(eq=False)
+class _Context:
+    """What there is of a context. Later there may be something else of the same id."""
+
+    num_bytes: int
 
 
 class HostMemory:
     """Reservations of host memory; nothing is reserved twice and nothing beyond the capacity.
 
-    Preempted requests keep what they have as long as nobody else needs it.
+    Preempted requests keep what they have as long as nobody else needs it. A context counts as
+    long as it may be reused, and from then on until the last request that reads it has ended.
 
     Args:
         capacity_bytes: for everything.
@@ -22,15 +41,18 @@ class HostMemory:
         self.bytes_per_token = bytes_per_token
         self._requests: dict[str, int] = {}
         self._preempted: dict[str, int] = {}  # oldest first
-        self._contexts: dict[str, int] = {}
+        self._contexts: dict[str, _Context] = {}
+        self._reused: dict[str, Reused] = {}
+        self._read: dict[str, _Context] = {}  # by request
 
     @property
     def used_bytes(self) -> int:
-        return sum(sum(each.values()) for each in (self._requests, self._preempted, self._contexts))
+        requests = sum(self._requests.values()) + sum(self._preempted.values())
+        return requests + self.context_bytes
 
     @property
     def context_bytes(self) -> int:
-        return sum(self._contexts.values())
+        return sum(each.num_bytes for each in {*self._contexts.values(), *self._read.values()})
 
     def bytes_for(self, num_tokens: int) -> int:
         """Of a request with so many tokens."""
@@ -38,29 +60,42 @@ class HostMemory:
         return granules * GRANULE_TOKENS * self.bytes_per_token
 
     def reserve(self, request_id: str, num_tokens: int) -> list[str] | None:
-        """Makes room for a request's first `num_tokens` tokens.
+        """Makes room for so many tokens of a request, without those that it reuses.
 
         Returns:
             preempted requests that had to give up their memory, the youngest first; None if there
             is not enough even so, and then nothing is changed.
         """
-        wanted = self.bytes_for(num_tokens)
-        held = self._requests.get(request_id, self._preempted.get(request_id, 0))
-        missing = self.used_bytes - held + max(held, wanted) - self.capacity_bytes
+        missing_bytes = self._missing_bytes(request_id, num_tokens)
+        room_bytes = self.capacity_bytes - missing_bytes
         dropped: list[str] = []
-        for other in reversed(self._preempted):
-            if missing <= 0:
-                break
-            if other != request_id:
-                dropped.append(other)
-                missing -= self._preempted[other]
-        if missing > 0:
-            return None
+        if self.used_bytes > room_bytes:
+            others = self._other_preempted(request_id)
+            if self._bytes_without(others) > room_bytes:
+                return None
+            while self._bytes_without(dropped) > room_bytes:
+                dropped.append(others[len(dropped)])
         for other in dropped:
-            del self._preempted[other]
+            self.release(other)
+        self._requests[request_id] = self._held_bytes(request_id) + missing_bytes
         self._preempted.pop(request_id, None)
-        self._requests[request_id] = max(held, wanted)
         return dropped
+
+    def contexts_in_the_way(
+        self, request_id: str, num_tokens: int, context_ids: Sequence[str]
+    ) -> list[str]:
+        """Which contexts have to leave before `reserve` makes room: the first ones of `context_ids`
+        that take memory, but none that the request or a running one reads. Empty if that is not
+        enough."""
+        read = [self._read.get(each) for each in (request_id, *self._requests)]
+        known = [each for each in context_ids if each in self._contexts]
+        unread = [each for each in known if self._contexts[each] not in read]
+        room_bytes = self.capacity_bytes - self._missing_bytes(request_id, num_tokens)
+        others = self._other_preempted(request_id)
+        for count in range(1, len(unread) + 1):
+            if self._bytes_without(others, unread[:count]) <= room_bytes:
+                return unread[:count]
+        return []
 
     def preempt(self, request_id: str) -> None:
         """The request gives its memory up when others need it."""
@@ -71,14 +106,55 @@ class HostMemory:
         """The request needs no memory any more."""
         self._requests.pop(request_id, None)
         self._preempted.pop(request_id, None)
+        self.reuse(request_id, None)
 
     def holds(self, request_id: str) -> bool:
         """Whether a request, running or preempted, has memory."""
         return request_id in self._requests or request_id in self._preempted
 
+    def is_alone(self, request_id: str) -> bool:
+        """Whether no other request that runs has memory."""
+        return not self._requests.keys() - {request_id}
+
+    def reuse(self, request_id: str, reused: Reused | None) -> None:
+        """The request begins behind what it reuses, or with its first token."""
+        self._reused.pop(request_id, None)
+        self._read.pop(request_id, None)
+        if reused is not None:
+            self._reused[request_id] = reused
+            if reused.context_id in self._contexts:
+                self._read[request_id] = self._contexts[reused.context_id]
+
+    def reused(self, request_id: str) -> Reused | None:
+        """What the request began behind."""
+        return self._reused.get(request_id)
+
     def set_context(self, context_id: str, num_bytes: int) -> None:
-        """What a context takes; 0 for none. Always granted: it is there already."""
-        if num_bytes:
-            self._contexts[context_id] = num_bytes
+        """What a context takes; 0 for none. Always granted: it is there already. If it takes less
+        than before, those that read it keep what it took."""
+        known = self._contexts.get(context_id)
+        if known is not None and num_bytes >= known.num_bytes:
+            known.num_bytes = num_bytes
+        elif num_bytes:
+            self._contexts[context_id] = _Context(num_bytes)
         else:
             self._contexts.pop(context_id, None)
+
+    def _held_bytes(self, request_id: str) -> int:
+        return self._requests.get(request_id, self._preempted.get(request_id, 0))
+
+    def _missing_bytes(self, request_id: str, num_tokens: int) -> int:
+        return max(0, self.bytes_for(num_tokens) - self._held_bytes(request_id))
+
+    def _other_preempted(self, request_id: str) -> list[str]:
+        """The youngest first."""
+        return [each for each in reversed(self._preempted) if each != request_id]
+
+    def _bytes_without(self, requests: Collection[str], contexts: Collection[str] = ()) -> int:
+        """What is used when these have left."""
+        held = [*self._requests.items(), *self._preempted.items()]
+        left = {self._contexts[each] for each in self._contexts if each not in contexts}
+        left |= {self._read[each] for each in self._read if each not in requests}
+        return sum(num_bytes for each, num_bytes in held if each not in requests) + sum(
+            each.num_bytes for each in left
+        )

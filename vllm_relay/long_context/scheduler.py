@@ -18,7 +18,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_relay.config import RelayConfig
 from vllm_relay.long_context.catalog import ContextCatalog
-from vllm_relay.long_context.host_memory import HostMemory
+from vllm_relay.long_context.host_memory import HostMemory, Reused
 from vllm_relay.long_context.kv_cache_spec import RelaySparseManager, host_bytes_per_token
 from vllm_relay.long_context.memory import default_capacity_bytes, total_bytes
 from vllm_relay.long_context.orders import (
@@ -76,6 +76,7 @@ class LongContextScheduler:
         self.has_loaded = False
         self._file_bytes: dict[str, int] = {}
         self._disk_bytes = _bytes_of(options.context_disk_gib)
+        self._has_folder = options.context_dir is not None
         self._num_ranks = num_ranks
         self._preempted: dict[str, int] = {}  # request -> tokens in host memory
         self._num_kept_tokens = 0
@@ -129,7 +130,8 @@ class LongContextScheduler:
                 *args,
                 **kwargs,
             )
-        if is_mirrored and not self._reserve(request, num_tokens):
+        reused = self._reused(request_id, new_computed_blocks)
+        if is_mirrored and not self._reserve(request_id, num_tokens, reused):
             return None
         if not isinstance(new_computed_blocks, HostBlocks):
             allocated = self._allocate_slots(
@@ -140,7 +142,7 @@ class LongContextScheduler:
                 *args,
                 **kwargs,
             )
-            self._settle(request, allocated is not None)
+            self._settle(request, allocated is not None, reused)
             return allocated
         size = self._policy.block_size_tokens
         first_resident = new_computed_blocks.num_tokens // size * size
@@ -151,7 +153,7 @@ class LongContextScheduler:
         allocated = self._allocate_slots(
             request, num_new_tokens, first_resident, new_computed_blocks, *args, **kwargs
         )
-        self._settle(request, allocated is not None)
+        self._settle(request, allocated is not None, reused)
         if allocated is None:
             for each in self._block_managers:
                 each.first_resident_tokens.pop(request_id, None)
@@ -166,10 +168,22 @@ class LongContextScheduler:
         )
         return allocated
 
-    def _settle(self, request: Request, has_blocks: bool) -> None:
+    def _reused(self, request_id: str, new_computed_blocks: KVCacheBlocks | None) -> Reused | None:
+        """What a request has of a context: one that runs, or begins with these blocks."""
+        if new_computed_blocks is None:
+            return self.memory.reused(request_id)
+        if not isinstance(new_computed_blocks, HostBlocks):
+            return None
+        if new_computed_blocks.context_id is None:  # it was preempted, and goes on
+            return self.memory.reused(request_id)
+        return Reused(new_computed_blocks.context_id, new_computed_blocks.num_tokens)
+
+    def _settle(self, request: Request, has_blocks: bool, reused: Reused | None) -> None:
         """What was reserved for a request that stays in the queue is free for those that run."""
         if has_blocks:
             self._preempted.pop(request.request_id, None)
+            if reused != self.memory.reused(request.request_id):
+                self.memory.reuse(request.request_id, reused)
         elif request.request_id in self._preempted:
             self.memory.preempt(request.request_id)
         elif request.status != RequestStatus.RUNNING:
@@ -180,10 +194,10 @@ class LongContextScheduler:
         request_id = request.request_id
         num_tokens = request.num_computed_tokens - request.num_in_flight_tokens
         if request.status != RequestStatus.RUNNING:
-            self.memory.release(request_id)
             self._preempted.pop(request_id, None)
             if is_kept(request) and self.can_keep(num_tokens):
                 self._keep(request, num_tokens)
+            self.memory.release(request_id)
         elif self._can_skip_tokens and self._policy.mirrors(num_tokens, request.num_prompt_tokens):
             self._preempted[request_id] = num_tokens
             self.memory.preempt(request_id)
@@ -330,11 +344,10 @@ class LongContextScheduler:
             if sum(sizes.values()) <= limit:
                 return
             if sizes.get(context_id):
-                self.delete_context(context_id)
-                self._orders.deleted.append(context_id)
+                self._evict(context_id)
 
     def take_evicted(self) -> list[str]:
-        """Contexts that have left a full folder and that the workers have not been told of."""
+        """Contexts that had to leave and that the workers have not been told of."""
         evicted, self._orders.deleted = self._orders.deleted, []
         return evicted
 
@@ -342,7 +355,8 @@ class LongContextScheduler:
         tokens = list(request.all_token_ids[:num_tokens])
         array = np.asarray(tokens, np.int64)
         context_id = context_id_of(array)
-        if context_id in self.catalog:
+        # a context has all tokens, its own and those that it reused
+        if context_id in self.catalog or not self._reserve(request.request_id, num_tokens, None):
             return
         self.catalog.add(context_id, array)
         self.memory.set_context(context_id, self.memory.bytes_for(num_tokens))
@@ -371,15 +385,47 @@ class LongContextScheduler:
             known = self._token_ids[request] = np.asarray(request.all_token_ids, np.int64)
         return known
 
-    def _reserve(self, request: Request, num_tokens: int) -> bool:
+    def _reserve(self, request_id: str, num_tokens: int, reused: Reused | None) -> bool:
+        """Makes room for the first tokens of a request, behind what it reuses."""
         num_tokens = min(num_tokens, self._max_model_len)
-        dropped = self.memory.reserve(request.request_id, num_tokens)
+        num_own_tokens = num_tokens - (0 if reused is None else reused.num_tokens)
+        dropped = self.memory.reserve(request_id, num_own_tokens)
+        if dropped is None and self._evict_for(request_id, num_own_tokens, reused):
+            dropped = self.memory.reserve(request_id, num_own_tokens)
         if dropped is None:
             return False
         for other in dropped:
             self._preempted.pop(other, None)
         self._orders.dropped += dropped
         return True
+
+    def _evict_for(self, request_id: str, num_tokens: int, reused: Reused | None) -> bool:
+        """Whether there is room when contexts in memory leave, those used least recently first.
+
+        Where nobody runs whose end would make room, none may keep a request waiting: not even the
+        one that it reuses, without which it then begins again.
+        """
+        is_alone = self.memory.is_alone(request_id)
+        context_ids = self.catalog.by_last_use()
+        if self._has_folder and not is_alone:
+            context_ids = []  # they are being written, and take no memory soon
+        if reused is not None:
+            context_ids = [each for each in context_ids if each != reused.context_id]
+        leaving = self.memory.contexts_in_the_way(request_id, num_tokens, context_ids)
+        for context_id in leaving:
+            self._evict(context_id)
+        if is_alone and not leaving:
+            if reused is not None and reused.context_id in self.catalog:
+                self._evict(reused.context_id)
+            if request_id in self._preempted:
+                self._drop(request_id)
+        return bool(leaving)
+
+    def _evict(self, context_id: str) -> None:
+        pending = {each.context_id for each in self._orders.kept.values()}
+        self.delete_context(context_id)
+        if context_id not in pending:
+            self._orders.deleted.append(context_id)
 
     def _check_capacity(self) -> None:
         needed = self.memory.bytes_for(self._max_model_len)

@@ -206,7 +206,8 @@ class LongContextWorker:
         for request_id in orders.dropped:
             self.readers.pop(request_id, None)
             if request_id in self.requests:
-                self.requests[request_id].sequence = None
+                request = self.requests[request_id]
+                request.sequence = request.context = None
         for new in scheduler_output.scheduled_new_reqs:
             if new.req_id not in self.requests:
                 self.requests[new.req_id] = self._new_request(new)
