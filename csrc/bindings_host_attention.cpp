@@ -247,8 +247,8 @@ class HostStep {
         for (size_t q = 0; q < num_queries; ++q) {
           merge(*segment->parts[head], outcome, q, part, state_of(first + q));
           // what the next segments are asked reaches down from the best of all
-          if (!outcome.found[q].empty())
-            tops[first + q] = std::max(tops[first + q], outcome.found[q].front().score);
+          for (const Found& each : outcome.found[q])
+            tops[first + q] = std::max(tops[first + q], each.score);
         }
       }
     if (!group.context) return;

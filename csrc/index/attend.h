@@ -37,6 +37,55 @@ inline void mean_rows(const Rows& rows, void* means, int num_threads) {
   });
 }
 
+// e^(scale * score - top) of each, and their sum.
+inline double weigh(std::span<const Found> found, float scale, double top,
+                    std::vector<float>& weights) {
+  weights.resize((found.size() + kLanes - 1) / kLanes * kLanes);
+  double sum = 0;
+  for (size_t i = 0; i < found.size(); i += kLanes) {
+    alignas(64) float exponents[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane)
+      exponents[lane] = i + lane < found.size()
+                            ? static_cast<float>(found[i + lane].score * scale - top)
+                            : -INFINITY;
+    const Vec16 each = exp2_16(load16(exponents) * set16(kLog2E));
+    store16(weights.data() + i, each);
+    sum += sum_of16(each);
+  }
+  return sum;
+}
+
+// Adds the weighted values of `found`; `rows` are those of `values`.
+template <class T>
+void add_rows(std::span<const Found> found, const float* weights, const Rows& values, const T* rows,
+              float* out) {
+  constexpr int kHeld = 8;  // sums of so many lanes stay in registers
+  constexpr size_t ahead = 8;
+  const auto row = [&](size_t i) {
+    return rows + static_cast<int64_t>(found[i].id) * values.size;
+  };
+  for (size_t i = 0; i < std::min(ahead, found.size()); ++i) prefetch_elements(row(i), values.size);
+  int32_t d = 0;
+  for (; d + kHeld * kLanes <= values.size; d += kHeld * kLanes) {
+    Vec16 sums[kHeld];
+    for (int held = 0; held < kHeld; ++held) sums[held] = load16(out + d + held * kLanes);
+    for (size_t i = 0; i < found.size(); ++i) {
+      if (i + ahead < found.size()) prefetch_elements(row(i + ahead), values.size);
+      verify_row(values.guard, found[i].id);
+      const Vec16 weight = set16(weights[i]);
+      for (int held = 0; held < kHeld; ++held)
+        sums[held] = fma16(weight, load_row16(row(i) + d + held * kLanes), sums[held]);
+    }
+    for (int held = 0; held < kHeld; ++held) store16(out + d + held * kLanes, sums[held]);
+  }
+  if (d == values.size) return;
+  for (size_t i = 0; i < found.size(); ++i) {
+    if (i + ahead < found.size()) prefetch_elements(row(i + ahead), values.size);
+    verify_row(values.guard, found[i].id);
+    add_row(weights[i], row(i) + d, values.size - d, out + d);
+  }
+}
+
 // Softmax-weighted sum of the values of `found`, whose scores are inner products, and of the means
 // of what was not found. Writes values.size floats and returns the logarithm of the denominator: 0
 // and -inf where there is nothing.
@@ -62,21 +111,9 @@ inline float attend_found(std::span<const Found> found, const Rows& values, cons
                   rows + static_cast<int64_t>(m) * values.size, values.size, out);
     });
   }
-  with_elements(values, [&](const auto* rows) {
-    const auto row = [&](size_t i) {
-      return rows + static_cast<int64_t>(found[i].id) * values.size;
-    };
-    constexpr size_t ahead = 8;
-    for (size_t i = 0; i < std::min(ahead, found.size()); ++i)
-      prefetch_elements(row(i), values.size);
-    for (size_t i = 0; i < found.size(); ++i) {
-      if (i + ahead < found.size()) prefetch_elements(row(i + ahead), values.size);
-      verify_row(values.guard, found[i].id);
-      const auto weight = static_cast<float>(std::exp(found[i].score * scale - top));
-      denominator += weight;
-      add_row(weight, row(i), values.size, out);
-    }
-  });
+  static thread_local std::vector<float> weights;
+  denominator += weigh(found, scale, top, weights);
+  with_elements(values, [&](const auto* rows) { add_rows(found, weights.data(), values, rows, out); });
   const auto inverse = static_cast<float>(1 / denominator);
   for (int32_t d = 0; d < values.size; ++d) out[d] *= inverse;
   return static_cast<float>(top + std::log(denominator));

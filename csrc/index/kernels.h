@@ -58,7 +58,8 @@ struct Unread {
 };
 
 struct SearchOutcome {
-  std::vector<std::vector<Found>> found;  // of each query, best first
+  // of each query, best first; in the order of the keys where the unread is weighed
+  std::vector<std::vector<Found>> found;
   std::vector<float> dropped_mass;        // at most; of each query, or empty
   std::vector<Unread> unread;             // of each query, or empty
   int64_t distances = 0, hops = 0, rescored = 0;

@@ -159,19 +159,24 @@ class BlockScan {
       outcome_.dropped_mass[q] = bound_dropped_mass(request_, q, keys_, scratch_.always, form,
                                                     remainder, found, outcome_.rescored);
     } else {
-      if (weighs_unread_) weigh_unread(q, list.begin(), scored, found);
-      keep_answers(request_, q, found);
+      if (weighs_unread_)
+        weigh_unread(q, list.begin(), scored, found);
+      else
+        keep_answers(request_, q, found);
     }
   }
 
-  // Of the keys that were scored exactly, those that are no answers count by their exact scores.
+  // Leaves the answers in the order of the keys: who attends all of them needs no other. What else
+  // was scored exactly counts by these scores.
   void weigh_unread(int q, const Candidate* from, const Candidate* to,
-                    const std::vector<Found>& found) {
+                    std::vector<Found>& found) {
     UnreadWeight& unread = scratch_.unread[q];
-    for (const Candidate* c = from; c < to; ++c) unread.remove(c->position, c->score);
-    const double least = least_in_range(request_, q, found);
-    for (const Found& f : found)
+    unread.remove(from, to);
+    const float least = least_in_range(request_, q, found);
+    std::erase_if(found, [&](const Found& f) {
       if (f.score < least) unread.put_back(f.id, f.score);
+      return f.score < least;
+    });
     unread.take(request_.begin, request_.prefix_len, keys_.num_rows, outcome_.unread[q]);
   }
 
@@ -179,7 +184,8 @@ class BlockScan {
     scratch_.ids.clear();
     for (const Candidate* c = from; c < to; ++c)
       scratch_.ids.push_back(ids_ ? ids_[c->position] : c->position);
-    std::sort(scratch_.ids.begin(), scratch_.ids.end());
+    if (!std::is_sorted(scratch_.ids.begin(), scratch_.ids.end()))
+      std::sort(scratch_.ids.begin(), scratch_.ids.end());
     score_exactly(query(q), keys_, scratch_.ids, outcome_.found[q]);
     outcome_.rescored += to - from;
   }

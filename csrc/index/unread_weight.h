@@ -8,6 +8,7 @@
 
 #include "../attention/vec16.h"
 #include "aligned_vector.h"
+#include "candidate_list.h"
 #include "code_blocks.h"
 #include "query_code.h"
 
@@ -50,12 +51,16 @@ class UnreadWeight {
     }
   }
 
-  // The key at that place is read: its weight by code counts no more.
-  void remove(int64_t position, int32_t score) {
-    alignas(64) int32_t scores[kBlockKeys] = {score};
+  // These are read: their weights by code count no more.
+  void remove(const Candidate* from, const Candidate* to) {
+    alignas(64) int32_t scores[kBlockKeys] = {};
     alignas(64) float each[kBlockKeys];
-    store16(each, weights(scores));
-    lanes_[lane_of(position)] -= each[0];
+    for (; from < to; from += kBlockKeys) {
+      const auto count = std::min<std::ptrdiff_t>(kBlockKeys, to - from);
+      for (std::ptrdiff_t i = 0; i < count; ++i) scores[i] = from[i].score;
+      store16(each, weights(scores));
+      for (std::ptrdiff_t i = 0; i < count; ++i) lanes_[lane_of(from[i].position)] -= each[i];
+    }
   }
 
   // It is not, and has this score.
