@@ -38,6 +38,10 @@ from vllm_relay.attention_backends.plan import plan_step
 
 BLOCK_SIZE_TOKENS = 128
 DECODE_TOKENS, FIRST_TOKEN_TOKENS = 131_072, 32_768
+SETTINGS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "alpha 0.01, nothing estimated": {"alpha": 0.01, "estimate_unread": False},
+}
 DECODE_GOALS = (4.0, 8.0)
 COMPUTE_GOALS, COPY_GOALS = (50.0, 200.0), (10.0, 20.0)
 
@@ -45,7 +49,14 @@ COMPUTE_GOALS, COPY_GOALS = (50.0, 200.0), (10.0, 20.0)
 class Engine:
     """relay_sparse in this process, with one stored context."""
 
-    def __init__(self, geometry: Geometry, heads: list[Head], num_tokens: int, folder: Path):
+    def __init__(
+        self,
+        geometry: Geometry,
+        heads: list[Head],
+        num_tokens: int,
+        folder: Path,
+        relay: dict[str, Any],
+    ) -> None:
         from vllm import LLM
 
         model = save_model(geometry, heads, num_tokens + 1024, folder / "model")
@@ -61,7 +72,7 @@ class Engine:
             enforce_eager=True,
             disable_log_stats=False,
             seed=0,
-            additional_config={"relay": {"context_dir": str(folder / "contexts")}},
+            additional_config={"relay": {"context_dir": str(folder / "contexts"), **relay}},
         )
         rng = np.random.default_rng(0)
         self.tokens = rng.integers(3, geometry.num_queries, num_tokens)
@@ -151,10 +162,13 @@ def seconds_of(call: Any) -> float:
     return time.perf_counter() - began_s
 
 
-def measure_decode(options: argparse.Namespace, num_tokens: int, folder: Path) -> tuple[Row, float]:
+def measure_decode(
+    options: argparse.Namespace, num_tokens: int, folder: Path, setting: str
+) -> tuple[Row, float]:
     geometry = Geometry()
     heads = corpus_heads(geometry, num_tokens, options.heads)
-    engine, dense = Engine(geometry, heads, num_tokens, folder), Dense(geometry, heads)
+    engine = Engine(geometry, heads, num_tokens, folder, SETTINGS[setting])
+    dense = Dense(geometry, heads)
     engine.decode(2)
     dense.step()
     steps = options.steps
@@ -169,6 +183,7 @@ def measure_decode(options: argparse.Namespace, num_tokens: int, folder: Path) -
     value = ratio(Timing(dense_s), Timing(sparse_s))
     row: Row = {
         "context tokens": num_tokens,
+        "relay_sparse with": setting,
         "indexes": ", ".join(sorted(set(engine.kinds))),
         "dense ms": Timing(dense_s).median_ms,
         "sparse ms": Timing(sparse_s).median_ms,
@@ -185,7 +200,7 @@ def measure_first_token(
 ) -> tuple[Row, float, float]:
     geometry = Geometry(num_layers=num_layers)
     heads = corpus_heads(geometry, num_tokens, options.heads)
-    engine, dense = Engine(geometry, heads, num_tokens, folder), Dense(geometry, heads)
+    engine, dense = Engine(geometry, heads, num_tokens, folder, {}), Dense(geometry, heads)
     engine.decode(1)
     reused_s, attention_s, copied_s = [], [], []
     for _ in range(options.rounds):
@@ -222,9 +237,14 @@ def main() -> None:
     if options.smoke:
         decode_tokens, first_tokens, layers = 6000, 5000, 2
         options.heads, options.steps, options.rounds = 1, 4, 1
-    with tempfile.TemporaryDirectory(prefix="relay-bench-") as name:
-        row, faster = measure_decode(options, decode_tokens, Path(name) / "decode")
-        result.add_table("Attention of a decode step, all layers", [row])
+    rows, times_as_fast = [], []
+    for setting in SETTINGS:
+        with tempfile.TemporaryDirectory(prefix="relay-bench-") as name:
+            row, value = measure_decode(options, decode_tokens, Path(name) / "decode", setting)
+            rows.append(row)
+            times_as_fast.append(value)
+    result.add_table("Attention of a decode step, all layers", rows)
+    faster = times_as_fast[0]
     with tempfile.TemporaryDirectory(prefix="relay-bench-") as name:
         row, computed, copied = measure_first_token(
             options, first_tokens, layers, Path(name) / "first"
