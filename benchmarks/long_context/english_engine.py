@@ -26,11 +26,15 @@ class Answer:
         token_ids: that were generated, by choice or because they were given.
         logprobs: at each of them, of the most likely tokens and of itself, by token.
         best: at each of them, the token that the model would have chosen.
+        num_searched_tokens, num_retrieved_tokens: of all searches; those that they could have
+            given, and gave at least one query head.
     """
 
     token_ids: list[int]
     logprobs: list[dict[int, float]]
     best: list[int]
+    num_searched_tokens: int
+    num_retrieved_tokens: int
 
 
 class EnglishEngine(EngineProcess):

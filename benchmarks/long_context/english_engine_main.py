@@ -20,7 +20,7 @@ NUM_LOGPROBS = 100
 def start(settings: EnglishSettings) -> LLM:
     return start_llm(
         settings.engine,
-        with_metrics=False,
+        with_metrics=True,
         additional_config={"relay": settings.relay},
         logits_processors=[f"{ForcedTokens.__module__}:{ForcedTokens.__name__}"],
         max_logprobs=NUM_LOGPROBS,
@@ -32,6 +32,7 @@ def answer(llm: LLM, prompt: list[int], token_ids: list[int] | None, output_toke
         sampling = exactly(output_tokens, logprobs=NUM_LOGPROBS)
     else:
         sampling = forced(token_ids, NUM_LOGPROBS)
+    before = _counted(llm)
     [output] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
     [completion] = output.outputs
     logprobs = [
@@ -39,7 +40,18 @@ def answer(llm: LLM, prompt: list[int], token_ids: list[int] | None, output_toke
         for position in completion.logprobs
     ]
     best = [max(position, key=position.__getitem__) for position in logprobs]
-    return Answer(list(completion.token_ids), logprobs, best)
+    searched, retrieved = (
+        after - earlier for after, earlier in zip(_counted(llm), before, strict=True)
+    )
+    return Answer(list(completion.token_ids), logprobs, best, searched, retrieved)
+
+
+def _counted(llm: LLM) -> tuple[int, int]:
+    """Tokens that searches could have given, and gave."""
+    found = {each.name: each for each in llm.get_metrics()}
+    names = ("relay:host_searched_tokens", "relay:host_retrieved_tokens")
+    searched, retrieved = (int(getattr(found.get(name), "value", 0)) for name in names)
+    return searched, retrieved
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ from vllm_relay.long_context.orders import (
 BLOCK_SIZE = 32
 GRANULE_TOKENS = 64
 WINDOW = {"min_context_tokens": 64, "sink_tokens": 20, "window_tokens": 70}
-BYTES_PER_TOKEN = 2 * (2 * 2 * 32 * 4 + 2 * 32)
-"""Of the tiny model: two layers of two float32 heads of 32, and their codes."""
+BYTES_PER_TOKEN = 2 * (2 * 2 * 32 * 4 + 2 * 64 + 4)
+"""Of the tiny model: two layers of two float32 heads of 32, their codes and means."""
 
 
 @dataclass

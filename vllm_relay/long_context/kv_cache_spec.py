@@ -11,6 +11,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_relay.long_context.window import WindowPolicy
+from vllm_relay.sparse.key_codes import row_bytes
+from vllm_relay.sparse.value_means import MEAN_TOKENS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -110,13 +112,16 @@ class RelaySparseManager(FullAttentionManager):
 
 
 def host_bytes_per_token(kv_cache_config: KVCacheConfig) -> int:
-    """Of one rank: keys, values and eight-bit codes of the keys, in all layers with a window."""
+    """Of one rank: keys, values, eight-bit codes of the keys and means of the values, in all layers
+    with a window."""
     num_bytes = 0
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
         if isinstance(spec, RelaySparseSpec):
-            codes = spec.num_kv_heads * spec.head_size
-            num_bytes += len(group.layer_names) * (spec.page_size_bytes // spec.block_size + codes)
+            states = spec.page_size_bytes // spec.block_size
+            codes = spec.num_kv_heads * row_bytes(spec.head_size)
+            means = -(-states // 2 // MEAN_TOKENS)
+            num_bytes += len(group.layer_names) * (states + codes + means)
     return num_bytes
 
 
