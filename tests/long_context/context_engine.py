@@ -20,7 +20,7 @@ from vllm_relay.long_context.scheduler import LongContextScheduler
 
 CHUNK_TOKENS = 30
 GRANULE_BYTES = 1024 * (2 * 16 * 4 + 64 + 1)
-"""Of keys, values, codes and means: what a request of up to 1024 tokens takes, and so any that fits."""
+"""Of keys, values, codes and means: a request of up to 1024 tokens, and so any that fits."""
 FILE_BYTES = 5000
 
 
