@@ -33,6 +33,11 @@ ROOMS = [
     "vllm_relay.modules",
     "vllm_relay.prefix_cache",
     "vllm_relay.scheduler",
+    "vllm_relay.sparse.files",
+    "vllm_relay.sparse.index",
+    "vllm_relay.sparse.plan",
+    "vllm_relay.sparse.contexts",
+    "vllm_relay.sparse.transformers",
     "vllm_relay.sparse",
     "vllm_relay.long_context",
     "vllm_relay.attention_backends.sparse",
@@ -57,7 +62,6 @@ MAX_FILES_WITHOUT_LIST = 6
 BEFORE_THEIR_REBUILDING = {
     "attention_backends",
     "long_context",
-    "sparse",
     "tables/jobs",
     "tables/sql",
 }

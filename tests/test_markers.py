@@ -20,7 +20,7 @@ from tests.support.vllm_users import ROOT, touches_vllm
         ("tests/long_context/test_scheduler.py", True),  # its helpers do
         ("tests/test_limits.py", True),  # what it tests does
         ("tests/attention_backends/test_forest.py", False),
-        ("tests/sparse/test_flat.py", False),
+        ("tests/sparse/index/test_flat.py", False),
         ("tests/tables/sql/test_statements.py", False),
     ],
 )

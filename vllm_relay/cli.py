@@ -431,7 +431,7 @@ def list_contexts(path: ContextsPath, as_json: ContextsJson = False) -> None:
 
     Exit status: 0, or 1 if one cannot be opened.
     """
-    from vllm_relay.sparse.contexts_command import run_list
+    from vllm_relay.sparse.contexts.contexts_command import run_list
 
     raise typer.Exit(run_list(path, as_json=as_json))
 
@@ -442,7 +442,7 @@ def show_contexts(path: ContextsPath, as_json: ContextsJson = False) -> None:
 
     Exit status: 0, or 1 if one cannot be opened.
     """
-    from vllm_relay.sparse.contexts_command import run_show
+    from vllm_relay.sparse.contexts.contexts_command import run_show
 
     raise typer.Exit(run_show(path, as_json=as_json))
 
@@ -453,7 +453,7 @@ def verify_contexts(path: ContextsPath, as_json: ContextsJson = False) -> None:
 
     Exit status: 0, or 1 if a context is damaged.
     """
-    from vllm_relay.sparse.contexts_command import run_verify
+    from vllm_relay.sparse.contexts.contexts_command import run_verify
 
     raise typer.Exit(run_verify(path, as_json=as_json))
 
@@ -468,7 +468,7 @@ def delete_contexts(
 
     Exit status: 0 if all are gone, 1 if not.
     """
-    from vllm_relay.sparse.contexts_command import run_delete
+    from vllm_relay.sparse.contexts.contexts_command import run_delete
 
     status = run_delete(
         path,

@@ -120,8 +120,8 @@ def run_tune(
 
 def run_sparse_tune(*, folder: Path | None, console: Console | None = None) -> int:
     """Measure what searches cost, show and store it. Returns the exit status."""
-    from vllm_relay.sparse.cost_calibration import GROUP, calibrate_costs
-    from vllm_relay.sparse.search_cost import SearchWork, costs_path
+    from vllm_relay.sparse.plan.cost_calibration import GROUP, calibrate_costs
+    from vllm_relay.sparse.plan.search_cost import SearchWork, costs_path
 
     console = console or Console(soft_wrap=True)
     path = costs_path(folder)

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from benchmarks.sparse.heads.corpus import Head, make_head
 from benchmarks.sparse.heads.rope import ROPE_THETA
 from benchmarks.support.model import Model
-from vllm_relay.sparse.elements import from_float32
-from vllm_relay.sparse.train_queries import NUM_LAST_TOKENS
+from vllm_relay.sparse.contexts.train_queries import NUM_LAST_TOKENS
+from vllm_relay.sparse.index.elements import from_float32
 
 HEAD_SIZE = 128
 HEAD_NOISE = 0.25
@@ -133,8 +133,8 @@ def store_context(llm: Any, geometry: Geometry, heads: list[Head], tokens: np.nd
         the kinds of the indexes that the heads got.
     """
     from vllm_relay.long_context.worker import state
-    from vllm_relay.sparse.context_store import HeadStates
-    from vllm_relay.sparse.index_choice import build_index
+    from vllm_relay.sparse.contexts.context_store import HeadStates
+    from vllm_relay.sparse.plan.index_choice import build_index
 
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     contexts = state.open_contexts(worker)

@@ -18,9 +18,9 @@ from benchmarks.support.formatting import Row
 from benchmarks.support.options import argument_parser
 from benchmarks.support.result import Goal, Result
 from vllm_relay.sparse import GraphIndex
-from vllm_relay.sparse.elements import as_elements
-from vllm_relay.sparse.key_codes import encode
-from vllm_relay.sparse.nearest import nearest_keys
+from vllm_relay.sparse.index.elements import as_elements
+from vllm_relay.sparse.index.key_codes import encode
+from vllm_relay.sparse.index.nearest import nearest_keys
 
 KINDS = ("rope", "hubs")
 NEAREST, CHECKED_QUERIES = 100, 500

@@ -21,12 +21,12 @@ from benchmarks.support.formatting import Row
 from benchmarks.support.options import argument_parser
 from benchmarks.support.result import Goal, Result
 from vllm_relay.sparse import BlockIndex, CoarseIndex, Dipr, FlatIndex, GraphIndex
-from vllm_relay.sparse.attention import SparseLayer
-from vllm_relay.sparse.elements import as_elements
-from vllm_relay.sparse.face import CompiledIndex
-from vllm_relay.sparse.index_choice import build_index
-from vllm_relay.sparse.options import DBOptions
-from vllm_relay.sparse.query_types import QueryType
+from vllm_relay.sparse.index.compiled_index import CompiledIndex
+from vllm_relay.sparse.index.elements import as_elements
+from vllm_relay.sparse.index.query_types import QueryType
+from vllm_relay.sparse.index.sparse_layer import SparseLayer
+from vllm_relay.sparse.plan.index_choice import build_index
+from vllm_relay.sparse.plan.options import DBOptions
 
 QUERY = Dipr(alpha=0.01)
 TRAIN_SHARE = 0.4

@@ -23,10 +23,10 @@ from benchmarks.support.options import argument_parser
 from benchmarks.support.result import Goal, Result
 from benchmarks.support.timing import interleaved, ratio
 from vllm_relay.sparse import Dipr, GraphIndex
-from vllm_relay.sparse.context_fingerprint import ContextFingerprint
-from vllm_relay.sparse.context_store import HeadStates
-from vllm_relay.sparse.disk_context_store import DiskContextStore
-from vllm_relay.sparse.elements import Elements, as_elements
+from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint
+from vllm_relay.sparse.contexts.context_store import HeadStates
+from vllm_relay.sparse.contexts.disk_context_store import DiskContextStore
+from vllm_relay.sparse.index.elements import Elements, as_elements
 
 NUM_LAYERS, NUM_KV_HEADS, GROUP, HEAD_SIZE = 32, 8, 4, 128
 SHORT_TOKENS = 2048

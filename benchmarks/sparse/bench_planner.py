@@ -27,15 +27,15 @@ from benchmarks.support.formatting import Row
 from benchmarks.support.options import argument_parser
 from benchmarks.support.result import Goal, Result
 from vllm_relay.sparse import CoarseIndex, FlatIndex, GraphIndex
-from vllm_relay.sparse.cost_calibration import SIZES, calibrate_costs
-from vllm_relay.sparse.elements import Elements, from_float32
-from vllm_relay.sparse.face import CompiledIndex
-from vllm_relay.sparse.head_profile import HeadProfile, profile_head
-from vllm_relay.sparse.index_measure import exact_attention, measure_full, measure_index
-from vllm_relay.sparse.index_timing import with_times
-from vllm_relay.sparse.planner import Plan, plan, plan_by_rules
-from vllm_relay.sparse.prefix_planner import PROFILE_TOKENS
-from vllm_relay.sparse.search_cost import SearchCost
+from vllm_relay.sparse.index.compiled_index import CompiledIndex
+from vllm_relay.sparse.index.elements import Elements, from_float32
+from vllm_relay.sparse.plan.cost_calibration import SIZES, calibrate_costs
+from vllm_relay.sparse.plan.head_profile import HeadProfile, profile_head
+from vllm_relay.sparse.plan.index_measure import exact_attention, measure_full, measure_index
+from vllm_relay.sparse.plan.index_timing import with_times
+from vllm_relay.sparse.plan.planner import Plan, plan, plan_by_rules
+from vllm_relay.sparse.plan.prefix_planner import PROFILE_TOKENS
+from vllm_relay.sparse.plan.search_cost import SearchCost
 
 REUSES = (1.0, 0.5, 0.2)
 PROFILE_EVERY = 5

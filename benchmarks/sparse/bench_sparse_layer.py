@@ -20,10 +20,11 @@ from benchmarks.support.formatting import Row
 from benchmarks.support.options import argument_parser
 from benchmarks.support.result import Goal, Result
 from benchmarks.support.timing import interleaved, ratio
-from vllm_relay.sparse import Dipr, FlatIndex, GraphIndex, QueryType, TopK, reference
-from vllm_relay.sparse.attention import SparseLayer, attend
-from vllm_relay.sparse.elements import as_elements, from_float32
-from vllm_relay.sparse.face import CompiledIndex
+from vllm_relay.sparse import Dipr, FlatIndex, GraphIndex, QueryType, TopK
+from vllm_relay.sparse.index import reference
+from vllm_relay.sparse.index.compiled_index import CompiledIndex
+from vllm_relay.sparse.index.elements import as_elements, from_float32
+from vllm_relay.sparse.index.sparse_layer import SparseLayer, attend
 
 NUM_KV_HEADS, GROUP, HEAD_SIZE = 8, 4, 128
 HEAD_NOISE = 0.25

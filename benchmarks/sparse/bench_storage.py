@@ -16,16 +16,16 @@ from benchmarks.support.formatting import Row
 from benchmarks.support.options import argument_parser
 from benchmarks.support.result import Goal, Result
 from benchmarks.support.timing import interleaved, ratio
-from vllm_relay.sparse.buffer_pool import BufferPool
-from vllm_relay.sparse.checksum import crc32c, kernels
-from vllm_relay.sparse.context_file import (
+from vllm_relay.sparse.contexts.context_file import (
     ContextFile,
     ContextFingerprint,
     ContextHead,
     write_context,
 )
-from vllm_relay.sparse.elements import Elements
-from vllm_relay.sparse.section_table import PAGE_BYTES
+from vllm_relay.sparse.files.buffer_pool import BufferPool
+from vllm_relay.sparse.files.checksum import crc32c, kernels
+from vllm_relay.sparse.files.section_table import PAGE_BYTES
+from vllm_relay.sparse.index.elements import Elements
 
 SIZES_BYTES = (PAGE_BYTES, 1 << 20, 256 << 20)
 BAR_GB_PER_S = 5.0

@@ -24,8 +24,8 @@ from vllm_relay.long_context import host_sequence, mirroring, pending_writes, wo
 from vllm_relay.long_context.host_attention import attend_retrieved
 from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.sequence_context import SequenceContext
-from vllm_relay.sparse.damage import IndexDamagedError
-from vllm_relay.sparse.train_queries import TrainQueries
+from vllm_relay.sparse.contexts.train_queries import TrainQueries
+from vllm_relay.sparse.files.damage import IndexDamagedError
 
 PACKAGE = "vllm_relay.attention_backends"
 

@@ -24,7 +24,7 @@ from vllm_relay.long_context.client import (
 )
 from vllm_relay.long_context.orders import KEEP_ARG, StepOrders
 from vllm_relay.long_context.worker import state
-from vllm_relay.sparse.context_file import CONTEXT_SUFFIX, QUERIES_SUFFIX
+from vllm_relay.sparse.contexts.context_file import CONTEXT_SUFFIX, QUERIES_SUFFIX
 
 SECONDS = float(os.environ.get("RELAY_SOAK_S", "60"))
 FIRST_SEED = int(os.environ.get("RELAY_SOAK_FIRST_SEED", "0"))

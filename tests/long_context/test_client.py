@@ -21,7 +21,7 @@ from vllm_relay.long_context.client import (
     list_contexts_async,
 )
 from vllm_relay.long_context.orders import KEEP_ARG
-from vllm_relay.sparse.context_store import context_id_of
+from vllm_relay.sparse.contexts.context_store import context_id_of
 
 
 def test_contexts_come_and_go() -> None:

@@ -15,7 +15,7 @@ from vllm_relay.commands.errors import CommandError
 from vllm_relay.long_context import commands
 from vllm_relay.long_context.client import keep_context
 from vllm_relay.long_context.commands import COMMANDS
-from vllm_relay.sparse.context_store import context_id_of
+from vllm_relay.sparse.contexts.context_store import context_id_of
 
 
 def listed(core: EngineCore) -> list[dict[str, Any]]:

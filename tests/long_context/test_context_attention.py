@@ -15,17 +15,17 @@ from vllm_relay.long_context.host_attention import HostPart, Retrieval, attend_r
 from vllm_relay.long_context.host_sequence import HostLayer, SequencePlace
 from vllm_relay.long_context.window import Residency
 from vllm_relay.sparse import CoarseIndex, FlatIndex, GraphIndex
-from vllm_relay.sparse.context_file import CONTEXT_SUFFIX
-from vllm_relay.sparse.context_fingerprint import ContextFingerprint
-from vllm_relay.sparse.context_store import HeadStates, MemoryContextStore, StoredContext
-from vllm_relay.sparse.damage import IndexDamagedError
-from vllm_relay.sparse.disk_context_store import DiskContextStore
-from vllm_relay.sparse.elements import from_float32
-from vllm_relay.sparse.face import CompiledIndex
-from vllm_relay.sparse.head_plan import HeadPlan
-from vllm_relay.sparse.options import DBOptions
-from vllm_relay.sparse.query_types import Dipr
-from vllm_relay.sparse.retrieval import SessionStats
+from vllm_relay.sparse.contexts.context_file import CONTEXT_SUFFIX
+from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint
+from vllm_relay.sparse.contexts.context_store import HeadStates, MemoryContextStore, StoredContext
+from vllm_relay.sparse.contexts.disk_context_store import DiskContextStore
+from vllm_relay.sparse.contexts.retrieval import SessionStats
+from vllm_relay.sparse.files.damage import IndexDamagedError
+from vllm_relay.sparse.index.compiled_index import CompiledIndex
+from vllm_relay.sparse.index.elements import from_float32
+from vllm_relay.sparse.index.query_types import Dipr
+from vllm_relay.sparse.plan.head_plan import HeadPlan
+from vllm_relay.sparse.plan.options import DBOptions
 
 HEAD_SIZE, NUM_KV_HEADS, GROUP = 64, 2, 3
 NUM_HEADS = NUM_KV_HEADS * GROUP

@@ -21,7 +21,7 @@ from tests.long_context.context_engine import (
     tokens,
 )
 from vllm_relay.serving.contexts import ContextEndpoints
-from vllm_relay.sparse.context_store import context_id_of
+from vllm_relay.sparse.contexts.context_store import context_id_of
 
 
 def client(engine: Engine) -> TestClient:

@@ -18,8 +18,8 @@ from vllm_relay.long_context.host_sequence import HostSequence, SequencePlace
 from vllm_relay.long_context.index_builders import start_builders
 from vllm_relay.long_context.orders import KeptContext
 from vllm_relay.long_context.worker_contexts import WorkerContexts
-from vllm_relay.sparse.context_store import MemoryContextStore, context_id_of
-from vllm_relay.sparse.options import DBOptions
+from vllm_relay.sparse.contexts.context_store import MemoryContextStore, context_id_of
+from vllm_relay.sparse.plan.options import DBOptions
 
 TIMEOUT_S = 10.0
 

@@ -19,9 +19,9 @@ from vllm_relay.long_context.host_attention import (
 )
 from vllm_relay.long_context.host_sequence import HostLayer, SequencePlace
 from vllm_relay.long_context.window import Residency
-from vllm_relay.sparse.options import DBOptions
-from vllm_relay.sparse.query_types import Dipr
-from vllm_relay.sparse.retrieval import SessionStats
+from vllm_relay.sparse.contexts.retrieval import SessionStats
+from vllm_relay.sparse.index.query_types import Dipr
+from vllm_relay.sparse.plan.options import DBOptions
 
 HEAD_SIZE = 64
 SCALE = HEAD_SIZE**-0.5

@@ -15,10 +15,10 @@ from vllm_relay.long_context.host_sequence import (
     SequencePlace,
 )
 from vllm_relay.long_context.sequence_context import SequenceContext, whole_sequence
-from vllm_relay.sparse.context_fingerprint import ContextFingerprint
-from vllm_relay.sparse.context_store import HeadStates, MemoryContextStore, StoredContext
-from vllm_relay.sparse.disk_context_store import QUERIES_SUFFIX, DiskContextStore
-from vllm_relay.sparse.flat import FlatIndex
+from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint
+from vllm_relay.sparse.contexts.context_store import HeadStates, MemoryContextStore, StoredContext
+from vllm_relay.sparse.contexts.disk_context_store import QUERIES_SUFFIX, DiskContextStore
+from vllm_relay.sparse.index.flat import FlatIndex
 
 LAYERS = ["first", "second"]
 KV_HEADS, GROUP, HEAD_SIZE = 2, 3, 32

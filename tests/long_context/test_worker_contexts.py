@@ -27,11 +27,11 @@ from vllm_relay.long_context import worker_contexts
 from vllm_relay.long_context.index_builders import start_builders
 from vllm_relay.long_context.orders import ContextReport, KeptContext
 from vllm_relay.long_context.worker_contexts import WorkerContexts, db_options
-from vllm_relay.sparse.context_file import CONTEXT_SUFFIX, QUERIES_SUFFIX, ContextFile
-from vllm_relay.sparse.context_fingerprint import ContextFingerprint
-from vllm_relay.sparse.context_store import context_id_of
-from vllm_relay.sparse.options import DBOptions
-from vllm_relay.sparse.query_types import Dipr
+from vllm_relay.sparse.contexts.context_file import CONTEXT_SUFFIX, QUERIES_SUFFIX, ContextFile
+from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint
+from vllm_relay.sparse.contexts.context_store import context_id_of
+from vllm_relay.sparse.index.query_types import Dipr
+from vllm_relay.sparse.plan.options import DBOptions
 
 FINGERPRINT = ContextFingerprint(
     model="tiny",

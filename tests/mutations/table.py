@@ -40,12 +40,13 @@ MUTATIONS = [
     ),
     *_of(
         "csrc/storage/crc32c_portable.cpp",
-        "sparse/test_checksum.py",
+        "sparse/files/test_checksum.py",
         ("kTables[7][low & 0xff]", "kTables[6][low & 0xff]"),
     ),
     *_of(
         "csrc/storage/page_checksums.cpp",
-        "sparse/test_section_faults.py sparse/test_section_file.py sparse/test_row_guards.py",
+        "sparse/files/test_section_faults.py sparse/files/test_section_file.py "
+        "sparse/files/test_row_guards.py",
         ("if (found != checksums[i])", "if (i > begin && found != checksums[i])"),
     ),
     # which requests share what, and what it costs
@@ -238,8 +239,8 @@ MUTATIONS = [
     ),
     # stored contexts and their search
     *_of(
-        f"{_SPARSE}/section_table.py",
-        "sparse/test_section_table.py",
+        f"{_SPARSE}/files/section_table.py",
+        "sparse/files/test_section_table.py",
         ("if end > fixed.file_bytes:", "if end > 2 * fixed.file_bytes:"),
         (
             "        if begin < end:\n            raise IndexDamagedError",
@@ -247,13 +248,13 @@ MUTATIONS = [
         ),
     ),
     *_of(
-        f"{_SPARSE}/context_fingerprint.py",
-        "sparse/test_context_fingerprint.py",
+        f"{_SPARSE}/contexts/context_fingerprint.py",
+        "sparse/contexts/test_context_fingerprint.py",
         ("hashlib.blake2b(link + block,", "hashlib.blake2b(block,"),
     ),
     *_of(
-        f"{_SPARSE}/planner.py",
-        "sparse/test_planner.py",
+        f"{_SPARSE}/plan/planner.py",
+        "sparse/plan/test_planner.py",
         (
             "of_kind = [each for each in looked_at if each.kind == kind]",
             "of_kind = [each for each in looked_at if each.kind == kind][:1]",
@@ -264,8 +265,8 @@ MUTATIONS = [
         ),
     ),
     *_of(
-        f"{_SPARSE}/error_bound.py",
-        "sparse/test_error_bound.py",
+        f"{_SPARSE}/plan/error_bound.py",
+        "sparse/plan/test_error_bound.py",
         ("float(np.quantile(errors, min(quantile, 1.0)))", "float(np.quantile(errors, 0.99))"),
     ),
     *_of(

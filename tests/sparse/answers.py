@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_relay.sparse import reference
-from vllm_relay.sparse.index import IndexDamagedError, KeyIndex, SearchResult
-from vllm_relay.sparse.query_types import QueryType, TopK
+from vllm_relay.sparse.index import reference
+from vllm_relay.sparse.index.key_index import IndexDamagedError, KeyIndex, SearchResult
+from vllm_relay.sparse.index.query_types import QueryType, TopK
 
 # a sum of 256 products: 16 in each lane, 4 across lanes, up to 15 past the last full lane
 FLOAT_ROUNDING = 36 * 2.0**-24

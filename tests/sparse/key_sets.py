@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_relay.sparse.elements import Elements, from_float32
+from vllm_relay.sparse.index.elements import Elements, from_float32
 
 
 class KeySet(NamedTuple):

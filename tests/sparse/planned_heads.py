@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_relay.sparse.head_profile import ExactAnswer, HeadProfile, MeasuredSearch, Spread
-from vllm_relay.sparse.query_types import Dipr
-from vllm_relay.sparse.search_cost import KINDS, KindCost, SearchCost
+from vllm_relay.sparse.index.query_types import Dipr
+from vllm_relay.sparse.plan.head_profile import ExactAnswer, HeadProfile, MeasuredSearch, Spread
+from vllm_relay.sparse.plan.search_cost import KINDS, KindCost, SearchCost
 
 COSTS = SearchCost(
     (4096, 131072),

@@ -11,9 +11,9 @@ import numpy as np
 
 from tests.sparse.brute_force_index import BruteForceIndex
 from vllm_relay._C import PageGuard
-from vllm_relay.sparse.context_file import ContextFingerprint, ContextHead, write_context
-from vllm_relay.sparse.elements import Elements, from_float32
-from vllm_relay.sparse.index import NO_GUARDS, IndexDamagedError
+from vllm_relay.sparse.contexts.context_file import ContextFingerprint, ContextHead, write_context
+from vllm_relay.sparse.index.elements import Elements, from_float32
+from vllm_relay.sparse.index.key_index import NO_GUARDS, IndexDamagedError
 
 FINGERPRINT = ContextFingerprint(
     model="tiny",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_relay.sparse.section_file import SectionWriter
+from vllm_relay.sparse.files.section_file import SectionWriter
 
 NUM_ROWS = 40_000
 

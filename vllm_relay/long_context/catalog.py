@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_relay.sparse.tokens import common_prefix_len
+from vllm_relay.sparse.contexts.tokens import common_prefix_len
 
 
 @dataclass

@@ -11,7 +11,7 @@ import numpy as np
 
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.long_context.scheduler import LongContextScheduler
-from vllm_relay.sparse.context_store import context_id_of
+from vllm_relay.sparse.contexts.context_store import context_id_of
 
 HOW_TO_SELECT = "start vLLM with --attention-backend relay_sparse"
 

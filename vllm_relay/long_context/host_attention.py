@@ -15,13 +15,13 @@ from vllm_relay import _C
 from vllm_relay.attention_backends.cpu import DTYPE_CODES
 from vllm_relay.long_context.host_sequence import HostLayer
 from vllm_relay.long_context.window import Residency
-from vllm_relay.sparse.context_store import StoredContext
-from vllm_relay.sparse.options import DBOptions
-from vllm_relay.sparse.partial_attention import attention_state, merge
-from vllm_relay.sparse.query_types import Dipr
-from vllm_relay.sparse.retrieval import ContextPart, SessionStats, queries_of_heads
-from vllm_relay.sparse.tensors import to_tensor
-from vllm_relay.sparse.value_means import MEAN_TOKENS
+from vllm_relay.sparse.contexts.context_store import StoredContext
+from vllm_relay.sparse.contexts.partial_attention import attention_state, merge
+from vllm_relay.sparse.contexts.retrieval import ContextPart, SessionStats, queries_of_heads
+from vllm_relay.sparse.contexts.tensors import to_tensor
+from vllm_relay.sparse.index.query_types import Dipr
+from vllm_relay.sparse.index.value_means import MEAN_TOKENS
+from vllm_relay.sparse.plan.options import DBOptions
 
 RECENT_TOKENS = 64
 """At least so many tokens at the end of a stored context are read by every query."""

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from vllm_relay import _C
-from vllm_relay.sparse.attention import SparseLayer
-from vllm_relay.sparse.elements import DTYPES, Elements
-from vllm_relay.sparse.flat import FlatIndex
-from vllm_relay.sparse.query_types import QueryType
-from vllm_relay.sparse.train_queries import TrainQueries
-from vllm_relay.sparse.value_means import value_means
+from vllm_relay.sparse.contexts.train_queries import TrainQueries
+from vllm_relay.sparse.index.elements import DTYPES, Elements
+from vllm_relay.sparse.index.flat import FlatIndex
+from vllm_relay.sparse.index.query_types import QueryType
+from vllm_relay.sparse.index.sparse_layer import SparseLayer
+from vllm_relay.sparse.index.value_means import value_means
 
 SEGMENT_TOKENS = 8192
 """Of an index; what comes behind the last one is in indexes of `GRANULE_TOKENS`."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_relay.sparse.context_fingerprint import ContextFingerprint
-from vllm_relay.sparse.model_fingerprint import config_fingerprint, weights_digest
+from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint
+from vllm_relay.sparse.contexts.model_fingerprint import config_fingerprint, weights_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -29,7 +29,7 @@ from vllm_relay.long_context.orders import (
 )
 from vllm_relay.long_context.reusable_requests import is_kept, is_known_by_tokens
 from vllm_relay.long_context.stats import COUNTERS, GAUGES, LONG_CONTEXTS, LongContextStats
-from vllm_relay.sparse.context_store import context_id_of
+from vllm_relay.sparse.contexts.context_store import context_id_of
 
 
 class HostBlocks(KVCacheBlocks):

@@ -16,14 +16,14 @@ from vllm_relay.long_context.host_sequence import (
     SequencePlace,
     as_elements_of,
 )
-from vllm_relay.sparse.attention import SparseLayer
-from vllm_relay.sparse.context_store import ContextShape, StoredContext, context_id_of
-from vllm_relay.sparse.elements import Elements
-from vllm_relay.sparse.flat import FlatIndex
-from vllm_relay.sparse.head_plan import HeadPlan
-from vllm_relay.sparse.index import KeyIndex
-from vllm_relay.sparse.tensors import to_elements, to_tensor
-from vllm_relay.sparse.value_means import value_means
+from vllm_relay.sparse.contexts.context_store import ContextShape, StoredContext, context_id_of
+from vllm_relay.sparse.contexts.tensors import to_elements, to_tensor
+from vllm_relay.sparse.index.elements import Elements
+from vllm_relay.sparse.index.flat import FlatIndex
+from vllm_relay.sparse.index.key_index import KeyIndex
+from vllm_relay.sparse.index.sparse_layer import SparseLayer
+from vllm_relay.sparse.index.value_means import value_means
+from vllm_relay.sparse.plan.head_plan import HeadPlan
 
 
 class SequenceContext(StoredContext):

@@ -24,9 +24,9 @@ from vllm_relay.long_context.ranks import lost_in_any_rank
 from vllm_relay.long_context.stats import LongContextStats
 from vllm_relay.long_context.window import Residency, WindowPolicy
 from vllm_relay.long_context.worker_contexts import WorkerContexts, db_options
-from vllm_relay.sparse.context_folder import rank_folder
-from vllm_relay.sparse.context_store import StoredContext
-from vllm_relay.sparse.retrieval import SessionStats
+from vllm_relay.sparse.contexts.context_folder import rank_folder
+from vllm_relay.sparse.contexts.context_store import StoredContext
+from vllm_relay.sparse.contexts.retrieval import SessionStats
 
 logger = logging.getLogger("vllm.relay")
 

@@ -18,19 +18,19 @@ from vllm_relay.long_context.host_sequence import HostSequence
 from vllm_relay.long_context.index_builders import process_ends
 from vllm_relay.long_context.orders import ContextReport, KeptContext
 from vllm_relay.long_context.sequence_context import SequenceContext, whole_sequence
-from vllm_relay.sparse.context_fingerprint import ContextFingerprint
-from vllm_relay.sparse.context_store import (
+from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint
+from vllm_relay.sparse.contexts.context_store import (
     ContextStore,
     HeadStates,
     MemoryContextStore,
     StoredContext,
 )
-from vllm_relay.sparse.damage import IndexDamagedError
-from vllm_relay.sparse.disk_context_store import DiskContext, DiskContextStore
-from vllm_relay.sparse.index_choice import build_index
-from vllm_relay.sparse.options import DBOptions
-from vllm_relay.sparse.query_types import Dipr
-from vllm_relay.sparse.search_cost import SearchCost, load_costs
+from vllm_relay.sparse.contexts.disk_context_store import DiskContext, DiskContextStore
+from vllm_relay.sparse.files.damage import IndexDamagedError
+from vllm_relay.sparse.index.query_types import Dipr
+from vllm_relay.sparse.plan.index_choice import build_index
+from vllm_relay.sparse.plan.options import DBOptions
+from vllm_relay.sparse.plan.search_cost import SearchCost, load_costs
 
 logger = logging.getLogger("vllm.relay")
 

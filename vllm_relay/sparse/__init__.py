@@ -2,46 +2,28 @@
 """Sparse attention: the keys of long contexts in an index on the CPU, of which a query reads only
 what matters (docs/key-index.md).
 
-    query_types.py       TopK, Dipr                                                    (pure)
-    elements.py, aligned.py   keys and values as numpy arrays                          (numpy)
-    index.py, reference.py    KeyIndex, the contract, and its float64 oracle           (numpy, _C)
-    key_codes.py         keys in eight bits                                            (numpy, _C)
-    face.py              what the faces of the C++ indexes share                       (numpy, _C)
-    flat.py, blocks.py, coarse.py, graph.py, calibrate.py   the indexes                (numpy, _C)
-    nearest.py, train_queries.py   what graphs are built from                          (numpy, _C)
-    attention.py, partial_attention.py   attention over what a layer's indexes find    (numpy, _C)
-    head_profile.py      what a head's queries need of its keys                        (numpy)
-    planner.py, search_candidates.py, search_cost.py, options.py
-                         which index a head gets, by what searches cost                (pure)
-    answer_errors.py     how far off attention with the best keys alone is             (numpy)
-    error_bound.py       how large the p99 of errors may be, going by a sample         (numpy)
-    index_measure.py, index_timing.py, cost_calibration.py
-                         what searches find, take and cost, measured                   (numpy, _C)
-    index_choice.py, prefix_planner.py, head_plan.py   plans of a stored context       (numpy, _C)
-    section_file.py, section_readers.py, section_table.py, section_writer.py, damage.py,
-    checksum.py, buffer_pool.py   files of arrays, verified by page
-    context_file.py, context_fingerprint.py, model_fingerprint.py   a stored context on such a file
-    context_store.py, disk_context_store.py, db.py   contexts in memory and in a folder (torch)
-    session.py, session_layer.py, session_states.py, state_buffer.py, retrieval.py, hf.py,
-    kv_cache.py, tensors.py, tokens.py   sessions of models of transformers            (torch)
-    contexts_command.py, context_folder.py   vllm-relay contexts
+    files/               arrays in files, verified by page                       (numpy, _C)
+    index/               indexes over keys, and attention over what they find    (numpy, _C)
+    plan/                which index a kv head gets                              (numpy, _C)
+    contexts/            stored contexts                                         (torch)
+    transformers/        the context database for models of transformers         (torch)
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from vllm_relay.sparse.blocks import BlockIndex
-from vllm_relay.sparse.coarse import CoarseIndex
-from vllm_relay.sparse.cost_calibration import calibrate_costs
-from vllm_relay.sparse.flat import FlatIndex
-from vllm_relay.sparse.graph import GraphIndex
-from vllm_relay.sparse.index import IndexDamagedError, KeyIndex, SearchResult, SearchStats
-from vllm_relay.sparse.query_types import Dipr, QueryType, TopK
+from vllm_relay.sparse.index.blocks import BlockIndex
+from vllm_relay.sparse.index.coarse import CoarseIndex
+from vllm_relay.sparse.index.flat import FlatIndex
+from vllm_relay.sparse.index.graph import GraphIndex
+from vllm_relay.sparse.index.key_index import IndexDamagedError, KeyIndex, SearchResult, SearchStats
+from vllm_relay.sparse.index.query_types import Dipr, QueryType, TopK
+from vllm_relay.sparse.plan.cost_calibration import calibrate_costs
 
 if TYPE_CHECKING:
-    from vllm_relay.sparse.db import DB
-    from vllm_relay.sparse.options import DBOptions
-    from vllm_relay.sparse.session import Session
+    from vllm_relay.sparse.plan.options import DBOptions
+    from vllm_relay.sparse.transformers.db import DB
+    from vllm_relay.sparse.transformers.session import Session
 
 __all__ = [
     "DB",
@@ -63,9 +45,9 @@ __all__ = [
 
 # these load torch and transformers
 _ON_DEMAND = {
-    "DB": "vllm_relay.sparse.db",
-    "DBOptions": "vllm_relay.sparse.options",
-    "Session": "vllm_relay.sparse.session",
+    "DB": "vllm_relay.sparse.transformers.db",
+    "DBOptions": "vllm_relay.sparse.plan.options",
+    "Session": "vllm_relay.sparse.transformers.session",
 }
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 import vllm_relay.sparse
 from vllm_relay.sparse import KeyIndex, TopK
-from vllm_relay.sparse.reference import search as reference_search
+from vllm_relay.sparse.index.reference import search as reference_search
 
 Search = Callable[[np.ndarray], Sequence[np.ndarray] | np.ndarray]
 

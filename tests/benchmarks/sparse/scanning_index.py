@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from tests.sparse.brute_force_index import BruteForceIndex
-from vllm_relay.sparse import QueryType, SearchResult, SearchStats, reference
-from vllm_relay.sparse.query_types import softmax_scale
+from vllm_relay.sparse import QueryType, SearchResult, SearchStats
+from vllm_relay.sparse.index import reference
+from vllm_relay.sparse.index.query_types import softmax_scale
 
 WIDTH_OF_ALL = 400
 

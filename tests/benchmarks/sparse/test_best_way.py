@@ -10,8 +10,8 @@ from benchmarks.sparse import best_way
 from benchmarks.sparse.best_way import FULL, Cell, Way
 from benchmarks.sparse.heads.corpus import make_head
 from vllm_relay.sparse import CoarseIndex, FlatIndex
-from vllm_relay.sparse.elements import from_float32
-from vllm_relay.sparse.index_timing import Run
+from vllm_relay.sparse.index.elements import from_float32
+from vllm_relay.sparse.plan.index_timing import Run
 
 KEYS, TOKENS = 500, 40
 

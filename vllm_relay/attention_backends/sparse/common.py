@@ -21,8 +21,8 @@ from vllm_relay.long_context.host_attention import HostPart, Retrieval
 from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.window import WindowPolicy
 from vllm_relay.long_context.worker_contexts import db_options
-from vllm_relay.sparse.damage import IndexDamagedError
-from vllm_relay.sparse.query_types import Dipr
+from vllm_relay.sparse.files.damage import IndexDamagedError
+from vllm_relay.sparse.index.query_types import Dipr
 from vllm_relay.vllm_changes.worker import call_before_each_step
 
 

@@ -42,8 +42,8 @@ from vllm_relay.long_context.host_attention import (
     attend_retrieved,
 )
 from vllm_relay.long_context.host_sequence import HostLayer
-from vllm_relay.sparse.context_store import StoredContext
-from vllm_relay.sparse.partial_attention import merge
+from vllm_relay.sparse.contexts.context_store import StoredContext
+from vllm_relay.sparse.contexts.partial_attention import merge
 
 MIN_PACKED_QUERIES = 64
 """From so many query tokens on, packing all tokens for the RELAY kernel pays."""

@@ -48,8 +48,8 @@ from vllm_relay.long_context import worker
 from vllm_relay.long_context.device_copies import CudaCopies, DeviceCopies, Pending
 from vllm_relay.long_context.host_attention import HostPart, attend_everything, attend_retrieved
 from vllm_relay.long_context.mirroring import mirror
-from vllm_relay.sparse.context_store import StoredContext
-from vllm_relay.sparse.partial_attention import merge
+from vllm_relay.sparse.contexts.context_store import StoredContext
+from vllm_relay.sparse.contexts.partial_attention import merge
 
 MIN_CHUNK_TOKENS = 64
 """Query tokens of a prompt that are planned at once, or as many as there may be decodes."""

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stored context: the tokens of a prompt, and of every kv head its keys, values and index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from vllm_relay._C import PageGuard
+from vllm_relay.sparse.contexts.context_fingerprint import (
+    CHAIN_HASH_BYTES,
+    CHAIN_TOKENS,
+    CONTEXT_FORMAT,
+    ContextFingerprint,
+    ForeignContextError,
+    as_token_ids,
+    token_chain,
+)
+from vllm_relay.sparse.files.buffer_pool import BufferPool
+from vllm_relay.sparse.files.damage import IndexDamagedError
+from vllm_relay.sparse.files.section_file import SectionFile, SectionRows, SectionWriter
+from vllm_relay.sparse.index.elements import STORAGE, Elements, as_elements
+from vllm_relay.sparse.index.key_index import KeyIndex
+from vllm_relay.sparse.index.value_means import MEAN_TOKENS, value_means
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+CONTENT = "context"
+CONTEXT_SUFFIX = ".relayctx"
+# training queries lie beside the context: only a longer context that begins with it needs them
+QUERIES_SUFFIX = ".relayqueries"
+
+
+@dataclass(frozen=True)
+class ContextHead:
+    """What one kv head of one layer keeps of a context of n tokens.
+
+    Attributes:
+        keys: [n, head_size], values: [n, value size]; of the dtype of the fingerprint.
+        index: of these keys or of some of them; None where attention is dense.
+        plan: what is to be asked of the index, as JSON can hold it.
+    """
+
+    layer: int
+    kv_head: int
+    keys: Any
+    values: Any
+    index: KeyIndex | None = None
+    plan: dict[str, Any] | None = None
+
+
+def write_context(
+    path: str | Path,
+    fingerprint: ContextFingerprint,
+    tokens: Any,
+    heads: Iterable[ContextHead],
+    *,
+    page_bytes: int | None = None,
+) -> None:
+    """Writes a context, atomically: the file is there whole or not at all.
+
+    Args:
+        tokens: token ids [n], n >= 1.
+        heads: each head of each layer once, in any order; taken one by one, so a generator keeps
+            one of them in memory.
+        page_bytes: as for `SectionWriter`.
+
+    Raises:
+        ValueError: a head is missing, there twice, or does not fit the fingerprint; names it.
+        OSError: the folder cannot be written.
+    """
+    token_ids = as_token_ids(tokens)
+    indexes: dict[str, dict[str, Any]] = {}
+    header = {"content": CONTENT, "fingerprint": asdict(fingerprint), "num_tokens": len(token_ids)}
+    with SectionWriter(path, header, page_bytes=page_bytes) as writer:
+        writer.add("tokens", token_ids)
+        writer.add("token_hashes", token_chain(token_ids, fingerprint))
+        written = set()
+        for head in heads:
+            place = _place(fingerprint, head.layer, head.kv_head)
+            if place in written:
+                raise ValueError(f"{place}: given twice")
+            written.add(place)
+            keys = _elements(f"{place}/keys", head.keys, fingerprint, len(token_ids))
+            values = _elements(f"{place}/values", head.values, fingerprint, len(token_ids))
+            if keys.shape[1] != fingerprint.head_size:
+                raise ValueError(
+                    f"{place}/keys: {list(keys.shape)}, expected a head size of "
+                    f"{fingerprint.head_size}"
+                )
+            writer.add(f"{place}/keys", keys.data, page_class="keys")
+            writer.add(f"{place}/values", values.data, page_class="values")
+            means = value_means(values, threads=1)
+            writer.add(f"{place}/value_means", means.data, page_class="index")
+            if head.index is not None:
+                indexes[place] = _write_index(writer, place, head.index, keys.data)
+                if head.plan is not None:
+                    indexes[place]["plan"] = head.plan
+        num_heads = fingerprint.num_layers * fingerprint.num_kv_heads
+        if len(written) != num_heads:
+            missing = next(p for p in _places(fingerprint) if p not in written)
+            raise ValueError(
+                f"{len(written)} heads were given, expected {num_heads}; {missing} is missing"
+            )
+        writer.header["indexes"] = indexes
+
+
+class ContextFile:
+    """An open context. For any number of threads; what it hands out stays valid after `close`.
+
+    Attributes:
+        path: of the file.
+        fingerprint: of the model that computed it.
+        num_tokens: of the context.
+        file: the section file below.
+    """
+
+    def __init__(self, file: SectionFile, fingerprint: ContextFingerprint, num_tokens: int) -> None:
+        self.file = file
+        self.path = file.path
+        self.fingerprint = fingerprint
+        self.num_tokens = num_tokens
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        expected: ContextFingerprint | None = None,
+        mmap: bool = True,
+        verify: Literal["lazy", "now"] = "lazy",
+        pool: BufferPool | None = None,
+    ) -> Self:
+        """
+        Args:
+            expected: of the model that is to attend it; None takes any.
+            mmap, verify, pool: as for `SectionFile.open`.
+
+        Raises:
+            ForeignContextError: another fingerprint; names each field that differs.
+            IndexDamagedError: not a context, or damaged.
+        """
+        file = SectionFile.open(path, mmap=mmap, verify=verify, pool=pool)
+        if file.header.get("content") != CONTENT:
+            raise IndexDamagedError(
+                f"{path}: holds {file.header.get('content')!r}, expected a {CONTENT}"
+            )
+        stored: Any = file.header.get("fingerprint")
+        version = stored.get("context_format") if isinstance(stored, dict) else None
+        if version != CONTEXT_FORMAT:
+            raise IndexDamagedError(
+                f"{path}: context format {version!r}, this vllm-relay reads {CONTEXT_FORMAT}"
+            )
+        try:
+            if set(stored) != {each.name for each in fields(ContextFingerprint)}:
+                raise ValueError(f"fields {', '.join(map(str, stored))}")
+            fingerprint = ContextFingerprint(**stored)
+        except ValueError as error:
+            raise IndexDamagedError(f"{path}: fingerprint: {error}") from None
+        differences = fingerprint.differences(expected) if expected is not None else []
+        if differences:
+            raise ForeignContextError(f"{path}: {'; '.join(differences)}")
+        _check_layout(file, fingerprint)
+        return cls(file, fingerprint, file.header["num_tokens"])
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [num_tokens]."""
+        return self.file["tokens"]
+
+    @property
+    def token_hashes(self) -> np.ndarray:
+        """uint8 [num_tokens // 16, 16]; `token_chain` of the tokens."""
+        return self.file["token_hashes"]
+
+    def keys(self, layer: int, kv_head: int) -> Elements:
+        """[num_tokens, head_size], all of it verified."""
+        return Elements(self.file[f"{self._place(layer, kv_head)}/keys"], self.fingerprint.dtype)
+
+    def values(self, layer: int, kv_head: int) -> Elements:
+        """[num_tokens, value size], all of it verified."""
+        return Elements(self.file[f"{self._place(layer, kv_head)}/values"], self.fingerprint.dtype)
+
+    def value_means(self, layer: int, kv_head: int) -> Elements:
+        """[ceil(num_tokens / MEAN_TOKENS), value size], all of it verified."""
+        name = f"{self._place(layer, kv_head)}/value_means"
+        return Elements(self.file[name], self.fingerprint.dtype)
+
+    def key_rows(self, layer: int, kv_head: int) -> SectionRows:
+        """As `keys`, of which only what is touched is read and verified; bits as in `Elements`."""
+        return self.file.rows(f"{self._place(layer, kv_head)}/keys")
+
+    def value_rows(self, layer: int, kv_head: int) -> SectionRows:
+        """As `values`, of which only what is touched is read and verified; bits as in `Elements`.
+        Attention reads few of them."""
+        return self.file.rows(f"{self._place(layer, kv_head)}/values")
+
+    def guarded_values(self, layer: int, kv_head: int) -> tuple[Elements, PageGuard | None]:
+        """As `values`; with a guard, a row is to be verified by it before it is read."""
+        name = f"{self._place(layer, kv_head)}/values"
+        arrays, guards = self.file.arrays({name: name}, [name])
+        return Elements(arrays[name], self.fingerprint.dtype), guards.get(name)
+
+    @property
+    def index_kinds(self) -> dict[str, int]:
+        """How many heads have an index of each kind."""
+        kinds = [entry["kind"] for entry in self.file.header["indexes"].values()]
+        return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+
+    def has_index(self, layer: int, kv_head: int) -> bool:
+        return self._place(layer, kv_head) in self.file.header["indexes"]
+
+    @property
+    def plans(self) -> dict[str, Any]:
+        """What was written as the plan of an index, by `layers/L/kv_heads/H`."""
+        entries = self.file.header["indexes"].items()
+        return {place: entry["plan"] for place, entry in entries if "plan" in entry}
+
+    def plan(self, layer: int, kv_head: int) -> Any:
+        """Of one head; None if it has none."""
+        entry = self.file.header["indexes"].get(self._place(layer, kv_head), {})
+        return entry.get("plan")
+
+    def index(self, layer: int, kv_head: int) -> KeyIndex:
+        """The head's index, on the arrays of the file. What a search reads row by row is verified
+        when it is read, the rest now; the index is not checked.
+
+        Raises:
+            IndexDamagedError: arrays or settings are damaged, or do not fit together.
+            KeyError: the head has none.
+            ValueError: of a kind whose class is not loaded.
+        """
+        place = self._place(layer, kv_head)
+        if not self.has_index(layer, kv_head):
+            raise KeyError(f"{self.path}: {place} has no index")
+        entry = self.file.header["indexes"][place]
+        kind = index_type(entry["kind"])
+        arrays, guards = self.file.arrays(entry["arrays"], kind.read_by_row)
+        return kind.from_arrays(dict(entry["settings"]), arrays, guards)
+
+    def verify(self) -> None:
+        """Reads every byte, and computes the hashes of the tokens again.
+
+        Raises:
+            IndexDamagedError: lists what is damaged.
+        """
+        self.file.verify()
+        if not np.array_equal(token_chain(self.tokens, self.fingerprint), self.token_hashes):
+            raise IndexDamagedError(f"{self.path}: token_hashes are not those of the tokens")
+
+    def close(self) -> None:
+        self.file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _place(self, layer: int, kv_head: int) -> str:
+        return _place(self.fingerprint, layer, kv_head)
+
+
+def index_type(kind: str) -> type[KeyIndex]:
+    """The class of a kind of index, among those that are imported."""
+    known: dict[str, type[KeyIndex]] = {}
+    waiting = list(KeyIndex.__subclasses__())
+    while waiting:
+        subclass = waiting.pop()
+        waiting.extend(subclass.__subclasses__())
+        known.setdefault(getattr(subclass, "kind", ""), subclass)
+    if kind not in known:
+        raise ValueError(
+            f"an index of kind {kind!r}, expected one of {', '.join(sorted(known)) or 'none'}: "
+            "import the module that defines it first"
+        )
+    return known[kind]
+
+
+def _write_index(
+    writer: SectionWriter, place: str, index: KeyIndex, keys: np.ndarray
+) -> dict[str, Any]:
+    """What the header says of it. Keys that are those of the head are not written again."""
+    settings, arrays = index.to_arrays()
+    sections = {}
+    for name, array in arrays.items():
+        if array.dtype == keys.dtype and np.array_equal(array, keys):
+            sections[name] = f"{place}/keys"
+        else:
+            sections[name] = f"{place}/index/{name}"
+            writer.add(sections[name], array, page_class="index")
+    return {"kind": index.kind, "settings": settings, "arrays": sections}
+
+
+def _elements(name: str, array: Any, fingerprint: ContextFingerprint, num_tokens: int) -> Elements:
+    elements = as_elements(name, array)
+    if elements.dtype != fingerprint.dtype:
+        raise ValueError(f"{name}: {elements.dtype}, expected {fingerprint.dtype}")
+    if len(elements.shape) != 2 or elements.shape[0] != num_tokens:
+        raise ValueError(f"{name}: {list(elements.shape)}, expected [{num_tokens}, size]")
+    return elements
+
+
+def _place(fingerprint: ContextFingerprint, layer: int, kv_head: int) -> str:
+    if not 0 <= layer < fingerprint.num_layers or not 0 <= kv_head < fingerprint.num_kv_heads:
+        raise ValueError(
+            f"layer {layer}, kv head {kv_head}: the model has {fingerprint.num_layers} layers of "
+            f"{fingerprint.num_kv_heads} kv heads"
+        )
+    return f"layers/{layer}/kv_heads/{kv_head}"
+
+
+def _places(fingerprint: ContextFingerprint) -> Iterable[str]:
+    for layer in range(fingerprint.num_layers):
+        for kv_head in range(fingerprint.num_kv_heads):
+            yield _place(fingerprint, layer, kv_head)
+
+
+def _check_layout(file: SectionFile, fingerprint: ContextFingerprint) -> None:
+    """Every section that the accessors name is there and has its shape and dtype."""
+
+    def check(name: str, dtype: np.dtype, *shape: int | None) -> None:
+        section = file.sections.get(name)
+        if (
+            section is None
+            or section.dtype != dtype
+            or len(section.shape) != len(shape)
+            or any(b is not None and a != b for a, b in zip(section.shape, shape, strict=True))
+        ):
+            found = None if section is None else (section.dtype.name, *section.shape)
+            raise IndexDamagedError(
+                f"{file.path}: section {name!r}: found {found}, expected {dtype.name} {list(shape)}"
+            )
+
+    num_tokens = file.header.get("num_tokens")
+    if type(num_tokens) is not int or num_tokens < 1:
+        raise IndexDamagedError(f"{file.path}: num_tokens is {num_tokens!r}, expected at least 1")
+    num_heads = fingerprint.num_layers * fingerprint.num_kv_heads
+    if num_heads > len(file.sections):
+        raise IndexDamagedError(
+            f"{file.path}: {len(file.sections)} sections, expected more for {num_heads} kv heads"
+        )
+    check("tokens", np.dtype(np.int32), num_tokens)
+    check("token_hashes", np.dtype(np.uint8), num_tokens // CHAIN_TOKENS, CHAIN_HASH_BYTES)
+    storage = np.dtype(STORAGE[fingerprint.dtype])
+    places = set(_places(fingerprint))
+    for place in places:
+        check(f"{place}/keys", storage, num_tokens, fingerprint.head_size)
+        check(f"{place}/values", storage, num_tokens, None)
+        size = file.sections[f"{place}/values"].shape[1]
+        check(f"{place}/value_means", storage, -(-num_tokens // MEAN_TOKENS), size)
+    indexes = file.header.get("indexes")
+    if not isinstance(indexes, dict) or not places.issuperset(indexes):
+        raise IndexDamagedError(f"{file.path}: indexes of heads that it has not")
+    for place, entry in indexes.items():
+        if (
+            not isinstance(entry, dict)
+            or not isinstance(entry.get("kind"), str)
+            or not isinstance(entry.get("settings"), dict)
+            or not isinstance(entry.get("arrays"), dict)
+            or not all(
+                isinstance(name, str) and name in file.sections for name in entry["arrays"].values()
+            )
+        ):
+            raise IndexDamagedError(f"{file.path}: {place}: its index is not described as expected")

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a database keeps its contexts."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_relay._C import PageGuard
+from vllm_relay.sparse.index.compiled_index import CompiledIndex
+from vllm_relay.sparse.index.elements import Elements
+from vllm_relay.sparse.index.key_index import KeyIndex
+from vllm_relay.sparse.index.sparse_layer import SparseLayer
+from vllm_relay.sparse.index.value_means import value_means
+from vllm_relay.sparse.plan.head_plan import HeadPlan
+
+
+@dataclass(frozen=True)
+class ContextShape:
+    """What all layers of a context have in common; sizes are elements."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    value_size: int
+    dtype: str
+
+
+class StoredContext(ABC):
+    """The keys, values and indexes of a sequence of tokens; immutable, read by any number of
+    threads.
+
+    Raises:
+        IndexDamagedError: what would have been read is damaged.
+    """
+
+    id: str
+    tokens: np.ndarray
+    shape: ContextShape
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes of keys, values and indexes: in memory, or of the file."""
+
+    @abstractmethod
+    def rows(self, layer: int, head: int, begin: int, end: int) -> tuple[Elements, Elements]:
+        """Keys [end - begin, head_size] and values [end - begin, value_size] of a kv head."""
+
+    @abstractmethod
+    def gather(
+        self, layer: int, head: int, ids: list[np.ndarray]
+    ) -> tuple[Elements, Elements, list[np.ndarray]]:
+        """Keys and values in which the tokens `ids` may be read, and where they are in these."""
+
+    @abstractmethod
+    def index(self, layer: int, head: int) -> KeyIndex:
+        """Over all keys of a kv head."""
+
+    def layer(self, layer: int) -> SparseLayer | None:
+        """All kv heads of a layer, which are searched and attended in one call; None where indexes
+        are of other kinds or rows have to be gathered."""
+        return None
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around searches of `index` or `layer`: damage that they find is remembered."""
+        yield
+
+    @abstractmethod
+    def plan(self, layer: int, head: int) -> HeadPlan | None:
+        """What the queries of a kv head are to ask, if that was planned."""
+
+    @abstractmethod
+    def train_queries(self, layer: int, head: int) -> Elements | None:
+        """[m, head_size], in token order: what index and plan were made with, if that was kept."""
+
+
+@dataclass(frozen=True)
+class HeadStates:
+    """One kv head of one layer, on its way into a store."""
+
+    keys: Elements
+    values: Elements
+    index: KeyIndex
+    train_queries: Elements | None = None
+    plan: HeadPlan | None = None
+
+
+class ContextStore(ABC):
+    """Contexts by id. Deleting one leaves it whole for those that hold it."""
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Path of each file that cannot be used, and why."""
+        return {}
+
+    @abstractmethod
+    def add(self, tokens: np.ndarray, layers: Sequence[Sequence[HeadStates]]) -> StoredContext:
+        """Keeps a context, `layers[layer][kv head]`; or returns the one with the same tokens."""
+
+    @abstractmethod
+    def contexts(self) -> list[StoredContext]:
+        """In the order in which they came."""
+
+    @abstractmethod
+    def delete(self, context_id: str) -> None:
+        """Raises KeyError: no such context."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of all contexts."""
+
+
+class MemoryContext(StoredContext):
+    """A context in arrays of this process."""
+
+    def __init__(
+        self, context_id: str, tokens: np.ndarray, layers: Sequence[Sequence[HeadStates]]
+    ) -> None:
+        self.id = context_id
+        self.tokens = tokens
+        self.shape = shape_of(layers)
+        self._layers = [list(heads) for heads in layers]
+        self._sparse_layers: dict[int, SparseLayer | None] = {}
+        self._num_bytes = tokens.nbytes + sum(
+            num_bytes_of(head) for heads in layers for head in heads
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def rows(self, layer: int, head: int, begin: int, end: int) -> tuple[Elements, Elements]:
+        states = self._layers[layer][head]
+        return states.keys.rows(begin, end), states.values.rows(begin, end)
+
+    def gather(
+        self, layer: int, head: int, ids: list[np.ndarray]
+    ) -> tuple[Elements, Elements, list[np.ndarray]]:
+        states = self._layers[layer][head]
+        return states.keys, states.values, ids
+
+    def index(self, layer: int, head: int) -> KeyIndex:
+        return self._layers[layer][head].index
+
+    def layer(self, layer: int) -> SparseLayer | None:
+        if layer not in self._sparse_layers:
+            heads = self._layers[layer]
+            indexes = [head.index for head in heads]
+            values = [head.values for head in heads]
+            means = [value_means(each, threads=1) for each in values]
+            self._sparse_layers[layer] = sparse_layer(indexes, values, means)
+        return self._sparse_layers[layer]
+
+    def plan(self, layer: int, head: int) -> HeadPlan | None:
+        return self._layers[layer][head].plan
+
+    def train_queries(self, layer: int, head: int) -> Elements | None:
+        return self._layers[layer][head].train_queries
+
+
+class MemoryContextStore(ContextStore):
+    """Contexts that live as long as this process."""
+
+    def __init__(self) -> None:
+        self._contexts: dict[str, StoredContext] = {}
+        self._lock = threading.Lock()
+
+    def add(self, tokens: np.ndarray, layers: Sequence[Sequence[HeadStates]]) -> StoredContext:
+        context_id = context_id_of(tokens)
+        context = MemoryContext(context_id, tokens, layers)
+        with self._lock:
+            return self._contexts.setdefault(context_id, context)
+
+    def contexts(self) -> list[StoredContext]:
+        with self._lock:
+            return list(self._contexts.values())
+
+    def delete(self, context_id: str) -> None:
+        with self._lock:
+            del self._contexts[context_id]
+
+    def close(self) -> None:
+        with self._lock:
+            self._contexts.clear()
+
+
+def sparse_layer(
+    indexes: Sequence[KeyIndex],
+    values: Sequence[Elements],
+    value_means: Sequence[Elements],
+    value_guards: Sequence[PageGuard | None] | None = None,
+) -> SparseLayer | None:
+    """None: an index of the user's own."""
+    compiled = [index for index in indexes if isinstance(index, CompiledIndex)]
+    if len(compiled) < len(indexes):
+        return None
+    return SparseLayer(compiled, values, value_guards, value_means)
+
+
+def context_id_of(tokens: np.ndarray) -> str:
+    """The same tokens have the same id, in every process."""
+    return hashlib.sha256(np.ascontiguousarray(tokens, "<i8").tobytes()).hexdigest()[:32]
+
+
+def shape_of(layers: Sequence[Sequence[HeadStates]]) -> ContextShape:
+    first = layers[0][0]
+    return ContextShape(
+        num_layers=len(layers),
+        num_kv_heads=len(layers[0]),
+        head_size=first.keys.shape[1],
+        value_size=first.values.shape[1],
+        dtype=first.keys.dtype,
+    )
+
+
+def num_bytes_of(head: HeadStates) -> int:
+    """Keys that the index shares with the context count once."""
+    _, arrays = head.index.to_arrays()
+    owned = [head.keys.data, head.values.data, *arrays.values()]
+    if head.train_queries is not None:
+        owned.append(head.train_queries.data)
+    distinct = {(array.__array_interface__["data"][0], array.nbytes) for array in owned}
+    return sum(nbytes for _, nbytes in distinct)

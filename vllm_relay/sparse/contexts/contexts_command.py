@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-relay contexts`: what is stored in a folder, whether it is whole, and its removal."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from vllm_relay.sparse.contexts.context_file import CONTEXT_SUFFIX, QUERIES_SUFFIX, ContextFile
+from vllm_relay.sparse.contexts.context_folder import FoundContext, find_contexts
+
+
+def run_list(path: Path, *, as_json: bool = False, console: Console | None = None) -> int:
+    """One line per context. Returns the exit status: 1 if one cannot be opened, or is not there in
+    all ranks."""
+    return _run(path, _describe, _list_table, as_json, console, merge=_of_one_context)
+
+
+def run_show(path: Path, *, as_json: bool = False, console: Console | None = None) -> int:
+    """All that header and table say of each file. Returns the exit status: as `run_list`."""
+    return _run(path, _describe_in_full, _show_tables, as_json, console)
+
+
+def run_verify(path: Path, *, as_json: bool = False, console: Console | None = None) -> int:
+    """Reads every byte. Returns the exit status: 1 if a context is damaged, or is not there in all
+    ranks."""
+    return _run(path, _verify, _verify_table, as_json, console)
+
+
+def run_delete(
+    path: Path,
+    *,
+    confirm: Callable[[str], bool],
+    as_json: bool = False,
+    console: Console | None = None,
+) -> int:
+    """Deletes one context, or all of a folder, with their training queries and in all ranks; the
+    folder stays.
+
+    Args:
+        confirm: asked once, with the question; nothing is deleted unless it says so.
+
+    Returns:
+        The exit status: 0 if all are gone.
+    """
+    console = console or Console(soft_wrap=True)
+    try:
+        contexts = find_contexts(path)
+    except OSError as error:
+        return _refuse(console, str(error))
+    if contexts and not confirm(_question(path, contexts)):
+        return _refuse(console, "nothing was deleted")
+    reports = [report for context in contexts for report in _delete(context)]
+    failed = {report["path"] for report in reports if report["error"]}
+    num_deleted = sum(failed.isdisjoint(map(str, context.files)) for context in contexts)
+    if as_json:
+        console.print_json(json.dumps(reports))
+    else:
+        _print_errors(console, reports)
+        console.print(f"{num_deleted} deleted")
+    return 1 if failed else 0
+
+
+def _delete(context: FoundContext) -> list[dict[str, Any]]:
+    reports = []
+    for path in context.files:
+        error = None
+        try:
+            if path.suffix == CONTEXT_SUFFIX:
+                path.with_suffix(QUERIES_SUFFIX).unlink(missing_ok=True)
+            path.unlink()
+        except OSError as raised:
+            error = str(raised)
+        reports.append({"path": str(path), "error": error})
+    return reports
+
+
+def _run(
+    path: Path,
+    report_of: Callable[[Path], dict[str, Any]],
+    print_reports: Callable[[Console, list[dict[str, Any]]], None],
+    as_json: bool,
+    console: Console | None,
+    merge: Callable[[FoundContext, list[dict[str, Any]]], list[dict[str, Any]]] | None = None,
+) -> int:
+    """Args: merge: what to say of a context, from what is said of its files; None: that."""
+    console = console or Console(soft_wrap=True)
+    try:
+        contexts = find_contexts(path)
+    except OSError as error:
+        return _refuse(console, str(error))
+    reports = []
+    for context in contexts:
+        of_files = [_report(each, report_of) for each in context.files]
+        if context.problem is not None:
+            of_files.append({"path": str(context.path), "error": context.problem})
+        reports += of_files if merge is None else merge(context, of_files)
+    if as_json:
+        console.print_json(json.dumps(reports))
+    elif not reports:
+        console.print(f"{path}: no contexts (*{CONTEXT_SUFFIX})", markup=False)
+    else:
+        print_reports(console, reports)
+    return 1 if any(report["error"] for report in reports) else 0
+
+
+def _report(path: Path, report_of: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return {"path": str(path), "error": None, **report_of(path)}
+    except (OSError, ValueError) as error:
+        return {"path": str(path), "error": str(error)}
+
+
+def _of_one_context(context: FoundContext, reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first rank's report with the indexes and bytes of all; or the errors."""
+    wrong = [report for report in reports if report["error"]]
+    if wrong:
+        return wrong
+    kinds: Counter[str] = Counter()
+    for report in reports:
+        kinds.update(report["index_kinds"])
+    num_bytes = sum(report["num_bytes"] for report in reports)
+    whole = {"path": str(context.path), "num_ranks": len(reports)}
+    return [{**reports[0], **whole, "index_kinds": dict(kinds), "num_bytes": num_bytes}]
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    with ContextFile.open(path) as context:
+        return _summary(context)
+
+
+def _describe_in_full(path: Path) -> dict[str, Any]:
+    with ContextFile.open(path) as context:
+        parts: dict[str, int] = {}
+        for section in context.file.sections.values():
+            part = section.name.split("/", 4)[-1]
+            parts[part] = parts.get(part, 0) + section.num_bytes
+        return {
+            **_summary(context),
+            "num_sections": len(context.file.sections),
+            "bytes_of_parts": parts,
+            "plans": context.plans,
+        }
+
+
+def _summary(context: ContextFile) -> dict[str, Any]:
+    return {
+        "fingerprint": asdict(context.fingerprint),
+        "num_tokens": context.num_tokens,
+        "index_kinds": context.index_kinds,
+        "num_bytes": context.file.num_bytes,
+    }
+
+
+def _verify(path: Path) -> dict[str, Any]:
+    with ContextFile.open(path) as context:
+        context.verify()
+        return {"num_bytes": context.file.num_bytes}
+
+
+def _list_table(console: Console, reports: list[dict[str, Any]]) -> None:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    columns = ("file", "model", "tokens", "ranks", "layers x kv heads", "dtype", "indexes", "size")
+    for name in columns:
+        is_number = name in ("tokens", "ranks", "size")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
+    for report in reports:
+        if report["error"]:
+            continue
+        fingerprint = report["fingerprint"]
+        table.add_row(
+            escape(Path(report["path"]).name),
+            escape(fingerprint["model"]),
+            str(report["num_tokens"]),
+            str(report["num_ranks"]),
+            f"{fingerprint['num_layers']} x {fingerprint['num_kv_heads']}",
+            fingerprint["dtype"],
+            escape(", ".join(f"{n} {kind}" for kind, n in report["index_kinds"].items())) or "-",
+            size_text(report["num_bytes"]),
+        )
+    if table.row_count:
+        _print_whole(console, table)
+    _print_errors(console, reports)
+
+
+def _show_tables(console: Console, reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        if report["error"]:
+            continue
+        table = Table(box=None, pad_edge=False, show_header=False)
+        console.print(report["path"], markup=False)
+        rows = {
+            **report["fingerprint"],
+            "tokens": report["num_tokens"],
+            "indexes": ", ".join(f"{n} {k}" for k, n in report["index_kinds"].items()) or "-",
+            "size": size_text(report["num_bytes"]),
+            "sections": report["num_sections"],
+            **{f"stored {part}": size_text(n) for part, n in report["bytes_of_parts"].items()},
+        }
+        for name, value in rows.items():
+            table.add_row(escape(name), escape(str(value)))
+        _print_whole(console, table)
+    _print_errors(console, reports)
+
+
+def _verify_table(console: Console, reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        if not report["error"]:
+            console.print(
+                f"whole: {report['path']}, {size_text(report['num_bytes'])}", markup=False
+            )
+    _print_errors(console, reports)
+
+
+def _print_whole(console: Console, table: Table) -> None:
+    """As wide as it is, also where the console is narrower: rich cuts names and numbers."""
+    table.width = console.measure(table, options=console.options.update(width=10_000)).maximum
+    console.print(table, crop=False)
+
+
+def _print_errors(console: Console, reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        if report["error"]:
+            console.print(f"contexts: {report['error']}", style="red", markup=False)
+
+
+def _question(path: Path, contexts: list[FoundContext]) -> str:
+    what = str(contexts[0].path) if len(contexts) == 1 else f"{len(contexts)} contexts in {path}"
+    num_bytes = sum(file.stat().st_size for context in contexts for file in context.files)
+    return f"Delete {what}, {size_text(num_bytes)}?"
+
+
+def _refuse(console: Console, message: str) -> int:
+    console.print(f"contexts: {message}", style="red", markup=False)
+    return 1
+
+
+def size_text(num_bytes: int) -> str:
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An inverted file: keys in lists around centres, of which a query reads those it likes best."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from vllm_relay import _C
+from vllm_relay.sparse.files.aligned import aligned_empty
+from vllm_relay.sparse.index import compiled_index
+from vllm_relay.sparse.index.compiled_index import CodedKeys, CompiledIndex
+from vllm_relay.sparse.index.default_width import calibrate_width, split_queries
+from vllm_relay.sparse.index.elements import Elements
+from vllm_relay.sparse.index.key_codes import (
+    BLOCK_KEYS,
+    KeyCodes,
+    blocks_in_order,
+    encode_rows,
+    lay_out_blocks,
+    row_bytes,
+)
+from vllm_relay.sparse.index.key_index import IndexDamagedError
+
+_ITERATIONS = 8
+_KEYS_PER_CENTRE = 40
+"""Keys that k-means looks at, for each centre."""
+
+
+def default_num_lists(num_keys: int) -> int:
+    return max(1, min(num_keys, round(3.2 * math.sqrt(num_keys))))
+
+
+class CoarseIndex(CompiledIndex):
+    """Eight-bit codes in `num_lists` lists; `width` of a query is how many of them it reads.
+
+    Args:
+        num_lists: None: about 3.2 sqrt(n), as is usual for inverted files.
+    """
+
+    kind = "coarse"
+    read_by_row = frozenset({"keys", "blocks"})
+    _centres: np.ndarray
+    _blocks: np.ndarray
+    _starts: np.ndarray
+    _counts: np.ndarray
+    _ids: np.ndarray
+
+    def __init__(self, num_lists: int | None = None) -> None:
+        if num_lists is not None and num_lists < 1:
+            raise ValueError(f"num_lists is {num_lists}, expected at least 1")
+        self._wanted_lists = num_lists
+        self.default_width = 1
+
+    @property
+    def num_lists(self) -> int:
+        return len(self._counts)
+
+    def _build(self, coded: CodedKeys, train_queries: Any, seed: int, threads: int) -> None:
+        elements, codes, rows = coded
+        n = elements.shape[0]
+        wanted = self._wanted_lists or default_num_lists(n)
+        inside = np.setdiff1d(np.arange(n, dtype=np.int32), codes.outside)
+        centres = _k_means(elements, codes, inside, max(1, min(wanted, len(inside))), seed)
+        lists = _assign(elements, codes, inside, centres)
+        self._fill(elements, codes, rows, centres, inside, lists)
+        self.default_width = max(1, self.num_lists // 6)
+        if train_queries is not None:
+            queries = compiled_index.check_train_queries(train_queries, self.head_size)
+            held_out = queries[split_queries(len(queries), seed)[0]]
+            if len(held_out):
+                self.default_width = calibrate_width(self, held_out, self.num_lists)
+
+    def _fill(
+        self,
+        keys: Elements,
+        codes: KeyCodes,
+        rows: np.ndarray,
+        centres: np.ndarray,
+        inside: np.ndarray,
+        lists: np.ndarray,
+    ) -> None:
+        counts = np.bincount(lists, minlength=len(centres))
+        used = np.flatnonzero(counts)  # a centre that lost its keys would only be in the way
+        centres, counts = centres[used], counts[used]
+        list_blocks = -(-counts // BLOCK_KEYS)
+        starts = np.concatenate([[0], np.cumsum(list_blocks)[:-1]]).astype(np.int64)
+        by_list = inside[np.argsort(lists, kind="stable")]
+        gaps = starts * BLOCK_KEYS - (np.cumsum(counts) - counts)
+        ids = np.full(int(list_blocks.sum()) * BLOCK_KEYS, -1, np.int32)
+        ids[np.arange(len(by_list)) + np.repeat(gaps, counts)] = by_list
+        self._set(
+            keys, codes, _centre_blocks(centres, codes), lay_out_blocks(rows, ids), starts,
+            counts.astype(np.int32), ids,
+        )  # fmt: skip
+
+    def _set(
+        self,
+        keys: Elements,
+        codes: KeyCodes,
+        centres: np.ndarray,
+        blocks: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        ids: np.ndarray,
+    ) -> None:
+        self._keys, self._codes = keys, codes
+        self._centres, self._blocks = centres, blocks
+        self._starts, self._counts, self._ids = starts, counts, ids
+        self.searcher = _C.index.ListSearcher(
+            "auto", self._key_set("blocks", blocks), codes.outside, centres, starts, counts, ids
+        )
+
+    def check(self) -> None:
+        self._verify()
+        rows = compiled_index.check_codes(self._keys, self._codes)
+        lists = [
+            self._ids[start * BLOCK_KEYS : start * BLOCK_KEYS + count]
+            for start, count in zip(self._starts, self._counts, strict=True)
+        ]
+        members = np.sort(np.concatenate([*lists, self._codes.outside]))
+        if not np.array_equal(members, np.arange(self.num_keys)):
+            raise IndexDamagedError("coarse index: its lists do not hold every key once")
+        if not all(np.all(np.diff(ids) > 0) for ids in lists):
+            raise IndexDamagedError("coarse index: a list is not in the order of its keys")
+        if not np.array_equal(lay_out_blocks(rows, self._ids), self._blocks):
+            raise IndexDamagedError("coarse index: its codes do not belong to its keys")
+
+    def _own_parts(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        arrays = {
+            "centres": self._centres,
+            "blocks": self._blocks,
+            "starts": self._starts,
+            "counts": self._counts,
+            "ids": self._ids,
+        }
+        return {"default_width": self.default_width}, arrays
+
+    def _restore(self, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        names = ("centres", "blocks", "starts", "counts", "ids")
+        centres, blocks, starts, counts, ids = parts = [arrays[name] for name in names]
+        width = int(settings["default_width"])
+        block_bytes = BLOCK_KEYS * row_bytes(self.head_size)
+        compiled_index.require(
+            [array.dtype for array in parts] == [np.uint8, np.uint8, np.int64, np.int32, np.int32]
+            and [array.ndim for array in parts] == [2, 2, 1, 1, 1],
+            "coarse index: its arrays have the wrong types",
+        )
+        num_lists = len(counts)
+        list_blocks = -(-counts.astype(np.int64) // BLOCK_KEYS)
+        compiled_index.require(
+            1 <= width <= num_lists
+            and bool(np.all(counts >= 1))
+            and np.array_equal(starts, np.cumsum(list_blocks) - list_blocks)
+            and centres.shape == (-(-num_lists // BLOCK_KEYS), block_bytes)
+            and blocks.shape == (int(list_blocks.sum()), block_bytes)
+            and len(ids) == len(blocks) * BLOCK_KEYS
+            and int(ids.max()) < self.num_keys,
+            "coarse index: its lists do not fit together",
+        )
+        self._set(self._keys, self._codes, centres, blocks, starts, counts, ids)
+        self.default_width = width
+
+
+def _k_means(
+    keys: Elements, codes: KeyCodes, inside: np.ndarray, num_lists: int, seed: int
+) -> np.ndarray:
+    """float32 [num_lists, d] of centred keys, by Euclidean distance on a sample."""
+    rng = np.random.default_rng(seed)
+    chosen = rng.choice(inside, min(len(inside), num_lists * _KEYS_PER_CENTRE), replace=False)
+    sample = Elements(keys.data[np.sort(chosen)], keys.dtype).to_float32() - codes.mean
+    centres = sample[rng.choice(len(sample), num_lists, replace=False)].copy()
+    for _ in range(_ITERATIONS):
+        nearest = _nearest_centre(sample, centres)
+        counts = np.bincount(nearest, minlength=num_lists)
+        order = np.argsort(nearest, kind="stable")
+        begins = np.cumsum(counts) - counts
+        filled = np.flatnonzero(counts)
+        sums = np.add.reduceat(sample[order], begins[filled], axis=0)
+        centres[filled] = sums / counts[filled, None]
+        empty = np.flatnonzero(counts == 0)
+        centres[empty] = sample[rng.integers(0, len(sample), len(empty))]
+    return centres
+
+
+def _assign(keys: Elements, codes: KeyCodes, inside: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    """The list of each key in `inside`."""
+    lists = np.empty(len(inside), np.int64)
+    for begin in range(0, len(inside), 1 << 14):
+        part = inside[begin : begin + (1 << 14)]
+        values = Elements(keys.data[part], keys.dtype).to_float32() - codes.mean
+        lists[begin : begin + len(part)] = _nearest_centre(values, centres)
+    return lists
+
+
+def _nearest_centre(values: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    half_norms = (centres * centres).sum(axis=1) / 2
+    nearest = np.empty(len(values), np.int64)
+    for begin in range(0, len(values), 1 << 12):
+        part = values[begin : begin + (1 << 12)]
+        nearest[begin : begin + len(part)] = (part @ centres.T - half_norms).argmax(axis=1)
+    return nearest
+
+
+def _centre_blocks(centres: np.ndarray, codes: KeyCodes) -> np.ndarray:
+    values = Elements(np.ascontiguousarray(centres + codes.mean, np.float32), "float32")
+    rows = aligned_empty((len(centres), row_bytes(centres.shape[1])), np.uint8)
+    outside = np.zeros(len(centres), np.uint8)
+    encode_rows(values, codes.mean, codes.step, 0, len(centres), rows, outside, 1)
+    return blocks_in_order(rows)

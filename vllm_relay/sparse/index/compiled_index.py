@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the faces of the C++ indexes share: the search itself and the checks of arguments."""
+
+from __future__ import annotations
+
+import math
+import os
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from vllm_relay import _C
+from vllm_relay._C import PageGuard
+from vllm_relay.sparse.files.aligned import aligned_empty
+from vllm_relay.sparse.index.elements import STORAGE, Elements, as_elements, check_finite
+from vllm_relay.sparse.index.key_codes import (
+    MAX_HEAD_SIZE,
+    KeyCodes,
+    blocks_in_order,
+    encode,
+    encode_rows,
+    row_bytes,
+)
+from vllm_relay.sparse.index.key_index import (
+    NO_GUARDS,
+    IndexDamagedError,
+    KeyIndex,
+    SearchResult,
+    SearchStats,
+)
+from vllm_relay.sparse.index.query_types import Dipr, QueryType, TopK, softmax_scale
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+NO_IDS = np.zeros(0, np.int32)
+
+
+class CodedKeys(NamedTuple):
+    """Keys [n, d], how they became codes, and these: uint8 [n, row_bytes]."""
+
+    keys: Elements
+    codes: KeyCodes
+    rows: np.ndarray
+
+
+class CompiledIndex(KeyIndex):
+    """What the indexes whose searches are C++ have in common.
+
+    Attributes:
+        searcher: the C++ side.
+        default_width: where a query says none.
+        entries: int32; where searches begin.
+        hop_bytes: read at every hop.
+    """
+
+    searcher: Any
+    default_width = 1
+    entries = NO_IDS
+    hop_bytes = 0
+    _keys: Elements
+    _codes: KeyCodes
+    _exact: Any = None
+    _guards: Mapping[str, PageGuard] = NO_GUARDS
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__") and "_keys" not in self.__dict__:
+            raise RuntimeError(f"this {type(self).__name__} holds no keys: build it or load one")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def keys(self) -> Elements:
+        self._verify("keys")
+        return self._keys
+
+    @property
+    def num_keys(self) -> int:
+        return self._keys.shape[0]
+
+    @property
+    def head_size(self) -> int:
+        return self._keys.shape[1]
+
+    def _key_set(self, codes_name: str, codes: np.ndarray) -> Any:
+        """Of `_keys` and their codes, the array of that name."""
+        key_guard, code_guard = self._guards.get("keys"), self._guards.get(codes_name)
+        return self._codes.key_set(self._keys, codes, key_guard=key_guard, code_guard=code_guard)
+
+    def _verify(self, *names: str) -> None:
+        """Makes sure that these arrays, or all, are whole: they may lie in a file.
+
+        Raises:
+            IndexDamagedError: names file, section and page.
+        """
+        for name in names or self._guards:
+            if name in self._guards:
+                self._guards[name].verify_all()
+
+    def build(
+        self,
+        keys: Any,
+        train_queries: Any = None,
+        *,
+        seed: int = 0,
+        threads: int | None = None,
+    ) -> Self:
+        elements, num_threads = check_keys(keys), check_threads(threads)
+        coded = CodedKeys(elements, *encode(elements, num_threads))
+        keys_before, before = self.__dict__.get("_keys"), (self._exact, self._guards)
+        self._exact, self._guards = None, NO_GUARDS  # those of the keys before
+        try:
+            self._build(coded, train_queries, seed, num_threads)
+        except BaseException:
+            if self.__dict__.get("_keys") is keys_before:  # it still is what it was
+                self._exact, self._guards = before
+            raise
+        return self
+
+    @abstractmethod
+    def _build(self, coded: CodedKeys, train_queries: Any, seed: int, threads: int) -> None:
+        """What `build` does with keys that are usable."""
+
+    def to_arrays(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        self._verify()
+        settings, arrays = self._codes.to_arrays()
+        own_settings, own_arrays = self._own_parts()
+        arrays |= {"keys": self._keys.data, **own_arrays}
+        return {"dtype": self._keys.dtype, **own_settings, **settings}, arrays
+
+    @classmethod
+    def from_arrays(
+        cls,
+        settings: dict[str, Any],
+        arrays: dict[str, np.ndarray],
+        guards: Mapping[str, PageGuard] = NO_GUARDS,
+    ) -> Self:
+        keys, codes = restore_codes(settings, arrays)
+        try:
+            index = cls._unbuilt(settings)
+            index._keys, index._codes, index._guards = keys, codes, guards
+            index._restore(settings, arrays)
+        except IndexDamagedError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise IndexDamagedError(
+                f"{cls.kind} index: {error!r} is missing or unusable"
+            ) from error
+        return index
+
+    @classmethod
+    def _unbuilt(cls, settings: dict[str, Any]) -> Self:
+        """An index like the one that has these settings."""
+        return cls()
+
+    @abstractmethod
+    def _own_parts(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Settings and arrays besides keys and what makes codes of them."""
+
+    @abstractmethod
+    def _restore(self, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        """Takes what `_own_parts` gave; keys, codes and guards are there.
+
+        Raises:
+            IndexDamagedError, KeyError, TypeError, ValueError: it does not fit together.
+        """
+
+    def search(
+        self,
+        queries: Any,
+        query: QueryType,
+        *,
+        begin: int = 0,
+        prefix_len: int | None = None,
+        entry: Sequence[int] | Sequence[np.ndarray] | np.ndarray | None = None,
+        window_max: Any = None,
+    ) -> SearchResult:
+        n, d = self._keys.shape
+        queries = check_queries("queries", queries, d)
+        k, reach = query_numbers(query, n, d)
+        if window_max is not None:
+            window_max = check_window_max(window_max, (len(queries),))
+        entries = self.entries
+        if entry is not None:
+            entries = np.concatenate([entries, check_entries(entry, n)])
+        searcher = self.searcher if query.max_dropped_mass is None else self.exact_searcher
+        prefix_len = check_prefix(prefix_len, n)
+        ids, scores, dropped_mass, distances, hops, rescored = searcher.search(
+            queries, k, reach, self.width_of(query), window_max, check_begin(begin, prefix_len),
+            prefix_len, entries, softmax_scale(query, d), mass_limit(query),
+        )  # fmt: skip
+        stats = self.stats(distances, hops, rescored, dropped_mass)
+        return SearchResult(ids, scores, stats)
+
+    def width_of(self, query: QueryType) -> int:
+        """How much a search looks at: what the query says, or as much as seems right."""
+        return self.default_width if query.width is None else query.width
+
+    @property
+    def exact_searcher(self) -> Any:
+        """Reads the codes of all keys, as the one of a flat index."""
+        if self._exact is None:
+            codes, rows = encode(self.keys, check_threads(None))
+            key_set = codes.key_set(self.keys, blocks_in_order(rows))
+            self._exact = _C.index.FlatSearcher("auto", key_set, codes.outside)
+        return self._exact
+
+    def stats(
+        self,
+        distances: int,
+        hops: int,
+        rescored: int,
+        dropped_mass: np.ndarray | None = None,
+    ) -> SearchStats:
+        """What a search cost, from what the C++ side counts."""
+        n, d = self._keys.shape
+        read = distances * row_bytes(d) + hops * self.hop_bytes + rescored * key_bytes(self._keys)
+        return SearchStats(distances, hops, read, dropped_mass)
+
+    def append(self, keys: Any) -> None:
+        new = check_keys(keys, head_size=self.head_size, dtype=self._keys.dtype)
+        self.build(Elements(np.concatenate([self.keys.data, new.data]), new.dtype))
+
+
+def check_keys(keys: Any, *, head_size: int | None = None, dtype: str | None = None) -> Elements:
+    """[n, d] with n >= 1, finite, every d as in `head_size` where that is given."""
+    elements = as_elements("keys", keys, dtype)
+    if len(elements.shape) != 2:
+        raise ValueError(f"keys: shape {list(elements.shape)}, expected [keys, head_size]")
+    n, d = elements.shape
+    if n < 1:
+        raise ValueError("keys: there are none, expected at least one")
+    if n >= 2**31:
+        raise ValueError(f"keys: {n} of them, expected fewer than {2**31}")
+    if head_size is not None and d != head_size:
+        raise ValueError(f"keys: head_size {d}, expected {head_size} as in the index")
+    if not 1 <= d <= MAX_HEAD_SIZE:
+        raise ValueError(f"keys: head_size {d}, expected 1 to {MAX_HEAD_SIZE}")
+    return elements
+
+
+def check_queries(name: str, queries: Any, head_size: int, *, dims: int = 2) -> np.ndarray:
+    """float32 [..., head_size] of `dims` dimensions; the C++ side refuses what is not finite."""
+    usable = isinstance(queries, np.ndarray) and queries.dtype == np.float32
+    if not (usable and queries.flags.c_contiguous):
+        queries = as_elements(name, queries).to_float32()
+    if queries.ndim != dims or queries.shape[-1] != head_size:
+        leading = "[queries, " if dims == 2 else "[kv_heads, queries, "
+        raise ValueError(f"{name}: shape {list(queries.shape)}, expected {leading}{head_size}]")
+    return queries
+
+
+def check_train_queries(queries: Any, head_size: int) -> np.ndarray:
+    """float32 [m, head_size], finite."""
+    queries = check_queries("train_queries", queries, head_size)
+    check_finite("train_queries", Elements(queries, "float32"))
+    return queries
+
+
+def check_threads(threads: int | None) -> int:
+    if threads is None:
+        return len(os.sched_getaffinity(0))
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+        raise ValueError(f"threads is {threads!r}, expected a whole number >= 1 or None")
+    return threads
+
+
+def query_numbers(query: QueryType, num_keys: int, head_size: int) -> tuple[int, float]:
+    """(k or 0, range or -1)."""
+    if isinstance(query, TopK):
+        return min(query.k, num_keys), -1.0
+    if not isinstance(query, Dipr):
+        raise ValueError(f"query is {query!r}, expected TopK or Dipr")
+    return 0, query.range(head_size)
+
+
+def check_window_max(window_max: Any, shape: tuple[int, ...]) -> np.ndarray:
+    try:
+        window_max = np.asarray(window_max)
+        if window_max.dtype.kind not in "fiu":
+            raise ValueError(f"dtype {window_max.dtype}, expected numbers")
+        window_max = np.ascontiguousarray(window_max, np.float32)
+    except ValueError as error:
+        raise ValueError(f"window_max: {error}") from error
+    if window_max.shape != shape:
+        raise ValueError(f"window_max: shape {list(window_max.shape)}, expected {list(shape)}")
+    if not (window_max < np.inf).all():
+        raise ValueError("window_max: NaN or infinity, expected finite numbers or -infinity")
+    return window_max
+
+
+def check_prefix(prefix_len: int | None, num_keys: int) -> int:
+    if prefix_len is None:
+        return num_keys
+    if isinstance(prefix_len, bool) or not isinstance(prefix_len, int | np.integer):
+        raise ValueError(f"prefix_len is {prefix_len!r}, expected a whole number or None")
+    if not 0 <= prefix_len <= num_keys:
+        raise ValueError(f"prefix_len is {prefix_len}, expected 0 to {num_keys}")
+    return int(prefix_len)
+
+
+def mass_limit(query: QueryType) -> float:
+    """What the C++ side is told; NaN: no limit."""
+    return math.nan if query.max_dropped_mass is None else query.max_dropped_mass
+
+
+def check_begin(begin: int, prefix_len: int) -> int:
+    # most are plain ints, and unions are slow to ask about
+    if type(begin) is not int and (isinstance(begin, bool) or not isinstance(begin, np.integer)):
+        raise ValueError(f"begin is {begin!r}, expected a whole number >= 0")
+    if begin < 0:
+        raise ValueError(f"begin is {begin}, expected a whole number >= 0")
+    return min(int(begin), prefix_len)
+
+
+def check_entries(
+    entry: Sequence[int] | Sequence[np.ndarray] | np.ndarray, num_keys: int
+) -> np.ndarray:
+    try:
+        answers = isinstance(entry, list | tuple) and any(isinstance(x, np.ndarray) for x in entry)
+        ids = np.concatenate(entry) if answers else np.asarray(entry)
+    except ValueError as error:
+        raise ValueError(f"entry: {error}") from error
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise ValueError(f"entry: {entry!r}, expected a list of key ids")
+    if ids.size and not (ids.min() >= 0 and ids.max() < num_keys):
+        raise ValueError(f"entry: ids {ids.min()} to {ids.max()}, expected 0 to {num_keys - 1}")
+    return np.ascontiguousarray(ids, np.int32)
+
+
+def check_codes(keys: Elements, codes: KeyCodes) -> np.ndarray:
+    """The codes uint8 [n, row_bytes] that `keys` have under `codes`.
+
+    Raises:
+        IndexDamagedError: a key is not finite, or `codes` is not true of the keys.
+    """
+    try:
+        check_finite("keys", keys)
+    except ValueError as error:
+        raise IndexDamagedError(f"index: {error}") from error
+    require(
+        bool(np.isfinite(codes.mean).all() and (codes.step > 0).all()),
+        "index: a mean or step of its codes is unusable",
+    )
+    n, d = keys.shape
+    rows = aligned_empty((n, row_bytes(d)), np.uint8)
+    outside = np.zeros(n, np.uint8)
+    norms = encode_rows(keys, codes.mean, codes.step, 0, n, rows, outside, 1)
+    require(
+        np.array_equal(np.flatnonzero(outside), codes.outside)
+        and norms[0] <= codes.longest
+        and norms[1] <= codes.longest_error,
+        "index: what it says of its codes is not true of its keys",
+    )
+    return rows
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise IndexDamagedError(message)
+
+
+def key_bytes(keys: Elements) -> int:
+    return keys.shape[1] * keys.data.itemsize
+
+
+def restore_codes(
+    settings: dict[str, Any], arrays: dict[str, np.ndarray]
+) -> tuple[Elements, KeyCodes]:
+    """Keys and their encoding from what `to_arrays` gave.
+
+    Raises:
+        IndexDamagedError: something is missing or does not fit.
+    """
+    try:
+        keys = Elements(arrays["keys"], settings["dtype"])
+        codes = KeyCodes.from_arrays(settings, arrays)
+    except (KeyError, TypeError, ValueError) as error:
+        raise IndexDamagedError(f"index: {error!r} is missing or unusable") from error
+    require(
+        isinstance(keys.dtype, str)
+        and keys.dtype in STORAGE
+        and keys.data.dtype == STORAGE[keys.dtype]
+        and keys.data.ndim == 2,
+        f"index: keys are {keys.data.dtype} {keys.data.shape} for dtype {keys.dtype!r}",
+    )
+    n, d = keys.shape
+    require(
+        codes.longest >= 0 and codes.longest_error >= 0,
+        f"index: codes of length {codes.longest} with errors of {codes.longest_error}",
+    )
+    require(n >= 1 and 1 <= d <= MAX_HEAD_SIZE, f"index: keys have shape {[n, d]}")
+    for name, array in (("mean", codes.mean), ("step", codes.step)):
+        require(
+            array.shape == (d,) and array.dtype == np.float32,
+            f"index: {name} is {array.dtype} {array.shape}, expected float32 {(d,)}",
+        )
+    outside = codes.outside
+    require(
+        outside.ndim == 1
+        and outside.dtype == np.int32
+        and (not outside.size or (outside.min() >= 0 and outside.max() < n)),
+        "index: the keys without codes are none of its keys",
+    )
+    return keys, codes

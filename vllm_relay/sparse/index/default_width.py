@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds, with training queries, how wide an approximate index has to search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from vllm_relay.sparse.index.key_index import KeyIndex
+from vllm_relay.sparse.index.query_types import TopK
+
+TARGET_K = 100
+TARGET_RECALL = 0.95
+
+
+def split_queries(num_queries: int, seed: int, most: int = 128) -> tuple[np.ndarray, np.ndarray]:
+    """(held out, the rest): ascending positions; an eighth at most is held out."""
+    held = np.random.default_rng(seed).choice(
+        num_queries, min(most, num_queries // 8), replace=False
+    )
+    held.sort()
+    return held, np.setdiff1d(np.arange(num_queries), held, assume_unique=True)
+
+
+def smallest_width(
+    search: Callable[[int], Sequence[np.ndarray]],
+    truth: Sequence[np.ndarray],
+    *,
+    low: int,
+    high: int,
+    target_recall: float = TARGET_RECALL,
+) -> int:
+    """The smallest width in [low, high] at which `search(width)` finds `target_recall` of the
+    true ids on average, to about 6%; `high` if none does."""
+
+    def reaches(width: int) -> bool:
+        found = search(width)
+        pairs = zip(found, truth, strict=True)
+        recalls = [len(np.intersect1d(got, true)) / max(1, len(true)) for got, true in pairs]
+        return float(np.mean(recalls)) >= target_recall
+
+    low, high = min(low, high), high
+    width = low
+    while width < high and not reaches(width):
+        low, width = width, min(high, 2 * width)
+    while width - low > max(1, width // 16):
+        middle = (low + width) // 2
+        if reaches(middle):
+            width = middle
+        else:
+            low = middle
+    return width
+
+
+def calibrate_width(index: KeyIndex, queries: np.ndarray, widest: int) -> int:
+    """`smallest_width` for the `TARGET_K` best keys that `index` finds at its widest."""
+    k = min(TARGET_K, index.num_keys)
+    truth = index.search(queries, TopK(k, width=widest)).ids
+
+    def search(width: int) -> list[np.ndarray]:
+        return [index.search(query[None], TopK(k, width=width)).ids[0] for query in queries]
+
+    return smallest_width(search, truth, low=1, high=widest)

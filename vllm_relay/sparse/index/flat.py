@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exact index: a scan of all keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from vllm_relay import _C
+from vllm_relay.sparse.index import compiled_index
+from vllm_relay.sparse.index.compiled_index import CodedKeys, CompiledIndex
+from vllm_relay.sparse.index.elements import Elements
+from vllm_relay.sparse.index.key_codes import (
+    BLOCK_KEYS,
+    KeyCodes,
+    blocks_in_order,
+    row_bytes,
+)
+from vllm_relay.sparse.index.key_index import IndexDamagedError
+
+
+class FlatIndex(CompiledIndex):
+    """Reads the eight-bit code of every key, and the keys themselves that could be an answer.
+
+    What a code can be off by is bounded (docs/key-index.md, section 2), so the answer is the one
+    that reading all keys would give, for half the bytes of bfloat16 keys.
+    """
+
+    kind = "flat"
+    read_by_row = frozenset({"keys", "blocks"})
+    _blocks: np.ndarray
+
+    def _build(self, coded: CodedKeys, train_queries: Any, seed: int, threads: int) -> None:
+        self._set(coded.keys, coded.codes, blocks_in_order(coded.rows))
+
+    def _set(self, keys: Elements, codes: KeyCodes, blocks: np.ndarray) -> None:
+        self._keys, self._codes, self._blocks = keys, codes, blocks
+        self.searcher = _C.index.FlatSearcher(
+            "auto", self._key_set("blocks", blocks), codes.outside
+        )
+        self._exact = self.searcher  # it is exact itself
+
+    def check(self) -> None:
+        self._verify()
+        rows = compiled_index.check_codes(self._keys, self._codes)
+        if not np.array_equal(blocks_in_order(rows), self._blocks):
+            raise IndexDamagedError("flat index: its codes do not belong to its keys")
+
+    def _own_parts(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        return {}, {"blocks": self._blocks}
+
+    def _restore(self, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        n, d = self._keys.shape
+        blocks = arrays["blocks"]
+        expected = (-(-n // BLOCK_KEYS), BLOCK_KEYS * row_bytes(d))
+        compiled_index.require(
+            blocks.shape == expected and blocks.dtype == np.uint8,
+            f"flat index: blocks are {blocks.dtype} {blocks.shape}, expected uint8 {expected}",
+        )
+        self._set(self._keys, self._codes, blocks)

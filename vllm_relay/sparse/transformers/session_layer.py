@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layer of a session: its keys and values, and attention over them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from vllm_relay.sparse.contexts.context_store import StoredContext
+from vllm_relay.sparse.contexts.model_fingerprint import ModelBinding
+from vllm_relay.sparse.contexts.partial_attention import attention_state, merge, window_state
+from vllm_relay.sparse.contexts.retrieval import ContextPart, SessionStats, retrieve
+from vllm_relay.sparse.contexts.tensors import to_elements, to_tensor
+from vllm_relay.sparse.contexts.train_queries import TrainQueries
+from vllm_relay.sparse.index.elements import Elements
+from vllm_relay.sparse.plan.options import DBOptions
+from vllm_relay.sparse.transformers.session_states import SessionStates
+from vllm_relay.sparse.transformers.state_buffer import StateBuffer
+
+
+class SessionLayer(CacheLayerMixin):
+    """The first `prefix_len` tokens of a stored context, and the tokens computed since.
+
+    A window of the context (its first and last tokens) and the new tokens lie in one buffer on the
+    model's device; a context that is too short to be searched lies there as a whole.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(
+        self,
+        layer_idx: int,
+        context: StoredContext | None,
+        prefix_len: int,
+        options: DBOptions,
+        stats: SessionStats,
+        model: ModelBinding,
+    ) -> None:
+        # not CacheLayerMixin's: it assigns keys and values, which are properties here
+        self.layer_idx = layer_idx
+        self.prefix_len = prefix_len
+        self.is_initialized = False
+        self._context = context
+        self._options = options
+        self._stats = stats
+        self._model = model
+        self._local: StateBuffer | None = None
+        self._train_queries = TrainQueries(options.train_queries_per_key)
+
+    @property
+    def retrieves(self) -> bool:
+        """Whether the context is long enough to be searched."""
+        window = self._options.sink_tokens + self._options.recent_tokens
+        return self.prefix_len >= max(self._options.min_context_tokens, window + 1)
+
+    @property
+    def keys(self) -> torch.Tensor:  # type: ignore[override]
+        """[1, kv_heads, tokens, head_size], the reused context included: a copy if it is long."""
+        return self.states()[0][None]
+
+    @property
+    def values(self) -> torch.Tensor:  # type: ignore[override]
+        """[1, kv_heads, tokens, value_size]; as `keys`."""
+        return self.states()[1][None]
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        window = [
+            self._context_states(begin, end, key_states.device) for begin, end in self._window()
+        ]
+        if window:
+            keys, values = (torch.cat(parts, 1) for parts in zip(*window, strict=True))
+        else:
+            keys, values = key_states[0, :, :0], value_states[0, :, :0]
+        self._local = StateBuffer(keys, values)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends the states of new tokens, [1, kv_heads, new tokens, size].
+
+        Raises:
+            ValueError: a batch, gradients, or states that do not fit those before.
+        """
+        self._check(key_states, value_states)
+        if self._local is None:
+            self.lazy_initialization(key_states, value_states)
+        assert self._local is not None
+        self._local.append(key_states[0], value_states[0])
+        num_tokens = self.get_seq_length()
+        return (
+            SessionStates(
+                self, "keys", (*key_states.shape[:2], num_tokens, key_states.shape[3]), key_states
+            ),
+            SessionStates(
+                self,
+                "values",
+                (*value_states.shape[:2], num_tokens, value_states.shape[3]),
+                value_states,
+            ),
+        )
+
+    def attention(
+        self,
+        query: torch.Tensor,
+        *,
+        scale: float | None = None,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor:
+        """Causal attention of the newest tokens over all tokens of the layer.
+
+        One query token over a context that is long enough reads the window and what the index
+        finds; everything else is exact.
+
+        Args:
+            query: [1, heads, new tokens, head_size]; of the tokens that were added last.
+            scale: factor of the scores; 1 / sqrt(head_size) if None.
+            sliding_window: a query sees this many tokens, itself included; None for all. Layers
+                that have one are read without an index.
+
+        Returns:
+            [1, heads, new tokens, value_size], the dtype of `query`.
+
+        Raises:
+            ValueError: the query does not fit the keys.
+        """
+        local = self._local
+        if local is None or query.dim() != 4 or query.shape[2] > self._num_new():
+            raise ValueError(
+                f"query: shape {list(query.shape)} in a layer with "
+                f"{0 if local is None else self._num_new()} new tokens, expected "
+                "[1, heads, new tokens, head_size]; call update() before attention()"
+            )
+        num_kv_heads, _, head_size = local.keys.shape
+        if query.shape[0] != 1 or query.shape[1] % num_kv_heads or query.shape[3] != head_size:
+            raise ValueError(
+                f"query: shape {list(query.shape)}, expected [1, heads, new tokens, {head_size}] "
+                f"with a multiple of {num_kv_heads} heads"
+            )
+        scale = 1 / math.sqrt(head_size) if scale is None else scale
+        num_tokens, num_queries = self.get_seq_length(), query.shape[2]
+        grouped = query[0].unflatten(0, (num_kv_heads, -1))  # [kv_heads, group, queries, size]
+        self._train_queries.add(grouped, first_position=num_tokens - num_queries)
+        if sliding_window is not None and num_tokens > sliding_window:
+            output = self._sliding(grouped, scale, sliding_window)
+        elif num_queries == 1 and self.retrieves:
+            output = self._retrieved(grouped[:, :, 0], scale)[:, :, None]
+        else:
+            output = self._dense(grouped, scale)
+        return output.flatten(0, 1)[None].to(query.dtype)
+
+    def states(self, begin: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the tokens from `begin` on, [kv_heads, tokens, size]."""
+        local = self._local
+        if local is None:
+            device = torch.device("cpu")
+            return self._context_states(min(begin, self.prefix_len), self.prefix_len, device)
+        if not self.retrieves:
+            return local.keys[:, begin:], local.values[:, begin:]
+        new_begin = local.num_tokens - self._num_new() + max(begin - self.prefix_len, 0)
+        new = local.keys[:, new_begin:], local.values[:, new_begin:]
+        if begin >= self.prefix_len:
+            return new
+        old = self._context_states(begin, self.prefix_len, local.keys.device)
+        return torch.cat([old[0], new[0]], 1), torch.cat([old[1], new[1]], 1)
+
+    def elements(self) -> list[tuple[Elements, Elements]]:
+        """Copies of the keys and values of all tokens, for each kv head [tokens, size].
+
+        Raises:
+            ValueError: of a dtype that contexts are not kept in.
+        """
+        context, local = self._context, self._local
+        num_kv_heads = 0
+        if context is not None:
+            num_kv_heads = context.shape.num_kv_heads
+        elif local is not None:
+            num_kv_heads = local.keys.shape[0]
+        heads = []
+        for head in range(num_kv_heads):
+            parts: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+            if context is not None:
+                old = context.rows(self.layer_idx, head, 0, self.prefix_len)
+                for part, stored in zip(parts, old, strict=True):
+                    part.append(to_tensor(stored))
+            if local is not None:
+                new_begin = local.num_tokens - self._num_new()
+                for part, states in zip(parts, (local.keys, local.values), strict=True):
+                    part.append(states[head, new_begin:].cpu())
+            keys, values = (
+                to_elements(f"layer {self.layer_idx}: {name}", torch.cat(part))
+                for name, part in zip(("keys", "values"), parts, strict=True)
+            )
+            heads.append((keys, values))
+        return heads
+
+    def train_queries(self) -> list[Elements | None]:
+        """For each kv head [m, head_size]: a sample of the queries that its keys have met, those
+        stored with the reused context and those of the new tokens, in token order and in the dtype
+        of the keys."""
+        new = self._train_queries.sample()
+        name = f"layer {self.layer_idx}: queries"
+        context = self._context
+        if context is None:
+            assert self._local is not None
+            dtype = str(self._local.keys.dtype).removeprefix("torch.")
+            heads = range(self._local.keys.shape[0])
+            return [None if new is None else to_elements(name, new[head], dtype) for head in heads]
+        samples: list[Elements | None] = []
+        for head in range(context.shape.num_kv_heads):
+            stored = context.train_queries(self.layer_idx, head)
+            parts = [] if new is None else [new[head]]
+            if stored is not None:
+                reused = stored.shape[0] * self.prefix_len // context.num_tokens
+                parts.insert(0, to_tensor(stored.rows(0, reused)))
+            dtype = context.shape.dtype
+            samples.append(to_elements(name, torch.cat(parts), dtype) if parts else None)
+        return samples
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a kv head; 1 if neither a query nor the model says."""
+        return max(self._train_queries.group, self._model.group_size)
+
+    def check_model(self, config: Any) -> None:
+        """Raises ValueError: the stored contexts belong to a model of another configuration."""
+        self._model.check(config)
+
+    def get_seq_length(self) -> int:
+        return self.prefix_len + self._num_new()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As `DynamicLayer.crop`: a negative number of tokens to remove, or a length to keep."""
+        length = self.get_seq_length()
+        kept = length + tokens_to_remove if tokens_to_remove <= 0 else tokens_to_remove
+        if kept >= length:
+            return
+        kept = max(kept, 0)
+        self._train_queries.crop(kept)
+        if kept >= self.prefix_len and self._local is not None:
+            self._local.crop(self._local.num_tokens - (length - kept))
+            return
+        self.prefix_len = kept
+        self._local = None
+        self.is_initialized = False
+        if kept == 0:
+            self._context = None
+
+    def reset(self) -> None:
+        self.crop(-self.get_seq_length())
+
+    def close(self) -> None:
+        self._context = None
+        self._local = None
+        self.prefix_len = 0
+        self._train_queries.crop(0)
+
+    def copy(self, stats: SessionStats) -> SessionLayer:
+        """A layer that goes on by itself and shares the context."""
+        twin = SessionLayer(
+            self.layer_idx, self._context, self.prefix_len, self._options, stats, self._model
+        )
+        twin._local = None if self._local is None else self._local.copy()
+        twin.is_initialized = self.is_initialized
+        twin._train_queries = self._train_queries.copy()
+        return twin
+
+    def _window(self) -> list[tuple[int, int]]:
+        """The parts of the context that lie in the buffer."""
+        if self._context is None:
+            return []
+        if not self.retrieves:
+            return [(0, self.prefix_len)]
+        recent = self.prefix_len - self._options.recent_tokens
+        return [(0, self._options.sink_tokens), (recent, self.prefix_len)]
+
+    def _num_new(self) -> int:
+        if self._local is None:
+            return 0
+        return self._local.num_tokens - sum(end - begin for begin, end in self._window())
+
+    def _context_states(
+        self, begin: int, end: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._context is None:
+            raise ValueError(f"layer {self.layer_idx} holds no tokens yet")
+        rows = [
+            self._context.rows(self.layer_idx, head, begin, end)
+            for head in range(self._context.shape.num_kv_heads)
+        ]
+        keys, values = (
+            torch.stack([to_tensor(part) for part in parts]) for parts in zip(*rows, strict=True)
+        )
+        return keys.to(device), values.to(device)
+
+    def _retrieved(self, query: torch.Tensor, scale: float) -> torch.Tensor:
+        """[kv_heads, group, head_size] -> float32 [kv_heads, group, value_size]."""
+        assert self._local is not None and self._context is not None
+        (_, begin), (end, _) = self._window()
+        part = ContextPart(self._context, self.layer_idx, begin, end)
+        output, lse, window_max = window_state(query, self._local.keys, self._local.values, scale)
+        found = retrieve(
+            part, query, window_max, scale=scale, options=self._options, stats=self._stats
+        )
+        return merge((output, lse), found)[0]
+
+    def _dense(self, query: torch.Tensor, scale: float) -> torch.Tensor:
+        """[kv_heads, group, queries, head_size] -> float32 [kv_heads, group, queries, ...]."""
+        assert self._local is not None
+        num_kv_heads, group, num_queries, _ = query.shape
+        rows = query.flatten(1, 2)
+        local_end = self._local.num_tokens - num_queries
+        local_begin = 0
+        state = None
+        if self.retrieves:
+            assert self._context is not None
+            parts = [self._context_state(head, rows[head], scale) for head in range(num_kv_heads)]
+            state = (torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts]))
+            local_begin = self._local.num_tokens - self._num_new()
+        keys, values = self._local.keys, self._local.values
+        old = attention_state(
+            rows, keys[:, local_begin:local_end], values[:, local_begin:local_end], scale
+        )
+        state = old if state is None else merge(state, old)
+        new_keys, new_values = (
+            part[:, None, local_end:].expand(-1, group, -1, -1).flatten(0, 1)
+            for part in (keys, values)
+        )
+        new = attention_state(query.flatten(0, 1), new_keys, new_values, scale, causal=True)
+        new = new[0].unflatten(0, (num_kv_heads, group)), new[1].unflatten(0, (num_kv_heads, group))
+        output, _ = merge(state, (new[0].flatten(1, 2), new[1].flatten(1, 2)))
+        return output.unflatten(1, (group, num_queries))
+
+    def _context_state(
+        self, head: int, rows: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of queries that come after the reused context, over all of it."""
+        assert self._context is not None
+        keys, values = (
+            to_tensor(part).to(rows.device)
+            for part in self._context.rows(self.layer_idx, head, 0, self.prefix_len)
+        )
+        output, lse = attention_state(rows[None], keys[None], values[None], scale)
+        return output[0], lse[0]
+
+    def _sliding(self, query: torch.Tensor, scale: float, sliding_window: int) -> torch.Tensor:
+        num_kv_heads, group, num_queries, _ = query.shape
+        num_tokens = self.get_seq_length()
+        begin = max(num_tokens - num_queries - sliding_window + 1, 0)
+        keys, values = self.states(begin)
+        own = torch.arange(num_tokens - num_queries, num_tokens, device=query.device)[:, None]
+        position = torch.arange(begin, num_tokens, device=query.device)
+        mask = (position <= own) & (position > own - sliding_window)
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query.flatten(0, 1)[None],
+            keys.repeat_interleave(group, 0)[None],
+            values.repeat_interleave(group, 0)[None],
+            attn_mask=mask,
+            scale=scale,
+        )
+        return output[0].unflatten(0, (num_kv_heads, group))
+
+    def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        for name, states in (("key_states", key_states), ("value_states", value_states)):
+            if states.dim() != 4:
+                raise ValueError(
+                    f"{name}: shape {list(states.shape)}, expected [1, kv_heads, tokens, size]"
+                )
+            if states.shape[0] != 1:
+                raise ValueError(
+                    f"{name}: a batch of {states.shape[0]}; a session holds one sequence: use one "
+                    "session per sequence, without beam search and num_return_sequences"
+                )
+            if states.requires_grad:
+                raise ValueError(
+                    f"{name}: requires gradients; a session serves inference: run the model under "
+                    "torch.no_grad() or torch.inference_mode()"
+                )
+        expected = self._expected()
+        given = (key_states.shape[1], key_states.shape[3], value_states.shape[3], key_states.dtype)
+        if value_states.shape[:3] != key_states.shape[:3] or (expected and given != expected):
+            want = expected or given
+            raise ValueError(
+                f"layer {self.layer_idx}: keys of shape {list(key_states.shape)} and values of "
+                f"shape {list(value_states.shape)} in {key_states.dtype}, expected {want[0]} kv "
+                f"heads, head size {want[1]}, value size {want[2]} and {want[3]} as before: is "
+                "this the model that the session was created for?"
+            )
+
+    def _expected(self) -> tuple[int, int, int, torch.dtype] | None:
+        if self._local is not None:
+            keys, values = self._local.keys, self._local.values
+            return keys.shape[0], keys.shape[2], values.shape[2], keys.dtype
+        if self._context is not None:
+            shape = self._context.shape
+            dtype = getattr(torch, shape.dtype)
+            return shape.num_kv_heads, shape.head_size, shape.value_size, dtype
+        return None
