@@ -8,7 +8,8 @@ bench_planner.py         the planner's choice against the best of all
 bench_sparse_layer.py    a layer over a stored context
 bench_storage.py         what verifying stored contexts costs
 bench_open_context.py    from a context on disk to its first attention
-best_way.py              the best of all ways to attend a head
+best_way.py, index_timing.py   the best of all ways to attend a head, timed in turn
+paper_rules.py           the rules of the AlayaDB paper
 heads/                   the heads: made, or recorded from a model
 searches/                the searches that are compared, and how
 """

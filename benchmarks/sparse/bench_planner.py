@@ -23,6 +23,8 @@ import numpy as np
 
 from benchmarks.sparse.best_way import Cell, Measured, Way
 from benchmarks.sparse.heads.corpus import KINDS, Head, make_head
+from benchmarks.sparse.index_timing import with_times
+from benchmarks.sparse.paper_rules import plan_by_rules
 from benchmarks.support.formatting import Row
 from benchmarks.support.options import argument_parser
 from benchmarks.support.result import Goal, Result
@@ -32,8 +34,7 @@ from vllm_relay.sparse.index.elements import Elements, from_float32
 from vllm_relay.sparse.plan.cost_calibration import SIZES, calibrate_costs
 from vllm_relay.sparse.plan.head_profile import HeadProfile, profile_head
 from vllm_relay.sparse.plan.index_measure import exact_attention, measure_full, measure_index
-from vllm_relay.sparse.plan.index_timing import with_times
-from vllm_relay.sparse.plan.planner import Plan, plan, plan_by_rules
+from vllm_relay.sparse.plan.planner import Plan, plan
 from vllm_relay.sparse.plan.prefix_planner import PROFILE_TOKENS
 from vllm_relay.sparse.plan.search_cost import SearchCost
 
@@ -132,8 +133,8 @@ def cell_plans(
         "planner": plan(n, prefix_len, measured, max_error=max_error, costs=costs),
         "by model": plan(n, prefix_len, untimed, max_error=max_error, costs=costs),
         "unbuilt": plan(n, prefix_len, profile, max_error=max_error, costs=costs),
-        "rules": plan_by_rules(n, prefix_len, profile, layer=layer, costs=costs),
-        "rules, memory": plan_by_rules(n, prefix_len, profile, 1 << 40, layer=layer, costs=costs),
+        "rules": plan_by_rules(n, prefix_len, profile, costs, layer=layer),
+        "rules, memory": plan_by_rules(n, prefix_len, profile, costs, 1 << 40, layer=layer),
     }
 
 

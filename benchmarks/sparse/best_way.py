@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from benchmarks.sparse.heads.corpus import Head
+from benchmarks.sparse.index_timing import Run, full_run, in_turn, search_run
 from benchmarks.support.timing import Timing
 from vllm_relay.sparse import QueryType
 from vllm_relay.sparse.index.compiled_index import CompiledIndex
 from vllm_relay.sparse.index.elements import Elements
 from vllm_relay.sparse.plan.head_profile import ExactAnswer, profile_head
 from vllm_relay.sparse.plan.index_measure import widths
-from vllm_relay.sparse.plan.index_timing import Run, full_run, in_turn, search_run
 
 Way = tuple[str, QueryType | None]
 FULL: Way = ("full", None)

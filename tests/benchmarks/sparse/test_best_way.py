@@ -9,9 +9,9 @@ import pytest
 from benchmarks.sparse import best_way
 from benchmarks.sparse.best_way import FULL, Cell, Way
 from benchmarks.sparse.heads.corpus import make_head
+from benchmarks.sparse.index_timing import Run
 from vllm_relay.sparse import CoarseIndex, FlatIndex
 from vllm_relay.sparse.index.elements import from_float32
-from vllm_relay.sparse.plan.index_timing import Run
 
 KEYS, TOKENS = 500, 40
 

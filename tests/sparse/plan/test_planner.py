@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tests.sparse.planned_heads import COSTS, answer, head, search
 from tests.support.depth import cases
-from vllm_relay.sparse.index.query_types import Dipr, TopK
+from vllm_relay.sparse.index.query_types import Dipr
 from vllm_relay.sparse.plan.head_profile import HeadProfile
-from vllm_relay.sparse.plan.planner import Plan, plan, plan_by_rules
+from vllm_relay.sparse.plan.planner import Plan, plan
 from vllm_relay.sparse.plan.search_cost import KINDS, SHIPPED, SearchCost, index_bytes
 
 LONG = 100_000
@@ -141,27 +141,6 @@ def test_an_explanation_names_every_kind_with_its_time_and_why_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_keys", "options", "kind", "query"),
-    [
-        (2000, {}, "full", None),
-        (LONG, {"layer": 0}, "flat", Dipr(alpha=0.01)),
-        (LONG, {"layer": 5}, "graph", Dipr(alpha=0.01)),
-        (LONG, {"memory_budget": 1 << 30, "layer": 0}, "coarse", TopK(100)),
-        (LONG, {"memory_budget": 1000, "layer": 5}, "graph", Dipr(alpha=0.01)),
-        (LONG, {"prefix_len": 2000}, "full", None),
-    ],
-)
-def test_the_rules_of_the_paper(
-    num_keys: int, options: dict[str, Any], kind: str, query: Any
-) -> None:
-    prefix_len = options.pop("prefix_len", None)
-    found = plan_by_rules(num_keys, prefix_len, head(num_keys), costs=COSTS, **options)
-    assert (found.kind, found.query) == (kind, query)
-    assert "rule: " in found.explain()
-
-
-@pytest.mark.parametrize("planner", [plan, plan_by_rules])
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"context_len": 0}, "context_len is 0, expected at least 1"),
@@ -171,10 +150,10 @@ def test_the_rules_of_the_paper(
         ({"slo_ms": 0}, "slo_ms is 0, expected milliseconds"),
     ],
 )
-def test_what_is_refused(planner: Any, arguments: dict[str, Any], message: str) -> None:
+def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
     call = {"context_len": LONG, "prefix_len": None, "head_profile": head(LONG), **arguments}
     with pytest.raises(ValueError, match=message):
-        planner(**call, costs=COSTS)
+        plan(**call, costs=COSTS)
 
 
 def test_a_kind_that_does_not_exist_is_refused() -> None:

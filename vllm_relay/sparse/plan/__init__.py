@@ -7,5 +7,5 @@ search_candidates.py, search_cost.py   what could be asked, and what that costs 
 planner.py           the fastest that is good enough                         (pure)
 prefix_planner.py, head_plan.py   plans for prefixes of a context, and what is kept of them
 index_choice.py      builds what was chosen
-index_measure.py, index_timing.py, cost_calibration.py   what searches find and take, measured
+index_measure.py, cost_calibration.py   what searches find and take, measured
 """

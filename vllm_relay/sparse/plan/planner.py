@@ -10,15 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_relay.sparse.index.query_types import Dipr, QueryType, TopK
+from vllm_relay.sparse.index.query_types import QueryType, TopK
 from vllm_relay.sparse.plan.head_profile import HeadProfile
 from vllm_relay.sparse.plan.search_candidates import HUB_HEAVY, Candidate, candidates
 from vllm_relay.sparse.plan.search_cost import KINDS, SearchCost, index_bytes, load_costs
 
 MAX_ERROR = 0.01
-RULES_TOP_K = 100
-RULES_RANGE = Dipr(alpha=0.01)
-SHORT_CONTEXT_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -156,7 +153,7 @@ def plan(
     costs = load_costs() if costs is None else costs
     looked_at = []
     for candidate in candidates(head_profile, context_len, prefix_len, tuple(kinds)):
-        each = _alternative(candidate, head_profile, context_len, costs)
+        each = alternative_of(candidate, head_profile, context_len, costs)
         problems = _problems(each, memory_budget, max_error, min_mass)
         looked_at.append(replace(each, problems=problems))
     if not looked_at:
@@ -176,60 +173,6 @@ def plan(
         if memory_budget is not None:
             reason += " and fits"
     return Plan(chosen, _fastest_first(by_kind.values()), reason, slo_ms)
-
-
-def plan_by_rules(
-    context_len: int,
-    prefix_len: int | None,
-    head_profile: HeadProfile,
-    memory_budget: int | None = None,
-    slo_ms: float | None = None,
-    *,
-    layer: int | None = None,
-    costs: SearchCost | None = None,
-) -> Plan:
-    """The paper's rules: short contexts are read as a whole; with memory set aside for it, the 100
-    best keys of a coarse index; otherwise a range query, of a flat index in the first layer and
-    of a graph in the others. The prefix filters whatever is asked.
-
-    Args:
-        context_len, prefix_len, head_profile, slo_ms, costs: as for `plan`. The profile says what
-            to expect of the choice, not what to choose.
-        memory_budget: None: none was set aside.
-        layer: of the model; None for any but the first.
-
-    Raises:
-        ValueError: an argument is out of range; names it.
-
-    Source: AlayaDB (2504.10326), section 6.2, figure 8.
-    """
-    prefix_len = _check(context_len, prefix_len, head_profile, memory_budget, slo_ms)
-    costs = load_costs() if costs is None else costs
-    coarse_bytes = index_bytes("coarse", context_len, head_profile.head_size)
-    kind: str
-    query: QueryType | None
-    if prefix_len < SHORT_CONTEXT_TOKENS:
-        kind, query = "full", None
-        reason = f"rule: contexts below {SHORT_CONTEXT_TOKENS} tokens are read as a whole"
-    elif memory_budget is not None and coarse_bytes <= memory_budget:
-        kind, query = "coarse", TopK(RULES_TOP_K)
-        reason = f"rule: {coarse_bytes} bytes of coarse index fit"
-    elif layer == 0:
-        kind, query = "flat", RULES_RANGE
-        reason = "rule: first layers need many tokens"
-    else:
-        kind, query = "graph", RULES_RANGE
-        reason = "rule: no memory for a coarse index, and not the first layer"
-    near = min(
-        candidates(head_profile, context_len, prefix_len, (kind,)),
-        key=lambda each: _distance(each.query, query),
-        default=None,
-    )
-    if near is None:
-        raise ValueError(f"head_profile: knows nothing of {kind}: profile the head again")
-    # the index's own default width
-    chosen = replace(_alternative(near, head_profile, context_len, costs), query=query)
-    return Plan(chosen, (chosen,), reason, slo_ms)
 
 
 def _check(
@@ -255,9 +198,10 @@ def _check(
     return prefix_len
 
 
-def _alternative(
+def alternative_of(
     candidate: Candidate, profile: HeadProfile, context_len: int, costs: SearchCost
 ) -> Alternative:
+    """What is to be expected of a candidate over a context of so many tokens."""
     d, kind = profile.head_size, candidate.kind
     size = {"head_size": d, "key_bytes": profile.key_bytes}
     expected_us = costs.time_us(candidate.work, **size)
@@ -309,15 +253,6 @@ def _preference(each: Alternative) -> tuple[float, ...]:
 
 def _fastest_first(alternatives: Any) -> tuple[Alternative, ...]:
     return tuple(sorted(alternatives, key=lambda each: each.expected_us))
-
-
-def _distance(found: QueryType | None, wanted: QueryType | None) -> float:
-    """How far a query is from the wanted one; other types are farthest."""
-    if isinstance(found, TopK) and isinstance(wanted, TopK):
-        return abs(found.k - wanted.k)
-    if isinstance(found, Dipr) and isinstance(wanted, Dipr):
-        return abs(found.range(128) - wanted.range(128))
-    return 0.0 if found is wanted else float("inf")
 
 
 def _described(query: QueryType) -> str:

@@ -8,12 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from vllm_relay.sparse import CoarseIndex, Dipr, FlatIndex
-from vllm_relay.sparse.index.elements import from_float32
-from vllm_relay.sparse.plan import index_timing
-from vllm_relay.sparse.plan.head_profile import MeasuredSearch, profile_head
-from vllm_relay.sparse.plan.index_measure import exact_attention, measure_full, measure_index
-from vllm_relay.sparse.plan.index_timing import (
+from benchmarks.sparse import index_timing
+from benchmarks.sparse.index_timing import (
     Run,
     full_run,
     in_turn,
@@ -21,6 +17,10 @@ from vllm_relay.sparse.plan.index_timing import (
     times_us,
     with_times,
 )
+from vllm_relay.sparse import CoarseIndex, Dipr, FlatIndex
+from vllm_relay.sparse.index.elements import from_float32
+from vllm_relay.sparse.plan.head_profile import MeasuredSearch, profile_head
+from vllm_relay.sparse.plan.index_measure import exact_attention, measure_full, measure_index
 
 KEYS, GROUP, SIZE, TOKENS = 600, 2, 32, 24
 MAX_ERROR = 0.3
