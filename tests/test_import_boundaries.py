@@ -22,7 +22,7 @@ MODULES = [
     "vllm_relay.attention_backends.gpu_plan",
     "vllm_relay.attention_backends.step_rows",
     "vllm_relay.commands.engine",
-    "vllm_relay.long_context.host_memory",
+    "vllm_relay.long_context.scheduling.host_memory",
     "vllm_relay.config.long_contexts",
     "vllm_relay.long_context.orders",
     "vllm_relay.long_context.stats",

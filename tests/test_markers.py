@@ -17,7 +17,7 @@ from tests.support.vllm_users import ROOT, touches_vllm
     [
         ("tests/prefix_cache/eviction/test_free_queue.py", True),  # imports vLLM
         ("tests/modules/engine/test_worker.py", True),
-        ("tests/long_context/test_scheduler.py", True),  # its helpers do
+        ("tests/long_context/scheduling/test_scheduler.py", True),  # its helpers do
         ("tests/test_limits.py", True),  # what it tests does
         ("tests/attention_backends/test_forest.py", False),
         ("tests/sparse/index/test_flat.py", False),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_relay.attention_backends.step_rows import RowSource
-    from vllm_relay.long_context.scheduler import LongContextScheduler
+    from vllm_relay.long_context.scheduling.scheduler import LongContextScheduler
 
 LONG_CONTEXTS = "relay_long_contexts"
 """The attribute of schedulers with a `LongContextScheduler`, or None."""
@@ -105,7 +105,7 @@ def _make_long_contexts(of_scheduler: Any) -> LongContextScheduler | None:
 
     if not sparse_is_selected(of_scheduler.vllm_config):
         return None
-    from vllm_relay.long_context.scheduler import LongContextScheduler
+    from vllm_relay.long_context.scheduling.scheduler import LongContextScheduler
 
     return LongContextScheduler(of_scheduler)
 

@@ -132,7 +132,7 @@ def store_context(llm: Any, geometry: Geometry, heads: list[Head], tokens: np.nd
     Returns:
         the kinds of the indexes that the heads got.
     """
-    from vllm_relay.long_context.worker import state
+    from vllm_relay.long_context.host.worker import state
     from vllm_relay.sparse.contexts.context_store import HeadStates
     from vllm_relay.sparse.plan.index_choice import build_index
 

@@ -98,14 +98,14 @@ BODIES: dict[str, dict[str, str]] = {
     },
     "vllm.v1.core.kv_cache_manager.KVCacheManager.get_computed_blocks": {
         "vllm_relay/prefix_cache/pins/table.py": "what it reads of a request",
-        "vllm_relay/long_context/scheduler.py": "how much of a prompt it looks up",
+        "vllm_relay/long_context/scheduling/scheduler.py": "how much of a prompt it looks up",
     },
     "vllm.v1.core.kv_cache_utils.get_request_block_hasher": {
         "vllm_relay/modules/prompt/block_hashes.py": "which tokens the hash of a block covers",
     },
     "vllm.v1.core.sched.scheduler.Scheduler.schedule": {
         "vllm_relay/scheduler/vllm_queue.py": "when it pops requests and gives them back",
-        "vllm_relay/long_context/scheduler.py": "what it makes of computed tokens without blocks",
+        "vllm_relay/long_context/scheduling/scheduler.py": "what it makes of computed tokens without blocks",
     },
     "vllm.v1.core.sched.scheduler.Scheduler._preempt_request": {
         "vllm_relay/scheduler/vllm_scheduler.py": "which blocks it leaves in the prefix cache",

@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from triton.runtime import interpreter
 
-from vllm_relay.long_context.device_copies import Pending
+from vllm_relay.long_context.host.device_copies import Pending
 
 WAITING = (
     "item",

@@ -35,7 +35,7 @@ from tests.attention_backends.sparse_worker import (
 )
 from tests.attention_backends.stock_cuda import StockBuilder, StockImpl
 from vllm_relay.attention_backends.sparse import cuda
-from vllm_relay.long_context import worker
+from vllm_relay.long_context.host import worker
 from vllm_relay.long_context.orders import Placement
 
 POLICY = replace(sparse_worker.POLICY, prefill="exact_resident")

@@ -19,9 +19,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_relay.attention_backends import relay, relay_cuda
 from vllm_relay.attention_backends.sparse import common, cpu
-from vllm_relay.long_context import host_sequence, worker
-from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
+from vllm_relay.long_context.host import host_sequence, worker
 from vllm_relay.long_context.orders import KEEP_ARG, ORDERS_ATTRIBUTE, Placement, StepOrders
+from vllm_relay.long_context.scheduling.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.window import WindowPolicy
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 48, 32

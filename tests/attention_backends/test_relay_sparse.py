@@ -22,8 +22,8 @@ from tests.attention_backends.sparse_worker import (
     readings,
 )
 from vllm_relay.attention_backends.sparse import common, cpu
-from vllm_relay.long_context import worker
-from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
+from vllm_relay.long_context.host import worker
+from vllm_relay.long_context.scheduling.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.window import WindowPolicy
 
 pytestmark = pytest.mark.skipif(

@@ -20,10 +20,10 @@ from tests.attention_backends.sparse_cuda_worker import CudaWorker
 from tests.attention_backends.sparse_worker import readings
 from vllm_relay.attention_backends import relay_cuda
 from vllm_relay.attention_backends.sparse import common, cuda
-from vllm_relay.long_context import host_sequence, mirroring, pending_writes, worker
-from vllm_relay.long_context.host_attention import attend_retrieved
-from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
-from vllm_relay.long_context.sequence_context import SequenceContext
+from vllm_relay.long_context.host import host_sequence, mirroring, pending_writes, worker
+from vllm_relay.long_context.host.host_attention import attend_retrieved
+from vllm_relay.long_context.host.sequence_context import SequenceContext
+from vllm_relay.long_context.scheduling.kv_cache_spec import RelaySparseSpec
 from vllm_relay.sparse.contexts.train_queries import TrainQueries
 from vllm_relay.sparse.files.damage import IndexDamagedError
 

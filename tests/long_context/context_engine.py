@@ -16,7 +16,7 @@ from tests.long_context.kv_cache_managers import MAX_MODEL_LEN, Blocks, spec_of
 from vllm_relay.commands.engine import run
 from vllm_relay.long_context import commands
 from vllm_relay.long_context.orders import ContextReport, StepOrders
-from vllm_relay.long_context.scheduler import LongContextScheduler
+from vllm_relay.long_context.scheduling.scheduler import LongContextScheduler
 
 CHUNK_TOKENS = 30
 GRANULE_BYTES = 1024 * (2 * 16 * 4 + 64 + 1)

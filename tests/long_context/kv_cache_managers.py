@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
+from vllm_relay.long_context.scheduling.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.window import WindowPolicy
 
 BLOCK_SIZE = 4

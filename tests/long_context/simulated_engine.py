@@ -20,8 +20,6 @@ from vllm.v1.request import RequestStatus
 from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS
 from tests.scheduler.simulated_engine import SimulatedExecutor, answer, start
 from tests.scheduler.soak import Question
-from vllm_relay.long_context import host_memory
-from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.orders import (
     KEEP_ARG,
     ContextReport,
@@ -29,6 +27,8 @@ from vllm_relay.long_context.orders import (
     StepOrders,
     orders_of,
 )
+from vllm_relay.long_context.scheduling import host_memory
+from vllm_relay.long_context.scheduling.kv_cache_spec import RelaySparseSpec
 
 BLOCK_SIZE = 32
 GRANULE_TOKENS = 64

@@ -22,8 +22,8 @@ from vllm_relay.long_context.client import (
     keep_context,
     list_contexts,
 )
+from vllm_relay.long_context.host.worker import state
 from vllm_relay.long_context.orders import KEEP_ARG, StepOrders
-from vllm_relay.long_context.worker import state
 from vllm_relay.sparse.contexts.context_file import CONTEXT_SUFFIX, QUERIES_SUFFIX
 
 SECONDS = float(os.environ.get("RELAY_SOAK_S", "60"))

@@ -42,7 +42,7 @@ _IMPORTED = (
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
     "vllm_relay.attention_backends.relay",
-    "vllm_relay.long_context.scheduler",
+    "vllm_relay.long_context.scheduling.scheduler",
     "vllm_relay.metrics",
     "vllm_relay.modules.engine.worker",
     "vllm_relay.scheduler",

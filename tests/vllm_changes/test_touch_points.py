@@ -98,7 +98,7 @@ def test_calls_fit_and_replacements_pass_on_what_they_do_not_know(release: str) 
         ("vllm.v1.core.block_pool.FreeKVCacheBlockQueue", "vllm_changes/scheduler.py", "replaced"),
         (
             "vllm.v1.core.kv_cache_manager.KVCacheManager.get_computed_blocks",
-            "long_context/scheduler.py",
+            "long_context/scheduling/scheduler.py",
             "replaced",
         ),
         (
@@ -116,7 +116,7 @@ def test_calls_fit_and_replacements_pass_on_what_they_do_not_know(release: str) 
         ("vllm.v1.request.Request.block_hashes", "scheduler/vllm_scheduler.py", "read"),
         (
             "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.single_type_managers",
-            "long_context/scheduler.py",
+            "long_context/scheduling/scheduler.py",
             "read",
         ),
         ("vllm.v1.core.block_pool.BlockPool.touch", "prefix_cache/pins/table.py", "called"),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from vllm_relay.commands.errors import CommandError
-from vllm_relay.long_context.scheduler import LongContextScheduler
+from vllm_relay.long_context.scheduling.scheduler import LongContextScheduler
 from vllm_relay.sparse.contexts.context_store import context_id_of
 
 HOW_TO_SELECT = "start vLLM with --attention-backend relay_sparse"
@@ -105,7 +105,7 @@ def _long_contexts(engine_core: Any) -> LongContextScheduler:
 
 
 def _reports_of_worker(worker: Any, reopen: bool) -> list[tuple[Any, Any]]:
-    from vllm_relay.long_context.worker import state
+    from vllm_relay.long_context.host.worker import state
 
     if reopen:
         state.close_contexts()
@@ -113,6 +113,6 @@ def _reports_of_worker(worker: Any, reopen: bool) -> list[tuple[Any, Any]]:
 
 
 def _delete_in_worker(worker: Any, context_id: str) -> None:
-    from vllm_relay.long_context.worker import state
+    from vllm_relay.long_context.host.worker import state
 
     state.open_contexts(worker).delete(context_id)

@@ -16,11 +16,11 @@ from vllm_relay.attention_backends.step_stats import recorder
 from vllm_relay.config import RelayConfig
 from vllm_relay.config.long_contexts import PrefillMode
 from vllm_relay.limits import check_sparse_layer
-from vllm_relay.long_context import worker
-from vllm_relay.long_context.host_attention import HostPart, Retrieval
-from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
+from vllm_relay.long_context.host import worker
+from vllm_relay.long_context.host.host_attention import HostPart, Retrieval
+from vllm_relay.long_context.host.worker_contexts import db_options
+from vllm_relay.long_context.scheduling.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.window import WindowPolicy
-from vllm_relay.long_context.worker_contexts import db_options
 from vllm_relay.sparse.files.damage import IndexDamagedError
 from vllm_relay.sparse.index.query_types import Dipr
 from vllm_relay.vllm_changes.worker import call_before_each_step

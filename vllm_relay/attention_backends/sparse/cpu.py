@@ -35,13 +35,13 @@ from vllm_relay.attention_backends.sparse.common import (
 )
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import SPARSE_BACKEND_NAME
-from vllm_relay.long_context import worker
-from vllm_relay.long_context.host_attention import (
+from vllm_relay.long_context.host import worker
+from vllm_relay.long_context.host.host_attention import (
     HostPart,
     attend_everything,
     attend_retrieved,
 )
-from vllm_relay.long_context.host_sequence import HostLayer
+from vllm_relay.long_context.host.host_sequence import HostLayer
 from vllm_relay.sparse.contexts.context_store import StoredContext
 from vllm_relay.sparse.contexts.partial_attention import merge
 

@@ -44,10 +44,14 @@ from vllm_relay.attention_backends.sparse.common import (
     with_window,
 )
 from vllm_relay.limits import SPARSE_BACKEND_NAME
-from vllm_relay.long_context import worker
-from vllm_relay.long_context.device_copies import CudaCopies, DeviceCopies, Pending
-from vllm_relay.long_context.host_attention import HostPart, attend_everything, attend_retrieved
-from vllm_relay.long_context.mirroring import mirror
+from vllm_relay.long_context.host import worker
+from vllm_relay.long_context.host.device_copies import CudaCopies, DeviceCopies, Pending
+from vllm_relay.long_context.host.host_attention import (
+    HostPart,
+    attend_everything,
+    attend_retrieved,
+)
+from vllm_relay.long_context.host.mirroring import mirror
 from vllm_relay.sparse.contexts.context_store import StoredContext
 from vllm_relay.sparse.contexts.partial_attention import merge
 

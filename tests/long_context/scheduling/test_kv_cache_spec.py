@@ -24,7 +24,10 @@ from tests.long_context.kv_cache_managers import (
     spec_of,
 )
 from tests.support.depth import cases
-from vllm_relay.long_context.kv_cache_spec import RelaySparseManager, register_kv_cache_spec
+from vllm_relay.long_context.scheduling.kv_cache_spec import (
+    RelaySparseManager,
+    register_kv_cache_spec,
+)
 from vllm_relay.long_context.window import WindowPolicy
 
 try:

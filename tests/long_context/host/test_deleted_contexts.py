@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from tests.sparse.stored_contexts import FINGERPRINT
-from vllm_relay.long_context.host_sequence import HostSequence, SequencePlace
-from vllm_relay.long_context.index_builders import start_builders
+from vllm_relay.long_context.host.host_sequence import HostSequence, SequencePlace
+from vllm_relay.long_context.host.index_builders import start_builders
+from vllm_relay.long_context.host.worker_contexts import WorkerContexts
 from vllm_relay.long_context.orders import KeptContext
-from vllm_relay.long_context.worker_contexts import WorkerContexts
 from vllm_relay.sparse.contexts.context_store import MemoryContextStore, context_id_of
 from vllm_relay.sparse.plan.options import DBOptions
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm_relay.long_context.device_copies import Pending
+from vllm_relay.long_context.host.device_copies import Pending
 
 MAX_PENDING_BYTES = 256 << 20
 """So much pinned memory, and as much on the device, may wait at most, but for one copy."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_relay.long_context.device_copies import CudaCopies
+from vllm_relay.long_context.host.device_copies import CudaCopies
 
 DEVICE = torch.device("cpu")
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_relay.long_context.host_sequence import (
+from vllm_relay.long_context.host.host_sequence import (
     TRAIN_QUERIES_PER_KEY,
     HostSequence,
     SequencePlace,
 )
-from vllm_relay.long_context.sequence_context import SequenceContext, whole_sequence
+from vllm_relay.long_context.host.sequence_context import SequenceContext, whole_sequence
 from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint
 from vllm_relay.sparse.contexts.context_store import HeadStates, MemoryContextStore, StoredContext
 from vllm_relay.sparse.contexts.disk_context_store import QUERIES_SUFFIX, DiskContextStore

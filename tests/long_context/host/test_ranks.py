@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.vllm_processes import context
-from vllm_relay.long_context.ranks import lost_in_any_rank
+from vllm_relay.long_context.host.ranks import lost_in_any_rank
 
 STEPS: list[list[dict[str, str]]] = [
     [{}, {}],

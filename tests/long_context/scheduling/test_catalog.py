@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_relay.long_context.catalog import ContextCatalog
+from vllm_relay.long_context.scheduling.catalog import ContextCatalog
 
 SEQUENCES = st.lists(st.integers(0, 2), max_size=8)
 

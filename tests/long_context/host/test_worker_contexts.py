@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.long_context.test_sequence_context import (
+from tests.long_context.host.test_sequence_context import (
     HEAD_SIZE,
     KV_HEADS,
     LAYERS,
@@ -23,10 +23,10 @@ from tests.long_context.test_sequence_context import (
     computed,
 )
 from vllm_relay.config import RelayConfig
-from vllm_relay.long_context import worker_contexts
-from vllm_relay.long_context.index_builders import start_builders
+from vllm_relay.long_context.host import worker_contexts
+from vllm_relay.long_context.host.index_builders import start_builders
+from vllm_relay.long_context.host.worker_contexts import WorkerContexts, db_options
 from vllm_relay.long_context.orders import ContextReport, KeptContext
-from vllm_relay.long_context.worker_contexts import WorkerContexts, db_options
 from vllm_relay.sparse.contexts.context_file import CONTEXT_SUFFIX, QUERIES_SUFFIX, ContextFile
 from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint
 from vllm_relay.sparse.contexts.context_store import context_id_of

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from vllm_relay.long_context import worker as worker_module
+from vllm_relay.long_context.host import worker as worker_module
+from vllm_relay.long_context.host.worker import LongContextWorker, LongRequest
 from vllm_relay.long_context.orders import ORDERS_ATTRIBUTE, KeptContext, StepOrders
-from vllm_relay.long_context.worker import LongContextWorker, LongRequest
 
 
 class Contexts:

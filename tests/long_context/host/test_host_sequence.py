@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.depth import cases
-from vllm_relay.long_context import host_sequence
-from vllm_relay.long_context.host_sequence import (
+from vllm_relay.long_context.host import host_sequence
+from vllm_relay.long_context.host.host_sequence import (
     HostLayer,
     HostSequence,
     Segment,

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_relay.long_context import host_attention
-from vllm_relay.long_context.host_attention import HostPart, Retrieval, attend_retrieved
-from vllm_relay.long_context.host_sequence import HostLayer, SequencePlace
+from vllm_relay.long_context.host import host_attention
+from vllm_relay.long_context.host.host_attention import HostPart, Retrieval, attend_retrieved
+from vllm_relay.long_context.host.host_sequence import HostLayer, SequencePlace
 from vllm_relay.long_context.window import Residency
 from vllm_relay.sparse import CoarseIndex, FlatIndex, GraphIndex
 from vllm_relay.sparse.contexts.context_file import CONTEXT_SUFFIX

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_relay.long_context import memory
+from vllm_relay.long_context.scheduling import memory
 
 AVAILABLE_BYTES = 1000
 

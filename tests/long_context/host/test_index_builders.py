@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from vllm_relay.long_context.index_builders import process_ends, start_builders
+from vllm_relay.long_context.host.index_builders import process_ends, start_builders
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
@@ -29,7 +29,7 @@ def test_builders_leave_the_cores_to_others() -> None:
 def test_a_process_that_ends_does_not_wait_for_what_is_queued() -> None:
     program = (
         "import time\n"
-        "from vllm_relay.long_context.index_builders import process_ends, start_builders\n"
+        "from vllm_relay.long_context.host.index_builders import process_ends, start_builders\n"
         "def build():\n"
         "    for _ in range(3000):\n"
         "        if process_ends():\n"

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from vllm_relay.long_context.device_copies import DeviceCopies
-from vllm_relay.long_context.host_sequence import HostLayer
-from vllm_relay.long_context.pending_writes import PendingWrites
-from vllm_relay.long_context.worker import MirroredRow
+from vllm_relay.long_context.host.device_copies import DeviceCopies
+from vllm_relay.long_context.host.host_sequence import HostLayer
+from vllm_relay.long_context.host.pending_writes import PendingWrites
+from vllm_relay.long_context.host.worker import MirroredRow
 
 GATHERED_TOKENS = 4096
 """Of blocks that others have computed, so many are gathered at once, to bound the memory."""

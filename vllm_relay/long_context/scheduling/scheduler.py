@@ -17,17 +17,20 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_relay.config import RelayConfig
-from vllm_relay.long_context.catalog import ContextCatalog
-from vllm_relay.long_context.host_memory import HostMemory, Reused
-from vllm_relay.long_context.kv_cache_spec import RelaySparseManager, host_bytes_per_token
-from vllm_relay.long_context.memory import default_capacity_bytes, total_bytes
 from vllm_relay.long_context.orders import (
     ContextReport,
     KeptContext,
     Placement,
     StepOrders,
 )
-from vllm_relay.long_context.reusable_requests import is_kept, is_known_by_tokens
+from vllm_relay.long_context.scheduling.catalog import ContextCatalog
+from vllm_relay.long_context.scheduling.host_memory import HostMemory, Reused
+from vllm_relay.long_context.scheduling.kv_cache_spec import (
+    RelaySparseManager,
+    host_bytes_per_token,
+)
+from vllm_relay.long_context.scheduling.memory import default_capacity_bytes, total_bytes
+from vllm_relay.long_context.scheduling.reusable_requests import is_kept, is_known_by_tokens
 from vllm_relay.long_context.stats import COUNTERS, GAUGES, LONG_CONTEXTS, LongContextStats
 from vllm_relay.sparse.contexts.context_store import context_id_of
 

@@ -14,16 +14,16 @@ import numpy as np
 
 from vllm_relay.attention_backends.plan import StepPlan
 from vllm_relay.config import RelayConfig
-from vllm_relay.long_context.host_sequence import HostSequence, SequencePlace
-from vllm_relay.long_context.index_builders import start_builders
-from vllm_relay.long_context.kv_cache_spec import RelaySparseSpec
-from vllm_relay.long_context.model_identity import fingerprint_of
+from vllm_relay.long_context.host.host_sequence import HostSequence, SequencePlace
+from vllm_relay.long_context.host.index_builders import start_builders
+from vllm_relay.long_context.host.model_identity import fingerprint_of
+from vllm_relay.long_context.host.pending_writes import PendingWrites
+from vllm_relay.long_context.host.ranks import lost_in_any_rank
+from vllm_relay.long_context.host.worker_contexts import WorkerContexts, db_options
 from vllm_relay.long_context.orders import Placement, StepOrders, asks_to_be_kept, orders_of
-from vllm_relay.long_context.pending_writes import PendingWrites
-from vllm_relay.long_context.ranks import lost_in_any_rank
+from vllm_relay.long_context.scheduling.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.stats import LongContextStats
 from vllm_relay.long_context.window import Residency, WindowPolicy
-from vllm_relay.long_context.worker_contexts import WorkerContexts, db_options
 from vllm_relay.sparse.contexts.context_folder import rank_folder
 from vllm_relay.sparse.contexts.context_store import StoredContext
 from vllm_relay.sparse.contexts.retrieval import SessionStats

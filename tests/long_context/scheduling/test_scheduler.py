@@ -26,10 +26,10 @@ from tests.long_context.simulated_engine import (
     long_engine,
 )
 from tests.support.depth import cases
-from vllm_relay.long_context import scheduler
 from vllm_relay.long_context.client import list_contexts
 from vllm_relay.long_context.orders import ContextReport, orders_of
-from vllm_relay.long_context.scheduler import HostBlocks, LongContextScheduler
+from vllm_relay.long_context.scheduling import scheduler
+from vllm_relay.long_context.scheduling.scheduler import HostBlocks, LongContextScheduler
 
 SHORT_TOKENS = WINDOW["min_context_tokens"] - 1
 

@@ -6,8 +6,8 @@ import functools
 import pytest
 import torch
 
-from vllm_relay.long_context import pending_writes
-from vllm_relay.long_context.pending_writes import PendingWrites
+from vllm_relay.long_context.host import pending_writes
+from vllm_relay.long_context.host.pending_writes import PendingWrites
 
 
 class Copy:

@@ -13,7 +13,7 @@ import torch
 
 from vllm_relay import _C
 from vllm_relay.attention_backends.cpu import DTYPE_CODES
-from vllm_relay.long_context.host_sequence import HostLayer
+from vllm_relay.long_context.host.host_sequence import HostLayer
 from vllm_relay.long_context.window import Residency
 from vllm_relay.sparse.contexts.context_store import StoredContext
 from vllm_relay.sparse.contexts.partial_attention import attention_state, merge

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.support.depth import cases
-from vllm_relay.long_context.host_memory import GRANULE_TOKENS, HostMemory, Reused
+from vllm_relay.long_context.scheduling.host_memory import GRANULE_TOKENS, HostMemory, Reused
 
 CAPACITY_GRANULES = 10
 BYTES_PER_TOKEN = 3

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from vllm_relay.config import RelayConfig
-from vllm_relay.long_context.host_sequence import HostSequence
-from vllm_relay.long_context.index_builders import process_ends
+from vllm_relay.long_context.host.host_sequence import HostSequence
+from vllm_relay.long_context.host.index_builders import process_ends
+from vllm_relay.long_context.host.sequence_context import SequenceContext, whole_sequence
 from vllm_relay.long_context.orders import ContextReport, KeptContext
-from vllm_relay.long_context.sequence_context import SequenceContext, whole_sequence
 from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint
 from vllm_relay.sparse.contexts.context_store import (
     ContextStore,

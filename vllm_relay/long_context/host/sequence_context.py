@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from vllm_relay.long_context.host_sequence import (
+from vllm_relay.long_context.host.host_sequence import (
     HostLayer,
     HostSequence,
     SequencePlace,
