@@ -129,8 +129,11 @@ def share_at(
 class Tasks:
     """Scores and log-probabilities of right answers, by (task, length) and selection."""
 
-    def __init__(self, model: RealModel, selections: dict[str, Selection]) -> None:
+    def __init__(
+        self, model: RealModel, selections: dict[str, Selection], num_questions: int
+    ) -> None:
         self._model, self._selections = model, selections
+        self._num_questions = num_questions
         self._scores: dict[tuple[str, int], dict[str, list[float]]] = {}
         self._logprobs: dict[tuple[str, int], dict[str, list[float]]] = {}
         self._read: dict[str, list[Read]] = defaultdict(list)
@@ -139,7 +142,7 @@ class Tasks:
         for haystack in ruler.haystacks(self._model.tokenizer, num_tokens, seed):
             encoded = self._model.tokenizer.encode(haystack.text, verbose=False)
             context = self._model.context(encoded)
-            for question in haystack.questions:
+            for question in haystack.questions[: self._num_questions]:
                 self._ask(context, question, num_tokens)
         print(f"# tasks of {num_tokens:,} tokens, seed {seed}", flush=True)
 
@@ -234,7 +237,7 @@ def measure(options: Namespace, result: Result) -> None:
         Window(share_at(num_bytes, summaries, WINDOWS)),
     ):
         asked[selection.name] = selection
-    tasks = Tasks(model, asked)
+    tasks = Tasks(model, asked, options.questions)
     for num_tokens in options.task_tokens:
         for seed in range(options.task_seeds):
             tasks.ask(num_tokens, seed)
@@ -247,21 +250,24 @@ def measure(options: Namespace, result: Result) -> None:
 
 def main() -> None:
     parser = argument_parser(__doc__, rounds=1, threads=2)
-    parser.add_argument("--choose-on", type=int, nargs="+", default=[4800], metavar="TOKENS",
+    parser.add_argument("--choose-on", type=int, nargs="+", default=[4400], metavar="TOKENS",
                         help="lengths, of English and of code (%(default)s)")  # fmt: skip
-    parser.add_argument("--english", type=int, nargs="+", default=[4200, 6000, 7900],
+    parser.add_argument("--english", type=int, nargs="+", default=[4200, 7600],
                         metavar="TOKENS", help="lengths (%(default)s)")  # fmt: skip
-    parser.add_argument("--code", type=int, nargs="+", default=[5000, 7900],
+    parser.add_argument("--code", type=int, nargs="+", default=[5600],
                         metavar="TOKENS", help="lengths (%(default)s)")  # fmt: skip
     parser.add_argument("--output-tokens", type=int, default=48, help="(%(default)s)")
     parser.add_argument("--task-tokens", type=int, nargs="+", default=[2048, 4096, 7680],
                         metavar="TOKENS", help="lengths (%(default)s)")  # fmt: skip
-    parser.add_argument("--task-seeds", type=int, default=3, help="of each length (%(default)s)")
+    parser.add_argument("--task-seeds", type=int, default=2, help="of each length (%(default)s)")
+    parser.add_argument("--questions", type=int, default=5,
+                        help="of a haystack, at most (%(default)s)")  # fmt: skip
     options = parser.parse_args()
     result = Result.begin(__file__, __doc__, options)
     if options.smoke:
         options.choose_on, options.english, options.code = [450], [450], [450]
-        options.output_tokens, options.task_tokens, options.task_seeds = 4, [700], 1
+        options.output_tokens, options.task_tokens, options.task_seeds = 4, [600], 1
+        options.questions = 1
     torch.set_num_threads(options.threads)
     measure(options, result)
     result.end(options)
