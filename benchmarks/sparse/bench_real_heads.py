@@ -60,16 +60,16 @@ RANGES: list[Selection] = [
     *(Range(alpha, remainder=True) for alpha in (1e-2, 1e-3, 5e-4, 2e-4)),
 ]
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.5)
-WINDOWS = [Window(share) for share in (0.0, *SHARES)]
-QUESTS = [Quest(share, shared=True) for share in SHARES]
 RIVALS: dict[str, Sequence[Selection]] = {
-    "sinks and a longer window": WINDOWS,
+    "sinks and a longer window": [Window(share) for share in (0.0, *SHARES)],
     "best k, oracle": [TopK(k) for k in (64, 256, 1024, 2048)],
     "alpha alone": [Range(alpha) for alpha in (1e-2, 1e-3, 1e-4, 1e-5)],
-    "Quest": QUESTS,
+    "Quest": [Quest(share, shared=True) for share in SHARES],
     "InfLLM": [InfLLM(share, shared=True) for share in SHARES],
     "wave index": [Wave(share, shared=True) for share in SHARES],
 }
+ASKED: list[Selection] = [OURS, OLD_DEFAULT, Quest(0.24, shared=True), Window(0.4)]
+"""To do the tasks; the rivals read about what ours does behind the passages."""
 WEAK = 0.2  # dense's own score below which answers tell nothing
 
 
@@ -116,14 +116,6 @@ def same_bytes_rows(summaries: dict[str, Summary]) -> list[Row]:
             row[f"{name} over ours"] = error and error / max(getattr(ours, name), LEAST_ERROR)
         rows.append(row)
     return rows
-
-
-def share_at(
-    num_bytes: float, summaries: dict[str, Summary], curve: Sequence[Quest | Window]
-) -> float:
-    """Of a rival that reads so many bytes, or what comes nearest."""
-    read = [summaries[selection.name].read.bytes for selection in curve]
-    return round(float(np.interp(num_bytes, read, [each.share for each in curve])), 3)
 
 
 class Tasks:
@@ -193,9 +185,7 @@ def add_goals(result: Result, summaries: dict[str, Summary], rows: list[Row]) ->
         result.add_goal(Goal(what, row["mean over ours"], 1.5, 3))
 
 
-def measure(options: Namespace, result: Result) -> None:
-    model = RealModel.load(smollm2_folder())
-
+def measure_passages(options: Namespace, result: Result, model: RealModel) -> None:
     def texts(part: str, lengths: dict[str, list[int]]) -> list[Passage]:
         return [
             passage
@@ -230,14 +220,9 @@ def measure(options: Namespace, result: Result) -> None:
     ]
     result.add_table("English and code", by_kind)
 
-    num_bytes = summaries[OURS.name].read.bytes
-    asked: dict[str, Selection] = {OURS.name: OURS, OLD_DEFAULT.name: OLD_DEFAULT}
-    for selection in (
-        Quest(share_at(num_bytes, summaries, QUESTS), shared=True),
-        Window(share_at(num_bytes, summaries, WINDOWS)),
-    ):
-        asked[selection.name] = selection
-    tasks = Tasks(model, asked, options.questions)
+
+def measure_tasks(options: Namespace, result: Result, model: RealModel) -> None:
+    tasks = Tasks(model, {selection.name: selection for selection in ASKED}, options.questions)
     for num_tokens in options.task_tokens:
         for seed in range(options.task_seeds):
             tasks.ask(num_tokens, seed)
@@ -249,15 +234,15 @@ def measure(options: Namespace, result: Result) -> None:
 
 
 def main() -> None:
-    parser = argument_parser(__doc__, rounds=1, threads=2)
-    parser.add_argument("--choose-on", type=int, nargs="+", default=[4400], metavar="TOKENS",
+    parser = argument_parser(__doc__, rounds=1)
+    parser.add_argument("--choose-on", type=int, nargs="*", default=[4400], metavar="TOKENS",
                         help="lengths, of English and of code (%(default)s)")  # fmt: skip
-    parser.add_argument("--english", type=int, nargs="+", default=[4200, 7600],
+    parser.add_argument("--english", type=int, nargs="*", default=[4200, 7600],
                         metavar="TOKENS", help="lengths (%(default)s)")  # fmt: skip
-    parser.add_argument("--code", type=int, nargs="+", default=[5600],
+    parser.add_argument("--code", type=int, nargs="*", default=[5600],
                         metavar="TOKENS", help="lengths (%(default)s)")  # fmt: skip
     parser.add_argument("--output-tokens", type=int, default=48, help="(%(default)s)")
-    parser.add_argument("--task-tokens", type=int, nargs="+", default=[2048, 4096, 7680],
+    parser.add_argument("--task-tokens", type=int, nargs="*", default=[2048, 4096, 7680],
                         metavar="TOKENS", help="lengths (%(default)s)")  # fmt: skip
     parser.add_argument("--task-seeds", type=int, default=2, help="of each length (%(default)s)")
     parser.add_argument("--questions", type=int, default=5,
@@ -269,7 +254,11 @@ def main() -> None:
         options.output_tokens, options.task_tokens, options.task_seeds = 4, [600], 1
         options.questions = 1
     torch.set_num_threads(options.threads)
-    measure(options, result)
+    model = RealModel.load(smollm2_folder())
+    if options.english or options.code:
+        measure_passages(options, result, model)
+    if options.task_tokens:
+        measure_tasks(options, result, model)
     result.end(options)
 
 

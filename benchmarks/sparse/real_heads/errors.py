@@ -13,6 +13,7 @@ from benchmarks.sparse.real_heads.model import Read
 
 NUM_COMPARED = 10
 LEAST_ERROR = 1e-9  # below what float32 tells
+LEAST_BYTES = 1e-6  # for the logarithm of a selection that reads nothing
 
 
 @dataclass(frozen=True)
@@ -71,5 +72,5 @@ def at_bytes(wanted: float, num_bytes: Sequence[float], errors: Sequence[float])
     x, y = np.asarray(num_bytes, float)[order], np.asarray(errors, float)[order]
     if not x[0] <= wanted <= x[-1]:
         return None
-    y = np.maximum(y, LEAST_ERROR)
-    return float(np.exp(np.interp(np.log(wanted), np.log(x), np.log(y))))
+    x, y = np.log(np.maximum(x, LEAST_BYTES)), np.log(np.maximum(y, LEAST_ERROR))
+    return float(np.exp(np.interp(np.log(max(wanted, LEAST_BYTES)), x, y)))

@@ -72,8 +72,8 @@ def _needles(tokenizer: Any, num_tokens: int, rng: random.Random, noise: bool) -
     names = rng.sample(words(), NUM_KEYS + 3)
     single, many, password = names[NUM_KEYS:]
     keys = names[:NUM_KEYS]
-    numbers = [str(rng.randrange(10**6, 10**7)) for _ in range(NUM_KEYS + NUM_VALUES + 1)]
-    values = numbers[NUM_KEYS:-1]
+    numbers = [str(rng.randrange(10**6, 10**7)) for _ in range(NUM_KEYS + NUM_VALUES)]
+    values = numbers[NUM_KEYS:]
     of_key = dict(zip(keys, numbers, strict=False))
     variables = ["".join(rng.sample("ABCDEFGHILMNOPRSTUYZ", 3)) for _ in range(NUM_HOPS + 1)]
     value = str(rng.randrange(10_000, 100_000))

@@ -47,3 +47,5 @@ def test_errors_at_bytes_between_measured_ones() -> None:
     assert at_bytes(0.4, [0.1, 0.4], [1.0, 0.25]) == pytest.approx(0.25)
     assert at_bytes(0.05, [0.1, 0.4], [1.0, 0.25]) is None
     assert at_bytes(0.5, [0.1, 0.4], [1.0, 0.25]) is None
+    assert at_bytes(0.2, [0.0, 0.1, 0.4], [9.0, 1.0, 0.25]) == pytest.approx(0.5)
+    assert at_bytes(0.0, [0.0, 0.1], [9.0, 1.0]) == pytest.approx(9)
