@@ -52,6 +52,7 @@ ROOMS = {
         "bench_index_build",
         "bench_key_index",
         "bench_model_heads",
+        "bench_real_heads",
         "bench_planner",
         "bench_sparse_layer",
         "bench_storage",
