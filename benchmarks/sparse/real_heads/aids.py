@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch.nn.functional import pad
 
-from vllm_relay.sparse import key_codes
-from vllm_relay.sparse.elements import as_elements
+from vllm_relay.sparse.index import key_codes
+from vllm_relay.sparse.index.elements import as_elements
 
 QUEST_PAGE_TOKENS = 16
 INFLLM_BLOCK_TOKENS = 128

@@ -27,7 +27,7 @@ from benchmarks.sparse.real_heads.aids import (
 SINK_TOKENS = 64
 WINDOW_TOKENS = 256
 KEY_AND_VALUE_BYTES = 4  # of an element of both, in bfloat16
-DEFAULT_ALPHA = 5e-4
+DEFAULT_ALPHA = 2e-4
 
 
 @dataclass(frozen=True)
