@@ -39,8 +39,11 @@ struct HostRows {
   Rows rows(const AllHeads& array, int64_t head) const {
     const size_t head_bytes = array.nbytes() / std::max<size_t>(1, array.shape(0));
     return {static_cast<const char*>(array.data()) + head * head_bytes,
-            static_cast<ElementType>(type), static_cast<int32_t>(array.shape(2)),
-            static_cast<int64_t>(array.shape(1))};
+            static_cast<ElementType>(type),
+            static_cast<int32_t>(array.shape(2)),
+            static_cast<int64_t>(array.shape(1)),
+            nullptr,
+            /*is_finite=*/false};
   }
 };
 

@@ -54,7 +54,9 @@ class WorkerContexts:
     ) -> None:
         self.layer_names = list(layer_names)
         self._store: ContextStore = (
-            MemoryContextStore() if path is None else DiskContextStore(path, fingerprint)
+            MemoryContextStore()
+            if path is None
+            else DiskContextStore(path, fingerprint, value_size=fingerprint.head_size)
         )
         self.options = options
         self._costs: SearchCost | None = None
