@@ -142,8 +142,8 @@ struct State {
   // `other` weighs e^other_lse.
   template <class T>
   void merge(const T* other, float other_lse, int64_t size) const {
-    const float top = std::max(*lse, other_lse);
-    if (top == -INFINITY) return;
+    if (*lse == -INFINITY && other_lse == -INFINITY) return;
+    const float top = std::max(*lse, other_lse);  // whichever it is where one is NaN: so is the sum
     const float own = std::exp(*lse - top), added = std::exp(other_lse - top), sum = own + added;
     // rows that weigh nothing may hold anything
     if (added != 0)  // NaN is no nothing

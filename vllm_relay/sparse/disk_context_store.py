@@ -34,7 +34,7 @@ from vllm_relay.sparse.context_store import (
     sparse_layer,
 )
 from vllm_relay.sparse.damage import IndexDamagedError
-from vllm_relay.sparse.elements import STORAGE, Elements
+from vllm_relay.sparse.elements import STORAGE, Elements, check_finite
 from vllm_relay.sparse.face import CompiledIndex
 from vllm_relay.sparse.head_plan import HeadPlan
 from vllm_relay.sparse.index import KeyIndex
@@ -199,14 +199,16 @@ class DiskContext(StoredContext):
             return None
 
     def _fitting(self, queries: np.ndarray) -> Elements:
-        """Raises ValueError: they are not of the dtype and size of the keys."""
+        """Raises ValueError: they are not of the dtype and size of the keys, or not finite."""
         size, dtype = self.shape.head_size, self.shape.dtype
         if queries.dtype != STORAGE[dtype] or queries.ndim != 2 or queries.shape[1] != size:
             raise ValueError(
                 f"{self.path.with_suffix(QUERIES_SUFFIX)}: {queries.dtype} {list(queries.shape)}, "
                 f"expected {dtype} [m, {size}]"
             )
-        return self._elements(queries)
+        elements = self._elements(queries)
+        check_finite(str(self.path.with_suffix(QUERIES_SUFFIX)), elements)
+        return elements
 
     def _elements(self, data: np.ndarray) -> Elements:
         return Elements(data, self.shape.dtype)
@@ -305,9 +307,9 @@ class DiskContextStore(ContextStore):
         with self._lock:
             paths = [path for path, context in self._open.items() if context.id == context_id]
             for path in paths:  # more than one if somebody has copied it
-                del self._open[path]
                 path.with_suffix(QUERIES_SUFFIX).unlink(missing_ok=True)
                 path.unlink(missing_ok=True)
+                del self._open[path]
         if not paths:
             raise KeyError(context_id)
 
