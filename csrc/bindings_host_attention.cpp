@@ -39,8 +39,11 @@ struct HostRows {
   Rows rows(const AllHeads& array, int64_t head) const {
     const size_t head_bytes = array.nbytes() / std::max<size_t>(1, array.shape(0));
     return {static_cast<const char*>(array.data()) + head * head_bytes,
-            static_cast<ElementType>(type), static_cast<int32_t>(array.shape(2)),
-            static_cast<int64_t>(array.shape(1))};
+            static_cast<ElementType>(type),
+            static_cast<int32_t>(array.shape(2)),
+            static_cast<int64_t>(array.shape(1)),
+            nullptr,
+            /*is_finite=*/false};
   }
 };
 
@@ -139,8 +142,8 @@ struct State {
   // `other` weighs e^other_lse.
   template <class T>
   void merge(const T* other, float other_lse, int64_t size) const {
-    const float top = std::max(*lse, other_lse);
-    if (top == -INFINITY) return;
+    if (*lse == -INFINITY && other_lse == -INFINITY) return;
+    const float top = std::max(*lse, other_lse);  // whichever it is where one is NaN: so is the sum
     const float own = std::exp(*lse - top), added = std::exp(other_lse - top), sum = own + added;
     // rows that weigh nothing may hold anything
     if (added != 0)  // NaN is no nothing

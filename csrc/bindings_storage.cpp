@@ -11,6 +11,7 @@
 
 #include "bindings.h"
 #include "bindings_guard.h"
+#include "index/damage.h"
 #include "storage/crc32c.h"
 #include "storage/page_checksums.h"
 
@@ -104,6 +105,14 @@ void raise_damage(const std::exception_ptr& pointer, void*) {
       const nb::object raised =
           guard.on_damage(damage.page, damage.readable ? nb::cast(damage.found) : nb::none());
       PyErr_SetObject(raised.type().ptr(), raised.ptr());
+    } catch (nb::python_error& other) {
+      other.restore();
+    }
+  } catch (const relay::index::DamagedIndexError& error) {
+    try {
+      const nb::object type =
+          nb::module_::import_("vllm_relay.sparse.files.damage").attr("IndexDamagedError");
+      PyErr_SetString(type.ptr(), error.what());
     } catch (nb::python_error& other) {
       other.restore();
     }

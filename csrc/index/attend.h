@@ -61,9 +61,7 @@ void add_rows(std::span<const Found> found, const float* weights, const Rows& va
               float* out) {
   constexpr int kHeld = 8;  // sums of so many lanes stay in registers
   constexpr size_t ahead = 8;
-  const auto row = [&](size_t i) {
-    return rows + static_cast<int64_t>(found[i].id) * values.size;
-  };
+  const auto row = [&](size_t i) { return rows + static_cast<int64_t>(found[i].id) * values.size; };
   for (size_t i = 0; i < std::min(ahead, found.size()); ++i) prefetch_elements(row(i), values.size);
   int32_t d = 0;
   for (; d + kHeld * kLanes <= values.size; d += kHeld * kLanes) {
@@ -84,6 +82,16 @@ void add_rows(std::span<const Found> found, const float* weights, const Rows& va
     verify_row(values.guard, found[i].id);
     add_row(weights[i], row(i) + d, values.size - d, out + d);
   }
+}
+
+// After a sum that is not finite.
+inline void check_values(std::span<const Found> found, const Rows& values) {
+  with_elements(values, [&](const auto* rows) {
+    for (const Found& each : found)
+      for (int32_t d = 0; d < values.size; ++d)
+        if (!std::isfinite(to_float(rows[static_cast<int64_t>(each.id) * values.size + d])))
+          throw_damaged_row("a value that is not finite", each.id);
+  });
 }
 
 // Softmax-weighted sum of the values of `found`, whose scores are inner products, and of the means
@@ -113,9 +121,16 @@ inline float attend_found(std::span<const Found> found, const Rows& values, cons
   }
   static thread_local std::vector<float> weights;
   denominator += weigh(found, scale, top, weights);
-  with_elements(values, [&](const auto* rows) { add_rows(found, weights.data(), values, rows, out); });
+  with_elements(values,
+                [&](const auto* rows) { add_rows(found, weights.data(), values, rows, out); });
   const auto inverse = static_cast<float>(1 / denominator);
-  for (int32_t d = 0; d < values.size; ++d) out[d] *= inverse;
+  bool is_finite = true;
+  for (int32_t d = 0; d < values.size; ++d) {
+    out[d] *= inverse;
+    is_finite &= std::isfinite(out[d]);
+  }
+  if (!is_finite && values.is_finite) [[unlikely]]
+    check_values(found, values);
   return static_cast<float>(top + std::log(denominator));
 }
 

@@ -105,9 +105,17 @@ class GraphSearch {
   const int32_t* neighbours(int32_t id) const {
     return graph_.rows + static_cast<int64_t>(id) * graph_.stride;
   }
+  // Of a row that is whole and whose edges lead to keys. Slots that are not used hold old edges.
   const int32_t* verified_neighbours(int32_t id) const {
     verify_row(graph_.guard, id);
-    return neighbours(id);
+    const int32_t* const list = neighbours(id);
+    uint32_t largest = 0;
+    for (int32_t i = 1; i < graph_.stride; ++i)
+      largest = std::max(largest, static_cast<uint32_t>(list[i]));
+    if (static_cast<uint32_t>(list[0]) >= static_cast<uint32_t>(graph_.stride) ||
+        largest >= codes_.num_rows) [[unlikely]]
+      throw_damaged_row("edges of a graph that lead to none of its keys", id);
+    return list;
   }
   void verify_batch(size_t begin, size_t end) const {
     if (codes_.guard)

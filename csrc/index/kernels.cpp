@@ -5,6 +5,7 @@
 #include <string>
 
 #include "../common/cpu_features.h"
+#include "damage.h"
 
 namespace relay::index {
 
@@ -26,6 +27,10 @@ const IndexKernels& index_kernels(std::string_view name) {
   for (const IndexKernels* kernels : kAll)
     if ((name == "auto" || name == kernels->name) && kernels->runs_here()) return *kernels;
   throw std::invalid_argument("index kernel '" + std::string(name) + "' cannot run here");
+}
+
+void throw_damaged_row(const char* what, int64_t row) {
+  throw DamagedIndexError("row " + std::to_string(row) + ": " + what);
 }
 
 std::vector<std::string_view> index_kernel_names() {

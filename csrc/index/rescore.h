@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <limits>
 #include <span>
 
 #include "found_order.h"
@@ -12,10 +13,21 @@
 namespace relay::index {
 namespace {
 
+constexpr double kLargest = std::numeric_limits<float>::max();
+
 template <class T>
 RELAY_INLINE void prefetch_elements(const T* row, int32_t size) {
   const char* bytes = reinterpret_cast<const char*>(row);
   for (size_t at = 0; at < sizeof(T) * size; at += 64) __builtin_prefetch(bytes + at);
+}
+
+// The score of a key whose sum in float is not finite: the nearest float.
+template <class T>
+float widely_scored(const float* query, const T* row, const Rows& keys, int32_t id) {
+  const double score = dot_row_widely(query, row, keys.size);
+  if (std::isfinite(score)) return static_cast<float>(std::clamp(score, -kLargest, kLargest));
+  if (keys.is_finite) throw_damaged_row("a key that is not finite", id);
+  return static_cast<float>(score);
 }
 
 // Scores the keys id_of(0) to id_of(count - 1) and appends them to `found`.
@@ -33,7 +45,8 @@ inline void score_keys(const float* query, const Rows& keys, size_t count, const
       const int32_t id = id_of(i);
       verify_row(keys.guard, id);
       float score = dot_row(query, row(id), keys.size);
-      if (!std::isfinite(score)) score = dot_row_widely(query, row(id), keys.size);
+      if (!std::isfinite(score)) [[unlikely]]
+        score = widely_scored(query, row(id), keys, id);
       found[before + i] = {id, score};
     }
   });
@@ -66,8 +79,7 @@ inline double largest_rounding(const float* query, const Rows& keys, std::span<c
 }
 
 // The end of the range that a request asks for.
-inline float least_in_range(const SearchRequest& request, int query,
-                            std::span<const Found> found) {
+inline float least_in_range(const SearchRequest& request, int query, std::span<const Found> found) {
   float best = request.window_max ? request.window_max[query] : -INFINITY;
   for (const Found& f : found) best = std::max(best, f.score);
   return best - request.range;

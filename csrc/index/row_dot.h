@@ -38,10 +38,10 @@ RELAY_INLINE float dot_row(const float* query, const T* row, int size) {
 
 // Where float sums overflow: they can be infinity minus infinity, and NaN has no place in an order.
 template <class T>
-float dot_row_widely(const float* query, const T* row, int size) {
+double dot_row_widely(const float* query, const T* row, int size) {
   double total = 0;
   for (int i = 0; i < size; ++i) total += double{query[i]} * to_float(row[i]);
-  return static_cast<float>(total);
+  return total;
 }
 
 // Calls `body` with the rows' own element type.

@@ -35,7 +35,8 @@ class UnreadWeight {
     uint64_t high = 0;
     for (int b = 0; b < Blocks; ++b)
       high |= uint64_t{above(scores + b * kBlockKeys, ceiling_)} << b * kBlockKeys;
-    if (high & valid) [[unlikely]] raise_origin(scores, high & valid);
+    if (high & valid) [[unlikely]]
+      raise_origin(scores, high & valid);
     if (Blocks == kMeanBlocks && block % kMeanBlocks == 0 && !~valid) [[likely]] {
       Vec16 sum = weights(scores);
       for (int b = 1; b < Blocks; ++b) sum = sum + weights(scores + b * kBlockKeys);
@@ -65,8 +66,9 @@ class UnreadWeight {
 
   // It is not, and has this score.
   void put_back(int64_t position, double score) {
+    const double exponent = scale_ * (score - form_->offset) - scale_ * form_->unit * origin_;
     lanes_[lane_of(position)] +=
-        static_cast<float>(std::exp(scale_ * (score - form_->offset) - scale_ * form_->unit * origin_));
+        static_cast<float>(std::exp(std::min(exponent, kHeadroom / kLog2E)));
   }
 
   // Of the mean blocks whose keys are all in [begin, end), or the last one of `num_keys`: others
@@ -103,7 +105,8 @@ class UnreadWeight {
   void raise_origin(const int32_t* scores, uint64_t lanes) {
     int32_t best = INT_MIN;
     for (; lanes; lanes &= lanes - 1) best = std::max(best, scores[std::countr_zero(lanes)]);
-    const auto factor = static_cast<float>(std::exp2(rate_ * (static_cast<double>(origin_) - best)));
+    const auto factor =
+        static_cast<float>(std::exp2(rate_ * (static_cast<double>(origin_) - best)));
     for (float& each : lanes_) each *= factor;
     set_origin(best);
   }

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "../storage/page_guard.h"
+#include "damage.h"
 
 namespace relay::index {
 
@@ -23,6 +24,7 @@ struct Rows {
   int32_t size;
   int64_t num_rows;
   const PageGuard* guard = nullptr;
+  bool is_finite = true;  // a number that is not is damage; false: it is what a model computed
 };
 
 // Keys in eight bits: key[i] is about mean[i] + scale[i] * (code[i] - 128). Rows are 64-byte

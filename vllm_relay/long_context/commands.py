@@ -85,7 +85,9 @@ def _delete(engine_core: Any, context_id: str) -> None:
             404, f"there is no context {context_id!r}: GET /relay/contexts lists those there are"
         )
     long_contexts.delete_context(context_id)
-    engine_core.model_executor.collective_rpc(_delete_in_worker, args=(context_id,))
+    problems = engine_core.model_executor.collective_rpc(_delete_in_worker, args=(context_id,))
+    if problem := next(filter(None, problems), None):
+        raise CommandError(500, f"context {context_id!r} {problem}")
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {
@@ -112,7 +114,7 @@ def _reports_of_worker(worker: Any, reopen: bool) -> list[tuple[Any, Any]]:
     return state.open_contexts(worker).reports()
 
 
-def _delete_in_worker(worker: Any, context_id: str) -> None:
+def _delete_in_worker(worker: Any, context_id: str) -> str | None:
     from vllm_relay.long_context.host.worker import state
 
-    state.open_contexts(worker).delete(context_id)
+    return state.open_contexts(worker).delete(context_id)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_context_dir(vllm_config: VllmConfig, options: RelayConfig) -> None:
-    """Makes the folder if it is missing.
+    """Makes the folder if it is missing, for its owner only.
 
     Raises:
         ValueError: ``context_dir`` or ``context_disk_gib`` is of no use, with the way out.
@@ -35,8 +35,10 @@ def check_context_dir(vllm_config: VllmConfig, options: RelayConfig) -> None:
         raise ValueError(f"{SECTION}.context_dir needs {reason}")
     folder = Path(options.context_dir).expanduser()
     expected = f"{SECTION}.context_dir: {options.context_dir!r} was given, expected a folder "
+    from vllm_relay.sparse.contexts.context_folder import make_private_folder
+
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
     except OSError as error:
         raise ValueError(f"{expected}that is there or can be made: {error}") from None
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -279,3 +280,46 @@ def test_requests_of_a_batch_do_not_depend_on_each_other(dtype: torch.dtype) -> 
     for number, part in enumerate(parts):
         alone = attend_one(part, query[number : number + 1], retrieval_of(alpha=0.05))
         assert torch.equal(output[number], alone[0][0]) and torch.equal(lse[number], alone[1][0])
+
+
+NO_NUMBERS = [math.nan, math.inf, -math.inf, 3e38]
+PLACES = {"sink": 3, "segment": 300, "granule": 1050, "tail": 1160}
+
+
+@pytest.mark.parametrize("number", NO_NUMBERS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["keys", "values"])
+def test_numbers_that_are_none_stay_with_their_request(
+    kind: str, place: str, number: float
+) -> None:
+    """Its answer is that of dense attention; that of the request beside it does not change."""
+    healthy, broken = layer_of(1180, 2, seed=1), layer_of(1180, 2, seed=2)
+    states = [part.transpose(0, 1).contiguous() for part in broken.rows(0, 1180)]
+    states[kind == "values"][PLACES[place], 1, 5] = number
+    for begin in range(0, 1180, 59):
+        broken.write(begin, *(part[begin : begin + 59] for part in states))
+    parts = [part_of(each, 0, 1170) for each in (healthy, broken)]
+    query = queries(2, 4)
+    retrieval = retrieval_of(alpha=1e-12)
+    expected = attend_one(parts[0], query[:1], retrieval)
+    found = attend_all(parts, query, retrieval)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one[:1], other)
+    dense, _ = oracle(broken, query[1:], 0, 1170)
+    dense = dense.float()
+    is_number = dense.isfinite()
+    assert torch.equal(found[0][1:].isfinite(), is_number)
+    assert is_number[:, :2].all()  # of the other kv head
+    torch.testing.assert_close(found[0][1:][is_number], dense[is_number], atol=0.02, rtol=0.02)
+
+
+def test_a_segment_without_an_index_is_read_whole() -> None:
+    layer = layer_of(1180, 1)
+    keys, values = (part.transpose(0, 1).clone() for part in layer.rows(0, 1180))
+    keys[50, 0, 0] = 2e38
+    layer.write(0, keys, values)
+    unusable = [each for each in layer.segments_up_to(1170) if each.layer is None]
+    assert [(each.begin, each.end) for each in unusable] == [(32, 832)]
+    stats = SessionStats()
+    attend_all([part_of(layer, 0, 1170)], queries(1, 2), retrieval_of(alpha=1e-4), stats)
+    assert stats.searched_tokens == 300

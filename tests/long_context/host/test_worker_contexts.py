@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -24,12 +26,14 @@ from tests.long_context.host.test_sequence_context import (
 )
 from vllm_relay.config import RelayConfig
 from vllm_relay.long_context.host import worker_contexts
+from vllm_relay.long_context.host.host_sequence import HostSequence
 from vllm_relay.long_context.host.index_builders import start_builders
 from vllm_relay.long_context.host.worker_contexts import WorkerContexts, db_options
 from vllm_relay.long_context.orders import ContextReport, KeptContext
 from vllm_relay.sparse.contexts.context_file import CONTEXT_SUFFIX, QUERIES_SUFFIX, ContextFile
 from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint
 from vllm_relay.sparse.contexts.context_store import context_id_of
+from vllm_relay.sparse.files.damage import IndexDamagedError
 from vllm_relay.sparse.index.query_types import Dipr
 from vllm_relay.sparse.plan.options import DBOptions
 
@@ -262,3 +266,102 @@ def test_what_reused_a_damaged_context_is_not_kept(
 def test_what_is_asked_of_stored_contexts(given: dict[str, Any], expected: dict[str, Any]) -> None:
     options = db_options(RelayConfig(**given))
     assert {name: getattr(options, name) for name in expected} == expected
+
+
+def broken(kind: str, number: float) -> HostSequence:
+    sequence = computed(0, NUM_STORED_TOKENS, torch.float32)
+    getattr(sequence.layers["second"], kind)[1, 150, 3] = number
+    return sequence
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf, 3e38])
+@pytest.mark.parametrize("kind", ["keys", "values"])
+def test_states_that_are_no_numbers_are_not_kept(
+    contexts: WorkerContexts, kind: str, number: float, tmp_path: Path
+) -> None:
+    given = kept(NUM_STORED_TOKENS)
+    assert contexts.keep(given, broken(kind, number), None)
+    [changed] = wait(contexts)
+    if (kind, number) == ("values", 3e38):
+        assert changed.problem is None
+        return
+    assert changed.problem is not None and "is not kept: layer 1, kv head 1: " in changed.problem
+    assert (changed.context_id, changed.memory_bytes, changed.file_bytes) == (
+        given.context_id,
+        0,
+        0,
+    )
+    assert contexts.get(given.context_id) is None and list(tmp_path.iterdir()) == []
+    keep(contexts)  # another request of the same tokens
+    [changed] = wait(contexts)
+    assert changed.problem is None and contexts.get(given.context_id) is not None
+    contexts.keep(given, broken(kind, number), None)
+    contexts.delete(given.context_id)
+    wait(contexts)
+    assert contexts.reports() == []
+
+
+def test_who_reads_such_states_before_that_is_known_loses_them(
+    contexts: WorkerContexts, slow: threading.Event
+) -> None:
+    given = kept(NUM_STORED_TOKENS)
+    contexts.keep(given, broken("keys", np.nan), None)
+    context = contexts.get(given.context_id)
+    assert context is not None
+    with pytest.raises(IndexDamagedError, match="NaN or infinity"):
+        context.layer(1)
+    assert context.layer(0) is not None
+
+
+@pytest.mark.parametrize("error", [PermissionError(1, "no"), OSError(30, "read-only")])
+def test_a_file_that_cannot_be_deleted_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    contexts = open_contexts(tmp_path)
+    context_id = keep(contexts)
+    wait(contexts)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", fail)
+        problem = contexts.delete(context_id)
+        assert problem == f"cannot be deleted: {error}"
+        [(report, _)] = contexts.reports()
+        assert (report.context_id, report.state, report.problem) == (context_id, "stored", problem)
+        assert contexts.get(context_id) is not None
+    assert contexts.delete(context_id) is None
+    assert contexts.reports() == [] and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "replace"])
+def test_a_full_disk_leaves_the_context_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    contexts = open_contexts(tmp_path)
+
+    def fail(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        context_id = keep(contexts)
+        [changed] = wait(contexts)
+    assert changed.state == "memory" and "No space left" in str(changed.problem)
+    assert contexts.get(context_id) is not None and list(tmp_path.iterdir()) == []
+
+
+def test_a_thread_that_cannot_delete_goes_on(
+    contexts: WorkerContexts, slow: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError("busy")
+
+    monkeypatch.setattr(contexts._store, "delete", fail)
+    context_id = keep(contexts)
+    assert contexts.delete(context_id) == "cannot be deleted: busy"
+    slow.set()
+    wait(contexts)
+    [future] = contexts._futures
+    assert future.exception(timeout=60) is None

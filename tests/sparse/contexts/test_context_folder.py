@@ -1,17 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contexts of engines with tensor parallelism: a folder for each rank."""
+"""The folders of contexts: one for each rank of engines with tensor parallelism; who may read."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.sparse import stored_contexts
 from tests.sparse.contexts.test_contexts_command import damage, run
-from vllm_relay.sparse.contexts.context_folder import FoundContext, find_contexts, rank_folder
+from vllm_relay.sparse.contexts.context_folder import (
+    FoundContext,
+    find_contexts,
+    make_private_folder,
+    rank_folder,
+)
+from vllm_relay.sparse.contexts.disk_context_store import DiskContextStore
+from vllm_relay.sparse.files.section_file import SectionWriter
 
 COMMANDS = ["list", "show", "verify"]
 
@@ -146,3 +156,37 @@ def test_delete_of_the_folder_removes_all_and_leaves_the_folders(folder: Path) -
     assert sorted(each.name for each in folder.rglob("*")) == ["rank-0-of-2", "rank-1-of-2"]
     reports = json.loads(run("delete", folder, "--yes", "--json")[1])
     assert reports == []
+
+
+def _mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_folders_that_are_made_are_for_their_owner_and_others_stay(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    there.chmod(0o755)
+    make_private_folder(there / "made" / "rank-0-of-2")
+    assert _mode(there / "made") == _mode(there / "made" / "rank-0-of-2") == 0o700
+    (there / "made").chmod(0o750)
+    make_private_folder(there / "made")
+    assert (_mode(there), _mode(there / "made")) == (0o755, 0o750)
+    (there / "file").write_bytes(b"")
+    for path in (there / "file", there / "file" / "folder"):
+        with pytest.raises(OSError, match="exists|[Nn]ot a directory"):
+            make_private_folder(path)
+
+
+def test_files_are_for_their_owner_while_they_are_written_and_afterwards(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with SectionWriter(tmp_path / "file", {}) as writer:
+            [unfinished] = tmp_path.iterdir()
+            assert _mode(unfinished) == 0o600
+            writer.add("a", np.arange(3))
+        assert _mode(tmp_path / "file") == 0o600
+        store = DiskContextStore(tmp_path / "contexts", stored_contexts.FINGERPRINT)
+        assert _mode(tmp_path / "contexts") == 0o700
+        store.close()
+    finally:
+        os.umask(before)

@@ -113,6 +113,7 @@ class HostPart:
         segments = own.segments_up_to(end)
         indexed = segments[-1].end if segments else own.index_begin
         attended = [(indexed, end), (max(begin, own.begin), min(own.sink_end, end))]
+        attended += [(each.begin, each.end) for each in segments if each.layer is None]
         # the host has a copy of what is on the device
         others = [(max(indexed, end, own.begin), self.num_tokens)]
         if self.context is None:
@@ -123,7 +124,7 @@ class HostPart:
             own.native,
             [(begin - first, end - first) for begin, end in attended if begin < end],
             [(begin - first, end - first) for begin, end in others if begin < end],
-            [segment.native(retrieval.query) for segment in segments],
+            [each.native(retrieval.query) for each in segments if each.layer is not None],
         )
 
     @property

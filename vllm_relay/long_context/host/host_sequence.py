@@ -11,7 +11,7 @@ import torch
 
 from vllm_relay import _C
 from vllm_relay.sparse.contexts.train_queries import TrainQueries
-from vllm_relay.sparse.index.elements import DTYPES, Elements
+from vllm_relay.sparse.index.elements import DTYPES, Elements, check_finite
 from vllm_relay.sparse.index.flat import FlatIndex
 from vllm_relay.sparse.index.query_types import QueryType
 from vllm_relay.sparse.index.sparse_layer import SparseLayer
@@ -26,16 +26,22 @@ TRAIN_QUERIES_PER_KEY = 0.4
 
 @dataclass(eq=False)
 class Segment:
-    """An index over the positions `begin` to `end` of a request."""
+    """An index over the positions `begin` to `end` of a request.
+
+    Attributes:
+        layer: None where a key or value is NaN, infinite or too large for codes: there is no order
+            among such scores. All of these positions are read, and answer as dense attention does.
+    """
 
     begin: int
     end: int
-    layer: SparseLayer
+    layer: SparseLayer | None
     _asked: QueryType | None = None
     _native: Any = None
 
     def native(self, query: QueryType | None) -> Any:
         """What the C++ side is told of a search."""
+        assert self.layer is not None
         if self._native is None or query != self._asked:
             queries = [query] * len(self.layer.indexes)
             self._native = self.layer.native_search(queries, 0, self.end - self.begin)
@@ -155,9 +161,14 @@ class HostLayer:
         keys, values = self.rows(begin, end)
         # not as many as the cores this thread may use: vLLM binds it to one of them
         threads = torch.get_num_threads()
-        indexes = [FlatIndex().build(as_elements_of(head), threads=threads) for head in keys]
         heads = [as_elements_of(head) for head in values]
         means = [value_means(head, threads) for head in heads]
+        try:
+            for head in means:  # finite exactly where the values are
+                check_finite("values", head)
+            indexes = [FlatIndex().build(as_elements_of(head), threads=threads) for head in keys]
+        except ValueError:
+            return Segment(begin, end, None)
         return Segment(begin, end, SparseLayer(indexes, heads, value_means=means))
 
 

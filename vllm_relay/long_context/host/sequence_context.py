@@ -18,6 +18,7 @@ from vllm_relay.long_context.host.host_sequence import (
 )
 from vllm_relay.sparse.contexts.context_store import ContextShape, StoredContext, context_id_of
 from vllm_relay.sparse.contexts.tensors import to_elements, to_tensor
+from vllm_relay.sparse.files.damage import IndexDamagedError
 from vllm_relay.sparse.index.elements import Elements
 from vllm_relay.sparse.index.flat import FlatIndex
 from vllm_relay.sparse.index.key_index import KeyIndex
@@ -76,8 +77,12 @@ class SequenceContext(StoredContext):
                 heads = range(self.shape.num_kv_heads)
                 states = [self.rows(layer, head, 0, self.num_tokens) for head in heads]
                 threads = torch.get_num_threads()
+                try:
+                    indexes = [FlatIndex().build(keys, threads=threads) for keys, _ in states]
+                except ValueError as error:  # the thread that builds better ones will find it too
+                    raise IndexDamagedError(f"context {self.id}: {error}") from error
                 self._sparse_layers[layer] = SparseLayer(
-                    [FlatIndex().build(keys, threads=threads) for keys, _ in states],
+                    indexes,
                     [values for _, values in states],
                     value_means=[value_means(values, threads) for _, values in states],
                 )

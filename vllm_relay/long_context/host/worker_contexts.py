@@ -27,12 +27,17 @@ from vllm_relay.sparse.contexts.context_store import (
 )
 from vllm_relay.sparse.contexts.disk_context_store import DiskContext, DiskContextStore
 from vllm_relay.sparse.files.damage import IndexDamagedError
+from vllm_relay.sparse.index.elements import check_finite
 from vllm_relay.sparse.index.query_types import Dipr
 from vllm_relay.sparse.plan.index_choice import build_index
 from vllm_relay.sparse.plan.options import DBOptions
 from vllm_relay.sparse.plan.search_cost import SearchCost, load_costs
 
 logger = logging.getLogger("vllm.relay")
+
+
+class UnusableStatesError(ValueError):
+    """A key or value that no index can have: NaN, infinite, or too large."""
 
 
 class WorkerContexts:
@@ -54,12 +59,15 @@ class WorkerContexts:
     ) -> None:
         self.layer_names = list(layer_names)
         self._store: ContextStore = (
-            MemoryContextStore() if path is None else DiskContextStore(path, fingerprint)
+            MemoryContextStore()
+            if path is None
+            else DiskContextStore(path, fingerprint, value_size=fingerprint.head_size)
         )
         self.options = options
         self._costs: SearchCost | None = None
         self._fresh: dict[str, SequenceContext] = {}
         self._problems: dict[str, str] = {}
+        self._refused: dict[str, np.ndarray] = {}  # tokens of what is not kept, with its problem
         self._building: list[SequenceContext] = []
         self._is_closed = False
         self._lock = threading.Lock()
@@ -109,22 +117,34 @@ class WorkerContexts:
             context = SequenceContext(tokens, sequence, self.layer_names)
             self._fresh[context.id] = context
             self._problems.pop(context.id, None)
+            self._refused.pop(context.id, None)
             self._building.append(context)
         self._futures = [each for each in self._futures if not each.done()]
         self._futures.append(self._builders.submit(self._build, context))
         return True
 
-    def delete(self, context_id: str) -> None:
-        """Forgets a context, here and in the folder. Requests that read it go on."""
+    def delete(self, context_id: str) -> str | None:
+        """Forgets a context, here and in the folder. Requests that read it go on.
+
+        Returns:
+            why its file is still there, and so the context; None: it is not.
+        """
         with self._lock:
             self._fresh.pop(context_id, None)
             self._problems.pop(context_id, None)
+            self._refused.pop(context_id, None)
             self._delete_stored(context_id)
+            return self._problems.get(context_id)
 
     def reports(self) -> list[tuple[ContextReport, np.ndarray]]:
-        """Of every context, with its tokens."""
+        """Of every context, and of those that are not kept, with its tokens."""
         with self._lock:
-            return [(self._report(each), each.tokens) for each in self._contexts().values()]
+            reports = [(self._report(each), each.tokens) for each in self._contexts().values()]
+            for context_id, tokens in self._refused.items():
+                problem = self._problems.get(context_id)
+                report = ContextReport(context_id, len(tokens), "memory", 0, 0, problem)
+                reports.append((report, tokens))
+            return reports
 
     def take_changes(self) -> list[ContextReport]:
         """Of contexts whose indexes were built since the last call, or could not be."""
@@ -179,6 +199,13 @@ class WorkerContexts:
                         del self._fresh[context.id]
                     elif context.id not in self._fresh:
                         self._delete_stored(context.id)
+        except UnusableStatesError as error:
+            logger.warning("context %s is not kept: %s", context.id, error)
+            with self._lock:
+                if self._is_wanted(context):
+                    del self._fresh[context.id]
+                    self._refused[context.id] = context.tokens
+                    self._problems[context.id] = f"is not kept: {error}"
         except Exception as error:
             logger.exception("context %s stays in memory", context.id)
             with self._lock:
@@ -192,8 +219,12 @@ class WorkerContexts:
                 self._changed.append(context.id)
 
     def _delete_stored(self, context_id: str) -> None:
-        with contextlib.suppress(KeyError):
-            self._store.delete(context_id)
+        try:
+            with contextlib.suppress(KeyError):
+                self._store.delete(context_id)
+        except OSError as error:
+            logger.warning("context %s cannot be deleted: %s", context_id, error)
+            self._problems[context_id] = f"cannot be deleted: {error}"
 
     def _indexed(self, context: SequenceContext) -> list[list[HeadStates]] | None:
         """None: nobody wants it any more."""
@@ -209,9 +240,14 @@ class WorkerContexts:
                 train = context.train_queries(layer, head)
                 group = context.group_size(layer)
                 last = context.last_queries(layer, head)
-                index, plan = build_index(
-                    layer, keys, values, train, group, self.options, self._costs, last
-                )
+                try:
+                    check_finite("keys", keys)
+                    check_finite("values", values)
+                    index, plan = build_index(
+                        layer, keys, values, train, group, self.options, self._costs, last
+                    )
+                except ValueError as error:
+                    raise UnusableStatesError(f"layer {layer}, kv head {head}: {error}") from error
                 built[-1].append(HeadStates(keys, values, index, train, plan))
         return built
 

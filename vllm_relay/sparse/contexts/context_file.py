@@ -23,7 +23,7 @@ from vllm_relay.sparse.contexts.context_fingerprint import (
 from vllm_relay.sparse.files.buffer_pool import BufferPool
 from vllm_relay.sparse.files.damage import IndexDamagedError
 from vllm_relay.sparse.files.section_file import SectionFile, SectionRows, SectionWriter
-from vllm_relay.sparse.index.elements import STORAGE, Elements, as_elements
+from vllm_relay.sparse.index.elements import STORAGE, Elements, as_elements, check_finite
 from vllm_relay.sparse.index.key_index import KeyIndex
 from vllm_relay.sparse.index.value_means import MEAN_TOKENS, value_means
 
@@ -187,9 +187,14 @@ class ContextFile:
         return Elements(self.file[f"{self._place(layer, kv_head)}/values"], self.fingerprint.dtype)
 
     def value_means(self, layer: int, kv_head: int) -> Elements:
-        """[ceil(num_tokens / MEAN_TOKENS), value size], all of it verified."""
+        """[ceil(num_tokens / MEAN_TOKENS), value size], all of it verified, and finite."""
         name = f"{self._place(layer, kv_head)}/value_means"
-        return Elements(self.file[name], self.fingerprint.dtype)
+        means = Elements(self.file[name], self.fingerprint.dtype)
+        try:
+            check_finite(name, means)
+        except ValueError as error:
+            raise IndexDamagedError(f"{self.path}: {error}") from error
+        return means
 
     def key_rows(self, layer: int, kv_head: int) -> SectionRows:
         """As `keys`, of which only what is touched is read and verified; bits as in `Elements`."""
@@ -241,7 +246,16 @@ class ContextFile:
         entry = self.file.header["indexes"][place]
         kind = index_type(entry["kind"])
         arrays, guards = self.file.arrays(entry["arrays"], kind.read_by_row)
-        return kind.from_arrays(dict(entry["settings"]), arrays, guards)
+        try:
+            return kind.from_arrays(dict(entry["settings"]), arrays, guards)
+        except IndexDamagedError as error:
+            raise IndexDamagedError(f"{self.path}: {place}: {error}") from error
+
+    def indexes_own_keys(self, layer: int, kv_head: int) -> bool:
+        """Whether the head's index is one of the keys that the context has of it."""
+        place = self._place(layer, kv_head)
+        arrays = self.file.header["indexes"][place]["arrays"]
+        return arrays.get("keys") == f"{place}/keys"
 
     def verify(self) -> None:
         """Reads every byte, and computes the hashes of the tokens again.
@@ -349,10 +363,11 @@ def _check_layout(file: SectionFile, fingerprint: ContextFingerprint) -> None:
     check("token_hashes", np.dtype(np.uint8), num_tokens // CHAIN_TOKENS, CHAIN_HASH_BYTES)
     storage = np.dtype(STORAGE[fingerprint.dtype])
     places = set(_places(fingerprint))
+    size = None  # of values: the same for all
     for place in places:
         check(f"{place}/keys", storage, num_tokens, fingerprint.head_size)
-        check(f"{place}/values", storage, num_tokens, None)
-        size = file.sections[f"{place}/values"].shape[1]
+        check(f"{place}/values", storage, num_tokens, size)
+        size = max(1, file.sections[f"{place}/values"].shape[1])
         check(f"{place}/value_means", storage, -(-num_tokens // MEAN_TOKENS), size)
     indexes = file.header.get("indexes")
     if not isinstance(indexes, dict) or not places.issuperset(indexes):

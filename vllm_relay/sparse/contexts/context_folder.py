@@ -39,6 +39,18 @@ class FoundContext:
         )
 
 
+def make_private_folder(folder: Path) -> None:
+    """Contexts tell what prompts said: a folder that is made is for its owner only. One that is
+    there stays as it is.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if not folder.parent.exists():
+        make_private_folder(folder.parent)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
 def rank_folder(folder: Path, rank: int, num_ranks: int) -> Path:
     """Where a worker keeps its part of the contexts."""
     return folder if num_ranks == 1 else folder / f"rank-{rank}-of-{num_ranks}"

@@ -22,6 +22,7 @@ from vllm_relay.sparse.contexts.context_file import (
     write_context,
 )
 from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint, ForeignContextError
+from vllm_relay.sparse.contexts.context_folder import make_private_folder
 from vllm_relay.sparse.contexts.context_store import (
     ContextShape,
     ContextStore,
@@ -34,7 +35,8 @@ from vllm_relay.sparse.contexts.tokens import TOKEN_DTYPE
 from vllm_relay.sparse.files.buffer_pool import BufferPool, BufferPoolFullError
 from vllm_relay.sparse.files.damage import IndexDamagedError
 from vllm_relay.sparse.files.section_file import SectionFile, write_sections
-from vllm_relay.sparse.index.elements import STORAGE, Elements
+from vllm_relay.sparse.index.compiled_index import CompiledIndex
+from vllm_relay.sparse.index.elements import STORAGE, Elements, check_finite
 from vllm_relay.sparse.index.key_index import KeyIndex
 from vllm_relay.sparse.index.sparse_layer import SparseLayer
 from vllm_relay.sparse.plan.head_plan import HeadPlan
@@ -121,9 +123,17 @@ class DiskContext(StoredContext):
         index = self._indexes.get((layer, head))
         if index is None:
             with self._reading_file():
-                index = self._file.index(layer, head)
+                index = self._index(layer, head)
             if not self._is_pooled:
                 self._indexes[layer, head] = index
+        return index
+
+    def _index(self, layer: int, head: int) -> KeyIndex:
+        index = self._file.index(layer, head)
+        if isinstance(index, CompiledIndex) and not (
+            self._file.indexes_own_keys(layer, head) and index.keys_dtype == self.shape.dtype
+        ):
+            raise IndexDamagedError(f"{self.path}: an index of other keys than those of its head")
         return index
 
     def layer(self, layer: int) -> SparseLayer | None:
@@ -147,6 +157,9 @@ class DiskContext(StoredContext):
             yield
         except IndexDamagedError as error:
             self.damage = str(error)
+            if str(self.path) not in self.damage:  # of what was searched, which knows no file
+                self.damage = f"{self.path}: {self.damage}"
+                raise IndexDamagedError(self.damage) from error
             raise
 
     @contextmanager
@@ -186,14 +199,16 @@ class DiskContext(StoredContext):
             return None
 
     def _fitting(self, queries: np.ndarray) -> Elements:
-        """Raises ValueError: they are not of the dtype and size of the keys."""
+        """Raises ValueError: they are not of the dtype and size of the keys, or not finite."""
         size, dtype = self.shape.head_size, self.shape.dtype
         if queries.dtype != STORAGE[dtype] or queries.ndim != 2 or queries.shape[1] != size:
             raise ValueError(
                 f"{self.path.with_suffix(QUERIES_SUFFIX)}: {queries.dtype} {list(queries.shape)}, "
                 f"expected {dtype} [m, {size}]"
             )
-        return self._elements(queries)
+        elements = self._elements(queries)
+        check_finite(str(self.path.with_suffix(QUERIES_SUFFIX)), elements)
+        return elements
 
     def _elements(self, data: np.ndarray) -> Elements:
         return Elements(data, self.shape.dtype)
@@ -207,20 +222,27 @@ class DiskContextStore(ContextStore):
     `IndexDamagedError` where it is read and is not used again.
 
     Args:
-        path: the folder; made if missing.
+        path: the folder; made if missing, for its owner only.
         fingerprint: of the model.
         memory_limit_bytes: of the pages that are kept in memory; None maps the files.
+        value_size: of the model; None takes any.
 
     Raises:
         OSError: the folder cannot be made or read.
     """
 
     def __init__(
-        self, path: Path, fingerprint: ContextFingerprint, memory_limit_bytes: int | None = None
+        self,
+        path: Path,
+        fingerprint: ContextFingerprint,
+        memory_limit_bytes: int | None = None,
+        *,
+        value_size: int | None = None,
     ) -> None:
-        path.mkdir(parents=True, exist_ok=True)
+        make_private_folder(path)
         self._path = path
         self._fingerprint = fingerprint
+        self._value_size = value_size
         self._pool = None if memory_limit_bytes is None else BufferPool(memory_limit_bytes)
         self._open: dict[Path, DiskContext] = {}
         self._skipped: dict[Path, tuple[FileVersion, str]] = {}
@@ -241,7 +263,7 @@ class DiskContextStore(ContextStore):
         with self._lock:
             self._adding[path] += 1
         try:
-            self._path.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
+            make_private_folder(self._path)  # somebody may have removed it
             # a context can do without its queries; queries without a context would stay for ever
             write_context(path, self._fingerprint, tokens, _heads(layers))
             try:
@@ -285,9 +307,9 @@ class DiskContextStore(ContextStore):
         with self._lock:
             paths = [path for path, context in self._open.items() if context.id == context_id]
             for path in paths:  # more than one if somebody has copied it
-                del self._open[path]
                 path.with_suffix(QUERIES_SUFFIX).unlink(missing_ok=True)
                 path.unlink(missing_ok=True)
+                del self._open[path]
         if not paths:
             raise KeyError(context_id)
 
@@ -318,6 +340,11 @@ class DiskContextStore(ContextStore):
                 index_type(kind)
             except ValueError as error:
                 raise ForeignContextError(f"{path}: {error}") from None
+        value_size = file.value_rows(0, 0).shape[1]
+        if self._value_size not in (None, value_size):
+            raise ForeignContextError(
+                f"{path}: values of {value_size} elements, expected {self._value_size}"
+            )
         if self._pool is not None:
             self._check_limit(path, _num_leased_bytes(file))
         return DiskContext(file, version, is_pooled=self._pool is not None)

@@ -72,7 +72,8 @@ class SectionWriter:
 
     The file appears at `path`, in place of what was there, when the `with` block ends, and not if
     it ends with an error. `header` may be changed until then. Until then it lies in the same folder
-    under another name, which a writer that was killed leaves behind and the next one removes.
+    under another name, which a writer that was killed leaves behind and the next one removes. Only
+    its owner may read or write it.
 
     Args:
         page_bytes: what one checksum covers; reading one row verifies that much. None: one row of
@@ -293,7 +294,7 @@ def write_at(descriptor: int, data: Any, offset_bytes: int) -> None:
 def _create_locked(folder: Path) -> tuple[Path, int]:
     while True:
         path = folder / f"{UNFINISHED_PREFIX}{secrets.token_hex(8)}{UNFINISHED_SUFFIX}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with suppress(OSError):  # without locks nobody can tell that it is left over
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:

@@ -116,15 +116,7 @@ class CoarseIndex(CompiledIndex):
     def check(self) -> None:
         self._verify()
         rows = compiled_index.check_codes(self._keys, self._codes)
-        lists = [
-            self._ids[start * BLOCK_KEYS : start * BLOCK_KEYS + count]
-            for start, count in zip(self._starts, self._counts, strict=True)
-        ]
-        members = np.sort(np.concatenate([*lists, self._codes.outside]))
-        if not np.array_equal(members, np.arange(self.num_keys)):
-            raise IndexDamagedError("coarse index: its lists do not hold every key once")
-        if not all(np.all(np.diff(ids) > 0) for ids in lists):
-            raise IndexDamagedError("coarse index: a list is not in the order of its keys")
+        _check_lists(self._ids, self._starts, self._counts, self._codes.outside, self.num_keys)
         if not np.array_equal(lay_out_blocks(rows, self._ids), self._blocks):
             raise IndexDamagedError("coarse index: its codes do not belong to its keys")
 
@@ -160,8 +152,32 @@ class CoarseIndex(CompiledIndex):
             and int(ids.max()) < self.num_keys,
             "coarse index: its lists do not fit together",
         )
+        _check_lists(ids, starts, counts, self._codes.outside, self.num_keys)
         self._set(self._keys, self._codes, centres, blocks, starts, counts, ids)
         self.default_width = width
+
+
+def _check_lists(
+    ids: np.ndarray, starts: np.ndarray, counts: np.ndarray, outside: np.ndarray, num_keys: int
+) -> None:
+    """A search relies on all of this; the lists are known to lie within `ids`."""
+    begins = starts * BLOCK_KEYS
+    is_first = np.zeros(len(ids), bool)
+    is_first[begins] = True
+    used = np.zeros(len(ids) + 1, np.int8)
+    used[begins] = 1
+    used[begins + counts] -= 1
+    is_used = np.cumsum(used[:-1], dtype=np.int8).astype(bool)
+    members, is_first = ids[is_used], is_first[is_used]
+    all_once = "coarse index: its lists do not hold every key once"
+    compiled_index.require(int(members.min()) >= 0, all_once)
+    compiled_index.require(
+        bool(((members[1:] > members[:-1]) | is_first[1:]).all()),
+        "coarse index: a list is not in the order of its keys",
+    )
+    times = np.bincount(members, minlength=num_keys)
+    times[outside] += 1
+    compiled_index.require(bool((times == 1).all()), all_once)
 
 
 def _k_means(

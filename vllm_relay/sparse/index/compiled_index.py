@@ -83,6 +83,10 @@ class CompiledIndex(KeyIndex):
     def head_size(self) -> int:
         return self._keys.shape[1]
 
+    @property
+    def keys_dtype(self) -> str:
+        return self._keys.dtype
+
     def _key_set(self, codes_name: str, codes: np.ndarray) -> Any:
         """Of `_keys` and their codes, the array of that name."""
         key_guard, code_guard = self._guards.get("keys"), self._guards.get(codes_name)
@@ -143,7 +147,7 @@ class CompiledIndex(KeyIndex):
             index._restore(settings, arrays)
         except IndexDamagedError:
             raise
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise IndexDamagedError(
                 f"{cls.kind} index: {error!r} is missing or unusable"
             ) from error
@@ -201,7 +205,11 @@ class CompiledIndex(KeyIndex):
     def exact_searcher(self) -> Any:
         """Reads the codes of all keys, as the one of a flat index."""
         if self._exact is None:
-            codes, rows = encode(self.keys, check_threads(None))
+            keys = self.keys
+            try:
+                codes, rows = encode(keys, check_threads(None))
+            except ValueError as error:
+                raise IndexDamagedError(f"{self.kind} index: {error}") from error
             key_set = codes.key_set(self.keys, blocks_in_order(rows))
             self._exact = _C.index.FlatSearcher("auto", key_set, codes.outside)
         return self._exact
@@ -339,10 +347,6 @@ def check_codes(keys: Elements, codes: KeyCodes) -> np.ndarray:
         check_finite("keys", keys)
     except ValueError as error:
         raise IndexDamagedError(f"index: {error}") from error
-    require(
-        bool(np.isfinite(codes.mean).all() and (codes.step > 0).all()),
-        "index: a mean or step of its codes is unusable",
-    )
     n, d = keys.shape
     rows = aligned_empty((n, row_bytes(d)), np.uint8)
     outside = np.zeros(n, np.uint8)
@@ -376,7 +380,7 @@ def restore_codes(
     try:
         keys = Elements(arrays["keys"], settings["dtype"])
         codes = KeyCodes.from_arrays(settings, arrays)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise IndexDamagedError(f"index: {error!r} is missing or unusable") from error
     require(
         isinstance(keys.dtype, str)
@@ -387,7 +391,7 @@ def restore_codes(
     )
     n, d = keys.shape
     require(
-        codes.longest >= 0 and codes.longest_error >= 0,
+        0 <= codes.longest < math.inf and 0 <= codes.longest_error < math.inf,
         f"index: codes of length {codes.longest} with errors of {codes.longest_error}",
     )
     require(n >= 1 and 1 <= d <= MAX_HEAD_SIZE, f"index: keys have shape {[n, d]}")
@@ -396,11 +400,17 @@ def restore_codes(
             array.shape == (d,) and array.dtype == np.float32,
             f"index: {name} is {array.dtype} {array.shape}, expected float32 {(d,)}",
         )
+    require(
+        bool(np.isfinite(codes.mean).all() and np.isfinite(codes.step).all())
+        and bool((codes.step > 0).all()),
+        "index: a mean or step of its codes is unusable",
+    )
     outside = codes.outside
     require(
         outside.ndim == 1
         and outside.dtype == np.int32
-        and (not outside.size or (outside.min() >= 0 and outside.max() < n)),
-        "index: the keys without codes are none of its keys",
+        and (not outside.size or (outside[0] >= 0 and outside[-1] < n))
+        and bool((outside[1:] > outside[:-1]).all()),
+        "index: the keys without codes are none of its keys, or not in their order",
     )
     return keys, codes

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,6 +145,7 @@ class GraphIndex(CompiledIndex):
     def reachable(self) -> np.ndarray:
         """bool [n]; which keys a search can get to from the entries."""
         self._verify("graph")
+        _check_graph(self._graph, self.num_keys)
         reached = np.zeros(self.num_keys, bool)
         frontier = self.entries
         reached[frontier] = True
@@ -157,7 +159,6 @@ class GraphIndex(CompiledIndex):
 
     def check(self) -> None:
         self._verify()
-        _check_graph(self._graph, self.num_keys)
         if not self.reachable().all():
             raise IndexDamagedError(
                 f"graph index: {int((~self.reachable()).sum())} of {self.num_keys} keys cannot "
@@ -180,12 +181,14 @@ class GraphIndex(CompiledIndex):
             and graph.dtype == entries.dtype == np.int32
             and graph.ndim == 2
             and len(graph) == n
+            and graph.shape[1] >= 16
             and graph.shape[1] % 16 == 0
             and entries.ndim == 1
             and len(entries) >= 1
             and int(entries.min()) >= 0
             and int(entries.max()) < n
-            and 1 <= width <= MAX_COUNT,
+            and 1 <= width <= MAX_COUNT
+            and math.isfinite(hubs),
             "graph index: its arrays do not fit together",
         )
         self._set(self._keys, self._codes, rows, graph, entries)

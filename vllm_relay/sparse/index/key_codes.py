@@ -84,7 +84,7 @@ def encode(keys: Elements, threads: int) -> tuple[KeyCodes, np.ndarray]:
     not fit.
 
     Raises:
-        ValueError: a key is so large that differences of keys may overflow.
+        ValueError: a key is not finite, or so large that differences of keys may overflow.
     """
     n, d = keys.shape
     mean, low, high = _moments(keys)
@@ -143,8 +143,8 @@ def _moments(keys: Elements) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         total += chunk.sum(axis=0, dtype=np.float64)
         np.minimum(low, chunk.min(axis=0), out=low)
         np.maximum(high, chunk.max(axis=0), out=high)
-    magnitude = max(float(high.max()), -float(low.min()))
-    if magnitude > MAX_MAGNITUDE:
+    magnitude = float(np.maximum(high, -low).max())
+    if not magnitude <= MAX_MAGNITUDE:  # NaN is not either
         raise ValueError(
             f"keys: magnitudes up to {magnitude:.3g}, expected at most {MAX_MAGNITUDE:g}"
         )

@@ -32,7 +32,8 @@ class HeadPlan:
 
     def __post_init__(self) -> None:
         lengths = [length for length, _ in self.by_prefix]
-        if not lengths or lengths[0] < 1 or lengths != sorted(set(lengths)):
+        are_counts = all(type(length) is int for length in lengths)
+        if not are_counts or not lengths or lengths[0] < 1 or lengths != sorted(set(lengths)):
             raise ValueError(f"prefix lengths are {lengths}, expected rising ones from 1")
         error = self.max_error
         is_number = isinstance(error, (int, float)) and not isinstance(error, bool)
@@ -69,5 +70,5 @@ class HeadPlan:
                 for length, query in content["by_prefix"]
             )
             return cls(by_prefix, content["why"], content.get("max_error"))
-        except (TypeError, AttributeError, KeyError, ValueError) as error:
+        except (TypeError, AttributeError, KeyError, ValueError, OverflowError) as error:
             raise ValueError(f"{error!r}, expected what HeadPlan.to_json() returns") from None
