@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contexts whose files were changed by someone who knows the format.
 
-`python -m tests.sparse.mutated_contexts FOLDER SEED FIRST END` writes, opens and searches some, each
-with right checksums. What it reads must be refused, or give answers that are finite and true of the
-keys."""
+`python -m tests.sparse.mutated_contexts FOLDER SEED FIRST END` writes, opens and searches some,
+each with right checksums. What it reads must be refused, or give answers that are finite and true
+of the keys."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ what matters (docs/key-index.md).
     key_codes.py         keys in eight bits                                            (numpy, _C)
     face.py              what the faces of the C++ indexes share                       (numpy, _C)
     flat.py, blocks.py, coarse.py, graph.py, calibrate.py   the indexes                (numpy, _C)
+    value_means.py                 of values that are not read one by one               (numpy, _C)
     nearest.py, train_queries.py   what graphs are built from                          (numpy, _C)
     attention.py, partial_attention.py   attention over what a layer's indexes find    (numpy, _C)
     head_profile.py      what a head's queries need of its keys                        (numpy)
