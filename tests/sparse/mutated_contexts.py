@@ -155,7 +155,7 @@ def _change_header(header: dict[str, Any], names: list[str], rng: np.random.Gene
         elif rng.random() < 0.2:
             at[key] = names[rng.integers(len(names))]
         else:
-            at[key] = VALUES[rng.integers(len(VALUES))]
+            at[key] = copy.deepcopy(VALUES[rng.integers(len(VALUES))])
         return place
 
 
