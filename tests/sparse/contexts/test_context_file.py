@@ -16,6 +16,7 @@ from vllm_relay.sparse.contexts.context_file import (
     ContextFile,
     ContextHead,
     ForeignContextError,
+    index_type,
     token_chain,
     write_context,
 )
@@ -280,3 +281,9 @@ def test_damaged_contexts_give_the_arrays_or_an_error(path: Path) -> None:
         except IndexDamagedError:
             refused += 1
     assert refused > 45
+
+
+def test_what_several_kinds_of_indexes_have_in_common_is_no_kind() -> None:
+    for kind in ("", "none"):
+        with pytest.raises(ValueError, match="expected one of"):
+            index_type(kind)

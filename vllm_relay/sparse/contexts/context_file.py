@@ -264,6 +264,8 @@ class ContextFile:
             IndexDamagedError: lists what is damaged.
         """
         self.file.verify()
+        if self.tokens.min() < 0:
+            raise IndexDamagedError(f"{self.path}: tokens hold the negative id {self.tokens.min()}")
         if not np.array_equal(token_chain(self.tokens, self.fingerprint), self.token_hashes):
             raise IndexDamagedError(f"{self.path}: token_hashes are not those of the tokens")
 
@@ -287,7 +289,8 @@ def index_type(kind: str) -> type[KeyIndex]:
     while waiting:
         subclass = waiting.pop()
         waiting.extend(subclass.__subclasses__())
-        known.setdefault(getattr(subclass, "kind", ""), subclass)
+        if hasattr(subclass, "kind"):  # others are what several kinds have in common
+            known.setdefault(subclass.kind, subclass)
     if kind not in known:
         raise ValueError(
             f"an index of kind {kind!r}, expected one of {', '.join(sorted(known)) or 'none'}: "
