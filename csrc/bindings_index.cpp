@@ -55,10 +55,10 @@ void HeadPart::search(const float* queries, size_t num_queries, const float* win
     outcome.rescored = std::max<int64_t>(0, prefix_len - begin);
     return;
   }
-  searcher->search(searcher->request_of(queries, num_queries, k, range, width, window_max, begin,
-                                        prefix_len, entries, scale, max_dropped_mass,
-                                        value_means.has_value()),
-                   outcome);
+  searcher->search(
+      searcher->request_of(queries, num_queries, k, range, width, window_max, begin, prefix_len,
+                           entries, scale, max_dropped_mass, value_means.has_value()),
+      outcome);
 }
 
 float HeadPart::attend(const SearchOutcome& outcome, size_t q, float scale, float* out) const {
@@ -403,13 +403,12 @@ void bind_index(nb::module_& module) {
              Array<const int32_t, 1> entries, bool everything, int k, float range, int width,
              float max_dropped_mass) {
             GuardArgument guard = guard_of(values, std::move(value_guard));
-            new (self) HeadPart{searcher,   values, type,  std::move(guard), entries,
-                                everything, k,      range, width,            max_dropped_mass,
-                                value_means};
+            new (self) HeadPart{searcher, values, type,  std::move(guard), entries,    everything,
+                                k,        range,  width, max_dropped_mass, value_means};
           },
           nb::arg("searcher"), nb::arg("values"), nb::arg("type"), nb::arg("value_guard").none(),
-          nb::arg("value_means").none(), nb::arg("entries"), nb::arg("everything"), nb::arg("k"), nb::arg("range"),
-          nb::arg("width"), nb::arg("max_dropped_mass"), nb::keep_alive<1, 2>());
+          nb::arg("value_means").none(), nb::arg("entries"), nb::arg("everything"), nb::arg("k"),
+          nb::arg("range"), nb::arg("width"), nb::arg("max_dropped_mass"), nb::keep_alive<1, 2>());
   index.def("attend_heads", &attend_heads, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(),
             nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
   index.def("attend_ids", &attend_ids);

@@ -101,7 +101,8 @@ inline float attend_found(std::span<const Found> found, const Rows& values, cons
                           const Rows& value_means, float scale, float* out) {
   std::fill(out, out + values.size, 0.f);
   double unread_weight = 0;
-  if (unread)
+  // codes that tell more than a float can hold tell nothing: a file may say anything of them
+  if (unread && std::fabs(scale * unread->origin) < 1e30)
     for (const float each : unread->weights) unread_weight += each;
   if (found.empty() && unread_weight == 0) return -INFINITY;
   double top = unread_weight > 0 ? scale * unread->origin + std::log(unread_weight) : -INFINITY;

@@ -109,8 +109,7 @@ class BlockScan {
                          uint64_t valid = first_lanes(end - block * kBlockKeys);
                          if (block == range.first_block) valid &= ~uint64_t{range.skip};
                          offer<count()>(scratch_.lists[q], scores, block * kBlockKeys, valid);
-                         if (weighs_unread)
-                           scratch_.unread[q].add<count()>(scores, block, valid);
+                         if (weighs_unread) scratch_.unread[q].add<count()>(scores, block, valid);
                          if (certified)
                            for (int b = 0; b < count(); ++b)
                              scratch_.remainders[q].add(
@@ -168,8 +167,7 @@ class BlockScan {
 
   // Leaves the answers in the order of the keys: who attends all of them needs no other. What else
   // was scored exactly counts by these scores.
-  void weigh_unread(int q, const Candidate* from, const Candidate* to,
-                    std::vector<Found>& found) {
+  void weigh_unread(int q, const Candidate* from, const Candidate* to, std::vector<Found>& found) {
     UnreadWeight& unread = scratch_.unread[q];
     unread.remove(from, to);
     const float least = least_in_range(request_, q, found);

@@ -105,8 +105,8 @@ BODIES: dict[str, dict[str, str]] = {
     },
     "vllm.v1.core.sched.scheduler.Scheduler.schedule": {
         "vllm_relay/scheduler/vllm_queue.py": "when it pops requests and gives them back",
-        "vllm_relay/long_context/scheduling/scheduler.py": "what it makes of computed tokens without "
-        "blocks",
+        "vllm_relay/long_context/scheduling/scheduler.py": "what it makes of computed tokens "
+        "without blocks",
     },
     "vllm.v1.core.sched.scheduler.Scheduler._preempt_request": {
         "vllm_relay/scheduler/vllm_scheduler.py": "which blocks it leaves in the prefix cache",

@@ -190,6 +190,20 @@ def test_scores_far_above_what_was_expected() -> None:
         assert abs(state.lse[0, 0] - lse) < 0.2
 
 
+def test_codes_that_tell_what_no_float_holds_tell_nothing() -> None:
+    """A file may say anything of them, with the right checksums."""
+    rng = np.random.default_rng(14)
+    keys, values = rng.normal(size=(2, 300, 64)).astype(np.float32)
+    settings, arrays = FlatIndex().build(keys, threads=1).to_arrays()
+    arrays["mean"] = np.full(64, -1e38, np.float32)
+    forged = FlatIndex.from_arrays(settings, arrays)
+    elements = as_elements("values", values)
+    layer = SparseLayer([forged], [elements], value_means=[value_means(elements, 1)])
+    queries = 100 * rng.normal(size=(1, 4, 64)).astype(np.float32)
+    state, _ = layer.attend(queries, Dipr(alpha=2e-4, estimate=True))
+    assert np.isfinite(state.output).all()
+
+
 def test_estimates_and_bounds_are_one_or_the_other() -> None:
     with pytest.raises(ValueError, match="expected one of them"):
         Dipr(alpha=0.1, max_dropped_mass=0.01, estimate=True)
