@@ -33,7 +33,7 @@ struct SearchRequest {
   int32_t width;
   const float* window_max;    // [num_queries] or null
   int64_t begin, prefix_len;  // the keys that count
-  float scale;  // factor of the scores in the softmax
+  float scale;                // factor of the scores in the softmax
   // Of exact scans: how much of the attention weight may be left out; above 1: as much as the query
   // says, but tell how much it is; NaN: do not.
   float max_dropped_mass;
@@ -60,8 +60,8 @@ struct Unread {
 struct SearchOutcome {
   // of each query, best first; in the order of the keys where the unread is weighed
   std::vector<std::vector<Found>> found;
-  std::vector<float> dropped_mass;        // at most; of each query, or empty
-  std::vector<Unread> unread;             // of each query, or empty
+  std::vector<float> dropped_mass;  // at most; of each query, or empty
+  std::vector<Unread> unread;       // of each query, or empty
   int64_t distances = 0, hops = 0, rescored = 0;
 };
 
