@@ -283,6 +283,7 @@ struct Index {
     request.begin = pick(random, 0, 2) ? 0 : pick(random, 0, request.prefix_len);
     request.entries = entries.data();
     request.num_entries = static_cast<int32_t>(entries.size());
+    request.max_dropped_mass = NAN;
     request.always = keys.always.data();
     request.num_always = static_cast<int32_t>(keys.always.size());
 
@@ -306,9 +307,12 @@ struct Index {
     check(outcome, request, number);
     if (request.width == 0) check_same_as_scan(outcome, request, number);
     outcome = {};
-    if (pick(random, 0, 1)) {
-      request.scale = 0.1f;
-      request.max_dropped_mass = pick(random, 0, 1) ? 2.f : 0.01f;
+    request.scale = 0.1f;
+    const auto asked = pick(random, 0, 3);
+    if (asked == 1) request.max_dropped_mass = pick(random, 0, 1) ? 2.f : 0.01f;
+    if (asked == 2) {
+      request.k = 0;
+      request.weighs_unread = true;
     }
     scan(request, outcome);
     check(outcome, request, number);
@@ -341,17 +345,22 @@ struct Index {
       for (size_t i = 0; i < found.size(); ++i) {
         require(found[i].id >= request.begin && found[i].id < request.prefix_len,
                 "a key that does not count", number);
-        require(i == 0 || found[i - 1].score >= found[i].score, "not best first", number);
+        require(i == 0 || request.weighs_unread || found[i - 1].score >= found[i].score,
+                "not best first", number);
       }
   }
 
   void attend(Random& random, const SearchOutcome& outcome) const {
     const auto size = static_cast<int32_t>(pick(random, 1, 70));
     const std::vector<float> values(keys.count * size, 1.f);
-    std::vector<float> out(size);
-    for (const auto& found : outcome.found)
-      kernels.attend_found(found, {values.data(), ElementType::kFloat32, size, keys.count}, 0.1f,
-                           out.data());
+    const int64_t num_means = (keys.count + kMeanKeys - 1) / kMeanKeys;
+    std::vector<float> out(size), means(num_means * size);
+    const Rows rows{values.data(), ElementType::kFloat32, size, keys.count};
+    kernels.mean_rows(rows, means.data(), 1);
+    for (size_t q = 0; q < outcome.found.size(); ++q)
+      kernels.attend_found(
+          outcome.found[q], rows, outcome.unread.empty() ? nullptr : &outcome.unread[q],
+          {means.data(), ElementType::kFloat32, size, num_means}, 0.1f, out.data());
   }
 };
 
