@@ -45,7 +45,6 @@ MODULES = [
     "vllm_relay.sparse.contexts.contexts_command",
     "vllm_relay.sparse.plan.head_profile",
     "vllm_relay.sparse.plan.planner",
-    "vllm_relay.sparse.index.reference",
     "vllm_relay.tables",
     "vllm_relay.tables.engines.server",
     "vllm_relay.tables.jobs.job_runner",

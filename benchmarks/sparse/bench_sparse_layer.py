@@ -20,8 +20,8 @@ from benchmarks.support.formatting import Row
 from benchmarks.support.options import argument_parser
 from benchmarks.support.result import Goal, Result
 from benchmarks.support.timing import interleaved, ratio
+from tests.support import reference
 from vllm_relay.sparse import Dipr, FlatIndex, GraphIndex, QueryType, TopK
-from vllm_relay.sparse.index import reference
 from vllm_relay.sparse.index.compiled_index import CompiledIndex
 from vllm_relay.sparse.index.elements import as_elements, from_float32
 from vllm_relay.sparse.index.sparse_layer import SparseLayer, attend

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_relay.sparse.index import reference
+from tests.support import reference
 from vllm_relay.sparse.index.key_index import IndexDamagedError, KeyIndex, SearchResult
 from vllm_relay.sparse.index.query_types import QueryType, TopK
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from tests.support import reference
 from vllm_relay._C import PageGuard
 from vllm_relay.sparse import KeyIndex, QueryType, SearchResult, SearchStats
-from vllm_relay.sparse.index import reference
 from vllm_relay.sparse.index.elements import Elements, as_elements
 from vllm_relay.sparse.index.key_index import NO_GUARDS
 from vllm_relay.sparse.index.query_types import softmax_scale

@@ -11,8 +11,8 @@ from typing import ClassVar
 import numpy as np
 
 import vllm_relay.sparse
+from tests.support.reference import search as reference_search
 from vllm_relay.sparse import KeyIndex, TopK
-from vllm_relay.sparse.index.reference import search as reference_search
 
 Search = Callable[[np.ndarray], Sequence[np.ndarray] | np.ndarray]
 

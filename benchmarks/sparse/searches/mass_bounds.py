@@ -8,8 +8,8 @@ import numpy as np
 from benchmarks.sparse.heads.corpus import Head
 from benchmarks.sparse.searches.contenders import OwnIndex
 from benchmarks.support.formatting import Row
+from tests.support import reference
 from vllm_relay.sparse import Dipr, QueryType, TopK
-from vllm_relay.sparse.index import reference
 
 QUERIES_AT_ONCE = 16
 TOLERANCE = 1e-6

@@ -17,8 +17,8 @@ from benchmarks.sparse.searches.built import Built
 from benchmarks.sparse.searches.contenders import OwnIndex
 from benchmarks.sparse.searches.curves import at_recall
 from benchmarks.support.formatting import Row
+from tests.support.reference import attend
 from vllm_relay.sparse import Dipr, KeyIndex, QueryType, TopK
-from vllm_relay.sparse.index.reference import attend
 
 SHARING_RECALL = 0.95
 WINDOW_FIRST, WINDOW_LAST = 32, 64

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from tests.sparse.brute_force_index import BruteForceIndex
+from tests.support import reference
 from vllm_relay.sparse import QueryType, SearchResult, SearchStats
-from vllm_relay.sparse.index import reference
 from vllm_relay.sparse.index.query_types import softmax_scale
 
 WIDTH_OF_ALL = 400

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.sparse.answers import assert_damage_is_found, assert_exact, assert_same, recall
 from tests.sparse.kernel_variants import KERNELS, kernel
 from tests.sparse.key_sets import KINDS, TRAPS, key_set, trap
+from tests.support import reference
 from tests.support.depth import cases
-from vllm_relay.sparse.index import reference
 from vllm_relay.sparse.index.blocks import REPRESENTATIVES, BlockIndex
 from vllm_relay.sparse.index.elements import DTYPES
 from vllm_relay.sparse.index.flat import FlatIndex

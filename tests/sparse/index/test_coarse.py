@@ -10,7 +10,7 @@ import pytest
 
 from tests.sparse.answers import assert_damage_is_found, assert_exact, assert_same, recall
 from tests.sparse.key_sets import KINDS, key_set
-from vllm_relay.sparse.index import reference
+from tests.support import reference
 from vllm_relay.sparse.index.coarse import CoarseIndex
 from vllm_relay.sparse.index.query_types import Dipr, TopK
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.sparse.answers import assert_same
 from tests.sparse.key_sets import KINDS, TRAPS, key_set, trap
+from tests.support import reference
 from tests.support.depth import cases
 from vllm_relay.sparse import BlockIndex, CoarseIndex, Dipr, FlatIndex, GraphIndex, TopK
-from vllm_relay.sparse.index import reference
 from vllm_relay.sparse.index.compiled_index import CompiledIndex
 from vllm_relay.sparse.index.elements import DTYPES, from_float32
 from vllm_relay.sparse.index.query_types import QueryType

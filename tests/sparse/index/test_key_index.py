@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from tests.sparse.answers import assert_exact, assert_same, assert_well_formed, recall
 from tests.sparse.key_sets import KINDS, TRAPS, key_set, trap
+from tests.support import reference
 from tests.support.depth import cases
-from vllm_relay.sparse.index import reference
 from vllm_relay.sparse.index.blocks import BlockIndex
 from vllm_relay.sparse.index.coarse import CoarseIndex
 from vllm_relay.sparse.index.compiled_index import CompiledIndex

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.sparse.answers import score_ranges
 from tests.sparse.kernel_variants import KERNELS
 from tests.sparse.key_sets import TRAPS, key_set, trap
+from tests.support import reference
 from tests.support.depth import cases
 from vllm_relay import _C
-from vllm_relay.sparse.index import reference
 from vllm_relay.sparse.index.elements import DTYPES, Elements, from_float32
 from vllm_relay.sparse.index.key_codes import encode
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.sparse.key_sets import key_set
+from tests.support import reference
 from vllm_relay.sparse import BlockIndex, CoarseIndex, Dipr, FlatIndex, GraphIndex, TopK
-from vllm_relay.sparse.index import reference
 from vllm_relay.sparse.index.compiled_index import CompiledIndex
 from vllm_relay.sparse.index.elements import DTYPES, Elements, from_float32
 from vllm_relay.sparse.index.query_types import QueryType

@@ -25,9 +25,9 @@ from tests.sparse.tiny_models import (
     stored,
     tiny_model,
 )
+from tests.support import reference
 from tests.support.depth import cases
 from vllm_relay.sparse import Dipr, QueryType, Session, TopK
-from vllm_relay.sparse.index import reference
 
 KV_HEADS, GROUP, HEAD_SIZE = 2, 2, 16
 SINKS, RECENT = 4, 8

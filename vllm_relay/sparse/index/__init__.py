@@ -3,7 +3,7 @@
 
 query_types.py       TopK, Dipr                                              (pure)
 elements.py          keys and values as numpy arrays
-key_index.py, reference.py   KeyIndex, the contract, and its float64 oracle
+key_index.py         KeyIndex, the contract
 key_codes.py         keys in eight bits
 compiled_index.py    what indexes whose searches are C++ have in common
 flat.py, blocks.py, coarse.py, graph.py   the indexes

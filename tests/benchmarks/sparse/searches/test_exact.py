@@ -4,8 +4,8 @@ import pytest
 
 from benchmarks.sparse.heads.corpus import make_head
 from benchmarks.sparse.searches import exact
+from tests.support import reference
 from vllm_relay.sparse import Dipr, TopK
-from vllm_relay.sparse.index import reference
 
 
 @pytest.fixture(params=["rope", "hubs", "negative"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Searches and sparse attention in plain float64 numpy: the oracle of this room."""
+"""Searches and sparse attention in plain float64 numpy: the oracle of `vllm_relay.sparse`."""
 
 from __future__ import annotations
 
