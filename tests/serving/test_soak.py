@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import json
 import os
 import re
@@ -153,6 +154,7 @@ async def run(address: str, questions: Questions, memory: Memory, record: Record
 def test_a_server_bears_them_all(tmp_path: Path) -> None:
     from vllm_relay.demo.tokenizer import build_tokenizer
 
+    faulthandler.dump_traceback_later(SECONDS + 600, exit=True)  # in place of pytest's own limit
     model = save_model("llama", tmp_path / "model")
     tokenizer = build_tokenizer(MAX_MODEL_LEN_TOKENS)
     tokenizer.save_pretrained(model)
