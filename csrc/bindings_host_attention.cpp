@@ -112,11 +112,8 @@ struct Totals {
     const auto row_bytes = [](const AnyRows& rows) {
       return static_cast<int64_t>(rows.nbytes() / std::max<size_t>(1, rows.shape(0)));
     };
-    constexpr int64_t kCodeBytes = 64;  // rows of codes are a multiple of these
-    const auto size = static_cast<int64_t>(set.keys.shape(1));
-    bytes += counts.distances * ((size + kCodeBytes - 1) / kCodeBytes * kCodeBytes) +
-             counts.hops * part.searcher->hop_bytes() + counts.rescored * row_bytes(set.keys) +
-             counts.value_rows * row_bytes(part.values);
+    bytes += counts.code_bytes + counts.hops * part.searcher->hop_bytes() +
+             counts.rescored * row_bytes(set.keys) + counts.value_rows * row_bytes(part.values);
     for (const float dropped : outcome.dropped_mass)
       dropped_mass = std::fmax(dropped_mass, dropped);
   }
@@ -202,7 +199,7 @@ class HostStep {
     const int64_t size = tensors_.size;
     const auto num_queries = static_cast<size_t>(tensors_.group);
     const size_t num_rows = group.requests.size() * num_queries;
-    std::vector<float> queries(num_rows * size), tops(num_rows, -INFINITY), part(size);
+    std::vector<float> queries(num_rows * size), tops(num_rows, -INFINITY);
     std::vector<Found> found;
     const auto state_of = [&](size_t row) {
       return state(g, row / num_queries, head * tensors_.group + row % num_queries);
@@ -229,7 +226,11 @@ class HostStep {
       for (const auto& [begin, end] : request.attended)
         kernels_.score_range(query, keys, begin, end, found);
       raise_top(row, 0);
-      merge(found, request.own->values_of(head), part, state_of(row));
+      std::vector<float> part(size);
+      float lse;
+      kernels_.attend_found({&found, 1}, request.own->values_of(head), nullptr, {}, scale_,
+                            part.data(), &lse);
+      state_of(row).merge(part.data(), lse, size);
     }
 
     // scores of the context's keys that every query reads
@@ -247,20 +248,19 @@ class HostStep {
         const size_t first = r * num_queries;
         search(*segment, head, queries.data() + first * size, num_queries, tops.data() + first,
                outcome, totals);
-        for (size_t q = 0; q < num_queries; ++q) {
-          merge(*segment->parts[head], outcome, q, part, state_of(first + q));
-          // what the next segments are asked reaches down from the best of all
+        merge(*segment->parts[head], outcome, [&](size_t q) { return state_of(first + q); });
+        // what the next segments are asked reaches down from the best of all
+        for (size_t q = 0; q < num_queries; ++q)
           for (const Found& each : outcome.found[q])
             tops[first + q] = std::max(tops[first + q], each.score);
-        }
       }
     if (!group.context) return;
     search(*group.context, head, queries.data(), num_rows, tops.data(), outcome, totals);
     for (size_t row = 0; row < num_rows; ++row) {
       std::vector<Found>& all = outcome.found[row];
       all.insert(all.end(), read[row].begin(), read[row].end());
-      merge(*group.context->parts[head], outcome, row, part, state_of(row));
     }
+    merge(*group.context->parts[head], outcome, state_of);
   }
 
   void search(const LayerSearch& layer, int64_t head, const float* queries, size_t num_queries,
@@ -271,18 +271,14 @@ class HostStep {
     totals.add(layer, part, outcome);
   }
 
-  void merge(const std::vector<Found>& found, const Rows& values, std::vector<float>& part,
-             const State& state) const {
-    if (found.empty()) return;
-    const float lse = kernels_.attend_found(found, values, nullptr, {}, scale_, part.data());
-    state.merge(part.data(), lse, tensors_.size);
-  }
-
-  // What query `q` found of a head's index.
-  void merge(const HeadPart& head, const SearchOutcome& outcome, size_t q, std::vector<float>& part,
-             const State& state) const {
-    const float lse = head.attend(outcome, q, scale_, part.data());
-    state.merge(part.data(), lse, tensors_.size);
+  // What the queries found of a head's index.
+  template <class StateOf>
+  void merge(const HeadPart& head, const SearchOutcome& outcome, const StateOf& state_of) const {
+    const size_t num_queries = outcome.found.size();
+    std::vector<float> outputs(num_queries * tensors_.size), lses(num_queries);
+    head.attend(outcome, scale_, outputs.data(), lses.data());
+    for (size_t q = 0; q < num_queries; ++q)
+      state_of(q).merge(outputs.data() + q * tensors_.size, lses[q], tensors_.size);
   }
 
   void read_query(int64_t token, int64_t head, float* out) const {

@@ -61,10 +61,10 @@ void HeadPart::search(const float* queries, size_t num_queries, const float* win
       outcome);
 }
 
-float HeadPart::attend(const SearchOutcome& outcome, size_t q, float scale, float* out) const {
-  const Unread* unread = outcome.unread.empty() ? nullptr : &outcome.unread[q];
-  return searcher->kernels.attend_found(outcome.found[q], view_values(), unread,
-                                        unread ? rows_of(*value_means, type) : Rows{}, scale, out);
+void HeadPart::attend(const SearchOutcome& outcome, float scale, float* out, float* lse) const {
+  const Unread* unread = outcome.unread.empty() ? nullptr : outcome.unread.data();
+  searcher->kernels.attend_found(outcome.found, view_values(), unread,
+                                 unread ? rows_of(*value_means, type) : Rows{}, scale, out, lse);
 }
 
 HeadCounts relay::index::counts_of(const HeadPart& part, const SearchOutcome& outcome) {
@@ -74,7 +74,8 @@ HeadCounts relay::index::counts_of(const HeadPart& part, const SearchOutcome& ou
     value_rows += std::ranges::count_if(each.weights, [](float weight) { return weight > 0; });
   const int64_t distinct =
       part.everything ? outcome.rescored : count_distinct(outcome.found, part.values.shape(0));
-  return {outcome.distances, outcome.hops, outcome.rescored, value_rows, distinct};
+  return {outcome.distances, outcome.hops, outcome.rescored,
+          value_rows,        distinct,     outcome.code_bytes};
 }
 
 namespace {
@@ -101,7 +102,7 @@ nb::tuple to_python(const SearchOutcome& outcome) {
   }
   const bool certified = !outcome.dropped_mass.empty();
   return nb::make_tuple(ids, scores, certified ? to_numpy(outcome.dropped_mass) : nb::none(),
-                        outcome.distances, outcome.hops, outcome.rescored);
+                        outcome.distances, outcome.hops, outcome.rescored, outcome.code_bytes);
 }
 
 std::pair<float, float> encode(const std::string& kernel, const AnyRows& keys, int type,
@@ -193,14 +194,26 @@ Codes block_codes(const KeySet& set) {
   return codes;
 }
 
+// Codes of a set are the upper halves; `lower` are the others, as long.
 class FlatSearcher : public Searcher {
  public:
-  using Searcher::Searcher;
+  FlatSearcher(const std::string& kernel, KeySet set, Array<const int32_t, 1> always,
+               Array<const uint8_t, 2> lower, nb::object lower_guard)
+      : Searcher(kernel, std::move(set), std::move(always)),
+        lower_(std::move(lower)),
+        lower_guard_(guard_of(lower_, std::move(lower_guard))) {}
   void search(const SearchRequest& request, SearchOutcome& outcome) const override {
     std::vector<BlockRange> ranges;
     append_ranges(request.begin, request.prefix_len, {always.data(), always.shape(0)}, ranges);
-    kernels.scan(block_codes(set), set.codes.data(), set.view_rows(), ranges, request, outcome);
+    Codes codes = block_codes(set);
+    codes.stride *= 2;
+    kernels.scan(codes, {set.codes.data(), lower_.data(), lower_guard_.guard}, set.view_rows(),
+                 ranges, request, outcome);
   }
+
+ private:
+  Array<const uint8_t, 2> lower_;
+  GuardArgument lower_guard_;
 };
 
 class ListSearcher : public Searcher {
@@ -273,7 +286,7 @@ nb::tuple search(const Searcher& searcher, const Array<const float, 2>& queries,
 
 // Searches one index per kv head, `num_threads` at a time, and attends what each query found.
 // queries [kv_heads, group, size], window_max [kv_heads, group], output [kv_heads, group, value
-// size], lse and dropped_mass [kv_heads, group], counts [kv_heads, 5]: HeadCounts.
+// size], lse and dropped_mass [kv_heads, group], counts [kv_heads, 6]: HeadCounts.
 void attend_heads(const std::vector<HeadPart>& heads, const Array<const float, 3>& queries,
                   const std::optional<Array<const float, 2>>& window_max, int64_t begin,
                   int64_t prefix_len, float scale, Array<float, 3> output, Array<float, 2> lse,
@@ -287,15 +300,13 @@ void attend_heads(const std::vector<HeadPart>& heads, const Array<const float, 3
     head.search(queries.data() + h * group * size, group,
                 window_max ? window_max->data() + h * group : nullptr, begin, prefix_len, scale,
                 outcome);
-    for (size_t q = 0; q < group; ++q) {
-      const size_t row = h * group + q;
-      lse.data()[row] = head.attend(outcome, q, scale, output.data() + row * value_size);
-      dropped_mass.data()[row] = head.everything                ? 0
-                                 : outcome.dropped_mass.empty() ? NAN
-                                                                : outcome.dropped_mass[q];
-    }
+    head.attend(outcome, scale, output.data() + h * group * value_size, lse.data() + h * group);
+    for (size_t q = 0; q < group; ++q)
+      dropped_mass.data()[h * group + q] = head.everything                ? 0
+                                           : outcome.dropped_mass.empty() ? NAN
+                                                                          : outcome.dropped_mass[q];
     const HeadCounts counted = counts_of(head, outcome);
-    std::copy_n(&counted.distances, 5, counts.data() + 5 * h);
+    std::copy_n(&counted.distances, 6, counts.data() + 6 * h);
   };
   std::vector<std::exception_ptr> errors(heads.size());  // they cannot leave a parallel region
 #pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
@@ -346,6 +357,20 @@ void lay_out(const Array<const uint8_t, 2>& codes, const Array<const int32_t, 1>
   }
 }
 
+// The same of all rows in their order, in halves: blocks of the upper four bits of each element
+// and, likewise sixteen at a time, rows of the lower ones. What is behind the last row stays as it
+// is.
+void split(const Array<const uint8_t, 2>& codes, Array<uint8_t, 2> upper, Array<uint8_t, 2> lower) {
+  nb::gil_scoped_release release;
+  const auto stride = static_cast<int32_t>(codes.shape(1));
+  for (size_t i = 0; i < codes.shape(0); ++i) {
+    const uint8_t* const code = codes.data() + i * stride;
+    write_upper_lane(code, stride, upper.data() + i / kBlockKeys * kBlockKeys * stride / 2,
+                     i % kBlockKeys);
+    write_lower_row(code, stride, lower.data() + i * stride / 2);
+  }
+}
+
 }  // namespace
 
 void bind_index(nb::module_& module) {
@@ -388,7 +413,9 @@ void bind_index(nb::module_& module) {
                     nb::object>(),
            nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("graph_guard").none() = nb::none());
   nb::class_<FlatSearcher, Searcher>(index, "FlatSearcher")
-      .def(nb::init<const std::string&, KeySet, Array<const int32_t, 1>>());
+      .def(nb::init<const std::string&, KeySet, Array<const int32_t, 1>, Array<const uint8_t, 2>,
+                    nb::object>(),
+           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg("lower_guard").none() = nb::none());
   nb::class_<ListSearcher, Searcher>(index, "ListSearcher")
       .def(nb::init<const std::string&, KeySet, Array<const int32_t, 1>, Array<const uint8_t, 2>,
                     Array<const int64_t, 1>, Array<const int32_t, 1>, Array<const int32_t, 1>>());
@@ -413,6 +440,7 @@ void bind_index(nb::module_& module) {
             nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
   index.def("attend_ids", &attend_ids);
   index.def("lay_out", &lay_out);
+  index.def("split", &split);
   index.def("mean_rows", &mean_rows);
   index.attr("MEAN_KEYS") = kMeanKeys;
 }

@@ -109,8 +109,8 @@ struct HeadPart {
 
   Rows view_values() const { return rows_of(values, type, value_guard.guard); }
 
-  // Attention of query `q` over what a search found: writes the output, returns the log-sum-exp.
-  float attend(const SearchOutcome& outcome, size_t q, float scale, float* out) const;
+  // Attention over what a search found: writes outputs [queries, size] and log-sum-exps.
+  void attend(const SearchOutcome& outcome, float scale, float* out, float* lse) const;
 
   // `scale`: of the scores in the softmax.
   void search(const float* queries, size_t num_queries, const float* window_max, int64_t begin,
@@ -118,9 +118,9 @@ struct HeadPart {
 };
 
 // What a search of a kv head's queries cost: rows of values and of their means that they read, all
-// of them together, and distinct keys that they found.
+// of them together, distinct keys that they found, and bytes of codes.
 struct HeadCounts {
-  int64_t distances, hops, rescored, value_rows, distinct;
+  int64_t distances, hops, rescored, value_rows, distinct, code_bytes;
 };
 HeadCounts counts_of(const HeadPart& part, const SearchOutcome& outcome);
 

@@ -94,45 +94,90 @@ inline void check_values(std::span<const Found> found, const Rows& values) {
   });
 }
 
-// Softmax-weighted sum of the values of `found`, whose scores are inner products, and of the means
-// of what was not found. Writes values.size floats and returns the logarithm of the denominator: 0
-// and -inf where there is nothing.
-inline float attend_found(std::span<const Found> found, const Rows& values, const Unread* unread,
+// Attention of one query, whose values are added a part at a time.
+struct ValueSum {
+  std::vector<float> weights;  // of what was found
+  size_t num_added = 0;        // of it
+  double top = -INFINITY;      // exponents are below it
+  double denominator = 0;
+};
+
+// Begins the sum with the means of what was not found.
+inline ValueSum begin_sum(std::span<const Found> found, const Unread* unread,
                           const Rows& value_means, float scale, float* out) {
-  std::fill(out, out + values.size, 0.f);
+  ValueSum sum;
   double unread_weight = 0;
   // codes that tell more than a float can hold tell nothing: a file may say anything of them
   if (unread && std::fabs(scale * unread->origin) < 1e30)
     for (const float each : unread->weights) unread_weight += each;
-  if (found.empty() && unread_weight == 0) return -INFINITY;
-  double top = unread_weight > 0 ? scale * unread->origin + std::log(unread_weight) : -INFINITY;
-  for (const Found& f : found) top = std::max<double>(top, f.score * scale);
-  double denominator = 0;
+  if (unread_weight > 0) sum.top = scale * unread->origin + std::log(unread_weight);
+  for (const Found& f : found) sum.top = std::max<double>(sum.top, f.score * scale);
   if (unread_weight > 0) {
-    const double factor = std::exp(scale * unread->origin - top);
-    denominator += unread_weight * factor;
+    const double factor = std::exp(scale * unread->origin - sum.top);
+    sum.denominator += unread_weight * factor;
     // all that are left out together weigh a millionth
     const double least = 1e-6 * unread_weight / static_cast<double>(unread->weights.size());
+    static thread_local std::vector<Found> means;
+    means.clear();
+    std::vector<float>& weights = sum.weights;
+    for (size_t m = 0; m < unread->weights.size(); ++m)
+      if (unread->weights[m] > least) {
+        means.push_back({static_cast<int32_t>(m), 0.f});
+        weights.push_back(static_cast<float>(unread->weights[m] * factor));
+      }
     with_elements(value_means, [&](const auto* rows) {
-      for (size_t m = 0; m < unread->weights.size(); ++m)
-        if (unread->weights[m] > least)
-          add_row(static_cast<float>(unread->weights[m] * factor),
-                  rows + static_cast<int64_t>(m) * values.size, values.size, out);
+      add_rows(means, weights.data(), value_means, rows, out);
     });
   }
-  static thread_local std::vector<float> weights;
-  denominator += weigh(found, scale, top, weights);
-  with_elements(values,
-                [&](const auto* rows) { add_rows(found, weights.data(), values, rows, out); });
-  const auto inverse = static_cast<float>(1 / denominator);
-  bool is_finite = true;
-  for (int32_t d = 0; d < values.size; ++d) {
-    out[d] *= inverse;
-    is_finite &= std::isfinite(out[d]);
+  sum.denominator += weigh(found, scale, sum.top, sum.weights);
+  return sum;
+}
+
+constexpr int64_t kValuesAtATime = int64_t{1} << 19;  // bytes, well within a second-level cache
+
+// Softmax-weighted sums of the values that each query found, whose scores are inner products, and
+// of the means of what it did not find (`unread`, of each query, or null). Writes [queries,
+// values.size] and the logarithms of the denominators: 0 and -inf where there is nothing.
+inline void attend_found(std::span<const std::vector<Found>> found, const Rows& values,
+                         const Unread* unread, const Rows& value_means, float scale, float* out,
+                         float* lse) {
+  std::vector<ValueSum> sums(found.size());
+  std::fill_n(out, found.size() * values.size, 0.f);
+  for (size_t q = 0; q < found.size(); ++q)
+    sums[q] = begin_sum(found[q], unread ? unread + q : nullptr, value_means, scale,
+                        out + q * values.size);
+  with_elements(values, [&](const auto* rows) {
+    // all queries meet a part of the values before the next one: they read many of the same
+    const int64_t at_a_time =
+        found.size() < 2 ? values.num_rows
+                         : std::max<int64_t>(1, kValuesAtATime / (sizeof(*rows) * values.size));
+    for (int64_t end = at_a_time; end < values.num_rows + at_a_time; end += at_a_time)
+      for (size_t q = 0; q < found.size(); ++q) {
+        const std::span<const Found> left = std::span(found[q]).subspan(sums[q].num_added);
+        size_t count = 0;
+        while (count < left.size() && (left[count].id < end || end >= values.num_rows)) ++count;
+        add_rows(left.first(count), sums[q].weights.data() + sums[q].num_added, values, rows,
+                 out + q * values.size);
+        sums[q].num_added += count;
+      }
+  });
+  for (size_t q = 0; q < found.size(); ++q) {
+    const ValueSum& sum = sums[q];
+    lse[q] = static_cast<float>(sum.top + std::log(sum.denominator));
+    if (!(sum.denominator > 0 || std::isnan(sum.denominator))) {  // there is nothing
+      lse[q] = -INFINITY;
+      continue;
+    }
+    const auto inverse = static_cast<float>(1 / sum.denominator);
+    bool is_finite = true;
+    for (int32_t d = 0; d < values.size; ++d) {
+      float& each = out[q * values.size + d];
+      each *= inverse;
+      is_finite &= std::isfinite(each);
+    }
+    if (!is_finite && values.is_finite) [[unlikely]]
+      check_values(found[q], values);
   }
-  if (!is_finite && values.is_finite) [[unlikely]]
-    check_values(found, values);
-  return static_cast<float>(top + std::log(denominator));
 }
 
 // The exact scores of `ids`, then as above.
@@ -141,7 +186,9 @@ inline float attend_ids(const float* query, const Rows& keys, const Rows& values
   static thread_local std::vector<Found> found;
   found.clear();
   score_exactly(query, keys, ids, found);
-  return attend_found(found, values, nullptr, {}, scale, out);
+  float lse;
+  attend_found({&found, 1}, values, nullptr, {}, scale, out, &lse);
+  return lse;
 }
 
 }  // namespace

@@ -42,6 +42,8 @@ class CandidateList {
   int32_t bound() const { return bound_; }
   Candidate* begin() { return items_.data(); }
   Candidate* end() { return items_.data() + count_; }
+  const Candidate* begin() const { return items_.data(); }
+  const Candidate* end() const { return items_.data() + count_; }
   int32_t count() const { return count_; }
 
   void push(int32_t position, int32_t score) {

@@ -8,79 +8,109 @@
 namespace relay::index {
 namespace {
 
-struct CodeBlocks {
+// Blocks of whole codes (`write_lane`), or of their upper halves (`write_upper_lane`).
+template <bool UpperHalves>
+struct Blocks {
   const uint8_t* data;
-  int32_t stride;  // of a key's code, in bytes
+  int32_t stride;  // of a key's whole code, in bytes
 
-  const uint8_t* block(int64_t b) const { return data + b * stride * kBlockKeys; }
+  int64_t block_bytes() const { return int64_t{stride} * kBlockKeys / (UpperHalves ? 2 : 1); }
+  const uint8_t* block(int64_t b) const { return data + b * block_bytes(); }
 };
+using CodeBlocks = Blocks<false>;
+using UpperBlocks = Blocks<true>;
 
-// out[query][block][lane]: products of `Queries` query codes, `query_stride` apart, with `Blocks`
-// neighbouring blocks.
+// What is asked from memory so far ahead: the processor's own prefetching stops at each page.
+constexpr int kPrefetchedBlocks = 8;
+
+// out[query][block][lane]: products of `Queries` query codes, `query_stride` apart, with
+// `NumBlocks` neighbouring blocks from `first` on.
 #if defined(__AVX512VNNI__)
 
-template <int Queries, int Blocks>
-RELAY_INLINE void multiply_blocks(const uint8_t* blocks, int32_t stride, const int8_t* queries,
-                                  int64_t query_stride, int32_t* out) {
-  __m512i sums[Queries][Blocks];
+template <int Queries, int NumBlocks, bool UpperHalves>
+RELAY_INLINE void multiply_blocks(const Blocks<UpperHalves>& blocks, int64_t first,
+                                  const int8_t* queries, int64_t query_stride, int32_t* out) {
+  constexpr int kStep = UpperHalves ? 8 : 4;  // elements of a key in 64 bytes of a block
+  __m512i sums[Queries][NumBlocks];
 #pragma GCC unroll 4
   for (int q = 0; q < Queries; ++q)
 #pragma GCC unroll 8
-    for (int b = 0; b < Blocks; ++b) sums[q][b] = _mm512_setzero_si512();
-  const int64_t block_bytes = int64_t{stride} * kBlockKeys;
-  for (int s = 0; s < stride / 4; ++s) {
-    __m512i keys[Blocks];
+    for (int b = 0; b < NumBlocks; ++b) sums[q][b] = _mm512_setzero_si512();
+  const uint8_t* const data = blocks.block(first);
+  const int64_t block_bytes = blocks.block_bytes();
+  const auto four_of = [&](int q, int element) {
+    int32_t four;
+    std::memcpy(&four, queries + q * query_stride + element, 4);
+    return _mm512_set1_epi32(four);
+  };
+  [[maybe_unused]] const __m512i nibble = _mm512_set1_epi8(0x0f);
+  for (int s = 0; s < blocks.stride / kStep; ++s) {
+    __m512i keys[NumBlocks];
 #pragma GCC unroll 8
-    for (int b = 0; b < Blocks; ++b)
-      keys[b] = _mm512_loadu_si512(blocks + b * block_bytes + 64 * s);
+    for (int b = 0; b < NumBlocks; ++b) {
+      const uint8_t* const line = data + b * block_bytes + 64 * s;
+      keys[b] = _mm512_loadu_si512(line);
+      _mm_prefetch(reinterpret_cast<const char*>(line + kPrefetchedBlocks * block_bytes),
+                   _MM_HINT_T0);
+    }
+    const auto add = [&](int element) {
 #pragma GCC unroll 4
-    for (int q = 0; q < Queries; ++q) {
-      int32_t four;
-      std::memcpy(&four, queries + q * query_stride + 4 * s, 4);
-      const __m512i query = _mm512_set1_epi32(four);
+      for (int q = 0; q < Queries; ++q) {
+        const __m512i query = four_of(q, element);
 #pragma GCC unroll 8
-      for (int b = 0; b < Blocks; ++b) sums[q][b] = _mm512_dpbusd_epi32(sums[q][b], keys[b], query);
+        for (int b = 0; b < NumBlocks; ++b)
+          sums[q][b] = _mm512_dpbusd_epi32(
+              sums[q][b], UpperHalves ? _mm512_and_si512(keys[b], nibble) : keys[b], query);
+      }
+    };
+    add(kStep * s);
+    if constexpr (UpperHalves) {
+#pragma GCC unroll 8
+      for (int b = 0; b < NumBlocks; ++b) keys[b] = _mm512_srli_epi16(keys[b], 4);
+      add(kStep * s + 4);
     }
   }
 #pragma GCC unroll 4
   for (int q = 0; q < Queries; ++q)
 #pragma GCC unroll 8
-    for (int b = 0; b < Blocks; ++b)
-      _mm512_storeu_si512(out + (q * Blocks + b) * kBlockKeys, sums[q][b]);
+    for (int b = 0; b < NumBlocks; ++b)
+      _mm512_storeu_si512(out + (q * NumBlocks + b) * kBlockKeys, sums[q][b]);
 }
 
 #else
 
-template <int Queries, int Blocks>
-inline void multiply_blocks(const uint8_t* blocks, int32_t stride, const int8_t* queries,
+template <int Queries, int NumBlocks, bool UpperHalves>
+inline void multiply_blocks(const Blocks<UpperHalves>& blocks, int64_t first, const int8_t* queries,
                             int64_t query_stride, int32_t* out) {
-  const int64_t block_bytes = int64_t{stride} * kBlockKeys;
+  constexpr int kStep = UpperHalves ? 8 : 4;
   for (int q = 0; q < Queries; ++q)
-    for (int b = 0; b < Blocks; ++b)
+    for (int b = 0; b < NumBlocks; ++b)
       for (int lane = 0; lane < kBlockKeys; ++lane) {
+        const uint8_t* const data = blocks.block(first + b);
         int32_t sum = 0;
-        for (int32_t i = 0; i < stride; ++i)
-          sum += int32_t{blocks[b * block_bytes + 64 * (i / 4) + 4 * lane + i % 4]} *
-                 queries[q * query_stride + i];
-        out[(q * Blocks + b) * kBlockKeys + lane] = sum;
+        for (int32_t i = 0; i < blocks.stride; ++i) {
+          const int code = data[64 * (i / kStep) + 4 * lane + i % 4];
+          const int element = !UpperHalves ? code : (i % kStep < 4 ? code & 0x0f : code >> 4);
+          sum += element * queries[q * query_stride + i];
+        }
+        out[(q * NumBlocks + b) * kBlockKeys + lane] = sum;
       }
 }
 
 #endif
 
-// Calls `take(query, block, count, scores)` with the sixteen scores of each of `count` neighbouring
-// blocks, a constant, until each query has met `num_blocks` of them.
-template <class Take>
-RELAY_INLINE void for_each_product(const CodeBlocks& codes, int64_t first, int64_t num_blocks,
-                                   const int8_t* queries, int64_t query_stride, int num_queries,
-                                   Take&& take) {
+// Calls `take(query, queries, block, blocks, scores)` with the products of each of so many queries
+// and neighbouring blocks, both constants: scores [queries][blocks][lane]. Until each query has met
+// `num_blocks` of them.
+template <bool UpperHalves, class Take>
+RELAY_INLINE void for_each_product(const Blocks<UpperHalves>& codes, int64_t first,
+                                   int64_t num_blocks, const int8_t* queries, int64_t query_stride,
+                                   int num_queries, Take&& take) {
   alignas(64) int32_t scores[4 * 4 * kBlockKeys];
   const auto run = [&](auto num, auto at_once, int64_t b, int q) {
-    constexpr int kQueries = num(), kBlocks = at_once();
-    multiply_blocks<kQueries, kBlocks>(codes.block(first + b), codes.stride,
-                                       queries + q * query_stride, query_stride, scores);
-    for (int i = 0; i < kQueries; ++i)
-      take(q + i, first + b, at_once, scores + i * kBlocks * kBlockKeys);
+    multiply_blocks<num(), at_once()>(codes, first + b, queries + q * query_stride, query_stride,
+                                      scores);
+    take(q, num, first + b, at_once, scores);
   };
   const auto some_blocks = [&](auto at_once, int64_t b) {
     int q = 0;
@@ -94,6 +124,18 @@ RELAY_INLINE void for_each_product(const CodeBlocks& codes, int64_t first, int64
   int64_t b = 0;
   for (; b + 4 <= num_blocks; b += 4) some_blocks(std::integral_constant<int, 4>(), b);
   for (; b < num_blocks; ++b) some_blocks(std::integral_constant<int, 1>(), b);
+}
+
+// The same with `take(query, block, blocks, scores)`, one query after the other.
+template <bool UpperHalves, class Take>
+RELAY_INLINE void for_each_query_product(const Blocks<UpperHalves>& codes, int64_t first,
+                                         int64_t num_blocks, const int8_t* queries,
+                                         int64_t query_stride, int num_queries, Take&& take) {
+  for_each_product(codes, first, num_blocks, queries, query_stride, num_queries,
+                   [&](int q, auto num, int64_t block, auto count, const int32_t* scores) {
+                     for (int i = 0; i < num(); ++i)
+                       take(q + i, block, count, scores + i * count() * kBlockKeys);
+                   });
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include "inverted_lists.h"
 #include "kernels.h"
 #include "nearest_keys.h"
+#include "split_scan.h"
 #include "token_blocks.h"
 
 namespace relay::index {
@@ -56,20 +57,14 @@ void build_graph(const Codes& codes, const Rows& keys, const Graph& graph,
   });
 }
 
-void scan(const Codes& codes, const uint8_t* blocks, const Rows& keys,
+void scan(const Codes& codes, const SplitCodes& split, const Rows& keys,
           std::span<const BlockRange> ranges, const SearchRequest& request,
           SearchOutcome& outcome) {
   static thread_local ScanScratch scratch;
   scratch.encode(request.queries, request.num_queries, codes);
-  // what is off at the end of a range counts all the same where the unread is weighed
-  BlockScan scan(codes, {blocks, codes.stride}, keys, nullptr, !request.weighs_unread, request,
-                 scratch, outcome);
-  if (request.weighs_unread) scan.weigh_unread();
-  if (!std::isnan(request.max_dropped_mass))
-    scan.certify(ranges.empty() ? 0
-                                : ranges.back().first_block * kBlockKeys + ranges.back().num_keys);
-  scan.read(ranges);
-  scan.finish();
+  with_chunks(codes, [&](auto chunks) {
+    SplitScan<chunks()>(codes, split, keys, request, scratch, outcome).run(ranges);
+  });
 }
 
 void search_lists(const Codes& codes, const InvertedLists& lists, const Rows& keys,
@@ -137,6 +132,7 @@ void search_graph(const Codes& codes, const Rows& keys, const Graph& graph,
       search.run(query);
       outcome.distances += search.counts().distances;
       outcome.hops += search.counts().hops;
+      outcome.code_bytes += search.counts().distances * codes.stride;
       SearchRequest part = request;
       part.queries = query.queries;
       part.window_max = query.window_max;

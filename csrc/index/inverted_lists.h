@@ -46,6 +46,7 @@ inline void search_inverted(const Codes& codes, const InvertedLists& lists, cons
                       (1u << (first % kBlockKeys)) - 1});
   }
   outcome.distances += n;
+  outcome.code_bytes += int64_t{n} * codes.stride;
   BlockScan scan(codes, {lists.blocks, codes.stride}, keys, lists.ids, false, request, scratch,
                  outcome);
   scan.read(ranges);

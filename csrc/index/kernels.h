@@ -63,6 +63,7 @@ struct SearchOutcome {
   std::vector<float> dropped_mass;  // at most; of each query, or empty
   std::vector<Unread> unread;       // of each query, or empty
   int64_t distances = 0, hops = 0, rescored = 0;
+  int64_t code_bytes = 0;  // read of codes
 };
 
 // An inverted file: keys in lists, each list's keys in their order and from a new block on.
@@ -105,8 +106,8 @@ struct IndexKernels {
   void (*build_graph)(const Codes&, const Rows& keys, const Graph&, const GraphBuildOptions&,
                       const int32_t* nearest, int64_t num_queries, int32_t k,
                       const int32_t* entries, int32_t num_entries);
-  // Exact: `blocks` hold the keys in their order.
-  void (*scan)(const Codes&, const uint8_t* blocks, const Rows& keys, std::span<const BlockRange>,
+  // Of all keys in `ranges`; exact but where the unread is weighed.
+  void (*scan)(const Codes&, const SplitCodes&, const Rows& keys, std::span<const BlockRange>,
                const SearchRequest&, SearchOutcome&);
   void (*search_lists)(const Codes&, const InvertedLists&, const Rows& keys, const SearchRequest&,
                        SearchOutcome&);
@@ -120,10 +121,11 @@ struct IndexKernels {
                       std::vector<Found>& found);
   // Means of `kMeanKeys` rows in turn, of the same type; the last one may be of fewer.
   void (*mean_rows)(const Rows&, void* means, int num_threads);
-  // Attention over what was found, or over `ids`: writes the output, returns the log-sum-exp.
-  // What was not found counts by the means of its values, where these are given.
-  float (*attend_found)(std::span<const Found>, const Rows& values, const Unread*,
-                        const Rows& value_means, float scale, float* out);
+  // Attention of each query over what it found: writes outputs [queries, size] and log-sum-exps.
+  // What was not found (of each query, or null) counts by the means of its values.
+  void (*attend_found)(std::span<const std::vector<Found>>, const Rows& values, const Unread*,
+                       const Rows& value_means, float scale, float* out, float* lse);
+  // Over `ids`: writes the output, returns the log-sum-exp.
   float (*attend_ids)(const float* query, const Rows& keys, const Rows& values,
                       std::span<const int32_t> ids, float scale, float* out);
 };

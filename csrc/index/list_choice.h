@@ -25,13 +25,13 @@ class ListChoice {
   void add_products(const CodeBlocks& representatives, int32_t begin, int32_t end,
                     const int8_t* queries) {
     const int32_t first = begin / kBlockKeys;
-    for_each_product(representatives, first, (end + kBlockKeys - 1) / kBlockKeys - first, queries,
-                     representatives.stride, num_queries_,
-                     [&](int q, int64_t block, auto count, const int32_t* products) {
-                       int32_t* to =
-                           scores_.data() + static_cast<size_t>(q) * stride_ + block * kBlockKeys;
-                       for (int i = 0; i < kBlockKeys * count(); ++i) to[i] += products[i];
-                     });
+    for_each_query_product(representatives, first, (end + kBlockKeys - 1) / kBlockKeys - first,
+                           queries, representatives.stride, num_queries_,
+                           [&](int q, int64_t block, auto count, const int32_t* products) {
+                             int32_t* to = scores_.data() + static_cast<size_t>(q) * stride_ +
+                                           block * kBlockKeys;
+                             for (int i = 0; i < kBlockKeys * count(); ++i) to[i] += products[i];
+                           });
   }
 
   int32_t score(int query, int32_t list) const {

@@ -73,13 +73,13 @@ inline void nearest_keys(const Codes& codes, const Rows& keys, const float* quer
       // several blocks stay in the first-level cache while all queries meet them
       constexpr int64_t kStep = 4;
       for (int64_t b = 0; b < count_blocks; b += kStep)
-        for_each_product(blocks, b, std::min(kStep, count_blocks - b),
-                         query_codes.data() + static_cast<int64_t>(first) * codes.stride,
-                         codes.stride, count,
-                         [&](int q, int64_t block, auto at_once, const int32_t* scores) {
-                           offer<at_once()>(lists[first + q], scores, block * kBlockKeys,
-                                            first_lanes(n - block * kBlockKeys));
-                         });
+        for_each_query_product(blocks, b, std::min(kStep, count_blocks - b),
+                               query_codes.data() + static_cast<int64_t>(first) * codes.stride,
+                               codes.stride, count,
+                               [&](int q, int64_t block, auto at_once, const int32_t* scores) {
+                                 offer<at_once()>(lists[first + q], scores, block * kBlockKeys,
+                                                  first_lanes(n - block * kBlockKeys));
+                               });
     };
 #pragma omp for schedule(dynamic, 1)
     for (int64_t begin = 0; begin < num_queries; begin += at_once) {

@@ -43,8 +43,10 @@ RELAY_INLINE void for_each_lane(int size, Body&& body) {
   for (int lane = 0; i + lane < size; ++lane) body(i + lane, lane);
 }
 
-// Writes `codes.stride` signed bytes.
-inline QueryCode encode_query(const float* query, const Codes& codes, int8_t* out) {
+// Writes `codes.stride` signed bytes. `upper` is of products with the upper four bits of the codes:
+// the lower ones are taken for their middle.
+inline QueryCode encode_query(const float* query, const Codes& codes, int8_t* out,
+                              QueryCode* upper = nullptr) {
   LaneSum largest_of, mean_dots;
   for_each_lane(codes.size, [&](int i, int lane) {
     const double q = query[i];
@@ -53,12 +55,13 @@ inline QueryCode encode_query(const float* query, const Codes& codes, int8_t* ou
   });
   const double largest = *std::max_element(std::begin(largest_of.of), std::end(largest_of.of));
   const double unit = largest > 0 ? largest / 127 : 1, inverse = 1 / unit;
-  LaneSum sums, all_squares, totals, all_residuals, magnitudes;
+  LaneSum sums, distances, all_squares, totals, all_residuals, magnitudes;
   for_each_lane(codes.size, [&](int i, int lane) {
     const double q = query[i], scaled = q * codes.scale[i];
     const double code = std::rint(scaled * inverse);
     out[i] = static_cast<int8_t>(code);
     sums.of[lane] += code;
+    distances.of[lane] += std::fabs(code);
     all_squares.of[lane] += scaled * scaled;
     totals.of[lane] += std::fabs(scaled);
     const double residual = scaled - unit * code;
@@ -77,6 +80,14 @@ inline QueryCode encode_query(const float* query, const Codes& codes, int8_t* ou
   form.largest_error = std::min(totals.total() / 2, std::sqrt(squares) * codes.longest_error) +
                        std::sqrt(residuals) * codes.longest + form.float_error +
                        (largest > 0 ? kSmallestFloat * codes.size : 0);
+  if (upper) {
+    constexpr double kMiddle = 7.5;
+    *upper = form;
+    upper->unit = 16 * unit;
+    upper->offset = form.offset + unit * kMiddle * sums.total();
+    upper->error = std::sqrt(256 * squares / 12 + residuals * kTypicalCode * kTypicalCode);
+    upper->largest_error = form.largest_error + unit * kMiddle * distances.total();
+  }
   return form;
 }
 

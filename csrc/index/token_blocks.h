@@ -91,7 +91,9 @@ inline void search_token_blocks(const Codes& codes, const TokenBlocks& blocks, c
   }
   scan.finish();
   outcome.hops = num_read;
-  outcome.distances += int64_t{end - first} * (blocks.smallest ? 2 : 1);
+  const int64_t representatives = int64_t{end - first} * (blocks.smallest ? 2 : 1);
+  outcome.distances += representatives;
+  outcome.code_bytes += representatives * codes.stride;
 }
 
 }  // namespace

@@ -41,6 +41,14 @@ struct Codes {
   const PageGuard* guard = nullptr;  // of rows, or of blocks where codes lie in blocks
 };
 
+// Codes of keys in their order, in two halves: blocks of the upper four bits of each element, and
+// rows of the lower four.
+struct SplitCodes {
+  const uint8_t* upper;
+  const uint8_t* lower;
+  const PageGuard* lower_guard = nullptr;  // of sixteen rows each
+};
+
 // Neighbours of node i: row[1 .. row[0]] of row i.
 struct Graph {
   int32_t* rows;

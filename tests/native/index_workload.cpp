@@ -43,7 +43,7 @@ struct Keys {
   std::vector<float> floats;
   std::vector<uint16_t> halves;
   std::vector<float> mean, step;
-  std::vector<uint8_t> codes, outside, blocks;
+  std::vector<uint8_t> codes, outside, blocks, upper, lower;
   std::vector<int32_t> always;
   float longest = 0, longest_error = 0;
 
@@ -87,6 +87,13 @@ struct Keys {
     std::vector<int32_t> order(count);
     std::iota(order.begin(), order.end(), 0);
     blocks = lay_out(order);
+    upper.resize(blocks.size() / 2);
+    lower.resize(blocks.size() / 2);
+    for (int64_t i = 0; i < count; ++i) {
+      const uint8_t* const code = codes.data() + i * stride;
+      write_upper_lane(code, stride, upper.data() + i / 16 * 8 * stride, i % 16);
+      write_lower_row(code, stride, lower.data() + i * stride / 2);
+    }
   }
 
   Rows rows() const {
@@ -118,13 +125,17 @@ std::vector<float> random_queries(Random& random, const Keys& keys, int64_t coun
 void check_bound(const float* query, const Codes& codes, const Rows& keys, const uint8_t* outside,
                  int number) {
   std::vector<int8_t> code(codes.stride);
-  const QueryCode form = encode_query(query, codes, code.data());
+  QueryCode upper;
+  const QueryCode form = encode_query(query, codes, code.data(), &upper);
   with_elements(keys, [&](const auto* rows) {
     for (int64_t i = 0; i < keys.num_rows; ++i) {
       if (outside[i]) continue;
-      int64_t product = 0;
-      for (int32_t d = 0; d < codes.stride; ++d)
-        product += int64_t{codes.data[i * codes.stride + d]} * code[d];
+      int64_t product = 0, upper_product = 0;
+      for (int32_t d = 0; d < codes.stride; ++d) {
+        const int64_t element = codes.data[i * codes.stride + d];
+        product += element * code[d];
+        upper_product += (element >> 4) * code[d];
+      }
       long double exact = 0;
       for (int32_t d = 0; d < keys.size; ++d)
         exact += static_cast<long double>(query[d]) * relay::to_float(rows[i * keys.size + d]);
@@ -134,6 +145,9 @@ void check_bound(const float* query, const Codes& codes, const Rows& keys, const
               "a score is further from its code than largest_error", number);
       require(!std::isfinite(score) || std::fabs(guess - score) <= form.largest_error,
               "a float score is further from its code than largest_error", number);
+      const double by_half = upper.offset + upper.unit * static_cast<double>(upper_product);
+      require(std::fabs(by_half - static_cast<double>(exact)) <= upper.largest_error,
+              "a score is further from its upper half than largest_error", number);
     }
   });
 }
@@ -322,7 +336,8 @@ struct Index {
   void scan(const SearchRequest& request, SearchOutcome& outcome) const {
     std::vector<BlockRange> ranges;
     append_ranges(request.begin, request.prefix_len, keys.always, ranges);
-    kernels.scan(keys.view(), keys.blocks.data(), keys.rows(), ranges, request, outcome);
+    kernels.scan(keys.view(), {keys.upper.data(), keys.lower.data()}, keys.rows(), ranges, request,
+                 outcome);
   }
 
   void check_same_as_scan(const SearchOutcome& outcome, const SearchRequest& request,
@@ -354,13 +369,13 @@ struct Index {
     const auto size = static_cast<int32_t>(pick(random, 1, 70));
     const std::vector<float> values(keys.count * size, 1.f);
     const int64_t num_means = (keys.count + kMeanKeys - 1) / kMeanKeys;
-    std::vector<float> out(size), means(num_means * size);
+    const size_t num_queries = outcome.found.size();
+    std::vector<float> out(num_queries * size), lses(num_queries), means(num_means * size);
     const Rows rows{values.data(), ElementType::kFloat32, size, keys.count};
     kernels.mean_rows(rows, means.data(), 1);
-    for (size_t q = 0; q < outcome.found.size(); ++q)
-      kernels.attend_found(
-          outcome.found[q], rows, outcome.unread.empty() ? nullptr : &outcome.unread[q],
-          {means.data(), ElementType::kFloat32, size, num_means}, 0.1f, out.data());
+    kernels.attend_found(
+        outcome.found, rows, outcome.unread.empty() ? nullptr : outcome.unread.data(),
+        {means.data(), ElementType::kFloat32, size, num_means}, 0.1f, out.data(), lses.data());
   }
 };
 

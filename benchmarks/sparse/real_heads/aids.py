@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -49,12 +50,27 @@ class Codes:
             outside.append(torch.from_numpy(how.outside).long())
         return cls(torch.stack(means), torch.stack(steps), torch.stack(codes), outside)
 
-    def products(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Inner products [kv heads, group, tokens, n] by codes, the queries in eight bits too."""
+    @cached_property
+    def upper_halves(self) -> torch.Tensor:
+        """Codes by their upper four bits: float32 [kv heads, n, d], in the middle of what these
+        leave open."""
+        return torch.div(self.codes.float(), 16, rounding_mode="floor") * 16 + 7.5
+
+    def upper_error(self, queries: torch.Tensor) -> torch.Tensor:
+        """Standard deviation of products with upper halves: [kv heads, group, tokens, 1]."""
+        scaled = queries * self.step[:, None, None]
+        return scaled.norm(dim=-1, keepdim=True) * 16 / math.sqrt(12)
+
+    def products(
+        self, queries: torch.Tensor, keys: torch.Tensor, *, upper: bool = False
+    ) -> torch.Tensor:
+        """Inner products [kv heads, group, tokens, n] by codes, or by their upper halves; the
+        queries in eight bits too."""
         scaled = queries * self.step[:, None, None]
         unit = scaled.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
         rounded = (scaled / unit).round() * unit
-        found = torch.einsum("hgtd,hnd->hgtn", rounded, self.codes.float())
+        codes = self.upper_halves if upper else self.codes.float()
+        found = torch.einsum("hgtd,hnd->hgtn", rounded, codes)
         found += torch.einsum("hgtd,hd->hgt", queries, self.mean)[..., None]
         for head, ids in enumerate(self.outside):
             found[head][..., ids] = queries[head] @ keys[head, ids].T

@@ -28,6 +28,8 @@ SINK_TOKENS = 64
 WINDOW_TOKENS = 256
 KEY_AND_VALUE_BYTES = 4  # of an element of both, in bfloat16
 DEFAULT_ALPHA = 2e-4
+LIGHT_WEIGHT = 0.01
+LARGEST_UPPER_ERROR = 1.0
 
 
 @dataclass(frozen=True)
@@ -125,32 +127,70 @@ class TopK:
 @dataclass(frozen=True)
 class Range:
     """DIPR (2504.10326): keys whose weight is at least `alpha` times the largest, by a scan of
-    eight-bit codes.
-
-    With `remainder` the others count too: the weight that the scan found in a block of adjacent
-    tokens, times the mean of the block's values.
-    """
+    eight-bit codes."""
 
     alpha: float
-    remainder: bool = False
-    shared: bool = False
 
     @property
     def name(self) -> str:
-        return f"alpha {self.alpha:g}{' + remainder' if self.remainder else ''}"
+        return f"alpha {self.alpha:g}"
 
     def choose(self, asked: Asked) -> Chosen:
         scores = asked.aids.codes.products(asked.queries, asked.aids.keys) * asked.scale
         scores = scores.masked_fill(~asked.far, -math.inf)
-        largest = torch.maximum(scores.amax(-1, keepdim=True), asked.near_max)
-        least = largest + math.log(self.alpha) if self.alpha else torch.full_like(largest, -1e30)
-        read = _of_group(scores >= least, self.shared)
-        if not self.remainder:
-            return Chosen(read, aid_bytes=1)
-        weights = torch.exp(scores - asked.shift).masked_fill(read, 0)
-        of_blocks = in_blocks(weights, VALUE_BLOCK_TOKENS).sum(-1)
+        return Chosen(scores >= _least(scores, asked, self.alpha), aid_bytes=1)
+
+
+@dataclass(frozen=True)
+class Remainder:
+    """As relay_sparse does at its defaults (csrc/index/split_scan.h): a scan of the upper halves of
+    the codes, of whose candidates lower halves are read.
+
+    Keys of little weight count by their codes, with their own values; those out of range count
+    together, by the weight that the scan found in a block of adjacent tokens, times the mean of the
+    block's values.
+    """
+
+    alpha: float
+
+    @property
+    def name(self) -> str:
+        return f"alpha {self.alpha:g} + remainder"
+
+    def choose(self, asked: Asked) -> Chosen:
+        codes, far = asked.aids.codes, asked.far
+        whole = codes.products(asked.queries, asked.aids.keys) * asked.scale
+        upper = codes.products(asked.queries, asked.aids.keys, upper=True) * asked.scale
+        error = codes.upper_error(asked.queries) * asked.scale
+        is_whole = error > LARGEST_UPPER_ERROR
+        seen = torch.where(is_whole, whole, upper).masked_fill(~far, -math.inf)
+        whole = whole.masked_fill(~far, -math.inf)
+
+        reach = torch.where(is_whole, 0.0, error)
+        candidates = seen >= _least(seen, asked, self.alpha) - reach
+        known = whole.masked_fill(~candidates, -math.inf)
+        read = candidates & (whole >= _least(known, asked, self.alpha))
+        heavy = read & (whole >= _least(known, asked, LIGHT_WEIGHT))
+
+        weights = torch.exp(torch.where(candidates, whole, seen) - asked.shift)
+        of_blocks = in_blocks(weights.masked_fill(read, 0), VALUE_BLOCK_TOKENS).sum(-1)
         values = torch.einsum("hgtb,hbd->hgtd", of_blocks, asked.aids.value_means)
-        return Chosen(read, 1 + 2 / VALUE_BLOCK_TOKENS, values, of_blocks.sum(-1, keepdim=True))
+        # light keys are taken at their true scores for those that are read
+        wrong = weights - torch.exp(asked.scores - asked.shift)
+        wrong = wrong.masked_fill(~(read & ~heavy), 0)
+        values += torch.einsum("hgtn,hnd->hgtd", wrong, asked.aids.values)
+        weight = of_blocks.sum(-1, keepdim=True) + wrong.sum(-1, keepdim=True)
+        num_far = far.sum(-1).clamp(min=1)
+
+        def share(chosen: torch.Tensor) -> float:
+            """Of any query head of a group."""
+            return (chosen.any(1).sum(-1) / num_far).mean().item()
+
+        lower = share(candidates | is_whole & far)
+        # light keys are not read, only their values
+        unread_keys = share(read) - share(heavy)
+        aid_bytes = 0.5 + 0.5 * lower + 2 / VALUE_BLOCK_TOKENS - 2 * unread_keys
+        return Chosen(read, aid_bytes, values, weight)
 
 
 @dataclass(frozen=True)
@@ -221,6 +261,12 @@ class Wave:
         estimated = (~best & (sizes > 0)).any(1).float().mean().item()  # whose values are read
         aid_bytes = 2 * per_token * (1 + estimated)
         return Chosen(read, aid_bytes, values, weights.sum(-1, keepdim=True))
+
+
+def _least(scores: torch.Tensor, asked: Asked, alpha: float) -> torch.Tensor:
+    """The score that weighs `alpha` times as much as the best one, the near ones included."""
+    largest = torch.maximum(scores.amax(-1, keepdim=True), asked.near_max)
+    return largest + math.log(alpha) if alpha else torch.full_like(largest, -1e30)
 
 
 def _of_group(chosen: torch.Tensor, shared: bool) -> torch.Tensor:

@@ -113,7 +113,10 @@ OF_KIND: dict[str, dict[str, Callable[[dict[str, Any]], None]]] = {
         "means that are exact": _replace("exact", lambda _: True),
         "width above all blocks": _replace("default_width", lambda _: 701),
     },
-    "flat": {"blocks too few": _replace("blocks", lambda blocks: blocks[:-1])},
+    "flat": {
+        "upper halves too few": _replace("upper", lambda blocks: blocks[:-1]),
+        "lower halves too short": _replace("lower", lambda rows: rows[:, :-32]),
+    },
     "bounds": {"bounds missing": _replace("representatives", lambda each: each[:1])},
 }
 CASES = [

@@ -22,7 +22,7 @@ from vllm_relay.sparse.index.compiled_index import CompiledIndex
 from vllm_relay.sparse.index.elements import DTYPES, Elements, from_float32
 from vllm_relay.sparse.index.flat import FlatIndex
 from vllm_relay.sparse.index.graph import GraphIndex
-from vllm_relay.sparse.index.key_codes import encode
+from vllm_relay.sparse.index.key_codes import encode, split_codes
 from vllm_relay.sparse.index.query_types import Dipr, QueryType, TopK
 
 INDEXES = (FlatIndex, BlockIndex, CoarseIndex, GraphIndex)
@@ -48,10 +48,11 @@ def test_the_portable_kernel_is_always_there() -> None:
             _C.index.FlatSearcher(name, *flat_parts(np.ones((2, 2), np.float32)))
 
 
-def flat_parts(keys: np.ndarray) -> tuple[object, np.ndarray]:
+def flat_parts(keys: np.ndarray) -> tuple[object, np.ndarray, np.ndarray]:
     elements = Elements(keys, "float32")
     codes, rows = encode(elements, 1)
-    return codes.key_set(elements, rows), codes.outside
+    upper, lower = split_codes(rows)
+    return codes.key_set(elements, upper), codes.outside, lower
 
 
 @each_fast_kernel

@@ -13,7 +13,7 @@ import numpy as np
 from vllm_relay.sparse.files.section_table import check_json
 from vllm_relay.sparse.index.elements import DTYPES
 
-CONTEXT_FORMAT = 2
+CONTEXT_FORMAT = 3
 CHAIN_TOKENS = 16
 CHAIN_HASH_BYTES = 16
 

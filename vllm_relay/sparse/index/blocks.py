@@ -94,7 +94,6 @@ class BlockIndex(CompiledIndex):
         self.searcher = _C.index.BlockSearcher(
             "auto", key_set, codes.outside, representatives, self.block_tokens
         )
-        self._exact = _C.index.FlatSearcher("auto", key_set, codes.outside)  # of the same blocks
 
     def width_of(self, query: QueryType) -> int:
         """0 where as many blocks are read as it takes."""

@@ -18,10 +18,10 @@ from vllm_relay.sparse.index.elements import STORAGE, Elements, as_elements, che
 from vllm_relay.sparse.index.key_codes import (
     MAX_HEAD_SIZE,
     KeyCodes,
-    blocks_in_order,
     encode,
     encode_rows,
     row_bytes,
+    split_codes,
 )
 from vllm_relay.sparse.index.key_index import (
     NO_GUARDS,
@@ -190,11 +190,11 @@ class CompiledIndex(KeyIndex):
             entries = np.concatenate([entries, check_entries(entry, n)])
         searcher = self.searcher if query.max_dropped_mass is None else self.exact_searcher
         prefix_len = check_prefix(prefix_len, n)
-        ids, scores, dropped_mass, distances, hops, rescored = searcher.search(
+        ids, scores, dropped_mass, distances, hops, rescored, code_bytes = searcher.search(
             queries, k, reach, self.width_of(query), window_max, check_begin(begin, prefix_len),
             prefix_len, entries, softmax_scale(query, d), mass_limit(query),
         )  # fmt: skip
-        stats = self.stats(distances, hops, rescored, dropped_mass)
+        stats = self.stats(distances, hops, rescored, code_bytes, dropped_mass)
         return SearchResult(ids, scores, stats)
 
     def width_of(self, query: QueryType) -> int:
@@ -210,8 +210,9 @@ class CompiledIndex(KeyIndex):
                 codes, rows = encode(keys, check_threads(None))
             except ValueError as error:
                 raise IndexDamagedError(f"{self.kind} index: {error}") from error
-            key_set = codes.key_set(self.keys, blocks_in_order(rows))
-            self._exact = _C.index.FlatSearcher("auto", key_set, codes.outside)
+            upper, lower = split_codes(rows)
+            key_set = codes.key_set(self.keys, upper)
+            self._exact = _C.index.FlatSearcher("auto", key_set, codes.outside, lower)
         return self._exact
 
     def stats(
@@ -219,11 +220,11 @@ class CompiledIndex(KeyIndex):
         distances: int,
         hops: int,
         rescored: int,
+        code_bytes: int,
         dropped_mass: np.ndarray | None = None,
     ) -> SearchStats:
         """What a search cost, from what the C++ side counts."""
-        n, d = self._keys.shape
-        read = distances * row_bytes(d) + hops * self.hop_bytes + rescored * key_bytes(self._keys)
+        read = code_bytes + hops * self.hop_bytes + rescored * key_bytes(self._keys)
         return SearchStats(distances, hops, read, dropped_mass)
 
     def append(self, keys: Any) -> None:

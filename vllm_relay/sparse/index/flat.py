@@ -14,48 +14,53 @@ from vllm_relay.sparse.index.elements import Elements
 from vllm_relay.sparse.index.key_codes import (
     BLOCK_KEYS,
     KeyCodes,
-    blocks_in_order,
+    SplitCodes,
     row_bytes,
+    split_codes,
 )
 from vllm_relay.sparse.index.key_index import IndexDamagedError
 
 
 class FlatIndex(CompiledIndex):
-    """Reads the eight-bit code of every key, and the keys themselves that could be an answer.
+    """Reads the upper half of the eight-bit code of every key, the lower half where the upper one
+    is not enough, and the keys themselves that could be an answer.
 
     What a code can be off by is bounded (docs/key-index.md, section 2), so the answer is the one
-    that reading all keys would give, for half the bytes of bfloat16 keys.
+    that reading all keys would give, for a quarter of the bytes of bfloat16 keys and those of the
+    candidates.
     """
 
     kind = "flat"
-    read_by_row = frozenset({"keys", "blocks"})
-    _blocks: np.ndarray
+    read_by_row = frozenset({"keys", "upper", "lower"})
+    _halves: SplitCodes
 
     def _build(self, coded: CodedKeys, train_queries: Any, seed: int, threads: int) -> None:
-        self._set(coded.keys, coded.codes, blocks_in_order(coded.rows))
+        self._set(coded.keys, coded.codes, split_codes(coded.rows))
 
-    def _set(self, keys: Elements, codes: KeyCodes, blocks: np.ndarray) -> None:
-        self._keys, self._codes, self._blocks = keys, codes, blocks
+    def _set(self, keys: Elements, codes: KeyCodes, halves: SplitCodes) -> None:
+        self._keys, self._codes, self._halves = keys, codes, halves
         self.searcher = _C.index.FlatSearcher(
-            "auto", self._key_set("blocks", blocks), codes.outside
-        )
+            "auto", self._key_set("upper", halves.upper), codes.outside, halves.lower,
+            self._guards.get("lower"),
+        )  # fmt: skip
         self._exact = self.searcher  # it is exact itself
 
     def check(self) -> None:
         self._verify()
         rows = compiled_index.check_codes(self._keys, self._codes)
-        if not np.array_equal(blocks_in_order(rows), self._blocks):
+        if not all(map(np.array_equal, split_codes(rows), self._halves)):
             raise IndexDamagedError("flat index: its codes do not belong to its keys")
 
     def _own_parts(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        return {}, {"blocks": self._blocks}
+        return {}, self._halves._asdict()
 
     def _restore(self, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         n, d = self._keys.shape
-        blocks = arrays["blocks"]
-        expected = (-(-n // BLOCK_KEYS), BLOCK_KEYS * row_bytes(d))
-        compiled_index.require(
-            blocks.shape == expected and blocks.dtype == np.uint8,
-            f"flat index: blocks are {blocks.dtype} {blocks.shape}, expected uint8 {expected}",
-        )
-        self._set(self._keys, self._codes, blocks)
+        halves = SplitCodes(arrays["upper"], arrays["lower"])
+        expected = (-(-n // BLOCK_KEYS), BLOCK_KEYS * row_bytes(d) // 2)
+        for name, half in halves._asdict().items():
+            compiled_index.require(
+                half.shape == expected and half.dtype == np.uint8,
+                f"flat index: {name} is {half.dtype} {half.shape}, expected uint8 {expected}",
+            )
+        self._set(self._keys, self._codes, halves)

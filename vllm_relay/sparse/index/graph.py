@@ -205,9 +205,8 @@ def _check_graph(graph: np.ndarray, num_keys: int) -> None:
     counts = graph[:, 0]
     if counts.min() < 0 or counts.max() > graph.shape[1] - 1:
         raise IndexDamagedError("graph index: a number of neighbours is out of range")
-    used = np.arange(graph.shape[1] - 1) < counts[:, None]
-    neighbours = graph[:, 1:][used]
-    if neighbours.size and not (neighbours.min() >= 0 and neighbours.max() < num_keys):
+    neighbours = graph[:, 1:]  # a search looks at all of them: slots not used hold old ones
+    if not (neighbours.min() >= 0 and neighbours.max() < num_keys):
         raise IndexDamagedError("graph index: a neighbour is none of its keys")
 
 

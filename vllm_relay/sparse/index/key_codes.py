@@ -5,7 +5,7 @@ whole numbers.  Softmax does not see the centre: it adds the same to every score
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -164,6 +164,30 @@ def lay_out_blocks(codes: np.ndarray, order: np.ndarray) -> np.ndarray:
     blocks[:] = 128
     _C.index.lay_out(codes, np.ascontiguousarray(order, np.int32), blocks)
     return blocks
+
+
+class SplitCodes(NamedTuple):
+    """Codes in two halves, so that a scan reads the upper ones of all keys and the lower ones of
+    few.
+
+    Attributes:
+        upper: uint8 [ceil(n / 16), 8 * row_bytes]; blocks of sixteen keys, of each element the
+            upper four bits.
+        lower: uint8, as `upper`; rows of sixteen keys, of each element the lower four bits.
+    """
+
+    upper: np.ndarray
+    lower: np.ndarray
+
+
+def split_codes(codes: np.ndarray) -> SplitCodes:
+    """Of all codes [n, row_bytes]."""
+    shape = -(-len(codes) // BLOCK_KEYS), BLOCK_KEYS * codes.shape[1] // 2
+    halves = SplitCodes(aligned_empty(shape, np.uint8), aligned_empty(shape, np.uint8))
+    for half in halves:
+        half[-1] = 0  # lanes without a key
+    _C.index.split(codes, *halves)
+    return halves
 
 
 def blocks_in_order(codes: np.ndarray) -> np.ndarray:

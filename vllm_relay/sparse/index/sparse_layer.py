@@ -173,7 +173,7 @@ class SparseLayer:
         output = np.empty((heads, group, self.values[0].shape[1]), np.float32)
         lse = np.empty((heads, group), np.float32)
         dropped_mass = np.empty((heads, group), np.float32)
-        counts = np.empty((heads, 5), np.int64)
+        counts = np.empty((heads, 6), np.int64)
         prefix_len = compiled_index.check_prefix(prefix_len, self.num_keys)
         _C.index.attend_heads(
             parts, array, window_max, compiled_index.check_begin(begin, prefix_len), prefix_len,
@@ -181,8 +181,10 @@ class SparseLayer:
             compiled_index.check_threads(threads),
         )  # fmt: skip
         costs = [
-            index.stats(int(distances), int(hops), int(rescored))
-            for index, (distances, hops, rescored, _, _) in zip(self.indexes, counts, strict=True)
+            index.stats(int(distances), int(hops), int(rescored), int(code_bytes))
+            for index, (distances, hops, rescored, _, _, code_bytes) in zip(
+                self.indexes, counts, strict=True
+            )
         ]
         value_bytes = int(counts[:, 3].sum()) * compiled_index.key_bytes(self.values[0])
         is_bounded = any(each is not None and each.max_dropped_mass is not None for each in asked)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.sparse.real_heads.model import Context, Read, RealModel
-from benchmarks.sparse.real_heads.selections import Dense, Range, Selection, Window
+from benchmarks.sparse.real_heads.selections import Dense, Range, Remainder, Selection, Window
 
 VOCABULARY = 97
 CONTEXT_TOKENS = 600
@@ -56,7 +56,7 @@ def test_a_context_stays_as_it_was(model: RealModel, context: Context) -> None:
     torch.testing.assert_close(after, before)
 
 
-@pytest.mark.parametrize("selection", [None, Window(0), Range(0.1, remainder=True)])
+@pytest.mark.parametrize("selection", [None, Window(0), Remainder(0.1)])
 def test_drafts_change_nothing(
     model: RealModel, context: Context, selection: Selection | None
 ) -> None:

@@ -17,6 +17,7 @@ from benchmarks.sparse.real_heads.selections import (
     InfLLM,
     Quest,
     Range,
+    Remainder,
     Selection,
     TopK,
     Wave,
@@ -79,18 +80,19 @@ def test_dense_reads_everything(layer: Layer) -> None:
     assert read == Read(1, 1, 1)
 
 
-@pytest.mark.parametrize("remainder", [False, True])
-def test_alpha_0_is_dense(layer: Layer, remainder: bool) -> None:
-    found, read = layer.attend(Range(0, remainder))
-    torch.testing.assert_close(found, layer.attend(Dense())[0])
+@pytest.mark.parametrize("selection", [Range(0), Remainder(0)])
+def test_alpha_0_is_dense(layer: Layer, selection: Selection) -> None:
+    found, read = layer.attend(selection)
+    # keys of little weight count by their codes
+    torch.testing.assert_close(found, layer.attend(Dense())[0], atol=1e-3, rtol=1e-3)
     assert read.keys == 1
 
 
 def test_the_smaller_alpha_the_smaller_the_error(layer: Layer) -> None:
     right = layer.attend(Dense())[0]
     errors = [
-        [(layer.attend(Range(alpha, rest))[0] - right).norm().item() for alpha in (0.5, 0.1, 1e-3)]
-        for rest in (False, True)
+        [(layer.attend(kind(alpha))[0] - right).norm().item() for alpha in (0.5, 0.1, 1e-3)]
+        for kind in (Range, Remainder)
     ]
     for alone in errors:
         assert alone == sorted(alone, reverse=True)
@@ -114,18 +116,30 @@ def test_a_range_reads_what_has_the_weight(layer: Layer) -> None:
 
 def test_the_remainder_is_the_weight_of_blocks_times_their_mean_value() -> None:
     layer = Layer(seed=1)
-    # each block of 64 has one value, and codes are nearly the keys: nothing is lost
+    # each block of 64 has one value: nothing is lost but what upper halves do not tell
     blocks = layer.values[:, :CONTEXT_TOKENS:64].repeat_interleave(64, 1)
     layer.values[:, :CONTEXT_TOKENS] = blocks[:, :CONTEXT_TOKENS]
-    found, read = layer.attend(Range(0.3, remainder=True))
+    found, read = layer.attend(Remainder(0.3))
     assert read.keys < 0.2
-    torch.testing.assert_close(found, layer.attend(Dense())[0], atol=0.02, rtol=0.02)
-    assert read.bytes == pytest.approx(read.group_keys + (1 + 2 / 64) / 4)
+    right, alone = layer.attend(Dense())[0], layer.attend(Range(0.3))[0]
+    assert (found - right).norm() < 0.1 * (alone - right).norm()
+    # upper halves, means, and of those that are read the lower halves and values at least
+    least = (0.5 + 2 / 64) / 4 + read.group_keys * (0.5 + 2) / 4
+    assert least < read.bytes < read.group_keys + (1 + 2 / 64) / 4
+
+
+def test_keys_of_little_weight_are_not_read(layer: Layer) -> None:
+    """Their codes tell their scores; those of much weight count by true ones."""
+    few, many = (layer.attend(Remainder(alpha)) for alpha in (0.01, 1e-4))
+    assert few[1].group_keys < many[1].group_keys
+    by_key = (many[1].bytes - few[1].bytes) / (many[1].group_keys - few[1].group_keys)
+    assert by_key == pytest.approx((2 + 0.5) / 4, abs=0.05)
+    torch.testing.assert_close(many[0], layer.attend(Dense())[0], atol=0.03, rtol=0.03)
 
 
 def test_a_query_head_may_read_what_its_group_reads(layer: Layer) -> None:
-    own, shared = (layer.attend(Range(0.05, shared=s))[1] for s in (False, True))
-    assert own.keys < own.group_keys == shared.keys == shared.group_keys
+    own, shared = (layer.attend(Quest(0.2, shared=each))[1] for each in (False, True))
+    assert own.keys < own.group_keys == shared.group_keys == pytest.approx(shared.keys)
     assert own.bytes == shared.bytes
 
 
