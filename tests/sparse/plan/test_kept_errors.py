@@ -12,7 +12,7 @@ from vllm_relay.sparse.index.elements import Elements, from_float32
 from vllm_relay.sparse.index.sparse_layer import SparseLayer
 from vllm_relay.sparse.plan.index_choice import build_index
 from vllm_relay.sparse.plan.options import DBOptions
-from vllm_relay.sparse.plan.search_cost import SHIPPED
+from vllm_relay.sparse.plan.search_cost import SHIPPED_COSTS, read_costs
 
 KEYS, SIZE, GROUP = 4000, 32, 2
 
@@ -51,7 +51,7 @@ def test_queries_that_look_for_what_none_did_before(
     one key alone."""
     keys, values = _keys_and_values()
     train = _queries(keys, 0, KEYS // 2, seen, seed=1)
-    costs = SHIPPED if cheap == "shipped" else costs_with_cheap(cheap)
+    costs = read_costs(SHIPPED_COSTS) if cheap == "shipped" else costs_with_cheap(cheap)
     index, plan = build_index(
         1, keys, values, from_float32(train, "float32"), GROUP, DBOptions(max_error=max_error),
         costs,

@@ -17,7 +17,7 @@ from vllm_relay import tune
 from vllm_relay.sparse.plan import cost_calibration
 from vllm_relay.sparse.plan.search_cost import (
     KINDS,
-    SHIPPED,
+    SHIPPED_COSTS,
     KindCost,
     SearchCost,
     SearchWork,
@@ -51,7 +51,7 @@ def test_between_two_sizes_costs_lie_between() -> None:
 
 def test_what_was_measured_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_RELAY_CACHE", str(tmp_path))
-    assert load_costs() == SHIPPED
+    assert load_costs() == read_costs(SHIPPED_COSTS)
     write_costs(costs_path(), COSTS, {"cpu": "a CPU"})
     assert load_costs() == COSTS
     assert json.loads(costs_path().read_text())["cpu"] == "a CPU"

@@ -20,6 +20,8 @@ KINDS = ("full", "flat", "coarse", "graph")
 """Ways to attend a context; "full" reads all of it, without an index."""
 CODE_BYTES, ROW_BYTES = 128, 256
 """Of one key in the measurements: of its code, and of itself in 16 bits."""
+SHIPPED_COSTS = Path(__file__).with_name("shipped_costs.json")
+"""Measured on the machine of docs/benchmarks.md."""
 FILE_FORMAT = 1
 _FORMER_FIELD = "build_us"
 """What building costs: in files of former versions, and nobody's need."""
@@ -189,7 +191,7 @@ def load_costs(folder: Path | None = None) -> SearchCost:
         ValueError: the file cannot be used; the message says why.
     """
     path = costs_path(folder)
-    return read_costs(path) if path.exists() else SHIPPED
+    return read_costs(path if path.exists() else SHIPPED_COSTS)
 
 
 def read_costs(path: Path) -> SearchCost:
@@ -217,97 +219,3 @@ def write_costs(path: Path, costs: SearchCost, facts: Mapping[str, Any]) -> None
     draft = path.with_suffix(f".{os.getpid()}")
     draft.write_text(text + "\n")
     draft.replace(path)
-
-
-# measured on the machine of docs/benchmarks.md
-SHIPPED = SearchCost(
-    (4096, 32768, 131072),
-    {
-        "full": (
-            KindCost(found_ns=30),
-            KindCost(found_ns=30),
-            KindCost(found_ns=31.6),
-        ),
-        "flat": (
-            KindCost(
-                call_us=15.2,
-                query_us=0.0999,
-                distance_ns=2.42,
-                distance_query_ns=0.583,
-                rescored_ns=98.6,
-            ),
-            KindCost(
-                call_us=15.2,
-                query_us=0.0999,
-                distance_ns=2.42,
-                distance_query_ns=0.583,
-                rescored_ns=120,
-            ),
-            KindCost(
-                call_us=15.2,
-                query_us=0.0999,
-                distance_ns=2.42,
-                distance_query_ns=1.75,
-                rescored_ns=121,
-            ),
-        ),
-        "coarse": (
-            KindCost(
-                call_us=17.4,
-                query_us=1.18,
-                distance_query_ns=0.794,
-                hop_ns=86.9,
-                centre_query_ns=5.75,
-                rescored_ns=98.6,
-            ),
-            KindCost(
-                call_us=26,
-                query_us=1.79,
-                distance_query_ns=0.794,
-                hop_ns=127,
-                centre_query_ns=5.75,
-                rescored_ns=120,
-            ),
-            KindCost(
-                call_us=26.9,
-                query_us=2.82,
-                distance_ns=3.21,
-                distance_query_ns=1.6,
-                hop_ns=127,
-                centre_query_ns=5.75,
-                rescored_ns=121,
-            ),
-        ),
-        "graph": (
-            KindCost(
-                call_us=13.3,
-                query_us=4.18,
-                distance_ns=9.8,
-                hop_ns=33.5,
-                hop_query_ns=19.4,
-                rescored_ns=98.6,
-                filtered_hop_ns=883,
-            ),
-            KindCost(
-                call_us=13.3,
-                query_us=4.18,
-                distance_ns=9.8,
-                distance_query_ns=1.58,
-                hop_ns=41.7,
-                hop_query_ns=19.4,
-                rescored_ns=120,
-                filtered_hop_ns=1.57e03,
-            ),
-            KindCost(
-                call_us=13.3,
-                query_us=4.18,
-                distance_ns=11.6,
-                distance_query_ns=1.58,
-                hop_ns=41.7,
-                hop_query_ns=19.5,
-                rescored_ns=121,
-                filtered_hop_ns=2.32e03,
-            ),
-        ),
-    },
-)
