@@ -20,7 +20,7 @@ from tests.sparse.tiny_models import logits, random_tokens, stored, tiny_model
 from vllm_relay.sparse import DB, Dipr, GraphIndex, QueryType, TopK
 from vllm_relay.sparse.contexts.context_file import ContextFile
 from vllm_relay.sparse.contexts.contexts_command import run_show
-from vllm_relay.sparse.contexts.retrieval import query_of_head
+from vllm_relay.sparse.contexts.retrieval import _query_type, query_of_head
 from vllm_relay.sparse.index.compiled_index import CompiledIndex
 from vllm_relay.sparse.index.elements import Elements, from_float32
 from vllm_relay.sparse.plan import index_choice
@@ -306,3 +306,12 @@ def test_with_the_last_queries_a_plan_goes_by_these(
     assert num_seen == keys.shape[0] - 40 and np.array_equal(rows, last.reshape(80, -1))
     assert plan is not None and [length for length, _ in plan.by_prefix] == [keys.shape[0]]
     assert isinstance(index, CompiledIndex) and index.kind in (kind, "flat")
+
+
+@pytest.mark.parametrize(("asked_for", "bound"), [(None, 0.005), (0.1, 0.005), (0.001, 0.001)])
+def test_of_two_bounds_of_the_dropped_mass_the_smaller_one_holds(
+    asked_for: float | None, bound: float
+) -> None:
+    planned = Dipr(alpha=1.0, max_dropped_mass=0.005)
+    asked = _query_type(planned, DBOptions(max_dropped_mass=asked_for), scale=0.25)
+    assert asked == Dipr(alpha=1.0, max_dropped_mass=bound, scale=0.25)
