@@ -10,6 +10,7 @@ bench_sparse_layer.py    a layer over a stored context
 bench_storage.py         what verifying stored contexts costs
 bench_open_context.py    from a context on disk to its first attention
 best_way.py, index_timing.py   the best of all ways to attend a head, timed in turn
+exact_answers.py, answer_errors.py   what exact answers hold, and how far off attention is with them
 paper_rules.py           the rules of the AlayaDB paper
 heads/                   the heads: made, or recorded from a model
 real_heads/              a real model that attends by a selection of keys

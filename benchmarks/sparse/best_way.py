@@ -10,18 +10,18 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from benchmarks.sparse.exact_answers import exact_answers
 from benchmarks.sparse.heads.corpus import Head
 from benchmarks.sparse.index_timing import Run, full_run, in_turn, search_run
 from benchmarks.support.timing import Timing
-from vllm_relay.sparse import QueryType
+from vllm_relay.sparse import CoarseIndex, QueryType
 from vllm_relay.sparse.index.compiled_index import CompiledIndex
 from vllm_relay.sparse.index.elements import Elements
-from vllm_relay.sparse.plan.head_profile import ExactAnswer, profile_head
-from vllm_relay.sparse.plan.index_measure import widths
 
 Way = tuple[str, QueryType | None]
 FULL: Way = ("full", None)
 TIMED_TOKENS = 96
+WIDTH_STEP = 1.4
 _STAGES = ((8, 10.0), (64, 1.5))
 """Tokens, and how many times the target their p99 may be for more of them to be looked at."""
 _FEW_TOKENS = 48
@@ -79,7 +79,7 @@ class Cell:
         self._errors: dict[Way, np.ndarray] = {}
         self._few_times_us: dict[Way, float] = {}
         some = queries[:: max(1, len(queries) // _ANSWER_TOKENS)]
-        self._answers = profile_head(self._prefix[0], some, self._prefix[1], scale=head.scale)
+        self._answers = exact_answers(*self._prefix, some, head.scale)
 
     def measure(self, max_error: float, others: Iterable[Way], rounds: int) -> dict[Way, Measured]:
         """Times of the fastest ways whose p99 error is at most `max_error`, of those that are
@@ -122,12 +122,12 @@ class Cell:
 
     def _rows(self, max_error: float) -> Iterator[list[Way]]:
         """For each index and query type its widths, rising."""
-        answers = self._answers.answers
-        for query_type in {type(answer.query) for answer in answers}:
+        near_error = _ANSWER_ERROR * max_error
+        for query_type in {type(answer.query) for answer in self._answers}:
             near = [
                 answer
-                for answer in answers
-                if type(answer.query) is query_type and _p99(answer) <= _ANSWER_ERROR * max_error
+                for answer in self._answers
+                if type(answer.query) is query_type and answer.error_p99 <= near_error
             ]
             for answer in sorted(near, key=lambda each: each.mean_tokens)[:_MOST_ANSWERS]:
                 for kind, index in self._indexes.items():
@@ -162,9 +162,18 @@ class Cell:
         return search_run(self._indexes[kind], self._values, query, prefix, scale)
 
 
-def _p99(answer: ExactAnswer) -> float:
-    assert answer.error_p99 is not None
-    return answer.error_p99
+def widths(index: CompiledIndex) -> Iterator[int | None]:
+    """What is worth trying, rising; None for an index that has no width."""
+    if index.kind == "flat":
+        yield None
+        return
+    width, most = (
+        (4.0, index.num_lists) if isinstance(index, CoarseIndex) else (32.0, index.num_keys)
+    )
+    while width < most:
+        yield round(width)
+        width *= WIDTH_STEP
+    yield most
 
 
 def _float64_outputs(

@@ -253,16 +253,10 @@ MUTATIONS = [
         ("hashlib.blake2b(link + block,", "hashlib.blake2b(block,"),
     ),
     *_of(
-        f"{_SPARSE}/plan/planner.py",
-        "sparse/plan/test_planner.py",
-        (
-            "of_kind = [each for each in looked_at if each.kind == kind]",
-            "of_kind = [each for each in looked_at if each.kind == kind][:1]",
-        ),
-        (
-            "chosen = min(by_kind.values(), key=_preference)",
-            "chosen = max(by_kind.values(), key=_preference)",
-        ),
+        f"{_SPARSE}/plan/head_ways.py",
+        "sparse/plan/test_head_ways.py",
+        ("return min((way for way in ways if not way.problem)", "return min((way for way in ways)"),
+        ("(1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)", "(1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)"),
     ),
     *_of(
         f"{_SPARSE}/plan/error_bound.py",

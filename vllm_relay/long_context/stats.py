@@ -20,7 +20,7 @@ COUNTERS = {
     "preempted_kept_tokens": "Tokens that preempted requests did not have to compute again.",
 }
 GAUGES = {
-    "host_dropped_mass": "With max_dropped_mass, the largest bound of the last step.",
+    "host_dropped_mass": "With max_dropped_mass or max_error, the largest bound of the last step.",
     "host_kv_bytes": "Host memory reserved for keys, values and indexes.",
     "host_kv_limit_bytes": "What may be reserved.",
     "device_kv_bytes": "KV cache that requests and pins hold on the device.",

@@ -15,17 +15,17 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.sparse.planned_heads import costs_with_cheap, search
+from tests.sparse.planned_heads import costs_with_cheap
 from tests.sparse.tiny_models import logits, random_tokens, stored, tiny_model
 from vllm_relay.sparse import DB, Dipr, GraphIndex, QueryType, TopK
 from vllm_relay.sparse.contexts.context_file import ContextFile
 from vllm_relay.sparse.contexts.contexts_command import run_show
-from vllm_relay.sparse.contexts.retrieval import query_of_head
+from vllm_relay.sparse.contexts.retrieval import _query_type, query_of_head
 from vllm_relay.sparse.index.compiled_index import CompiledIndex
 from vllm_relay.sparse.index.elements import Elements, from_float32
-from vllm_relay.sparse.plan import prefix_planner
+from vllm_relay.sparse.plan import index_choice
 from vllm_relay.sparse.plan.head_plan import HeadPlan
-from vllm_relay.sparse.plan.head_profile import HeadProfile, profile_head
+from vllm_relay.sparse.plan.head_sample import Found, HeadSample
 from vllm_relay.sparse.plan.index_choice import build_index
 from vllm_relay.sparse.plan.options import DBOptions
 
@@ -58,7 +58,8 @@ def test_planned_contexts_answer_like_dense_ones(
     monkeypatch.setattr(
         "vllm_relay.sparse.transformers.db.load_costs", lambda: costs_with_cheap(cheap)
     )
-    db = _db(max_error=1e-3)
+    # an error is kept by what has looked at every key
+    db = _db(**({"query": Dipr(alpha=1e-3)} if cheap == "graph" else {"max_error": 1e-3}))
     stored(db, tiny_model("llama"), CONTEXT)
     plans = _plans(db)
     assert None not in plans
@@ -207,56 +208,76 @@ def _head() -> tuple[Elements, Elements, Elements]:
 
 @pytest.mark.parametrize("kind", ["coarse", "graph"])
 def test_an_index_that_disappoints_is_not_kept(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = DBOptions(max_error=0.1)
+    options = DBOptions(query=Dipr(alpha=0.05))
     index, plan = build_index(0, *_head(), 2, options, costs_with_cheap(kind))
     assert index.kind == kind and plan is not None
     query = plan.query_for(3000)
     assert query is not None and query.width is not None
-    monkeypatch.setattr(
-        prefix_planner, "measure_index", lambda *a, **k: [search(a[0].kind, 10, error=0.5)]
-    )
+
+    def search(sample: HeadSample, index: CompiledIndex, query: QueryType) -> Found:
+        found = search_sample(sample, index, query)
+        return found if index.kind == "flat" else found._replace(mass_p1=0.5)
+
+    search_sample = HeadSample.search
+    monkeypatch.setattr(HeadSample, "search", search)
     index, plan = build_index(0, *_head(), 2, options, costs_with_cheap(kind))
     assert index.kind == "flat" and plan is not None
-    assert plan.query_for(3000) is None
+    assert plan.query_for(3000) == Dipr(alpha=0.05) and f"not {kind}" in plan.why
+
+
+@pytest.mark.parametrize("cheap", ["full", "flat", "coarse", "graph"])
+def test_an_error_is_kept_by_what_has_looked_at_every_key(cheap: str) -> None:
+    index, plan = build_index(1, *_head(), 2, DBOptions(max_error=0.3), costs_with_cheap(cheap))
+    assert index.kind == "flat" and plan is not None and plan.keeps_to(0.3)
+    assert [length for length, _ in plan.by_prefix] == [750, 1500, 3000]
+    for _, query in plan.by_prefix:
+        assert (query is None) == (cheap != "flat")
+        assert query is None or query.max_dropped_mass is not None
+
+
+def _watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, np.ndarray]]:
+    """Of every sample that is made: keys that it sees, and its queries [queries, d]."""
+    sampled = []
+
+    def sample(keys: Any, values: Any, queries: np.ndarray, num_keys: int) -> HeadSample:
+        sampled.append((num_keys, queries.reshape(-1, queries.shape[2])))
+        return HeadSample(keys, values, queries, num_keys)
+
+    monkeypatch.setattr(index_choice, "HeadSample", sample)
+    return sampled
 
 
 def test_no_index_learns_from_the_queries_of_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, values, queries = _head()
-    learned, profiled = [], []
+    learned = []
 
     def build(index: GraphIndex, keys: Any, train_queries: Elements, **options: Any) -> GraphIndex:
         learned.append(train_queries.to_float32())
         return build_graph(index, keys, train_queries, **options)
 
-    def profile(keys: Any, queries: np.ndarray, *args: Any, **options: Any) -> HeadProfile:
-        profiled.append(queries.reshape(-1, queries.shape[2]))
-        return profile_head(keys, queries, *args, **options)
-
     build_graph = GraphIndex.build
     monkeypatch.setattr(GraphIndex, "build", build)
-    monkeypatch.setattr(prefix_planner, "profile_head", profile)
-    build_index(1, keys, values, queries, 2, DBOptions(), costs_with_cheap("graph"))
-    assert len(learned) == 1 and len(profiled) == 3
-    rows = np.concatenate([*learned, *profiled])
+    sampled = _watched(monkeypatch)
+    options = DBOptions(query=Dipr(alpha=0.05))
+    build_index(1, keys, values, queries, 2, options, costs_with_cheap("graph"))
+    assert len(learned) == 1 and len(sampled) == 3
+    rows = np.concatenate([*learned, *(each for _, each in sampled)])
     assert np.array_equal(np.unique(rows, axis=0), np.unique(queries.to_float32(), axis=0))
     assert len(rows) == queries.shape[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"query": Dipr(alpha=0.05)}, {"query": TopK(300)}])
+@pytest.mark.parametrize("query", [Dipr(alpha=0.01), Dipr(alpha=0.05), TopK(300)])
 @pytest.mark.parametrize("kind", ["coarse", "graph"])
 def test_no_plan_is_narrower_than_its_index_searches_by_default(
-    kind: str, options: dict[str, Any]
+    kind: str, query: QueryType
 ) -> None:
-    """Narrower ones do for all queries of a profile, but miss keys that only others look for."""
-    index, plan = build_index(
-        1, *_head(), 2, DBOptions(max_error=0.3, **options), costs_with_cheap(kind)
-    )
+    """Narrower ones do for all queries of a sample, but miss keys that only others look for."""
+    options = DBOptions(query=query)
+    index, plan = build_index(1, *_head(), 2, options, costs_with_cheap(kind))
     assert isinstance(index, CompiledIndex) and index.kind == kind and plan is not None
-    planned = [query for _, query in plan.by_prefix]
-    assert any(query is not None for query in planned)
-    for query in planned:
-        assert query is None or query.width is not None
-        assert query is None or query.width >= index.width_of(replace(query, width=None))
+    for _, planned in plan.by_prefix:
+        assert planned is not None and planned.width is not None
+        assert planned.width >= index.width_of(replace(planned, width=None))
 
 
 @pytest.mark.parametrize("query", [Dipr(alpha=0.05), Dipr(beta=20.0), TopK(30)])
@@ -276,18 +297,21 @@ def test_with_the_last_queries_a_plan_goes_by_these(
 ) -> None:
     keys, values, queries = _head()
     last = queries.to_float32()[-80:].reshape(40, 2, -1)
-    profiled = []
-
-    def profile(seen: Any, rows: np.ndarray, *args: Any, **options: Any) -> HeadProfile:
-        profiled.append((seen.shape[0], rows))
-        return profile_head(seen, rows, *args, **options)
-
-    monkeypatch.setattr(prefix_planner, "profile_head", profile)
+    sampled = _watched(monkeypatch)
     options = DBOptions(query=Dipr(alpha=0.05), max_error=0.3)
     index, plan = build_index(
         1, keys, values, queries, 2, options, costs_with_cheap(kind), last_queries=last
     )
-    [(num_seen, rows)] = profiled
-    assert num_seen == keys.shape[0] - 40 and np.array_equal(rows, last)
+    [(num_seen, rows)] = sampled
+    assert num_seen == keys.shape[0] - 40 and np.array_equal(rows, last.reshape(80, -1))
     assert plan is not None and [length for length, _ in plan.by_prefix] == [keys.shape[0]]
     assert isinstance(index, CompiledIndex) and index.kind in (kind, "flat")
+
+
+@pytest.mark.parametrize(("asked_for", "bound"), [(None, 0.005), (0.1, 0.005), (0.001, 0.001)])
+def test_of_two_bounds_of_the_dropped_mass_the_smaller_one_holds(
+    asked_for: float | None, bound: float
+) -> None:
+    planned = Dipr(alpha=1.0, max_dropped_mass=0.005)
+    asked = _query_type(planned, DBOptions(max_dropped_mass=asked_for), scale=0.25)
+    assert asked == Dipr(alpha=1.0, max_dropped_mass=bound, scale=0.25)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_relay.sparse.contexts.tokens import common_prefix_len
+from vllm_relay.sparse.contexts.tokens import longest_prefix
 
 
 @dataclass
@@ -56,14 +56,6 @@ class ContextCatalog:
         return sorted(self._entries, key=lambda each: self._entries[each].last_use)
 
     def longest_prefix(self, tokens: np.ndarray) -> tuple[str | None, int]:
-        """The context that shares most first tokens with `tokens`, and how many; of several the
-        shortest, whose index holds least besides."""
-        best: CatalogEntry | None = None
-        best_len = 0
-        for entry in self._entries.values():
-            length = common_prefix_len(entry.tokens, tokens)
-            if length == 0 or length < best_len:
-                continue
-            if best is None or length > best_len or len(entry.tokens) < len(best.tokens):
-                best, best_len = entry, length
-        return (None, 0) if best is None else (best.id, best_len)
+        """The id of the context that shares most first tokens with `tokens`, and how many."""
+        entry, length = longest_prefix(self._entries.values(), tokens)
+        return None if entry is None else entry.id, length

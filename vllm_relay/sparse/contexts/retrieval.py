@@ -165,8 +165,10 @@ def _reaches(planned: QueryType | None, query: QueryType) -> bool:
 
 
 def _query_type(query: QueryType, options: DBOptions, scale: float) -> QueryType:
-    if options.max_dropped_mass is not None:
-        query = replace(query, max_dropped_mass=options.max_dropped_mass)
+    limits = [query.max_dropped_mass, options.max_dropped_mass]
+    given = [limit for limit in limits if limit is not None]
+    if given:
+        query = replace(query, max_dropped_mass=min(given))
     return query if query.scale is not None else replace(query, scale=scale)
 
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +13,16 @@ TOKEN_DTYPE = np.int64
 _WANTED = (
     "expected the token ids of one sequence: list[int], or a tensor of [tokens] or [1, tokens]"
 )
+
+
+class HasTokens(Protocol):
+    """A context: its token ids."""
+
+    @property
+    def tokens(self) -> np.ndarray: ...
+
+
+Context = TypeVar("Context", bound=HasTokens)
 
 
 def as_tokens(name: str, tokens: Any) -> np.ndarray:
@@ -64,6 +75,20 @@ def common_prefix_len(a: np.ndarray, b: np.ndarray) -> int:
             return begin + int(differs.argmax())
         begin, size = end, size * 2
     return length
+
+
+def longest_prefix(contexts: Iterable[Context], tokens: np.ndarray) -> tuple[Context | None, int]:
+    """The context that shares most first tokens with `tokens`, and how many; of several the
+    shortest, whose index holds least besides. None and 0 if none shares any."""
+    best: Context | None = None
+    best_len = 0
+    for context in contexts:
+        length = common_prefix_len(context.tokens, tokens)
+        if length == 0 or length < best_len:
+            continue
+        if best is None or length > best_len or len(context.tokens) < len(best.tokens):
+            best, best_len = context, length
+    return best, best_len
 
 
 def _several(name: str, count: int) -> str:

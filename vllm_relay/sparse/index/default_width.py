@@ -11,7 +11,11 @@ from vllm_relay.sparse.index.key_index import KeyIndex
 from vllm_relay.sparse.index.query_types import TopK
 
 TARGET_K = 100
-TARGET_RECALL = 0.95
+HELD_OUT_RECALL = 0.975
+"""Of the best keys of held-out training queries, on average: those of queries that come later are
+found to 0.95. Held-out ones are few and of the middle of a context, and the width is the first that
+does for them. With 0.95 of theirs, graphs found 0.927 to 0.968 for later queries of five heads
+`rope` of benchmarks/sparse with 16,384 keys and three with 100,000."""
 
 
 def split_queries(num_queries: int, seed: int, most: int = 128) -> tuple[np.ndarray, np.ndarray]:
@@ -29,7 +33,7 @@ def smallest_width(
     *,
     low: int,
     high: int,
-    target_recall: float = TARGET_RECALL,
+    target_recall: float = HELD_OUT_RECALL,
 ) -> int:
     """The smallest width in [low, high] at which `search(width)` finds `target_recall` of the
     true ids on average, to about 6%; `high` if none does."""

@@ -2,10 +2,9 @@
 """Which index a kv head gets, and what is asked of it (docs/sparse-planner.md).
 
 options.py           the options of a context database
-head_profile.py, answer_errors.py, error_bound.py   what a head's queries need of its keys
-search_candidates.py, search_cost.py   what could be asked, and what that costs on this machine
-planner.py           the fastest that is good enough                         (pure)
-prefix_planner.py, head_plan.py   plans for prefixes of a context, and what is kept of them
-index_choice.py      builds what was chosen
-index_measure.py, cost_calibration.py   what searches find and take, measured
+index_choice.py      builds an index, and plans what is asked of it
+head_ways.py         the ways to attend a head, of which the fastest that is good enough is taken
+head_sample.py, error_bound.py   what searches find for some of its queries, and what that tells
+search_cost.py, cost_calibration.py   what searches take on this machine
+head_plan.py         what a stored context keeps of a plan
 """

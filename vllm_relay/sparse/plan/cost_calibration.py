@@ -18,7 +18,7 @@ from vllm_relay.sparse.index.flat import FlatIndex
 from vllm_relay.sparse.index.graph import GraphIndex
 from vllm_relay.sparse.index.query_types import Dipr, QueryType, TopK
 from vllm_relay.sparse.index.sparse_layer import SparseLayer, attend
-from vllm_relay.sparse.plan.index_measure import mean_work
+from vllm_relay.sparse.plan.head_sample import mean_work
 from vllm_relay.sparse.plan.search_cost import (
     KindCost,
     SearchCost,
@@ -84,16 +84,13 @@ def calibrate_costs(
 
 def _costs_at(num_keys: int) -> dict[str, KindCost]:
     keys, values, train, queries = _states(num_keys)
-    indexes, build_us = {}, {"full": 0.0}
-    for index_class in (FlatIndex, CoarseIndex, GraphIndex):
-        began_s = time.process_time()
-        index = index_class().build(keys, train, threads=1)
-        build_us[index.kind] = (time.process_time() - began_s) * 1e6 / num_keys
-        indexes[index.kind] = index
+    indexes = [
+        kind().build(keys, train, threads=1) for kind in (FlatIndex, CoarseIndex, GraphIndex)
+    ]
     samples = [_full_sample(keys, values, rows) for rows in (queries[:3], queries[:3, :1])]
     # all scans of one index are as long: what a call costs besides shows in a short one
     short = FlatIndex().build(keys.rows(0, _SHORT), threads=1)
-    for index in (short, *indexes.values()):
+    for index in (short, *indexes):
         for group in (1, GROUP):
             for query in _query_types(index):
                 samples.append(_sample(index, values, queries[:, :group], query))
@@ -108,7 +105,7 @@ def _costs_at(num_keys: int) -> dict[str, KindCost]:
         if kind == "flat":
             # found keys cost the same whoever found them; a flat index finds as many as one likes
             found = {name: fitted[name] for name in ("rescored_ns", "found_ns")}
-        costs[kind] = KindCost(**{**found, **fitted, "build_us": build_us[kind]})
+        costs[kind] = KindCost(**{**found, **fitted})
     return costs
 
 

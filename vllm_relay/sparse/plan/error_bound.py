@@ -16,10 +16,6 @@ _GROWTH_BEYOND = 50.0
 """How an error grows, relative to the largest of a sample, with the quantile behind its end."""
 
 
-def error_p99(errors: np.ndarray) -> float:
-    return float(np.quantile(errors, 0.99))
-
-
 def error_p99_upper(errors: np.ndarray) -> float:
     """An upper confidence bound of the 99% quantile: in about nineteen samples of twenty, it is at
     least that of all queries.

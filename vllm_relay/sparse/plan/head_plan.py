@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from vllm_relay.sparse.index.query_types import QueryType
-from vllm_relay.sparse.plan.head_profile import query_from_json, query_to_json
+from vllm_relay.sparse.index.query_types import Dipr, QueryType, TopK
 
 
 @dataclass(frozen=True)
@@ -18,7 +17,7 @@ class HeadPlan:
     Attributes:
         by_prefix: prefix lengths in tokens, rising, and what is asked of each: a query with its
             width, or None to read all keys.
-        why: `Plan.explain()` for the whole context.
+        why: the choice for the whole context, and what else there was (`head_ways.explain`).
         max_error: that it was made for; None if it was made for a query that was given, which is
             then what is asked, or if its file does not say.
 
@@ -53,7 +52,7 @@ class HeadPlan:
     def to_json(self) -> dict[str, Any]:
         """What JSON can hold."""
         by_prefix = [
-            [length, None if query is None else query_to_json(query)]
+            [length, None if query is None else _query_to_json(query)]
             for length, query in self.by_prefix
         ]
         return {"by_prefix": by_prefix, "why": self.why, "max_error": self.max_error}
@@ -66,9 +65,17 @@ class HeadPlan:
         """
         try:
             by_prefix = tuple(
-                (length, None if query is None else query_from_json(query))
+                (length, None if query is None else _query_from_json(query))
                 for length, query in content["by_prefix"]
             )
             return cls(by_prefix, content["why"], content.get("max_error"))
         except (TypeError, AttributeError, KeyError, ValueError, OverflowError) as error:
             raise ValueError(f"{error!r}, expected what HeadPlan.to_json() returns") from None
+
+
+def _query_to_json(query: QueryType) -> dict[str, Any]:
+    return {key: value for key, value in asdict(query).items() if value is not None}
+
+
+def _query_from_json(content: dict[str, Any]) -> QueryType:
+    return TopK(**content) if "k" in content else Dipr(**content)

@@ -14,15 +14,17 @@ from typing import Any
 
 from vllm_relay.attention_backends.gpu_config import tuned_path
 from vllm_relay.processor import cpu_name
-from vllm_relay.sparse.index.coarse import default_num_lists
-from vllm_relay.sparse.index.graph import HUBS, SPREAD
 from vllm_relay.sparse.index.key_codes import row_bytes
 
 KINDS = ("full", "flat", "coarse", "graph")
 """Ways to attend a context; "full" reads all of it, without an index."""
 CODE_BYTES, ROW_BYTES = 128, 256
 """Of one key in the measurements: of its code, and of itself in 16 bits."""
+SHIPPED_COSTS = Path(__file__).with_name("shipped_costs.json")
+"""Measured on the machine of docs/benchmarks.md."""
 FILE_FORMAT = 1
+_FORMER_FIELD = "build_us"
+"""What building costs: in files of former versions, and nobody's need."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class SearchWork:
 @dataclass(frozen=True)
 class KindCost:
     """What the parts of `SearchWork` cost for one kind of index of one size, for keys of
-    `CODE_BYTES` and `ROW_BYTES`; and what building it costs for each key."""
+    `CODE_BYTES` and `ROW_BYTES`."""
 
     call_us: float = 0.0
     query_us: float = 0.0
@@ -67,7 +69,6 @@ class KindCost:
     rescored_ns: float = 0.0
     found_ns: float = 0.0
     filtered_hop_ns: float = 0.0
-    build_us: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -139,14 +140,6 @@ class SearchCost:
             for share, cost in self._between(work.kind, work.num_keys * code_scale)
         )
 
-    def build_s(self, kind: str, num_keys: int, *, head_size: int = 128) -> float:
-        """Seconds of one core to build an index."""
-        scale = row_bytes(head_size) / CODE_BYTES
-        per_key_us = sum(
-            share * cost.build_us for share, cost in self._between(kind, num_keys * scale)
-        )
-        return 1e-6 * per_key_us * num_keys * scale
-
     def to_json(self) -> dict[str, Any]:
         kinds = {kind: [asdict(cost) for cost in costs] for kind, costs in self.kinds.items()}
         return {"sizes": list(self.sizes), "kinds": kinds}
@@ -162,6 +155,7 @@ class SearchCost:
             kinds = {}
             for kind, entries in content["kinds"].items():
                 for entry in entries:
+                    entry.pop(_FORMER_FIELD, None)
                     if set(entry) != known:
                         raise ValueError(f"{kind} has the fields {', '.join(entry)}")
                 kinds[kind] = tuple(KindCost(**entry) for entry in entries)
@@ -182,22 +176,6 @@ class SearchCost:
         return [(1.0, costs[-1])]
 
 
-def index_bytes(kind: str, num_keys: int, head_size: int, *, is_hub_heavy: bool = False) -> int:
-    """What an index takes besides the keys, as `to_arrays` lays it out."""
-    code = row_bytes(head_size)
-    if kind == "full":
-        return 0
-    if kind == "flat":
-        return num_keys * code
-    if kind == "coarse":
-        # a list ends within a block of sixteen keys, on average in the middle
-        lists = default_num_lists(num_keys)
-        return num_keys * (code + 4) + lists * (code + 8 * (code + 4) + 12)
-    if kind == "graph":
-        return num_keys * (code + 4 * (HUBS if is_hub_heavy else SPREAD).row_slots)
-    raise ValueError(f"kind is {kind!r}, expected one of {', '.join(KINDS)}")
-
-
 def costs_path(folder: Path | None = None) -> Path:
     """The file of this kind of CPU."""
     return tuned_path(f"sparse {cpu_name()}", folder)
@@ -213,7 +191,7 @@ def load_costs(folder: Path | None = None) -> SearchCost:
         ValueError: the file cannot be used; the message says why.
     """
     path = costs_path(folder)
-    return read_costs(path) if path.exists() else SHIPPED
+    return read_costs(path if path.exists() else SHIPPED_COSTS)
 
 
 def read_costs(path: Path) -> SearchCost:
@@ -241,106 +219,3 @@ def write_costs(path: Path, costs: SearchCost, facts: Mapping[str, Any]) -> None
     draft = path.with_suffix(f".{os.getpid()}")
     draft.write_text(text + "\n")
     draft.replace(path)
-
-
-# measured on the machine of docs/benchmarks.md
-SHIPPED = SearchCost(
-    (4096, 32768, 131072),
-    {
-        "full": (
-            KindCost(found_ns=30),
-            KindCost(found_ns=30),
-            KindCost(found_ns=31.6),
-        ),
-        "flat": (
-            KindCost(
-                call_us=15.2,
-                query_us=0.0999,
-                distance_ns=2.42,
-                distance_query_ns=0.583,
-                rescored_ns=98.6,
-                build_us=6.53,
-            ),
-            KindCost(
-                call_us=15.2,
-                query_us=0.0999,
-                distance_ns=2.42,
-                distance_query_ns=0.583,
-                rescored_ns=120,
-                build_us=6.53,
-            ),
-            KindCost(
-                call_us=15.2,
-                query_us=0.0999,
-                distance_ns=2.42,
-                distance_query_ns=1.75,
-                rescored_ns=121,
-                build_us=6.53,
-            ),
-        ),
-        "coarse": (
-            KindCost(
-                call_us=17.4,
-                query_us=1.18,
-                distance_query_ns=0.794,
-                hop_ns=86.9,
-                centre_query_ns=5.75,
-                rescored_ns=98.6,
-                build_us=74.3,
-            ),
-            KindCost(
-                call_us=26,
-                query_us=1.79,
-                distance_query_ns=0.794,
-                hop_ns=127,
-                centre_query_ns=5.75,
-                rescored_ns=120,
-                build_us=74.3,
-            ),
-            KindCost(
-                call_us=26.9,
-                query_us=2.82,
-                distance_ns=3.21,
-                distance_query_ns=1.6,
-                hop_ns=127,
-                centre_query_ns=5.75,
-                rescored_ns=121,
-                build_us=74.3,
-            ),
-        ),
-        "graph": (
-            KindCost(
-                call_us=13.3,
-                query_us=4.18,
-                distance_ns=9.8,
-                hop_ns=33.5,
-                hop_query_ns=19.4,
-                rescored_ns=98.6,
-                filtered_hop_ns=883,
-                build_us=112,
-            ),
-            KindCost(
-                call_us=13.3,
-                query_us=4.18,
-                distance_ns=9.8,
-                distance_query_ns=1.58,
-                hop_ns=41.7,
-                hop_query_ns=19.4,
-                rescored_ns=120,
-                filtered_hop_ns=1.57e03,
-                build_us=133,
-            ),
-            KindCost(
-                call_us=13.3,
-                query_us=4.18,
-                distance_ns=11.6,
-                distance_query_ns=1.58,
-                hop_ns=41.7,
-                hop_query_ns=19.5,
-                rescored_ns=121,
-                filtered_hop_ns=2.32e03,
-                build_us=207,
-            ),
-        ),
-    },
-)

@@ -22,7 +22,12 @@ from vllm_relay.sparse.contexts.context_store import (
 )
 from vllm_relay.sparse.contexts.disk_context_store import DiskContextStore
 from vllm_relay.sparse.contexts.model_fingerprint import ModelBinding, context_fingerprint
-from vllm_relay.sparse.contexts.tokens import as_tokens, common_prefix_len, drop_first
+from vllm_relay.sparse.contexts.tokens import (
+    as_tokens,
+    common_prefix_len,
+    drop_first,
+    longest_prefix,
+)
 from vllm_relay.sparse.index.elements import Elements
 from vllm_relay.sparse.plan.index_choice import build_index
 from vllm_relay.sparse.plan.options import DBOptions
@@ -107,7 +112,7 @@ class DB:
         """
         tokens = as_tokens("prompts", prompts)
         self._check_open()
-        context, prefix_len = self._longest_prefix(tokens[:-1])
+        context, prefix_len = longest_prefix(self._store.contexts(), tokens[:-1])
         session = Session(tokens, context, prefix_len, self.options, self._model)
         return session, drop_first(prompts, prefix_len)
 
@@ -222,17 +227,6 @@ class DB:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    def _longest_prefix(self, tokens: np.ndarray) -> tuple[StoredContext | None, int]:
-        """Of contexts that share as much, the shortest one: its index holds least besides."""
-        best, best_len = None, 0
-        for context in self._store.contexts():
-            length = common_prefix_len(context.tokens, tokens)
-            if length == 0 or length < best_len:
-                continue
-            if best is None or length > best_len or context.num_tokens < best.num_tokens:
-                best, best_len = context, length
-        return best, best_len
 
     def _stored(self, tokens: np.ndarray) -> StoredContext | None:
         self._check_open()

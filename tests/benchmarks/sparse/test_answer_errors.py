@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vllm_relay.sparse.plan.answer_errors import SMALL_ERROR, AnswerErrors
+from benchmarks.sparse.answer_errors import SMALL_ERROR, AnswerErrors
 
 KEYS, SIZE = 3000, 24
 

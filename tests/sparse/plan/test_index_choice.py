@@ -6,11 +6,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vllm_relay.sparse.plan.prefix_planner import profile_rows
+from vllm_relay.sparse.plan.index_choice import sample_rows
 
 
-def test_queries_of_a_profile_are_neighbours_of_the_last_quarter() -> None:
-    rows = profile_rows(6000, 3)
+def test_queries_of_a_sample_are_neighbours_of_the_last_quarter() -> None:
+    rows = sample_rows(6000, 3)
     assert rows.shape == (192, 3)
     assert (np.diff(rows, axis=1) == 1).all()
     assert rows.min() >= 4500 and rows.max() == 5999
@@ -18,8 +18,8 @@ def test_queries_of_a_profile_are_neighbours_of_the_last_quarter() -> None:
 
 
 @pytest.mark.parametrize(("num_queries", "tokens"), [(0, 0), (23, 0), (24, 1), (100, 4)])
-def test_few_queries_give_a_small_profile_or_none(num_queries: int, tokens: int) -> None:
-    rows = profile_rows(num_queries, 3)
+def test_few_queries_give_a_small_sample_or_none(num_queries: int, tokens: int) -> None:
+    rows = sample_rows(num_queries, 3)
     assert rows.shape == (tokens, 3)
     assert len(np.unique(rows)) == rows.size
     assert not rows.size or (rows.min() >= 0 and rows.max() < num_queries)
