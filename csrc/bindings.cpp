@@ -40,9 +40,15 @@ std::vector<std::string> kernel_names(bool only_usable) {
   return names;
 }
 
-const relay::KernelInfo& find_kernel(const std::string& name) {
-  for (int i = 0; i < relay::kNumKernels; ++i)
-    if (relay::kKernels[i].name == name && relay::kKernels[i].run) return relay::kKernels[i];
+const relay::KernelInfo& find_kernel(const std::string& name, relay::DType type) {
+  for (int i = 0; i < relay::kNumKernels; ++i) {
+    const relay::KernelInfo& kernel = relay::kKernels[i];
+    if (kernel.name != name || !kernel.run) continue;
+    if (!kernel.runs_here()) throw std::invalid_argument("kernel '" + name + "' cannot run here");
+    if (!kernel.takes(type))
+      throw std::invalid_argument("kernel '" + name + "' does not take this dtype");
+    return kernel;
+  }
   throw std::invalid_argument("kernel '" + name + "' is not in this build of vllm-relay");
 }
 
@@ -81,12 +87,9 @@ void run_attention(const std::string& kernel, const PlanHolder& holder, int dtyp
                    int64_t block_table_stride, uintptr_t output, int64_t output_token_stride,
                    int64_t output_head_stride, uintptr_t lse, float scale, float logits_soft_cap,
                    int sliding_window, uintptr_t alibi_slopes, uintptr_t sinks) {
-  const relay::KernelInfo& info = find_kernel(kernel);
   relay::Problem problem{};
   problem.dtype = static_cast<relay::DType>(dtype);
-  if (!info.runs_here()) throw std::invalid_argument("kernel '" + kernel + "' cannot run here");
-  if (!info.takes(problem.dtype))
-    throw std::invalid_argument("kernel '" + kernel + "' does not take this dtype");
+  const relay::KernelInfo& info = find_kernel(kernel, problem.dtype);
   problem.num_heads = num_heads;
   problem.num_kv_heads = num_kv_heads;
   problem.head_size = head_size;
@@ -110,6 +113,50 @@ void run_attention(const std::string& kernel, const PlanHolder& holder, int dtyp
   problem.sinks = address<float>(sinks);
   nb::gil_scoped_release release;
   info.run(problem, holder.plan);
+}
+
+// Tables are those of unpacked.h; `addresses` is [runs, kv_heads, keys and values].
+void run_unpacked_attention(
+    const std::string& kernel, const Int32Table& requests, const Int32Table& runs,
+    const nb::ndarray<const uint64_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>& addresses,
+    const Int32Table& blocks, const Int32Table& items, int max_item_rows, int num_segments,
+    bool splits_segments, int num_threads, int dtype, int num_heads, int num_kv_heads,
+    int head_size, uintptr_t query, int64_t query_token_stride, int64_t query_head_stride,
+    uintptr_t output, int64_t output_token_stride, int64_t output_head_stride, bool float_output,
+    uintptr_t lse, float scale) {
+  static_assert(sizeof(relay::KvAddress) == 2 * sizeof(uint64_t));
+  relay::Problem problem{};
+  problem.dtype = static_cast<relay::DType>(dtype);
+  const relay::KernelInfo& info = find_kernel(kernel, problem.dtype);
+  problem.num_heads = num_heads;
+  problem.num_kv_heads = num_kv_heads;
+  problem.head_size = head_size;
+  problem.query = address<void>(query);
+  problem.query_token_stride = query_token_stride;
+  problem.query_head_stride = query_head_stride;
+  problem.output = reinterpret_cast<void*>(output);
+  problem.output_token_stride = output_token_stride;
+  problem.output_head_stride = output_head_stride;
+  problem.lse = reinterpret_cast<float*>(lse);
+  problem.scale = scale;
+  relay::Unpacked unpacked{};
+  unpacked.requests = rows_of<relay::UnpackedRequest>(requests, "requests");
+  unpacked.runs = rows_of<relay::TokenRun>(runs, "runs");
+  unpacked.addresses = reinterpret_cast<const relay::KvAddress*>(addresses.data());
+  unpacked.blocks = rows_of<relay::UnpackedBlock>(blocks, "blocks");
+  unpacked.items = rows_of<relay::UnpackedItem>(items, "items");
+  unpacked.num_blocks = static_cast<int32_t>(blocks.shape(0));
+  unpacked.num_items = static_cast<int32_t>(items.shape(0));
+  for (int32_t b = 0; b < unpacked.num_blocks; ++b)
+    unpacked.num_rows += (unpacked.blocks[b].last_query - unpacked.blocks[b].first_query) *
+                         (num_heads / num_kv_heads);
+  unpacked.max_item_rows = max_item_rows;
+  unpacked.num_segments = num_segments;
+  unpacked.num_threads = num_threads;
+  unpacked.splits_segments = splits_segments;
+  unpacked.float_output = float_output;
+  nb::gil_scoped_release release;
+  info.run_unpacked(problem, unpacked);
 }
 
 void run_write(int dtype, int num_tokens, int num_kv_heads, int head_size, int block_size,
@@ -159,6 +206,7 @@ NB_MODULE(_C, module) {
       .def(nb::init<Int32Table, Int32Table, Int32Table, Int32Table, Int32Table, int, int, int,
                     bool>());
   module.def("attention", &run_attention);
+  module.def("unpacked_attention", &run_unpacked_attention);
   module.def("write_kv_cache", &run_write);
   bind_host_attention(module);
   bind_index(module);

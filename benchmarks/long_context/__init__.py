@@ -7,6 +7,7 @@ bench_long_context_capacity.py    requests that are served at once
 bench_long_context_decode.py      decode steps over a stored context
 bench_long_context_short.py       requests below the threshold
 corpus_model.py                   a model that asks the queries of made heads
+questions.py                      prompts behind a stored context, one layer
 english_engine.py                 an engine that tells log-probabilities
 english_engine_main.py            its process
 alternating_engine.py             engines that take turns, step by step

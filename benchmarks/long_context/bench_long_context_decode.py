@@ -9,6 +9,8 @@ run in turn on the same cores. The first token's time is that of a request of wh
 token is stored, from the call of generate to its return. Computing is that of a prompt of the same
 length that is not stored. Copying is the time to copy the context's keys and values into the KV
 cache; what relay_sparse does instead is the attention of the first token over the stored context.
+Questions are prompts that go on behind a stored context, attended exactly: "relay" is its kernel in
+a prefill of as many tokens, all others of which are in the KV cache already.
 """
 
 import argparse
@@ -28,6 +30,7 @@ from benchmarks.long_context.corpus_model import (
     save_model,
     store_context,
 )
+from benchmarks.long_context.questions import measure_questions
 from benchmarks.sparse.heads.corpus import Head
 from benchmarks.support.formatting import Row
 from benchmarks.support.options import argument_parser, run_as_vllm_worker
@@ -42,8 +45,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "alpha 0.01, nothing estimated": {"alpha": 0.01, "estimate_unread": False},
 }
+QUESTION_TOKENS, GOAL_QUESTION_TOKENS = [1, 64, 500, 2000], 500
 DECODE_GOALS = (4.0, 8.0)
 COMPUTE_GOALS, COPY_GOALS = (50.0, 200.0), (10.0, 20.0)
+QUESTION_GOALS = (0.8, 1.0)
 
 
 class Engine:
@@ -228,15 +233,36 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=4, help="kv heads with own keys (%(default)s)")
     parser.add_argument("--steps", type=int, default=32, help="per round (%(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="for the first token (%(default)s)")
+    parser.add_argument("--questions-only", action="store_true", help="leave the engines out")
     options = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the context is handed to the worker
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     run_as_vllm_worker(options.threads)
     result = Result.begin(__file__, __doc__, options)
     decode_tokens, first_tokens, layers = DECODE_TOKENS, FIRST_TOKEN_TOKENS, options.layers
+    question_tokens = QUESTION_TOKENS
     if options.smoke:
         decode_tokens, first_tokens, layers = 6000, 5000, 2
         options.heads, options.steps, options.rounds = 1, 4, 1
+        question_tokens = [1, 70]
+    if not options.questions_only:
+        add_engine_tables(result, options, decode_tokens, first_tokens, layers)
+    rows, shares = measure_questions(options, decode_tokens, question_tokens)
+    result.add_table("Questions behind a stored context, one layer", rows)
+    if GOAL_QUESTION_TOKENS in question_tokens:
+        share = shares[question_tokens.index(GOAL_QUESTION_TOKENS)]
+        name = f"{GOAL_QUESTION_TOKENS} tokens behind {decode_tokens}: part of relay's rate"
+        result.add_goal(Goal(name, share, *QUESTION_GOALS))
+    result.end(options)
+
+
+def add_engine_tables(
+    result: Result,
+    options: argparse.Namespace,
+    decode_tokens: int,
+    first_tokens: int,
+    num_layers: int,
+) -> None:
     rows, times_as_fast = [], []
     for setting in SETTINGS:
         with tempfile.TemporaryDirectory(prefix="relay-bench-") as name:
@@ -247,7 +273,7 @@ def main() -> None:
     faster = times_as_fast[0]
     with tempfile.TemporaryDirectory(prefix="relay-bench-") as name:
         row, computed, copied = measure_first_token(
-            options, first_tokens, layers, Path(name) / "first"
+            options, first_tokens, num_layers, Path(name) / "first"
         )
         result.add_table("Time to the first token", [row])
     result.add_goal(Goal(f"decode attention over {decode_tokens} tokens", faster, *DECODE_GOALS))
@@ -257,7 +283,6 @@ def main() -> None:
     result.add_goal(
         Goal(f"first token over {first_tokens}: copying over attention", copied, *COPY_GOALS)
     )
-    result.end(options)
 
 
 if __name__ == "__main__":

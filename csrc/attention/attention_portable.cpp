@@ -4,3 +4,7 @@
 void relay::attention_portable(const Problem& problem, const Plan& plan) {
   run_vector_kernel(problem, plan);
 }
+
+void relay::attention_portable(const Problem& problem, const Unpacked& unpacked) {
+  run_vector_kernel(problem, unpacked);
+}

@@ -5,8 +5,13 @@
 
 #include "driver.h"
 #include "kernels.h"
+#include "unpacked_driver.h"
 #include "vector_kernel.h"
 
 void relay::attention_avx512_bf16_rounded(const Problem& problem, const Plan& plan) {
   Driver<BFloat16, VectorKernel<BFloat16>>(problem, plan).run();
+}
+
+void relay::attention_avx512_bf16_rounded(const Problem& problem, const Unpacked& unpacked) {
+  UnpackedDriver<BFloat16, VectorKernel<BFloat16>>(problem, unpacked).run();
 }

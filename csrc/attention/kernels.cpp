@@ -17,24 +17,27 @@ bool takes_bfloat16(DType type) { return type == DType::kBFloat16; }
 
 const KernelInfo kKernels[] = {
 #if RELAY_HAVE_AMX_BF16
-    {"amx_bf16", attention_amx_bf16, machine_has_amx_bf16, takes_bfloat16},
+    {"amx_bf16", attention_amx_bf16, attention_amx_bf16, machine_has_amx_bf16, takes_bfloat16},
 #else
-    {"amx_bf16", nullptr, machine_has_amx_bf16, takes_bfloat16},
+    {"amx_bf16", nullptr, nullptr, machine_has_amx_bf16, takes_bfloat16},
 #endif
 #if RELAY_HAVE_AVX512_BF16
-    {"avx512_bf16", attention_avx512_bf16, machine_has_avx512_bf16, takes_bfloat16},
+    {"avx512_bf16", attention_avx512_bf16, attention_avx512_bf16, machine_has_avx512_bf16,
+     takes_bfloat16},
 #else
-    {"avx512_bf16", nullptr, machine_has_avx512_bf16, takes_bfloat16},
+    {"avx512_bf16", nullptr, nullptr, machine_has_avx512_bf16, takes_bfloat16},
 #endif
 #if RELAY_HAVE_AVX512
-    {"avx512", attention_avx512, machine_has_avx512, takes_any},
+    {"avx512", attention_avx512, attention_avx512, machine_has_avx512, takes_any},
 #else
-    {"avx512", nullptr, machine_has_avx512, takes_any},
+    {"avx512", nullptr, nullptr, machine_has_avx512, takes_any},
 #endif
-    {"portable", attention_portable, any_machine, takes_any},
+    {"portable", attention_portable, attention_portable, any_machine, takes_any},
 #if RELAY_HAVE_AVX512_BF16
-    {"avx512_bf16_rounded", attention_avx512_bf16_rounded, machine_has_avx512_bf16, takes_bfloat16},
-    {"amx_bf16_emulated", attention_amx_bf16_emulated, machine_has_avx512_bf16, takes_bfloat16},
+    {"avx512_bf16_rounded", attention_avx512_bf16_rounded, attention_avx512_bf16_rounded,
+     machine_has_avx512_bf16, takes_bfloat16},
+    {"amx_bf16_emulated", attention_amx_bf16_emulated, attention_amx_bf16_emulated,
+     machine_has_avx512_bf16, takes_bfloat16},
 #endif
 };
 const int kNumKernels = sizeof(kKernels) / sizeof(kKernels[0]);

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "problem.h"
+#include "unpacked.h"
 
 #ifndef RELAY_HAVE_AVX512
 #define RELAY_HAVE_AVX512 0
@@ -20,11 +21,13 @@
 namespace relay {
 
 using AttentionFunction = void (*)(const Problem&, const Plan&);
+using UnpackedFunction = void (*)(const Problem&, const Unpacked&);
 
 struct KernelInfo {
   std::string_view name;
-  AttentionFunction run;  // null: left out of this build
-  bool (*runs_here)();    // does this machine have the instructions?
+  AttentionFunction run;          // null: left out of this build
+  UnpackedFunction run_unpacked;  // the same over tokens that are in no KV cache
+  bool (*runs_here)();            // does this machine have the instructions?
   bool (*takes)(DType type);
 };
 
@@ -33,11 +36,17 @@ extern const KernelInfo kKernels[];
 extern const int kNumKernels;
 
 void attention_portable(const Problem&, const Plan&);
+void attention_portable(const Problem&, const Unpacked&);
 void attention_avx512(const Problem&, const Plan&);
+void attention_avx512(const Problem&, const Unpacked&);
 void attention_avx512_bf16(const Problem&, const Plan&);
+void attention_avx512_bf16(const Problem&, const Unpacked&);
 void attention_avx512_bf16_rounded(const Problem&, const Plan&);
+void attention_avx512_bf16_rounded(const Problem&, const Unpacked&);
 void attention_amx_bf16(const Problem&, const Plan&);
+void attention_amx_bf16(const Problem&, const Unpacked&);
 void attention_amx_bf16_emulated(const Problem&, const Plan&);
+void attention_amx_bf16_emulated(const Problem&, const Unpacked&);
 
 struct KvWrite {
   DType dtype;

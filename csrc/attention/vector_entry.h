@@ -3,20 +3,30 @@
 
 #include "driver.h"
 #include "kernels.h"
+#include "unpacked_driver.h"
 #include "vector_kernel.h"
 
 namespace relay {
 namespace {
 
-void run_vector_kernel(const Problem& problem, const Plan& plan) {
+template <template <class, class> class AnyDriver, class Work>
+void run_with_type(const Problem& problem, const Work& work) {
   switch (problem.dtype) {
     case DType::kFloat32:
-      return Driver<float, VectorKernel<float>>(problem, plan).run();
+      return AnyDriver<float, VectorKernel<float>>(problem, work).run();
     case DType::kFloat16:
-      return Driver<Float16, VectorKernel<Float16>>(problem, plan).run();
+      return AnyDriver<Float16, VectorKernel<Float16>>(problem, work).run();
     case DType::kBFloat16:
-      return Driver<BFloat16, VectorKernel<BFloat16>>(problem, plan).run();
+      return AnyDriver<BFloat16, VectorKernel<BFloat16>>(problem, work).run();
   }
+}
+
+void run_vector_kernel(const Problem& problem, const Plan& plan) {
+  run_with_type<Driver>(problem, plan);
+}
+
+void run_vector_kernel(const Problem& problem, const Unpacked& unpacked) {
+  run_with_type<UnpackedDriver>(problem, unpacked);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
     reference.py         the public functions in plain float64 torch: the oracle       (torch)
     ops.py               the public functions: write_kv_cache, relay_attention, merge_states
     cpu.py               tensors in, addresses and strides out                         (torch, _C)
+    unpacked_plan.py, unpacked.py   the same over tokens that are in no KV cache       (torch)
     relay_base.py, relay.py   the RELAY backend on CPUs: vLLM's hooks, nothing else    (vLLM)
     step_stats.py        counters of a step and their merging
     cuda.py, gpu_config.py, gpu_hidden.py, gpu_ops.py, gpu_plan.py, gpu_planner.py, gpu_prompts.py,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,12 @@ import pytest
 import torch
 
 from vllm_relay.long_context.host import host_attention
-from vllm_relay.long_context.host.host_attention import HostPart, Retrieval, attend_retrieved
+from vllm_relay.long_context.host.host_attention import (
+    HostPart,
+    Retrieval,
+    attend_everything,
+    attend_retrieved,
+)
 from vllm_relay.long_context.host.host_sequence import HostLayer, SequencePlace
 from vllm_relay.long_context.window import Residency
 from vllm_relay.sparse import CoarseIndex, FlatIndex, GraphIndex
@@ -236,6 +242,55 @@ def test_a_query_that_is_not_finite_harms_no_other() -> None:
         torch.testing.assert_close(output[number], expected[number], atol=1e-6, rtol=0)
 
 
+def whole(part: HostPart, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the last tokens of a request, `query` [tokens, heads, size], over all of its
+    tokens up to their own, in float64."""
+    first = part.num_tokens - len(query)
+    rows = [
+        oracle(replace(part, residency=Residency(0, first + 1 + i)), query[i])
+        for i in range(len(query))
+    ]
+    outputs, lses = zip(*rows, strict=True)
+    return torch.stack(outputs), torch.stack(lses)
+
+
+READERS = [
+    (CONTEXT_TOKENS, 5, 640),
+    (CONTEXT_TOKENS, 200, 640),
+    (CONTEXT_TOKENS, 1, 20),
+    (CONTEXT_TOKENS, 400, 992),
+    (300, 40, 256),
+    (40, 400, 384),
+    (0, 300, 64),
+]
+"""Tokens of the context that a request reads, of its own, and where its window begins."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_device", [False, True])
+def test_questions_behind_a_context_read_all_of_it(dtype: torch.dtype, with_device: bool) -> None:
+    """All in one call: one token each, or many."""
+    context = stored(dtype)
+    parts = [part_of(context, *each, dtype, seed=seed) for seed, each in enumerate(READERS)]
+    num_queries = [5, 63, 1, 200, 40, 1, 7]
+    ends = np.cumsum(num_queries)
+    at = [slice(end - number, end) for end, number in zip(ends, num_queries, strict=True)]
+    query = queries(int(ends[-1]), dtype)
+    output, lse = torch.full(query.shape, torch.nan), torch.full(query.shape[:2], torch.nan)
+    attend_everything(parts, at, query, output, lse, SCALE, with_device=with_device)
+    for part, rows in zip(parts, at, strict=True):
+        found = output[rows], lse[rows]
+        if with_device:
+            assert_close(found, whole(part, query[rows]), dtype)
+            continue
+        expected = [oracle(part, each) for each in query[rows]]
+        assert_close(found, [torch.stack(each) for each in zip(*expected, strict=True)], dtype)
+    alone = torch.empty_like(output)
+    for part, rows in zip(parts, at, strict=True):
+        attend_everything([part], [rows], query, alone, None, SCALE, with_device=with_device)
+    assert torch.equal(alone, output)
+
+
 def test_nothing_is_written_if_the_context_is_damaged(tmp_path: Path) -> None:
     fingerprint = ContextFingerprint(
         model="tiny",
@@ -259,5 +314,10 @@ def test_nothing_is_written_if_the_context_is_damaged(tmp_path: Path) -> None:
     before = output.clone(), lse.clone()
     with pytest.raises(IndexDamagedError):
         attend_retrieved([part], [0], query, output, lse, retrieval(EVERYTHING), SessionStats())
+    assert context.damage is not None
+    [context] = DiskContextStore(tmp_path, fingerprint).contexts()
+    part = part_of(context, CONTEXT_TOKENS, 100, 640)
+    with pytest.raises(IndexDamagedError):
+        attend_everything([part], [slice(0, 1)], query, output, lse, SCALE)
     assert torch.equal(output, before[0]) and torch.equal(lse, before[1])
     assert context.damage is not None

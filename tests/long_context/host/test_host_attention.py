@@ -14,7 +14,6 @@ from vllm_relay.long_context.host import host_sequence
 from vllm_relay.long_context.host.host_attention import (
     HostPart,
     Retrieval,
-    State,
     attend_everything,
     attend_retrieved,
 )
@@ -23,6 +22,9 @@ from vllm_relay.long_context.window import Residency
 from vllm_relay.sparse.contexts.retrieval import SessionStats
 from vllm_relay.sparse.index.query_types import Dipr
 from vllm_relay.sparse.plan.options import DBOptions
+
+State = tuple[torch.Tensor, torch.Tensor]
+"""Output and log-sum-exp."""
 
 HEAD_SIZE = 64
 SCALE = HEAD_SIZE**-0.5
@@ -123,8 +125,10 @@ def test_everything_is_read(
     layer = layer_of(900, num_kv_heads, dtype)
     query = queries(num_queries, num_heads, dtype)
     for begin, end in ((SINK_END, 800), (SINK_END, 64), (0, 832), (0, 1)):
-        found = attend_everything(part_of(layer, begin, end), query, SCALE)
-        assert_close(found, oracle(layer, query, begin, end), dtype)
+        output, lse = torch.full(query.shape, torch.nan), torch.full(query.shape[:2], torch.nan)
+        everything = slice(0, num_queries)
+        attend_everything([part_of(layer, begin, end)], [everything], query, output, lse, SCALE)
+        assert_close((output, lse), oracle(layer, query, begin, end), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,6 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_relay.attention_backends import cpu
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
-from vllm_relay.attention_backends.plan import plan_step
 from vllm_relay.attention_backends.reference import unpack_kv_cache
 from vllm_relay.attention_backends.relay import (
     RelayBackend,
@@ -43,11 +41,6 @@ from vllm_relay.long_context.host.host_attention import (
 )
 from vllm_relay.long_context.host.host_sequence import HostLayer
 from vllm_relay.sparse.contexts.context_store import StoredContext
-from vllm_relay.sparse.contexts.partial_attention import merge
-
-MIN_PACKED_QUERIES = 64
-"""From so many query tokens on, packing all tokens for the RELAY kernel pays."""
-PACKED_BLOCK_TOKENS = 128
 
 
 class RelaySparseBackend(RelayBackend):
@@ -169,22 +162,27 @@ class RelaySparseImpl(RelayImpl):
         output: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        """Merges what the host has into the output of what the device has."""
+        """Adds what the host has to the output of what the device has: generated tokens merge it,
+        those of prompts are attended anew over the host's copy of all tokens."""
         retrieving: dict[StoredContext | None, list[tuple[worker.MirroredRow, HostPart]]] = {}
+        whole: dict[StoredContext | None, list[tuple[worker.MirroredRow, HostPart]]] = {}
         for row, part in zip(rows, parts, strict=True):
             if not row.residency.num_host_tokens or row.request.lost_context_id is not None:
                 continue
-            if row.retrieves and self.retrieval.query is not None:
-                retrieving.setdefault(part.context, []).append((row, part))
-                continue
-            at = slice(row.first_query, row.last_query)
-            with losing_damaged([row]):
-                if row.num_queries >= MIN_PACKED_QUERIES:
-                    self._attend_packed(row, part, query[at], output[at])
-                else:
-                    found = attend_everything(part, query[at], self.scale)
-                    merged, _ = merge((output[at].float(), lse[at]), found)
-                    output[at] = merged.to(output.dtype)
+            retrieves = row.retrieves and self.retrieval.query is not None
+            (retrieving if retrieves else whole).setdefault(part.context, []).append((row, part))
+        for reading in whole.values():
+            with losing_damaged([row for row, _ in reading]):
+                attend_everything(
+                    [part for _, part in reading],
+                    [slice(row.first_query, row.last_query) for row, _ in reading],
+                    query,
+                    output,
+                    None,
+                    self.scale,
+                    with_device=True,
+                    kernel=self.kernel_choice,
+                )
         for reading in retrieving.values():
             with losing_damaged([row for row, _ in reading]):
                 attend_retrieved(
@@ -196,54 +194,6 @@ class RelaySparseImpl(RelayImpl):
                     self.retrieval,
                     worker.state.stats,
                 )
-
-    def _attend_packed(
-        self, row: worker.MirroredRow, part: HostPart, query: torch.Tensor, output: torch.Tensor
-    ) -> None:
-        """Attention of a chunk of a prompt as RELAY computes it where all tokens are on the device:
-        they are packed, one layer at a time, into a cache that all layers and steps share."""
-        keys, values = part.all_rows()
-        num_tokens, size = row.num_tokens, PACKED_BLOCK_TOKENS
-        cache = _packed_cache(num_tokens, keys)
-        cpu.write_kv_cache(
-            keys.transpose(0, 1), values.transpose(0, 1), cache, torch.arange(num_tokens)
-        )
-        block_table = torch.arange(cache.shape[0], dtype=torch.int32)[None]
-        if row.packed_plan is None:
-            row.packed_plan = plan_step(
-                block_table.numpy(),
-                np.array([0, row.num_queries], np.int32),
-                np.array([num_tokens], np.int32),
-                block_size=size,
-                num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads,
-                num_threads=torch.get_num_threads(),
-                kernel=cpu.kernel_for(query.dtype, self.kernel_choice),
-                forest=None,
-            )
-        cpu.relay_attention(
-            query, cache, block_table, row.packed_plan, output,
-            scale=self.scale, num_kv_heads=self.num_kv_heads,
-        )  # fmt: skip
-
-
-_caches: list[torch.Tensor] = []
-
-
-def _packed_cache(num_tokens: int, keys: torch.Tensor) -> torch.Tensor:
-    """For keys like these, [kv_heads, tokens, size]; the largest that was asked for is kept."""
-    num_kv_heads, _, head_size = keys.shape
-    shape = (
-        -(-num_tokens // PACKED_BLOCK_TOKENS),
-        num_kv_heads,
-        PACKED_BLOCK_TOKENS,
-        2 * head_size,
-    )
-    num_elements = math.prod(shape)
-    if not _caches or _caches[0].dtype != keys.dtype or _caches[0].numel() < num_elements:
-        # zeros: what is behind the last token is multiplied too
-        _caches[:] = [torch.zeros(num_elements, dtype=keys.dtype)]
-    return _caches[0][:num_elements].view(shape)
 
 
 def _fill(row: worker.MirroredRow, part: HostPart, kv_cache: torch.Tensor) -> None:

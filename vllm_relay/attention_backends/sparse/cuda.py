@@ -344,15 +344,25 @@ class RelaySparseCudaImpl(RelayCudaImpl):
         output = torch.zeros_like(precise)
         lse = torch.full(query.shape[:2], -torch.inf)
         retrieving: dict[StoredContext | None, list[tuple[int, int]]] = {}
+        whole: dict[StoredContext | None, list[tuple[int, slice]]] = {}
         for number, at in asked.rows:
             row, part = rows[number], parts[number]
             if row.request.lost_context_id is not None:
                 continue
             if row.retrieves and self.retrieval.query is not None:
                 retrieving.setdefault(part.context, []).append((number, at.start))
-                continue
-            with losing_damaged([row]):
-                output[at], lse[at] = attend_everything(part, query[at], self.scale)
+            else:
+                whole.setdefault(part.context, []).append((number, at))
+        for reads in whole.values():
+            with losing_damaged([rows[number] for number, _ in reads]):
+                attend_everything(
+                    [parts[number] for number, _ in reads],
+                    [at for _, at in reads],
+                    query,
+                    output,
+                    lse,
+                    self.scale,
+                )
         for reading in retrieving.values():
             with losing_damaged([rows[number] for number, _ in reading]):
                 attend_retrieved(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,10 +13,14 @@ import torch
 
 from vllm_relay import _C
 from vllm_relay.attention_backends.cpu import DTYPE_CODES
+from vllm_relay.attention_backends.unpacked import (
+    TokenRun,
+    UnpackedRequest,
+    unpacked_attention,
+)
 from vllm_relay.long_context.host.host_sequence import HostLayer
 from vllm_relay.long_context.window import Residency
 from vllm_relay.sparse.contexts.context_store import StoredContext
-from vllm_relay.sparse.contexts.partial_attention import attention_state, merge
 from vllm_relay.sparse.contexts.retrieval import ContextPart, SessionStats, queries_of_heads
 from vllm_relay.sparse.contexts.tensors import to_tensor
 from vllm_relay.sparse.index.query_types import Dipr
@@ -25,10 +29,6 @@ from vllm_relay.sparse.plan.options import DBOptions
 
 RECENT_TOKENS = 64
 """At least so many tokens at the end of a stored context are read by every query."""
-
-State = tuple[torch.Tensor, torch.Tensor]
-"""Output float32 [kv_heads, rows, size] and log-sum-exp float32 [kv_heads, rows]."""
-
 
 _MAX_KNOWN_SEARCHES = 64
 """Of a context in one layer; then all are made again. Each request that goes on behind it needs a
@@ -90,22 +90,23 @@ class HostPart:
 
     def context_rows(self, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the context, [kv_heads, tokens, size]: a copy."""
-        assert self.context is not None
+        run = self.context_run(begin, end)
+        assert run is not None
+        return torch.stack([*run.keys]), torch.stack([*run.values])
+
+    def context_run(self, begin: int, end: int) -> TokenRun | None:
+        """These tokens of the context, where they lie; None if there are none."""
+        if self.context is None or begin >= end:
+            return None
         heads = range(self.context.shape.num_kv_heads)
         rows = [self.context.rows(self.layer, head, begin, end) for head in heads]
         keys, values = zip(*rows, strict=True)
-        return (
-            torch.stack([to_tensor(each) for each in keys]),
-            torch.stack([to_tensor(each) for each in values]),
-        )
+        return TokenRun(begin, end, [*map(to_tensor, keys)], [*map(to_tensor, values)])
 
-    def all_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of all tokens, those on the device included: a copy with a context."""
-        own = self.own.rows(self.own.begin, self.num_tokens)
-        if self.context is None:
-            return own
-        context = self.context_rows(0, self.own.begin)
-        return torch.cat([context[0], own[0]], 1), torch.cat([context[1], own[1]], 1)
+    def own_run(self, begin: int, end: int) -> TokenRun:
+        """These of the tokens behind the context."""
+        keys, values = self.own.rows(begin, max(begin, end))
+        return TokenRun(begin, end, keys.unbind(), values.unbind())
 
     def native(self, token: int, retrieval: Retrieval) -> Any:
         """What the C++ side is told of the request; `token` is its row in the tensors."""
@@ -138,32 +139,53 @@ class HostPart:
         return ContextPart(self.context, self.layer, begin, end)
 
 
-def attend_everything(part: HostPart, query: torch.Tensor, scale: float) -> State:
-    """Attention over all tokens that are not on the device.
+def attend_everything(
+    parts: Sequence[HostPart],
+    queries: Sequence[slice],
+    query: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+    scale: float,
+    *,
+    with_device: bool = False,
+    kernel: str = "auto",
+) -> None:
+    """Exact attention of requests over all of their tokens in host memory.
 
     Args:
-        query: [tokens, heads, head_size], of one request.
+        parts: all of the same context, which is read once for them, or none of one.
+        queries: of each request, its rows in the tensors.
+        query: [tokens, heads, head_size].
+        output: as `query`, or float32; written where nothing is raised.
+        lse: float32 [tokens, heads], or None.
+        with_device: the tokens on the device are read too, from the host's copy, and a query token
+            sees those before it: what RELAY computes where all of them are on the device, to the
+            last bit. Otherwise every query token sees all that is read.
+        kernel: as for `unpacked_attention`.
 
-    Returns:
-        output float32 [tokens, heads, head_size] and log-sum-exp float32 [tokens, heads].
+    Raises:
+        IndexDamagedError: a page of the context is not what was written; nothing was written.
     """
-    num_queries = query.shape[0]
-    rows = _by_kv_head(query, part.own.keys.shape[0])
-    begin, end = part.residency
-    own_begin = max(begin, part.own.begin)
-    state = attention_state(rows, *part.own.rows(own_begin, max(own_begin, end)), scale)
-    if part.context is not None:
-        heads = []
-        for head in range(len(rows)):
-            keys, values = part.context.rows(part.layer, head, begin, part.context_end)
-            heads.append(
-                attention_state(
-                    rows[head : head + 1], to_tensor(keys)[None], to_tensor(values)[None], scale
-                )
+    ranges = [(0, part.num_tokens) if with_device else part.residency for part in parts]
+    context = parts[0].context_run(
+        min(begin for begin, _ in ranges),
+        max(min(part.own.begin, end) for part, (_, end) in zip(parts, ranges, strict=True)),
+    )
+    requests = []
+    for part, at, (begin, end) in zip(parts, queries, ranges, strict=True):
+        runs = [part.own_run(max(begin, part.own.begin), end)]
+        if context is not None and begin < part.own.begin:
+            runs.insert(0, replace(context, end=min(part.own.begin, end)))
+        requests.append(
+            UnpackedRequest(
+                at.start, at.stop - at.start, begin, end,
+                [run for run in runs if run.begin < run.end], is_causal=with_device,
             )
-        outputs, lses = zip(*heads, strict=True)
-        state = merge(state, (torch.cat(outputs), torch.cat(lses)))
-    return _by_token(state, num_queries)
+        )  # fmt: skip
+    unpacked_attention(
+        query, requests, output, lse,
+        scale=scale, num_kv_heads=parts[0].own.keys.shape[0], kernel=kernel,
+    )  # fmt: skip
 
 
 def attend_retrieved(
@@ -217,14 +239,3 @@ def _groups(parts: Sequence[HostPart], tokens: Sequence[int], retrieval: Retriev
             window = [(0, searched.begin), (searched.end, parts[numbers[0]].context_end)]
         groups.append(_C.host.HostGroup(requests, search, window))
     return groups
-
-
-def _by_kv_head(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """[tokens, heads, size] -> [kv_heads, group * tokens, size]: the tokens of a head in turn."""
-    return query.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
-
-
-def _by_token(state: State, num_tokens: int) -> State:
-    """The reverse: [tokens, heads, ...]."""
-    output, lse = (part.unflatten(1, (-1, num_tokens)) for part in state)
-    return output.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1, 2)

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from vllm_relay.attention_backends.plan import StepPlan
 from vllm_relay.config import RelayConfig
 from vllm_relay.long_context.host.host_sequence import HostSequence, SequencePlace
 from vllm_relay.long_context.host.index_builders import start_builders
@@ -67,7 +66,6 @@ class MirroredRow:
         fill_from: the tokens from here to `num_computed_tokens` are the host's, and have to be
             brought to their block on the device; None: there are none.
         blocks: int32; its row of the block table, before it was compacted.
-        packed_plan: for all layers, once one has computed the row's attention over all tokens.
     """
 
     request: LongRequest
@@ -78,7 +76,6 @@ class MirroredRow:
     residency: Residency
     fill_from: int | None
     blocks: Any
-    packed_plan: StepPlan | None = None
 
     @property
     def num_queries(self) -> int:
