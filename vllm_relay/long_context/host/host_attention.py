@@ -15,7 +15,7 @@ from vllm_relay import _C
 from vllm_relay.attention_backends.cpu import DTYPE_CODES
 from vllm_relay.long_context.host.host_sequence import HostLayer
 from vllm_relay.long_context.window import Residency
-from vllm_relay.sparse.contexts.context_store import StoredContext
+from vllm_relay.sparse.contexts.context_store import Link, StoredContext
 from vllm_relay.sparse.contexts.partial_attention import attention_state, merge
 from vllm_relay.sparse.contexts.retrieval import ContextPart, SessionStats, queries_of_heads
 from vllm_relay.sparse.contexts.tensors import to_tensor
@@ -127,15 +127,16 @@ class HostPart:
             [each.native(retrieval.query) for each in segments if each.layer is not None],
         )
 
-    @property
-    def searched(self) -> ContextPart | None:
-        """What is searched of the context: sinks and last tokens are read by every query."""
-        if self.context is None:
-            return None
+    def searched(self, link: Link) -> ContextPart:
+        """What is searched of a link: every query reads the sinks and the last tokens."""
+        num_tokens, recent = link.end - link.begin, self.context_end - RECENT_TOKENS
         # whole runs of tokens that have one mean value
-        begin = min(-(-self.own.sink_end // MEAN_TOKENS) * MEAN_TOKENS, self.context_end)
-        end = max(begin, (self.context_end - RECENT_TOKENS) // MEAN_TOKENS * MEAN_TOKENS)
-        return ContextPart(self.context, self.layer, begin, end)
+        begin = _round_up(max(0, self.own.sink_end - link.begin))
+        end = min(num_tokens, recent - link.begin)
+        if end < link.context.num_tokens - link.begin:
+            end = end // MEAN_TOKENS * MEAN_TOKENS
+        begin = min(begin, num_tokens)
+        return ContextPart(link.context, self.layer, begin, max(begin, end))
 
 
 def attend_everything(part: HostPart, query: torch.Tensor, scale: float) -> State:
@@ -211,12 +212,24 @@ def _groups(parts: Sequence[HostPart], tokens: Sequence[int], retrieval: Retriev
     groups = []
     for numbers in sharing.values():
         requests = [parts[number].native(tokens[number], retrieval) for number in numbers]
-        search, window, searched = None, [], parts[numbers[0]].searched
-        if searched is not None:
-            search = retrieval.native(searched)
-            window = [(0, searched.begin), (searched.end, parts[numbers[0]].context_end)]
-        groups.append(_C.host.HostGroup(requests, search, window))
+        groups.append(_C.host.HostGroup(requests, _native_links(parts[numbers[0]], retrieval)))
     return groups
+
+
+def _native_links(part: HostPart, retrieval: Retrieval) -> list[tuple[Any, list[tuple[int, int]]]]:
+    """Of the context: searches, and what is read besides."""
+    if part.context is None:
+        return []
+    links = []
+    for link in part.context.links(part.context_end):
+        searched = part.searched(link)
+        read = [(0, searched.begin), (searched.end, link.end - link.begin)]
+        links.append((retrieval.native(searched), read))
+    return links
+
+
+def _round_up(num_tokens: int) -> int:
+    return -(-num_tokens // MEAN_TOKENS) * MEAN_TOKENS
 
 
 def _by_kv_head(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
