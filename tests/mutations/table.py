@@ -288,7 +288,7 @@ MUTATIONS = [
         "vllm_relay/long_context/scheduling/scheduler.py",
         "long_context/scheduling/test_contexts_in_memory.py",
         ("num_tokens - (0 if reused is None else reused.num_tokens)", "num_tokens"),
-        (" or not self._reserve(request_id, num_tokens, reused):", ":"),
+        ("self.memory.bytes_for(num_tokens - own_begin)", "self.memory.bytes_for(num_tokens)"),
         ("if self._has_folder and not is_alone:", "if False:"),
         (
             "if request_id in self._preempted:\n                self._drop",

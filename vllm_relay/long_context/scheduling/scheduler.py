@@ -368,13 +368,14 @@ class LongContextScheduler:
         tokens = list(request.all_token_ids[:num_tokens])
         array = np.asarray(tokens, np.int64)
         context_id = context_id_of(array)
-        reused = self.memory.reused(request_id)
-        if context_id in self.catalog or not self._reserve(request_id, num_tokens, reused):
+        if context_id in self.catalog:
             return
-        # what the request reused is not stored again
-        num_own_tokens = num_tokens - (0 if reused is None else reused.num_tokens)
+        # it has the memory that the request has: what that reused is not stored again
+        reused = self.memory.reused(request_id)
+        own_begin = 0 if reused is None else reused.num_tokens
         self.catalog.add(context_id, array, None if reused is None else reused.context_id)
-        self.memory.add_context(context_id, self.memory.bytes_for(num_own_tokens), request_id)
+        num_bytes = self.memory.bytes_for(num_tokens - own_begin)
+        self.memory.add_context(context_id, num_bytes, request_id)
         self._orders.kept[request_id] = KeptContext(context_id, tokens)
 
     def _placement(self, request: Request) -> Placement | None:
