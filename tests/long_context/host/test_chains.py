@@ -4,13 +4,17 @@ context stored alone."""
 
 from __future__ import annotations
 
+import io
+import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from tests.long_context.host.test_sequence_context import (
     HEAD_SIZE,
@@ -33,10 +37,22 @@ from vllm_relay.long_context.host.host_sequence import HostLayer, SequencePlace
 from vllm_relay.long_context.host.index_builders import start_builders
 from vllm_relay.long_context.host.worker_contexts import WorkerContexts
 from vllm_relay.long_context.window import Residency
-from vllm_relay.sparse.contexts.context_file import CONTEXT_SUFFIX, LINK_SUFFIX, ContextFile
+from vllm_relay.sparse.contexts.context_file import (
+    CONTEXT_SUFFIX,
+    LINK_SUFFIX,
+    ContextFile,
+    ContextHead,
+    ParentFile,
+    _check_layout,
+    write_context,
+)
 from vllm_relay.sparse.contexts.context_store import Link, StoredContext
-from vllm_relay.sparse.contexts.retrieval import SessionStats
+from vllm_relay.sparse.contexts.contexts_command import run_delete, run_list, run_verify
+from vllm_relay.sparse.contexts.disk_context_store import DiskContextStore
+from vllm_relay.sparse.contexts.partial_attention import attention_state
+from vllm_relay.sparse.contexts.retrieval import SessionStats, parts_of, retrieve
 from vllm_relay.sparse.files.damage import IndexDamagedError
+from vllm_relay.sparse.index.flat import FlatIndex
 from vllm_relay.sparse.index.query_types import Dipr
 from vllm_relay.sparse.plan.options import DBOptions
 
@@ -141,6 +157,28 @@ def test_a_chain_answers_as_the_same_context_stored_alone(tmp_path: Path, state:
         torch.testing.assert_close(found, exact, atol=max(tolerance, 1e-5), rtol=0)
     contexts.close()
     alone.close()
+
+
+@pytest.mark.parametrize("limit", [None, 1 << 20], ids=["mapped", "pool"])
+def test_a_session_reads_a_chain(tmp_path: Path, limit: int | None) -> None:
+    """Of a part in the middle of it, all that is asked for."""
+    contexts = open_contexts(tmp_path)
+    ids = keep_chat(contexts)
+    wait(contexts)
+    contexts.close()
+    store = DiskContextStore(tmp_path, FINGERPRINT, limit)
+    [chain] = [each for each in store.contexts() if each.id == ids[-1]]
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn(KV_HEADS, 3, HEAD_SIZE, generator=generator)
+    top = torch.full(query.shape[:2], -torch.inf)
+    options, stats = DBOptions(query=Dipr(alpha=1e-37)), SessionStats()
+    for begin, end in [(40, NUM_TOKENS), (210, 280), (300, 300)]:
+        parts = parts_of(chain, 1, begin, end)
+        output, lse = retrieve(parts, query, top, scale=0.2, options=options, stats=stats)
+        layer = computed(0, NUM_TOKENS, torch.float32).layers["second"]
+        expected = attention_state(query, *layer.rows(begin, end), 0.2)
+        torch.testing.assert_close(output, expected[0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(lse, expected[1], atol=1e-5, rtol=0)
 
 
 def test_a_folder_of_chains_is_found_again(tmp_path: Path) -> None:
@@ -263,3 +301,92 @@ def test_short_links_are_taken_over() -> None:
     assert own_begin(links, 200) == 100
     assert own_begin(links[:1], 200) == 100
     assert own_begin([], 200) == 0
+
+
+def run(command: Callable[..., int], path: Path, **options: Any) -> tuple[int, Any]:
+    """Exit status and reports."""
+    output = io.StringIO()
+    status = command(path, as_json=True, console=Console(file=output, soft_wrap=True), **options)
+    return status, json.loads(output.getvalue())
+
+
+def test_the_command_shows_verifies_and_deletes_links(tmp_path: Path) -> None:
+    contexts = open_contexts(tmp_path)
+    ids = keep_chat(contexts)
+    wait(contexts)
+    contexts.close()
+    paths = [tmp_path / f"{each}{CONTEXT_SUFFIX}" for each in ids]
+    status, reports = run(run_list, tmp_path)
+    parents = {Path(each["path"]).stem: each["parent"] for each in reports}
+    assert status == 0 and parents == {
+        ids[0]: None,
+        ids[1]: {"context_id": ids[0], "num_tokens": 203},
+        ids[2]: {"context_id": ids[1], "num_tokens": 290},
+        ids[3]: {"context_id": ids[2], "num_tokens": 411},
+    }
+    shown = io.StringIO()
+    assert run_list(tmp_path, console=Console(file=shown, soft_wrap=True)) == 0
+    assert f"203 tokens of {ids[0]}" in shown.getvalue()
+
+    def delete(path: Path) -> None:
+        assert run(run_delete, path, confirm=lambda question: True)[0] == 0
+
+    delete(paths[1])
+    link = paths[1].with_suffix(LINK_SUFFIX)
+    assert link.exists() and not paths[1].exists()
+    assert run(run_verify, tmp_path)[0] == 0
+    content = link.read_bytes()
+    link.write_bytes(content[:-5000] + b"!" + content[-4999:])
+    status, reports = run(run_verify, tmp_path)
+    wrong = {Path(each["path"]).stem: each["error"] for each in reports if each["error"]}
+    assert status == 1 and wrong.keys() == {ids[2], ids[3]}
+    assert all(str(link) in each for each in wrong.values())
+    link.unlink()
+    status, reports = run(run_verify, tmp_path)
+    assert status == 1 and all(ids[1] in each["error"] for each in reports if each["error"])
+    link.write_bytes(content)
+    delete(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "parent",
+    [
+        "none",
+        {"context_id": "../" * 10 + "ab", "num_tokens": 5},
+        {"context_id": "a" * 32, "num_tokens": 0},
+        {"context_id": "a" * 32, "num_tokens": 300},
+        {"context_id": "a" * 32, "num_tokens": True},
+        {"context_id": "a" * 32},
+    ],
+    ids=str,
+)
+def test_a_header_that_names_no_parent_is_refused(tmp_path: Path, parent: Any) -> None:
+    contexts = open_contexts(tmp_path)
+    keep_chat(contexts)
+    wait(contexts)
+    [path] = [
+        each for each in tmp_path.glob(f"*{CONTEXT_SUFFIX}") if each.stem == kept(300).context_id
+    ]
+    with ContextFile.open(path) as file:
+        file.file.header["parent"] = parent
+        with pytest.raises(IndexDamagedError, match="parent is"):
+            _check_layout(file.file, file.fingerprint)
+
+
+def test_a_cycle_of_files_is_refused(tmp_path: Path) -> None:
+    """Each says that it continues the other."""
+    first, second = kept(60), kept(80)
+    rows = np.zeros((40, HEAD_SIZE), np.float32)
+    index = FlatIndex().build(rows)
+    heads = [
+        ContextHead(layer, head, rows, rows, index)
+        for layer in range(len(LAYERS))
+        for head in range(KV_HEADS)
+    ]
+    for ours, other, begin in ((first, second, 20), (second, first, 40)):
+        path = tmp_path / f"{ours.context_id}{CONTEXT_SUFFIX}"
+        parent = ParentFile(other.context_id, begin)
+        write_context(path, FINGERPRINT, ours.tokens, heads, parent=parent)
+    contexts = open_contexts(tmp_path)
+    assert contexts.reports() == []

@@ -239,13 +239,14 @@ class WorkerContexts:
 
     def _parent_of(self, context: SequenceContext) -> Parent | None:
         """What it continues in the store. None: it has to have all of its tokens itself."""
-        if context.parent is None:
+        continued = context.parent
+        if continued is None:
             return None
         with self._lock:  # its thread has begun before this one
             self._built.wait_for(
-                lambda: all(each is not context.parent.context for each in self._building)
+                lambda: all(each is not continued.context for each in self._building)
             )
-        parent = self._store.parent_here(context.parent)
+        parent = self._store.parent_here(continued)
         if parent is None:
             return None
         begin = own_begin(parent.context.links(parent.num_tokens), context.num_tokens)
