@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention of one token of each request over what is in host memory: ranges of tokens that are
-// read whole, indexes over the request's own tokens, and the index of a stored context, which
+// read whole, indexes over the request's own tokens, and the indexes of a stored context, which
 // requests search together; merged into the attention over what the device has.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -70,11 +70,13 @@ struct HostRequest {
   std::vector<const LayerSearch*> segments;
 };
 
+// A link of a context's chain: a search of its tokens, and ranges of them that are read whole.
+using ContextLink = std::pair<const LayerSearch*, std::vector<Range>>;
+
 // Requests that read the same tokens of a context, or one that reads none.
 struct HostGroup {
   std::vector<HostRequest> requests;
-  const LayerSearch* context;
-  std::vector<Range> attended;  // of the context
+  std::vector<ContextLink> context;
 };
 
 struct Tensors {
@@ -233,13 +235,15 @@ class HostStep {
       state_of(row).merge(part.data(), lse, size);
     }
 
-    // scores of the context's keys that every query reads
-    std::vector<std::vector<Found>> read(group.context ? num_rows : 0);
-    for (size_t row = 0; row < read.size(); ++row) {
-      const Rows keys = group.context->parts[head]->searcher->set.view_rows();
-      for (const auto& [begin, end] : group.attended)
-        kernels_.score_range(queries.data() + row * size, keys, begin, end, read[row]);
-      for (const Found& each : read[row]) tops[row] = std::max(tops[row], each.score);
+    // scores of the context's keys that every query reads, of each link and row
+    std::vector<std::vector<Found>> read(group.context.size() * num_rows);
+    for (size_t i = 0; i < read.size(); ++i) {
+      const auto& [link, attended] = group.context[i / num_rows];
+      const size_t row = i % num_rows;
+      const Rows keys = link->parts[head]->searcher->set.view_rows();
+      for (const auto& [begin, end] : attended)
+        kernels_.score_range(queries.data() + row * size, keys, begin, end, read[i]);
+      for (const Found& each : read[i]) tops[row] = std::max(tops[row], each.score);
     }
 
     SearchOutcome outcome;
@@ -254,13 +258,17 @@ class HostStep {
           for (const Found& each : outcome.found[q])
             tops[first + q] = std::max(tops[first + q], each.score);
       }
-    if (!group.context) return;
-    search(*group.context, head, queries.data(), num_rows, tops.data(), outcome, totals);
-    for (size_t row = 0; row < num_rows; ++row) {
-      std::vector<Found>& all = outcome.found[row];
-      all.insert(all.end(), read[row].begin(), read[row].end());
+    auto whole = read.cbegin();
+    for (const auto& [link, attended] : group.context) {
+      search(*link, head, queries.data(), num_rows, tops.data(), outcome, totals);
+      for (size_t row = 0; row < num_rows; ++row) {
+        std::vector<Found>& all = outcome.found[row];
+        for (const Found& each : all) tops[row] = std::max(tops[row], each.score);
+        all.insert(all.end(), whole->begin(), whole->end());
+        ++whole;
+      }
+      merge(*link->parts[head], outcome, state_of);
     }
-    merge(*group.context->parts[head], outcome, state_of);
   }
 
   void search(const LayerSearch& layer, int64_t head, const float* queries, size_t num_queries,
@@ -363,10 +371,9 @@ void bind_host_attention(nb::module_& module) {
   nb::class_<HostGroup>(host, "HostGroup")
       .def(
           "__init__",
-          [](HostGroup* self, std::vector<HostRequest> requests, const LayerSearch* context,
-             std::vector<Range> attended) {
-            new (self) HostGroup{std::move(requests), context, std::move(attended)};
+          [](HostGroup* self, std::vector<HostRequest> requests, std::vector<ContextLink> context) {
+            new (self) HostGroup{std::move(requests), std::move(context)};
           },
-          nb::arg(), nb::arg().none(), nb::arg(), nb::keep_alive<1, 3>());
+          nb::arg(), nb::arg(), nb::keep_alive<1, 3>());
   host.def("attend", &attend_host);
 }

@@ -6,22 +6,30 @@ Files are read from the page cache: what a disk adds is the same for all and not
 """
 
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from benchmarks.support.formatting import Row
 from benchmarks.support.options import argument_parser
 from benchmarks.support.result import Goal, Result
 from benchmarks.support.timing import interleaved, ratio
+from vllm_relay.config import RelayConfig
+from vllm_relay.long_context.host.host_sequence import HostSequence, SequencePlace
+from vllm_relay.long_context.host.index_builders import start_builders
+from vllm_relay.long_context.host.worker_contexts import WorkerContexts, db_options
+from vllm_relay.long_context.orders import KeptContext
 from vllm_relay.sparse.contexts.context_file import (
     ContextFile,
     ContextFingerprint,
     ContextHead,
     write_context,
 )
+from vllm_relay.sparse.contexts.context_store import context_id_of
 from vllm_relay.sparse.files.buffer_pool import BufferPool
 from vllm_relay.sparse.files.checksum import crc32c, kernels
 from vllm_relay.sparse.files.section_table import PAGE_BYTES
@@ -33,6 +41,7 @@ NUM_TOKENS, NUM_KV_HEADS, HEAD_SIZE = 131_072, 8, 128  # one layer of Llama-3-8B
 VALUES_TAKEN = 100
 POOL_BYTES = 64 << 20
 READ_BYTES = 1 << 20
+NUM_TURNS, TURN_TOKENS = 20, 5_000
 
 
 def measure_checksums(num_bytes: int, rounds: int) -> Row:
@@ -106,6 +115,65 @@ def measure_first_use(path: Path, num_tokens: int, rounds: int) -> list[Row]:
     ]
 
 
+def sequence_of(begin: int, end: int) -> HostSequence:
+    """A request that computed the tokens from `begin` on, in one layer."""
+    sequence = HostSequence(SequencePlace(begin, end - begin, 0, 0, 0))
+    generator = torch.Generator().manual_seed(begin)
+    shape = (end - begin, NUM_KV_HEADS, HEAD_SIZE)
+    keys, values = torch.randn(2, *shape, generator=generator).bfloat16()
+    sequence.layer("layer", keys).write(begin, keys, values)
+    return sequence
+
+
+def keep_turns(folder: Path | None, ends: list[int]) -> tuple[int, list[float]]:
+    """Keeps requests each of which reused the one before.
+
+    Returns:
+        bytes of the files, or of memory without a folder; and what keeping each took of an engine
+        step, while indexes of those before are built.
+    """
+    fingerprint = ContextFingerprint("random", "", 1, NUM_KV_HEADS, HEAD_SIZE, "bfloat16")
+    builders = start_builders(1)
+    contexts = WorkerContexts(folder, fingerprint, ["layer"], db_options(RelayConfig()), builders)
+    seconds, begin, reused = [], 0, None
+    for end in ends:
+        sequence, tokens = sequence_of(begin, end), list(range(end))
+        kept = KeptContext(context_id_of(np.arange(end)), tokens)
+        begin_s = time.perf_counter()
+        contexts.keep(kept, sequence, reused)
+        seconds.append(time.perf_counter() - begin_s)
+        begin, reused = end, contexts.get(kept.context_id)
+    builders.shutdown(wait=True)
+    reports = [report for report, _ in contexts.reports()]
+    assert len(reports) == len(ends) and not any(report.problem for report in reports)
+    num_bytes = sum(report.memory_bytes for report in reports)
+    if folder is not None:  # without the holes between sections
+        num_bytes = sum(each.stat().st_blocks * 512 for each in folder.iterdir())
+    contexts.close()
+    return num_bytes, seconds
+
+
+def measure_chat(num_turns: int, turn_tokens: int) -> list[Row]:
+    ends = [turn_tokens * (turn + 1) for turn in range(num_turns)]
+    rows: list[Row] = []
+    for place in ("memory", "folder"):
+        with tempfile.TemporaryDirectory(prefix="relay-chat-") as name:
+            folders = [Path(name, each) if place == "folder" else None for each in ("chat", "last")]
+            chat_bytes, seconds = keep_turns(folders[0], ends)
+            last_bytes, _ = keep_turns(folders[1], ends[-1:])
+        rows.append(
+            {
+                "kept in": place,
+                "MiB of all turns": chat_bytes / 2**20,
+                "MiB of the last alone": last_bytes / 2**20,
+                "all over last": chat_bytes / last_bytes,
+                "all over last if each stored all of its tokens": sum(ends) / ends[-1],
+                "longest keeping in a step, ms": max(seconds) * 1e3,
+            }
+        )
+    return rows
+
+
 def main() -> None:
     options = argument_parser(__doc__, rounds=9).parse_args()
     result = Result.begin(__file__, __doc__, options)
@@ -115,6 +183,13 @@ def main() -> None:
     best = rows[-1][f"{kernels()[0]} GB/s"]
     result.add_goal(
         Goal("storage, checksum of memory", best, BAR_GB_PER_S, rows[-1]["read GB/s"], unit="GB/s")
+    )
+    num_turns, turn_tokens = (3, 300) if options.smoke else (NUM_TURNS, TURN_TOKENS)
+    rows = measure_chat(num_turns, turn_tokens)
+    result.add_table(
+        f"A chat of {num_turns} turns of {turn_tokens} tokens, all kept; one layer, "
+        f"{NUM_KV_HEADS} kv heads",
+        rows,
     )
     num_tokens = 256 if options.smoke else NUM_TOKENS
     fingerprint = ContextFingerprint("random", "", 1, NUM_KV_HEADS, HEAD_SIZE, "bfloat16")

@@ -230,6 +230,42 @@ def run_contexts(llm: LLM) -> Any:
     }
 
 
+def run_chat(llm: LLM) -> Any:
+    """A conversation without contexts, then kept turn by turn: each continues the one before."""
+    from vllm_relay.long_context.client import list_contexts
+    from vllm_relay.long_context.orders import KEEP_ARG
+
+    def ask(prompt: list[int], **kwargs: Any) -> Any:
+        evict_everything(llm)
+        params = greedy(6, logprobs=2, **kwargs)
+        return llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
+
+    prompts, before = [tokens(50, 270)], []
+    for turn in range(3):
+        output = ask(prompts[-1])
+        before.append(completion(output.outputs[0]))
+        prompts.append([*prompts[-1], *output.outputs[0].token_ids, *tokens(60 + turn, 30)])
+    kept, cached_tokens = [], []
+    for prompt in prompts[:3]:
+        output = ask(prompt, extra_args={KEEP_ARG: True})
+        kept.append(completion(output.outputs[0]))
+        cached_tokens.append(output.num_cached_tokens)
+    fresh = ask(prompts[2])
+    while any(each.state == "indexing" for each in list_contexts(llm)):
+        time.sleep(0.01)
+    contexts = sorted(list_contexts(llm), key=lambda each: each.num_tokens)
+    stored = ask(prompts[2])
+    numbers = {each.context_id: number for number, each in enumerate(contexts)}
+    return {
+        "before": before,
+        "kept": kept,
+        "cached_tokens": cached_tokens,
+        "again": [completion(each.outputs[0]) for each in (fresh, stored)],
+        "num_tokens": [each.num_tokens for each in contexts],
+        "parents": [numbers.get(each.parent_id) for each in contexts],
+    }
+
+
 def run_evicted_contexts(llm: LLM) -> Any:
     """Three contexts in a folder with room for two; one leaves while a request reads it."""
     from vllm_relay.long_context.client import keep_context, list_contexts
@@ -342,6 +378,7 @@ SCENARIOS = {
     "reset": run_reset,
     "logits": run_logits,
     "contexts": run_contexts,
+    "chat": run_chat,
     "document": run_document,
     "kept_document": run_kept_document,
     "damaged_context": run_damaged_context,

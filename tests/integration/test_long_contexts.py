@@ -127,6 +127,24 @@ def test_contexts_in_a_folder_and_spawned_processes(run: Run, tmp_path: Path) ->
     assert not list((tmp_path / "contexts").iterdir())
 
 
+@both_options
+@pytest.mark.parametrize("place", ["memory", "folder"])
+def test_turns_of_a_chat_share_what_they_have_in_common(
+    run: Run, tmp_path: Path, place: str, options: dict[str, Any]
+) -> None:
+    relay = dict(options["relay"])
+    if place == "folder":
+        relay["context_dir"] = str(tmp_path / "contexts")
+    found = run("relay_sparse", scenarios=("chat",), additional_config={"relay": relay})["chat"]
+    assert_same_completions(found["kept"], found["before"])
+    assert_same_completions(found["again"], [found["before"][2]] * 2)
+    # the last token of an answer is not computed
+    assert found["num_tokens"] == [275, 311, 347]
+    assert found["cached_tokens"] == [0, 275, 311]
+    # links that are short are stored with what follows
+    assert found["parents"] == [None, 0, 0]
+
+
 def test_a_context_that_cannot_be_read_is_computed_again(run: Run, tmp_path: Path) -> None:
     options = {"relay": {**MOST["relay"], "context_dir": str(tmp_path / "contexts")}}
     found = run("relay_sparse", scenarios=("damaged_context",), additional_config=options)

@@ -54,8 +54,20 @@ class HostCopy:
 
 @dataclass(eq=False)
 class HostContext:
+    """`own_states` are those of the tokens behind the parent's, of which `begin` count."""
+
+    id: str
     tokens: list[int]
-    states: list[int]
+    begin: int
+    own_states: list[int]
+    parent: HostContext | None
+
+    @property
+    def states(self) -> list[int]:
+        return ([] if self.parent is None else self.parent.states[: self.begin]) + self.own_states
+
+    def with_parents(self) -> set[HostContext]:
+        return {self} | (set() if self.parent is None else self.parent.with_parents())
 
 
 class LongContextExecutor(SimulatedExecutor):
@@ -81,7 +93,8 @@ class LongContextExecutor(SimulatedExecutor):
         contexts = {copy.context for copy in self.copies.values() if copy.context is not None}
         contexts |= set(self.contexts.values())
         own = sum(len(copy.states) - copy.begin for copy in self.copies.values())
-        return own + sum(len(each.states) for each in contexts)
+        kept = {each for context in contexts for each in context.with_parents()}
+        return own + sum(len(each.own_states) for each in kept)
 
     def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(method, "__name__", "") == "_reports_of_worker":
@@ -91,11 +104,17 @@ class LongContextExecutor(SimulatedExecutor):
             return [
                 [
                     (
-                        ContextReport(context_id, len(each.tokens), "memory", num_bytes, 0),
+                        ContextReport(
+                            context_id,
+                            len(each.tokens),
+                            "memory",
+                            len(each.own_states) * BYTES_PER_TOKEN,
+                            0,
+                            parent_id=None if each.parent is None else each.parent.id,
+                        ),
                         np.array(each.tokens),
                     )
                     for context_id, each in self.contexts.items()
-                    for num_bytes in [len(each.tokens) * BYTES_PER_TOKEN]
                 ]
             ]
         if getattr(method, "__name__", "") == "_delete_in_worker":
@@ -131,8 +150,13 @@ class LongContextExecutor(SimulatedExecutor):
         kept = orders.kept.get(request_id)
         if kept is not None:
             assert copy is not None and len(copy.states) >= len(kept.tokens)
-            states = copy.states[: len(kept.tokens)]
-            self.contexts[kept.context_id] = HostContext(kept.tokens, states)
+            self.contexts[kept.context_id] = HostContext(
+                kept.context_id,
+                kept.tokens,
+                copy.begin,
+                copy.states[copy.begin : len(kept.tokens)],
+                copy.context,
+            )
 
     def _take(self, new: NewRequestData) -> None:
         if new.req_id not in self.copies:

@@ -47,6 +47,7 @@ def test_contexts_come_and_go() -> None:
         "memory_bytes": GRANULE_BYTES,
         "file_bytes": 0,
         "problem": None,
+        "parent_id": None,
     }
     assert made.json() == entry
     assert http.get("/relay/contexts").json() == {"contexts": [entry]}

@@ -275,14 +275,14 @@ MUTATIONS = [
         "vllm_relay/long_context/scheduling/host_memory.py",
         "long_context/scheduling/test_host_memory.py",
         ("known is not None and num_bytes >= known.num_bytes", "known is not None and num_bytes"),
-        ("for each in (request_id, *self._requests)]", "for each in self._requests]"),
-        ("for each in self._read if each not in requests}", "for each in self._read}"),
+        ("readers = (request_id, *self._requests)", "readers = (*self._requests,)"),
+        ("for each in self._read if each not in requests]", "for each in self._read]"),
     ),
     *_of(
         "vllm_relay/long_context/scheduling/scheduler.py",
         "long_context/scheduling/test_contexts_in_memory.py",
         ("num_tokens - (0 if reused is None else reused.num_tokens)", "num_tokens"),
-        (" or not self._reserve(request.request_id, num_tokens, None):", ":"),
+        ("self.memory.bytes_for(num_tokens - own_begin)", "self.memory.bytes_for(num_tokens)"),
         ("if self._has_folder and not is_alone:", "if False:"),
         (
             "if request_id in self._preempted:\n                self._drop",

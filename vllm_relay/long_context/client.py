@@ -33,6 +33,7 @@ class Context:
             meanwhile); then "stored" in a file, or "memory" without a folder.
         memory_bytes, file_bytes: of host memory that only it takes, and of its file.
         problem: why it could not be stored, if so.
+        parent_id: of the context whose first tokens it shares, and does not store itself.
     """
 
     context_id: str
@@ -41,6 +42,7 @@ class Context:
     memory_bytes: int
     file_bytes: int
     problem: str | None = None
+    parent_id: str | None = None
 
 
 def keep_context(llm: Any, prompt: Prompt) -> Context:

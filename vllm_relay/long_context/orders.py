@@ -65,6 +65,7 @@ class ContextReport:
         state: "indexing" as long as a thread builds its indexes; then "stored" in a file, or
             "memory" if there is no folder, or with a `problem`.
         memory_bytes: of host memory that only it takes; what is mapped from a file is not counted.
+        parent_id: of the context whose first tokens it shares, and does not store itself.
     """
 
     context_id: str
@@ -73,6 +74,7 @@ class ContextReport:
     memory_bytes: int
     file_bytes: int
     problem: str | None = None
+    parent_id: str | None = None
 
 
 def asks_to_be_kept(sampling_params: Any) -> bool:

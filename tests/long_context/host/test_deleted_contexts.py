@@ -33,9 +33,13 @@ class PausingStore(MemoryContextStore):
         self.published, self.may_go_on = threading.Event(), threading.Event()
         self.num_added = 0
 
-    def add(self, tokens: Any, layers: Any) -> Any:
+    def add(self, tokens: Any, layers: Any, parent: Any = None) -> Any:
         context: Any = SimpleNamespace(
-            id=context_id_of(tokens), tokens=tokens, num_tokens=len(tokens), num_bytes=1
+            id=context_id_of(tokens),
+            tokens=tokens,
+            num_tokens=len(tokens),
+            num_bytes=1,
+            parent_id=None,
         )
         with self._lock:
             self._contexts[context.id] = context
@@ -54,7 +58,7 @@ class PausingStore(MemoryContextStore):
 def contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerContexts:
     contexts = WorkerContexts(tmp_path, FINGERPRINT, ["layer"], DBOptions(), start_builders(1))
     contexts._store = PausingStore()
-    monkeypatch.setattr(contexts, "_indexed", lambda context: [])
+    monkeypatch.setattr(contexts, "_indexed", lambda context, begin: [])
     return contexts
 
 

@@ -14,7 +14,7 @@ from vllm_relay.long_context.host.host_sequence import (
     HostSequence,
     SequencePlace,
 )
-from vllm_relay.long_context.host.sequence_context import SequenceContext, whole_sequence
+from vllm_relay.long_context.host.sequence_context import SequenceContext
 from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint
 from vllm_relay.sparse.contexts.context_store import HeadStates, MemoryContextStore, StoredContext
 from vllm_relay.sparse.contexts.disk_context_store import QUERIES_SUFFIX, DiskContextStore
@@ -88,8 +88,7 @@ def reused_context(kind: str, dtype: torch.dtype, tmp_path: Path) -> StoredConte
 def extended(context: StoredContext, num_reused: int, dtype: torch.dtype) -> SequenceContext:
     """Kept by a request that reused the context's first tokens and computed all others."""
     own = computed(num_reused, NUM_TOKENS, dtype)
-    whole = whole_sequence(context, num_reused, own, LAYERS, NUM_TOKENS)
-    return SequenceContext(TOKENS, whole, LAYERS)
+    return SequenceContext(TOKENS, own, LAYERS, context.first_tokens(num_reused))
 
 
 @both_dtypes
@@ -125,7 +124,7 @@ def test_training_queries_are_of_all_tokens_in_their_order(
     for layer in range(len(LAYERS)):
         assert found.group_size(layer) == GROUP
         for head in range(KV_HEADS):
-            ours, theirs = (each.train_queries(layer, head) for each in (found, wanted))
+            ours, theirs = (each.queries(layer, head, 0, NUM_TOKENS) for each in (found, wanted))
             assert ours is not None and theirs is not None and ours.dtype == theirs.dtype
             assert ours.shape == (num_taken + num_own, HEAD_SIZE)
             np.testing.assert_array_equal(ours.data[:num_taken], theirs.data[:num_taken])
@@ -139,9 +138,9 @@ def test_of_a_chain_of_contexts_all_queries_are_kept() -> None:
     context = context_of(NUM_STORED_TOKENS, torch.float32)
     for end in (300, 333, NUM_TOKENS):
         own = computed(context.num_tokens, end, torch.float32)
-        whole = whole_sequence(context, context.num_tokens, own, LAYERS, end)
-        context = SequenceContext(TOKENS[:end], whole, LAYERS)
-    found = context.train_queries(1, 1)
+        parent = context.first_tokens(context.num_tokens)
+        context = SequenceContext(TOKENS[:end], own, LAYERS, parent)
+    found = context.queries(1, 1, 0, NUM_TOKENS)
     wanted = context_of(NUM_TOKENS, torch.float32).train_queries(1, 1)
     assert found is not None and wanted is not None
     np.testing.assert_array_equal(found.data, wanted.data)
@@ -151,15 +150,47 @@ def test_without_stored_queries_those_of_its_own_tokens_are_left(tmp_path: Path)
     context = reused_context("disk", torch.float32, tmp_path)
     [queries] = tmp_path.glob(f"*{QUERIES_SUFFIX}")
     queries.unlink()
-    found = extended(context, 150, torch.float32).train_queries(0, 0)
+    found = extended(context, 150, torch.float32).queries(0, 0, 0, NUM_TOKENS)
     wanted = context_of(NUM_TOKENS, torch.float32).train_queries(0, 0)
     assert found is not None and wanted is not None
     num_own = int(NUM_TOKENS * TRAIN_QUERIES_PER_KEY) - int(150 * TRAIN_QUERIES_PER_KEY)
     np.testing.assert_array_equal(found.data, wanted.data[-num_own:])
 
 
-def test_the_request_keeps_its_own_queries() -> None:
+def test_a_context_behind_another_takes_what_is_its_own_and_copies_nothing() -> None:
     own = computed(150, NUM_TOKENS, torch.float32)
-    before = own.layers["first"].train_queries.sample()
-    whole_sequence(context_of(NUM_STORED_TOKENS, torch.float32), 150, own, LAYERS, NUM_TOKENS)
-    assert torch.equal(own.layers["first"].train_queries.sample(), before)
+    parent = context_of(NUM_STORED_TOKENS, torch.float32).first_tokens(150)
+    found = SequenceContext(TOKENS, own, LAYERS, parent)
+    row_bytes = KV_HEADS * 2 * HEAD_SIZE * 4
+    assert found.num_bytes == len(LAYERS) * (NUM_TOKENS - 150) * row_bytes
+    keys, values = found.rows(1, 1, 160, NUM_TOKENS)
+    assert np.shares_memory(keys.data, own.layers["second"].keys.numpy())
+    assert np.shares_memory(values.data, own.layers["second"].values.numpy())
+
+
+def test_a_chain_is_one_sequence_of_its_links() -> None:
+    """Of a context in the middle, less is taken than it has; then nothing of its own at all."""
+    first = context_of(NUM_STORED_TOKENS, torch.float32)
+    second = SequenceContext(
+        TOKENS[:300], computed(150, 300, torch.float32), LAYERS, first.first_tokens(150)
+    )
+    third = SequenceContext(
+        TOKENS, computed(220, NUM_TOKENS, torch.float32), LAYERS, second.first_tokens(220)
+    )
+    fourth = SequenceContext(
+        TOKENS, computed(120, NUM_TOKENS, torch.float32), LAYERS, third.first_tokens(120)
+    )
+    assert [(each.context, each.begin, each.end) for each in third.links(NUM_TOKENS)] == [
+        (first, 0, 150),
+        (second, 150, 220),
+        (third, 220, NUM_TOKENS),
+    ]
+    assert [each.context for each in third.links(150)] == [first]
+    assert fourth.parent == (first, 120)
+    wanted = context_of(NUM_TOKENS, torch.float32)
+    for found in (third, fourth):
+        for begin, end in [(0, NUM_TOKENS), (149, 151), (150, 220), (100, 230), (300, 300)]:
+            for ours, theirs in zip(
+                found.rows(1, 0, begin, end), wanted.rows(1, 0, begin, end), strict=True
+            ):
+                np.testing.assert_array_equal(ours.data, theirs.data)

@@ -86,3 +86,19 @@ def test_no_context_shares_more_tokens(contexts: list[list[int]], prompt: list[i
     else:
         best = [len(tokens) for tokens, own in zip(contexts, shared, strict=True) if own == length]
         assert shared[int(found)] == length and len(contexts[int(found)]) == min(best)
+
+
+def test_what_others_continue_is_used_with_them() -> None:
+    """It leaves after them: before, nothing would be freed."""
+    catalog = ContextCatalog()
+    catalog.add("first", np.arange(5))
+    catalog.add("other", np.arange(1, 5))
+    catalog.add("second", np.arange(7), "first")
+    catalog.add("third", np.arange(9), "second")
+    assert catalog.by_last_use() == ["other", "third", "second", "first"]
+    catalog.use("other")
+    catalog.use("second")
+    assert catalog.by_last_use() == ["third", "other", "second", "first"]
+    catalog.remove("second")
+    catalog.use("third")
+    assert catalog.by_last_use() == ["other", "first", "third"]

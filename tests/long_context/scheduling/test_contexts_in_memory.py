@@ -201,17 +201,22 @@ def test_a_request_begins_without_a_context_that_leaves_it_no_room(model: str) -
 
 
 @pytest.mark.parametrize("num_others", [640, 1088])
-def test_a_request_behind_a_context_is_kept_where_there_is_room_for_all_of_it(
+def test_a_request_behind_a_context_is_kept_in_the_memory_that_it_has(
     model: str, num_others: int
 ) -> None:
     prompt = tokens(1, 200)
     with long_engine(model, host_tokens=3 * MAX_MODEL_LEN_TOKENS) as engine:
         memory = engine.long_contexts.memory
-        engine.keep("context", prompt)
+        context_id = engine.keep("context", prompt)
         engine.add("a", [*prompt, *tokens(2, 100)], 2, keep=True)
         assert memory.reserve("others", num_others) == []
         engine.run()
-        num_kept = len(engine.long_contexts.pending_contexts())
-        assert num_kept == (num_others == 640)
-        assert used_tokens(engine) == num_others + granules_of(200, 301 * num_kept)
+        [report] = engine.long_contexts.pending_contexts()
+        assert report.num_tokens == 301 and report.parent_id == context_id
+        assert used_tokens(engine) == num_others + granules_of(200, 101)
         assert memory.used_bytes <= memory.capacity_bytes
+        # the first ones stay as long as the others need them
+        engine.long_contexts.delete_context(context_id)
+        assert used_tokens(engine) == num_others + granules_of(200, 101)
+        engine.long_contexts.delete_context(report.context_id)
+        assert used_tokens(engine) == num_others

@@ -233,3 +233,25 @@ def test_many_requests_behind_one_context_take_what_they_add() -> None:
         assert memory.reserve(str(number), 256) == []
         memory.reuse(str(number), Reused("x", num_tokens))
     assert memory.reserve("without", num_tokens) == []
+
+
+def test_what_a_context_continues_counts_once_and_as_long_as_it_is_there() -> None:
+    memory = HostMemory(20 * GRANULE_BYTES, BYTES_PER_TOKEN)
+    memory.set_context("x", 4 * GRANULE_BYTES)
+    for request_id, context_id in (("a", "y"), ("b", "z")):
+        assert memory.reserve(request_id, 1) == []
+        memory.reuse(request_id, Reused("x", 4 * GRANULE_TOKENS))
+        memory.add_context(context_id, GRANULE_BYTES, request_id)
+        memory.release(request_id)
+    assert memory.context_bytes == 6 * GRANULE_BYTES
+    memory.set_context("x", 3 * GRANULE_BYTES)  # its indexes are built
+    assert memory.context_bytes == 5 * GRANULE_BYTES
+    # nothing is freed by the first one alone
+    assert memory.contexts_in_the_way("c", 16 * GRANULE_TOKENS, "xyz") == ["x", "y"]
+    assert memory.contexts_in_the_way("c", 18 * GRANULE_TOKENS, "yzx") == ["y", "z", "x"]
+    memory.set_context("x", 0)
+    assert memory.context_bytes == 5 * GRANULE_BYTES
+    memory.set_context("y", 0)
+    assert memory.context_bytes == 4 * GRANULE_BYTES
+    memory.set_context("z", 0)
+    assert memory.context_bytes == 0

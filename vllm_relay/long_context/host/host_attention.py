@@ -20,7 +20,7 @@ from vllm_relay.attention_backends.unpacked import (
 )
 from vllm_relay.long_context.host.host_sequence import HostLayer
 from vllm_relay.long_context.window import Residency
-from vllm_relay.sparse.contexts.context_store import StoredContext
+from vllm_relay.sparse.contexts.context_store import Link, StoredContext
 from vllm_relay.sparse.contexts.retrieval import ContextPart, SessionStats, queries_of_heads
 from vllm_relay.sparse.contexts.tensors import to_tensor
 from vllm_relay.sparse.index.query_types import Dipr
@@ -90,18 +90,28 @@ class HostPart:
 
     def context_rows(self, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the context, [kv_heads, tokens, size]: a copy."""
-        run = self.context_run(begin, end)
-        assert run is not None
-        return torch.stack([*run.keys]), torch.stack([*run.values])
+        runs = self.context_runs(begin, end)
+        return (
+            torch.cat([torch.stack([*run.keys]) for run in runs], 1),
+            torch.cat([torch.stack([*run.values]) for run in runs], 1),
+        )
 
-    def context_run(self, begin: int, end: int) -> TokenRun | None:
-        """These tokens of the context, where they lie; None if there are none."""
-        if self.context is None or begin >= end:
-            return None
-        heads = range(self.context.shape.num_kv_heads)
-        rows = [self.context.rows(self.layer, head, begin, end) for head in heads]
-        keys, values = zip(*rows, strict=True)
-        return TokenRun(begin, end, [*map(to_tensor, keys)], [*map(to_tensor, values)])
+    def context_runs(self, begin: int, end: int) -> list[TokenRun]:
+        """These tokens of the context, where they lie: a run for each link that has any."""
+        runs = []
+        for link in self.context.links(end) if self.context is not None else ():
+            first = max(begin, link.begin)
+            if first >= link.end:
+                continue
+            rows = [
+                link.context.own_rows(self.layer, head, first - link.begin, link.end - link.begin)
+                for head in range(link.context.shape.num_kv_heads)
+            ]
+            keys, values = zip(*rows, strict=True)
+            runs.append(
+                TokenRun(first, link.end, [*map(to_tensor, keys)], [*map(to_tensor, values)])
+            )
+        return runs
 
     def own_run(self, begin: int, end: int) -> TokenRun:
         """These of the tokens behind the context."""
@@ -128,15 +138,16 @@ class HostPart:
             [each.native(retrieval.query) for each in segments if each.layer is not None],
         )
 
-    @property
-    def searched(self) -> ContextPart | None:
-        """What is searched of the context: sinks and last tokens are read by every query."""
-        if self.context is None:
-            return None
+    def searched(self, link: Link) -> ContextPart:
+        """What is searched of a link: every query reads the sinks and the last tokens."""
+        num_tokens, recent = link.end - link.begin, self.context_end - RECENT_TOKENS
         # whole runs of tokens that have one mean value
-        begin = min(-(-self.own.sink_end // MEAN_TOKENS) * MEAN_TOKENS, self.context_end)
-        end = max(begin, (self.context_end - RECENT_TOKENS) // MEAN_TOKENS * MEAN_TOKENS)
-        return ContextPart(self.context, self.layer, begin, end)
+        begin = _round_up(max(0, self.own.sink_end - link.begin))
+        end = min(num_tokens, recent - link.begin)
+        if end < link.context.num_tokens - link.begin:
+            end = end // MEAN_TOKENS * MEAN_TOKENS
+        begin = min(begin, num_tokens)
+        return ContextPart(link.context, self.layer, begin, max(begin, end))
 
 
 def attend_everything(
@@ -167,15 +178,15 @@ def attend_everything(
         IndexDamagedError: a page of the context is not what was written; nothing was written.
     """
     ranges = [(0, part.num_tokens) if with_device else part.residency for part in parts]
-    context = parts[0].context_run(
+    context = parts[0].context_runs(
         min(begin for begin, _ in ranges),
         max(min(part.own.begin, end) for part, (_, end) in zip(parts, ranges, strict=True)),
     )
     requests = []
     for part, at, (begin, end) in zip(parts, queries, ranges, strict=True):
-        runs = [part.own_run(max(begin, part.own.begin), end)]
-        if context is not None and begin < part.own.begin:
-            runs.insert(0, replace(context, end=min(part.own.begin, end)))
+        last = min(part.own.begin, end)
+        runs = [replace(run, end=min(run.end, last)) for run in context if begin < last]
+        runs.append(part.own_run(max(begin, part.own.begin), end))
         requests.append(
             UnpackedRequest(
                 at.start, at.stop - at.start, begin, end,
@@ -233,9 +244,21 @@ def _groups(parts: Sequence[HostPart], tokens: Sequence[int], retrieval: Retriev
     groups = []
     for numbers in sharing.values():
         requests = [parts[number].native(tokens[number], retrieval) for number in numbers]
-        search, window, searched = None, [], parts[numbers[0]].searched
-        if searched is not None:
-            search = retrieval.native(searched)
-            window = [(0, searched.begin), (searched.end, parts[numbers[0]].context_end)]
-        groups.append(_C.host.HostGroup(requests, search, window))
+        groups.append(_C.host.HostGroup(requests, _native_links(parts[numbers[0]], retrieval)))
     return groups
+
+
+def _native_links(part: HostPart, retrieval: Retrieval) -> list[tuple[Any, list[tuple[int, int]]]]:
+    """Of the context: searches, and what is read besides."""
+    if part.context is None:
+        return []
+    links = []
+    for link in part.context.links(part.context_end):
+        searched = part.searched(link)
+        read = [(0, searched.begin), (searched.end, link.end - link.begin)]
+        links.append((retrieval.native(searched), read))
+    return links
+
+
+def _round_up(num_tokens: int) -> int:
+    return -(-num_tokens // MEAN_TOKENS) * MEAN_TOKENS

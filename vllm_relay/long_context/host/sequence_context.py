@@ -13,11 +13,15 @@ import torch
 from vllm_relay.long_context.host.host_sequence import (
     HostLayer,
     HostSequence,
-    SequencePlace,
     as_elements_of,
 )
-from vllm_relay.sparse.contexts.context_store import ContextShape, StoredContext, context_id_of
-from vllm_relay.sparse.contexts.tensors import to_elements, to_tensor
+from vllm_relay.sparse.contexts.context_store import (
+    ContextShape,
+    Parent,
+    StoredContext,
+    context_id_of,
+)
+from vllm_relay.sparse.contexts.tensors import to_elements
 from vllm_relay.sparse.files.damage import IndexDamagedError
 from vllm_relay.sparse.index.elements import Elements
 from vllm_relay.sparse.index.flat import FlatIndex
@@ -32,15 +36,21 @@ class SequenceContext(StoredContext):
 
     Args:
         tokens: int64 [n].
-        sequence: begins with the first token and has all of them.
+        sequence: has all of them that are not the parent's.
         layer_names: of the model, in order.
+        parent: what the request began behind.
     """
 
     def __init__(
-        self, tokens: np.ndarray, sequence: HostSequence, layer_names: Sequence[str]
+        self,
+        tokens: np.ndarray,
+        sequence: HostSequence,
+        layer_names: Sequence[str],
+        parent: Parent | None = None,
     ) -> None:
         self.id = context_id_of(tokens)
         self.tokens = tokens
+        self.parent = parent
         self._layers: list[HostLayer] = [sequence.layers[name] for name in layer_names]
         keys = self._layers[0].keys
         self.shape = ContextShape(
@@ -57,16 +67,21 @@ class SequenceContext(StoredContext):
     def num_bytes(self) -> int:
         shape = self.shape
         row = shape.num_kv_heads * (shape.head_size + shape.value_size)
-        return shape.num_layers * self.num_tokens * row * self._layers[0].keys.element_size()
+        return shape.num_layers * self._num_own_tokens * row * self._layers[0].keys.element_size()
 
-    def rows(self, layer: int, head: int, begin: int, end: int) -> tuple[Elements, Elements]:
-        keys, values = self._layers[layer].rows(begin, end)
+    @property
+    def _num_own_tokens(self) -> int:
+        return self.num_tokens - self.own_begin
+
+    def own_rows(self, layer: int, head: int, begin: int, end: int) -> tuple[Elements, Elements]:
+        first = self.own_begin
+        keys, values = self._layers[layer].rows(first + begin, first + end)
         return as_elements_of(keys[head]), as_elements_of(values[head])
 
     def gather(
         self, layer: int, head: int, ids: list[np.ndarray]
     ) -> tuple[Elements, Elements, list[np.ndarray]]:
-        return *self.rows(layer, head, 0, self.num_tokens), ids
+        return *self.own_rows(layer, head, 0, self._num_own_tokens), ids
 
     def index(self, layer: int, head: int) -> KeyIndex:
         return self.layer(layer).indexes[head]
@@ -75,7 +90,7 @@ class SequenceContext(StoredContext):
         with self._building:
             if layer not in self._sparse_layers:
                 heads = range(self.shape.num_kv_heads)
-                states = [self.rows(layer, head, 0, self.num_tokens) for head in heads]
+                states = [self.own_rows(layer, head, 0, self._num_own_tokens) for head in heads]
                 threads = torch.get_num_threads()
                 try:
                     indexes = [FlatIndex().build(keys, threads=threads) for keys, _ in states]
@@ -105,45 +120,3 @@ class SequenceContext(StoredContext):
     def group_size(self, layer: int) -> int:
         """Query heads that share a kv head."""
         return self._layers[layer].train_queries.group
-
-
-def whole_sequence(
-    context: StoredContext,
-    num_reused_tokens: int,
-    sequence: HostSequence,
-    layer_names: Sequence[str],
-    num_tokens: int,
-) -> HostSequence:
-    """A copy of a sequence that began behind a stored context, with the tokens and the training
-    queries of both."""
-    # a context has indexes of its own
-    whole = HostSequence(SequencePlace(0, num_tokens, num_tokens, 0, num_tokens))
-    for number, name in enumerate(layer_names):
-        own = sequence.layers[name]
-        layer = whole.layer(name, own.keys.transpose(0, 1))
-        layer.train_queries = own.train_queries.copy()
-        reused = _reused_queries(context, number, num_reused_tokens)
-        if reused is not None:
-            layer.train_queries.put_before(reused, num_reused_tokens)
-        for head in range(context.shape.num_kv_heads):
-            keys, values = context.rows(number, head, 0, num_reused_tokens)
-            for target, part in ((layer.keys, keys), (layer.values, values)):
-                target[head, :num_reused_tokens] = to_tensor(part)
-        keys, values = own.rows(num_reused_tokens, num_tokens)
-        layer.end = num_reused_tokens
-        layer.write(num_reused_tokens, keys.transpose(0, 1), values.transpose(0, 1))
-    return whole
-
-
-def _reused_queries(
-    context: StoredContext, layer: int, num_reused_tokens: int
-) -> torch.Tensor | None:
-    """[kv_heads, m, head_size], of the context's first tokens; None if a kv head has none."""
-    parts = []
-    for head in range(context.shape.num_kv_heads):
-        stored = context.train_queries(layer, head)
-        count = 0 if stored is None else stored.shape[0] * num_reused_tokens // context.num_tokens
-        if stored is None or count == 0:
-            return None
-        parts.append(to_tensor(stored.rows(0, count)))
-    return torch.stack(parts)

@@ -14,19 +14,21 @@ from typing import Any
 import numpy as np
 
 from vllm_relay.config import RelayConfig
+from vllm_relay.long_context.host.chain_length import own_begin
 from vllm_relay.long_context.host.host_sequence import HostSequence
 from vllm_relay.long_context.host.index_builders import process_ends
-from vllm_relay.long_context.host.sequence_context import SequenceContext, whole_sequence
+from vllm_relay.long_context.host.sequence_context import SequenceContext
 from vllm_relay.long_context.orders import ContextReport, KeptContext
 from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint
 from vllm_relay.sparse.contexts.context_store import (
     ContextStore,
     HeadStates,
     MemoryContextStore,
+    Parent,
+    ParentGoneError,
     StoredContext,
 )
 from vllm_relay.sparse.contexts.disk_context_store import DiskContext, DiskContextStore
-from vllm_relay.sparse.files.damage import IndexDamagedError
 from vllm_relay.sparse.index.elements import check_finite
 from vllm_relay.sparse.index.query_types import Dipr
 from vllm_relay.sparse.plan.index_choice import build_index
@@ -71,6 +73,7 @@ class WorkerContexts:
         self._building: list[SequenceContext] = []
         self._is_closed = False
         self._lock = threading.Lock()
+        self._built = threading.Condition(self._lock)
         self._storing = threading.Lock()
         self._builders = builders
         self._futures: list[Future[None]] = []
@@ -86,9 +89,14 @@ class WorkerContexts:
         with self._lock:
             return self._contexts().get(context_id)
 
-    def add(self, tokens: np.ndarray, layers: Sequence[Sequence[HeadStates]]) -> None:
-        """Stores a context that was made elsewhere, `layers[layer][kv head]`."""
-        self._store.add(tokens, layers)
+    def add(
+        self,
+        tokens: np.ndarray,
+        layers: Sequence[Sequence[HeadStates]],
+        parent: Parent | None = None,
+    ) -> None:
+        """Stores a context that was made elsewhere, `layers[layer][kv head]`; as a store."""
+        self._store.add(tokens, layers, parent)
 
     def keep(
         self,
@@ -96,25 +104,24 @@ class WorkerContexts:
         sequence: HostSequence,
         reused: StoredContext | None,
     ) -> bool:
-        """Makes a context of a request that has ended; its index is built later.
+        """Makes a context of a request that has ended, which continues the one that the request
+        reused: nothing is copied. Its index is built later.
 
         Returns:
-            whether it could be made: not of a damaged one that the request reused.
+            whether it could be made: not behind one that is known to be damaged.
         """
         tokens = np.asarray(kept.tokens, np.int64)
+        parent = None
         if sequence.begin:
             assert reused is not None
-            try:
-                sequence = whole_sequence(
-                    reused, sequence.begin, sequence, self.layer_names, len(tokens)
-                )
-            except IndexDamagedError as error:
-                logger.warning("context %s is not kept: %s", kept.context_id, error)
+            if reused.damage is not None:
+                logger.warning("context %s is not kept: %s", kept.context_id, reused.damage)
                 return False
+            parent = reused.first_tokens(sequence.begin)
         with self._lock:
             if kept.context_id in self._fresh:
                 return True
-            context = SequenceContext(tokens, sequence, self.layer_names)
+            context = SequenceContext(tokens, sequence, self.layer_names, parent)
             self._fresh[context.id] = context
             self._problems.pop(context.id, None)
             self._refused.pop(context.id, None)
@@ -186,19 +193,18 @@ class WorkerContexts:
             memory_bytes=0 if stored else context.num_bytes,
             file_bytes=stored.disk_bytes if stored else 0,
             problem=problem,
+            parent_id=context.parent_id,
         )
 
     def _build(self, context: SequenceContext) -> None:
         try:
-            built = self._indexed(context)
-            with self._storing:
-                if built is not None and self._is_wanted(context):
-                    self.add(context.tokens, built)
-                with self._lock:
-                    if self._fresh.get(context.id) is context:
-                        del self._fresh[context.id]
-                    elif context.id not in self._fresh:
-                        self._delete_stored(context.id)
+            while not self._is_stored(context):
+                logger.info("context %s: what it continues was deleted", context.id)
+            with self._storing, self._lock:
+                if self._fresh.get(context.id) is context:
+                    del self._fresh[context.id]
+                elif context.id not in self._fresh:
+                    self._delete_stored(context.id)
         except UnusableStatesError as error:
             logger.warning("context %s is not kept: %s", context.id, error)
             with self._lock:
@@ -217,6 +223,34 @@ class WorkerContexts:
             with self._lock:
                 self._building = [each for each in self._building if each is not context]
                 self._changed.append(context.id)
+                self._built.notify_all()
+
+    def _is_stored(self, context: SequenceContext) -> bool:
+        """Stores it, if it is wanted. False: what it was to continue was deleted meanwhile."""
+        parent = self._parent_of(context)
+        built = self._indexed(context, 0 if parent is None else parent.num_tokens)
+        with self._storing:
+            if built is not None and self._is_wanted(context):
+                try:
+                    self.add(context.tokens, built, parent)
+                except ParentGoneError:
+                    return False
+        return True
+
+    def _parent_of(self, context: SequenceContext) -> Parent | None:
+        """What it continues in the store. None: it has to have all of its tokens itself."""
+        continued = context.parent
+        if continued is None:
+            return None
+        with self._lock:  # its thread has begun before this one
+            self._built.wait_for(
+                lambda: all(each is not continued.context for each in self._building)
+            )
+        parent = self._store.parent_here(continued)
+        if parent is None:
+            return None
+        begin = own_begin(parent.context.links(parent.num_tokens), context.num_tokens)
+        return parent.context.first_tokens(begin)
 
     def _delete_stored(self, context_id: str) -> None:
         try:
@@ -226,8 +260,8 @@ class WorkerContexts:
             logger.warning("context %s cannot be deleted: %s", context_id, error)
             self._problems[context_id] = f"cannot be deleted: {error}"
 
-    def _indexed(self, context: SequenceContext) -> list[list[HeadStates]] | None:
-        """None: nobody wants it any more."""
+    def _indexed(self, context: SequenceContext, begin: int) -> list[list[HeadStates]] | None:
+        """Its tokens from `begin` on. None: nobody wants it any more."""
         if self._costs is None:
             self._costs = load_costs()
         built: list[list[HeadStates]] = []
@@ -236,11 +270,11 @@ class WorkerContexts:
             for head in range(context.shape.num_kv_heads):
                 if not self._is_wanted(context) or process_ends():
                     return None
-                keys, values = context.rows(layer, head, 0, context.num_tokens)
-                train = context.train_queries(layer, head)
+                train = context.queries(layer, head, begin, context.num_tokens)
                 group = context.group_size(layer)
                 last = context.last_queries(layer, head)
                 try:
+                    keys, values = context.rows(layer, head, begin, context.num_tokens)
                     check_finite("keys", keys)
                     check_finite("values", values)
                     index, plan = build_index(

@@ -10,17 +10,19 @@ import numpy as np
 from vllm_relay.sparse.contexts.tokens import longest_prefix
 
 
-@dataclass
+@dataclass(eq=False)
 class CatalogEntry:
     """A context that requests may reuse.
 
     Attributes:
         tokens: int64 [n].
+        parent_id: of the context that it continues.
         last_use: grows with every use.
     """
 
     id: str
     tokens: np.ndarray
+    parent_id: str | None = None
     last_use: int = 0
 
 
@@ -37,19 +39,33 @@ class ContextCatalog:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, context_id: str, tokens: np.ndarray) -> None:
+    def add(self, context_id: str, tokens: np.ndarray, parent_id: str | None = None) -> None:
         """Makes a context known, as the one used last."""
-        self._entries[context_id] = CatalogEntry(context_id, np.asarray(tokens, np.int64))
+        array = np.asarray(tokens, np.int64)
+        self._entries[context_id] = CatalogEntry(context_id, array, parent_id)
         self.use(context_id)
+
+    def parent_of(self, context_id: str) -> str | None:
+        return self._entries[context_id].parent_id
+
+    def set_parent(self, context_id: str, parent_id: str | None) -> None:
+        """What a context continues may change while it is stored."""
+        self._entries[context_id].parent_id = parent_id
 
     def remove(self, context_id: str) -> None:
         """Forgets a context, if it is known."""
         self._entries.pop(context_id, None)
 
     def use(self, context_id: str) -> None:
-        """A request reuses the context."""
-        self._uses += 1
-        self._entries[context_id].last_use = self._uses
+        """A request reuses the context, and what that continues: these leave later than it, since
+        nothing is freed as long as it is there."""
+        entry: CatalogEntry | None = self._entries[context_id]
+        seen: list[CatalogEntry] = []
+        while entry is not None and entry not in seen:
+            seen.append(entry)
+            self._uses += 1
+            entry.last_use = self._uses
+            entry = None if entry.parent_id is None else self._entries.get(entry.parent_id)
 
     def by_last_use(self) -> list[str]:
         """Ids, the one used least recently first."""

@@ -4,8 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from vllm_relay.long_context.scheduling.context_bytes import (
+    ContextBytes,
+    bytes_with_parents,
+    with_parents,
+)
 
 GRANULE_TOKENS = 1024
 """Requests take memory for so many tokens at a time."""
@@ -18,18 +23,12 @@ class Reused(NamedTuple):
     num_tokens: int
 
 
-@dataclass(eq=False)
-class _Context:
-    """What there is of a context. Later there may be something else of the same id."""
-
-    num_bytes: int
-
-
 class HostMemory:
     """Reservations of host memory; nothing is reserved twice and nothing beyond the capacity.
 
     Preempted requests keep what they have as long as nobody else needs it. A context counts as
-    long as it may be reused, and from then on until the last request that reads it has ended.
+    long as it may be reused, and from then on until the last request that reads it has ended and
+    the last context that continues it has left.
 
     Args:
         capacity_bytes: for everything.
@@ -41,9 +40,9 @@ class HostMemory:
         self.bytes_per_token = bytes_per_token
         self._requests: dict[str, int] = {}
         self._preempted: dict[str, int] = {}  # oldest first
-        self._contexts: dict[str, _Context] = {}
+        self._contexts: dict[str, ContextBytes] = {}
         self._reused: dict[str, Reused] = {}
-        self._read: dict[str, _Context] = {}  # by request
+        self._read: dict[str, ContextBytes] = {}  # by request
 
     @property
     def used_bytes(self) -> int:
@@ -52,7 +51,12 @@ class HostMemory:
 
     @property
     def context_bytes(self) -> int:
-        return sum(each.num_bytes for each in {*self._contexts.values(), *self._read.values()})
+        return bytes_with_parents([*self._contexts.values(), *self._read.values()])
+
+    def bytes_of_context(self, context_id: str) -> int:
+        """Besides what it continues."""
+        known = self._contexts.get(context_id)
+        return 0 if known is None else known.num_bytes
 
     def bytes_for(self, num_tokens: int) -> int:
         """Of a request with so many tokens."""
@@ -87,7 +91,8 @@ class HostMemory:
         """Which contexts have to leave before `reserve` makes room: the first ones of `context_ids`
         that take memory, but none that the request or a running one reads. Empty if that is not
         enough."""
-        read = [self._read.get(each) for each in (request_id, *self._requests)]
+        readers = (request_id, *self._requests)
+        read = with_parents(self._read[each] for each in readers if each in self._read)
         known = [each for each in context_ids if each in self._contexts]
         unread = [each for each in known if self._contexts[each] not in read]
         room_bytes = self.capacity_bytes - self._missing_bytes(request_id, num_tokens)
@@ -129,6 +134,10 @@ class HostMemory:
         """What the request began behind."""
         return self._reused.get(request_id)
 
+    def add_context(self, context_id: str, num_bytes: int, request_id: str) -> None:
+        """A request becomes a context, which continues the one that it reads, if there is one."""
+        self._contexts[context_id] = ContextBytes(num_bytes, self._read.get(request_id))
+
     def set_context(self, context_id: str, num_bytes: int) -> None:
         """What a context takes; 0 for none. Always granted: it is there already. If it takes less
         than before, those that read it keep what it took."""
@@ -136,7 +145,11 @@ class HostMemory:
         if known is not None and num_bytes >= known.num_bytes:
             known.num_bytes = num_bytes
         elif num_bytes:
-            self._contexts[context_id] = _Context(num_bytes)
+            now = ContextBytes(num_bytes, None if known is None else known.parent)
+            for each in self._contexts.values():
+                if known is not None and each.parent is known:
+                    each.parent = now
+            self._contexts[context_id] = now
         else:
             self._contexts.pop(context_id, None)
 
@@ -153,8 +166,7 @@ class HostMemory:
     def _bytes_without(self, requests: Collection[str], contexts: Collection[str] = ()) -> int:
         """What is used when these have left."""
         held = [*self._requests.items(), *self._preempted.items()]
-        left = {self._contexts[each] for each in self._contexts if each not in contexts}
-        left |= {self._read[each] for each in self._read if each not in requests}
-        return sum(num_bytes for each, num_bytes in held if each not in requests) + sum(
-            each.num_bytes for each in left
-        )
+        left = [self._contexts[each] for each in self._contexts if each not in contexts]
+        left += [self._read[each] for each in self._read if each not in requests]
+        held_bytes = sum(num_bytes for each, num_bytes in held if each not in requests)
+        return held_bytes + bytes_with_parents(left)

@@ -24,6 +24,7 @@ from vllm_relay.long_context.orders import (
     StepOrders,
 )
 from vllm_relay.long_context.scheduling.catalog import ContextCatalog
+from vllm_relay.long_context.scheduling.context_bytes import ContextBytes, bytes_with_parents
 from vllm_relay.long_context.scheduling.host_memory import HostMemory, Reused
 from vllm_relay.long_context.scheduling.kv_cache_spec import (
     RelaySparseManager,
@@ -77,7 +78,7 @@ class LongContextScheduler:
         self.catalog = ContextCatalog()
         self._token_ids: WeakKeyDictionary[Request, np.ndarray] = WeakKeyDictionary()
         self.has_loaded = False
-        self._file_bytes: dict[str, int] = {}
+        self._files: dict[str, ContextBytes] = {}
         self._disk_bytes = _bytes_of(options.context_disk_gib)
         self._has_folder = options.context_dir is not None
         self._num_ranks = num_ranks
@@ -198,7 +199,9 @@ class LongContextScheduler:
         num_tokens = request.num_computed_tokens - request.num_in_flight_tokens
         if request.status != RequestStatus.RUNNING:
             self._preempted.pop(request_id, None)
-            if is_kept(request) and self.can_keep(num_tokens):
+            reused = self.memory.reused(request_id)
+            num_reused = 0 if reused is None else reused.num_tokens
+            if is_kept(request) and self.refuse_context(num_tokens, num_reused) is None:
                 self._keep(request, num_tokens)
             self.memory.release(request_id)
         elif self._can_skip_tokens and self._policy.mirrors(num_tokens, request.num_prompt_tokens):
@@ -256,7 +259,7 @@ class LongContextScheduler:
             "host_kv_limit_bytes": self.memory.capacity_bytes,
             "device_kv_bytes": num_held * self._block_bytes,
             "contexts": len(self.catalog),
-            "context_file_bytes": sum(self._file_bytes.values()),
+            "context_file_bytes": bytes_with_parents(self._files.values()),
         }
 
     def take_orders(self) -> StepOrders:
@@ -264,8 +267,12 @@ class LongContextScheduler:
         orders, self._orders = self._orders, StepOrders()
         return orders
 
-    def refuse_context(self, num_tokens: int) -> tuple[int, str] | None:
-        """Why a prompt of so many tokens cannot become a context, with an HTTP status; or None."""
+    def refuse_context(self, num_tokens: int, num_reused: int = 0) -> tuple[int, str] | None:
+        """Why a prompt of so many tokens cannot become a context, with an HTTP status; or None.
+
+        Args:
+            num_reused: first ones that another context has.
+        """
         if not self._can_skip_tokens:
             return 501, (
                 "contexts are kept only with prefix caching, and of models whose layers all have "
@@ -283,7 +290,7 @@ class LongContextScheduler:
                 f"{self._max_model_len}"
             )
         # what is left must hold the longest request, else that would wait forever
-        needed = self.memory.bytes_for(num_tokens)
+        needed = self.memory.bytes_for(num_tokens - num_reused)
         free = self.memory.capacity_bytes - self.memory.context_bytes
         free -= self.memory.bytes_for(self._max_model_len)
         if needed > free:
@@ -294,10 +301,6 @@ class LongContextScheduler:
             )
         return None
 
-    def can_keep(self, num_tokens: int) -> bool:
-        """Whether a request of so many computed tokens can become a context."""
-        return self.refuse_context(num_tokens) is None
-
     def delete_context(self, context_id: str) -> None:
         """No later request reuses it, and the workers do not make it if they have not begun to."""
         self.catalog.remove(context_id)
@@ -306,7 +309,7 @@ class LongContextScheduler:
             request_id: each for request_id, each in kept.items() if each.context_id != context_id
         }
         self.memory.set_context(context_id, 0)
-        self._file_bytes.pop(context_id, None)
+        self._files.pop(context_id, None)
 
     def load_contexts(self, contexts: Mapping[str, Sequence[int]]) -> None:
         """The contexts that the workers have, by id, are all there are."""
@@ -326,27 +329,33 @@ class LongContextScheduler:
                 context_id=kept.context_id,
                 num_tokens=len(kept.tokens),
                 state="indexing",
-                memory_bytes=self.memory.bytes_for(len(kept.tokens)) // self._num_ranks,
+                memory_bytes=self.memory.bytes_of_context(kept.context_id) // self._num_ranks,
                 file_bytes=0,
+                parent_id=self.catalog.parent_of(kept.context_id),
             )
             for kept in self._orders.kept.values()
         ]
 
     def update_contexts(self, reports: Iterable[ContextReport]) -> None:
         """What contexts take has changed; those used least recently leave a folder that is full."""
-        for report in reports:
-            if report.context_id in self.catalog:
-                self.memory.set_context(report.context_id, report.memory_bytes * self._num_ranks)
-                self._file_bytes[report.context_id] = report.file_bytes * self._num_ranks
-        limit, sizes = self._disk_bytes, self._file_bytes
+        known = [each for each in reports if each.context_id in self.catalog]
+        for report in known:
+            self.catalog.set_parent(report.context_id, report.parent_id)
+            self.memory.set_context(report.context_id, report.memory_bytes * self._num_ranks)
+            file = self._files.setdefault(report.context_id, ContextBytes(0))
+            file.num_bytes = report.file_bytes * self._num_ranks
+        for report in known:
+            if report.parent_id in self._files:
+                self._files[report.context_id].parent = self._files[report.parent_id]
+        limit, files = self._disk_bytes, self._files
         if limit is None:
             return
-        by_last_use = self.catalog.by_last_use()
+        by_last_use = [each for each in self.catalog.by_last_use() if each in files]
         # what never fits is first: no other need leave for it
-        for context_id in sorted(by_last_use, key=lambda each: sizes.get(each, 0) <= limit):
-            if sum(sizes.values()) <= limit:
+        for context_id in sorted(by_last_use, key=lambda each: files[each].num_bytes <= limit):
+            if bytes_with_parents(files.values()) <= limit:
                 return
-            if sizes.get(context_id):
+            if files[context_id].num_bytes:
                 self._evict(context_id)
 
     def take_evicted(self) -> list[str]:
@@ -355,15 +364,19 @@ class LongContextScheduler:
         return evicted
 
     def _keep(self, request: Request, num_tokens: int) -> None:
+        request_id = request.request_id
         tokens = list(request.all_token_ids[:num_tokens])
         array = np.asarray(tokens, np.int64)
         context_id = context_id_of(array)
-        # a context has all tokens, its own and those that it reused
-        if context_id in self.catalog or not self._reserve(request.request_id, num_tokens, None):
+        if context_id in self.catalog:
             return
-        self.catalog.add(context_id, array)
-        self.memory.set_context(context_id, self.memory.bytes_for(num_tokens))
-        self._orders.kept[request.request_id] = KeptContext(context_id, tokens)
+        # it has the memory that the request has: what that reused is not stored again
+        reused = self.memory.reused(request_id)
+        own_begin = 0 if reused is None else reused.num_tokens
+        self.catalog.add(context_id, array, None if reused is None else reused.context_id)
+        num_bytes = self.memory.bytes_for(num_tokens - own_begin)
+        self.memory.add_context(context_id, num_bytes, request_id)
+        self._orders.kept[request_id] = KeptContext(context_id, tokens)
 
     def _placement(self, request: Request) -> Placement | None:
         size = self._policy.block_size_tokens

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -32,13 +33,25 @@ if TYPE_CHECKING:
 
 CONTENT = "context"
 CONTEXT_SUFFIX = ".relayctx"
+# a context that was deleted while others continue it
+LINK_SUFFIX = ".relaylink"
 # training queries lie beside the context: only a longer context that begins with it needs them
 QUERIES_SUFFIX = ".relayqueries"
 
 
+_CONTEXT_ID = re.compile(r"[0-9a-f]{32}")
+
+
+class ParentFile(NamedTuple):
+    """The first `num_tokens` tokens of a context, whose states are in another file."""
+
+    context_id: str
+    num_tokens: int
+
+
 @dataclass(frozen=True)
 class ContextHead:
-    """What one kv head of one layer keeps of a context of n tokens.
+    """What one kv head of one layer keeps of the n tokens of a context that are its own.
 
     Attributes:
         keys: [n, head_size], values: [n, value size]; of the dtype of the fingerprint.
@@ -60,14 +73,16 @@ def write_context(
     tokens: Any,
     heads: Iterable[ContextHead],
     *,
+    parent: ParentFile | None = None,
     page_bytes: int | None = None,
 ) -> None:
     """Writes a context, atomically: the file is there whole or not at all.
 
     Args:
-        tokens: token ids [n], n >= 1.
+        tokens: token ids [n], n >= 1; those of the parent included.
         heads: each head of each layer once, in any order; taken one by one, so a generator keeps
-            one of them in memory.
+            one of them in memory. They have the tokens behind the parent's.
+        parent: of which `tokens` has the first ones.
         page_bytes: as for `SectionWriter`.
 
     Raises:
@@ -76,7 +91,15 @@ def write_context(
     """
     token_ids = as_token_ids(tokens)
     indexes: dict[str, dict[str, Any]] = {}
-    header = {"content": CONTENT, "fingerprint": asdict(fingerprint), "num_tokens": len(token_ids)}
+    header: dict[str, Any] = {
+        "content": CONTENT,
+        "fingerprint": asdict(fingerprint),
+        "num_tokens": len(token_ids),
+    }
+    num_own_tokens = len(token_ids)
+    if parent is not None:
+        header["parent"] = parent._asdict()
+        num_own_tokens -= parent.num_tokens
     with SectionWriter(path, header, page_bytes=page_bytes) as writer:
         writer.add("tokens", token_ids)
         writer.add("token_hashes", token_chain(token_ids, fingerprint))
@@ -86,8 +109,8 @@ def write_context(
             if place in written:
                 raise ValueError(f"{place}: given twice")
             written.add(place)
-            keys = _elements(f"{place}/keys", head.keys, fingerprint, len(token_ids))
-            values = _elements(f"{place}/values", head.values, fingerprint, len(token_ids))
+            keys = _elements(f"{place}/keys", head.keys, fingerprint, num_own_tokens)
+            values = _elements(f"{place}/values", head.values, fingerprint, num_own_tokens)
             if keys.shape[1] != fingerprint.head_size:
                 raise ValueError(
                     f"{place}/keys: {list(keys.shape)}, expected a head size of "
@@ -117,14 +140,22 @@ class ContextFile:
         path: of the file.
         fingerprint: of the model that computed it.
         num_tokens: of the context.
+        parent: whose first tokens it continues; None: all are its own.
         file: the section file below.
     """
 
-    def __init__(self, file: SectionFile, fingerprint: ContextFingerprint, num_tokens: int) -> None:
+    def __init__(self, file: SectionFile, fingerprint: ContextFingerprint) -> None:
         self.file = file
         self.path = file.path
         self.fingerprint = fingerprint
-        self.num_tokens = num_tokens
+        self.num_tokens: int = file.header["num_tokens"]
+        parent = file.header.get("parent")
+        self.parent = None if parent is None else ParentFile(**parent)
+
+    @property
+    def own_begin(self) -> int:
+        """The first token whose states are in this file."""
+        return 0 if self.parent is None else self.parent.num_tokens
 
     @classmethod
     def open(
@@ -166,7 +197,7 @@ class ContextFile:
         if differences:
             raise ForeignContextError(f"{path}: {'; '.join(differences)}")
         _check_layout(file, fingerprint)
-        return cls(file, fingerprint, file.header["num_tokens"])
+        return cls(file, fingerprint)
 
     @property
     def tokens(self) -> np.ndarray:
@@ -179,15 +210,15 @@ class ContextFile:
         return self.file["token_hashes"]
 
     def keys(self, layer: int, kv_head: int) -> Elements:
-        """[num_tokens, head_size], all of it verified."""
+        """[n, head_size], of its own tokens; all of it verified."""
         return Elements(self.file[f"{self._place(layer, kv_head)}/keys"], self.fingerprint.dtype)
 
     def values(self, layer: int, kv_head: int) -> Elements:
-        """[num_tokens, value size], all of it verified."""
+        """[n, value size], of its own tokens; all of it verified."""
         return Elements(self.file[f"{self._place(layer, kv_head)}/values"], self.fingerprint.dtype)
 
     def value_means(self, layer: int, kv_head: int) -> Elements:
-        """[ceil(num_tokens / MEAN_TOKENS), value size], all of it verified, and finite."""
+        """[ceil(n / MEAN_TOKENS), value size], all of it verified, and finite."""
         name = f"{self._place(layer, kv_head)}/value_means"
         means = Elements(self.file[name], self.fingerprint.dtype)
         try:
@@ -338,6 +369,26 @@ def _places(fingerprint: ContextFingerprint) -> Iterable[str]:
             yield _place(fingerprint, layer, kv_head)
 
 
+def _num_parent_tokens(file: SectionFile, num_tokens: int) -> int:
+    """Raises IndexDamagedError: what the header says of a parent is no such thing."""
+    parent = file.header.get("parent")
+    if parent is None:
+        return 0
+    if (
+        not isinstance(parent, dict)
+        or set(parent) != set(ParentFile._fields)
+        or type(parent["num_tokens"]) is not int
+        or not 0 < parent["num_tokens"] < num_tokens
+        or not isinstance(parent["context_id"], str)
+        or not _CONTEXT_ID.fullmatch(parent["context_id"])
+    ):
+        raise IndexDamagedError(
+            f"{file.path}: parent is {parent!r}, expected a context_id and 1 to {num_tokens - 1} "
+            "num_tokens"
+        )
+    return parent["num_tokens"]
+
+
 def _check_layout(file: SectionFile, fingerprint: ContextFingerprint) -> None:
     """Every section that the accessors name is there and has its shape and dtype."""
 
@@ -357,6 +408,7 @@ def _check_layout(file: SectionFile, fingerprint: ContextFingerprint) -> None:
     num_tokens = file.header.get("num_tokens")
     if type(num_tokens) is not int or num_tokens < 1:
         raise IndexDamagedError(f"{file.path}: num_tokens is {num_tokens!r}, expected at least 1")
+    num_own_tokens = num_tokens - _num_parent_tokens(file, num_tokens)
     num_heads = fingerprint.num_layers * fingerprint.num_kv_heads
     if num_heads > len(file.sections):
         raise IndexDamagedError(
@@ -368,10 +420,10 @@ def _check_layout(file: SectionFile, fingerprint: ContextFingerprint) -> None:
     places = set(_places(fingerprint))
     size = None  # of values: the same for all
     for place in places:
-        check(f"{place}/keys", storage, num_tokens, fingerprint.head_size)
-        check(f"{place}/values", storage, num_tokens, size)
+        check(f"{place}/keys", storage, num_own_tokens, fingerprint.head_size)
+        check(f"{place}/values", storage, num_own_tokens, size)
         size = max(1, file.sections[f"{place}/values"].shape[1])
-        check(f"{place}/value_means", storage, -(-num_tokens // MEAN_TOKENS), size)
+        check(f"{place}/value_means", storage, -(-num_own_tokens // MEAN_TOKENS), size)
     indexes = file.header.get("indexes")
     if not isinstance(indexes, dict) or not places.issuperset(indexes):
         raise IndexDamagedError(f"{file.path}: indexes of heads that it has not")

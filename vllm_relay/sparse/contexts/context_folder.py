@@ -4,10 +4,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_relay.sparse.contexts.context_file import CONTEXT_SUFFIX
+from vllm_relay.sparse.contexts.context_file import (
+    CONTEXT_SUFFIX,
+    LINK_SUFFIX,
+    QUERIES_SUFFIX,
+    ContextFile,
+)
 from vllm_relay.sparse.files.section_table import MAGIC
 
 _RANK_FOLDER = re.compile(r"rank-(\d+)-of-(\d+)")
@@ -80,6 +87,71 @@ def find_contexts(path: Path) -> list[FoundContext]:
             if file.read(len(MAGIC)) != MAGIC:
                 raise OSError(f"{path} is no context: it does not begin with {MAGIC!r}")
     return [FoundContext(path, (path,))]
+
+
+def parent_id_of(path: Path) -> str | None:
+    """Of the context that a file continues; None also of a file that cannot be opened."""
+    with suppress(OSError, ValueError), ContextFile.open(path) as file:
+        return None if file.parent is None else file.parent.context_id
+    return None
+
+
+def parent_path(folder: Path, context_id: str) -> Path:
+    """Where a context is that others continue, deleted or not."""
+    link = folder / f"{context_id}{LINK_SUFFIX}"
+    context = link.with_suffix(CONTEXT_SUFFIX)
+    return context if context.exists() or not link.exists() else link
+
+
+def delete_context(
+    path: Path, held: Collection[str] = (), parent_id: Callable[[Path], str | None] = parent_id_of
+) -> Path | None:
+    """Deletes a context and its training queries. If others in the folder continue it, its file
+    stays as a link, until `delete_unused_links`.
+
+    Args:
+        held: ids of contexts that are about to be continued.
+        parent_id: of a file.
+
+    Returns:
+        the link, if there is one now.
+
+    Raises:
+        OSError: a file cannot be deleted or renamed.
+    """
+    path.with_suffix(QUERIES_SUFFIX).unlink(missing_ok=True)
+    others = [each for each in _files_and_links(path.parent) if each != path]
+    if path.stem in held or path.stem in map(parent_id, others):
+        link = path.with_suffix(LINK_SUFFIX)
+        path.replace(link)
+        return link
+    path.unlink(missing_ok=True)
+    return None
+
+
+def delete_unused_links(
+    folder: Path, held: Collection[str] = (), parent_id: Callable[[Path], str | None] = parent_id_of
+) -> list[Path]:
+    """Deletes the links that no context needs, and returns them. Args: as `delete_context`.
+
+    Raises:
+        OSError: a file cannot be deleted.
+    """
+    links = {each.stem: each for each in folder.glob(f"*{LINK_SUFFIX}")}
+    if not links:
+        return []
+    waiting: list[str | None] = [*held, *map(parent_id, _files(folder))]
+    while waiting:
+        link = links.pop(waiting.pop() or "", None)
+        if link is not None:
+            waiting.append(parent_id(link))
+    for link in links.values():
+        link.unlink(missing_ok=True)
+    return list(links.values())
+
+
+def _files_and_links(folder: Path) -> list[Path]:
+    return [*_files(folder), *folder.glob(f"*{LINK_SUFFIX}")]
 
 
 def _of_ranks(folder: Path) -> list[FoundContext]:

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,9 +33,27 @@ class ContextShape:
     dtype: str
 
 
+class Link(NamedTuple):
+    """The tokens `begin` to `end` of a chain of contexts: the first own ones of `context`."""
+
+    context: StoredContext
+    begin: int
+    end: int
+
+
+class Parent(NamedTuple):
+    """The first `num_tokens` tokens of a context, of which the last one is its own."""
+
+    context: StoredContext
+    num_tokens: int
+
+
 class StoredContext(ABC):
     """The keys, values and indexes of a sequence of tokens; immutable, read by any number of
     threads.
+
+    A context may continue another: then it has states of the tokens behind its parent's only, its
+    own ones, and keeps the parent whole as long as it lives.
 
     Raises:
         IndexDamagedError: what would have been read is damaged.
@@ -43,19 +62,78 @@ class StoredContext(ABC):
     id: str
     tokens: np.ndarray
     shape: ContextShape
+    parent: Parent | None = None
 
     @property
     def num_tokens(self) -> int:
+        """Those of the parent included."""
         return len(self.tokens)
+
+    @property
+    def own_begin(self) -> int:
+        """The first token of its own."""
+        return 0 if self.parent is None else self.parent.num_tokens
+
+    @property
+    def parent_id(self) -> str | None:
+        return None if self.parent is None else self.parent.context.id
+
+    @property
+    def damage(self) -> str | None:
+        """What was found wrong with it, or with what it continues; None so far."""
+        return None if self.parent is None else self.parent.context.damage
+
+    def links(self, end: int) -> list[Link]:
+        """The contexts that have the first `end` tokens, in order."""
+        links: list[Link] = []
+        context, begin = self, self.own_begin
+        while True:
+            if begin < end:
+                links.insert(0, Link(context, begin, end))
+                end = begin
+            if context.parent is None:
+                return links
+            context = context.parent.context
+            begin = context.own_begin
+
+    def first_tokens(self, num_tokens: int) -> Parent | None:
+        """What another context continues; None for no tokens."""
+        return Parent(self.links(num_tokens)[-1].context, num_tokens) if num_tokens else None
+
+    def rows(self, layer: int, head: int, begin: int, end: int) -> tuple[Elements, Elements]:
+        """Keys [end - begin, head_size] and values [end - begin, value_size] of a kv head."""
+        parts = [
+            link.context.own_rows(layer, head, max(begin - link.begin, 0), link.end - link.begin)
+            for link in self.links(end)
+            if link.end > begin
+        ]
+        if not parts:
+            return self.own_rows(layer, head, 0, 0)
+        keys, values = zip(*parts, strict=True)
+        return _joined(keys), _joined(values)
+
+    def queries(self, layer: int, head: int, begin: int, end: int) -> Elements | None:
+        """As `train_queries`, of the tokens `begin` to `end`: as if those of a link were even."""
+        parts = []
+        for link in self.links(end):
+            kept = link.context.train_queries(layer, head) if link.end > begin else None
+            if kept is not None:
+                num_own_tokens = link.context.num_tokens - link.begin
+                first, last = (
+                    kept.shape[0] * max(each - link.begin, 0) // num_own_tokens
+                    for each in (begin, link.end)
+                )
+                parts.append(kept.rows(first, last))
+        return _joined(parts) if sum(len(each.data) for each in parts) else None
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Bytes of keys, values and indexes: in memory, or of the file."""
+        """Bytes of its own keys, values and indexes: in memory, or of the file."""
 
     @abstractmethod
-    def rows(self, layer: int, head: int, begin: int, end: int) -> tuple[Elements, Elements]:
-        """Keys [end - begin, head_size] and values [end - begin, value_size] of a kv head."""
+    def own_rows(self, layer: int, head: int, begin: int, end: int) -> tuple[Elements, Elements]:
+        """As `rows`, of its own tokens: 0 is the first of them. So it is for what follows."""
 
     @abstractmethod
     def gather(
@@ -65,7 +143,7 @@ class StoredContext(ABC):
 
     @abstractmethod
     def index(self, layer: int, head: int) -> KeyIndex:
-        """Over all keys of a kv head."""
+        """Over all own keys of a kv head."""
 
     def layer(self, layer: int) -> SparseLayer | None:
         """All kv heads of a layer, which are searched and attended in one call; None where indexes
@@ -74,7 +152,8 @@ class StoredContext(ABC):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Around searches of `index` or `layer`: damage that they find is remembered."""
+        """Around searches of `index` or `layer`, here and of what it continues: damage that they
+        find is remembered."""
         yield
 
     @abstractmethod
@@ -83,7 +162,8 @@ class StoredContext(ABC):
 
     @abstractmethod
     def train_queries(self, layer: int, head: int) -> Elements | None:
-        """[m, head_size], in token order: what index and plan were made with, if that was kept."""
+        """[m, head_size], in token order: what index and plan were made with, if that was kept; of
+        its own tokens."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +177,10 @@ class HeadStates:
     plan: HeadPlan | None = None
 
 
+class ParentGoneError(ValueError):
+    """What a context would have continued is not stored any more."""
+
+
 class ContextStore(ABC):
     """Contexts by id. Deleting one leaves it whole for those that hold it."""
 
@@ -106,8 +190,26 @@ class ContextStore(ABC):
         return {}
 
     @abstractmethod
-    def add(self, tokens: np.ndarray, layers: Sequence[Sequence[HeadStates]]) -> StoredContext:
-        """Keeps a context, `layers[layer][kv head]`; or returns the one with the same tokens."""
+    def add(
+        self,
+        tokens: np.ndarray,
+        layers: Sequence[Sequence[HeadStates]],
+        parent: Parent | None = None,
+    ) -> StoredContext:
+        """Keeps a context, `layers[layer][kv head]`; or returns the one with the same tokens.
+
+        Args:
+            tokens: those of the parent included.
+            layers: the states of the tokens behind the parent's.
+            parent: as `parent_here` returned it.
+
+        Raises:
+            ParentGoneError: the parent was deleted meanwhile.
+        """
+
+    @abstractmethod
+    def parent_here(self, parent: Parent) -> Parent | None:
+        """The same tokens, as what this store adds can continue them; None: it cannot."""
 
     @abstractmethod
     def contexts(self) -> list[StoredContext]:
@@ -115,7 +217,7 @@ class ContextStore(ABC):
 
     @abstractmethod
     def delete(self, context_id: str) -> None:
-        """Raises KeyError: no such context."""
+        """What continues it goes on. Raises KeyError: no such context."""
 
     @abstractmethod
     def close(self) -> None:
@@ -126,10 +228,15 @@ class MemoryContext(StoredContext):
     """A context in arrays of this process."""
 
     def __init__(
-        self, context_id: str, tokens: np.ndarray, layers: Sequence[Sequence[HeadStates]]
+        self,
+        context_id: str,
+        tokens: np.ndarray,
+        layers: Sequence[Sequence[HeadStates]],
+        parent: Parent | None = None,
     ) -> None:
         self.id = context_id
         self.tokens = tokens
+        self.parent = parent
         self.shape = shape_of(layers)
         self._layers = [list(heads) for heads in layers]
         self._sparse_layers: dict[int, SparseLayer | None] = {}
@@ -141,7 +248,7 @@ class MemoryContext(StoredContext):
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    def rows(self, layer: int, head: int, begin: int, end: int) -> tuple[Elements, Elements]:
+    def own_rows(self, layer: int, head: int, begin: int, end: int) -> tuple[Elements, Elements]:
         states = self._layers[layer][head]
         return states.keys.rows(begin, end), states.values.rows(begin, end)
 
@@ -177,11 +284,21 @@ class MemoryContextStore(ContextStore):
         self._contexts: dict[str, StoredContext] = {}
         self._lock = threading.Lock()
 
-    def add(self, tokens: np.ndarray, layers: Sequence[Sequence[HeadStates]]) -> StoredContext:
+    def add(
+        self,
+        tokens: np.ndarray,
+        layers: Sequence[Sequence[HeadStates]],
+        parent: Parent | None = None,
+    ) -> StoredContext:
         context_id = context_id_of(tokens)
-        context = MemoryContext(context_id, tokens, layers)
+        context = MemoryContext(context_id, tokens, layers, parent)
         with self._lock:
             return self._contexts.setdefault(context_id, context)
+
+    def parent_here(self, parent: Parent) -> Parent | None:
+        with self._lock:
+            context = self._contexts.get(parent.context.id, parent.context)
+        return context.first_tokens(parent.num_tokens)
 
     def contexts(self) -> list[StoredContext]:
         with self._lock:
@@ -212,6 +329,12 @@ def sparse_layer(
 def context_id_of(tokens: np.ndarray) -> str:
     """The same tokens have the same id, in every process."""
     return hashlib.sha256(np.ascontiguousarray(tokens, "<i8").tobytes()).hexdigest()[:32]
+
+
+def _joined(parts: Sequence[Elements]) -> Elements:
+    if len(parts) == 1:
+        return parts[0]
+    return Elements(np.concatenate([each.data for each in parts]), parts[0].dtype)
 
 
 def shape_of(layers: Sequence[Sequence[HeadStates]]) -> ContextShape:

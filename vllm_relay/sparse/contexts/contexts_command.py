@@ -10,13 +10,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_relay.sparse.contexts.context_file import CONTEXT_SUFFIX, QUERIES_SUFFIX, ContextFile
-from vllm_relay.sparse.contexts.context_folder import FoundContext, find_contexts
+from vllm_relay.sparse.contexts.context_file import CONTEXT_SUFFIX, ContextFile
+from vllm_relay.sparse.contexts.context_folder import (
+    FoundContext,
+    delete_context,
+    delete_unused_links,
+    find_contexts,
+    parent_path,
+)
+from vllm_relay.sparse.files.damage import IndexDamagedError
 
 
 def run_list(path: Path, *, as_json: bool = False, console: Console | None = None) -> int:
@@ -44,7 +52,7 @@ def run_delete(
     console: Console | None = None,
 ) -> int:
     """Deletes one context, or all of a folder, with their training queries and in all ranks; the
-    folder stays.
+    folder stays, and so does as a link what other contexts continue.
 
     Args:
         confirm: asked once, with the question; nothing is deleted unless it says so.
@@ -60,6 +68,8 @@ def run_delete(
     if contexts and not confirm(_question(path, contexts)):
         return _refuse(console, "nothing was deleted")
     reports = [report for context in contexts for report in _delete(context)]
+    for folder in {file.parent for context in contexts for file in context.files}:
+        reports += _delete_links(folder)
     failed = {report["path"] for report in reports if report["error"]}
     num_deleted = sum(failed.isdisjoint(map(str, context.files)) for context in contexts)
     if as_json:
@@ -76,12 +86,21 @@ def _delete(context: FoundContext) -> list[dict[str, Any]]:
         error = None
         try:
             if path.suffix == CONTEXT_SUFFIX:
-                path.with_suffix(QUERIES_SUFFIX).unlink(missing_ok=True)
-            path.unlink()
+                delete_context(path)
+            else:
+                path.unlink()
         except OSError as raised:
             error = str(raised)
         reports.append({"path": str(path), "error": error})
     return reports
+
+
+def _delete_links(folder: Path) -> list[dict[str, Any]]:
+    try:
+        delete_unused_links(folder)
+    except OSError as error:
+        return [{"path": str(folder), "error": str(error)}]
+    return []
 
 
 def _run(
@@ -156,6 +175,7 @@ def _summary(context: ContextFile) -> dict[str, Any]:
     return {
         "fingerprint": asdict(context.fingerprint),
         "num_tokens": context.num_tokens,
+        "parent": None if context.parent is None else context.parent._asdict(),
         "index_kinds": context.index_kinds,
         "num_bytes": context.file.num_bytes,
     }
@@ -164,12 +184,33 @@ def _summary(context: ContextFile) -> dict[str, Any]:
 def _verify(path: Path) -> dict[str, Any]:
     with ContextFile.open(path) as context:
         context.verify()
+        _verify_parent(context)
         return {"num_bytes": context.file.num_bytes}
+
+
+def _verify_parent(context: ContextFile) -> None:
+    """Reads every byte of what a context continues, too; a damaged one is named."""
+    if context.parent is None:
+        return
+    path = parent_path(context.path.parent, context.parent.context_id)
+    try:
+        with ContextFile.open(path, expected=context.fingerprint) as parent:
+            parent.verify()
+            if not np.array_equal(
+                parent.tokens[: context.own_begin], context.tokens[: context.own_begin]
+            ):
+                raise IndexDamagedError(f"{path}: it has other tokens")
+            _verify_parent(parent)
+    except (OSError, ValueError) as error:
+        raise IndexDamagedError(f"{context.path} continues {path}: {error}") from error
 
 
 def _list_table(console: Console, reports: list[dict[str, Any]]) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    columns = ("file", "model", "tokens", "ranks", "layers x kv heads", "dtype", "indexes", "size")
+    columns = ["file", "model", "tokens", "ranks", "layers x kv heads", "dtype", "indexes", "size"]
+    has_links = any(report.get("parent") for report in reports)
+    if has_links:
+        columns.append("continues")
     for name in columns:
         is_number = name in ("tokens", "ranks", "size")
         table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
@@ -186,6 +227,7 @@ def _list_table(console: Console, reports: list[dict[str, Any]]) -> None:
             fingerprint["dtype"],
             escape(", ".join(f"{n} {kind}" for kind, n in report["index_kinds"].items())) or "-",
             size_text(report["num_bytes"]),
+            *([_parent_text(report)] if has_links else []),
         )
     if table.row_count:
         _print_whole(console, table)
@@ -201,6 +243,7 @@ def _show_tables(console: Console, reports: list[dict[str, Any]]) -> None:
         rows = {
             **report["fingerprint"],
             "tokens": report["num_tokens"],
+            "continues": _parent_text(report),
             "indexes": ", ".join(f"{n} {k}" for k, n in report["index_kinds"].items()) or "-",
             "size": size_text(report["num_bytes"]),
             "sections": report["num_sections"],
@@ -210,6 +253,11 @@ def _show_tables(console: Console, reports: list[dict[str, Any]]) -> None:
             table.add_row(escape(name), escape(str(value)))
         _print_whole(console, table)
     _print_errors(console, reports)
+
+
+def _parent_text(report: dict[str, Any]) -> str:
+    parent = report["parent"]
+    return "-" if parent is None else f"{parent['num_tokens']} tokens of {parent['context_id']}"
 
 
 def _verify_table(console: Console, reports: list[dict[str, Any]]) -> None:

@@ -15,18 +15,28 @@ import numpy as np
 
 from vllm_relay.sparse.contexts.context_file import (
     CONTEXT_SUFFIX,
+    LINK_SUFFIX,
     QUERIES_SUFFIX,
     ContextFile,
     ContextHead,
+    ParentFile,
     index_type,
     write_context,
 )
 from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint, ForeignContextError
-from vllm_relay.sparse.contexts.context_folder import make_private_folder
+from vllm_relay.sparse.contexts.context_folder import (
+    delete_context,
+    delete_unused_links,
+    make_private_folder,
+    parent_id_of,
+    parent_path,
+)
 from vllm_relay.sparse.contexts.context_store import (
     ContextShape,
     ContextStore,
     HeadStates,
+    Parent,
+    ParentGoneError,
     StoredContext,
     context_id_of,
     sparse_layer,
@@ -65,13 +75,15 @@ class DiskContext(StoredContext):
     Attributes:
         path: of the file.
         version: of the file, when it was opened.
-        damage: what was found wrong with it; None so far.
     """
 
-    def __init__(self, file: ContextFile, version: FileVersion, *, is_pooled: bool) -> None:
+    def __init__(
+        self, file: ContextFile, version: FileVersion, parent: Parent | None, *, is_pooled: bool
+    ) -> None:
         self.path = file.path
         self.version = version
-        self.damage: str | None = None
+        self.parent = parent
+        self._damage: str | None = None
         # by pages: a pool need not have room for all of them
         self.tokens = file.file.rows("tokens").range(0, file.num_tokens).astype(TOKEN_DTYPE)
         self.id = context_id_of(self.tokens)
@@ -99,7 +111,11 @@ class DiskContext(StoredContext):
             return self.num_bytes + self.path.with_suffix(QUERIES_SUFFIX).stat().st_size
         return self.num_bytes
 
-    def rows(self, layer: int, head: int, begin: int, end: int) -> tuple[Elements, Elements]:
+    @property
+    def damage(self) -> str | None:
+        return super().damage if self._damage is None else self._damage
+
+    def own_rows(self, layer: int, head: int, begin: int, end: int) -> tuple[Elements, Elements]:
         with self._reading_file():
             return (
                 self._elements(self._file.key_rows(layer, head).range(begin, end)),
@@ -141,7 +157,7 @@ class DiskContext(StoredContext):
             return None
         if layer not in self._layers:
             indexes = [self.index(layer, head) for head in range(self.shape.num_kv_heads)]
-            with self.reading():
+            with self._noticing_damage([self]):
                 values = [self._file.guarded_values(layer, head) for head in range(len(indexes))]
                 means = [self._file.value_means(layer, head) for head in range(len(indexes))]
             self._layers[layer] = sparse_layer(
@@ -151,22 +167,36 @@ class DiskContext(StoredContext):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
+        links = (link.context for link in self.links(self.num_tokens))
+        with self._noticing_damage([each for each in links if isinstance(each, DiskContext)]):
+            yield
+
+    @contextmanager
+    def _noticing_damage(self, contexts: Sequence[DiskContext]) -> Iterator[None]:
         try:
-            if not self._is_pooled:
-                self._file.file.check_size()
+            for each in contexts:
+                if not each._is_pooled:
+                    each._file.file.check_size()
             yield
         except IndexDamagedError as error:
-            self.damage = str(error)
-            if str(self.path) not in self.damage:  # of what was searched, which knows no file
-                self.damage = f"{self.path}: {self.damage}"
-                raise IndexDamagedError(self.damage) from error
-            raise
+            message = str(error)
+            damaged = [each for each in contexts if str(each.path) in message]
+            if damaged:
+                for each in damaged:
+                    each._damage = message
+                raise
+            # of what was searched, which knows no file: of several, all are suspected
+            message = f"{' or '.join(str(each.path) for each in contexts)}: {message}"
+            for each in contexts:
+                each._damage = message
+            raise IndexDamagedError(message) from error
 
     @contextmanager
     def _reading_file(self) -> Iterator[None]:
-        """`reading`, and a pool that is full is told of as the option that limits it."""
+        """As `reading` its own file, and a pool that is full is told of as the option that limits
+        it."""
         try:
-            with self.reading():
+            with self._noticing_damage([self]):
                 yield
         except BufferPoolFullError as error:
             raise BufferPoolFullError(
@@ -245,10 +275,13 @@ class DiskContextStore(ContextStore):
         self._value_size = value_size
         self._pool = None if memory_limit_bytes is None else BufferPool(memory_limit_bytes)
         self._open: dict[Path, DiskContext] = {}
+        self._links: dict[Path, DiskContext] = {}  # deleted, and continued by others
         self._skipped: dict[Path, tuple[FileVersion, str]] = {}
         self._adding: Counter[Path] = Counter()  # nobody may delete one half of it
+        self._continued: Counter[str] = Counter()  # by those
         self._lock = threading.RLock()
         self.contexts()
+        self._delete_unused_links()
 
     @property
     def skipped(self) -> dict[str, str]:
@@ -256,16 +289,30 @@ class DiskContextStore(ContextStore):
         with self._lock:
             return {str(path): reason for path, (_, reason) in self._skipped.items()}
 
-    def add(self, tokens: np.ndarray, layers: Sequence[Sequence[HeadStates]]) -> StoredContext:
+    def add(
+        self,
+        tokens: np.ndarray,
+        layers: Sequence[Sequence[HeadStates]],
+        parent: Parent | None = None,
+    ) -> StoredContext:
         path = self._path / f"{context_id_of(tokens)}{CONTEXT_SUFFIX}"
         heads = (head for heads in layers for head in heads)
         self._check_limit(path, max(_num_index_bytes(head) for head in heads))
+        continued = None
         with self._lock:
+            link = path.with_suffix(LINK_SUFFIX)
+            if link in self._links and self._links[link].damage is None:
+                return self._undelete(link, path)
+            if parent is not None:
+                if not self._has_all_of(parent):
+                    raise ParentGoneError(parent.context.id)
+                continued = ParentFile(parent.context.id, parent.num_tokens)
+                self._continued[continued.context_id] += 1
             self._adding[path] += 1
         try:
             make_private_folder(self._path)  # somebody may have removed it
             # a context can do without its queries; queries without a context would stay for ever
-            write_context(path, self._fingerprint, tokens, _heads(layers))
+            write_context(path, self._fingerprint, tokens, _heads(layers), parent=continued)
             try:
                 _write_queries(path.with_suffix(QUERIES_SUFFIX), layers)
             except OSError as error:
@@ -277,6 +324,32 @@ class DiskContextStore(ContextStore):
         finally:
             with self._lock:
                 self._adding[path] -= 1
+                if continued is not None:
+                    self._continued[continued.context_id] -= 1
+
+    def parent_here(self, parent: Parent) -> Parent | None:
+        with self._lock:
+            self.contexts()
+            for each in (*self._open.values(), *self._links.values()):
+                if each.id == parent.context.id and each.damage is None:
+                    here = each.first_tokens(parent.num_tokens)
+                    return here if here is not None and self._has_all_of(here) else None
+        return None
+
+    def _has_all_of(self, parent: Parent) -> bool:
+        """Whether the files are there under their names."""
+        known = [*self._open.values(), *self._links.values()]
+        links = parent.context.links(parent.num_tokens)
+        return all(
+            link.context in known and parent_path(self._path, link.context.id).exists()
+            for link in links
+        )
+
+    def _undelete(self, link: Path, path: Path) -> StoredContext:
+        link.replace(path)
+        context = self._open[path] = self._links.pop(link)
+        context.path = path
+        return context
 
     def contexts(self) -> list[StoredContext]:
         """Files that came or went since the last time, or took the place of one that is left out,
@@ -307,15 +380,32 @@ class DiskContextStore(ContextStore):
         with self._lock:
             paths = [path for path, context in self._open.items() if context.id == context_id]
             for path in paths:  # more than one if somebody has copied it
-                path.with_suffix(QUERIES_SUFFIX).unlink(missing_ok=True)
-                path.unlink(missing_ok=True)
-                del self._open[path]
+                link = delete_context(path, +self._continued, self._parent_id)
+                context = self._open.pop(path)
+                if link is not None:
+                    self._links[link] = context
+                    context.path = link
+            self._delete_unused_links()
         if not paths:
             raise KeyError(context_id)
 
     def close(self) -> None:
         with self._lock:
             self._open.clear()
+            self._links.clear()
+
+    def _delete_unused_links(self) -> None:
+        with self._lock:
+            try:
+                for link in delete_unused_links(self._path, +self._continued, self._parent_id):
+                    self._links.pop(link, None)
+            except OSError as error:
+                logger.warning("a link of deleted contexts stays: %s", error)
+
+    def _parent_id(self, path: Path) -> str | None:
+        """Of any file in the folder, without reading it if that is known."""
+        known = self._open.get(path) or self._links.get(path)
+        return parent_id_of(path) if known is None else known.parent_id
 
     def _versions(self) -> dict[Path, FileVersion]:
         versions = {}
@@ -330,7 +420,10 @@ class DiskContextStore(ContextStore):
                     self._skip(path, unknown, str(error))
         return versions
 
-    def _opened(self, path: Path, version: FileVersion) -> DiskContext:
+    def _opened(
+        self, path: Path, version: FileVersion, child: ContextFile | None = None
+    ) -> DiskContext:
+        """Args: child: what continues it, if it is opened for that."""
         file = ContextFile.open(path, expected=self._fingerprint, pool=self._pool)
         num_heads = self._fingerprint.num_layers * self._fingerprint.num_kv_heads
         if sum(file.index_kinds.values()) < num_heads:
@@ -347,7 +440,38 @@ class DiskContextStore(ContextStore):
             )
         if self._pool is not None:
             self._check_limit(path, _num_leased_bytes(file))
-        return DiskContext(file, version, is_pooled=self._pool is not None)
+        if child is not None and not file.own_begin < child.own_begin <= file.num_tokens:
+            raise IndexDamagedError(
+                f"{path}: its own tokens are {file.own_begin} to {file.num_tokens}, and "
+                f"{child.path} continues {child.own_begin}"
+            )
+        parent = self._parent(file)
+        return DiskContext(file, version, parent, is_pooled=self._pool is not None)
+
+    def _parent(self, file: ContextFile) -> Parent | None:
+        """What a file continues; opened, if it is not yet."""
+        if file.parent is None:
+            return None
+        context_id, num_tokens = file.parent
+        path = parent_path(self._path, context_id)
+        context = self._open.get(path) or self._links.get(path)
+        if context is None:
+            try:
+                version = FileVersion.of(path)
+                if self._skipped.get(path, (None, ""))[0] == version:
+                    raise IndexDamagedError(self._skipped[path][1])
+                context = self._opened(path, version, file)
+            except (ForeignContextError, IndexDamagedError, OSError) as error:
+                raise IndexDamagedError(f"{file.path} continues {path}: {error}") from error
+            known = self._links if path.suffix == LINK_SUFFIX else self._open
+            known[path] = context
+        if context.damage is not None:
+            raise IndexDamagedError(f"{file.path} continues {path}: {context.damage}")
+        parent = context.first_tokens(num_tokens)
+        first = file.file.rows("tokens").range(0, num_tokens)
+        if parent is None or not np.array_equal(context.tokens[:num_tokens], first):
+            raise IndexDamagedError(f"{file.path} continues {path}: it has other tokens")
+        return parent
 
     def _check_limit(self, path: Path, num_bytes: int) -> None:
         """Raises ForeignContextError: the pool will never have room for that much at once."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -13,18 +14,28 @@ import torch
 from vllm_relay.sparse.contexts.context_store import StoredContext
 from vllm_relay.sparse.index.compiled_index import key_bytes
 from vllm_relay.sparse.index.query_types import Dipr, QueryType
-from vllm_relay.sparse.index.sparse_layer import AttentionState, LayerStats, attend
+from vllm_relay.sparse.index.sparse_layer import AttentionState, LayerStats, attend, merge_states
 from vllm_relay.sparse.plan.head_plan import HeadPlan
 from vllm_relay.sparse.plan.options import DBOptions
 
 
 class ContextPart(NamedTuple):
-    """The tokens `begin` to `end` of one layer of a context."""
+    """The tokens `begin` to `end` of one layer of a context; 0 is the first one of its own."""
 
     context: StoredContext
     layer: int
     begin: int
     end: int
+
+
+def parts_of(context: StoredContext, layer: int, begin: int, end: int) -> list[ContextPart]:
+    """The tokens `begin` to `end`, wherever they are in what the context continues."""
+    links = context.links(end)
+    return [
+        ContextPart(link.context, layer, max(begin - link.begin, 0), link.end - link.begin)
+        for link in links
+        if link.end > begin or link is links[-1]  # where there are no tokens, there is a part
+    ]
 
 
 @dataclass
@@ -77,7 +88,7 @@ class SessionStats:
 
 
 def retrieve(
-    part: ContextPart,
+    parts: Sequence[ContextPart],
     query: torch.Tensor,
     window_max: torch.Tensor,
     *,
@@ -86,10 +97,11 @@ def retrieve(
     stats: SessionStats,
     threads: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of every query over the tokens of the part that the plan of its head, or
+    """Attention of every query over the tokens of the parts that the plan of its head, or
     `options.query`, asks for.
 
     Args:
+        parts: one or more, without a token in common.
         query: [kv_heads, group, head_size].
         window_max: float32 [kv_heads, group]; largest inner product of each query with what it
             reads besides.
@@ -105,6 +117,21 @@ def retrieve(
     """
     queries = query.float().cpu().numpy()
     tops = window_max.cpu().numpy()
+    states = [_attend_part(each, queries, tops, scale, options, stats, threads) for each in parts]
+    state = states[0] if len(states) == 1 else merge_states(states)
+    output, lse = (torch.from_numpy(each).to(query.device) for each in state)
+    return output, lse
+
+
+def _attend_part(
+    part: ContextPart,
+    queries: np.ndarray,
+    tops: np.ndarray,
+    scale: float,
+    options: DBOptions,
+    stats: SessionStats,
+    threads: int | None,
+) -> AttentionState:
     asked = queries_of_heads(part, scale=scale, options=options)
     with part.context.reading():
         layer = part.context.layer(part.layer)
@@ -113,15 +140,13 @@ def retrieve(
                 _attend_head(part, head, rows, asked[head], tops[head], scale, stats)
                 for head, rows in enumerate(queries)
             ]
-            state = AttentionState(*(np.stack(each) for each in zip(*states, strict=True)))
-        else:
-            state, cost = layer.attend(
-                queries, asked, scale=scale, begin=part.begin, prefix_len=part.end, window_max=tops,
-                threads=threads,
-            )  # fmt: skip
-            stats.count(part, cost, len(queries))
-    output, lse = (torch.from_numpy(each).to(query.device) for each in state)
-    return output, lse
+            return AttentionState(*(np.stack(each) for each in zip(*states, strict=True)))
+        state, cost = layer.attend(
+            queries, asked, scale=scale, begin=part.begin, prefix_len=part.end, window_max=tops,
+            threads=threads,
+        )  # fmt: skip
+        stats.count(part, cost, len(queries))
+        return state
 
 
 def queries_of_heads(
@@ -183,7 +208,7 @@ def _attend_head(
 ) -> AttentionState:
     """One kv head, whose rows may have to be gathered first."""
     if query is None:
-        keys, values = part.context.rows(part.layer, head, part.begin, part.end)
+        keys, values = part.context.own_rows(part.layer, head, part.begin, part.end)
         num_tokens = part.end - part.begin
         places = [np.arange(num_tokens, dtype=np.int32)] * len(queries)
         read_bytes = keys.data.nbytes + len(queries) * values.data.nbytes

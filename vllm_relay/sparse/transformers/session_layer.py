@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from vllm_relay.sparse.contexts.context_store import StoredContext
 from vllm_relay.sparse.contexts.model_fingerprint import ModelBinding
 from vllm_relay.sparse.contexts.partial_attention import attention_state, merge, window_state
-from vllm_relay.sparse.contexts.retrieval import ContextPart, SessionStats, retrieve
+from vllm_relay.sparse.contexts.retrieval import SessionStats, parts_of, retrieve
 from vllm_relay.sparse.contexts.tensors import to_elements, to_tensor
 from vllm_relay.sparse.contexts.train_queries import TrainQueries
 from vllm_relay.sparse.index.elements import Elements
@@ -214,11 +214,10 @@ class SessionLayer(CacheLayerMixin):
             return [None if new is None else to_elements(name, new[head], dtype) for head in heads]
         samples: list[Elements | None] = []
         for head in range(context.shape.num_kv_heads):
-            stored = context.train_queries(self.layer_idx, head)
+            stored = context.queries(self.layer_idx, head, 0, self.prefix_len)
             parts = [] if new is None else [new[head]]
             if stored is not None:
-                reused = stored.shape[0] * self.prefix_len // context.num_tokens
-                parts.insert(0, to_tensor(stored.rows(0, reused)))
+                parts.insert(0, to_tensor(stored))
             dtype = context.shape.dtype
             samples.append(to_elements(name, torch.cat(parts), dtype) if parts else None)
         return samples
@@ -309,10 +308,10 @@ class SessionLayer(CacheLayerMixin):
         """[kv_heads, group, head_size] -> float32 [kv_heads, group, value_size]."""
         assert self._local is not None and self._context is not None
         (_, begin), (end, _) = self._window()
-        part = ContextPart(self._context, self.layer_idx, begin, end)
+        parts = parts_of(self._context, self.layer_idx, begin, end)
         output, lse, window_max = window_state(query, self._local.keys, self._local.values, scale)
         found = retrieve(
-            part, query, window_max, scale=scale, options=self._options, stats=self._stats
+            parts, query, window_max, scale=scale, options=self._options, stats=self._stats
         )
         return merge((output, lse), found)[0]
 
