@@ -63,12 +63,14 @@ def _declare(engine_core: Any, token_ids: list[int]) -> dict[str, Any]:
     if context_id in long_contexts.catalog:
         found = [each for each in _update(engine_core) if each.context_id == context_id]
         if found and found[0].problem is None:
+            long_contexts.declare_context(context_id)
             return {"id": context_id, "is_known": True}
         if found:  # it could not be written: it is tried again
             _delete(engine_core, context_id)
     refused = long_contexts.refuse_context(len(tokens))
     if refused is not None:
         raise CommandError(*refused)
+    long_contexts.declare_context(context_id)
     return {"id": context_id, "is_known": False}
 
 
@@ -94,6 +96,9 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "declare_context": _declare,
     "contexts": _contexts,
     "delete_context": _delete,
+    "serve_clients": lambda engine_core, keeps: (
+        engine_core.scheduler.relay_long_contexts.serve_clients(keeps)
+    ),
     "context_gauges": lambda engine_core: engine_core.scheduler.relay_long_contexts.gauges(),
 }
 

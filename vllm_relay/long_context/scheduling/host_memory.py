@@ -97,6 +97,11 @@ class HostMemory:
                 return unread[:count]
         return []
 
+    def freed_bytes(self, context_id: str) -> int:
+        """What is free at once when a context is deleted: nothing while a request reads it."""
+        context = self._contexts.get(context_id)
+        return 0 if context is None or context in self._read.values() else context.num_bytes
+
     def preempt(self, request_id: str) -> None:
         """The request gives its memory up when others need it."""
         if request_id in self._requests:

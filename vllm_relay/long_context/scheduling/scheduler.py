@@ -8,6 +8,7 @@ block for them, which nobody reads, and a block of its own for what is left of t
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,6 +25,7 @@ from vllm_relay.long_context.orders import (
     StepOrders,
 )
 from vllm_relay.long_context.scheduling.catalog import ContextCatalog
+from vllm_relay.long_context.scheduling.client_quota import ClientQuota
 from vllm_relay.long_context.scheduling.host_memory import HostMemory, Reused
 from vllm_relay.long_context.scheduling.kv_cache_spec import (
     RelaySparseManager,
@@ -33,6 +35,9 @@ from vllm_relay.long_context.scheduling.memory import default_capacity_bytes, to
 from vllm_relay.long_context.scheduling.reusable_requests import is_kept, is_known_by_tokens
 from vllm_relay.long_context.stats import COUNTERS, GAUGES, LONG_CONTEXTS, LongContextStats
 from vllm_relay.sparse.contexts.context_store import context_id_of
+
+_MAX_DECLARED = 1024
+"""Contexts that the operator has asked for and that are not computed yet."""
 
 
 class HostBlocks(KVCacheBlocks):
@@ -77,6 +82,9 @@ class LongContextScheduler:
         self.catalog = ContextCatalog()
         self._token_ids: WeakKeyDictionary[Request, np.ndarray] = WeakKeyDictionary()
         self.has_loaded = False
+        self._declared: deque[str] = deque(maxlen=_MAX_DECLARED)
+        keeps_none = options.client_contexts == "off"
+        self._quota = ClientQuota(0 if keeps_none else options.max_client_context_tokens)
         self._file_bytes: dict[str, int] = {}
         self._disk_bytes = _bytes_of(options.context_disk_gib)
         self._has_folder = options.context_dir is not None
@@ -198,7 +206,7 @@ class LongContextScheduler:
         num_tokens = request.num_computed_tokens - request.num_in_flight_tokens
         if request.status != RequestStatus.RUNNING:
             self._preempted.pop(request_id, None)
-            if is_kept(request) and self.can_keep(num_tokens):
+            if is_kept(request):
                 self._keep(request, num_tokens)
             self.memory.release(request_id)
         elif self._can_skip_tokens and self._policy.mirrors(num_tokens, request.num_prompt_tokens):
@@ -264,8 +272,12 @@ class LongContextScheduler:
         orders, self._orders = self._orders, StepOrders()
         return orders
 
-    def refuse_context(self, num_tokens: int) -> tuple[int, str] | None:
-        """Why a prompt of so many tokens cannot become a context, with an HTTP status; or None."""
+    def refuse_context(self, num_tokens: int, leaving_bytes: int = 0) -> tuple[int, str] | None:
+        """Why a prompt of so many tokens cannot become a context, with an HTTP status; or None.
+
+        Args:
+            leaving_bytes: of contexts that leave for it.
+        """
         if not self._can_skip_tokens:
             return 501, (
                 "contexts are kept only with prefix caching, and of models whose layers all have "
@@ -282,11 +294,8 @@ class LongContextScheduler:
                 f"a prompt of {num_tokens} tokens was given, expected fewer than max_model_len="
                 f"{self._max_model_len}"
             )
-        # what is left must hold the longest request, else that would wait forever
-        needed = self.memory.bytes_for(num_tokens)
-        free = self.memory.capacity_bytes - self.memory.context_bytes
-        free -= self.memory.bytes_for(self._max_model_len)
-        if needed > free:
+        needed, free = self.memory.bytes_for(num_tokens), self._free_for_contexts_bytes()
+        if needed - leaving_bytes > free:
             return 507, (
                 f"a context of {num_tokens} tokens takes {needed} bytes of host memory, and "
                 f"{max(0, free)} are left beside the longest request: delete contexts, or raise "
@@ -294,9 +303,28 @@ class LongContextScheduler:
             )
         return None
 
-    def can_keep(self, num_tokens: int) -> bool:
-        """Whether a request of so many computed tokens can become a context."""
-        return self.refuse_context(num_tokens) is None
+    def _free_for_contexts_bytes(self) -> int:
+        """What is left must hold the longest request, else that would wait forever."""
+        free = self.memory.capacity_bytes - self.memory.context_bytes
+        return free - self.memory.bytes_for(self._max_model_len)
+
+    def declare_context(self, context_id: str) -> None:
+        """The operator asks for a context; its request comes next, if it is not there."""
+        if context_id in self.catalog:
+            self.catalog.give_to_operator(context_id)
+        elif context_id not in self._declared:
+            self._declared.append(context_id)
+
+    def serve_clients(self, keeps: bool) -> None:
+        """The engine is that of a server: requests that ask to be kept are others'.
+
+        Args:
+            keeps: whether any are kept.
+        """
+        if not keeps:
+            self._quota.max_tokens = 0
+        elif self._quota.max_tokens is None:
+            self._quota.max_tokens = self.memory.capacity_bytes // 2 // self.memory.bytes_per_token
 
     def delete_context(self, context_id: str) -> None:
         """No later request reuses it, and the workers do not make it if they have not begun to."""
@@ -333,7 +361,7 @@ class LongContextScheduler:
         ]
 
     def update_contexts(self, reports: Iterable[ContextReport]) -> None:
-        """What contexts take has changed; those used least recently leave a folder that is full."""
+        """What contexts take has changed; those that have to leave a folder that is full do so."""
         for report in reports:
             if report.context_id in self.catalog:
                 self.memory.set_context(report.context_id, report.memory_bytes * self._num_ranks)
@@ -341,9 +369,9 @@ class LongContextScheduler:
         limit, sizes = self._disk_bytes, self._file_bytes
         if limit is None:
             return
-        by_last_use = self.catalog.by_last_use()
+        leaving = self.catalog.in_leaving_order()
         # what never fits is first: no other need leave for it
-        for context_id in sorted(by_last_use, key=lambda each: sizes.get(each, 0) <= limit):
+        for context_id in sorted(leaving, key=lambda each: sizes.get(each, 0) <= limit):
             if sum(sizes.values()) <= limit:
                 return
             if sizes.get(context_id):
@@ -358,12 +386,34 @@ class LongContextScheduler:
         tokens = list(request.all_token_ids[:num_tokens])
         array = np.asarray(tokens, np.int64)
         context_id = context_id_of(array)
-        # a context has all tokens, its own and those that it reused
-        if context_id in self.catalog or not self._reserve(request.request_id, num_tokens, None):
+        is_clients = context_id not in self._declared
+        if not is_clients:
+            self._declared.remove(context_id)
+        if context_id in self.catalog:
             return
-        self.catalog.add(context_id, array)
+        leaving = self._leaving_for_client(num_tokens) if is_clients else []
+        if leaving is None:
+            return
+        leaving_bytes = sum(map(self.memory.freed_bytes, leaving))
+        if self.refuse_context(num_tokens, leaving_bytes) is not None:
+            return
+        for each in leaving:
+            self._evict(each)
+        may_leave = [each.id for each in self.catalog.of_clients()] if is_clients else None
+        # a context has all tokens, its own and those that it reused
+        if not self._reserve(request.request_id, num_tokens, None, may_leave):
+            return
+        self.catalog.add(context_id, array, is_clients=is_clients)
         self.memory.set_context(context_id, self.memory.bytes_for(num_tokens))
         self._orders.kept[request.request_id] = KeptContext(context_id, tokens)
+
+    def _leaving_for_client(self, num_tokens: int) -> list[str] | None:
+        """Contexts that requests asked for and that leave for one of so many tokens; None: it
+        cannot be kept."""
+        missing_bytes = self.memory.bytes_for(num_tokens) - self._free_for_contexts_bytes()
+        return self._quota.leaving(
+            num_tokens, missing_bytes, self.catalog.of_clients(), self.memory.freed_bytes
+        )
 
     def _placement(self, request: Request) -> Placement | None:
         size = self._policy.block_size_tokens
@@ -388,12 +438,22 @@ class LongContextScheduler:
             known = self._token_ids[request] = np.asarray(request.all_token_ids, np.int64)
         return known
 
-    def _reserve(self, request_id: str, num_tokens: int, reused: Reused | None) -> bool:
-        """Makes room for the first tokens of a request, behind what it reuses."""
+    def _reserve(
+        self,
+        request_id: str,
+        num_tokens: int,
+        reused: Reused | None,
+        may_leave: Sequence[str] | None = None,
+    ) -> bool:
+        """Makes room for the first tokens of a request, behind what it reuses.
+
+        Args:
+            may_leave: contexts that may have to; None: all.
+        """
         num_tokens = min(num_tokens, self._max_model_len)
         num_own_tokens = num_tokens - (0 if reused is None else reused.num_tokens)
         dropped = self.memory.reserve(request_id, num_own_tokens)
-        if dropped is None and self._evict_for(request_id, num_own_tokens, reused):
+        if dropped is None and self._evict_for(request_id, num_own_tokens, reused, may_leave):
             dropped = self.memory.reserve(request_id, num_own_tokens)
         if dropped is None:
             return False
@@ -402,14 +462,20 @@ class LongContextScheduler:
         self._orders.dropped += dropped
         return True
 
-    def _evict_for(self, request_id: str, num_tokens: int, reused: Reused | None) -> bool:
-        """Whether there is room when contexts in memory leave, those used least recently first.
+    def _evict_for(
+        self,
+        request_id: str,
+        num_tokens: int,
+        reused: Reused | None,
+        may_leave: Sequence[str] | None,
+    ) -> bool:
+        """Whether there is room when contexts in memory leave, those of clients first.
 
         Where nobody runs whose end would make room, none may keep a request waiting: not even the
         one that it reuses, without which it then begins again.
         """
         is_alone = self.memory.is_alone(request_id)
-        context_ids = self.catalog.by_last_use()
+        context_ids = self.catalog.in_leaving_order() if may_leave is None else may_leave
         if self._has_folder and not is_alone:
             context_ids = []  # they are being written, and take no memory soon
         if reused is not None:
