@@ -78,6 +78,8 @@ class EngineCore:
         self.model_executor = self
         self.has_finished = False
         self.is_busy = False
+        self.sent_tokens: list[str] = []
+        """Contexts whose tokens the workers have sent."""
 
     def run(self, token_ids: list[int], params: Any, status: RequestStatus) -> int:
         """Returns how many tokens were computed before."""
@@ -104,7 +106,13 @@ class EngineCore:
             (reopen,) = args
             for worker in self.workers:
                 worker.num_opened += reopen
-            return [list(worker.contexts.values()) for worker in self.workers]
+            return [[report for report, _ in each.contexts.values()] for each in self.workers]
+        if method is commands._tokens_in_worker:
+            (context_ids,) = args
+            self.sent_tokens += context_ids
+            return [
+                {each: worker.contexts[each][1] for each in context_ids} for worker in self.workers
+            ]
         assert method is commands._delete_in_worker
         for worker in self.workers:
             worker.contexts.pop(args[0], None)

@@ -90,14 +90,14 @@ class LongContextExecutor(SimulatedExecutor):
                 self.contexts.clear()
             return [
                 [
-                    (
-                        ContextReport(context_id, len(each.tokens), "memory", num_bytes, 0),
-                        np.array(each.tokens),
-                    )
+                    ContextReport(context_id, len(each.tokens), "memory", num_bytes, 0)
                     for context_id, each in self.contexts.items()
                     for num_bytes in [len(each.tokens) * BYTES_PER_TOKEN]
                 ]
             ]
+        if getattr(method, "__name__", "") == "_tokens_in_worker":
+            (context_ids,) = kwargs["args"]
+            return [{each: np.array(self.contexts[each].tokens) for each in context_ids}]
         if getattr(method, "__name__", "") == "_delete_in_worker":
             (context_id,) = kwargs["args"]
             self.contexts.pop(context_id, None)

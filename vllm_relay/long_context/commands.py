@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from vllm_relay.commands.errors import CommandError
+from vllm_relay.long_context.orders import ContextReport
 from vllm_relay.long_context.scheduling.scheduler import LongContextScheduler
 from vllm_relay.sparse.contexts.context_store import context_id_of
 
@@ -36,11 +37,15 @@ def _update(engine_core: Any, *, reopen: bool = False) -> list[Any]:
         engine_core.step_fn()  # an empty step, which tells the workers what has ended
     long_contexts = scheduler.relay_long_contexts
     _delete_evicted(engine_core)
-    first, *others = engine_core.model_executor.collective_rpc(_reports_of_worker, args=(reopen,))
-    ids = [{report.context_id for report, _ in each} for each in others]
-    common = [each for each in first if all(each[0].context_id in known for known in ids)]
-    long_contexts.load_contexts({report.context_id: tokens for report, tokens in common})
-    reports = [report for report, _ in common]
+    rpc = engine_core.model_executor.collective_rpc
+    first, *others = rpc(_reports_of_worker, args=(reopen,))
+    ids = [{report.context_id for report in each} for each in others]
+    reports = [each for each in first if all(each.context_id in known for known in ids)]
+    common = {report.context_id for report in reports}
+    # tokens are long: those that the scheduler has already are not sent
+    unknown = [r.context_id for r in reports if r.context_id not in long_contexts.catalog]
+    tokens, *_ = rpc(_tokens_in_worker, args=(unknown,)) if unknown else [{}]
+    long_contexts.load_contexts(common, tokens)
     long_contexts.update_contexts(reports)
     _delete_evicted(engine_core)
     pending = long_contexts.pending_contexts()
@@ -111,12 +116,20 @@ def _long_contexts(engine_core: Any) -> LongContextScheduler:
     return long_contexts
 
 
-def _reports_of_worker(worker: Any, reopen: bool) -> list[tuple[Any, Any]]:
+def _reports_of_worker(worker: Any, reopen: bool) -> list[ContextReport]:
     from vllm_relay.long_context.host.worker import state
 
     if reopen:
         state.close_contexts()
-    return state.open_contexts(worker).reports()
+    return [report for report, _ in state.open_contexts(worker).reports()]
+
+
+def _tokens_in_worker(worker: Any, context_ids: Sequence[str]) -> dict[str, np.ndarray]:
+    """Of those contexts that are still there."""
+    from vllm_relay.long_context.host.worker import state
+
+    reports = state.open_contexts(worker).reports()
+    return {each.context_id: tokens for each, tokens in reports if each.context_id in context_ids}
 
 
 def _delete_in_worker(worker: Any, context_id: str) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -336,16 +336,22 @@ class LongContextScheduler:
         self.memory.set_context(context_id, 0)
         self._file_bytes.pop(context_id, None)
 
-    def load_contexts(self, contexts: Mapping[str, Sequence[int]]) -> None:
-        """The contexts that the workers have, by id, are all there are."""
+    def load_contexts(
+        self, context_ids: Collection[str], tokens: Mapping[str, Sequence[int] | np.ndarray]
+    ) -> None:
+        """The contexts that the workers have are all there are.
+
+        Args:
+            tokens: of those that are not known yet, by id.
+        """
         self.has_loaded = True
         pending = {report.context_id for report in self.pending_contexts()}
         for context_id in self.catalog.by_last_use():
-            if context_id not in contexts and context_id not in pending:
+            if context_id not in context_ids and context_id not in pending:
                 self.delete_context(context_id)
-        for context_id, tokens in contexts.items():
+        for context_id, each in tokens.items():
             if context_id not in self.catalog:
-                self.catalog.add(context_id, np.asarray(tokens, np.int64))
+                self.catalog.add(context_id, np.asarray(each, np.int64))
 
     def pending_contexts(self) -> list[ContextReport]:
         """Those that the workers are told of with the next step."""
