@@ -12,6 +12,7 @@ import torch
 from vllm_relay.attention_backends.sparse import cpu as sparse
 from vllm_relay.long_context.host.host_attention import HostPart
 from vllm_relay.long_context.host.host_sequence import HostLayer, SequencePlace
+from vllm_relay.long_context.host.worker import LongContextWorker
 from vllm_relay.long_context.window import Residency
 
 KV_HEADS, GROUP, SIZE, QUERIES = 2, 2, 64, 70
@@ -24,11 +25,13 @@ def part_of(num_tokens: int, seed: int, dtype: torch.dtype) -> HostPart:
     return HostPart(layer, None, 0, Residency(32, 200), num_tokens)
 
 
-def attend(part: HostPart) -> torch.Tensor:
+def attend(worker: LongContextWorker, part: HostPart) -> torch.Tensor:
     impl = SimpleNamespace(
         num_heads=KV_HEADS * GROUP, num_kv_heads=KV_HEADS, scale=0.125, kernel_choice="auto"
     )
-    row = SimpleNamespace(num_tokens=part.num_tokens, num_queries=QUERIES, packed_plan=None)
+    row = SimpleNamespace(
+        worker=worker, num_tokens=part.num_tokens, num_queries=QUERIES, packed_plan=None
+    )
     query = torch.randn(QUERIES, impl.num_heads, SIZE, generator=torch.Generator().manual_seed(9))
     query = query.to(part.own.keys.dtype)
     output = torch.full_like(query, math.nan)
@@ -42,9 +45,10 @@ def test_a_request_does_not_see_what_the_one_before_it_left(
     number: float, dtype: torch.dtype
 ) -> None:
     healthy, broken = part_of(290, 1, dtype), part_of(384, 2, dtype)
-    expected = attend(healthy)
+    worker = LongContextWorker()
+    expected = attend(worker, healthy)
     assert expected.isfinite().all()
     broken.own.keys[:] = number
     broken.own.values[:] = number
-    assert not attend(broken).isfinite().any()
-    assert torch.equal(attend(healthy), expected)
+    assert not attend(worker, broken).isfinite().any()
+    assert torch.equal(attend(worker, healthy), expected)

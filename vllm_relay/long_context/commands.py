@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,10 @@ from vllm_relay.commands.errors import CommandError
 from vllm_relay.long_context.orders import ContextReport
 from vllm_relay.long_context.scheduling.scheduler import LongContextScheduler
 from vllm_relay.sparse.contexts.context_store import context_id_of
+
+if TYPE_CHECKING:
+    from vllm_relay.long_context.host.worker import LongContextWorker
+    from vllm_relay.long_context.host.worker_contexts import WorkerContexts
 
 HOW_TO_SELECT = "start vLLM with --attention-backend relay_sparse"
 
@@ -117,22 +121,26 @@ def _long_contexts(engine_core: Any) -> LongContextScheduler:
 
 
 def _reports_of_worker(worker: Any, reopen: bool) -> list[ContextReport]:
-    from vllm_relay.long_context.host.worker import state
-
     if reopen:
-        state.close_contexts()
-    return [report for report, _ in state.open_contexts(worker).reports()]
+        _long_context_worker(worker).close_contexts()
+    return [report for report, _ in _contexts_of_worker(worker).reports()]
 
 
 def _tokens_in_worker(worker: Any, context_ids: Sequence[str]) -> dict[str, np.ndarray]:
     """Of those contexts that are still there."""
-    from vllm_relay.long_context.host.worker import state
-
-    reports = state.open_contexts(worker).reports()
+    reports = _contexts_of_worker(worker).reports()
     return {each.context_id: tokens for each, tokens in reports if each.context_id in context_ids}
 
 
 def _delete_in_worker(worker: Any, context_id: str) -> str | None:
-    from vllm_relay.long_context.host.worker import state
+    return _contexts_of_worker(worker).delete(context_id)
 
-    return state.open_contexts(worker).delete(context_id)
+
+def _contexts_of_worker(worker: Any) -> WorkerContexts:
+    return _long_context_worker(worker).open_contexts(worker)
+
+
+def _long_context_worker(worker: Any) -> LongContextWorker:
+    from vllm_relay.long_context.host.worker import make_worker
+
+    return make_worker(worker.vllm_config)

@@ -35,13 +35,13 @@ from vllm_relay.attention_backends.sparse.common import (
 )
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import SPARSE_BACKEND_NAME
-from vllm_relay.long_context.host import worker
 from vllm_relay.long_context.host.host_attention import (
     HostPart,
     attend_everything,
     attend_retrieved,
 )
 from vllm_relay.long_context.host.host_sequence import HostLayer
+from vllm_relay.long_context.host.worker import LongContextWorker, MirroredRow
 from vllm_relay.sparse.contexts.context_store import StoredContext
 from vllm_relay.sparse.contexts.partial_attention import merge
 
@@ -74,7 +74,7 @@ class RelaySparseBackend(RelayBackend):
 class RelaySparseMetadata(RelayMetadata):
     """One step of one KV cache group; `mirrored` are its long requests."""
 
-    mirrored: list[worker.MirroredRow] = field(default_factory=list)
+    mirrored: list[MirroredRow] = field(default_factory=list)
 
 
 class RelaySparseMetadataBuilder(RelayMetadataBuilder):
@@ -82,7 +82,7 @@ class RelaySparseMetadataBuilder(RelayMetadataBuilder):
 
     def __init__(self, kv_cache_spec: AttentionSpec, *args: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, *args, **kwargs)
-        self.policy = set_up_group(kv_cache_spec, self.layer_names)
+        self.long_contexts = set_up_group(self.vllm_config, kv_cache_spec, self.layer_names)
 
     def _plan(
         self,
@@ -93,7 +93,7 @@ class RelaySparseMetadataBuilder(RelayMetadataBuilder):
         hidden: HiddenTokens | None = None,
     ) -> RelayMetadata:
         assert hidden is None, "requests with modules have been refused"
-        rows = mirrored_rows(self.policy, block_table.numpy(), query_start_loc, seq_lens)
+        rows = mirrored_rows(self.long_contexts, block_table.numpy(), query_start_loc, seq_lens)
         if any(row.residency.num_host_tokens for row in rows.values()):
             block_table, seq_lens = block_table.clone(), seq_lens.copy()
             for number, row in rows.items():
@@ -104,7 +104,7 @@ class RelaySparseMetadataBuilder(RelayMetadataBuilder):
             dense.num_tokens, dense.block_table, dense.plan, list(rows.values())
         )
 
-    def _compact(self, blocks: np.ndarray, row: worker.MirroredRow) -> None:
+    def _compact(self, blocks: np.ndarray, row: MirroredRow) -> None:
         """Moves the blocks of the window to those of the sinks."""
         sink_end, window_begin = (each // self.block_size for each in row.residency)
         if window_begin > sink_end:
@@ -132,7 +132,7 @@ class RelaySparseImpl(RelayImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        rows: list[worker.MirroredRow] = getattr(attn_metadata, "mirrored", [])
+        rows: list[MirroredRow] = getattr(attn_metadata, "mirrored", [])
         if not rows:
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale,
@@ -157,20 +157,21 @@ class RelaySparseImpl(RelayImpl):
         self._attend(query, kv_cache, attn_metadata, output, lse)
         device_done_s = time.perf_counter()
         self._add_host_attention(rows, parts, query, output, lse)
-        worker.state.device_seconds += device_done_s - begin_s
-        worker.state.host_seconds += time.perf_counter() - device_done_s
+        long_contexts = rows[0].worker
+        long_contexts.device_seconds += device_done_s - begin_s
+        long_contexts.host_seconds += time.perf_counter() - device_done_s
         return output
 
     def _add_host_attention(
         self,
-        rows: list[worker.MirroredRow],
+        rows: list[MirroredRow],
         parts: list[HostPart],
         query: torch.Tensor,
         output: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
         """Merges what the host has into the output of what the device has."""
-        retrieving: dict[StoredContext | None, list[tuple[worker.MirroredRow, HostPart]]] = {}
+        retrieving: dict[StoredContext | None, list[tuple[MirroredRow, HostPart]]] = {}
         for row, part in zip(rows, parts, strict=True):
             if not row.residency.num_host_tokens or row.request.lost_context_id is not None:
                 continue
@@ -194,17 +195,17 @@ class RelaySparseImpl(RelayImpl):
                     output,
                     lse,
                     self.retrieval,
-                    worker.state.stats,
+                    rows[0].worker.stats,
                 )
 
     def _attend_packed(
-        self, row: worker.MirroredRow, part: HostPart, query: torch.Tensor, output: torch.Tensor
+        self, row: MirroredRow, part: HostPart, query: torch.Tensor, output: torch.Tensor
     ) -> None:
         """Attention of a chunk of a prompt as RELAY computes it where all tokens are on the device:
         they are packed, one layer at a time, into a cache that all layers and steps share."""
         keys, values = part.all_rows()
         num_tokens, size = row.num_tokens, PACKED_BLOCK_TOKENS
-        cache = _packed_cache(num_tokens, keys)
+        cache = _packed_cache(row.worker, num_tokens, keys)
         cpu.write_kv_cache(
             keys.transpose(0, 1), values.transpose(0, 1), cache, torch.arange(num_tokens)
         )
@@ -227,10 +228,9 @@ class RelaySparseImpl(RelayImpl):
         )  # fmt: skip
 
 
-_caches: list[torch.Tensor] = []
-
-
-def _packed_cache(num_tokens: int, keys: torch.Tensor) -> torch.Tensor:
+def _packed_cache(
+    long_contexts: LongContextWorker, num_tokens: int, keys: torch.Tensor
+) -> torch.Tensor:
     """For keys like these, [kv_heads, tokens, size]; the largest that was asked for is kept."""
     num_kv_heads, _, head_size = keys.shape
     shape = (
@@ -239,14 +239,14 @@ def _packed_cache(num_tokens: int, keys: torch.Tensor) -> torch.Tensor:
         PACKED_BLOCK_TOKENS,
         2 * head_size,
     )
-    num_elements = math.prod(shape)
-    if not _caches or _caches[0].dtype != keys.dtype or _caches[0].numel() < num_elements:
+    num_elements, cache = math.prod(shape), long_contexts.packed_cache
+    if cache is None or cache.dtype != keys.dtype or cache.numel() < num_elements:
         # zeros: what is behind the last token is multiplied too
-        _caches[:] = [torch.zeros(num_elements, dtype=keys.dtype)]
-    return _caches[0][:num_elements].view(shape)
+        cache = long_contexts.packed_cache = torch.zeros(num_elements, dtype=keys.dtype)
+    return cache[:num_elements].view(shape)
 
 
-def _fill(row: worker.MirroredRow, part: HostPart, kv_cache: torch.Tensor) -> None:
+def _fill(row: MirroredRow, part: HostPart, kv_cache: torch.Tensor) -> None:
     """Brings the first tokens of the first block that the device has back from the host."""
     states = states_to_fill(row, part)
     if states is None:
@@ -259,7 +259,7 @@ def _fill(row: worker.MirroredRow, part: HostPart, kv_cache: torch.Tensor) -> No
 
 
 def _mirror(
-    row: worker.MirroredRow,
+    row: MirroredRow,
     host: HostLayer,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from vllm_relay.attention_backends.plan import StepPlan
 from vllm_relay.config import RelayConfig
@@ -27,6 +28,9 @@ from vllm_relay.long_context.window import Residency, WindowPolicy
 from vllm_relay.sparse.contexts.context_folder import rank_folder
 from vllm_relay.sparse.contexts.context_store import StoredContext
 from vllm_relay.sparse.contexts.retrieval import SessionStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 logger = logging.getLogger("vllm.relay")
 
@@ -61,6 +65,7 @@ class MirroredRow:
     """A request of a step, whose new keys and values are copied to the host.
 
     Attributes:
+        worker: that the request is of.
         first_query, last_query: its rows in the query.
         num_computed_tokens: before the step.
         residency: what the device holds of it.
@@ -70,6 +75,7 @@ class MirroredRow:
         packed_plan: for all layers, once one has computed the row's attention over all tokens.
     """
 
+    worker: LongContextWorker
     request: LongRequest
     sequence: HostSequence
     first_query: int
@@ -103,10 +109,11 @@ class MirroredRow:
 
 @dataclass
 class LongContextWorker:
-    """The requests of one worker process, and its contexts.
+    """The requests of one engine's worker, and its contexts.
 
     Attributes:
         readers: those of `requests` that go on behind a stored context.
+        packed_cache: a KV cache for the tokens of one layer, which all layers and steps share.
     """
 
     requests: dict[str, LongRequest] = field(default_factory=dict)
@@ -117,6 +124,7 @@ class LongContextWorker:
     host_seconds: float = 0.0
     device_seconds: float = 0.0
     max_model_len: int = 0
+    packed_cache: torch.Tensor | None = None
     _not_kept: dict[str, str] = field(default_factory=dict)  # request -> context
     _reads_contexts: bool = False  # since statistics were taken; equal in all ranks
     _layer_numbers: dict[str, int] = field(default_factory=dict)
@@ -129,7 +137,7 @@ class LongContextWorker:
     def set_layers(
         self, spec: RelaySparseSpec, layer_names: Sequence[str], options: RelayConfig
     ) -> None:
-        """A new engine's layers whose tokens leave the device: those of one KV cache group."""
+        """The engine's layers whose tokens leave the device: those of one KV cache group."""
         self.close_contexts()
         self._close_builders()
         self.requests.clear()
@@ -266,8 +274,7 @@ class LongContextWorker:
 
     def _new_sequence(self, request: LongRequest, begin: int) -> HostSequence:
         most_tokens = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        assert self._spec is not None and self._spec.policy is not None
-        policy = self._spec.policy
+        policy = self.policy
         return HostSequence(
             SequencePlace(
                 begin=begin,
@@ -279,9 +286,13 @@ class LongContextWorker:
             )
         )
 
-    def mirrored_requests(
-        self, policy: WindowPolicy, seq_lens: np.ndarray
-    ) -> list[tuple[int, LongRequest]]:
+    @property
+    def policy(self) -> WindowPolicy:
+        """Of the layers."""
+        assert self._spec is not None
+        return self._spec.policy
+
+    def mirrored_requests(self, seq_lens: np.ndarray) -> list[tuple[int, LongRequest]]:
         """The requests of the running step whose tokens are copied to the host, with their rows in
         its block table; none in a dummy run.
 
@@ -293,7 +304,9 @@ class LongContextWorker:
         batch = self._runner.input_batch
         ids = batch.req_ids[: len(seq_lens)]
         # short requests must not cost anything: there are many of them in every step
-        are_mirrored = policy.mirrors(seq_lens[: len(ids)], batch.num_prompt_tokens[: len(ids)])
+        are_mirrored = self.policy.mirrors(
+            seq_lens[: len(ids)], batch.num_prompt_tokens[: len(ids)]
+        )
         numbers = np.flatnonzero(are_mirrored).tolist()
         return [(each, self.requests[ids[each]]) for each in numbers if ids[each] in self.requests]
 
@@ -337,4 +350,21 @@ def _open_contexts(
     return WorkerContexts(path, fingerprint, layer_names, db_options(options), builders)
 
 
-state = LongContextWorker()
+_ATTRIBUTE = "relay_long_context_worker"
+"""Of a VllmConfig in the worker's process: each engine has one of its own, and several may be in
+one process. It goes with its engine."""
+
+
+def worker_of(vllm_config: VllmConfig) -> LongContextWorker | None:
+    """What the worker of an engine knows of long requests; None: it has no layers of
+    RELAY_SPARSE."""
+    return getattr(vllm_config, _ATTRIBUTE, None)
+
+
+def make_worker(vllm_config: VllmConfig) -> LongContextWorker:
+    """That of an engine, made at the first call."""
+    worker = worker_of(vllm_config)
+    if worker is None:
+        worker = LongContextWorker()
+        setattr(vllm_config, _ATTRIBUTE, worker)
+    return worker
