@@ -142,6 +142,48 @@ def test_a_deleted_context_makes_room() -> None:
     assert http.post("/relay/contexts", json=body).status_code == 201
 
 
+def test_a_context_whose_file_cannot_be_deleted_stays_what_it_was() -> None:
+    engine = Engine(context_dir="contexts")
+    http = client(engine)
+    body = {"prompt_token_ids": tokens(60)}
+    path = f"/relay/contexts/{http.post('/relay/contexts', json=body).json()['context_id']}"
+    [worker] = engine.core.workers
+    worker.build_indexes()
+    [entry] = http.get("/relay/contexts").json()["contexts"]
+    worker.deletion_problem = "cannot be deleted: [Errno 30] Read-only file system"
+    for _ in range(2):
+        refused = http.delete(path)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (500, 500)
+        assert error["type"] == "InternalServerError"
+        assert error["message"].endswith("Read-only file system")
+        # it is used as before, listed or not
+        engine.core.blocks.manager.reset_prefix_cache()
+        assert engine.ask([*tokens(60), 900]) == 60
+    entry["problem"] = worker.deletion_problem
+    assert http.get("/relay/contexts").json() == {"contexts": [entry]}
+    assert http.post("/relay/contexts", json=body).json() == entry
+    assert engine.prompts == [tokens(60)]
+    worker.deletion_problem = None
+    assert http.delete(path).status_code == 204
+    assert http.get("/relay/contexts").json() == {"contexts": []}
+    assert http.delete(path).status_code == 404
+
+
+def test_a_context_that_only_one_rank_could_delete_is_not_used_any_more() -> None:
+    engine = Engine(context_dir="contexts", num_ranks=2)
+    http = client(engine)
+    body = {"prompt_token_ids": tokens(60)}
+    path = f"/relay/contexts/{http.post('/relay/contexts', json=body).json()['context_id']}"
+    for worker in engine.core.workers:
+        worker.build_indexes()
+    engine.core.workers[0].deletion_problem = "cannot be deleted: [Errno 13] Permission denied"
+    assert http.delete(path).status_code == 500
+    engine.core.blocks.manager.reset_prefix_cache()
+    assert engine.ask([*tokens(60), 900]) == 0
+    assert http.get("/relay/contexts").json() == {"contexts": []}
+
+
 def test_an_aborted_request_leaves_no_context() -> None:
     engine = Engine()
     engine.status = RequestStatus.FINISHED_ABORTED

@@ -71,7 +71,7 @@ def _declare(engine_core: Any, token_ids: list[int]) -> dict[str, Any]:
     context_id = context_id_of(tokens)
     if context_id in long_contexts.catalog:
         found = [each for each in _update(engine_core) if each.context_id == context_id]
-        if found and found[0].problem is None:
+        if found and (found[0].problem is None or found[0].state == "stored"):
             long_contexts.declare_context(context_id)
             return {"id": context_id, "is_known": True}
         if found:  # it could not be written: it is tried again
@@ -95,8 +95,9 @@ def _delete(engine_core: Any, context_id: str) -> None:
         raise CommandError(
             404, f"there is no context {context_id!r}: GET /relay/contexts lists those there are"
         )
-    long_contexts.delete_context(context_id)
     problems = engine_core.model_executor.collective_rpc(_delete_in_worker, args=(context_id,))
+    if not all(problems):  # else all ranks have it as before: it is used, and can be deleted later
+        long_contexts.delete_context(context_id)
     if problem := next(filter(None, problems), None):
         raise CommandError(500, f"context {context_id!r} {problem}")
 
