@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +29,7 @@ from vllm_relay.sparse.contexts.context_store import (
 from vllm_relay.sparse.contexts.disk_context_store import DiskContext, DiskContextStore
 from vllm_relay.sparse.files.damage import IndexDamagedError
 from vllm_relay.sparse.index.elements import check_finite
+from vllm_relay.sparse.index.flat import FlatIndex
 from vllm_relay.sparse.index.query_types import Dipr
 from vllm_relay.sparse.plan.index_choice import build_index
 from vllm_relay.sparse.plan.options import DBOptions
@@ -68,7 +70,7 @@ class WorkerContexts:
         self._fresh: dict[str, SequenceContext] = {}
         self._problems: dict[str, str] = {}
         self._refused: dict[str, np.ndarray] = {}  # tokens of what is not kept, with its problem
-        self._building: list[SequenceContext] = []
+        self._building: list[str] = []
         self._is_closed = False
         self._lock = threading.Lock()
         self._storing = threading.Lock()
@@ -118,9 +120,11 @@ class WorkerContexts:
             self._fresh[context.id] = context
             self._problems.pop(context.id, None)
             self._refused.pop(context.id, None)
-            self._building.append(context)
+            self._building.append(context.id)
         self._futures = [each for each in self._futures if not each.done()]
-        self._futures.append(self._builders.submit(self._build, context))
+        # one that is deleted while it waits for a thread leaves its memory at once
+        waiting = weakref.ref(context)
+        self._futures.append(self._builders.submit(self._build_if_there, context.id, waiting))
         return True
 
     def delete(self, context_id: str) -> str | None:
@@ -167,7 +171,7 @@ class WorkerContexts:
         until their thread notices."""
         contexts: dict[str, StoredContext] = {c.id: c for c in self._fresh.values()}
         contexts |= {c.id: c for c in self._store.contexts()}
-        deleted = {each.id for each in self._building} - self._fresh.keys()
+        deleted = set(self._building) - self._fresh.keys()
         return {key: each for key, each in contexts.items() if key not in deleted}
 
     def _is_wanted(self, context: SequenceContext) -> bool:
@@ -187,6 +191,18 @@ class WorkerContexts:
             file_bytes=stored.disk_bytes if stored else 0,
             problem=problem,
         )
+
+    def _build_if_there(
+        self, context_id: str, waiting: weakref.ReferenceType[SequenceContext]
+    ) -> None:
+        try:
+            context = waiting()
+            if context is not None:
+                self._build(context)
+        finally:
+            with self._lock:
+                self._building.remove(context_id)
+                self._changed.append(context_id)
 
     def _build(self, context: SequenceContext) -> None:
         try:
@@ -213,10 +229,6 @@ class WorkerContexts:
                     self._problems[context.id] = f"{type(error).__name__}: {error}"
                 elif context.id not in self._fresh:
                     self._delete_stored(context.id)
-        finally:
-            with self._lock:
-                self._building = [each for each in self._building if each is not context]
-                self._changed.append(context.id)
 
     def _delete_stored(self, context_id: str) -> None:
         try:
@@ -236,20 +248,32 @@ class WorkerContexts:
             for head in range(context.shape.num_kv_heads):
                 if not self._is_wanted(context) or process_ends():
                     return None
-                keys, values = context.rows(layer, head, 0, context.num_tokens)
-                train = context.train_queries(layer, head)
-                group = context.group_size(layer)
-                last = context.last_queries(layer, head)
                 try:
-                    check_finite("keys", keys)
-                    check_finite("values", values)
-                    index, plan = build_index(
-                        layer, keys, values, train, group, self.options, self._costs, last
-                    )
+                    built[-1].append(self._head(context, layer, head))
                 except ValueError as error:
                     raise UnusableStatesError(f"layer {layer}, kv head {head}: {error}") from error
-                built[-1].append(HeadStates(keys, values, index, train, plan))
+            flat = [each.index for each in built[-1] if isinstance(each.index, FlatIndex)]
+            if len(flat) == len(built[-1]):
+                context.take_flat(layer, flat)
         return built
+
+    def _head(self, context: SequenceContext, layer: int, head: int) -> HeadStates:
+        """
+        Raises:
+            ValueError: no index can have its keys or values.
+        """
+        keys, values = context.rows(layer, head, 0, context.num_tokens)
+        check_finite("keys", keys)
+        check_finite("values", values)
+        train = context.train_queries(layer, head)
+        known = context.flat_index(layer, head) if self.options.index == "flat" else None
+        if known is not None:
+            return HeadStates(keys, values, known, train)
+        group, last = context.group_size(layer), context.last_queries(layer, head)
+        index, plan = build_index(
+            layer, keys, values, train, group, self.options, self._costs, last
+        )
+        return HeadStates(keys, values, index, train, plan)
 
 
 def db_options(options: RelayConfig) -> DBOptions:
