@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from vllm_relay import _C
+from vllm_relay.long_context.host.mapped_memory import mapped_empty
 from vllm_relay.sparse.contexts.train_queries import TrainQueries
 from vllm_relay.sparse.index.elements import DTYPES, Elements, check_finite
 from vllm_relay.sparse.index.flat import FlatIndex
@@ -99,8 +100,8 @@ class HostLayer:
         lag_tokens: int = 0,
     ) -> None:
         self.begin = self.end = place.begin
-        self.keys = torch.empty(num_kv_heads, place.capacity, head_size, dtype=dtype)
-        self.values = torch.empty_like(self.keys)
+        shape = num_kv_heads, place.capacity, head_size
+        self.keys, self.values = mapped_empty(shape, dtype), mapped_empty(shape, dtype)
         self.train_queries = TrainQueries(TRAIN_QUERIES_PER_KEY)
         dtype_code = DTYPES.index(str(dtype).removeprefix("torch."))
         self.native = _C.host.HostRows(_bits(self.keys), _bits(self.values), dtype_code)
