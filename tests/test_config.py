@@ -117,6 +117,13 @@ def test_strings_of_the_command_line_are_converted() -> None:
             'or leave it out for "guarded"',
         ),
         (
+            {"client_contexts": "on"},
+            "additional_config.relay.client_contexts: given 'on', expected 'guarded', 'open' or "
+            "'off', or leave it out for \"guarded\"",
+        ),
+        ({"max_client_context_tokens": True}, "given True, expected an integer, or leave it out"),
+        ({"max_client_context_tokens": 0}, "given 0, expected a number from 1, or leave it out"),
+        (
             {"max_pinned_fraction": 50},
             "additional_config.relay.max_pinned_fraction: given 50, expected a number up to 1, or "
             "leave it out for 0.5",

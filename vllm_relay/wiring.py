@@ -164,7 +164,7 @@ def serve_endpoints() -> None:
 
 
 def _make_endpoints() -> Sequence[Any]:
-    from vllm_relay.serving.contexts import ContextEndpoints
+    from vllm_relay.serving.contexts import ContextEndpoints, check_keeping
     from vllm_relay.serving.fresh_metrics import FreshMetrics
     from vllm_relay.serving.modular_requests import (
         add_usage,
@@ -175,7 +175,11 @@ def _make_endpoints() -> Sequence[Any]:
     from vllm_relay.serving.pins import PinEndpoints
     from vllm_relay.serving.schemas import SchemaEndpoints
 
-    server.render_prompts_by(apply_modular_prompt)
+    def tokens_of(renderer: Any, request: Any) -> list[int] | None:
+        check_keeping(renderer, request)
+        return apply_modular_prompt(renderer, request)
+
+    server.render_prompts_by(tokens_of)
     server.add_to_usage(note_of, add_usage, with_usage)
     return [PinEndpoints(), ContextEndpoints(), SchemaEndpoints(), FreshMetrics(_refresh_metrics)]
 

@@ -4,6 +4,8 @@
 bench_long_context_quality.py     questions to long documents
 bench_long_context_english.py     English and learned heads
 bench_long_context_capacity.py    requests that are served at once
+host_memory.py                    what a process takes against host_memory_gib: a table of the
+                                  capacity benchmark
 bench_long_context_decode.py      decode steps over a stored context
 bench_long_context_short.py       requests below the threshold
 corpus_model.py                   a model that asks the queries of made heads

@@ -132,12 +132,12 @@ def store_context(llm: Any, geometry: Geometry, heads: list[Head], tokens: np.nd
     Returns:
         the kinds of the indexes that the heads got.
     """
-    from vllm_relay.long_context.host.worker import state
+    from vllm_relay.long_context.host.worker import make_worker
     from vllm_relay.sparse.contexts.context_store import HeadStates
     from vllm_relay.sparse.plan.index_choice import build_index
 
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    contexts = state.open_contexts(worker)
+    contexts = make_worker(worker.vllm_config).open_contexts(worker)
     options = contexts.options.model_copy(update={"threads": torch.get_num_threads()})
     built = []
     for head in heads:

@@ -8,8 +8,9 @@
 namespace relay::index {
 namespace {
 
-// Keys that weigh less than this share of the best are attended by the scores of their codes.
-constexpr double kLightWeight = 0.01;
+// Keys that weigh less than this share of the best, and less than so many times what is at the end
+// of the range, are attended by the scores of their codes.
+constexpr double kLightWeight = 0.01, kLightOverLeast = 50;
 // Where scores by upper halves are off by more, in the exponent of the softmax and as a standard
 // deviation, what is not read is weighed by whole codes.
 constexpr double kLargestUpperError = 1;
@@ -122,7 +123,9 @@ class SplitScan : CandidateScan {
     const auto score_of = [&](const Candidate& c) { return form.offset + form.unit * c.score; };
     double best = request_.window_max ? request_.window_max[q] : -INFINITY;
     for (const Candidate& c : list) best = std::max(best, score_of(c));
-    const double heavy = best + std::log(kLightWeight) / request_.scale;
+    const double heavy =
+        best + std::min(std::log(kLightWeight) / request_.scale,
+                        std::log(kLightOverLeast) / request_.scale - request_.range);
 
     std::vector<Found>& exact = scratch_.exact;
     exact.clear();

@@ -19,7 +19,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_relay.attention_backends import relay, relay_cuda
 from vllm_relay.attention_backends.sparse import common, cpu
-from vllm_relay.long_context.host import host_sequence, worker
+from vllm_relay.long_context.host import host_sequence
+from vllm_relay.long_context.host.worker import LongContextWorker, worker_of
 from vllm_relay.long_context.orders import KEEP_ARG, ORDERS_ATTRIBUTE, Placement, StepOrders
 from vllm_relay.long_context.scheduling.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.window import WindowPolicy
@@ -94,7 +95,6 @@ class Worker:
     @classmethod
     def begin_process(cls, monkeypatch: pytest.MonkeyPatch) -> None:
         """A worker process of its own, whose sequences grow by little."""
-        monkeypatch.setattr(worker, "state", worker.LongContextWorker())
         monkeypatch.setattr(common, "_config", [])
         monkeypatch.setattr(common, "call_before_each_step", lambda name, on_step: None)
         monkeypatch.setattr(common.recorder, "take_long_contexts", None)
@@ -103,6 +103,13 @@ class Worker:
                 each, "get_num_attention_heads_from_layers", lambda *args: NUM_HEADS
             )
         monkeypatch.setattr(host_sequence, "GRANULE_TOKENS", 40)
+
+    @property
+    def long_contexts(self) -> LongContextWorker:
+        """What the worker knows of its requests."""
+        found = worker_of(self.config)
+        assert found is not None
+        return found
 
     def spec(self, max_blocks: int) -> RelaySparseSpec:
         return RelaySparseSpec.of(
@@ -179,7 +186,7 @@ class Worker:
             req_ids=[each.name for each in sequences],
             num_prompt_tokens=np.array([each.num_prompt_tokens for each in sequences]),
         )
-        worker.state.begin_step(
+        common.begin_step(
             SimpleNamespace(
                 model_runner=SimpleNamespace(input_batch=batch),
                 model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN),
@@ -224,13 +231,13 @@ class Worker:
         return Placement(sequence.num_computed_tokens, first, context_id)
 
     def own(self, sequence: Sequence) -> host_sequence.HostLayer:
-        found = worker.state.requests[sequence.name].sequence
+        found = self.long_contexts.requests[sequence.name].sequence
         assert found is not None
         return found.layers["layer"]
 
     def check_copy(self, sequence: Sequence) -> None:
         """The host has all tokens that are computed once the copies have arrived."""
-        worker.state.pending_writes.finish()
+        self.long_contexts.pending_writes.finish()
         own = self.own(sequence)
         assert own.end == sequence.num_computed_tokens
         keys, values = own.rows(own.begin, own.end)

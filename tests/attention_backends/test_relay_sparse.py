@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import DeviceConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
@@ -22,7 +23,6 @@ from tests.attention_backends.sparse_worker import (
     readings,
 )
 from vllm_relay.attention_backends.sparse import common, cpu
-from vllm_relay.long_context.host import worker
 from vllm_relay.long_context.scheduling.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.window import WindowPolicy
 
@@ -53,11 +53,11 @@ def test_a_long_prompt_is_computed_in_chunks_and_decoded(
         run.step((growing, 1), (short, 1), (long, 1))
         run.check_copy(long)
         grown = growing.num_computed_tokens
-        assert (worker.state.requests["growing"].sequence is None) == (grown < 100)
+        assert (run.long_contexts.requests["growing"].sequence is None) == (grown < 100)
     for _ in range(20):
         run.step((long, 2), (growing, 3))
     run.check_copy(growing)
-    assert worker.state.requests["short"].sequence is None
+    assert run.long_contexts.requests["short"].sequence is None
     assert bool(run.own(long).segments) == bool(options)
     assert sum(map(bool, long.blocks)) < len(long.blocks) / 2
 
@@ -80,7 +80,7 @@ def test_tokens_of_hit_blocks_are_copied_from_the_device(dtype: torch.dtype, num
         sequence.num_computed_tokens = number * BLOCK_SIZE
     run.step((second, 70), (third, 10))
     run.check_copy(second)
-    assert worker.state.requests["third"].sequence is None
+    assert run.long_contexts.requests["third"].sequence is None
     for _ in range(80):
         run.step((second, 1))
     run.check_copy(second)
@@ -108,6 +108,36 @@ def test_a_resumed_request_gets_the_first_tokens_of_its_block_back(
     run.check_copy(long)
 
 
+def test_two_engines_in_one_process() -> None:
+    """Their requests have the same names; neither sees the other's, nor counts them."""
+    first, second = CpuWorker(torch.float32, alpha=1e-37), CpuWorker(torch.bfloat16, alpha=1e-37)
+    one, other = first.sequence("long", 400, 220), second.sequence("long", 400, 250)
+    first.step((one, 220))
+    second.step((other, 250))
+    for _ in range(30):
+        first.step((one, 1))
+        assert common.recorder.take_long_contexts is not None
+        assert common.recorder.take_long_contexts().host_searches > 0
+        second.step((other, 1))
+    first.check_copy(one)
+    second.check_copy(other)
+    assert first.long_contexts.stats.searches == 0 < second.long_contexts.stats.searches
+    first.finished = ["long"]
+    first.step((first.sequence("short", 9, 9), 9))
+    assert first.long_contexts.requests.keys() == {"short"}
+    assert second.long_contexts.requests.keys() == {"long"}
+    second.step((other, 1))
+
+
+def test_steps_of_other_engines_are_none_of_relay_sparse() -> None:
+    run = CpuWorker()
+    run.step((run.sequence("long", 400, 220), 220))
+    stock = SimpleNamespace(vllm_config=VllmConfig(device_config=DeviceConfig(device="cpu")))
+    common.begin_step(stock, None)
+    assert common.recorder.take_long_contexts is None
+    assert run.long_contexts.requests.keys() == {"long"}
+
+
 def test_a_dropped_request_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
     run = CpuWorker(alpha=1e-37)
     long = run.sequence("long", 400, 220)
@@ -117,7 +147,7 @@ def test_a_dropped_request_begins_again(monkeypatch: pytest.MonkeyPatch) -> None
     assert run.own(long).segments
     run.preempt(long)
     long.num_computed_tokens = 0
-    worker.state.requests["long"].sequence = None
+    run.long_contexts.requests["long"].sequence = None
     run.step((long, 110))
     run.check_copy(long)
     run.step((long, 116))

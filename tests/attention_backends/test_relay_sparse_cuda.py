@@ -20,7 +20,7 @@ from tests.attention_backends.sparse_cuda_worker import CudaWorker
 from tests.attention_backends.sparse_worker import readings
 from vllm_relay.attention_backends import relay_cuda
 from vllm_relay.attention_backends.sparse import common, cuda
-from vllm_relay.long_context.host import host_sequence, mirroring, pending_writes, worker
+from vllm_relay.long_context.host import host_sequence, mirroring, pending_writes
 from vllm_relay.long_context.host.host_attention import attend_retrieved
 from vllm_relay.long_context.host.sequence_context import SequenceContext
 from vllm_relay.long_context.scheduling.kv_cache_spec import RelaySparseSpec
@@ -71,17 +71,17 @@ def test_long_short_and_growing_requests(
     for _ in range(3):
         run.step((growing, 1), (short, 1), (long, 1))
     run.step((long, 7), (growing, 34), (short, 1))  # it is computed again: several tokens
-    assert worker.state.requests["growing"].sequence is None
+    assert run.long_contexts.requests["growing"].sequence is None
     for _ in range(2):
         run.step((growing, 1), (short, 1), (long, 1))
     run.step((growing, 30), (short, 1), (long, 1))
     run.step((growing, 1), (short, 1), (long, 1))
     run.check_copy(long)
     run.check_copy(growing)
-    assert worker.state.requests["short"].sequence is None
+    assert run.long_contexts.requests["short"].sequence is None
     assert bool(run.own(long).segments) == bool(options)
     assert sum(map(bool, long.blocks)) < len(long.blocks) / 2
-    assert worker.state.host_seconds > 0
+    assert run.long_contexts.host_seconds > 0
 
 
 def test_layers_that_read_the_cache_of_another() -> None:
@@ -112,7 +112,7 @@ def test_tokens_of_hit_blocks_are_copied_from_the_device(
         sequence.num_computed_tokens = number * 32
     run.step((second, 230 - hit_tokens), (third, 10))
     run.preempt(first)
-    assert worker.state.requests["third"].sequence is None
+    assert run.long_contexts.requests["third"].sequence is None
     run.check_copy(second)
 
 
@@ -181,14 +181,14 @@ def test_requests_go_on_behind_a_stored_context(monkeypatch: pytest.MonkeyPatch)
     run = CudaWorker(alpha=1e-37, estimate_unread=False)
     first = run.sequence("first", 300, 210)
     run.step((first, 210), kept=("first",))
-    worker.state.pending_writes.finish()
+    run.long_contexts.pending_writes.finish()
     own = run.own(first)
     assert own.train_queries.sample() is not None
-    found = worker.state.requests["first"].sequence
+    found = run.long_contexts.requests["first"].sequence
     assert found is not None
     context = SequenceContext(np.arange(203), found, ["layer"])
     contexts: Any = Contexts(context)
-    worker.state.contexts = contexts
+    run.long_contexts.contexts = contexts
     readers = []
     for name, num_prompt_tokens in (("single", 204), ("prompt", 223)):
         reader = run.sequence(name, 300, num_prompt_tokens)
@@ -202,7 +202,7 @@ def test_requests_go_on_behind_a_stored_context(monkeypatch: pytest.MonkeyPatch)
         run.step((single, 1), (prompt, 1), (first, 1))
     for each in (*readers, first):
         run.check_copy(each)
-    assert worker.state.take_stats().host_retrieved_tokens > 0
+    assert run.long_contexts.take_stats().host_retrieved_tokens > 0
 
     failures = []
 
@@ -216,13 +216,13 @@ def test_requests_go_on_behind_a_stored_context(monkeypatch: pytest.MonkeyPatch)
     for _ in range(2):
         run.step((single, 1), (first, 1), (prompt, 1), lost=("single", "prompt"))
     assert failures == [2], "the context was read again"
-    assert worker.state.take_stats().lost == dict.fromkeys(("single", "prompt"), context.id)
+    assert run.long_contexts.take_stats().lost == dict.fromkeys(("single", "prompt"), context.id)
 
 
 def test_a_request_whose_context_is_gone_disturbs_no_other() -> None:
     run = CudaWorker(alpha=1e-37)
     contexts: Any = Contexts()
-    worker.state.contexts = contexts
+    run.long_contexts.contexts = contexts
     reader, other = run.sequence("reader", 300, 204), run.sequence("other", 300, 190)
     run.step((other, 190))
     reader.num_computed_tokens = 203
@@ -230,7 +230,7 @@ def test_a_request_whose_context_is_gone_disturbs_no_other() -> None:
     run.step((reader, 1), (other, 1), placed={"reader": placement}, lost=("reader",))
     run.step((reader, 1), (other, 1), lost=("reader",))
     run.check_copy(other)
-    assert worker.state.take_stats().lost == {"reader": "gone"}
+    assert run.long_contexts.take_stats().lost == {"reader": "gone"}
 
 
 def test_queries_of_kept_requests_are_those_that_train_on_cpus() -> None:
@@ -241,7 +241,7 @@ def test_queries_of_kept_requests_are_those_that_train_on_cpus() -> None:
     asked = first.query[:210].unflatten(1, (2, -1)).permute(1, 2, 0, 3)
     expected.add(asked, first_position=0)
     run.step((other, 10), (first, 110))
-    worker.state.pending_writes.finish()
+    run.long_contexts.pending_writes.finish()
     queries = run.own(first).train_queries
     for ours, theirs in (
         (queries.sample(), expected.sample()),
@@ -254,7 +254,7 @@ def test_indexes_that_learn_nothing_need_no_queries() -> None:
     run = CudaWorker(alpha=0.1)
     first = run.sequence("first", 300, 210)
     run.step((first, 210), kept=("first",))
-    worker.state.pending_writes.finish()
+    run.long_contexts.pending_writes.finish()
     assert run.own(first).train_queries.sample() is None
 
 

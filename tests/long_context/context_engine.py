@@ -30,6 +30,8 @@ class Worker:
     def __init__(self, *, has_folder: bool) -> None:
         self.contexts: dict[str, tuple[ContextReport, np.ndarray]] = {}
         self.num_opened = 1
+        self.deletion_problem: str | None = None
+        """Why no file can be deleted."""
         self._has_folder = has_folder
 
     def obey(self, orders: StepOrders) -> None:
@@ -38,6 +40,15 @@ class Worker:
         for kept in orders.kept.values():
             report = ContextReport(kept.context_id, len(kept.tokens), "indexing", GRANULE_BYTES, 0)
             self.contexts[kept.context_id] = (report, np.array(kept.tokens))
+
+    def delete(self, context_id: str) -> str | None:
+        if self.deletion_problem is None:
+            self.contexts.pop(context_id, None)
+        elif context_id in self.contexts:
+            report, tokens = self.contexts[context_id]
+            report = replace(report, problem=self.deletion_problem)
+            self.contexts[context_id] = report, tokens
+        return self.deletion_problem
 
     def fail_to_write(self) -> None:
         """The file of any context that was to be written."""
@@ -78,6 +89,8 @@ class EngineCore:
         self.model_executor = self
         self.has_finished = False
         self.is_busy = False
+        self.sent_tokens: list[str] = []
+        """Contexts whose tokens the workers have sent."""
 
     def run(self, token_ids: list[int], params: Any, status: RequestStatus) -> int:
         """Returns how many tokens were computed before."""
@@ -104,11 +117,15 @@ class EngineCore:
             (reopen,) = args
             for worker in self.workers:
                 worker.num_opened += reopen
-            return [list(worker.contexts.values()) for worker in self.workers]
+            return [[report for report, _ in each.contexts.values()] for each in self.workers]
+        if method is commands._tokens_in_worker:
+            (context_ids,) = args
+            self.sent_tokens += context_ids
+            return [
+                {each: worker.contexts[each][1] for each in context_ids} for worker in self.workers
+            ]
         assert method is commands._delete_in_worker
-        for worker in self.workers:
-            worker.contexts.pop(args[0], None)
-        return []
+        return [worker.delete(*args) for worker in self.workers]
 
 
 class Renderer:

@@ -103,20 +103,20 @@ class LongContextExecutor(SimulatedExecutor):
                 self.contexts.clear()
             return [
                 [
-                    (
-                        ContextReport(
-                            context_id,
-                            len(each.tokens),
-                            "memory",
-                            len(each.own_states) * BYTES_PER_TOKEN,
-                            0,
-                            parent_id=None if each.parent is None else each.parent.id,
-                        ),
-                        np.array(each.tokens),
+                    ContextReport(
+                        context_id,
+                        len(each.tokens),
+                        "memory",
+                        len(each.own_states) * BYTES_PER_TOKEN,
+                        0,
+                        parent_id=None if each.parent is None else each.parent.id,
                     )
                     for context_id, each in self.contexts.items()
                 ]
             ]
+        if getattr(method, "__name__", "") == "_tokens_in_worker":
+            (context_ids,) = kwargs["args"]
+            return [{each: np.array(self.contexts[each].tokens) for each in context_ids}]
         if getattr(method, "__name__", "") == "_delete_in_worker":
             (context_id,) = kwargs["args"]
             self.contexts.pop(context_id, None)

@@ -22,7 +22,7 @@ from vllm_relay.long_context.client import (
     keep_context,
     list_contexts,
 )
-from vllm_relay.long_context.host.worker import state
+from vllm_relay.long_context.host.worker import make_worker
 from vllm_relay.long_context.orders import KEEP_ARG, StepOrders
 from vllm_relay.sparse.contexts.context_file import CONTEXT_SUFFIX, QUERIES_SUFFIX
 
@@ -98,6 +98,7 @@ class Soak:
         core: Any = self.engine.engine_core
         self.scheduler = core.engine_core.scheduler
         self.long_contexts = self.scheduler.relay_long_contexts
+        self.worker = make_worker(self.engine.vllm_config)  # in the same process
         self.rng = random.Random(self.seed)
         self.counts = dict.fromkeys(COUNTS, 0)
         self.outstanding: dict[str, Question] = {}
@@ -297,10 +298,10 @@ class Soak:
         found = {each.context_id for each in self.contexts()}
         missing = set(expected) - found - self._left  # the folder may be too full
         assert not missing, f"stored, and not found: {missing}"
-        assert state.contexts is not None
+        assert self.worker.contexts is not None
         before = self.counts["reused"]
         asked = 0
-        for report, tokens in state.contexts.reports():
+        for report, tokens in self.worker.contexts.reports():
             if report.context_id in self.long_contexts.catalog:
                 text = tokens[: MAX_MODEL_LEN_TOKENS - 2 * OUTPUT_TOKENS].tolist()
                 question = ask(self.rng, text, self.rng.randint(1, OUTPUT_TOKENS))
@@ -323,7 +324,7 @@ class Soak:
         assert len(self.scheduler.waiting) == 0
         assert self.long_contexts.memory.used_bytes == 0
         assert not self.long_contexts._preempted
-        assert not state.requests
+        assert not self.worker.requests
         # threads of stores that a reset has closed may still write
         end_s = time.monotonic() + SETTLING_S
         while (problem := self._folder_problem()) is not None:

@@ -93,6 +93,18 @@ def test_contexts_of_the_folder_are_found_before_the_first_request() -> None:
     assert ids(engine.core) == [context_id]
 
 
+def test_tokens_are_sent_once() -> None:
+    """Of 131,072 tokens they are a megabyte for each context and rank."""
+    earlier = Engine(context_dir="contexts")
+    found = [keep(earlier, 60), keep(earlier, 70)]
+    assert ids(earlier.core) == found and earlier.core.sent_tokens == []
+    engine = Engine(context_dir="contexts")
+    engine.core.workers[0].contexts |= earlier.core.workers[0].contexts
+    for _ in range(3):
+        assert ids(engine.core) == found
+    assert sorted(engine.core.sent_tokens) == sorted(found)
+
+
 def test_the_folder_is_read_once_and_after_a_reset() -> None:
     engine = Engine()
     context_id = keep(engine, 60)

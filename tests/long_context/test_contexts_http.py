@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,13 +21,14 @@ from tests.long_context.context_engine import (
     letters,
     tokens,
 )
-from vllm_relay.serving.contexts import ContextEndpoints
+from vllm_relay.long_context.orders import KEEP_ARG
+from vllm_relay.serving.contexts import ContextEndpoints, check_keeping
 from vllm_relay.sparse.contexts.context_store import context_id_of
 
 
-def client(engine: Engine) -> TestClient:
+def client(engine: Engine, api_key: list[str] | None = None) -> TestClient:
     app = FastAPI()
-    app.state.args = Namespace(api_key=["secret"])
+    app.state.args = Namespace(api_key=["secret"] if api_key is None else api_key)
     endpoints = ContextEndpoints()
     endpoints.attach_router(app)
     app.state.engine_client, app.state.online_renderer = engine, OnlineRenderer()
@@ -141,6 +143,48 @@ def test_a_deleted_context_makes_room() -> None:
     assert http.post("/relay/contexts", json=body).status_code == 201
 
 
+def test_a_context_whose_file_cannot_be_deleted_stays_what_it_was() -> None:
+    engine = Engine(context_dir="contexts")
+    http = client(engine)
+    body = {"prompt_token_ids": tokens(60)}
+    path = f"/relay/contexts/{http.post('/relay/contexts', json=body).json()['context_id']}"
+    [worker] = engine.core.workers
+    worker.build_indexes()
+    [entry] = http.get("/relay/contexts").json()["contexts"]
+    worker.deletion_problem = "cannot be deleted: [Errno 30] Read-only file system"
+    for _ in range(2):
+        refused = http.delete(path)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (500, 500)
+        assert error["type"] == "InternalServerError"
+        assert error["message"].endswith("Read-only file system")
+        # it is used as before, listed or not
+        engine.core.blocks.manager.reset_prefix_cache()
+        assert engine.ask([*tokens(60), 900]) == 60
+    entry["problem"] = worker.deletion_problem
+    assert http.get("/relay/contexts").json() == {"contexts": [entry]}
+    assert http.post("/relay/contexts", json=body).json() == entry
+    assert engine.prompts == [tokens(60)]
+    worker.deletion_problem = None
+    assert http.delete(path).status_code == 204
+    assert http.get("/relay/contexts").json() == {"contexts": []}
+    assert http.delete(path).status_code == 404
+
+
+def test_a_context_that_only_one_rank_could_delete_is_not_used_any_more() -> None:
+    engine = Engine(context_dir="contexts", num_ranks=2)
+    http = client(engine)
+    body = {"prompt_token_ids": tokens(60)}
+    path = f"/relay/contexts/{http.post('/relay/contexts', json=body).json()['context_id']}"
+    for worker in engine.core.workers:
+        worker.build_indexes()
+    engine.core.workers[0].deletion_problem = "cannot be deleted: [Errno 13] Permission denied"
+    assert http.delete(path).status_code == 500
+    engine.core.blocks.manager.reset_prefix_cache()
+    assert engine.ask([*tokens(60), 900]) == 0
+    assert http.get("/relay/contexts").json() == {"contexts": []}
+
+
 def test_an_aborted_request_leaves_no_context() -> None:
     engine = Engine()
     engine.status = RequestStatus.FINISHED_ABORTED
@@ -218,3 +262,42 @@ def test_other_engines_start_without_configured_contexts() -> None:
     client(engine)
     assert engine.prompts == []
     asyncio.run(ContextEndpoints().init_state(None, None, Namespace()))  # a server that renders
+
+
+@pytest.mark.parametrize(
+    ("options", "api_key", "reason"),
+    [
+        ({}, ["secret"], None),
+        ({}, [], "start the server with --api-key"),
+        ({"client_contexts": "open"}, [], None),
+        ({"client_contexts": "off"}, ["secret"], "client_contexts=off keeps no requests"),
+    ],
+    ids=["key", "no_key", "open", "off"],
+)
+def test_requests_that_ask_to_be_kept(
+    options: dict[str, Any], api_key: list[str], reason: str | None
+) -> None:
+    engine = Engine(**options)
+    http = client(engine, api_key)
+    renderer = http.app.state.online_renderer  # type: ignore[attr-defined]
+    keeps = Namespace(vllm_xargs={KEEP_ARG: 1})
+    for other in (Namespace(vllm_xargs=None), Namespace(), Namespace(vllm_xargs={KEEP_ARG: 0})):
+        check_keeping(renderer, other)
+    if reason is None:
+        check_keeping(renderer, keeps)
+    else:
+        with pytest.raises(ValueError, match=reason):
+            check_keeping(renderer, keeps)
+    # however it got past the front end
+    params = SimpleNamespace(
+        max_tokens=1, extra_args={KEEP_ARG: 1}, skip_reading_prefix_cache=False
+    )
+    engine.core.run(tokens(60), params, RequestStatus.FINISHED_STOPPED)
+    assert len(http.get("/relay/contexts").json()["contexts"]) == (reason is None)
+
+
+def test_off_leaves_the_routes_as_they_are() -> None:
+    http = client(Engine(client_contexts="off"))
+    made = http.post("/relay/contexts", json={"prompt_token_ids": tokens(60)})
+    assert made.status_code == 201
+    assert len(http.get("/relay/contexts").json()["contexts"]) == 1

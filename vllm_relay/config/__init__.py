@@ -34,6 +34,7 @@ Routes = Literal["guarded", "open", "off"]
 # pydantic's types of error for what is no number
 _NUMBER_ERRORS: dict[Any, Literal["int_type", "float_type"]] = {
     int: "int_type",
+    int | None: "int_type",
     float: "float_type",
     float | None: "float_type",
 }

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 PrefillMode = Literal["exact_offload", "exact_resident"]
+ClientContexts = Literal["guarded", "open", "off"]
 
 
 class LongContextOptions(BaseModel):
@@ -91,4 +92,17 @@ class LongContextOptions(BaseModel):
         default=(),
         description="Contexts that are computed and stored before the first request is served: "
         "text, or @ and the path of a file with the text.",
+    )
+    client_contexts: ClientContexts = Field(
+        default="guarded",
+        description="Whether requests that ask for it are kept as contexts: guarded keeps them "
+        "where there is no server, or where it has an API key; open also on a server without one; "
+        "off nowhere.",
+    )
+    max_client_context_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most tokens that all contexts together may have which requests asked for: "
+        "those used least recently leave for new ones. None: as many as half of host_memory_gib "
+        "holds on a server, and no limit where there is none.",
     )

@@ -91,6 +91,12 @@ def list_contexts(llm: Any) -> list[Context]:
     return [Context(**entry) for entry in commands.call(engine, "contexts", {})]
 
 
+async def serve_clients_async(engine: Any, *, keeps: bool) -> None:
+    """Tells the engine of an AsyncLLM that others send its requests, and whether those that ask to
+    become a context do."""
+    await commands.call_async(engine, "serve_clients", {"keeps": keeps})
+
+
 async def list_contexts_async(engine: Any) -> list[Context]:
     """:func:`list_contexts` for an AsyncLLM."""
     _check_config(engine.vllm_config)

@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vllm_relay.commands.errors import CommandError
+from vllm_relay.long_context.orders import ContextReport
 from vllm_relay.long_context.scheduling.scheduler import LongContextScheduler
 from vllm_relay.sparse.contexts.context_store import context_id_of
+
+if TYPE_CHECKING:
+    from vllm_relay.long_context.host.worker import LongContextWorker
+    from vllm_relay.long_context.host.worker_contexts import WorkerContexts
 
 HOW_TO_SELECT = "start vLLM with --attention-backend relay_sparse"
 
@@ -36,11 +41,15 @@ def _update(engine_core: Any, *, reopen: bool = False) -> list[Any]:
         engine_core.step_fn()  # an empty step, which tells the workers what has ended
     long_contexts = scheduler.relay_long_contexts
     _delete_evicted(engine_core)
-    first, *others = engine_core.model_executor.collective_rpc(_reports_of_worker, args=(reopen,))
-    ids = [{report.context_id for report, _ in each} for each in others]
-    common = [each for each in first if all(each[0].context_id in known for known in ids)]
-    long_contexts.load_contexts({report.context_id: tokens for report, tokens in common})
-    reports = [report for report, _ in common]
+    rpc = engine_core.model_executor.collective_rpc
+    first, *others = rpc(_reports_of_worker, args=(reopen,))
+    ids = [{report.context_id for report in each} for each in others]
+    reports = [each for each in first if all(each.context_id in known for known in ids)]
+    common = {report.context_id for report in reports}
+    # tokens are long: those that the scheduler has already are not sent
+    unknown = [r.context_id for r in reports if r.context_id not in long_contexts.catalog]
+    tokens, *_ = rpc(_tokens_in_worker, args=(unknown,)) if unknown else [{}]
+    long_contexts.load_contexts(common, tokens)
     long_contexts.update_contexts(reports)
     _delete_evicted(engine_core)
     pending = long_contexts.pending_contexts()
@@ -62,13 +71,15 @@ def _declare(engine_core: Any, token_ids: list[int]) -> dict[str, Any]:
     context_id = context_id_of(tokens)
     if context_id in long_contexts.catalog:
         found = [each for each in _update(engine_core) if each.context_id == context_id]
-        if found and found[0].problem is None:
+        if found and (found[0].problem is None or found[0].state == "stored"):
+            long_contexts.declare_context(context_id)
             return {"id": context_id, "is_known": True}
         if found:  # it could not be written: it is tried again
             _delete(engine_core, context_id)
     refused = long_contexts.refuse_context(len(tokens))
     if refused is not None:
         raise CommandError(*refused)
+    long_contexts.declare_context(context_id)
     return {"id": context_id, "is_known": False}
 
 
@@ -84,8 +95,9 @@ def _delete(engine_core: Any, context_id: str) -> None:
         raise CommandError(
             404, f"there is no context {context_id!r}: GET /relay/contexts lists those there are"
         )
-    long_contexts.delete_context(context_id)
     problems = engine_core.model_executor.collective_rpc(_delete_in_worker, args=(context_id,))
+    if not all(problems):  # else all ranks have it as before: it is used, and can be deleted later
+        long_contexts.delete_context(context_id)
     if problem := next(filter(None, problems), None):
         raise CommandError(500, f"context {context_id!r} {problem}")
 
@@ -94,6 +106,9 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "declare_context": _declare,
     "contexts": _contexts,
     "delete_context": _delete,
+    "serve_clients": lambda engine_core, keeps: (
+        engine_core.scheduler.relay_long_contexts.serve_clients(keeps)
+    ),
     "context_gauges": lambda engine_core: engine_core.scheduler.relay_long_contexts.gauges(),
 }
 
@@ -106,15 +121,27 @@ def _long_contexts(engine_core: Any) -> LongContextScheduler:
     return long_contexts
 
 
-def _reports_of_worker(worker: Any, reopen: bool) -> list[tuple[Any, Any]]:
-    from vllm_relay.long_context.host.worker import state
-
+def _reports_of_worker(worker: Any, reopen: bool) -> list[ContextReport]:
     if reopen:
-        state.close_contexts()
-    return state.open_contexts(worker).reports()
+        _long_context_worker(worker).close_contexts()
+    return [report for report, _ in _contexts_of_worker(worker).reports()]
+
+
+def _tokens_in_worker(worker: Any, context_ids: Sequence[str]) -> dict[str, np.ndarray]:
+    """Of those contexts that are still there."""
+    reports = _contexts_of_worker(worker).reports()
+    return {each.context_id: tokens for each, tokens in reports if each.context_id in context_ids}
 
 
 def _delete_in_worker(worker: Any, context_id: str) -> str | None:
-    from vllm_relay.long_context.host.worker import state
+    return _contexts_of_worker(worker).delete(context_id)
 
-    return state.open_contexts(worker).delete(context_id)
+
+def _contexts_of_worker(worker: Any) -> WorkerContexts:
+    return _long_context_worker(worker).open_contexts(worker)
+
+
+def _long_context_worker(worker: Any) -> LongContextWorker:
+    from vllm_relay.long_context.host.worker import make_worker
+
+    return make_worker(worker.vllm_config)

@@ -78,9 +78,13 @@ class ContextReport:
 
 
 def asks_to_be_kept(sampling_params: Any) -> bool:
+    """Whether a request asks to become a context."""
+    return is_asked_for(getattr(sampling_params, "extra_args", None))
+
+
+def is_asked_for(extra_args: Any) -> bool:
     """Whether `KEEP_ARG` is true, or 1: values of other types mean nothing."""
-    extra_args = getattr(sampling_params, "extra_args", None) or {}
-    return extra_args.get(KEEP_ARG) == 1  # so is True
+    return (extra_args or {}).get(KEEP_ARG) == 1  # so is True
 
 
 def orders_of(scheduler_output: Any) -> StepOrders:

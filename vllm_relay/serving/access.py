@@ -37,7 +37,7 @@ def check_access(request: Request) -> str:
         CommandError: 401 the key is missing or wrong, 403 the request changes something, and the
             server has no key.
     """
-    keys = _api_keys(request.app)
+    keys = api_keys(_arguments(request.app))
     if not keys:
         if request.method not in ("GET", "HEAD") and routes_of(request.app) != "open":
             raise CommandError(
@@ -54,11 +54,11 @@ def check_access(request: Request) -> str:
     return f"api-key-{is_key.index(True)}"
 
 
-def _api_keys(app: FastAPI) -> list[str]:
-    """As vLLM takes them."""
+def api_keys(arguments: Any) -> list[str]:
+    """Of the command line of a server, as vLLM takes them."""
     from vllm import envs
 
-    given = getattr(_arguments(app), "api_key", None) or [envs.VLLM_API_KEY]
+    given = getattr(arguments, "api_key", None) or [envs.VLLM_API_KEY]
     return [key for key in given if key]
 
 

@@ -10,14 +10,17 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from vllm_relay.commands.owners import refuse_configured
+from vllm_relay.config import SECTION, RelayConfig
 from vllm_relay.limits import sparse_is_selected
 from vllm_relay.long_context.client import (
     delete_context_async,
     keep_context_async,
     list_contexts_async,
+    serve_clients_async,
 )
+from vllm_relay.long_context.orders import KEEP_ARG, is_asked_for
 from vllm_relay.long_context.preload import configured_contexts, preload_contexts_async
-from vllm_relay.serving.access import mount
+from vllm_relay.serving.access import api_keys, mount
 from vllm_relay.serving.requests import PromptRequest, relay_router, tokens_of_request
 
 if TYPE_CHECKING:
@@ -44,6 +47,37 @@ class ContextEndpoints:
         if engine_client is not None and sparse_is_selected(engine_client.vllm_config):
             await preload_contexts_async(engine_client, state.online_renderer)
             state.relay_configured_contexts = configured_contexts(engine_client)
+            reason = _reason_to_keep_none(engine_client, args)
+            setattr(state.online_renderer, _REASON_ATTRIBUTE, reason)
+            await serve_clients_async(engine_client, keeps=reason is None)
+
+
+_REASON_ATTRIBUTE = "relay_keeps_no_requests"
+"""Of a server's renderer: why none of its requests becomes a context; None: they may."""
+
+
+def _reason_to_keep_none(engine_client: Any, args: Namespace) -> str | None:
+    allowed = RelayConfig.from_vllm_config(engine_client.vllm_config).client_contexts
+    if allowed == "off":
+        return f"{SECTION}.client_contexts=off keeps no requests of clients: leave it out"
+    if allowed == "guarded" and not api_keys(args):
+        return (
+            "this server has no API key, so it keeps no requests of clients: leave it out, or "
+            "start the server with --api-key, or, where all who reach it are trusted, with "
+            f"{SECTION}.client_contexts=open"
+        )
+    return None
+
+
+def check_keeping(renderer: Any, request: Any) -> None:
+    """Refuse a completion or chat completion that asks to become a context where none does.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    reason = getattr(renderer, _REASON_ATTRIBUTE, None)
+    if reason is not None and is_asked_for(getattr(request, "vllm_xargs", None)):
+        raise ValueError(f"{KEEP_ARG}: {reason}")
 
 
 def _router() -> APIRouter:

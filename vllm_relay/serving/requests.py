@@ -116,7 +116,7 @@ def error_response(status: int, message: str) -> JSONResponse:
     kinds |= {404: "NotFoundError", 409: "ConflictError"}
     kinds |= {413: "RequestEntityTooLargeError", 422: "UnprocessableEntityError"}
     kinds |= {429: "TooManyRequestsError", 501: "NotImplementedError"}
-    kinds |= {507: "InsufficientStorageError"}
+    kinds |= {500: "InternalServerError", 507: "InsufficientStorageError"}
     message = message.encode("utf-8", "backslashreplace").decode()  # of lone surrogates
     error = {"message": message, "type": kinds.get(status, "Error"), "code": status}
     return JSONResponse({"error": error}, status)

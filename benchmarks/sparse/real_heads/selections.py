@@ -29,6 +29,7 @@ WINDOW_TOKENS = 256
 KEY_AND_VALUE_BYTES = 4  # of an element of both, in bfloat16
 DEFAULT_ALPHA = 2e-4
 LIGHT_WEIGHT = 0.01
+LIGHT_OVER_LEAST = 50
 LARGEST_UPPER_ERROR = 1.0
 
 
@@ -170,7 +171,8 @@ class Remainder:
         candidates = seen >= _least(seen, asked, self.alpha) - reach
         known = whole.masked_fill(~candidates, -math.inf)
         read = candidates & (whole >= _least(known, asked, self.alpha))
-        heavy = read & (whole >= _least(known, asked, LIGHT_WEIGHT))
+        light = min(LIGHT_WEIGHT, LIGHT_OVER_LEAST * self.alpha)
+        heavy = read & (whole >= _least(known, asked, light))
 
         weights = torch.exp(torch.where(candidates, whole, seen) - asked.shift)
         of_blocks = in_blocks(weights.masked_fill(read, 0), VALUE_BLOCK_TOKENS).sum(-1)

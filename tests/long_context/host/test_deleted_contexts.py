@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,4 +120,20 @@ def test_nothing_is_stored_after_close(contexts: WorkerContexts) -> None:
     closing.join(TIMEOUT_S)
     assert not closing.is_alive()
     contexts._builders.shutdown(wait=True)
+    assert store.num_added == 1
+
+
+def test_a_context_that_is_deleted_while_it_waits_leaves_its_memory(
+    contexts: WorkerContexts,
+) -> None:
+    store: Any = contexts._store
+    keep(contexts)
+    assert store.published.wait(TIMEOUT_S)
+    context_id = keep(contexts, first_token=1)  # waits for the thread
+    waiting = weakref.ref(contexts.get(context_id))
+    contexts.delete(context_id)
+    gc.collect()
+    assert waiting() is None and contexts.num_queued == 2
+    store.may_go_on.set()
+    wait_until(lambda: contexts.num_queued == 0)
     assert store.num_added == 1

@@ -175,6 +175,38 @@ def test_indexes_of_rejected_tokens_go_and_those_before_stay() -> None:
     assert check_segments(layer, 155) == 150
 
 
+def test_no_step_makes_the_indexes_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_sequence, "LAYER_LAG_TOKENS", 3)
+    sequence = HostSequence(SequencePlace(0, 400, 5, 7, 0))
+    layers = [sequence.layer(name, states(1, 0)) for name in "abcd"]
+    most_made = 0
+    for end in range(1, 400):
+        made = 0
+        for layer in layers:
+            layer.write(end - 1, states(1, end), states(1, -end))
+            before = set(layer.segments)
+            at = check_segments(layer, end)
+            assert end - 2 * UNINDEXED_TOKENS < at
+            made += len(layer.segments.keys() - before)
+        most_made = max(most_made, made)
+    assert most_made == 1
+
+
+def test_what_is_indexed_in_a_later_layer_does_not_depend_on_the_steps() -> None:
+    found = []
+    for chunk in (1, 7, 200):
+        layer = HostLayer(SequencePlace(0, 400, 5, 7, 200), KV_HEADS, HEAD_SIZE, torch.float32, 6)
+        for first in range(0, 200, chunk):
+            count = min(chunk, 200 - first)
+            layer.write(first, states(200, 1)[first:][:count], states(200, 2)[first:][:count])
+        assert len(layer.segments) > 2, "nothing was made ahead"
+        known = set(layer.segments)
+        found.append(ranges_of(layer.segments_up_to(193)))
+        assert set(found[-1]) <= known
+    assert found[0] == found[1] == found[2]
+    assert found[0][-1][1] == 185
+
+
 def test_a_sequence_makes_its_layers_when_they_are_written() -> None:
     sequence = HostSequence(SequencePlace(64, 30, 0, 0, 100))
     assert not sequence.layers

@@ -19,6 +19,8 @@ from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint
 from vllm_relay.sparse.contexts.context_store import HeadStates, MemoryContextStore, StoredContext
 from vllm_relay.sparse.contexts.disk_context_store import QUERIES_SUFFIX, DiskContextStore
 from vllm_relay.sparse.index.flat import FlatIndex
+from vllm_relay.sparse.index.key_codes import row_bytes
+from vllm_relay.sparse.index.value_means import MEAN_TOKENS
 
 LAYERS = ["first", "second"]
 KV_HEADS, GROUP, HEAD_SIZE = 2, 3, 32
@@ -161,8 +163,10 @@ def test_a_context_behind_another_takes_what_is_its_own_and_copies_nothing() -> 
     own = computed(150, NUM_TOKENS, torch.float32)
     parent = context_of(NUM_STORED_TOKENS, torch.float32).first_tokens(150)
     found = SequenceContext(TOKENS, own, LAYERS, parent)
-    row_bytes = KV_HEADS * 2 * HEAD_SIZE * 4
-    assert found.num_bytes == len(LAYERS) * (NUM_TOKENS - 150) * row_bytes
+    states, codes = 2 * HEAD_SIZE * 4, row_bytes(HEAD_SIZE)
+    means = -(-HEAD_SIZE * 4 // MEAN_TOKENS)
+    num_rows = len(LAYERS) * (NUM_TOKENS - 150) * KV_HEADS
+    assert found.num_bytes == num_rows * (states + codes + means)
     keys, values = found.rows(1, 1, 160, NUM_TOKENS)
     assert np.shares_memory(keys.data, own.layers["second"].keys.numpy())
     assert np.shares_memory(values.data, own.layers["second"].values.numpy())

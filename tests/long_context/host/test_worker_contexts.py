@@ -374,3 +374,33 @@ def test_a_thread_that_cannot_delete_goes_on(
     wait(contexts)
     [future] = contexts._futures
     assert future.exception(timeout=60) is None
+
+
+def test_flat_indexes_are_made_once_whoever_makes_them(slow: threading.Event) -> None:
+    """Those that a request needs while the context is indexed, and those that it keeps."""
+    options = DBOptions(threads=1, index="flat")
+    contexts = WorkerContexts(None, FINGERPRINT, LAYERS, options, start_builders(1))
+    context_id = keep(contexts)
+    fresh: Any = contexts.get(context_id)
+    read = fresh.layer(1)
+    slow.set()
+    wait(contexts)
+    stored = contexts.get(context_id)
+    assert stored is not None and stored is not fresh
+    for head in range(KV_HEADS):
+        assert stored.index(1, head) is read.indexes[head]
+        assert stored.index(0, head) is fresh.layer(0).indexes[head]
+    contexts.close()
+
+
+def test_what_was_encoded_for_a_request_leaves_with_it(slow: threading.Event) -> None:
+    contexts = open_contexts(None)
+    sequence = computed(0, NUM_STORED_TOKENS, torch.float32)
+    for layer in sequence.layers.values():
+        layer.segments[0, 5] = layer._flat(0, 5)
+    context = kept(NUM_STORED_TOKENS)
+    assert contexts.keep(context, sequence, None)
+    assert not any(layer.segments for layer in sequence.layers.values())
+    slow.set()
+    wait(contexts)
+    contexts.close()

@@ -39,6 +39,17 @@ def test_the_one_used_least_recently_is_first() -> None:
     assert catalog.by_last_use() == ["c", "a", "b", "d"]
 
 
+def test_those_of_clients_leave_first() -> None:
+    catalog = catalog_of(a=[1], b=[2])
+    for context_id in "cde":
+        catalog.add(context_id, np.array([ord(context_id)]), is_clients=True)
+    catalog.use("c")
+    assert [each.id for each in catalog.of_clients()] == ["d", "e", "c"]
+    assert catalog.in_leaving_order() == ["d", "e", "c", "a", "b"]
+    catalog.give_to_operator("e")
+    assert catalog.in_leaving_order() == ["d", "c", "a", "b", "e"]
+
+
 def test_a_context_that_is_not_known_cannot_be_used() -> None:
     with pytest.raises(KeyError):
         ContextCatalog().use("a")

@@ -16,8 +16,13 @@ from vllm_relay.attention_backends.step_stats import recorder
 from vllm_relay.config import RelayConfig
 from vllm_relay.config.long_contexts import PrefillMode
 from vllm_relay.limits import check_sparse_layer
-from vllm_relay.long_context.host import worker
 from vllm_relay.long_context.host.host_attention import HostPart, Retrieval
+from vllm_relay.long_context.host.worker import (
+    LongContextWorker,
+    MirroredRow,
+    make_worker,
+    worker_of,
+)
 from vllm_relay.long_context.host.worker_contexts import db_options
 from vllm_relay.long_context.scheduling.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.window import WindowPolicy
@@ -73,35 +78,50 @@ def set_up_layer(impl: Any) -> Retrieval:
     return Retrieval(query, db_options(options), impl.scale)
 
 
-def set_up_group(kv_cache_spec: AttentionSpec, layer_names: Sequence[str]) -> WindowPolicy | None:
-    """For a KV cache group, when its metadata builder is made: its policy, None where all tokens
-    stay on the device."""
-    policy = None
-    if isinstance(kv_cache_spec, RelaySparseSpec):
-        policy = kv_cache_spec.policy
-        options = RelayConfig.from_vllm_config(_config_of_process())
-        worker.state.set_layers(kv_cache_spec, layer_names, options)
-    call_before_each_step("long_contexts", worker.state.begin_step)
-    recorder.take_long_contexts = worker.state.take_stats
-    return policy
+def set_up_group(
+    vllm_config: VllmConfig, kv_cache_spec: AttentionSpec, layer_names: Sequence[str]
+) -> LongContextWorker | None:
+    """For a KV cache group, when its metadata builder is made: who knows its long requests; None
+    where all tokens stay on the device."""
+    long_contexts = make_worker(vllm_config)
+    call_before_each_step("long_contexts", begin_step)
+    if not isinstance(kv_cache_spec, RelaySparseSpec):
+        return None
+    options = RelayConfig.from_vllm_config(vllm_config)
+    long_contexts.set_layers(kv_cache_spec, layer_names, options)
+    return long_contexts
+
+
+def begin_step(vllm_worker: Any, scheduler_output: Any) -> None:
+    """A worker of this process executes a step: one of RELAY_SPARSE, or of another engine."""
+    long_contexts = worker_of(vllm_worker.vllm_config)
+    recorder.take_long_contexts = None
+    if long_contexts is not None:
+        recorder.take_long_contexts = long_contexts.take_stats
+        long_contexts.begin_step(vllm_worker, scheduler_output)
 
 
 def mirrored_rows(
-    policy: WindowPolicy | None, blocks: Any, query_start_loc: np.ndarray, seq_lens: np.ndarray
-) -> dict[int, worker.MirroredRow]:
+    long_contexts: LongContextWorker | None,
+    blocks: Any,
+    query_start_loc: np.ndarray,
+    seq_lens: np.ndarray,
+) -> dict[int, MirroredRow]:
     """The long requests of a step, by row of the block table.
 
     Args:
+        long_contexts: what `set_up_group` returned.
         blocks: the block table, an array or a tensor.
         query_start_loc, seq_lens: on the host.
     """
-    rows: dict[int, worker.MirroredRow] = {}
-    if policy is None:
+    rows: dict[int, MirroredRow] = {}
+    if long_contexts is None:
         return rows
-    for number, request in worker.state.mirrored_requests(policy, seq_lens):
+    policy = long_contexts.policy
+    for number, request in long_contexts.mirrored_requests(seq_lens):
         first, last = query_start_loc[number : number + 2].tolist()
         num_computed = int(seq_lens[number]) - (last - first)
-        sequence = worker.state.sequence_of(request)
+        sequence = long_contexts.sequence_of(request)
         residency = policy.residency(
             num_computed, request.num_prompt_tokens, request.first_resident_token
         )
@@ -109,26 +129,25 @@ def mirrored_rows(
         fill_from = None
         if placement is not None and placement.first_resident_token < placement.num_tokens:
             fill_from = placement.first_resident_token
-        rows[number] = worker.MirroredRow(
-            request, sequence, first, last, num_computed, residency, fill_from, blocks[number],
+        rows[number] = MirroredRow(
+            long_contexts, request, sequence, first, last, num_computed, residency, fill_from,
+            blocks[number],
         )  # fmt: skip
     return rows
 
 
-def host_part(row: worker.MirroredRow, layer_name: str, keys: torch.Tensor) -> HostPart:
+def host_part(row: MirroredRow, layer_name: str, keys: torch.Tensor) -> HostPart:
     """Args: keys: any of the layer, [tokens, kv_heads, size], for their shape and dtype."""
     return HostPart(
         own=row.sequence.layer(layer_name, keys),
         context=row.request.context,
-        layer=worker.state.layer_number(layer_name),
+        layer=row.worker.layer_number(layer_name),
         residency=row.residency,
         num_tokens=row.num_tokens,
     )
 
 
-def states_to_fill(
-    row: worker.MirroredRow, part: HostPart
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+def states_to_fill(row: MirroredRow, part: HostPart) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Keys and values [kv_heads, tokens, size] that the first block of a request on the device
     lacks: of the positions `row.fill_from` and after. None if there are none."""
     if row.fill_from is None or row.request.lost_context_id is not None:
@@ -142,7 +161,7 @@ def states_to_fill(
 
 
 @contextlib.contextmanager
-def losing_damaged(rows: list[worker.MirroredRow]) -> Iterator[None]:
+def losing_damaged(rows: list[MirroredRow]) -> Iterator[None]:
     """Where a stored context is damaged, the requests that read it begin again without it."""
     try:
         yield
@@ -154,7 +173,7 @@ def losing_damaged(rows: list[worker.MirroredRow]) -> Iterator[None]:
         for row in rows:
             if row.request.context in damaged:
                 assert row.request.context is not None
-                worker.state.lose(row.request, row.request.context.id, f"is damaged: {error}")
+                row.worker.lose(row.request, row.request.context.id, f"is damaged: {error}")
 
 
 _config: list[VllmConfig] = []

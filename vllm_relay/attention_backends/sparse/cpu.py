@@ -33,13 +33,13 @@ from vllm_relay.attention_backends.sparse.common import (
 )
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import SPARSE_BACKEND_NAME
-from vllm_relay.long_context.host import worker
 from vllm_relay.long_context.host.host_attention import (
     HostPart,
     attend_everything,
     attend_retrieved,
 )
 from vllm_relay.long_context.host.host_sequence import HostLayer
+from vllm_relay.long_context.host.worker import MirroredRow
 from vllm_relay.sparse.contexts.context_store import StoredContext
 
 
@@ -67,7 +67,7 @@ class RelaySparseBackend(RelayBackend):
 class RelaySparseMetadata(RelayMetadata):
     """One step of one KV cache group; `mirrored` are its long requests."""
 
-    mirrored: list[worker.MirroredRow] = field(default_factory=list)
+    mirrored: list[MirroredRow] = field(default_factory=list)
 
 
 class RelaySparseMetadataBuilder(RelayMetadataBuilder):
@@ -75,7 +75,7 @@ class RelaySparseMetadataBuilder(RelayMetadataBuilder):
 
     def __init__(self, kv_cache_spec: AttentionSpec, *args: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, *args, **kwargs)
-        self.policy = set_up_group(kv_cache_spec, self.layer_names)
+        self.long_contexts = set_up_group(self.vllm_config, kv_cache_spec, self.layer_names)
 
     def _plan(
         self,
@@ -86,7 +86,7 @@ class RelaySparseMetadataBuilder(RelayMetadataBuilder):
         hidden: HiddenTokens | None = None,
     ) -> RelayMetadata:
         assert hidden is None, "requests with modules have been refused"
-        rows = mirrored_rows(self.policy, block_table.numpy(), query_start_loc, seq_lens)
+        rows = mirrored_rows(self.long_contexts, block_table.numpy(), query_start_loc, seq_lens)
         if any(row.residency.num_host_tokens for row in rows.values()):
             block_table, seq_lens = block_table.clone(), seq_lens.copy()
             for number, row in rows.items():
@@ -97,7 +97,7 @@ class RelaySparseMetadataBuilder(RelayMetadataBuilder):
             dense.num_tokens, dense.block_table, dense.plan, list(rows.values())
         )
 
-    def _compact(self, blocks: np.ndarray, row: worker.MirroredRow) -> None:
+    def _compact(self, blocks: np.ndarray, row: MirroredRow) -> None:
         """Moves the blocks of the window to those of the sinks."""
         sink_end, window_begin = (each // self.block_size for each in row.residency)
         if window_begin > sink_end:
@@ -125,7 +125,7 @@ class RelaySparseImpl(RelayImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        rows: list[worker.MirroredRow] = getattr(attn_metadata, "mirrored", [])
+        rows: list[MirroredRow] = getattr(attn_metadata, "mirrored", [])
         if not rows:
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale,
@@ -150,13 +150,14 @@ class RelaySparseImpl(RelayImpl):
         self._attend(query, kv_cache, attn_metadata, output, lse)
         device_done_s = time.perf_counter()
         self._add_host_attention(rows, parts, query, output, lse)
-        worker.state.device_seconds += device_done_s - begin_s
-        worker.state.host_seconds += time.perf_counter() - device_done_s
+        long_contexts = rows[0].worker
+        long_contexts.device_seconds += device_done_s - begin_s
+        long_contexts.host_seconds += time.perf_counter() - device_done_s
         return output
 
     def _add_host_attention(
         self,
-        rows: list[worker.MirroredRow],
+        rows: list[MirroredRow],
         parts: list[HostPart],
         query: torch.Tensor,
         output: torch.Tensor,
@@ -164,8 +165,8 @@ class RelaySparseImpl(RelayImpl):
     ) -> None:
         """Adds what the host has to the output of what the device has: generated tokens merge it,
         those of prompts are attended anew over the host's copy of all tokens."""
-        retrieving: dict[StoredContext | None, list[tuple[worker.MirroredRow, HostPart]]] = {}
-        whole: dict[StoredContext | None, list[tuple[worker.MirroredRow, HostPart]]] = {}
+        retrieving: dict[StoredContext | None, list[tuple[MirroredRow, HostPart]]] = {}
+        whole: dict[StoredContext | None, list[tuple[MirroredRow, HostPart]]] = {}
         for row, part in zip(rows, parts, strict=True):
             if not row.residency.num_host_tokens or row.request.lost_context_id is not None:
                 continue
@@ -192,11 +193,11 @@ class RelaySparseImpl(RelayImpl):
                     output,
                     lse,
                     self.retrieval,
-                    worker.state.stats,
+                    rows[0].worker.stats,
                 )
 
 
-def _fill(row: worker.MirroredRow, part: HostPart, kv_cache: torch.Tensor) -> None:
+def _fill(row: MirroredRow, part: HostPart, kv_cache: torch.Tensor) -> None:
     """Brings the first tokens of the first block that the device has back from the host."""
     states = states_to_fill(row, part)
     if states is None:
@@ -209,7 +210,7 @@ def _fill(row: worker.MirroredRow, part: HostPart, kv_cache: torch.Tensor) -> No
 
 
 def _mirror(
-    row: worker.MirroredRow,
+    row: MirroredRow,
     host: HostLayer,
     key: torch.Tensor,
     value: torch.Tensor,

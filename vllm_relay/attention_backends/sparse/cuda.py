@@ -44,7 +44,6 @@ from vllm_relay.attention_backends.sparse.common import (
     with_window,
 )
 from vllm_relay.limits import SPARSE_BACKEND_NAME
-from vllm_relay.long_context.host import worker
 from vllm_relay.long_context.host.device_copies import CudaCopies, DeviceCopies, Pending
 from vllm_relay.long_context.host.host_attention import (
     HostPart,
@@ -52,6 +51,7 @@ from vllm_relay.long_context.host.host_attention import (
     attend_retrieved,
 )
 from vllm_relay.long_context.host.mirroring import mirror
+from vllm_relay.long_context.host.worker import MirroredRow
 from vllm_relay.sparse.contexts.context_store import StoredContext
 from vllm_relay.sparse.contexts.partial_attention import merge
 
@@ -114,7 +114,7 @@ class Chunk:
 class RelaySparseCudaMetadata(RelayCudaMetadata):
     """One step of one KV cache group; `mirrored` are its long requests."""
 
-    mirrored: list[worker.MirroredRow] = field(default_factory=list)
+    mirrored: list[MirroredRow] = field(default_factory=list)
     mirrored_tokens: torch.Tensor | None = None
     """int64 on the device: their rows in the query, one request after the other."""
     host_queries: HostQueries | None = None
@@ -128,7 +128,7 @@ class RelaySparseCudaMetadataBuilder(RelayCudaMetadataBuilder):
 
     def __init__(self, kv_cache_spec: AttentionSpec, *args: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, *args, **kwargs)
-        self.policy = set_up_group(kv_cache_spec, self.layer_names)
+        self.long_contexts = set_up_group(self.vllm_config, kv_cache_spec, self.layer_names)
         self.copies: DeviceCopies = make_copies(self.device)
 
     @classmethod
@@ -150,10 +150,10 @@ class RelaySparseCudaMetadataBuilder(RelayCudaMetadataBuilder):
         **kwargs: Any,
     ) -> RelayCudaMetadata:
         common, rows = common_attn_metadata, {}
-        if self.policy is not None:
+        if self.long_contexts is not None:
             assert common.seq_lens_cpu_upper_bound is not None  # exact without drafts
             rows = mirrored_rows(
-                self.policy,
+                self.long_contexts,
                 common.block_table_tensor,
                 common.query_start_loc_cpu.numpy(),
                 common.seq_lens_cpu_upper_bound.numpy(),
@@ -181,7 +181,7 @@ class RelaySparseCudaMetadataBuilder(RelayCudaMetadataBuilder):
         )
 
     def _compacted(
-        self, common: CommonAttentionMetadata, rows: dict[int, worker.MirroredRow]
+        self, common: CommonAttentionMetadata, rows: dict[int, MirroredRow]
     ) -> CommonAttentionMetadata:
         """A batch without the tokens in host memory: block tables in which the blocks of the window
         follow those of the sinks."""
@@ -201,11 +201,11 @@ class RelaySparseCudaMetadataBuilder(RelayCudaMetadataBuilder):
             _num_computed_tokens_cache=None,
         )
 
-    def _tokens_of(self, rows: list[worker.MirroredRow]) -> torch.Tensor:
+    def _tokens_of(self, rows: list[MirroredRow]) -> torch.Tensor:
         tokens = [np.arange(row.first_query, row.last_query) for row in rows]
         return self.copies.to_device(torch.from_numpy(np.concatenate(tokens)))
 
-    def _host_queries(self, mirrored: list[worker.MirroredRow]) -> HostQueries | None:
+    def _host_queries(self, mirrored: list[MirroredRow]) -> HostQueries | None:
         asking, first = [], 0
         for number, row in enumerate(mirrored):
             if row.residency.num_host_tokens:
@@ -215,7 +215,7 @@ class RelaySparseCudaMetadataBuilder(RelayCudaMetadataBuilder):
             return None
         return HostQueries(asking, self._tokens_of([mirrored[number] for number, _ in asking]))
 
-    def _chunks(self, row: worker.MirroredRow, block_table: torch.Tensor) -> list[Chunk]:
+    def _chunks(self, row: MirroredRow, block_table: torch.Tensor) -> list[Chunk]:
         first_token = row.num_computed_tokens - row.residency.num_host_tokens
         most = self.chunk_planner.limits.max_tokens
         chunks = []
@@ -253,6 +253,7 @@ class RelaySparseCudaImpl(RelayCudaImpl):
                 output_block_scale,
             )  # fmt: skip
         rows, copies = attn_metadata.mirrored, attn_metadata.copies
+        long_contexts = rows[0].worker
         assert copies is not None
         name = self.kv_sharing_target_layer_name or layer.layer_name
         shaped = query[:, : self.num_kv_heads] if key is None else key
@@ -271,7 +272,7 @@ class RelaySparseCudaImpl(RelayCudaImpl):
                 (query, key, value),
                 kv_cache,
                 copies,
-                worker.state.pending_writes,
+                long_contexts.pending_writes,
             )
         asked, arriving, lse = attn_metadata.host_queries, None, None
         if asked is not None:
@@ -281,16 +282,16 @@ class RelaySparseCudaImpl(RelayCudaImpl):
         self._attend_chunks(layer, query, kv_cache, attn_metadata, output, lse)
         if asked is not None and arriving is not None and lse is not None:
             begin_s = time.perf_counter()
-            worker.state.pending_writes.finish(name)
+            long_contexts.pending_writes.finish(name)
             found = self._attend_on_host(rows, parts, asked, arriving)
-            worker.state.host_seconds += time.perf_counter() - begin_s
+            long_contexts.host_seconds += time.perf_counter() - begin_s
             _merge_into(output, lse, asked.tokens, found, copies)
         return output
 
     def _fill(
         self,
         layer: AttentionLayer,
-        row: worker.MirroredRow,
+        row: MirroredRow,
         part: HostPart,
         kv_cache: torch.Tensor,
         copies: DeviceCopies,
@@ -332,7 +333,7 @@ class RelaySparseCudaImpl(RelayCudaImpl):
 
     def _attend_on_host(
         self,
-        rows: list[worker.MirroredRow],
+        rows: list[MirroredRow],
         parts: list[HostPart],
         asked: HostQueries,
         arriving: Pending,
@@ -372,7 +373,7 @@ class RelaySparseCudaImpl(RelayCudaImpl):
                     output,
                     lse,
                     self.retrieval,
-                    worker.state.stats,
+                    rows[0].worker.stats,
                 )
         return output, lse
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from vllm_relay import _C
+from vllm_relay.long_context.host.mapped_memory import mapped_empty
 from vllm_relay.sparse.contexts.train_queries import TrainQueries
 from vllm_relay.sparse.index.elements import DTYPES, Elements, check_finite
 from vllm_relay.sparse.index.flat import FlatIndex
@@ -21,6 +22,9 @@ SEGMENT_TOKENS = 8192
 """Of an index; what comes behind the last one is in indexes of `GRANULE_TOKENS`."""
 GRANULE_TOKENS = 1024
 """Fewer tokens than this at the end are attended one by one, without an index."""
+LAYER_LAG_TOKENS = 32
+"""Each layer makes its indexes so many tokens later than the one before it, up to a granule later
+than the first: one step that makes those of all layers would keep all requests waiting."""
 TRAIN_QUERIES_PER_KEY = 0.4
 
 
@@ -84,20 +88,27 @@ class HostLayer:
 
     Args:
         place: of the sequence.
+        lag_tokens: an index is made when so many tokens are behind its last one.
     """
 
     def __init__(
-        self, place: SequencePlace, num_kv_heads: int, head_size: int, dtype: torch.dtype
+        self,
+        place: SequencePlace,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        lag_tokens: int = 0,
     ) -> None:
         self.begin = self.end = place.begin
-        self.keys = torch.empty(num_kv_heads, place.capacity, head_size, dtype=dtype)
-        self.values = torch.empty_like(self.keys)
+        shape = num_kv_heads, place.capacity, head_size
+        self.keys, self.values = mapped_empty(shape, dtype), mapped_empty(shape, dtype)
         self.train_queries = TrainQueries(TRAIN_QUERIES_PER_KEY)
         dtype_code = DTYPES.index(str(dtype).removeprefix("torch."))
         self.native = _C.host.HostRows(_bits(self.keys), _bits(self.values), dtype_code)
         self.sink_end = place.sink_end
         self.index_begin = max(place.begin, place.sink_end)
         self._prompt_end, self._window_tokens = place.prompt_end, place.window_tokens
+        self._lag_tokens = lag_tokens
         self.segments: dict[tuple[int, int], Segment] = {}
 
     def write(self, position: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -125,10 +136,11 @@ class HostLayer:
     def segments_up_to(self, end: int) -> list[Segment]:
         """Adjacent, in order, from the first token on that is not always read.
 
-        Which positions they have follows from `end` alone, and a segment never changes: few tokens
-        are encoded at a time, in the steps that compute them.
+        Which positions they have follows from `end` and the layer, and a segment never changes: few
+        tokens are encoded at a time, in the steps that compute them.
         """
         segments, at = [], self.index_begin
+        end -= self._lag_tokens
         for num_tokens in (SEGMENT_TOKENS, GRANULE_TOKENS):
             while at + num_tokens <= end:
                 key = at, at + num_tokens
@@ -152,10 +164,11 @@ class HostLayer:
 
     def _index_ahead(self) -> None:
         """Encodes while a prompt is computed what its first generated token would wait for."""
-        num_tokens = self.end - self._window_tokens - self.index_begin
+        begin = self.index_begin + self._lag_tokens
+        num_tokens = self.end - self._window_tokens - begin
         if self.end < self._prompt_end:
             num_tokens -= num_tokens % SEGMENT_TOKENS
-        self.segments_up_to(self.index_begin + num_tokens)
+        self.segments_up_to(begin + num_tokens)
 
     def _flat(self, begin: int, end: int) -> Segment:
         keys, values = self.rows(begin, end)
@@ -184,7 +197,8 @@ class HostSequence:
         """Args: keys: [tokens, kv_heads, size], of the layer."""
         if name not in self.layers:
             _, num_kv_heads, head_size = keys.shape
-            self.layers[name] = HostLayer(self.place, num_kv_heads, head_size, keys.dtype)
+            lag = len(self.layers) * LAYER_LAG_TOKENS % GRANULE_TOKENS
+            self.layers[name] = HostLayer(self.place, num_kv_heads, head_size, keys.dtype, lag)
         return self.layers[name]
 
 

@@ -23,11 +23,13 @@ from vllm_relay.sparse.contexts.context_store import (
 )
 from vllm_relay.sparse.contexts.tensors import to_elements
 from vllm_relay.sparse.files.damage import IndexDamagedError
+from vllm_relay.sparse.index.compiled_index import CompiledIndex
 from vllm_relay.sparse.index.elements import Elements
 from vllm_relay.sparse.index.flat import FlatIndex
+from vllm_relay.sparse.index.key_codes import row_bytes
 from vllm_relay.sparse.index.key_index import KeyIndex
 from vllm_relay.sparse.index.sparse_layer import SparseLayer
-from vllm_relay.sparse.index.value_means import value_means
+from vllm_relay.sparse.index.value_means import MEAN_TOKENS, value_means
 from vllm_relay.sparse.plan.head_plan import HeadPlan
 
 
@@ -52,6 +54,8 @@ class SequenceContext(StoredContext):
         self.tokens = tokens
         self.parent = parent
         self._layers: list[HostLayer] = [sequence.layers[name] for name in layer_names]
+        for layer in self._layers:
+            layer.segments.clear()  # it has indexes of its own
         keys = self._layers[0].keys
         self.shape = ContextShape(
             num_layers=len(self._layers),
@@ -65,9 +69,11 @@ class SequenceContext(StoredContext):
 
     @property
     def num_bytes(self) -> int:
-        shape = self.shape
-        row = shape.num_kv_heads * (shape.head_size + shape.value_size)
-        return shape.num_layers * self._num_own_tokens * row * self._layers[0].keys.element_size()
+        """With the codes of its keys, which are there as soon as it is read or indexed."""
+        shape, size = self.shape, self._layers[0].keys.element_size()
+        states = (shape.head_size + shape.value_size) * size + row_bytes(shape.head_size)
+        means = -(-shape.value_size * size // MEAN_TOKENS)
+        return shape.num_layers * self._num_own_tokens * shape.num_kv_heads * (states + means)
 
     @property
     def _num_own_tokens(self) -> int:
@@ -90,18 +96,38 @@ class SequenceContext(StoredContext):
         with self._building:
             if layer not in self._sparse_layers:
                 heads = range(self.shape.num_kv_heads)
-                states = [self.own_rows(layer, head, 0, self._num_own_tokens) for head in heads]
                 threads = torch.get_num_threads()
                 try:
-                    indexes = [FlatIndex().build(keys, threads=threads) for keys, _ in states]
+                    indexes = [
+                        FlatIndex().build(self._keys(layer, head), threads=threads)
+                        for head in heads
+                    ]
                 except ValueError as error:  # the thread that builds better ones will find it too
                     raise IndexDamagedError(f"context {self.id}: {error}") from error
-                self._sparse_layers[layer] = SparseLayer(
-                    indexes,
-                    [values for _, values in states],
-                    value_means=[value_means(values, threads) for _, values in states],
-                )
+                self._sparse_layers[layer] = self._sparse_layer(layer, indexes, threads)
             return self._sparse_layers[layer]
+
+    def flat_index(self, layer: int, head: int) -> KeyIndex | None:
+        """That which a request has needed meanwhile, if one has read the layer."""
+        known = self._sparse_layers.get(layer)
+        return None if known is None else known.indexes[head]
+
+    def take_flat(self, layer: int, indexes: Sequence[CompiledIndex]) -> None:
+        """Flat indexes of a layer, so that requests make no others until the context is stored."""
+        made = self._sparse_layer(layer, indexes, threads=1)
+        with self._building:
+            self._sparse_layers.setdefault(layer, made)
+
+    def _keys(self, layer: int, head: int) -> Elements:
+        return self.own_rows(layer, head, 0, self._num_own_tokens)[0]
+
+    def _sparse_layer(
+        self, layer: int, indexes: Sequence[CompiledIndex], threads: int
+    ) -> SparseLayer:
+        heads = range(self.shape.num_kv_heads)
+        values = [self.own_rows(layer, head, 0, self._num_own_tokens)[1] for head in heads]
+        means = [value_means(each, threads) for each in values]
+        return SparseLayer(list(indexes), values, value_means=means)
 
     def plan(self, layer: int, head: int) -> HeadPlan | None:
         return None

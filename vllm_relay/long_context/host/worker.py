@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from vllm_relay.long_context.window import Residency, WindowPolicy
 from vllm_relay.sparse.contexts.context_folder import rank_folder
 from vllm_relay.sparse.contexts.context_store import StoredContext
 from vllm_relay.sparse.contexts.retrieval import SessionStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 logger = logging.getLogger("vllm.relay")
 
@@ -60,6 +63,7 @@ class MirroredRow:
     """A request of a step, whose new keys and values are copied to the host.
 
     Attributes:
+        worker: that the request is of.
         first_query, last_query: its rows in the query.
         num_computed_tokens: before the step.
         residency: what the device holds of it.
@@ -68,6 +72,7 @@ class MirroredRow:
         blocks: int32; its row of the block table, before it was compacted.
     """
 
+    worker: LongContextWorker
     request: LongRequest
     sequence: HostSequence
     first_query: int
@@ -100,7 +105,7 @@ class MirroredRow:
 
 @dataclass
 class LongContextWorker:
-    """The requests of one worker process, and its contexts.
+    """The requests of one engine's worker, and its contexts.
 
     Attributes:
         readers: those of `requests` that go on behind a stored context.
@@ -126,7 +131,7 @@ class LongContextWorker:
     def set_layers(
         self, spec: RelaySparseSpec, layer_names: Sequence[str], options: RelayConfig
     ) -> None:
-        """A new engine's layers whose tokens leave the device: those of one KV cache group."""
+        """The engine's layers whose tokens leave the device: those of one KV cache group."""
         self.close_contexts()
         self._close_builders()
         self.requests.clear()
@@ -263,8 +268,7 @@ class LongContextWorker:
 
     def _new_sequence(self, request: LongRequest, begin: int) -> HostSequence:
         most_tokens = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        assert self._spec is not None and self._spec.policy is not None
-        policy = self._spec.policy
+        policy = self.policy
         return HostSequence(
             SequencePlace(
                 begin=begin,
@@ -276,9 +280,13 @@ class LongContextWorker:
             )
         )
 
-    def mirrored_requests(
-        self, policy: WindowPolicy, seq_lens: np.ndarray
-    ) -> list[tuple[int, LongRequest]]:
+    @property
+    def policy(self) -> WindowPolicy:
+        """Of the layers."""
+        assert self._spec is not None
+        return self._spec.policy
+
+    def mirrored_requests(self, seq_lens: np.ndarray) -> list[tuple[int, LongRequest]]:
         """The requests of the running step whose tokens are copied to the host, with their rows in
         its block table; none in a dummy run.
 
@@ -290,7 +298,9 @@ class LongContextWorker:
         batch = self._runner.input_batch
         ids = batch.req_ids[: len(seq_lens)]
         # short requests must not cost anything: there are many of them in every step
-        are_mirrored = policy.mirrors(seq_lens[: len(ids)], batch.num_prompt_tokens[: len(ids)])
+        are_mirrored = self.policy.mirrors(
+            seq_lens[: len(ids)], batch.num_prompt_tokens[: len(ids)]
+        )
         numbers = np.flatnonzero(are_mirrored).tolist()
         return [(each, self.requests[ids[each]]) for each in numbers if ids[each] in self.requests]
 
@@ -334,4 +344,21 @@ def _open_contexts(
     return WorkerContexts(path, fingerprint, layer_names, db_options(options), builders)
 
 
-state = LongContextWorker()
+_ATTRIBUTE = "relay_long_context_worker"
+"""Of a VllmConfig in the worker's process: each engine has one of its own, and several may be in
+one process. It goes with its engine."""
+
+
+def worker_of(vllm_config: VllmConfig) -> LongContextWorker | None:
+    """What the worker of an engine knows of long requests; None: it has no layers of
+    RELAY_SPARSE."""
+    return getattr(vllm_config, _ATTRIBUTE, None)
+
+
+def make_worker(vllm_config: VllmConfig) -> LongContextWorker:
+    """That of an engine, made at the first call."""
+    worker = worker_of(vllm_config)
+    if worker is None:
+        worker = LongContextWorker()
+        setattr(vllm_config, _ATTRIBUTE, worker)
+    return worker

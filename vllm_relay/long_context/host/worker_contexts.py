@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +31,7 @@ from vllm_relay.sparse.contexts.context_store import (
 )
 from vllm_relay.sparse.contexts.disk_context_store import DiskContext, DiskContextStore
 from vllm_relay.sparse.index.elements import check_finite
+from vllm_relay.sparse.index.flat import FlatIndex
 from vllm_relay.sparse.index.query_types import Dipr
 from vllm_relay.sparse.plan.index_choice import build_index
 from vllm_relay.sparse.plan.options import DBOptions
@@ -70,7 +72,7 @@ class WorkerContexts:
         self._fresh: dict[str, SequenceContext] = {}
         self._problems: dict[str, str] = {}
         self._refused: dict[str, np.ndarray] = {}  # tokens of what is not kept, with its problem
-        self._building: list[SequenceContext] = []
+        self._building: list[weakref.ReferenceType[SequenceContext]] = []
         self._is_closed = False
         self._lock = threading.Lock()
         self._built = threading.Condition(self._lock)
@@ -125,9 +127,12 @@ class WorkerContexts:
             self._fresh[context.id] = context
             self._problems.pop(context.id, None)
             self._refused.pop(context.id, None)
-            self._building.append(context)
         self._futures = [each for each in self._futures if not each.done()]
-        self._futures.append(self._builders.submit(self._build, context))
+        # one that is deleted while it waits for a thread leaves its memory at once
+        waiting = weakref.ref(context)
+        with self._lock:
+            self._building.append(waiting)
+        self._futures.append(self._builders.submit(self._build_if_there, context.id, waiting))
         return True
 
     def delete(self, context_id: str) -> str | None:
@@ -174,7 +179,10 @@ class WorkerContexts:
         until their thread notices."""
         contexts: dict[str, StoredContext] = {c.id: c for c in self._fresh.values()}
         contexts |= {c.id: c for c in self._store.contexts()}
-        deleted = {each.id for each in self._building} - self._fresh.keys()
+        under_way = {
+            each.id for each in (waiting() for waiting in self._building) if each is not None
+        }
+        deleted = under_way - self._fresh.keys()
         return {key: each for key, each in contexts.items() if key not in deleted}
 
     def _is_wanted(self, context: SequenceContext) -> bool:
@@ -195,6 +203,19 @@ class WorkerContexts:
             problem=problem,
             parent_id=context.parent_id,
         )
+
+    def _build_if_there(
+        self, context_id: str, waiting: weakref.ReferenceType[SequenceContext]
+    ) -> None:
+        try:
+            context = waiting()
+            if context is not None:
+                self._build(context)
+        finally:
+            with self._lock:
+                self._building = [each for each in self._building if each is not waiting]
+                self._changed.append(context_id)
+                self._built.notify_all()
 
     def _build(self, context: SequenceContext) -> None:
         try:
@@ -219,11 +240,6 @@ class WorkerContexts:
                     self._problems[context.id] = f"{type(error).__name__}: {error}"
                 elif context.id not in self._fresh:
                     self._delete_stored(context.id)
-        finally:
-            with self._lock:
-                self._building = [each for each in self._building if each is not context]
-                self._changed.append(context.id)
-                self._built.notify_all()
 
     def _is_stored(self, context: SequenceContext) -> bool:
         """Stores it, if it is wanted. False: what it was to continue was deleted meanwhile."""
@@ -244,7 +260,7 @@ class WorkerContexts:
             return None
         with self._lock:  # its thread has begun before this one
             self._built.wait_for(
-                lambda: all(each is not continued.context for each in self._building)
+                lambda: all(each() is not continued.context for each in self._building)
             )
         parent = self._store.parent_here(continued)
         if parent is None:
@@ -270,20 +286,33 @@ class WorkerContexts:
             for head in range(context.shape.num_kv_heads):
                 if not self._is_wanted(context) or process_ends():
                     return None
-                train = context.queries(layer, head, begin, context.num_tokens)
-                group = context.group_size(layer)
-                last = context.last_queries(layer, head)
                 try:
-                    keys, values = context.rows(layer, head, begin, context.num_tokens)
-                    check_finite("keys", keys)
-                    check_finite("values", values)
-                    index, plan = build_index(
-                        layer, keys, values, train, group, self.options, self._costs, last
-                    )
+                    built[-1].append(self._head(context, layer, head, begin))
                 except ValueError as error:
                     raise UnusableStatesError(f"layer {layer}, kv head {head}: {error}") from error
-                built[-1].append(HeadStates(keys, values, index, train, plan))
+            flat = [each.index for each in built[-1] if isinstance(each.index, FlatIndex)]
+            if len(flat) == len(built[-1]) and begin == context.own_begin:
+                context.take_flat(layer, flat)
         return built
+
+    def _head(self, context: SequenceContext, layer: int, head: int, begin: int) -> HeadStates:
+        """Of the tokens from `begin` on.
+
+        Raises:
+            ValueError: no index can have its keys or values.
+        """
+        keys, values = context.rows(layer, head, begin, context.num_tokens)
+        check_finite("keys", keys)
+        check_finite("values", values)
+        train = context.queries(layer, head, begin, context.num_tokens)
+        known = context.flat_index(layer, head) if self.options.index == "flat" else None
+        if known is not None and begin == context.own_begin:
+            return HeadStates(keys, values, known, train)
+        group, last = context.group_size(layer), context.last_queries(layer, head)
+        index, plan = build_index(
+            layer, keys, values, train, group, self.options, self._costs, last
+        )
+        return HeadStates(keys, values, index, train, plan)
 
 
 def db_options(options: RelayConfig) -> DBOptions:

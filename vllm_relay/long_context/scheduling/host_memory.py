@@ -102,6 +102,11 @@ class HostMemory:
                 return unread[:count]
         return []
 
+    def freed_bytes(self, context_id: str) -> int:
+        """What is free at once when a context is deleted: nothing while a request reads it or
+        another context continues it."""
+        return self.used_bytes - self._bytes_without((), (context_id,))
+
     def preempt(self, request_id: str) -> None:
         """The request gives its memory up when others need it."""
         if request_id in self._requests:

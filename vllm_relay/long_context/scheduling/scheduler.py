@@ -8,7 +8,8 @@ block for them, which nobody reads, and a block of its own for what is left of t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,6 +25,7 @@ from vllm_relay.long_context.orders import (
     StepOrders,
 )
 from vllm_relay.long_context.scheduling.catalog import ContextCatalog
+from vllm_relay.long_context.scheduling.client_quota import ClientQuota
 from vllm_relay.long_context.scheduling.context_bytes import ContextBytes, bytes_with_parents
 from vllm_relay.long_context.scheduling.host_memory import HostMemory, Reused
 from vllm_relay.long_context.scheduling.kv_cache_spec import (
@@ -34,6 +36,9 @@ from vllm_relay.long_context.scheduling.memory import default_capacity_bytes, to
 from vllm_relay.long_context.scheduling.reusable_requests import is_kept, is_known_by_tokens
 from vllm_relay.long_context.stats import COUNTERS, GAUGES, LONG_CONTEXTS, LongContextStats
 from vllm_relay.sparse.contexts.context_store import context_id_of
+
+_MAX_DECLARED = 1024
+"""Contexts that the operator has asked for and that are not computed yet."""
 
 
 class HostBlocks(KVCacheBlocks):
@@ -79,6 +84,9 @@ class LongContextScheduler:
         self._token_ids: WeakKeyDictionary[Request, np.ndarray] = WeakKeyDictionary()
         self.has_loaded = False
         self._files: dict[str, ContextBytes] = {}
+        self._declared: deque[str] = deque(maxlen=_MAX_DECLARED)
+        keeps_none = options.client_contexts == "off"
+        self._quota = ClientQuota(0 if keeps_none else options.max_client_context_tokens)
         self._disk_bytes = _bytes_of(options.context_disk_gib)
         self._has_folder = options.context_dir is not None
         self._num_ranks = num_ranks
@@ -199,9 +207,7 @@ class LongContextScheduler:
         num_tokens = request.num_computed_tokens - request.num_in_flight_tokens
         if request.status != RequestStatus.RUNNING:
             self._preempted.pop(request_id, None)
-            reused = self.memory.reused(request_id)
-            num_reused = 0 if reused is None else reused.num_tokens
-            if is_kept(request) and self.refuse_context(num_tokens, num_reused) is None:
+            if is_kept(request):
                 self._keep(request, num_tokens)
             self.memory.release(request_id)
         elif self._can_skip_tokens and self._policy.mirrors(num_tokens, request.num_prompt_tokens):
@@ -267,11 +273,14 @@ class LongContextScheduler:
         orders, self._orders = self._orders, StepOrders()
         return orders
 
-    def refuse_context(self, num_tokens: int, num_reused: int = 0) -> tuple[int, str] | None:
+    def refuse_context(
+        self, num_tokens: int, num_reused: int = 0, leaving_bytes: int = 0
+    ) -> tuple[int, str] | None:
         """Why a prompt of so many tokens cannot become a context, with an HTTP status; or None.
 
         Args:
             num_reused: first ones that another context has.
+            leaving_bytes: of contexts that leave for it.
         """
         if not self._can_skip_tokens:
             return 501, (
@@ -289,17 +298,40 @@ class LongContextScheduler:
                 f"a prompt of {num_tokens} tokens was given, expected fewer than max_model_len="
                 f"{self._max_model_len}"
             )
-        # what is left must hold the longest request, else that would wait forever
-        needed = self.memory.bytes_for(num_tokens - num_reused)
-        free = self.memory.capacity_bytes - self.memory.context_bytes
-        free -= self.memory.bytes_for(self._max_model_len)
-        if needed > free:
+        needed, free = (
+            self.memory.bytes_for(num_tokens - num_reused),
+            self._free_for_contexts_bytes(),
+        )
+        if needed - leaving_bytes > free:
             return 507, (
                 f"a context of {num_tokens} tokens takes {needed} bytes of host memory, and "
                 f"{max(0, free)} are left beside the longest request: delete contexts, or raise "
                 "host_memory_gib"
             )
         return None
+
+    def _free_for_contexts_bytes(self) -> int:
+        """What is left must hold the longest request, else that would wait forever."""
+        free = self.memory.capacity_bytes - self.memory.context_bytes
+        return free - self.memory.bytes_for(self._max_model_len)
+
+    def declare_context(self, context_id: str) -> None:
+        """The operator asks for a context; its request comes next, if it is not there."""
+        if context_id in self.catalog:
+            self.catalog.give_to_operator(context_id)
+        elif context_id not in self._declared:
+            self._declared.append(context_id)
+
+    def serve_clients(self, keeps: bool) -> None:
+        """The engine is that of a server: requests that ask to be kept are others'.
+
+        Args:
+            keeps: whether any are kept.
+        """
+        if not keeps:
+            self._quota.max_tokens = 0
+        elif self._quota.max_tokens is None:
+            self._quota.max_tokens = self.memory.capacity_bytes // 2 // self.memory.bytes_per_token
 
     def delete_context(self, context_id: str) -> None:
         """No later request reuses it, and the workers do not make it if they have not begun to."""
@@ -311,16 +343,22 @@ class LongContextScheduler:
         self.memory.set_context(context_id, 0)
         self._files.pop(context_id, None)
 
-    def load_contexts(self, contexts: Mapping[str, Sequence[int]]) -> None:
-        """The contexts that the workers have, by id, are all there are."""
+    def load_contexts(
+        self, context_ids: Collection[str], tokens: Mapping[str, Sequence[int] | np.ndarray]
+    ) -> None:
+        """The contexts that the workers have are all there are.
+
+        Args:
+            tokens: of those that are not known yet, by id.
+        """
         self.has_loaded = True
         pending = {report.context_id for report in self.pending_contexts()}
         for context_id in self.catalog.by_last_use():
-            if context_id not in contexts and context_id not in pending:
+            if context_id not in context_ids and context_id not in pending:
                 self.delete_context(context_id)
-        for context_id, tokens in contexts.items():
+        for context_id, each in tokens.items():
             if context_id not in self.catalog:
-                self.catalog.add(context_id, np.asarray(tokens, np.int64))
+                self.catalog.add(context_id, np.asarray(each, np.int64))
 
     def pending_contexts(self) -> list[ContextReport]:
         """Those that the workers are told of with the next step."""
@@ -337,7 +375,7 @@ class LongContextScheduler:
         ]
 
     def update_contexts(self, reports: Iterable[ContextReport]) -> None:
-        """What contexts take has changed; those used least recently leave a folder that is full."""
+        """What contexts take has changed; those that have to leave a folder that is full do so."""
         known = [each for each in reports if each.context_id in self.catalog]
         for report in known:
             self.catalog.set_parent(report.context_id, report.parent_id)
@@ -350,9 +388,9 @@ class LongContextScheduler:
         limit, files = self._disk_bytes, self._files
         if limit is None:
             return
-        by_last_use = [each for each in self.catalog.by_last_use() if each in files]
+        leaving = [each for each in self.catalog.in_leaving_order() if each in files]
         # what never fits is first: no other need leave for it
-        for context_id in sorted(by_last_use, key=lambda each: files[each].num_bytes <= limit):
+        for context_id in sorted(leaving, key=lambda each: files[each].num_bytes <= limit):
             if bytes_with_parents(files.values()) <= limit:
                 return
             if files[context_id].num_bytes:
@@ -368,15 +406,34 @@ class LongContextScheduler:
         tokens = list(request.all_token_ids[:num_tokens])
         array = np.asarray(tokens, np.int64)
         context_id = context_id_of(array)
+        is_clients = context_id not in self._declared
+        if not is_clients:
+            self._declared.remove(context_id)
         if context_id in self.catalog:
             return
-        # it has the memory that the request has: what that reused is not stored again
         reused = self.memory.reused(request_id)
-        own_begin = 0 if reused is None else reused.num_tokens
-        self.catalog.add(context_id, array, None if reused is None else reused.context_id)
-        num_bytes = self.memory.bytes_for(num_tokens - own_begin)
+        parent_id, num_reused = (None, 0) if reused is None else reused
+        leaving = self._leaving_for_client(num_tokens - num_reused, parent_id) if is_clients else []
+        if leaving is None:
+            return
+        leaving_bytes = sum(map(self.memory.freed_bytes, leaving))
+        if self.refuse_context(num_tokens, num_reused, leaving_bytes) is not None:
+            return
+        for each in leaving:
+            self._evict(each)
+        # it has the memory that the request has: what that reused is not stored again
+        self.catalog.add(context_id, array, parent_id, num_reused=num_reused, is_clients=is_clients)
+        num_bytes = self.memory.bytes_for(num_tokens - num_reused)
         self.memory.add_context(context_id, num_bytes, request_id)
         self._orders.kept[request_id] = KeptContext(context_id, tokens)
+
+    def _leaving_for_client(self, num_tokens: int, continued: str | None) -> list[str] | None:
+        """Contexts that requests asked for and that leave for one of so many tokens, besides those
+        of a context that it continues; None: it cannot be kept."""
+        missing_bytes = self.memory.bytes_for(num_tokens) - self._free_for_contexts_bytes()
+        stays = set(self.catalog.with_parents(continued))
+        others = [each for each in self.catalog.of_clients() if each.id not in stays]
+        return self._quota.leaving(num_tokens, missing_bytes, others, self.memory.freed_bytes)
 
     def _placement(self, request: Request) -> Placement | None:
         size = self._policy.block_size_tokens
@@ -416,13 +473,13 @@ class LongContextScheduler:
         return True
 
     def _evict_for(self, request_id: str, num_tokens: int, reused: Reused | None) -> bool:
-        """Whether there is room when contexts in memory leave, those used least recently first.
+        """Whether there is room when contexts in memory leave, those of clients first.
 
         Where nobody runs whose end would make room, none may keep a request waiting: not even the
         one that it reuses, without which it then begins again.
         """
         is_alone = self.memory.is_alone(request_id)
-        context_ids = self.catalog.by_last_use()
+        context_ids = self.catalog.in_leaving_order()
         if self._has_folder and not is_alone:
             context_ids = []  # they are being written, and take no memory soon
         if reused is not None:

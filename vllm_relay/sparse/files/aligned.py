@@ -8,6 +8,8 @@ import numpy as np
 
 _CACHE_LINE_BYTES = 64
 _HUGE_PAGE_BYTES = 2 << 20
+_MAPPED_BYTES = 128 << 10
+"""From here on, memory goes back to the system when it is freed, and not to an allocator."""
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -16,9 +18,9 @@ def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     large = num_bytes >= 2 * _HUGE_PAGE_BYTES
     multiple = _HUGE_PAGE_BYTES if large else _CACHE_LINE_BYTES
-    if large:
+    if num_bytes >= _MAPPED_BYTES:
         pages = mmap.mmap(-1, num_bytes + multiple, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        if large and hasattr(mmap, "MADV_HUGEPAGE"):
             pages.madvise(mmap.MADV_HUGEPAGE)
         raw = np.frombuffer(pages, np.uint8)
     else:

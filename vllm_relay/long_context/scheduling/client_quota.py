@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much contexts may take that requests asked for, beside those of the operator."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vllm_relay.long_context.scheduling.catalog import CatalogEntry
+
+logger = logging.getLogger("vllm.relay")
+
+
+@dataclass
+class ClientQuota:
+    """
+    Attributes:
+        max_tokens: of all of them together; None: no limit, 0: none are kept.
+    """
+
+    max_tokens: int | None
+
+    def leaving(
+        self,
+        num_tokens: int,
+        missing_bytes: int,
+        contexts: Sequence[CatalogEntry],
+        freed_bytes: Callable[[str], int],
+    ) -> list[str] | None:
+        """Which contexts have to leave before one of so many tokens is kept.
+
+        Args:
+            num_tokens: besides those of a context that it continues.
+            missing_bytes: of host memory, for the new one.
+            contexts: that requests asked for; the first ones leave first.
+            freed_bytes: what is free when the context of an id leaves.
+
+        Returns:
+            ids; None: it is larger than all may be.
+        """
+        if self.max_tokens is None:
+            return []
+        if num_tokens > self.max_tokens:
+            logger.warning(
+                "vllm-relay: a request of %d tokens is not kept: all contexts of clients together "
+                "may have %d (client_contexts, max_client_context_tokens)",
+                num_tokens, self.max_tokens,
+            )  # fmt: skip
+            return None
+        excess_tokens = sum(each.num_own_tokens for each in contexts) + num_tokens - self.max_tokens
+        leaving = []
+        for each in contexts:
+            freed = freed_bytes(each.id)
+            if excess_tokens > 0 or (missing_bytes > 0 and freed):
+                leaving.append(each.id)
+                excess_tokens -= each.num_own_tokens
+                missing_bytes -= freed
+        return leaving
