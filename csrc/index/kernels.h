@@ -86,7 +86,6 @@ struct TokenBlocks {
 };
 
 // How many candidates by code are scored exactly for the k best; a graph scores all of a bucket.
-// more.
 inline size_t num_rescored(int32_t k) { return static_cast<size_t>(k) + (k / 8 > 12 ? k / 8 : 12); }
 
 struct IndexKernels {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A scan of all keys in their order, by the upper halves of their codes: half the bytes of whole
-// ones. The lower halves are read of candidates only.
+// A scan of all keys in their order. Where the unread is weighed, by the upper halves of their
+// codes, and the lower ones of candidates only; otherwise exact, by whole codes.
 #pragma once
 
 #include "candidate_scan.h"

@@ -255,6 +255,38 @@ def test_what_is_deleted_before_a_turn_is_stored_is_stored_with_it(
     assert not list(tmp_path.glob(f"*{LINK_SUFFIX}"))
 
 
+def test_damage_of_a_deleted_link_leaves_what_it_continues_alone(tmp_path: Path) -> None:
+    """Its file has another name since, than the one that a page's error tells."""
+    contexts = open_contexts(tmp_path)
+    ids = keep_chat(contexts)
+    wait(contexts)
+    contexts.close()
+    path = tmp_path / f"{ids[1]}{CONTEXT_SUFFIX}"
+    with ContextFile.open(path) as file:
+        section = file.file.sections["layers/1/kv_heads/0/values"]
+    content = bytearray(path.read_bytes())
+    content[section.offset_bytes + 3] ^= 1
+    path.write_bytes(content)
+    contexts = open_contexts(tmp_path)
+    chain = get(contexts, ids[3])
+    assert contexts.delete(ids[1]) is None
+    with pytest.raises(IndexDamagedError):
+        attention(chain, 1e-37)
+    assert [report.context_id for report, _ in contexts.reports()] == [ids[0]]
+
+
+def test_a_context_that_was_deleted_and_kept_again_has_its_queries(tmp_path: Path) -> None:
+    contexts = open_contexts(tmp_path)
+    ids = keep_chat(contexts)
+    wait(contexts)
+    queries = {each.name for each in tmp_path.iterdir()} - {f"{i}{CONTEXT_SUFFIX}" for i in ids}
+    contexts.delete(ids[0])
+    keep_turn(contexts, None, 0, TURNS[0][1])
+    wait(contexts)
+    files = {each.name for each in tmp_path.iterdir()}
+    assert files == queries | {f"{i}{CONTEXT_SUFFIX}" for i in ids}
+
+
 def test_damage_of_a_link_is_told_with_its_file_and_ends_what_continues_it(tmp_path: Path) -> None:
     contexts = open_contexts(tmp_path)
     ids = keep_chat(contexts)

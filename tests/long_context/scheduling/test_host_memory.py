@@ -129,7 +129,7 @@ class HostMemoryMachine(RuleBasedStateMachine):
             for each in by_last_use
             if each in self.contexts and self.contexts[each] not in read
         ]
-        ways = [free[:n] for n in range(1, len(free) + 1)]
+        ways = [free[:n] for n in range(len(free) + 1)]
         enough = [way for way in ways if self.used(others, way) <= room]
         num_tokens = num_granules * GRANULE_TOKENS
         leaving = self.memory.contexts_in_the_way(request_id, num_tokens, by_last_use)
@@ -246,9 +246,11 @@ def test_what_a_context_continues_counts_once_and_as_long_as_it_is_there() -> No
     assert memory.context_bytes == 6 * GRANULE_BYTES
     memory.set_context("x", 3 * GRANULE_BYTES)  # its indexes are built
     assert memory.context_bytes == 5 * GRANULE_BYTES
-    # nothing is freed by the first one alone
-    assert memory.contexts_in_the_way("c", 16 * GRANULE_TOKENS, "xyz") == ["x", "y"]
-    assert memory.contexts_in_the_way("c", 18 * GRANULE_TOKENS, "yzx") == ["y", "z", "x"]
+    # nothing is freed by the first one before the others have left
+    assert memory.contexts_in_the_way("c", 16 * GRANULE_TOKENS, "xyz") == ["y"]
+    assert memory.contexts_in_the_way("c", 18 * GRANULE_TOKENS, "xyz") == ["y", "z", "x"]
+    freed = [memory.freed_bytes(ids) // GRANULE_BYTES for ids in ("x", "y", "xy", "xyz")]
+    assert freed == [0, 1, 1, 5]
     memory.set_context("x", 0)
     assert memory.context_bytes == 5 * GRANULE_BYTES
     memory.set_context("y", 0)

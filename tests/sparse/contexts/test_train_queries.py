@@ -95,22 +95,3 @@ def test_of_forgotten_tokens_there_are_no_last_queries() -> None:
     taken.add(queries[:, :, 20:25], first_position=20)
     last = taken.last()
     assert last is not None and torch.equal(last, queries[:, :, 20:25].transpose(1, 2))
-
-
-@pytest.mark.parametrize("crop", [None, 9, 6, 4, 3, 2, 1, 0])
-def test_a_sample_of_earlier_tokens_comes_first(crop: int | None) -> None:
-    whole, earlier, later = (TrainQueries(0.5) for _ in range(3))
-    whole.add(_queries(12), first_position=0)
-    earlier.add(_queries(12)[:, :, :6], first_position=0)
-    later.add(_queries(12)[:, :, 6:], first_position=6)
-    sample = earlier.sample()
-    assert sample is not None
-    later.put_before(sample, 6)
-    if crop is not None:
-        for queries in (whole, later):
-            queries.crop(crop)
-            queries.add(_queries(12)[:, :, crop:], first_position=crop)
-    wanted, found = whole.sample(), later.sample()
-    assert wanted is not None and found is not None
-    assert torch.equal(found, wanted)
-    assert found.shape == (KV_HEADS, 6, SIZE)

@@ -97,7 +97,7 @@ class WorkerContexts:
         layers: Sequence[Sequence[HeadStates]],
         parent: Parent | None = None,
     ) -> None:
-        """Stores a context that was made elsewhere, `layers[layer][kv head]`; as a store."""
+        """Stores a context, `layers[layer][kv head]`; as a store."""
         self._store.add(tokens, layers, parent)
 
     def keep(
@@ -210,20 +210,26 @@ class WorkerContexts:
         try:
             context = waiting()
             if context is not None:
-                self._build(context)
+                self._build(context, waiting)
         finally:
             with self._lock:
-                self._building = [each for each in self._building if each is not waiting]
+                self._leave(waiting)
                 self._changed.append(context_id)
-                self._built.notify_all()
 
-    def _build(self, context: SequenceContext) -> None:
+    def _leave(self, waiting: weakref.ReferenceType[SequenceContext]) -> None:
+        self._building = [each for each in self._building if each is not waiting]
+        self._built.notify_all()
+
+    def _build(
+        self, context: SequenceContext, waiting: weakref.ReferenceType[SequenceContext]
+    ) -> None:
         try:
             while not self._is_stored(context):
                 logger.info("context %s: what it continues was deleted", context.id)
             with self._storing, self._lock:
                 if self._fresh.get(context.id) is context:
                     del self._fresh[context.id]
+                    self._leave(waiting)  # at once: else it would seem to be deleted
                 elif context.id not in self._fresh:
                     self._delete_stored(context.id)
         except UnusableStatesError as error:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from vllm_relay.long_context.scheduling.catalog import CatalogEntry
@@ -26,7 +26,8 @@ class ClientQuota:
         num_tokens: int,
         missing_bytes: int,
         contexts: Sequence[CatalogEntry],
-        freed_bytes: Callable[[str], int],
+        freed_bytes: Callable[[Collection[str]], int],
+        continued: Collection[str] = (),
     ) -> list[str] | None:
         """Which contexts have to leave before one of so many tokens is kept.
 
@@ -34,26 +35,32 @@ class ClientQuota:
             num_tokens: besides those of a context that it continues.
             missing_bytes: of host memory, for the new one.
             contexts: that requests asked for; the first ones leave first.
-            freed_bytes: what is free when the context of an id leaves.
+            freed_bytes: what is free when the contexts of these ids leave.
+            continued: ids of those that stay, since the new one continues them.
 
         Returns:
             ids; None: it is larger than all may be.
         """
         if self.max_tokens is None:
             return []
-        if num_tokens > self.max_tokens:
+        staying_tokens = sum(each.num_own_tokens for each in contexts if each.id in continued)
+        if num_tokens + staying_tokens > self.max_tokens:
             logger.warning(
                 "vllm-relay: a request of %d tokens is not kept: all contexts of clients together "
-                "may have %d (client_contexts, max_client_context_tokens)",
-                num_tokens, self.max_tokens,
+                "may have %d, and it continues %d of them (client_contexts, "
+                "max_client_context_tokens)",
+                num_tokens, self.max_tokens, staying_tokens,
             )  # fmt: skip
             return None
         excess_tokens = sum(each.num_own_tokens for each in contexts) + num_tokens - self.max_tokens
-        leaving = []
+        leaving: list[str] = []
+        freed = 0
         for each in contexts:
-            freed = freed_bytes(each.id)
-            if excess_tokens > 0 or (missing_bytes > 0 and freed):
+            if each.id in continued:
+                continue
+            then = freed_bytes([*leaving, each.id])
+            if excess_tokens > 0 or freed < min(then, missing_bytes):
                 leaving.append(each.id)
                 excess_tokens -= each.num_own_tokens
-                missing_bytes -= freed
+                freed = then
         return leaving

@@ -89,23 +89,31 @@ class HostMemory:
         self, request_id: str, num_tokens: int, context_ids: Sequence[str]
     ) -> list[str]:
         """Which contexts have to leave before `reserve` makes room: the first ones of `context_ids`
-        that take memory, but none that the request or a running one reads. Empty if that is not
-        enough."""
+        whose leaving frees memory, but none that the request or a running one reads. Empty if that
+        is not enough."""
         readers = (request_id, *self._requests)
         read = with_parents(self._read[each] for each in readers if each in self._read)
         known = [each for each in context_ids if each in self._contexts]
         unread = [each for each in known if self._contexts[each] not in read]
         room_bytes = self.capacity_bytes - self._missing_bytes(request_id, num_tokens)
         others = self._other_preempted(request_id)
-        for count in range(1, len(unread) + 1):
-            if self._bytes_without(others, unread[:count]) <= room_bytes:
-                return unread[:count]
-        return []
+        leaving: list[str] = []
+        left_bytes = self._bytes_without(others)
+        while left_bytes > room_bytes:
+            for each in unread:
+                bytes_then = self._bytes_without(others, [*leaving, each])
+                if bytes_then < left_bytes:  # else it left already, or something continues it
+                    break
+            else:
+                return []
+            leaving.append(each)
+            left_bytes = bytes_then
+        return leaving
 
-    def freed_bytes(self, context_id: str) -> int:
-        """What is free at once when a context is deleted: nothing while a request reads it or
-        another context continues it."""
-        return self.used_bytes - self._bytes_without((), (context_id,))
+    def freed_bytes(self, context_ids: Collection[str]) -> int:
+        """What is free at once when these contexts are deleted: nothing of one that a request reads
+        or that another one continues."""
+        return self.used_bytes - self._bytes_without((), context_ids)
 
     def preempt(self, request_id: str) -> None:
         """The request gives its memory up when others need it."""

@@ -416,7 +416,7 @@ class LongContextScheduler:
         leaving = self._leaving_for_client(num_tokens - num_reused, parent_id) if is_clients else []
         if leaving is None:
             return
-        leaving_bytes = sum(map(self.memory.freed_bytes, leaving))
+        leaving_bytes = self.memory.freed_bytes(leaving)
         if self.refuse_context(num_tokens, num_reused, leaving_bytes) is not None:
             return
         for each in leaving:
@@ -431,9 +431,10 @@ class LongContextScheduler:
         """Contexts that requests asked for and that leave for one of so many tokens, besides those
         of a context that it continues; None: it cannot be kept."""
         missing_bytes = self.memory.bytes_for(num_tokens) - self._free_for_contexts_bytes()
-        stays = set(self.catalog.with_parents(continued))
-        others = [each for each in self.catalog.of_clients() if each.id not in stays]
-        return self._quota.leaving(num_tokens, missing_bytes, others, self.memory.freed_bytes)
+        return self._quota.leaving(
+            num_tokens, missing_bytes, self.catalog.of_clients(), self.memory.freed_bytes,
+            self.catalog.with_parents(continued),
+        )  # fmt: skip
 
     def _placement(self, request: Request) -> Placement | None:
         size = self._policy.block_size_tokens

@@ -189,18 +189,28 @@ def _verify(path: Path) -> dict[str, Any]:
 
 
 def _verify_parent(context: ContextFile) -> None:
-    """Reads every byte of what a context continues, too; a damaged one is named."""
+    """Reads every byte of what a context continues, too; a damaged one is named.
+
+    Raises:
+        IndexDamagedError: there is something wrong with one of them.
+    """
     if context.parent is None:
         return
     path = parent_path(context.path.parent, context.parent.context_id)
     try:
         with ContextFile.open(path, expected=context.fingerprint) as parent:
+            if not parent.own_begin < context.own_begin <= parent.num_tokens:
+                raise IndexDamagedError(
+                    f"{path}: its own tokens are {parent.own_begin} to {parent.num_tokens}"
+                )
             parent.verify()
             if not np.array_equal(
                 parent.tokens[: context.own_begin], context.tokens[: context.own_begin]
             ):
                 raise IndexDamagedError(f"{path}: it has other tokens")
             _verify_parent(parent)
+    except RecursionError:
+        raise IndexDamagedError(f"{context.path}: continues too many others") from None
     except (OSError, ValueError) as error:
         raise IndexDamagedError(f"{context.path} continues {path}: {error}") from error
 

@@ -180,7 +180,12 @@ class DiskContext(StoredContext):
             yield
         except IndexDamagedError as error:
             message = str(error)
-            damaged = [each for each in contexts if str(each.path) in message]
+            # a page is named by what its file was called when it was opened
+            damaged = [
+                each
+                for each in contexts
+                if str(each.path) in message or str(each._file.path) in message
+            ]
             if damaged:
                 for each in damaged:
                     each._damage = message
@@ -302,7 +307,7 @@ class DiskContextStore(ContextStore):
         with self._lock:
             link = path.with_suffix(LINK_SUFFIX)
             if link in self._links and self._links[link].damage is None:
-                return self._undelete(link, path)
+                return self._undelete(link, path, layers)
             if parent is not None:
                 if not self._has_all_of(parent):
                     raise ParentGoneError(parent.context.id)
@@ -313,10 +318,7 @@ class DiskContextStore(ContextStore):
             make_private_folder(self._path)  # somebody may have removed it
             # a context can do without its queries; queries without a context would stay for ever
             write_context(path, self._fingerprint, tokens, _heads(layers), parent=continued)
-            try:
-                _write_queries(path.with_suffix(QUERIES_SUFFIX), layers)
-            except OSError as error:
-                logger.warning("training queries left out: %s", error)
+            _write_queries(path, layers)
             with self._lock:
                 self._skipped.pop(path, None)
                 self._open[path] = self._opened(path, FileVersion.of(path))
@@ -345,10 +347,13 @@ class DiskContextStore(ContextStore):
             for link in links
         )
 
-    def _undelete(self, link: Path, path: Path) -> StoredContext:
+    def _undelete(
+        self, link: Path, path: Path, layers: Sequence[Sequence[HeadStates]]
+    ) -> StoredContext:
         link.replace(path)
+        _write_queries(path, layers)
         context = self._open[path] = self._links.pop(link)
-        context.path = path
+        context.path, context.version = path, FileVersion.of(path)
         return context
 
     def contexts(self) -> list[StoredContext]:
@@ -461,6 +466,8 @@ class DiskContextStore(ContextStore):
                 if self._skipped.get(path, (None, ""))[0] == version:
                     raise IndexDamagedError(self._skipped[path][1])
                 context = self._opened(path, version, file)
+            except RecursionError:
+                raise IndexDamagedError(f"{file.path}: continues too many others") from None
             except (ForeignContextError, IndexDamagedError, OSError) as error:
                 raise IndexDamagedError(f"{file.path} continues {path}: {error}") from error
             known = self._links if path.suffix == LINK_SUFFIX else self._open
@@ -507,13 +514,17 @@ def _num_leased_bytes(file: ContextFile) -> int:
 
 
 def _write_queries(path: Path, layers: Sequence[Sequence[HeadStates]]) -> None:
+    """Beside the context's file."""
     arrays = {
         _queries_name(layer, head): states.train_queries.data
         for layer, heads in enumerate(layers)
         for head, states in enumerate(heads)
         if states.train_queries is not None
     }
-    write_sections(path, {"content": "training queries"}, arrays)
+    try:
+        write_sections(path.with_suffix(QUERIES_SUFFIX), {"content": "training queries"}, arrays)
+    except OSError as error:
+        logger.warning("training queries left out: %s", error)
 
 
 def _queries_name(layer: int, head: int) -> str:

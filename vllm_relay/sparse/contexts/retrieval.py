@@ -192,7 +192,9 @@ def _reaches(planned: QueryType | None, query: QueryType) -> bool:
 def _query_type(query: QueryType, options: DBOptions, scale: float) -> QueryType:
     limits = [query.max_dropped_mass, options.max_dropped_mass]
     given = [limit for limit in limits if limit is not None]
-    if given:
+    if given and isinstance(query, Dipr):
+        query = replace(query, max_dropped_mass=min(given), estimate=False)
+    elif given:
         query = replace(query, max_dropped_mass=min(given))
     return query if query.scale is not None else replace(query, scale=scale)
 

@@ -51,17 +51,6 @@ class TrainQueries:
         self._parts.append(queries[:, heads, tokens].detach().to("cpu", copy=True))
         self._positions.extend(positions)
 
-    def put_before(self, sample: torch.Tensor, num_tokens: int) -> None:
-        """Takes over the sample of the first `num_tokens` tokens, none of which was added here.
-
-        Args: sample: [kv_heads, m, head_size], in token order.
-        """
-        count = sample.shape[1]
-        self._parts.insert(0, sample)
-        # as if it were even
-        self._positions[:0] = [(n * num_tokens - 1) // count for n in range(1, count + 1)]
-        self._end = max(self._end, num_tokens)
-
     def sample(self) -> torch.Tensor | None:
         """[kv_heads, m, head_size] in token order; None if there are none."""
         if not self._parts:

@@ -22,12 +22,11 @@ from vllm_relay.sparse.index.key_index import IndexDamagedError
 
 
 class FlatIndex(CompiledIndex):
-    """Reads the upper half of the eight-bit code of every key, the lower half where the upper one
-    is not enough, and the keys themselves that could be an answer.
+    """Reads the eight-bit code of every key, and the keys themselves that could be an answer.
 
     What a code can be off by is bounded (docs/key-index.md, section 2), so the answer is the one
-    that reading all keys would give, for a quarter of the bytes of bfloat16 keys and those of the
-    candidates.
+    that reading all keys would give, for half the bytes of bfloat16 keys. Where what is not found
+    is estimated, upper halves of codes are enough, for a quarter.
     """
 
     kind = "flat"
