@@ -24,7 +24,13 @@ from vllm_relay.long_context.client import (
 )
 from vllm_relay.long_context.host.worker import make_worker
 from vllm_relay.long_context.orders import KEEP_ARG, StepOrders
-from vllm_relay.sparse.contexts.context_file import CONTEXT_SUFFIX, QUERIES_SUFFIX
+from vllm_relay.sparse.contexts.context_file import (
+    CONTEXT_SUFFIX,
+    LINK_SUFFIX,
+    QUERIES_SUFFIX,
+    ContextFile,
+)
+from vllm_relay.sparse.contexts.context_folder import parent_path
 
 SECONDS = float(os.environ.get("RELAY_SOAK_S", "60"))
 FIRST_SEED = int(os.environ.get("RELAY_SOAK_FIRST_SEED", "0"))
@@ -331,6 +337,17 @@ class Soak:
             assert time.monotonic() < end_s, problem
             time.sleep(0.1)
 
+    def _continued(self, paths: list[Path]) -> set[str]:
+        """Ids of what these files continue, at any distance."""
+        found: set[str] = set()
+        while paths:
+            with ContextFile.open(paths.pop()) as file:
+                parent = file.parent
+            if parent is not None and parent.context_id not in found:
+                found.add(parent.context_id)
+                paths.append(parent_path(self.folder, parent.context_id))
+        return found
+
     def _folder_problem(self) -> str | None:
         """What is in the folder that should not be there."""
         self.contexts()
@@ -340,7 +357,10 @@ class Soak:
         num_bytes = sum(path.stat().st_size for path in files.values())
         if num_bytes > DISK_BYTES:
             return f"{num_bytes} bytes, expected at most {DISK_BYTES}"
+        continued = self._continued([*files.values()])
         for path in self.folder.iterdir():
+            if path.suffix == LINK_SUFFIX and path.stem in continued:
+                continue
             if path.suffix not in (CONTEXT_SUFFIX, QUERIES_SUFFIX):
                 return f"{path.name}: no context"
             if path.stem not in files:
