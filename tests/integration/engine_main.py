@@ -267,7 +267,9 @@ def run_chat(llm: LLM) -> Any:
 
 
 def run_evicted_contexts(llm: LLM) -> Any:
-    """Three contexts in a folder with room for two; one leaves while a request reads it."""
+    """Three contexts in a folder with room for two; one leaves while a request reads it. All are
+    the operator's: those of clients would leave first."""
+    from vllm_relay.commands import engine as commands
     from vllm_relay.long_context.client import keep_context, list_contexts
     from vllm_relay.long_context.orders import KEEP_ARG
 
@@ -300,6 +302,7 @@ def run_evicted_contexts(llm: LLM) -> Any:
     engine.add_request("reader", prompts[0], greedy(40, logprobs=2))
     engine.add_request("user", prompts[2], greedy(1))
     params = greedy(1, extra_args={KEEP_ARG: True})
+    commands.call(engine, "declare_context", {"token_ids": documents[1]})
     engine.add_request("kept", {"prompt_token_ids": documents[1]}, params)
     while engine.has_unfinished_requests():
         for request in engine.step():
