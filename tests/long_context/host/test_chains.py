@@ -27,7 +27,6 @@ from tests.long_context.host.test_worker_contexts import (
     FINGERPRINT,
     kept,
     open_contexts,
-    slow,  # noqa: F401  (fixture)
     wait,
 )
 from vllm_relay.long_context.host import chain_length
@@ -46,7 +45,7 @@ from vllm_relay.sparse.contexts.context_file import (
     _check_layout,
     write_context,
 )
-from vllm_relay.sparse.contexts.context_store import Link, StoredContext
+from vllm_relay.sparse.contexts.context_store import StoredContext
 from vllm_relay.sparse.contexts.contexts_command import run_delete, run_list, run_verify
 from vllm_relay.sparse.contexts.disk_context_store import DiskContextStore
 from vllm_relay.sparse.contexts.partial_attention import attention_state
@@ -241,7 +240,7 @@ def test_a_link_that_nothing_continues_is_deleted_when_the_folder_is_opened(tmp_
 
 def test_what_is_deleted_before_a_turn_is_stored_is_stored_with_it(
     contexts: WorkerContexts,
-    slow: threading.Event,  # noqa: F811
+    slow: threading.Event,
     tmp_path: Path,
 ) -> None:
     ids = [keep_turn(contexts, None, 0, 203)]
@@ -255,18 +254,24 @@ def test_what_is_deleted_before_a_turn_is_stored_is_stored_with_it(
     assert not list(tmp_path.glob(f"*{LINK_SUFFIX}"))
 
 
-def test_damage_of_a_deleted_link_leaves_what_it_continues_alone(tmp_path: Path) -> None:
-    """Its file has another name since, than the one that a page's error tells."""
-    contexts = open_contexts(tmp_path)
+def damaged_link(folder: Path) -> tuple[list[str], Path]:
+    """A chat, closed, with one bit of the second link's values changed; its ids, and the file."""
+    contexts = open_contexts(folder)
     ids = keep_chat(contexts)
     wait(contexts)
     contexts.close()
-    path = tmp_path / f"{ids[1]}{CONTEXT_SUFFIX}"
+    path = folder / f"{ids[1]}{CONTEXT_SUFFIX}"
     with ContextFile.open(path) as file:
         section = file.file.sections["layers/1/kv_heads/0/values"]
     content = bytearray(path.read_bytes())
     content[section.offset_bytes + 3] ^= 1
     path.write_bytes(content)
+    return ids, path
+
+
+def test_damage_of_a_deleted_link_leaves_what_it_continues_alone(tmp_path: Path) -> None:
+    """Its file has another name since, than the one that a page's error tells."""
+    ids, _ = damaged_link(tmp_path)
     contexts = open_contexts(tmp_path)
     chain = get(contexts, ids[3])
     assert contexts.delete(ids[1]) is None
@@ -288,16 +293,7 @@ def test_a_context_that_was_deleted_and_kept_again_has_its_queries(tmp_path: Pat
 
 
 def test_damage_of_a_link_is_told_with_its_file_and_ends_what_continues_it(tmp_path: Path) -> None:
-    contexts = open_contexts(tmp_path)
-    ids = keep_chat(contexts)
-    wait(contexts)
-    contexts.close()
-    path = tmp_path / f"{ids[1]}{CONTEXT_SUFFIX}"
-    with ContextFile.open(path) as file:
-        section = file.file.sections["layers/1/kv_heads/0/values"]
-    content = bytearray(path.read_bytes())
-    content[section.offset_bytes + 3] ^= 1
-    path.write_bytes(content)
+    ids, path = damaged_link(tmp_path)
     contexts = open_contexts(tmp_path)
     chain = get(contexts, ids[3])
     with pytest.raises(IndexDamagedError, match=str(path)):
@@ -311,27 +307,24 @@ def test_damage_of_a_link_is_told_with_its_file_and_ends_what_continues_it(tmp_p
 
 
 def test_many_turns_make_few_links_and_store_little_twice() -> None:
-    turn_tokens, ends = 300, [0]
-    links: list[Link] = []
+    turn_tokens = 300
+    ends: list[int] = []
     num_stored_tokens = 0
     for turn in range(1, 400):
         end = turn * turn_tokens
-        begin = own_begin(links, end)
-        links = [each for each in links if each.end <= begin]
-        links.append(Link(None, begin, end))  # type: ignore[arg-type]
-        ends.append(end)
+        begin = own_begin(ends, end)
+        assert begin in (0, *ends)
+        ends = [*(each for each in ends if each <= begin), end]
         num_stored_tokens += end - begin
-        assert len(links) <= chain_length.MAX_LINKS
-        assert [each.begin for each in links[1:]] == [each.end for each in links[:-1]]
+        assert len(ends) <= chain_length.MAX_LINKS
         if turn <= chain_length.MAX_LINKS:
             assert num_stored_tokens == end
     assert num_stored_tokens < 4 * ends[-1]
 
 
 def test_short_links_are_taken_over() -> None:
-    links = [Link(None, 0, 100), Link(None, 100, 119), Link(None, 119, 130)]  # type: ignore[arg-type]
-    assert own_begin(links, 200) == 100
-    assert own_begin(links[:1], 200) == 100
+    assert own_begin([100, 119, 130], 200) == 100
+    assert own_begin([100], 200) == 100
     assert own_begin([], 200) == 0
 
 
@@ -422,3 +415,5 @@ def test_a_cycle_of_files_is_refused(tmp_path: Path) -> None:
         write_context(path, FINGERPRINT, ours.tokens, heads, parent=parent)
     contexts = open_contexts(tmp_path)
     assert contexts.reports() == []
+    status, reports = run(run_verify, tmp_path)
+    assert status == 1 and all("its own tokens are" in each["error"] for each in reports)

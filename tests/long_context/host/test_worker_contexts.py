@@ -25,7 +25,6 @@ from tests.long_context.host.test_sequence_context import (
     computed,
 )
 from vllm_relay.config import RelayConfig
-from vllm_relay.long_context.host import worker_contexts
 from vllm_relay.long_context.host.host_sequence import HostSequence
 from vllm_relay.long_context.host.index_builders import start_builders
 from vllm_relay.long_context.host.worker_contexts import WorkerContexts, db_options
@@ -76,20 +75,6 @@ def wait(contexts: WorkerContexts) -> list[ContextReport]:
         assert time.monotonic() < end
         time.sleep(0.01)
     return contexts.take_changes()
-
-
-@pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """No index is built before it is set."""
-    may_build, build_index = threading.Event(), worker_contexts.build_index
-
-    def build_slowly(*args: Any) -> Any:
-        assert may_build.wait(timeout=60)
-        return build_index(*args)
-
-    monkeypatch.setattr(worker_contexts, "build_index", build_slowly)
-    yield may_build
-    may_build.set()
 
 
 def damage_keys(folder: Path) -> None:

@@ -315,3 +315,10 @@ def test_of_two_bounds_of_the_dropped_mass_the_smaller_one_holds(
     planned = Dipr(alpha=1.0, max_dropped_mass=0.005)
     asked = _query_type(planned, DBOptions(max_dropped_mass=asked_for), scale=0.25)
     assert asked == Dipr(alpha=1.0, max_dropped_mass=bound, scale=0.25)
+
+
+def test_a_bound_takes_the_place_of_an_estimate() -> None:
+    """A plan may say one and the options the other."""
+    planned = Dipr(alpha=0.01, estimate=True)
+    asked = _query_type(planned, DBOptions(max_dropped_mass=0.1), scale=0.25)
+    assert asked == Dipr(alpha=0.01, max_dropped_mass=0.1, scale=0.25)

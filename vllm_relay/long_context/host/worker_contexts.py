@@ -271,7 +271,8 @@ class WorkerContexts:
         parent = self._store.parent_here(continued)
         if parent is None:
             return None
-        begin = own_begin(parent.context.links(parent.num_tokens), context.num_tokens)
+        links = parent.context.links(parent.num_tokens)
+        begin = own_begin([each.end for each in links], context.num_tokens)
         return parent.context.first_tokens(begin)
 
     def _delete_stored(self, context_id: str) -> None:

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from vllm_relay.long_context.host import worker_contexts
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No index is built before it is set."""
+    may_build, build_index = threading.Event(), worker_contexts.build_index
+
+    def build_slowly(*args: Any) -> Any:
+        assert may_build.wait(timeout=60)
+        return build_index(*args)
+
+    monkeypatch.setattr(worker_contexts, "build_index", build_slowly)
+    yield may_build
+    may_build.set()
