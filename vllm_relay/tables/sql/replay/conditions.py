@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AND, OR and NOT of a condition, so that what asks is evaluated last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sqlglot.tokens import TokenType
+
+from vllm_relay.tables.sql.replay.structure import Range, Structure
+
+Kind = Literal["and", "or", "not", "leaf"]
+
+
+@dataclass(eq=False)
+class Condition:
+    """
+    Attributes:
+        kind: of the operator.
+        range: of its tokens.
+        parts: operands.
+        asks: whether there is a call in it.
+        has_query: whether there is a subquery in it.
+    """
+
+    kind: Kind
+    range: Range
+    asks: bool
+    has_query: bool
+    parts: list[Condition] = field(default_factory=list)
+
+
+def read_condition(
+    structure: Structure, tokens: Range, asks: Callable[[Range], bool]
+) -> Condition:
+    """The operators of a condition, as far as calls are below them."""
+    inner = tokens
+    while (
+        structure.is_type(inner[0], TokenType.L_PAREN)
+        and structure.match.get(inner[0]) == inner[1] - 1
+        and not structure.starts_query(inner[0])
+    ):
+        inner = (inner[0] + 1, inner[1] - 1)
+    has_call = asks(inner)
+    has_query = any(structure.starts_query(number) for number in range(*inner))
+    if has_call:
+        for kind, separator in (("or", TokenType.OR), ("and", TokenType.AND)):
+            ranges = _operands(structure, inner, separator)
+            if len(ranges) > 1:
+                parts = [read_condition(structure, part, asks) for part in ranges]
+                return Condition(kind, inner, has_call, has_query, parts)  # type: ignore[arg-type]
+        if structure.is_type(inner[0], TokenType.NOT):
+            part = read_condition(structure, (inner[0] + 1, inner[1]), asks)
+            return Condition("not", inner, has_call, has_query, [part])
+    return Condition("leaf", inner, has_call, has_query)
+
+
+def _operands(structure: Structure, tokens: Range, separator: TokenType) -> list[Range]:
+    parts: list[Range] = []
+    begin, depth, num_betweens = tokens[0], 0, 0
+    for number in structure.flat(tokens):
+        word = structure.tokens[number].token_type
+        if word == TokenType.CASE:
+            depth += 1
+        elif word == TokenType.END:
+            depth -= 1
+        elif depth == 0 and word == TokenType.BETWEEN:
+            num_betweens += 1
+        elif depth == 0 and word == TokenType.AND and num_betweens:
+            num_betweens -= 1
+        elif depth == 0 and word == separator:
+            parts.append((begin, number))
+            begin = number + 1
+    return [*parts, (begin, tokens[1])]
+
+
+def conjuncts(condition: Condition) -> list[Condition]:
+    if condition.kind != "and":
+        return [condition]
+    return [inner for part in condition.parts for inner in conjuncts(part)]
+
+
+Text = Callable[[Range], str]
+
+
+def lazy_filter(condition: Condition, text: Text) -> str:
+    """A text of which only the truth matters: NULL may be false, as in WHERE."""
+    if condition.kind == "and":
+        return chain([part for part in conjuncts(condition)], text)
+    if condition.kind == "or":
+        return _lazy_or(condition, text, lambda part: lazy_filter(part, text))
+    return lazy_value(condition, text)
+
+
+def chain(parts: list[Condition], text: Text) -> str:
+    """All of some conditions; one that asks after those without, in the order given."""
+    free = [part for part in parts if not part.asks and not part.has_query]
+    late = [part for part in parts if not part.asks and part.has_query]
+    asking = [part for part in parts if part.asks]
+    shown = ""
+    for part in reversed(asking):
+        value = lazy_filter(part, text)
+        shown = f"CASE WHEN {value} THEN {shown} ELSE false END" if shown else f"({value})"
+    for part in reversed(late):
+        shown = f"CASE WHEN {text(part.range)} THEN {shown} ELSE false END" if shown else ""
+    pieces = [f"({text(part.range)})" for part in free]
+    if not asking:
+        pieces += [f"({text(part.range)})" for part in late]
+    return " AND ".join([*pieces, *([shown] if shown else [])])
+
+
+def _lazy_or(condition: Condition, text: Text, inner: Callable[[Condition], str]) -> str:
+    free = [part for part in condition.parts if not part.asks]
+    asking = [part for part in condition.parts if part.asks]
+    # the operands one after the other, and all of them again where none was true
+    shown = " OR ".join(f"({text(part.range)})" for part in free)
+    last = " OR ".join(f"({inner(part)})" for part in asking[-1:])
+    for part in reversed(asking[:-1]):
+        value = inner(part)
+        last = f"CASE WHEN ({value}) THEN true ELSE ({value}) OR ({last}) END"
+    if not free:
+        return last
+    return f"CASE WHEN {shown} THEN true ELSE {shown} OR ({last}) END"
+
+
+def lazy_value(condition: Condition, text: Text) -> str:
+    """A text with the same value, NULL too."""
+    if condition.kind == "or":
+        return _lazy_or(condition, text, lambda part: lazy_value(part, text))
+    if condition.kind == "not":
+        return f"NOT ({lazy_value(condition.parts[0], text)})"
+    if condition.kind == "and":
+        parts = sorted(condition.parts, key=lambda part: part.asks)
+        shown = ""
+        for part in reversed(parts):
+            value = lazy_value(part, text)
+            if not shown:
+                shown = f"({value})"
+            elif part.asks:
+                shown = f"CASE WHEN NOT ({value}) THEN false ELSE ({value}) AND {shown} END"
+            else:
+                shown = f"CASE WHEN NOT ({value}) THEN false ELSE ({value}) AND {shown} END"
+        return shown
+    return text(condition.range)

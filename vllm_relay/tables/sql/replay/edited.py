@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A statement whose calls are functions over the answers that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import duckdb
+import sqlglot
+from sqlglot import exp
+from sqlglot.errors import SqlglotError
+from sqlglot.tokens import TokenType
+
+from vllm_relay.tables.identifiers import quoted
+from vllm_relay.tables.sql.expressions import DIALECT, FUNCTION, has_call, is_call, sql_of
+from vllm_relay.tables.sql.replay.answers import key_text
+from vllm_relay.tables.sql.replay.call_sites import Call, FieldText, Site, read_calls
+from vllm_relay.tables.sql.replay.conditions import Condition, lazy_filter, read_condition
+from vllm_relay.tables.sql.replay.functions import Functions
+from vllm_relay.tables.sql.replay.splices import Splice, Splices
+from vllm_relay.tables.sql.replay.structure import Query, Range, Select, Structure
+
+_CALL_RANK, _CONDITION_RANK, _ITEM_RANK, _QUERY_RANK = 9, 5, 3, 1
+
+
+class Edited:
+    """
+    Args:
+        connection: of DuckDB.
+        functions: that stand for calls.
+        text: of a statement, as it was given.
+
+    Attributes:
+        calls: in the order in which they can be asked.
+
+    Raises:
+        SqlError: a call is not called as it should be.
+    """
+
+    def __init__(
+        self, connection: duckdb.DuckDBPyConnection, functions: Functions, text: str
+    ) -> None:
+        self._connection = connection
+        self.functions = functions
+        self.structure = Structure(text)
+        self.splices = Splices(text)
+        self.calls: list[Call] = []
+        self.call_splices: dict[int, Splice] = {}
+        self.anchors: dict[int, str] = {}
+        self.conditions: dict[tuple[int, int], Condition] = {}
+        for call in read_calls(self.structure, self._star_names):
+            self.calls.append(call)
+            self._add(call.range, _CALL_RANK, self._call_render(call))
+        for query in self.structure.all_queries:
+            for select in query.selects:
+                self._conditions(select)
+                self._names(select)
+        self._filters()
+
+    @property
+    def sites(self) -> list[Site]:
+        found = {call.site.number: call.site for call in self.calls}
+        return [found[number] for number in sorted(found)]
+
+    def text(self, tokens: Range | None = None, inside: Splice | None = None) -> str:
+        """The edited text of some tokens, of all by default."""
+        if tokens is None:
+            return self.splices.render(0, len(self.structure.text))
+        return self.splices.render(*self.structure.span(tokens), inside)
+
+    def key(self, call: Call, inside: Splice | None = None) -> str:
+        return key_text([self._field(part, inside) for part in call.fields])
+
+    def _field(self, field: FieldText, inside: Splice | None) -> str:
+        return field.text if field.range is None else self.text(field.range, inside)
+
+    def _call_render(self, call: Call) -> Callable[[Splice], str]:
+        def render(splice: Splice) -> str:
+            anchors = self.anchors.get(call.range[0], "[]")
+            key = self.key(call, splice)
+            return self.functions.call(call.site.question.output, call.site.number, key, anchors)
+
+        return render
+
+    def _add(self, tokens: Range, rank: int, render: Callable[[Splice], str]) -> Splice:
+        return self.splices.add(*self.structure.span(tokens), rank, render)
+
+    def asks(self, tokens: Range) -> bool:
+        """Whether there is a call among tokens, not only in a subquery."""
+        return any(
+            tokens[0] <= call.range[0] < tokens[1] and not self._in_query(call.range[0], tokens)
+            for call in self.calls
+        )
+
+    def _in_query(self, number: int, tokens: Range) -> bool:
+        return any(
+            tokens[0] < query.range[0] and query.range[0] <= number < query.range[1] <= tokens[1]
+            for query in self.structure.all_queries
+        )
+
+    def calls_of(self, tokens: Range) -> list[Call]:
+        """Calls of an expression, outside of its subqueries, those in fields first."""
+        return [
+            call
+            for call in self.calls
+            if tokens[0] <= call.range[0] < tokens[1] and not self._in_query(call.range[0], tokens)
+        ]
+
+    def _conditions(self, select: Select) -> None:
+        for clause in ("where", "having", "qualify"):
+            if clause in select.clauses and self.asks(select.clauses[clause]):
+                self._condition(select.clauses[clause])
+        if "from" in select.clauses:
+            for tokens in on_conditions(self.structure, select.clauses["from"]):
+                if self.asks(tokens):
+                    self._condition(tokens)
+
+    def _filters(self) -> None:
+        structure = self.structure
+        for number, token in enumerate(structure.tokens):
+            if token.token_type == TokenType.FILTER and structure.is_type(
+                number + 2, TokenType.WHERE
+            ):
+                tokens = (number + 3, structure.match.get(number + 1, number + 3))
+                if self.asks(tokens):
+                    self._condition(tokens)
+
+    def _condition(self, tokens: Range) -> None:
+        condition = read_condition(self.structure, tokens, self.asks)
+        self.conditions[tokens] = condition
+
+        def render(splice: Splice) -> str:
+            return lazy_filter(condition, lambda part: self.text(part, splice))
+
+        self._add(tokens, _CONDITION_RANK, render)
+
+    def _names(self, select: Select) -> None:
+        """Names of items that ask, as they would be called with the text of the call."""
+        if "select" not in select.clauses:
+            return
+        for tokens in select_items(self.structure, select):
+            if tokens[0] >= tokens[1] or not self.asks(tokens):
+                continue
+            name = _name(self.structure.text_of(tokens))
+            if name is None:
+                continue
+
+            def render(splice: Splice, name: str = name) -> str:
+                return f" AS {quoted(name)}"
+
+            end = self.structure.span(tokens)[1]
+            self.splices.add(end, end, _ITEM_RANK, render)
+
+    def context(self, query: Query, inner: str) -> str:
+        """A query's text with what it may use of the queries around it."""
+        child: Query | None = None
+        above: Query | None = query
+        while above is not None:
+            ctes = [cte for _, cte in above.ctes]
+            if child is not None and child in ctes:
+                ctes = ctes[: ctes.index(child)]
+            if ctes:
+                assert above.with_range is not None
+                tokens = (above.with_range[0], ctes[-1].range[1] + 1)
+                inner = f"{self.text(tokens)} SELECT * FROM ({inner})"
+            child, above = above, above.parent
+        return inner
+
+    def _star_names(self, select: Select | None, table: str) -> list[str]:
+        source = ""
+        query = None
+        if select is not None and "from" in select.clauses:
+            source = f"FROM {self.text(select.clauses['from'])}"
+            query = select.query
+        text = f"SELECT {table}* {source}"
+        if query is not None:
+            text = self.context(query, text)
+        return list(self._connection.sql(text).columns)
+
+
+def _name(text: str) -> str | None:
+    """The name of an item of a select list, if it has none of its own."""
+    try:
+        select = sqlglot.parse_one(f"SELECT {text}", dialect=DIALECT)
+    except SqlglotError:
+        return None
+    items = select.expressions
+    if len(items) != 1 or not has_call(items[0]) or isinstance(items[0], exp.Alias):
+        return None
+    if isinstance(items[0], exp.Star) or not isinstance(items[0], exp.Expr):
+        return None
+    return FUNCTION if is_call(items[0]) else sql_of(items[0])
+
+
+def select_items(structure: Structure, select: Select) -> list[Range]:
+    begin, end = select.clauses["select"]
+    if structure.is_type(begin, TokenType.DISTINCT):
+        begin += 1
+        if structure.is_type(begin, TokenType.ON):
+            begin = structure.match[begin + 1] + 1
+    elif structure.is_type(begin, TokenType.ALL):
+        begin += 1
+    return structure.split((begin, end))
+
+
+_JOIN_WORDS = {
+    *("JOIN", "LEFT", "RIGHT", "FULL", "INNER", "CROSS", "SEMI", "ANTI", "ASOF", "NATURAL"),
+    *("POSITIONAL", "OUTER"),
+}
+
+
+def on_conditions(structure: Structure, tokens: Range) -> list[Range]:
+    """Conditions of the joins of a FROM."""
+    found: list[Range] = []
+    begin: int | None = None
+    for number in structure.flat(tokens):
+        is_join = structure.word(number) in _JOIN_WORDS and not structure.is_type(
+            number + 1, TokenType.L_PAREN, TokenType.DOT
+        )
+        if begin is not None and (is_join or structure.is_type(number, TokenType.COMMA)):
+            found.append((begin, number))
+            begin = None
+        if structure.is_type(number, TokenType.ON):
+            begin = number + 1
+        if (
+            structure.is_type(number, TokenType.L_PAREN)
+            and begin is None
+            and not structure.starts_query(number)
+        ):
+            found += on_conditions(structure, (number + 1, structure.match.get(number, number)))
+    if begin is not None:
+        found.append((begin, tokens[1]))
+    return found

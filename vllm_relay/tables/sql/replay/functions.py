@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions of DuckDB that stand for calls."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from vllm_relay.tables.outputs import Output
+from vllm_relay.tables.sql.replay.answers import Answers
+
+_numbers = itertools.count(1)
+
+_TYPES: dict[str, tuple[str, pa.DataType]] = {
+    "text": ("VARCHAR", pa.string()),
+    "int": ("BIGINT", pa.int64()),
+    "float": ("DOUBLE", pa.float64()),
+    "bool": ("BOOLEAN", pa.bool_()),
+    "json": ("VARCHAR", pa.string()),
+}
+
+
+class Functions:
+    """
+    Args:
+        connection: on which they are made, and stay.
+        answers: that they give.
+    """
+
+    def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
+        self._connection = connection
+        self._prefix = f"relay_{next(_numbers)}_"
+        self.answers: Answers | None = None
+
+    def ensure(self) -> None:
+        """Make those that are not there: a transaction that is rolled back takes them along."""
+        found = self._connection.execute(
+            "SELECT count(*) FROM duckdb_functions() WHERE function_name = ?",
+            [self._prefix + "missing"],
+        ).fetchall()[0][0]
+        if found:
+            return
+        for name, (sql_type, arrow_type) in _TYPES.items():
+            self._make(name, sql_type, arrow_type, lambda value: value[0], True)
+        self._make("error", "VARCHAR", pa.string(), lambda value: value[1], False)
+        self._make("missing", "BIGINT", pa.int64(), None, False)
+
+    def _make(
+        self,
+        name: str,
+        sql_type: str,
+        arrow_type: pa.DataType,
+        value_of: Callable[[tuple[Any, Any]], Any] | None,
+        counts: bool,
+    ) -> None:
+        def function(sites: pa.Array, keys: pa.Array, anchors: pa.Array) -> pa.Array:
+            answers = self.answers
+            assert answers is not None
+            site = sites[0].as_py() if len(sites) else 0
+            rows = [tuple(key) for key in keys.to_pylist()]
+            if value_of is None:
+                return pa.array(answers.numbers_of_missing(site, rows), arrow_type)
+            known = answers.look_up(site, rows, counts)
+            return pa.array(
+                [None if value is None else value_of(value) for value in known], arrow_type
+            )
+
+        self._connection.create_function(
+            self._prefix + name,
+            function,
+            ["BIGINT", "VARCHAR[]", "UBIGINT[]"],
+            sql_type,
+            type="arrow",
+            null_handling="special",
+            side_effects=False,
+        )
+
+    def call(self, output: Output, site: int, key: str, anchors: str = "[]") -> str:
+        text = f"{self._prefix}{output.type}({site}, {key}, {anchors})"
+        return f"({text}::JSON)" if output.type == "json" else text
+
+    def error(self, site: int, key: str) -> str:
+        return f"{self._prefix}error({site}, {key}, [])"
+
+    def missing(self, site: int, key: str) -> str:
+        return f"{self._prefix}missing({site}, {key}, [])"
