@@ -85,29 +85,31 @@ def conjuncts(condition: Condition) -> list[Condition]:
 Text = Callable[[Range], str]
 
 
-def lazy_filter(condition: Condition, text: Text) -> str:
-    """A text of which only the truth matters: NULL may be false, as in WHERE."""
+def lazy_filter(condition: Condition, text: Text, is_whole: bool = True) -> str:
+    """A text of which only the truth matters: NULL may be false, as in WHERE.
+
+    Args:
+        is_whole: DuckDB sees its conjuncts, and may move them.
+    """
     if condition.kind == "and":
-        return chain([part for part in conjuncts(condition)], text)
+        return chain(conjuncts(condition), text, is_whole)
     if condition.kind == "or":
-        return _lazy_or(condition, text, lambda part: lazy_filter(part, text))
+        return _lazy_or(condition, text, lambda part: lazy_filter(part, text, False))
     return lazy_value(condition, text)
 
 
-def chain(parts: list[Condition], text: Text) -> str:
+def chain(parts: list[Condition], text: Text, is_whole: bool = True) -> str:
     """All of some conditions; one that asks after those without, in the order given."""
-    free = [part for part in parts if not part.asks and not part.has_query]
-    late = [part for part in parts if not part.asks and part.has_query]
+    free = [part for part in parts if not part.asks and not (part.has_query or not is_whole)]
+    late = [part for part in parts if not part.asks and (part.has_query or not is_whole)]
     asking = [part for part in parts if part.asks]
     shown = ""
     for part in reversed(asking):
-        value = lazy_filter(part, text)
+        value = lazy_filter(part, text, False)
         shown = f"CASE WHEN {value} THEN {shown} ELSE false END" if shown else f"({value})"
-    for part in reversed(late):
-        shown = f"CASE WHEN {text(part.range)} THEN {shown} ELSE false END" if shown else ""
-    pieces = [f"({text(part.range)})" for part in free]
-    if not asking:
-        pieces += [f"({text(part.range)})" for part in late]
+    for part in reversed(late if asking else []):
+        shown = f"CASE WHEN {text(part.range)} THEN {shown} ELSE false END"
+    pieces = [f"({text(part.range)})" for part in (free if asking else parts)]
     return " AND ".join([*pieces, *([shown] if shown else [])])
 
 

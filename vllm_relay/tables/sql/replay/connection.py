@@ -13,11 +13,13 @@ from vllm_relay.tables.sql.checks import check_statement, without_asking
 from vllm_relay.tables.sql.connection import Connection, _difference
 from vllm_relay.tables.sql.errors import SqlError
 from vllm_relay.tables.sql.jobs import JobAsker
+from vllm_relay.tables.sql.replay.anchors import add_anchors
 from vllm_relay.tables.sql.replay.answers import Answers
 from vllm_relay.tables.sql.replay.call_sites import Site
 from vllm_relay.tables.sql.replay.edited import Edited
 from vllm_relay.tables.sql.replay.functions import Functions
 from vllm_relay.tables.sql.replay.passes import Passes, one_view
+from vllm_relay.tables.sql.replay.volatile import settle
 from vllm_relay.tables.sql.result import Result
 from vllm_relay.tables.sql.statements import Statement, split_statements
 
@@ -54,6 +56,8 @@ class ReplayConnection(Connection):
             asker.answer(source, site, target)  # type: ignore[arg-type]
 
         edited = Edited(connection, self._functions, statement.text)
+        settle(connection, tables, edited)
+        add_anchors(connection, edited)
         answers = Answers(connection, tables, edited.sites)
         self._functions.answers = answers
         passes = Passes(connection, tables, edited, answers, ask)

@@ -17,10 +17,11 @@ from vllm_relay.tables.sql.replay.answers import key_text
 from vllm_relay.tables.sql.replay.call_sites import Call, FieldText, Site, read_calls
 from vllm_relay.tables.sql.replay.conditions import Condition, lazy_filter, read_condition
 from vllm_relay.tables.sql.replay.functions import Functions
+from vllm_relay.tables.sql.replay.sources import is_join_word
 from vllm_relay.tables.sql.replay.splices import Splice, Splices
 from vllm_relay.tables.sql.replay.structure import Query, Range, Select, Structure
 
-_CALL_RANK, _CONDITION_RANK, _ITEM_RANK, _QUERY_RANK = 9, 5, 3, 1
+_CALL_RANK, _CONDITION_RANK, _ITEM_RANK, _CLAUSE_RANK, _QUERY_RANK = 9, 5, 3, 2, 1
 
 
 class Edited:
@@ -124,6 +125,25 @@ class Edited:
                 tokens = (number + 3, structure.match.get(number + 1, number + 3))
                 if self.asks(tokens):
                     self._condition(tokens)
+                self._guard_arguments(number, tokens)
+
+    def _guard_arguments(self, number: int, condition: Range) -> None:
+        """An aggregate asks only about the rows of its FILTER."""
+        closing = number - 1
+        opening = next((i for i, end in self.structure.match.items() if end == closing), None)
+        if opening is None or self.asks(condition):
+            return
+        for call in self.calls_of((opening + 1, closing)):
+            if not any(
+                other is not call and other.range[0] < call.range[0] < other.range[1]
+                for other in self.calls
+            ):
+
+                def render(splice: Splice) -> str:
+                    inner = self.splices.render(splice.begin, splice.end, splice)
+                    return f"CASE WHEN {self.text(condition)} THEN {inner} END"
+
+                self._add(call.range, _CALL_RANK - 1, render)
 
     def _condition(self, tokens: Range) -> None:
         condition = read_condition(self.structure, tokens, self.asks)
@@ -150,6 +170,17 @@ class Edited:
 
             end = self.structure.span(tokens)[1]
             self.splices.add(end, end, _ITEM_RANK, render)
+
+    def replace(self, tokens: Range, rank: int, text: str) -> None:
+        self._add(tokens, rank, lambda splice: text)
+
+    def replace_query(self, query: Query, text: str) -> None:
+        self._add(query.range, _QUERY_RANK, lambda splice: text)
+
+    def replace_clause(self, select: Select, clause: str, text: str) -> None:
+        """Replace a clause with its keyword."""
+        tokens = (select.keywords[clause], select.clauses[clause][1])
+        self._add(tokens, _CLAUSE_RANK, lambda splice: text)
 
     def context(self, query: Query, inner: str) -> str:
         """A query's text with what it may use of the queries around it."""
@@ -203,21 +234,13 @@ def select_items(structure: Structure, select: Select) -> list[Range]:
     return structure.split((begin, end))
 
 
-_JOIN_WORDS = {
-    *("JOIN", "LEFT", "RIGHT", "FULL", "INNER", "CROSS", "SEMI", "ANTI", "ASOF", "NATURAL"),
-    *("POSITIONAL", "OUTER"),
-}
-
-
 def on_conditions(structure: Structure, tokens: Range) -> list[Range]:
     """Conditions of the joins of a FROM."""
     found: list[Range] = []
     begin: int | None = None
     for number in structure.flat(tokens):
-        is_join = structure.word(number) in _JOIN_WORDS and not structure.is_type(
-            number + 1, TokenType.L_PAREN, TokenType.DOT
-        )
-        if begin is not None and (is_join or structure.is_type(number, TokenType.COMMA)):
+        ends = is_join_word(structure, number) or structure.is_type(number, TokenType.COMMA)
+        if begin is not None and ends:
             found.append((begin, number))
             begin = None
         if structure.is_type(number, TokenType.ON):
