@@ -56,6 +56,10 @@ class Binder:
         aggregates = frozenset(name for name, is_aggregate, _ in rows if is_aggregate)
         return aggregates, frozenset(name for name, _, is_volatile in rows if is_volatile)
 
+    @property
+    def aggregates(self) -> frozenset[str]:
+        return self._functions[0]
+
     @cached_property
     def has_collations(self) -> bool:
         """Whether texts that differ may be equal in some column."""

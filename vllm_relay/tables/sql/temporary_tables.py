@@ -47,6 +47,4 @@ class TemporaryTables:
         return int(self.value(f"SELECT count(*) FROM {name}"))
 
     def value(self, query: str) -> Any:
-        row = self.connection.execute(query).fetchone()
-        assert row is not None
-        return row[0]
+        return self.connection.execute(query).fetchall()[0][0]

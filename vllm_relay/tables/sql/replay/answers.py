@@ -10,7 +10,6 @@ import duckdb
 import pyarrow as pa
 
 from vllm_relay.tables.identifiers import ANSWER, ERROR, quoted
-from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.replay.call_sites import Site
 from vllm_relay.tables.sql.temporary_tables import TemporaryTables
 
@@ -145,8 +144,16 @@ class Answers:
                     f"{self._sites[site].text}"
                 )
 
-    def question(self, site: int) -> Question:
-        return self._sites[site].question
+    def ask_numbers(self, numbers: list[int], ask: Ask) -> None:
+        """Ask about rows by their numbers; those of the first site only if there are several."""
+        by_site: dict[int, dict[Key, int]] = {}
+        for number in numbers:
+            site, key = self.numbered[number]
+            if key not in self._known[site]:
+                counts = by_site.setdefault(site, {})
+                counts[key] = counts.get(key, 0) + 1
+        for site in sorted(by_site):
+            self.ask(site, by_site[site], ask)
 
 
 def _value(column: str, kind: str) -> str:

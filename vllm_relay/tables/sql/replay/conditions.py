@@ -146,3 +146,63 @@ def lazy_value(condition: Condition, text: Text) -> str:
                 shown = f"CASE WHEN NOT ({value}) THEN false ELSE ({value}) AND {shown} END"
         return shown
     return text(condition.range)
+
+
+Missing = Callable[[Condition], str]
+
+
+def missing_text(condition: Condition, text: Text, missing: Missing) -> str:
+    """The number of the first row to ask that the value depends on, NULL if it is known.
+
+    Args:
+        missing: that of the calls of a leaf.
+    """
+    if condition.kind == "leaf":
+        return missing(condition)
+    if condition.kind == "not":
+        return missing_text(condition.parts[0], text, missing)
+    decides = "{0}" if condition.kind == "or" else "NOT ({0})"
+    shown = "NULL"
+    for part in reversed(sorted(condition.parts, key=lambda part: part.asks)):
+        own = lazy_value(part, text)
+        settled = decides.format(own)
+        if not part.asks:
+            shown = f"CASE WHEN {settled} THEN NULL ELSE {shown} END"
+            continue
+        found = missing_text(part, text, missing)
+        if shown == "NULL":
+            shown = found
+        else:
+            shown = (
+                f"CASE WHEN {found} IS NOT NULL THEN {found} WHEN {settled} THEN NULL "
+                f"ELSE {shown} END"
+            )
+    return shown
+
+
+def passing_chain(
+    parts: list[Condition], text: Text, missing: Missing, value: str = "true"
+) -> str:
+    """As `chain`, but true as soon as something is missing.
+
+    Args:
+        value: "true", or "number" for the number of the row to ask, NULL if nothing is missing.
+    """
+    asking = [part for part in parts if part.asks]
+    others = [part for part in parts if not part.asks]
+    is_number = value == "number"
+    shown = "NULL" if is_number else "true"
+    otherwise = "NULL" if is_number else "false"
+    for part in reversed(asking):
+        found = missing_text(part, text, missing)
+        then = found if is_number else "true"
+        shown = (
+            f"CASE WHEN {found} IS NOT NULL THEN {then} WHEN {lazy_filter(part, text, False)} "
+            f"THEN {shown} ELSE {otherwise} END"
+        )
+    if is_number:
+        return shown
+    for part in reversed([part for part in others if part.has_query]):
+        shown = f"CASE WHEN {text(part.range)} THEN {shown} ELSE false END"
+    free = [f"({text(part.range)})" for part in others if not part.has_query]
+    return " AND ".join([*free, shown])

@@ -60,7 +60,7 @@ class ReplayConnection(Connection):
         add_anchors(connection, edited)
         answers = Answers(connection, tables, edited.sites)
         self._functions.answers = answers
-        passes = Passes(connection, tables, edited, answers, ask)
+        passes = Passes(connection, tables, edited, answers, ask, asker.cost_per_prompt)
         query = edited.structure.queries[-1] if edited.structure.queries else None
         is_query = query is not None and query.range == (0, len(edited.structure.tokens))
         try:

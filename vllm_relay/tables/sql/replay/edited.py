@@ -15,7 +15,13 @@ from vllm_relay.tables.identifiers import quoted
 from vllm_relay.tables.sql.expressions import DIALECT, FUNCTION, has_call, is_call, sql_of
 from vllm_relay.tables.sql.replay.answers import key_text
 from vllm_relay.tables.sql.replay.call_sites import Call, FieldText, Site, read_calls
-from vllm_relay.tables.sql.replay.conditions import Condition, lazy_filter, read_condition
+from vllm_relay.tables.sql.replay.conditions import (
+    Condition,
+    conjuncts,
+    lazy_filter,
+    passing_chain,
+    read_condition,
+)
 from vllm_relay.tables.sql.replay.functions import Functions
 from vllm_relay.tables.sql.replay.sources import is_join_word
 from vllm_relay.tables.sql.replay.splices import Splice, Splices
@@ -48,6 +54,8 @@ class Edited:
         self.calls: list[Call] = []
         self.call_splices: dict[int, Splice] = {}
         self.anchors: dict[int, str] = {}
+        # conditions that let through what they cannot decide yet
+        self.passing: set[Range] = set()
         self.conditions: dict[tuple[int, int], Condition] = {}
         for call in read_calls(self.structure, self._star_names):
             self.calls.append(call)
@@ -107,6 +115,17 @@ class Edited:
             if tokens[0] <= call.range[0] < tokens[1] and not self._in_query(call.range[0], tokens)
         ]
 
+    def calls_in(self, tokens: Range) -> list[Call]:
+        return [call for call in self.calls if tokens[0] <= call.range[0] < tokens[1]]
+
+    def missing(self, call: Call) -> str:
+        """The number of the row that a call would ask about; NULL if that is known."""
+        return self.functions.missing(call.site.number, self.key(call))
+
+    def missing_of(self, condition: Condition) -> str:
+        found = [self.missing(call) for call in self.calls_of(condition.range)]
+        return f"coalesce({', '.join(found)})"
+
     def _conditions(self, select: Select) -> None:
         for clause in ("where", "having", "qualify"):
             if clause in select.clauses and self.asks(select.clauses[clause]):
@@ -150,6 +169,11 @@ class Edited:
         self.conditions[tokens] = condition
 
         def render(splice: Splice) -> str:
+            if tokens in self.passing:
+                parts = conjuncts(condition)
+                return passing_chain(
+                    parts, lambda part: self.text(part, splice), self.missing_of
+                )
             return lazy_filter(condition, lambda part: self.text(part, splice))
 
         self._add(tokens, _CONDITION_RANK, render)

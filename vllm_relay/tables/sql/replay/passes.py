@@ -8,8 +8,12 @@ from contextlib import contextmanager
 
 import duckdb
 
+from vllm_relay.tables.sql.binder import Binder
 from vllm_relay.tables.sql.replay.answers import Answers, Ask
 from vllm_relay.tables.sql.replay.edited import Edited
+from vllm_relay.tables.sql.replay.limits import LimitedRows, limited, stands_alone
+from vllm_relay.tables.sql.replay.samples import Cost, order_conditions
+from vllm_relay.tables.sql.replay.structure import Select
 from vllm_relay.tables.sql.temporary_tables import TemporaryTables
 
 
@@ -21,6 +25,7 @@ class Passes:
         edited: the statement.
         answers: of it.
         ask: what answers.
+        cost: tokens per prompt of a source.
     """
 
     def __init__(
@@ -30,12 +35,16 @@ class Passes:
         edited: Edited,
         answers: Answers,
         ask: Ask,
+        cost: Cost,
     ) -> None:
         self._connection = connection
         self._tables = tables
         self.edited = edited
         self.answers = answers
         self._ask = ask
+        self._cost = cost
+        self._binder = Binder(connection)
+        self._prepared: list[Select] = []
 
     def table_of(self, text: Callable[[], str]) -> str:
         """A temporary table with the rows of a query, with all answers that it needs."""
@@ -46,7 +55,34 @@ class Passes:
             if site is None:
                 return table
             self._tables.drop(table)
-            self.answers.ask(site, dict(self.answers.missing[site]), self._ask)
+            if not self._prepare(site):
+                self.answers.ask(site, dict(self.answers.missing[site]), self._ask)
+
+    def _prepare(self, site: int) -> bool:
+        """Have fewer rows to ask about; False if that was done or cannot be done."""
+        edited = self.edited
+        call = next(call for call in edited.calls if call.site.number == site)
+        select = call.select
+        if select is None or select in self._prepared or "from" not in select.clauses:
+            return False
+        self._prepared.append(select)
+        where = select.clauses.get("where")
+        found = limited(edited, self._binder, select)
+        is_filter = call.clause == "where" and where in edited.conditions
+        if not (found or is_filter) or not stands_alone(self._connection, edited, select):
+            return False
+        num_sampled = 0
+        if is_filter:
+            num_sampled = order_conditions(
+                self._tables, edited, self.answers, self._ask, self._cost, select
+            )
+        if found is None:
+            return num_sampled > 0
+        rows = LimitedRows(
+            self._tables, edited, self.answers, self._ask, found, num_sampled
+        ).table()
+        edited.replace_query(select.query, f"FROM {rows}")
+        return True
 
     def run(self, text: Callable[[], str]) -> None:
         """Have the answers that a statement needs: it is run, and what it did is undone."""
