@@ -43,6 +43,8 @@ class Answers:
         self.missing: list[dict[Key, int]] = [{} for _ in sites]
         # rows that were looked at and are missing, by number
         self.numbered: list[tuple[int, Key]] = []
+        # whether asking for numbers counts as missing an answer
+        self.counts_looks = False
         self._numbers: dict[tuple[int, Key], int] = {}
 
     def begin_pass(self) -> None:
@@ -50,6 +52,9 @@ class Answers:
             missing.clear()
 
     def look_up(self, site: int, keys: list[Key], counts: bool) -> list[Answer | None]:
+        if site >= len(self._known):
+            # the calls are still being read
+            return [None] * len(keys)
         known, missing = self._known[site], self.missing[site]
         found = [known.get(key) for key in keys]
         if counts:
@@ -60,6 +65,8 @@ class Answers:
 
     def numbers_of_missing(self, site: int, keys: list[Key]) -> list[int | None]:
         known = self._known[site]
+        if self.counts_looks:
+            self.look_up(site, keys, True)
         return [None if key in known else self._number((site, key)) for key in keys]
 
     def _number(self, one: tuple[int, Key]) -> int:

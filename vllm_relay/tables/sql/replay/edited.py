@@ -17,8 +17,11 @@ from vllm_relay.tables.sql.replay.answers import key_text
 from vllm_relay.tables.sql.replay.call_sites import Call, FieldText, Site, read_calls
 from vllm_relay.tables.sql.replay.conditions import (
     Condition,
+    Missing,
+    Text,
     conjuncts,
     lazy_filter,
+    missing_text,
     passing_chain,
     read_condition,
 )
@@ -56,10 +59,14 @@ class Edited:
         self.anchors: dict[int, str] = {}
         # conditions that let through what they cannot decide yet
         self.passing: set[Range] = set()
+        # conditions that are only evaluated
+        self.lets_all_through: set[Range] = set()
         self.conditions: dict[tuple[int, int], Condition] = {}
         for call in read_calls(self.structure, self._star_names):
             self.calls.append(call)
             self._add(call.range, _CALL_RANK, self._call_render(call))
+        if self.structure.change_where is not None and self.asks(self.structure.change_where):
+            self._condition(self.structure.change_where)
         for query in self.structure.all_queries:
             for select in query.selects:
                 self._conditions(select)
@@ -169,6 +176,9 @@ class Edited:
         self.conditions[tokens] = condition
 
         def render(splice: Splice) -> str:
+            if tokens in self.lets_all_through:
+                parts = conjuncts(condition)
+                return _evaluated(parts, lambda part: self.text(part, splice), self.missing_of)
             if tokens in self.passing:
                 parts = conjuncts(condition)
                 return passing_chain(
@@ -231,6 +241,18 @@ class Edited:
         if query is not None:
             text = self.context(query, text)
         return list(self._connection.sql(text).columns)
+
+
+def _evaluated(parts: list[Condition], text: Text, missing: Missing) -> str:
+    """What does not ask, and a look at what does: all its rows pass."""
+    shown = "true"
+    for part in reversed([part for part in parts if part.asks]):
+        look = missing_text(part, text, missing)
+        shown = f"CASE WHEN coalesce({look}, 0) >= 0 THEN {shown} ELSE false END"
+    for part in reversed([part for part in parts if not part.asks and part.has_query]):
+        shown = f"CASE WHEN {text(part.range)} THEN {shown} ELSE false END"
+    free = [f"({text(part.range)})" for part in parts if not part.asks and not part.has_query]
+    return " AND ".join([*free, shown])
 
 
 def _name(text: str) -> str | None:

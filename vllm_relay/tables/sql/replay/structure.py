@@ -163,11 +163,45 @@ class Structure:
         for number in self.flat(everything):
             if self.is_type(number, *_QUERY_STARTS) and self._begins_query(number):
                 before = self._queries_in((0, number), None, "")
-                return [*before, self._query((number, everything[1]), None, "")]
+                end = self._end_of_query(number)
+                after = self._queries_in((end, everything[1]), None, "")
+                return [*before, *after, self._query((number, end), None, "")]
         return self._queries_in(everything, None, "")
 
+    def _end_of_query(self, begin: int) -> int:
+        """Where what follows the query of an INSERT or CREATE TABLE begins."""
+        end = len(self.tokens)
+        for number in self.flat((begin, end)):
+            word, after = self.word(number), self.word(number + 1)
+            if number > begin and (
+                word == "RETURNING"
+                or (word == "ON" and after == "CONFLICT")
+                or (word == "WITH" and after in ("NO", "DATA"))
+            ):
+                return number
+        return end
+
+    @property
+    def change_where(self) -> Range | None:
+        """The condition of UPDATE or DELETE."""
+        if self.word(0) not in ("UPDATE", "DELETE"):
+            return None
+        begin = None
+        for number in self.flat((0, len(self.tokens))):
+            if self.is_type(number, TokenType.WHERE):
+                begin = number + 1
+            if begin is not None and self.word(number) == "RETURNING":
+                return begin, number
+        return None if begin is None else (begin, len(self.tokens))
+
     def _begins_query(self, number: int) -> bool:
-        if number == 0 or self.is_type(number, TokenType.SELECT):
+        if self.word(0) in ("UPDATE", "DELETE", "MERGE", "COPY"):
+            return False
+        if number == 0:
+            words = [self.word(other) for other in self.flat((0, len(self.tokens)))]
+            is_change = any(word in ("INSERT", "UPDATE", "DELETE", "MERGE") for word in words)
+            return not (words[0] == "WITH" and is_change)
+        if self.is_type(number, TokenType.SELECT):
             return True
         return self.is_type(number - 1, TokenType.ALIAS, TokenType.R_PAREN) and self.is_type(
             number, TokenType.WITH, TokenType.FROM
@@ -264,6 +298,8 @@ class Structure:
         """
         for query in self.queries:
             yield from self._in_order(query)
+        if self.change_where is not None:
+            yield None, "where", self.change_where
         yield None, "", (0, len(self.tokens))
 
     def _in_order(self, query: Query) -> Iterator[tuple[Select | None, str, Range]]:

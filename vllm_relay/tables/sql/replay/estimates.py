@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a statement would take: its calls are estimated, none is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import duckdb
+
+from vllm_relay.tables.identifiers import ANSWER, ERROR, quoted
+from vllm_relay.tables.sql.binder import Binder
+from vllm_relay.tables.sql.explain import CallEstimate, Explanation, _stand_in
+from vllm_relay.tables.sql.replay.anchors import add_anchors
+from vllm_relay.tables.sql.replay.answers import Answers, Key
+from vllm_relay.tables.sql.replay.call_sites import Site
+from vllm_relay.tables.sql.replay.conditions import conjuncts
+from vllm_relay.tables.sql.replay.edited import Edited
+from vllm_relay.tables.sql.replay.limits import limited
+from vllm_relay.tables.sql.replay.samples import MIN_SAMPLED_ROWS, SAMPLE_ROWS
+from vllm_relay.tables.sql.replay.statement import Kind, query_of
+from vllm_relay.tables.sql.replay.volatile import settle
+from vllm_relay.tables.sql.runner import Runner
+from vllm_relay.tables.sql.temporary_tables import TemporaryTables
+
+
+def estimates(
+    connection: duckdb.DuckDBPyConnection,
+    tables: TemporaryTables,
+    edited: Edited,
+    answers: Answers,
+    runner: Runner,
+    kind: Kind,
+) -> Explanation:
+    """Conditions that ask leave out no rows, so that numbers of rows are upper bounds."""
+    settle(connection, tables, edited)
+    add_anchors(connection, edited)
+    for tokens in edited.conditions:
+        edited.lets_all_through.add(tokens)
+    binder = Binder(connection)
+    for query in edited.structure.all_queries:
+        for select in query.selects:
+            found = limited(edited, binder, select)
+            if found is None or found.where is not None:
+                for part in ("limit", "offset"):
+                    if part in select.clauses and edited.calls_in(select.range):
+                        edited.replace_clause(select, part, "")
+    given: dict[int, dict[Key, int]] = {}
+
+    def ask(source: str, site: Site, target: str) -> None:
+        names = ", ".join(quoted(name) for name in site.question.fields)
+        connection.execute(
+            f"CREATE TEMP TABLE {target} AS SELECT *, "
+            f"{_stand_in(site.question.output, names)} AS {ANSWER}, NULL::VARCHAR AS {ERROR} "
+            f"FROM (SELECT DISTINCT * FROM ({source}))"
+        )
+
+    query = query_of(edited) if kind == "of query" else None
+    text = edited.text(None if query is None else query.range)
+    if kind == "change":
+        text = edited.text()
+    while True:
+        answers.begin_pass()
+        answers.counts_looks = True
+        if kind == "change":
+            connection.execute("BEGIN")
+            try:
+                connection.execute(text).fetchall()
+            finally:
+                connection.execute("ROLLBACK")
+        else:
+            tables.drop(tables.create(text))
+        answers.counts_looks = False
+        site = answers.first_missing()
+        if site is None:
+            break
+        counts = dict(answers.missing[site])
+        for key, count in counts.items():
+            given.setdefault(site, {})
+            given[site][key] = given[site].get(key, 0) + count
+        answers.ask(site, counts, ask)
+    calls = [
+        _estimated(edited, answers, runner, tables, site, given.get(site.number, {}))
+        for site in edited.sites
+    ]
+    steps = [f"stage: {text.strip()}"]
+    for condition in edited.conditions.values():
+        asking = [part for part in conjuncts(condition) if part.asks]
+        if len(asking) > 1:
+            steps.append(
+                f"the {len(asking)} predicates that ask go in the order that a sample of "
+                f"{SAMPLE_ROWS} rows suggests, if there are {MIN_SAMPLED_ROWS} rows or more"
+            )
+    return Explanation([c for c in calls if c], edited.structure.text.strip(), steps)
+
+
+def _estimated(
+    edited: Edited,
+    answers: Answers,
+    runner: Runner,
+    tables: TemporaryTables,
+    site: Site,
+    counts: dict[Key, int],
+) -> Any:
+    if not counts:
+        return None
+    places = [call for call in edited.calls if call.site.number == site.number]
+    earlier = [call for call in edited.calls if call.site.number < site.number]
+    reads = any(
+        call.range[0] < other.range[0] < call.range[1]
+        for call in places
+        for other in edited.calls
+    )
+    is_bound = any(_is_in(edited, call.range[0]) for call in earlier)
+    found: list[Any] = []
+    for group in answers.by_types(counts):
+        source, table = answers.source(site.number, group)
+        found.append(runner.estimate(source, site.question))
+        tables.drop(table)
+    estimate = found[0]
+    for other in found[1:]:
+        estimate = replace(
+            estimate,
+            num_rows=estimate.num_rows + other.num_rows,
+            num_prompts=estimate.num_prompts + other.num_prompts,
+            prompt_tokens=estimate.prompt_tokens + other.prompt_tokens,
+            output_tokens=estimate.output_tokens + other.output_tokens,
+        )
+    if reads or _reads_answers(edited, places, earlier):
+        estimate = replace(estimate, tokens_are_exact=False)
+    return CallEstimate(site.text, estimate, is_bound)
+
+
+def _is_in(edited: Edited, number: int) -> bool:
+    return any(begin <= number < end for begin, end in edited.conditions)
+
+
+def _reads_answers(edited: Edited, places: Sequence[Any], earlier: Sequence[Any]) -> bool:
+    """Whether the rows hold answers: a query with a call is read by the SELECT of the call."""
+    names = {name.lower() for q in edited.structure.all_queries for name, cte in q.ctes
+             if edited.calls_in(cte.range)}  # fmt: skip
+    for call in places:
+        if call.select is None or "from" not in call.select.clauses:
+            continue
+        begin, end = call.select.clauses["from"]
+        if any(begin <= other.range[0] < end for other in earlier):
+            return True
+        if any(edited.structure.tokens[n].text.lower() in names for n in range(begin, end)):
+            return True
+    return False
