@@ -78,7 +78,9 @@ def find_calls(structure: Structure) -> list[Range]:
         )
         if is_name and structure.is_type(number + 1, TokenType.L_PAREN):
             end = structure.match.get(number + 1)
-            if end is not None and not structure.is_type(number - 1, TokenType.DOT):
+            if end is None:
+                raise SqlError("a statement with llm() cannot be read: a bracket is not closed")
+            if not structure.is_type(number - 1, TokenType.DOT):
                 found.append((number, end + 1))
     return found
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import duckdb
 
 from vllm_relay.tables.sql.binder import Binder
+from vllm_relay.tables.sql.errors import SqlError
 from vllm_relay.tables.sql.replay.answers import Answers, Ask
 from vllm_relay.tables.sql.replay.edited import Edited
 from vllm_relay.tables.sql.replay.limits import LimitedRows, limited, stands_alone
@@ -86,6 +87,12 @@ class Passes:
 
     def run(self, text: Callable[[], str]) -> None:
         """Have the answers that a statement needs: it is run, and what it did is undone."""
+        if in_transaction(self._connection):
+            raise SqlError(
+                "a statement that changes rows with llm() inside an open transaction: it is run "
+                "to see what it asks, and undone, which needs a transaction of its own; commit "
+                "first, or make a table of the answers and use that"
+            )
         while True:
             self.answers.begin_pass()
             self._connection.execute("BEGIN")
@@ -96,20 +103,26 @@ class Passes:
             site = self.answers.first_missing()
             if site is None:
                 return
-            self.answers.ask(site, dict(self.answers.missing[site]), self._ask)
+            if not self._prepare(site):
+                self.answers.ask(site, dict(self.answers.missing[site]), self._ask)
 
 
 @contextmanager
 def one_view(connection: duckdb.DuckDBPyConnection) -> Iterator[bool]:
     """All statements see the same data; yields whether the transaction is one of the caller."""
-    try:
-        connection.execute("BEGIN")
-    except duckdb.TransactionException:
+    if in_transaction(connection):
         yield True
         return
+    connection.execute("BEGIN")
     try:
         yield False
     except BaseException:
         connection.execute("ROLLBACK")
         raise
     connection.execute("COMMIT")
+
+
+def in_transaction(connection: duckdb.DuckDBPyConnection) -> bool:
+    """Whether one is open; without one each statement has its own."""
+    numbers = [connection.execute("SELECT txid_current()").fetchall() for _ in range(2)]
+    return bool(numbers[0] == numbers[1])
