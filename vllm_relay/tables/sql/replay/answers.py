@@ -31,16 +31,22 @@ class Answers:
         connection: of DuckDB.
         tables: for temporary ones.
         sites: by number.
+        order: of the sites' numbers, what decides about others first.
     """
 
     def __init__(
-        self, connection: duckdb.DuckDBPyConnection, tables: TemporaryTables, sites: list[Site]
+        self,
+        connection: duckdb.DuckDBPyConnection,
+        tables: TemporaryTables,
+        sites: list[Site],
+        order: list[int],
     ) -> None:
         self._connection = connection
         self._tables = tables
         self._sites = sites
         self._known: list[dict[Key, Answer]] = [{} for _ in sites]
         self.missing: list[dict[Key, int]] = [{} for _ in sites]
+        self._order = order
         # rows that were looked at and are missing, by number
         self.numbered: list[tuple[int, Key]] = []
         # whether asking for numbers counts as missing an answer
@@ -51,23 +57,20 @@ class Answers:
         for missing in self.missing:
             missing.clear()
 
-    def look_up(self, site: int, keys: list[Key], counts: bool) -> list[Answer | None]:
-        if site >= len(self._known):
-            # the calls are still being read
-            return [None] * len(keys)
+    def look_up(self, site: int, keys: list[Key | None], counts: bool) -> list[Answer | None]:
         known, missing = self._known[site], self.missing[site]
-        found = [known.get(key) for key in keys]
+        found = [None if key is None else known.get(key) for key in keys]
         if counts:
             for key, value in zip(keys, found, strict=True):
-                if value is None:
+                if value is None and key is not None:
                     missing[key] = missing.get(key, 0) + 1
         return found
 
-    def numbers_of_missing(self, site: int, keys: list[Key]) -> list[int | None]:
+    def numbers_of_missing(self, site: int, keys: list[Key | None]) -> list[int | None]:
         known = self._known[site]
         if self.counts_looks:
             self.look_up(site, keys, True)
-        return [None if key in known else self._number((site, key)) for key in keys]
+        return [None if key is None or key in known else self._number((site, key)) for key in keys]
 
     def _number(self, one: tuple[int, Key]) -> int:
         number = self._numbers.get(one)
@@ -78,7 +81,7 @@ class Answers:
 
     def first_missing(self) -> int | None:
         """The site to ask next; None if nothing is missing."""
-        return next((site for site, keys in enumerate(self.missing) if keys), None)
+        return next((site for site in self._order if self.missing[site]), None)
 
     def is_known(self, site: int, key: Key) -> bool:
         return key in self._known[site]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import sqlglot
 from sqlglot import exp
@@ -59,6 +59,9 @@ class Call:
         fields: in the order of the question's.
         select: in which it stands.
         clause: of that one.
+        key: a text that gives the key, instead of the fields.
+        column: the name of the column that is that.
+        names: of the columns that are keys, if it is a star.
     """
 
     range: Range
@@ -66,6 +69,9 @@ class Call:
     fields: list[FieldText]
     select: Select | None
     clause: str
+    key: str | None = None
+    column: str = ""
+    names: list[str] = field(default_factory=list)
 
 
 def find_calls(structure: Structure) -> list[Range]:

@@ -18,6 +18,7 @@ from vllm_relay.tables.sql.replay.edited import Edited
 from vllm_relay.tables.sql.replay.error_columns import add_error_columns
 from vllm_relay.tables.sql.replay.estimates import estimates
 from vllm_relay.tables.sql.replay.functions import Functions
+from vllm_relay.tables.sql.replay.lazy import look_up_late
 from vllm_relay.tables.sql.replay.passes import Passes, one_view
 from vllm_relay.tables.sql.replay.statement import Given, check, kind_of, query_of, split
 from vllm_relay.tables.sql.replay.volatile import settle
@@ -51,14 +52,20 @@ class ReplayConnection(Connection):
             raise SqlError(f"{text!r} given, expected one statement that calls llm()")
         return self._estimated(given[0])
 
+    def _edited(self, given: Given) -> Edited:
+        self._functions.ensure()
+        self._functions.answers = None
+        edited = Edited(self.duckdb_connection, self._functions, given.text)
+        look_up_late(edited)
+        edited.add_conditions()
+        return edited
+
     def _estimated(self, given: Given) -> Explanation:
         connection = self.duckdb_connection
-        self._functions.ensure()
         tables = self._new_tables()
-        self._functions.answers = Answers(connection, tables, [])
-        edited = Edited(connection, self._functions, given.text)
+        edited = self._edited(given)
         kind = kind_of(edited)
-        answers = Answers(connection, tables, edited.sites)
+        answers = Answers(connection, tables, edited.sites, edited.site_order)
         self._functions.answers = answers
         if not check(connection, edited, kind):
             return Explanation([], given.text.strip(), [edited.text().strip()])
@@ -69,7 +76,6 @@ class ReplayConnection(Connection):
 
     def _replay(self, given: Given) -> Result | None:
         connection = self.duckdb_connection
-        self._functions.ensure()
         tables = self._new_tables()
         before = JobReport(**vars(self._runner.report))
         asker = JobAsker(connection, self._runner, self._on_error == "raise")
@@ -77,9 +83,9 @@ class ReplayConnection(Connection):
         def ask(source: str, site: Site, target: str) -> None:
             asker.answer(source, site, target)  # type: ignore[arg-type]
 
-        edited = Edited(connection, self._functions, given.text)
+        edited = self._edited(given)
         kind = kind_of(edited)
-        answers = Answers(connection, tables, edited.sites)
+        answers = Answers(connection, tables, edited.sites, edited.site_order)
         self._functions.answers = answers
         passes = Passes(connection, tables, edited, answers, ask, asker.cost_per_prompt)
         if not check(connection, edited, kind) or kind == "bound":

@@ -57,6 +57,8 @@ class Edited:
         self.calls: list[Call] = []
         self.call_splices: dict[int, Splice] = {}
         self.anchors: dict[int, str] = {}
+        self._guarded: set[int] = set()
+        self._stars: dict[Range, list[Call]] = {}
         # conditions that let through what they cannot decide yet
         self.passing: set[Range] = set()
         # conditions that are only evaluated
@@ -64,19 +66,93 @@ class Edited:
         self.conditions: dict[tuple[int, int], Condition] = {}
         for call in read_calls(self.structure, self._star_names):
             self.calls.append(call)
-            self._add(call.range, _CALL_RANK, self._call_render(call))
-        if self.structure.change_where is not None and self.asks(self.structure.change_where):
-            self._condition(self.structure.change_where)
+            splice = self._add(call.range, _CALL_RANK, self._call_render(call))
+            self.call_splices[id(call)] = splice
+        for query in self.structure.all_queries:
+            for select in query.selects:
+                self._names(select)
+        found = {call.site.number: call.site for call in self.calls}
+        self._sites = [found[number] for number in sorted(found)]
+
+    def add_conditions(self) -> None:
+        """Have what asks in conditions evaluated last."""
+        where = self.structure.change_where
+        if where is not None and self.asks(where):
+            self._condition(where)
         for query in self.structure.all_queries:
             for select in query.selects:
                 self._conditions(select)
-                self._names(select)
         self._filters()
 
     @property
     def sites(self) -> list[Site]:
-        found = {call.site.number: call.site for call in self.calls}
-        return [found[number] for number in sorted(found)]
+        """By number."""
+        return self._sites
+
+    @property
+    def site_order(self) -> list[int]:
+        """Numbers of the sites, what decides about others first."""
+        return list(dict.fromkeys(call.site.number for call in self.calls))
+
+    def sort_calls(self) -> None:
+        """Put the calls into the order in which they can be asked."""
+        order: dict[int, int] = {}
+        for _, _, (begin, end) in self.structure.in_order():
+            inside = [c for c in self.calls if begin <= c.range[0] < end and id(c) not in order]
+            for call in sorted(inside, key=lambda other: (other.range[1], -other.range[0])):
+                order[id(call)] = len(order)
+        self.calls.sort(key=lambda call: order[id(call)])
+
+    def give_key(self, call: Call, name: str) -> None:
+        """Have a call, or a reference, give the key of its row instead of the answer."""
+        if call.names:
+            call.names.remove(name)
+            if call.names:
+                return
+        self.calls = [other for other in self.calls if other is not call]
+        self.splices.remove(self.call_splices[id(call)])
+        if call.key is None:
+            self.call_splices[id(call)] = self._add(
+                call.range, _CALL_RANK, lambda splice: self.key(call, splice)
+            )
+
+    def add_reference(
+        self, tokens: Range, call: Call, name: str, key: str, select: Select, clause: str,
+        is_item: bool,
+    ) -> None:  # fmt: skip
+        """Look an answer up where a column that is its key is used."""
+        made = Call(tokens, call.site, [], select, clause, key, name)
+        self.calls.append(made)
+        shown = f" AS {quoted(name)}" if is_item else ""
+        plain = self._call_render(made)
+        self.call_splices[id(made)] = self._add(
+            tokens, _CALL_RANK, lambda splice: plain(splice) + shown
+        )
+
+    def add_star(self, tokens: Range, call: Call, name: str, key: str, select: Select) -> None:
+        """Look an answer up where a star stands for a column that is its key."""
+        made = Call(tokens, call.site, [], select, "select", key, name, [name])
+        self.calls.append(made)
+        # several columns of one star share the splice of the first
+        stars = self._stars.setdefault(tokens, [])
+        stars.append(made)
+        if len(stars) > 1:
+            self.call_splices[id(made)] = self.splices.add(*self.structure.span((tokens[1], tokens[1])), 99, lambda splice: "")  # fmt: skip
+            return
+
+        def render(splice: Splice) -> str:
+            shown = self.structure.text_of(tokens)
+            asking = [one for one in stars if one.names]
+            if not asking:
+                return shown
+            values = [f"{self._call_text(one)} AS {quoted(one.column)}" for one in asking]
+            return f"{shown} REPLACE ({', '.join(values)})"
+
+        self.call_splices[id(made)] = self._add(tokens, _CALL_RANK, render)
+
+    def _call_text(self, call: Call) -> str:
+        output = call.site.question.output
+        return self.functions.call(output, call.site.number, self.key(call))
 
     def text(self, tokens: Range | None = None, inside: Splice | None = None) -> str:
         """The edited text of some tokens, of all by default."""
@@ -85,6 +161,8 @@ class Edited:
         return self.splices.render(*self.structure.span(tokens), inside)
 
     def key(self, call: Call, inside: Splice | None = None) -> str:
+        if call.key is not None:
+            return call.key
         return key_text([self._field(part, inside) for part in call.fields])
 
     def _field(self, field: FieldText, inside: Splice | None) -> str:
@@ -136,7 +214,7 @@ class Edited:
     def _conditions(self, select: Select) -> None:
         for clause in ("where", "having", "qualify"):
             if clause in select.clauses and self.asks(select.clauses[clause]):
-                self._condition(select.clauses[clause])
+                self._condition(select.clauses[clause], clause == "where")
         if "from" in select.clauses:
             for tokens in on_conditions(self.structure, select.clauses["from"]):
                 if self.asks(tokens):
@@ -150,15 +228,16 @@ class Edited:
             ):
                 tokens = (number + 3, structure.match.get(number + 1, number + 3))
                 if self.asks(tokens):
-                    self._condition(tokens)
+                    self._condition(tokens, False)
                 self._guard_arguments(number, tokens)
 
     def _guard_arguments(self, number: int, condition: Range) -> None:
         """An aggregate asks only about the rows of its FILTER."""
         closing = number - 1
         opening = next((i for i, end in self.structure.match.items() if end == closing), None)
-        if opening is None or self.asks(condition):
+        if opening is None or self.asks(condition) or opening in self._guarded:
             return
+        self._guarded.add(opening)
         for call in self.calls_of((opening + 1, closing)):
             if not any(
                 other is not call and other.range[0] < call.range[0] < other.range[1]
@@ -171,7 +250,13 @@ class Edited:
 
                 self._add(call.range, _CALL_RANK - 1, render)
 
-    def _condition(self, tokens: Range) -> None:
+    def _condition(self, tokens: Range, is_whole: bool = True) -> None:
+        """
+        Args:
+            is_whole: DuckDB moves conjuncts that do not ask, which helps.
+        """
+        if tokens in self.conditions:
+            return
         condition = read_condition(self.structure, tokens, self.asks)
         self.conditions[tokens] = condition
 
@@ -184,7 +269,7 @@ class Edited:
                 return passing_chain(
                     parts, lambda part: self.text(part, splice), self.missing_of
                 )
-            return lazy_filter(condition, lambda part: self.text(part, splice))
+            return lazy_filter(condition, lambda part: self.text(part, splice), is_whole)
 
         self._add(tokens, _CONDITION_RANK, render)
 

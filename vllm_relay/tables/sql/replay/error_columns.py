@@ -30,7 +30,7 @@ def add_error_columns(edited: Edited) -> None:
     added: list[str] = []
     for item in select_items(structure, select):
         call = next((call for call in edited.calls if call.range[0] == item[0]), None)
-        if call is None:
+        if call is None or call.key is not None:
             continue
         rest = (call.range[1], item[1])
         if rest[0] == rest[1]:

@@ -9,7 +9,7 @@ import duckdb
 from sqlglot.tokens import TokenType
 
 from vllm_relay.tables.sql.binder import Binder
-from vllm_relay.tables.sql.expressions import fold
+from vllm_relay.tables.sql.expressions import FUNCTION, fold
 from vllm_relay.tables.sql.replay.answers import Answers, Ask
 from vllm_relay.tables.sql.replay.call_sites import Call
 from vllm_relay.tables.sql.replay.conditions import conjuncts, passing_chain
@@ -20,6 +20,7 @@ from vllm_relay.tables.sql.temporary_tables import TemporaryTables
 # rows of the first chunk, per row that is wanted
 _CHUNK_ROWS_PER_WANTED = 2
 _MIN_CHUNK_ROWS = 64
+_ALL_ROWS = 2**62
 _HIDDEN_RANK = 4
 # an item with one of these may not need its call
 _CHOOSING = {"CASE", "COALESCE", "IF", "IFNULL", "NULLIF", "AND", "OR", "UNNEST", "LAMBDA"}
@@ -46,15 +47,23 @@ class Limited:
 def limited(edited: Edited, binder: Binder, select: Select) -> Limited | None:
     """None if the rows up to the LIMIT cannot be told from the others."""
     structure, clauses = edited.structure, select.clauses
-    if select.query.is_set or "limit" not in clauses or "select" not in clauses:
+    if select.query.is_set or "select" not in clauses:
         return None
-    limit, offset = _number(edited, clauses["limit"]), 0
+    first = clauses["select"][0]
+    is_distinct = structure.is_type(first, TokenType.DISTINCT)
+    chooses_rows = is_distinct and structure.is_type(first + 1, TokenType.ON)
+    if is_distinct and (not chooses_rows or edited.asks((first, structure.match[first + 2] + 1))):
+        return None
+    if "limit" not in clauses and not chooses_rows:
+        return None
+    limit = _number(edited, clauses["limit"]) if "limit" in clauses else _ALL_ROWS
+    offset = 0
     if "offset" in clauses:
         offset = _number(edited, clauses["offset"])
     if limit < 0 or offset < 0:
         return None
     words = {structure.word(number) for number in range(*clauses["select"])}
-    if structure.is_type(clauses["select"][0], TokenType.DISTINCT) or "UNNEST" in words:
+    if "UNNEST" in words:
         return None
     if any(part in clauses and edited.asks(clauses[part]) for part in ("group", "having", "qualify", "order", "window")):  # fmt: skip
         return None
@@ -71,7 +80,7 @@ def limited(edited: Edited, binder: Binder, select: Select) -> Limited | None:
     names = {fold(structure.tokens[number].text) for number in range(*clauses["select"])
              if structure.is_type(number + 1, TokenType.L_PAREN)}  # fmt: skip
     aggregates = bool(names & binder.aggregates) or "OVER" in words
-    if where is not None and (aggregates or "group" in clauses or "qualify" in clauses):
+    if where is not None and (aggregates or chooses_rows or "group" in clauses or "qualify" in clauses):
         return None
     if calls and (_CHOOSING & words or _in_aggregate(edited, binder, items)):
         return None
@@ -85,9 +94,13 @@ def _number(edited: Edited, tokens: Range) -> int:
 
 def _orders_by_answers(edited: Edited, order: Range, items: list[Range]) -> bool:
     structure = edited.structure
-    names = {fold(structure.tokens[item[1] - 1].text) for item in items}
-    if any(structure.is_type(item[1] - 1, TokenType.R_PAREN) for item in items):
-        names.add("llm")
+    names = {FUNCTION}
+    for item in items:
+        if structure.is_type(item[1] - 1, TokenType.VAR, TokenType.IDENTIFIER):
+            names.add(fold(structure.tokens[item[1] - 1].text))
+    for call in edited.calls:
+        if any(item[0] <= call.range[0] < item[1] for item in items):
+            names |= {fold(name) for name in call.names}
     for number in range(*order):
         token = structure.tokens[number]
         if fold(token.text) in names or token.token_type in (TokenType.ALL, TokenType.NUMBER):
@@ -205,16 +218,18 @@ class LimitedRows:
         where = self._limited.where
         number = "NULL::BIGINT"
         if where is not None:
-            parts = conjuncts(edited.conditions[where])
-            number = passing_chain(parts, edited.text, edited.missing_of, "number")
+            conditions = conjuncts(edited.conditions[where])
+            number = passing_chain(conditions, edited.text, edited.missing_of, "number")
         listed = ", ".join(self._missing_of_list(call) for call in self._limited.calls)
         hidden = f", {number} AS relay_where, [{listed}]::BIGINT[] AS relay_list "
         end = edited.structure.span(select.clauses["select"])[1]
         added = [edited.splices.add(end, end, _HIDDEN_RANK, lambda splice: hidden)]
-        ends = [select.keywords[part] for part in ("limit", "offset") if part in select.keywords]
-        last = max(select.clauses[part][1] for part in ("limit", "offset") if part in select.clauses)
-        begin, end = edited.structure.span((min(ends), last))
-        added.append(edited.splices.add(begin, end, 0, lambda splice: f"LIMIT {num_rows}"))
+        parts = [part for part in ("limit", "offset") if part in select.clauses]
+        if parts:
+            first = min(select.keywords[part] for part in parts)
+            last = max(select.clauses[part][1] for part in parts)
+            begin, end = edited.structure.span((first, last))
+            added.append(edited.splices.add(begin, end, 0, lambda splice: f"LIMIT {num_rows}"))
         if where is not None:
             edited.passing.add(where)
         try:
