@@ -306,8 +306,8 @@ MUTATIONS = [
         ("/ max(c.num_values, 1) if rows", "* max(c.num_values, 1) if rows"),
     ),
     *_of(
-        "vllm_relay/tables/sql/pushdown.py",
+        "vllm_relay/tables/sql/replay/limits.py",
         "tables/sql/test_rows_asked.py tables/sql/test_against_oracle.py",
-        ("        if _filters_commute(select, joins, index):\n", "        if True:\n"),
+        ("                if certain == wanted:\n", "                if certain:\n"),
     ),
 ]

@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-import os
-
 import duckdb
 import pytest
 
@@ -26,10 +24,3 @@ def connection():
     connection.execute(TABLES)
     yield connection
     connection.close()
-
-if os.environ.get("RELAY_REPLAY"):
-    import vllm_relay.tables.sql as sql
-    import vllm_relay.tables.sql.connection as plain
-    from vllm_relay.tables.sql.replay.connection import ReplayConnection
-
-    sql.Connection = plain.Connection = ReplayConnection

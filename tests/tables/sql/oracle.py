@@ -12,7 +12,7 @@ from sqlglot import exp
 
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.calls import Field, read_call
-from vllm_relay.tables.sql.expressions import calls_inside_first
+from vllm_relay.tables.sql.expressions import is_call
 
 Answer = Callable[[Question, dict[str, Any]], Any]
 
@@ -23,7 +23,7 @@ def plain_rows(
     """Rows of a query whose calls have their fields in braces."""
     tree = sqlglot.parse_one(text, dialect="duckdb")
     names: dict[str, str] = {}
-    for node in calls_inside_first(tree):
+    for node in _calls_inside_first(tree):
         # one function per text, so that GROUP BY finds the expression of the select list
         written = node.sql("duckdb")
         call = read_call(node, _no_star)
@@ -43,6 +43,15 @@ def plain_rows(
     finally:
         for name in names.values():
             connection.remove_function(name)
+
+
+def _calls_inside_first(tree: exp.Expr) -> list[exp.Anonymous]:
+    found = [part for part in tree.find_all(exp.Anonymous) if is_call(part)]
+
+    def depth(node: exp.Expr | None) -> int:
+        return 0 if node is None else 1 + depth(node.parent)
+
+    return sorted(found, key=depth, reverse=True)
 
 
 def _function(question: Question, answer_of: Answer) -> Callable[..., Any]:

@@ -202,6 +202,46 @@ ORDERED = [
     f"SELECT s.a, r.body FROM (SELECT id, {ASK} AS a FROM movies) s JOIN reviews r ON s.id = r.id "
     "WHERE s.a > 't1' AND r.stars > 10 AND s.id < 6 ORDER BY stars",
 ]
+ORDERED += [
+    f"SELECT m.id, r.stars FROM movies m LEFT JOIN reviews r ON m.id = r.id AND {ASK} > 't2' "
+    "ORDER BY ALL",
+    "SELECT m.id, r.stars FROM movies m LEFT JOIN reviews r ON llm('q', {body}) = 't1' ORDER BY ALL",
+    "SELECT id, range FROM movies m, range(llm('q', {id: 1}, return := 'int')) ORDER BY ALL",
+    "SELECT list_transform(numbers, lambda x: llm('q', {y: x})) FROM movies ORDER BY id",
+    "SELECT id, (SELECT llm('q', {body, m.title}) FROM reviews r ORDER BY stars LIMIT 1) "
+    "FROM movies m ORDER BY id",
+    "SELECT id, (SELECT max(llm('q', {body, m.title})) FROM reviews r WHERE r.id = m.id) "
+    "FROM movies m ORDER BY id",
+    "SELECT llm('q', {s: (SELECT max(llm('i', {body})) FROM reviews)}) FROM movies",
+    "WITH a AS (SELECT 1 AS x) SELECT * FROM (WITH a AS (SELECT llm('q', {x}) AS y FROM a) "
+    "SELECT * FROM a) UNION ALL SELECT x::VARCHAR FROM a",
+    "SELECT type, llm('q', {n: count(*)}) FROM movies GROUP BY ROLLUP (type) ORDER BY ALL",
+    "SELECT #1, llm('q', {id}) FROM movies ORDER BY id",
+    "SELECT llm('q', {x: #2}) FROM movies ORDER BY id",
+    "SELECT min(COLUMNS('i.*')), max(llm('q', {id})) FROM movies",
+    "SELECT id FROM movies ORDER BY id LIMIT llm('q', {a: 1}, return := 'int')",
+    "FROM movies m ASOF JOIN reviews r ON m.id >= r.id AND llm('q', {body}) = 't1'",
+    "SELECT id, llm('q', {id}) FROM movies UNION ALL SELECT id, body FROM reviews ORDER BY ALL "
+    "LIMIT llm('n', {a: 1}, return := 'int')",
+    "SELECT id FROM movies m WHERE id > 2 AND EXISTS (SELECT 1 FROM reviews r WHERE "
+    "llm('q', {body, m.title}) = 't1') ORDER BY id",
+    "SELECT id FROM movies SEMI JOIN reviews USING (id) WHERE llm('q', {title}) > 't1' ORDER BY id",
+    "WITH a AS (SELECT id, llm('q', {id}) AS x FROM movies) SELECT r.stars, x, x IS NULL FROM "
+    "reviews r LEFT JOIN a ON a.id = r.id ORDER BY x, r.stars",
+    "SELECT x AS y, count(*) FROM (SELECT llm('q', {id}) AS x FROM movies) GROUP BY x ORDER BY y",
+    "SELECT *, x || 'b' AS z FROM (SELECT id, llm('q', {id}) AS x FROM movies) s ORDER BY z, id",
+    "SELECT s.* FROM (SELECT id, llm('q', {id}) AS x FROM movies) s JOIN reviews r USING (id) "
+    "ORDER BY s.x, stars",
+    "SELECT id, x FROM (SELECT id, llm('q', {id}) AS x FROM movies) ORDER BY x DESC, id LIMIT 3",
+    "SELECT x FROM (SELECT * FROM (SELECT id, llm('q', {id}) AS x FROM movies) WHERE id > 2) "
+    "WHERE x > 't1' ORDER BY id",
+    "SELECT DISTINCT x FROM (SELECT id, llm('q', {id}) AS x FROM movies) ORDER BY x",
+    "SELECT x FROM (SELECT id, llm('q', {id}) AS x FROM movies) UNION SELECT 't9' ORDER BY x",
+    "SELECT a.x, b.x FROM (SELECT id, llm('q', {id}) AS x FROM movies) a JOIN (SELECT id, "
+    "llm('r', {id}) AS x FROM movies) b ON a.id = b.id ORDER BY a.id",
+    "SELECT max(x), min(s.x) FROM (SELECT id, llm('q', {id}) AS x FROM movies) s WHERE s.x > 't0'",
+    "SELECT id, llm('o', {x}) FROM (SELECT id, llm('q', {id}) AS x FROM movies) ORDER BY id",
+]
 BAGS = [
     f"SELECT {ASK} FROM movies UNION SELECT llm('b', {{body}}) FROM reviews",
     f"SELECT DISTINCT {ASK} FROM movies WHERE {PASS}",

@@ -7,7 +7,7 @@ import duckdb
 import pytest
 
 from tests.tables.sql.fake_runner import FakeRunner
-from vllm_relay.tables.sql import Connection, SqlError
+from vllm_relay.tables.sql import Connection
 
 ASK = "SELECT llm('q', {id}) AS a, id FROM movies"
 EXTRA = """
@@ -81,17 +81,11 @@ def test_what_duckdb_refuses_is_not_asked(asking, runner, connection, prefix, te
     assert connection.sql("SELECT count(*) FROM answers").fetchall() == [(0,)]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (f"{ASK} UNION ALL {ASK} LIMIT llm('n', {{a: 1}}, return := 'int')", "cannot be asked"),
-        (f"INSERT INTO answers {ASK} RETURNING llm('q', {{id}})", "llm.. in INSERT"),
-    ],
-)
-def test_a_call_that_cannot_be_asked(asking, runner, text, message):
-    with pytest.raises(SqlError, match=message):
-        asking.sql(text)
-    assert runner.asked == []
+def test_calls_beside_the_query(asking, runner, connection):
+    rows = asking.sql(f"INSERT INTO answers {ASK} RETURNING llm('r', {{id}}), a, id").fetchall()
+    assert connection.sql("SELECT count(*) FROM answers").fetchall() == [(8,)]
+    known = {fields["id"]: value for fields, value in runner.answers("r")}
+    assert {id: value for value, _, id in rows} == known and len(rows) == 8
 
 
 def test_a_folder_that_cannot_be_written(asking, runner, tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ from vllm_relay.tables.shell.lines import read_statements
 from vllm_relay.tables.shell.script import gives_rows, place_of_output
 from vllm_relay.tables.sql.connection import Connection, connect
 from vllm_relay.tables.sql.result import Result
-from vllm_relay.tables.sql.statements import split_statements
+from vllm_relay.tables.sql.replay.statement import split
 
 _ERRORS_SHOWN = 5
 # of SQL, engines, budgets and checkpoints too
@@ -163,7 +163,7 @@ class _Shell:
         return 0
 
     def _run_script(self, texts: Iterable[str]) -> None:
-        statements = [each for text in texts for each in split_statements(text)]
+        statements = [each for text in texts for each in split(text)]
         place = None
         if self._output is not None:
             place = place_of_output(self._connection.duckdb_connection, statements)
@@ -171,7 +171,7 @@ class _Shell:
             self._run(each.text, self._output if number == place else None)
 
     def _run_each(self, text: str) -> None:
-        for each in split_statements(text):
+        for each in split(text):
             is_written = self._output is not None and gives_rows(
                 self._connection.duckdb_connection, each
             )

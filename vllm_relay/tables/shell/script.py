@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import duckdb
-from sqlglot import exp
 
-from vllm_relay.tables.sql.statements import Statement
+from vllm_relay.tables.sql.replay import statement as calling
+from vllm_relay.tables.sql.replay.statement import Given
 
 _Kind = duckdb.StatementType
 _WITH_ROWS = (
@@ -23,16 +23,14 @@ _WITH_RETURNING = (_Kind.INSERT, _Kind.UPDATE, _Kind.DELETE, _Kind.MERGE_INTO)
 _SHOWN_CHARACTERS = 60
 
 
-def gives_rows(connection: duckdb.DuckDBPyConnection, statement: Statement) -> bool | None:
+def gives_rows(connection: duckdb.DuckDBPyConnection, statement: Given) -> bool | None:
     """Whether a statement gives rows, more than their number; None if it is empty.
 
     Raises:
         duckdb.Error: it cannot be read.
     """
-    tree = statement.tree
-    if tree is not None:
-        is_query = statement.is_explained or isinstance(tree, exp.Query)
-        return is_query or tree.args.get("returning") is not None
+    if statement.has_call:
+        return calling.gives_rows(statement)
     # without llm() there may be several
     parts = connection.extract_statements(statement.text)
     if not parts:
@@ -41,7 +39,7 @@ def gives_rows(connection: duckdb.DuckDBPyConnection, statement: Statement) -> b
     return kind in _WITH_ROWS or (kind in _WITH_RETURNING and _has_returning(parts[-1].query))
 
 
-def place_of_output(connection: duckdb.DuckDBPyConnection, statements: Sequence[Statement]) -> int:
+def place_of_output(connection: duckdb.DuckDBPyConnection, statements: Sequence[Given]) -> int:
     """The place of the last statement, whose rows are written.
 
     Raises:
@@ -61,8 +59,8 @@ def place_of_output(connection: duckdb.DuckDBPyConnection, statements: Sequence[
     raise ValueError("--output given without a statement, expected one that gives rows: SELECT ...")
 
 
-def _last_part(connection: duckdb.DuckDBPyConnection, statement: Statement) -> str:
-    if statement.tree is not None:
+def _last_part(connection: duckdb.DuckDBPyConnection, statement: Given) -> str:
+    if statement.has_call:
         return statement.text
     # DuckDB before 2.0 has no text of some
     return connection.extract_statements(statement.text)[-1].query.strip() or statement.text

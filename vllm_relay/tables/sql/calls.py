@@ -13,7 +13,7 @@ from vllm_relay.tables.identifiers import ANSWER, ERROR
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import DEFAULT_MAX_TOKENS, Question
 from vllm_relay.tables.sql.errors import error_at
-from vllm_relay.tables.sql.expressions import DIALECT, sql_of
+from vllm_relay.tables.sql.expressions import sql_of
 from vllm_relay.tables.sql.texts import text_of
 
 PARAMETERS = (
@@ -78,22 +78,6 @@ def read_call(node: exp.Anonymous, star_fields: Callable[[exp.Expr], list[Field]
     except ValueError as error:
         raise error_at(node, str(error)) from None
     return LlmCall(question, tuple(fields))
-
-
-def null_answer(node: exp.Anonymous) -> exp.Expr:
-    """An expression of the type of a call's answers that DuckDB takes if it takes the fields.
-
-    Raises:
-        SqlError: it is not called as it should be.
-    """
-    _, fields_node, named = _arguments(node)
-    output = _output(node, _parameters(node, named))
-    values: list[exp.Expr] = []
-    if not is_star(fields_node):
-        values = [field.expression.copy() for field in _fields(node, fields_node, lambda _: [])]
-    is_given = exp.Is(this=exp.Tuple(expressions=[*values, exp.null()]), expression=exp.null())
-    case = exp.Case(ifs=[exp.If(this=is_given, true=exp.null())])
-    return exp.cast(case, output.sql_type, dialect=DIALECT)
 
 
 def _arguments(node: exp.Anonymous) -> tuple[str, exp.Expr, list[exp.Expr]]:

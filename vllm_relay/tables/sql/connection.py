@@ -11,7 +11,6 @@ from os import PathLike, fspath
 from typing import Any, Literal, get_args
 
 import duckdb
-from sqlglot import exp
 
 from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.engines.opening import is_engine, open_engine
@@ -19,17 +18,22 @@ from vllm_relay.tables.identifiers import literal, quoted
 from vllm_relay.tables.jobs.estimate import JobReport
 from vllm_relay.tables.jobs.job_runner import JobRunner
 from vllm_relay.tables.jobs.options import JobOptions
-from vllm_relay.tables.sql.binder import Binder
-from vllm_relay.tables.sql.checks import check_statement, without_asking
-from vllm_relay.tables.sql.error_columns import with_error_columns
 from vllm_relay.tables.sql.errors import SqlError
-from vllm_relay.tables.sql.explain import EstimateAsker, Explanation, plan_steps
-from vllm_relay.tables.sql.expressions import sql_of
+from vllm_relay.tables.sql.explain import Explanation
 from vllm_relay.tables.sql.jobs import JobAsker
-from vllm_relay.tables.sql.queries import QueryRunner
+from vllm_relay.tables.sql.replay.anchors import add_anchors
+from vllm_relay.tables.sql.replay.answers import Answers
+from vllm_relay.tables.sql.replay.call_sites import Site
+from vllm_relay.tables.sql.replay.edited import Edited
+from vllm_relay.tables.sql.replay.error_columns import add_error_columns
+from vllm_relay.tables.sql.replay.estimates import estimates
+from vllm_relay.tables.sql.replay.functions import Functions
+from vllm_relay.tables.sql.replay.lazy import look_up_late
+from vllm_relay.tables.sql.replay.passes import Passes, one_view
+from vllm_relay.tables.sql.replay.statement import Given, check, kind_of, query_of, split
+from vllm_relay.tables.sql.replay.volatile import settle
 from vllm_relay.tables.sql.result import Result
 from vllm_relay.tables.sql.runner import Runner
-from vllm_relay.tables.sql.statements import Statement, split_statements, with_query
 from vllm_relay.tables.sql.temporary_tables import TemporaryTables
 
 OnError = Literal["null", "column", "raise"]
@@ -109,6 +113,7 @@ class Connection:
         self._runner = runner
         self._on_error = on_error
         self._on_close = on_close or ExitStack()
+        self._functions = Functions(duckdb_connection)
         # tables of results that nobody has any more; a finalizer may not use the connection
         self._left_over: list[TemporaryTables] = []
 
@@ -135,18 +140,18 @@ class Connection:
             duckdb.Error: DuckDB does not take a statement.
         """
         result: Result | None = None
-        for statement in split_statements(text):
-            if statement.tree is None:
-                relation = self.duckdb_connection.sql(statement.text)
+        for given in split(text):
+            if not given.has_call:
+                relation = self.duckdb_connection.sql(given.text)
                 result = None if relation is None else Result(relation)
-            elif statement.is_explained:
+            elif given.is_explained:
                 relation = self.duckdb_connection.sql(
                     "SELECT 'llm' AS explain_key, ? AS explain_value",
-                    params=[str(self._explained(statement))],
+                    params=[str(self._estimated(given))],
                 )
                 result = Result(relation)
             else:
-                result = self._run(statement.tree)
+                result = self._replay(given)
         return result
 
     def explain(self, text: str) -> Explanation:
@@ -155,69 +160,86 @@ class Connection:
         Raises:
             SqlError: as for `sql`, or it is not one statement that calls llm().
         """
-        statements = split_statements(text)
-        if len(statements) != 1 or statements[0].tree is None:
+        given = split(text)
+        if len(given) != 1 or not given[0].has_call:
             raise SqlError(f"{text!r} given, expected one statement that calls llm()")
-        return self._explained(statements[0])
+        return self._estimated(given[0])
 
-    def _explained(self, statement: Statement) -> Explanation:
-        assert statement.tree is not None
-        before = statement.tree.sql("duckdb", pretty=True, normalize_functions=False)
-        check_statement(self.duckdb_connection, statement.tree)
-        free = without_asking(self.duckdb_connection, statement.tree)
-        if free is not None:
-            return Explanation([], before, [free])
-        asker = EstimateAsker(self.duckdb_connection, self._runner)
+    def _edited(self, given: Given) -> Edited:
+        self._functions.ensure()
+        self._functions.answers = None
+        edited = Edited(self.duckdb_connection, self._functions, given.body)
+        look_up_late(edited)
+        edited.add_conditions()
+        return edited
+
+    def _estimated(self, given: Given) -> Explanation:
+        connection = self.duckdb_connection
         tables = self._new_tables()
-        binder = Binder(self.duckdb_connection)
-        runner = QueryRunner(binder, tables, asker)
+        edited = self._edited(given)
+        kind = kind_of(edited)
+        answers = Answers(connection, tables, edited.sites, edited.site_order)
+        self._functions.answers = answers
+        if not check(connection, edited, kind):
+            return Explanation([], given.body.strip(), [edited.text().strip()])
         try:
-            with_query(statement.tree, runner.run)
+            return estimates(connection, tables, edited, answers, self._runner, kind)
         finally:
             self._left_over.append(tables)
-        return Explanation(asker.calls, before, plan_steps(runner.plans))
 
-    def _new_tables(self) -> TemporaryTables:
-        while self._left_over:
-            self._left_over.pop().drop_all()
-        return TemporaryTables(self.duckdb_connection)
-
-    def _run(self, tree: exp.Expr) -> Result | None:
-        check_statement(self.duckdb_connection, tree)
-        free = without_asking(self.duckdb_connection, tree)
-        if free is not None:
-            return Result(self.duckdb_connection.sql(free))
+    def _replay(self, given: Given) -> Result | None:
+        connection = self.duckdb_connection
         tables = self._new_tables()
         before = JobReport(**vars(self._runner.report))
-        asker = JobAsker(self.duckdb_connection, self._runner, self._on_error == "raise")
-        binder = Binder(self.duckdb_connection)
-        runner = QueryRunner(binder, tables, asker)
-        # the columns of the target of an INSERT are given
-        has_error_columns = self._on_error == "column" and not isinstance(tree, exp.Insert)
+        asker = JobAsker(connection, self._runner, self._on_error == "raise")
 
-        def changed_query(query: exp.Query) -> exp.Query:
-            changed = runner.run(query)
-            if not has_error_columns or not runner.plans:
-                return changed
-            return with_error_columns(changed, runner.plans[-1])
+        def ask(source: str, site: Site, target: str) -> None:
+            asker.answer(source, site, target)  # type: ignore[arg-type]
 
+        edited = self._edited(given)
+        kind = kind_of(edited)
+        answers = Answers(connection, tables, edited.sites, edited.site_order)
+        self._functions.answers = answers
+        passes = Passes(connection, tables, edited, answers, ask, asker.cost_per_prompt)
+        if not check(connection, edited, kind) or kind == "bound":
+            relation = connection.sql(edited.text())
+            return None if relation is None else Result(relation)
+        if self._on_error == "column" and edited.structure.word(0) != "INSERT":
+            add_error_columns(edited)
         try:
-            changed, is_query = with_query(tree, changed_query)
-            if is_query and binder.has_volatile(changed):
-                # it would differ each time it is read
-                changed = exp.select("*").from_(tables.create(sql_of(changed)))
-            relation = self.duckdb_connection.sql(sql_of(changed))
+            if kind == "change":
+                add_anchors(connection, edited)
+                passes.run(edited.text)
+                text = edited.text()
+            else:
+                query = query_of(edited) if kind == "of query" else None
+                with one_view(connection):
+                    settle(connection, tables, edited)
+                    add_anchors(connection, edited)
+                    table = passes.table_of(
+                        lambda: edited.text(None if query is None else query.range)
+                    )
+                text = f"FROM {table}"
+                if query is not None:
+                    begin, end = edited.structure.span(query.range)
+                    text = f"{edited.structure.text[:begin]}{text} {edited.structure.text[end:]}"
+            relation = connection.sql(text)
         except BaseException:
             # later, as a transaction of the caller may be broken now
             self._left_over.append(tables)
             raise
         report = _difference(self._runner.report, before)
         result = Result(relation, asker.errors, report)
-        if is_query:
+        if kind == "query" or edited.structure.word(0) == "SUMMARIZE":
             weakref.finalize(result, self._left_over.append, tables)
         else:
             tables.drop_all()
         return result
+
+    def _new_tables(self) -> TemporaryTables:
+        while self._left_over:
+            self._left_over.pop().drop_all()
+        return TemporaryTables(self.duckdb_connection)
 
 
 def _difference(after: JobReport, before: JobReport) -> JobReport:

@@ -3,18 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
-import duckdb
-
-from vllm_relay.tables.identifiers import ANSWER, ERROR, literal, quoted
+from vllm_relay.tables.identifiers import literal
 from vllm_relay.tables.jobs.estimate import Estimate
 from vllm_relay.tables.outputs import Output
-from vllm_relay.tables.question import Question
-from vllm_relay.tables.sql.expressions import sql_of
-from vllm_relay.tables.sql.predicates import MIN_SAMPLED_ROWS, SAMPLE_ROWS
-from vllm_relay.tables.sql.runner import Runner
-from vllm_relay.tables.sql.select_plan import PlannedCall, SelectPlan
 
 
 @dataclass(frozen=True)
@@ -93,38 +86,7 @@ def _indented(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
 
 
-@dataclass
-class EstimateAsker:
-    """Estimates calls, and answers them with something of the right type.
-
-    Predicates that ask leave out no rows then, so that numbers of rows are upper bounds. Tokens of
-    prompts that hold answers are not exact.
-    """
-
-    connection: duckdb.DuckDBPyConnection
-    runner: Runner
-    calls: list[CallEstimate] = field(default_factory=list)
-    is_bound: bool = False
-    reads_answers: bool = False
-
-    filters = False
-
-    def answer(self, source: str, call: PlannedCall, target: str) -> None:
-        estimate = self.runner.estimate(source, call.question)
-        if self.reads_answers or call.reads_answers:
-            estimate = replace(estimate, tokens_are_exact=False)
-        self.calls.append(CallEstimate(call.text, estimate, self.is_bound))
-        fields = ", ".join(quoted(name) for name in call.question.fields)
-        self.connection.execute(
-            f"CREATE TEMP TABLE {target} AS SELECT *, {_stand_in(call.question.output, fields)} "
-            f"AS {ANSWER}, NULL::VARCHAR AS {ERROR} FROM (SELECT DISTINCT * FROM ({source}))"
-        )
-
-    def cost_per_prompt(self, source: str, question: Question) -> float:
-        raise AssertionError("an estimate takes no samples")
-
-
-def _stand_in(output: Output, fields: str) -> str:
+def stand_in(output: Output, fields: str) -> str:
     """An expression of some answer, another one for other fields where that is possible."""
     number = f"hash({fields})"
     if output.choices:
@@ -137,31 +99,3 @@ def _stand_in(output: Output, fields: str) -> str:
         "bool": f"({number} % 2 = 0)",
         "json": f"('{{\"number\": ' || {number}::VARCHAR || '}}')::JSON",
     }[output.type]
-
-
-def plan_steps(plans: list[SelectPlan]) -> list[str]:
-    """What the plans do, in the order in which it is done."""
-    steps: list[str] = []
-    for number, plan in enumerate(plans, 1):
-        name = f"stage {number}" if len(plans) > 1 else "stage"
-        steps.append(f"{name}: {sql_of(plan.stage)}")
-        if len(plan.predicates) > 1:
-            steps.append(
-                f"the {len(plan.predicates)} predicates that ask go in the order that a sample of "
-                f"{SAMPLE_ROWS} rows suggests, if there are {MIN_SAMPLED_ROWS} rows or more"
-            )
-        for predicate in plan.predicates:
-            steps += [_ask_step(plan.calls[call]) for call in predicate.calls]
-            steps.append(f"keep rows where {sql_of(predicate.condition)}")
-        if plan.cut is not None:
-            offset, limit = plan.cut
-            steps.append(f"the above in chunks, until there are {offset + limit:,} rows")
-        steps += [_ask_step(plan.calls[call]) for call in plan.late_calls]
-        steps.append(f"result of {name}: {sql_of(plan.final)}")
-    return steps
-
-
-def _ask_step(call: PlannedCall) -> str:
-    guards = [" AND ".join(sql_of(term) for term in terms) for terms in call.guards]
-    where = f" where {' OR '.join(guards)}" if guards and all(guards) else ""
-    return f"ask {call.text} as {call.name}{where}"

@@ -11,8 +11,8 @@ import duckdb
 from vllm_relay.tables.identifiers import ERROR, quoted
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.errors import AnswerFailedError
+from vllm_relay.tables.sql.replay.call_sites import Site
 from vllm_relay.tables.sql.runner import Runner
-from vllm_relay.tables.sql.select_plan import PlannedCall
 
 MOST_ERRORS = 10_000
 
@@ -39,27 +39,23 @@ class JobAsker:
         raises: an error of a row ends the query.
     """
 
-    filters = True
-    is_bound = False
-    reads_answers = False
-
     def __init__(self, connection: duckdb.DuckDBPyConnection, runner: Runner, raises: bool) -> None:
         self._connection = connection
         self._runner = runner
         self._raises = raises
         self._errors: dict[tuple[str, str], CallError] = {}
 
-    def answer(self, source: str, call: PlannedCall, target: str) -> None:
-        self._runner.answer(source, call.question, target)
-        names = call.question.fields
+    def answer(self, source: str, site: Site, target: str) -> None:
+        self._runner.answer(source, site.question, target)
+        names = site.question.fields
         columns = ", ".join(quoted(name) for name in (*names, ERROR))
         rows = self._connection.execute(
             f"SELECT {columns} FROM {target} WHERE {ERROR} IS NOT NULL LIMIT {MOST_ERRORS}"
         ).fetchall()
-        found = [CallError(call.text, dict(zip(names, row, strict=False)), row[-1]) for row in rows]
+        found = [CallError(site.text, dict(zip(names, row, strict=False)), row[-1]) for row in rows]
         if found and self._raises:
             raise AnswerFailedError(
-                f"{_at_least(len(found))} rows have no answer to {call.text}; the first is "
+                f"{_at_least(len(found))} rows have no answer to {site.text}; the first is "
                 f"{found[0].fields}: {found[0].error}"
             )
         self._errors.update({(error.call, repr(error.fields)): error for error in found})

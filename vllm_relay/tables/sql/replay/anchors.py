@@ -38,8 +38,7 @@ def _is_of_inner_on(edited: Edited, select: Select, tokens: Range) -> bool:
     if any(source.join not in ("", ",", "JOIN", "INNER JOIN", "CROSS JOIN") for source in found):
         return False
     return any(
-        source.condition is not None
-        and source.condition[0] <= tokens[0] < source.condition[1]
+        source.condition is not None and source.condition[0] <= tokens[0] < source.condition[1]
         for source in found
     )
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -47,6 +48,8 @@ class Answers:
         self._known: list[dict[Key, Answer]] = [{} for _ in sites]
         self.missing: list[dict[Key, int]] = [{} for _ in sites]
         self._order = order
+        # DuckDB calls functions from several threads
+        self._lock = threading.Lock()
         # rows that were looked at and are missing, by number
         self.numbered: list[tuple[int, Key]] = []
         # whether asking for numbers counts as missing an answer
@@ -60,7 +63,9 @@ class Answers:
     def look_up(self, site: int, keys: list[Key | None], counts: bool) -> list[Answer | None]:
         known, missing = self._known[site], self.missing[site]
         found = [None if key is None else known.get(key) for key in keys]
-        if counts:
+        if not counts:
+            return found
+        with self._lock:
             for key, value in zip(keys, found, strict=True):
                 if value is None and key is not None:
                     missing[key] = missing.get(key, 0) + 1
@@ -70,7 +75,10 @@ class Answers:
         known = self._known[site]
         if self.counts_looks:
             self.look_up(site, keys, True)
-        return [None if key is None or key in known else self._number((site, key)) for key in keys]
+        with self._lock:
+            return [
+                None if key is None or key in known else self._number((site, key)) for key in keys
+            ]
 
     def _number(self, one: tuple[int, Key]) -> int:
         number = self._numbers.get(one)
@@ -107,8 +115,7 @@ class Answers:
             f"{_value(f'j{index}', kind or '')} AS f{index}" for index, kind in enumerate(types)
         ]
         self._connection.execute(
-            f"CREATE TEMP TABLE {name} AS SELECT {', '.join(['i', 'n', *values])} "
-            f"FROM {name}_given"
+            f"CREATE TEMP TABLE {name} AS SELECT {', '.join(['i', 'n', *values])} FROM {name}_given"
         )
         self._connection.unregister(f"{name}_given")
         listed = ", ".join(f"f{index} AS {quoted(part)}" for index, part in enumerate(names))

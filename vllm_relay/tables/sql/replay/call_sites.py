@@ -153,9 +153,7 @@ def _parsed(structure: Structure, tokens: Range) -> exp.Anonymous:
     return node
 
 
-def _field_texts(
-    structure: Structure, tokens: Range, fields: tuple[Field, ...]
-) -> list[FieldText]:
+def _field_texts(structure: Structure, tokens: Range, fields: tuple[Field, ...]) -> list[FieldText]:
     braces = [
         part
         for part in structure.split((tokens[0] + 2, tokens[1] - 1))
@@ -172,4 +170,3 @@ def _field_texts(
         colon = structure.is_type(begin + 1, TokenType.COLON)
         texts.append(FieldText(part.name, (begin + 2 if colon else begin, end)))
     return texts
-

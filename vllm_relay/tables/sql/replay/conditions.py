@@ -32,9 +32,7 @@ class Condition:
     parts: list[Condition] = field(default_factory=list)
 
 
-def read_condition(
-    structure: Structure, tokens: Range, asks: Callable[[Range], bool]
-) -> Condition:
+def read_condition(structure: Structure, tokens: Range, asks: Callable[[Range], bool]) -> Condition:
     """The operators of a condition, as far as calls are below them."""
     inner = tokens
     while (
@@ -180,9 +178,7 @@ def missing_text(condition: Condition, text: Text, missing: Missing) -> str:
     return shown
 
 
-def passing_chain(
-    parts: list[Condition], text: Text, missing: Missing, value: str = "true"
-) -> str:
+def passing_chain(parts: list[Condition], text: Text, missing: Missing, value: str = "true") -> str:
     """As `chain`, but true as soon as something is missing.
 
     Args:

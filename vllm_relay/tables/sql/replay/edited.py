@@ -14,6 +14,7 @@ from sqlglot.tokens import TokenType
 from vllm_relay.tables.identifiers import quoted
 from vllm_relay.tables.sql.expressions import DIALECT, FUNCTION, has_call, is_call, sql_of
 from vllm_relay.tables.sql.replay.answers import key_text
+from vllm_relay.tables.sql.replay.binding import columns
 from vllm_relay.tables.sql.replay.call_sites import Call, FieldText, Site, read_calls
 from vllm_relay.tables.sql.replay.conditions import (
     Condition,
@@ -266,9 +267,7 @@ class Edited:
                 return _evaluated(parts, lambda part: self.text(part, splice), self.missing_of)
             if tokens in self.passing:
                 parts = conjuncts(condition)
-                return passing_chain(
-                    parts, lambda part: self.text(part, splice), self.missing_of
-                )
+                return passing_chain(parts, lambda part: self.text(part, splice), self.missing_of)
             return lazy_filter(condition, lambda part: self.text(part, splice), is_whole)
 
         self._add(tokens, _CONDITION_RANK, render)
@@ -325,7 +324,7 @@ class Edited:
         text = f"SELECT {table}* {source}"
         if query is not None:
             text = self.context(query, text)
-        return list(self._connection.sql(text).columns)
+        return columns(self._connection, text)
 
 
 def _evaluated(parts: list[Condition], text: Text, missing: Missing) -> str:

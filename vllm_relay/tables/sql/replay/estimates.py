@@ -10,8 +10,8 @@ from typing import Any
 import duckdb
 
 from vllm_relay.tables.identifiers import ANSWER, ERROR, quoted
-from vllm_relay.tables.sql.binder import Binder
-from vllm_relay.tables.sql.explain import CallEstimate, Explanation, _stand_in
+from vllm_relay.tables.sql.explain import CallEstimate, Explanation, stand_in
+from vllm_relay.tables.sql.replay.aggregates import aggregate_names
 from vllm_relay.tables.sql.replay.anchors import add_anchors
 from vllm_relay.tables.sql.replay.answers import Answers, Key
 from vllm_relay.tables.sql.replay.call_sites import Site
@@ -38,10 +38,10 @@ def estimates(
     add_anchors(connection, edited)
     for tokens in edited.conditions:
         edited.lets_all_through.add(tokens)
-    binder = Binder(connection)
+    aggregates = aggregate_names(connection)
     for query in edited.structure.all_queries:
         for select in query.selects:
-            found = limited(edited, binder, select)
+            found = limited(edited, aggregates, select)
             if found is None or found.where is not None:
                 for part in ("limit", "offset"):
                     if part in select.clauses and edited.calls_in(select.range):
@@ -52,7 +52,7 @@ def estimates(
         names = ", ".join(quoted(name) for name in site.question.fields)
         connection.execute(
             f"CREATE TEMP TABLE {target} AS SELECT *, "
-            f"{_stand_in(site.question.output, names)} AS {ANSWER}, NULL::VARCHAR AS {ERROR} "
+            f"{stand_in(site.question.output, names)} AS {ANSWER}, NULL::VARCHAR AS {ERROR} "
             f"FROM (SELECT DISTINCT * FROM ({source}))"
         )
 
@@ -108,9 +108,7 @@ def _estimated(
     places = [call for call in edited.calls if call.site.number == site.number]
     earlier = [call for call in edited.calls if call.site.number < site.number]
     reads = any(
-        call.range[0] < other.range[0] < call.range[1]
-        for call in places
-        for other in edited.calls
+        call.range[0] < other.range[0] < call.range[1] for call in places for other in edited.calls
     )
     is_bound = any(_is_in(edited, call.range[0]) for call in earlier)
     found: list[Any] = []

@@ -44,6 +44,8 @@ class Functions:
         ).fetchall()[0][0]
         if found:
             return
+        # Python's side knows the old names for good
+        self._prefix = f"relay_{next(_numbers)}_"
         for name, (sql_type, arrow_type) in _TYPES.items():
             self._make(name, sql_type, arrow_type, lambda value: value[0], True)
         self._make("error", "VARCHAR", pa.string(), lambda value: value[1], False)

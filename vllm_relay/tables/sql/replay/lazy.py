@@ -105,8 +105,10 @@ def _bare_calls(edited: Edited, select: Select) -> Iterator[tuple[str, Call]]:
                 own = call.names
             elif rest[0] == rest[1]:
                 own = [call.column or FUNCTION]
-            elif rest[1] - rest[0] == 1 or structure.is_type(rest[0], TokenType.ALIAS) and (
-                rest[1] - rest[0] == 2
+            elif (
+                rest[1] - rest[0] == 1
+                or structure.is_type(rest[0], TokenType.ALIAS)
+                and (rest[1] - rest[0] == 2)
             ):
                 own = [structure.tokens[rest[1] - 1].text]
             else:
@@ -231,9 +233,7 @@ def _without_order(
     return kept
 
 
-def _star(
-    edited: Edited, number: int, items: list[Range], alias: str
-) -> _Place | bool | None:
+def _star(edited: Edited, number: int, items: list[Range], alias: str) -> _Place | bool | None:
     """A star of the list; None if it is no star of columns, False if it cannot be told."""
     structure = edited.structure
     if structure.is_type(number - 1, TokenType.L_PAREN) and structure.word(number - 2) == "COUNT":

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import duckdb
 from sqlglot.tokens import TokenType
 
-from vllm_relay.tables.sql.binder import Binder
 from vllm_relay.tables.sql.expressions import FUNCTION, fold
 from vllm_relay.tables.sql.replay.answers import Answers, Ask
+from vllm_relay.tables.sql.replay.binding import is_valid
 from vllm_relay.tables.sql.replay.call_sites import Call
 from vllm_relay.tables.sql.replay.conditions import conjuncts, passing_chain
 from vllm_relay.tables.sql.replay.edited import Edited, select_items
@@ -44,7 +44,7 @@ class Limited:
     where: Range | None
 
 
-def limited(edited: Edited, binder: Binder, select: Select) -> Limited | None:
+def limited(edited: Edited, aggregates: frozenset[str], select: Select) -> Limited | None:
     """None if the rows up to the LIMIT cannot be told from the others."""
     structure, clauses = edited.structure, select.clauses
     if select.query.is_set or "select" not in clauses:
@@ -79,10 +79,12 @@ def limited(edited: Edited, binder: Binder, select: Select) -> Limited | None:
         where = None
     names = {fold(structure.tokens[number].text) for number in range(*clauses["select"])
              if structure.is_type(number + 1, TokenType.L_PAREN)}  # fmt: skip
-    aggregates = bool(names & binder.aggregates) or "OVER" in words
-    if where is not None and (aggregates or chooses_rows or "group" in clauses or "qualify" in clauses):
+    computes = bool(names & aggregates) or "OVER" in words
+    if where is not None and (
+        computes or chooses_rows or "group" in clauses or "qualify" in clauses
+    ):
         return None
-    if calls and (_CHOOSING & words or _in_aggregate(edited, binder, items)):
+    if calls and (_CHOOSING & words or _in_aggregate(edited, aggregates, items)):
         return None
     return Limited(select, limit, offset, calls, where)
 
@@ -108,13 +110,13 @@ def _orders_by_answers(edited: Edited, order: Range, items: list[Range]) -> bool
     return False
 
 
-def _in_aggregate(edited: Edited, binder: Binder, items: list[Range]) -> bool:
+def _in_aggregate(edited: Edited, aggregates: frozenset[str], items: list[Range]) -> bool:
     structure = edited.structure
     for begin, end in items:
         for number in range(begin, end):
             opening = number + 1
             if (
-                fold(structure.tokens[number].text) in binder.aggregates
+                fold(structure.tokens[number].text) in aggregates
                 and structure.is_type(opening, TokenType.L_PAREN)
                 and edited.asks((opening + 1, structure.match.get(opening, opening)))
             ):
@@ -243,9 +245,7 @@ class LimitedRows:
     def _missing_of_list(self, call: Call) -> str:
         edited = self._edited
         inner = [
-            other
-            for other in self._limited.calls
-            if call.range[0] < other.range[0] < call.range[1]
+            other for other in self._limited.calls if call.range[0] < other.range[0] < call.range[1]
         ]
         text = edited.missing(call)
         for other in inner:
@@ -258,10 +258,4 @@ def stands_alone(connection: duckdb.DuckDBPyConnection, edited: Edited, select: 
     if select.query.above is None and select.query.owner is None:
         return True
     text = edited.context(select.query, edited.text(select.query.range))
-    try:
-        connection.sql(text).columns
-    except duckdb.Error:
-        return False
-    return True
-
-
+    return is_valid(connection, text)

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import duckdb
 
-from vllm_relay.tables.sql.binder import Binder
 from vllm_relay.tables.sql.errors import SqlError
+from vllm_relay.tables.sql.replay.aggregates import aggregate_names
 from vllm_relay.tables.sql.replay.answers import Answers, Ask
 from vllm_relay.tables.sql.replay.edited import Edited
 from vllm_relay.tables.sql.replay.limits import LimitedRows, limited, stands_alone
@@ -44,7 +44,7 @@ class Passes:
         self.answers = answers
         self._ask = ask
         self._cost = cost
-        self._binder = Binder(connection)
+        self._aggregates = aggregate_names(connection)
         self._prepared: list[Select] = []
 
     def table_of(self, text: Callable[[], str]) -> str:
@@ -68,7 +68,7 @@ class Passes:
             return False
         self._prepared.append(select)
         where = select.clauses.get("where")
-        found = limited(edited, self._binder, select)
+        found = limited(edited, self._aggregates, select)
         is_filter = call.clause == "where" and where in edited.conditions
         if not (found or is_filter) or not stands_alone(self._connection, edited, select):
             return False

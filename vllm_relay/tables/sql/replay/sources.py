@@ -65,9 +65,11 @@ def sources(structure: Structure, select: Select) -> list[Source]:
 
 
 def is_join_word(structure: Structure, number: int) -> bool:
-    return structure.word(number) in JOIN_WORDS and not structure.is_type(
-        number + 1, TokenType.L_PAREN, TokenType.DOT
-    ) or structure.word(number) == "JOIN"
+    return (
+        structure.word(number) in JOIN_WORDS
+        and not structure.is_type(number + 1, TokenType.L_PAREN, TokenType.DOT)
+        or structure.word(number) == "JOIN"
+    )
 
 
 def _source(structure: Structure, join: str, tokens: Range) -> Source | None:

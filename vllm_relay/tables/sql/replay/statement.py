@@ -13,14 +13,13 @@ from sqlglot import exp
 from sqlglot.errors import ParseError, TokenError
 from sqlglot.tokens import Token, TokenType
 
-from vllm_relay.tables.sql.checks import _has_columns_of_data, _has_no_data
 from vllm_relay.tables.sql.copied_files import check_file
 from vllm_relay.tables.sql.created_tables import check_name, existing_kind
 from vllm_relay.tables.sql.errors import SqlError
-from vllm_relay.tables.sql.expressions import DIALECT
+from vllm_relay.tables.sql.expressions import DIALECT, FUNCTION
+from vllm_relay.tables.sql.replay.binding import columns
 from vllm_relay.tables.sql.replay.edited import Edited
 from vllm_relay.tables.sql.replay.structure import Query
-from vllm_relay.tables.sql.statements import _calls
 
 Kind = Literal["query", "of query", "bound", "change"]
 
@@ -36,12 +35,14 @@ _KNOWN = (
 class Given:
     """
     Attributes:
-        text: as it was given, or, with a call, after spaces and lines that keep its place.
+        text: as it was given.
+        body: that without EXPLAIN, after spaces and lines that keep its place.
         has_call: whether it calls llm().
-        is_explained: whether it began with EXPLAIN, which `text` is without.
+        is_explained: whether it begins with EXPLAIN.
     """
 
     text: str
+    body: str = ""
     has_call: bool = False
     is_explained: bool = False
 
@@ -75,14 +76,16 @@ def _given(text: str, begin: int, end: int) -> Given:
         begin += explain.end()
     if not _calls(sqlglot.tokenize(text[begin:end], dialect=DIALECT)):
         return Given(own)
-    if explain is not None and (explain["analyze"] or "ANALYZE" in (explain["options"] or "").upper()):
+    if explain is not None and (
+        explain["analyze"] or "ANALYZE" in (explain["options"] or "").upper()
+    ):
         raise SqlError(
             "EXPLAIN ANALYZE of a query with llm() given: EXPLAIN asks nothing, and the result of "
             "the query itself has a report"
         )
     # spaces keep lines and columns
     before = "".join(c if c == "\n" else " " for c in text[:begin])
-    return Given(before + text[begin:end], True, explain is not None)
+    return Given(own, before + text[begin:end], True, explain is not None)
 
 
 def tree_of(text: str) -> exp.Expr | None:
@@ -146,12 +149,14 @@ def check(connection: duckdb.DuckDBPyConnection, edited: Edited, kind: Kind) -> 
     text = edited.text().strip()
     tree = tree_of(edited.structure.text)
     _check_recursion(edited)
-    is_data = tree is not None and _has_columns_of_data(tree)
+    # PIVOT takes its columns from answers; SUMMARIZE has no EXPLAIN
+    is_bound = not (tree is not None and _has_columns_of_data(tree))
+    is_bound = is_bound and edited.structure.word(0) != "SUMMARIZE"
     try:
-        if kind == "query" and not is_data:
-            connection.sql(f"FROM ({text}) LIMIT 0").columns
+        if kind == "query" and is_bound:
+            columns(connection, f"FROM ({text}) LIMIT 0")
             connection.execute(f"DESCRIBE {text}").fetchall()
-        elif kind in ("of query", "change") and not is_data and edited.structure.word(0) != "SUMMARIZE":  # fmt: skip
+        elif kind in ("of query", "change") and is_bound:
             connection.execute(f"EXPLAIN {text}").fetchall()
     except duckdb.Error as error:
         message = str(error).split("\n\nLINE ")[0]
@@ -174,3 +179,42 @@ def _check_recursion(edited: Edited) -> None:
             names = [token.text.lower() for token in structure.tokens[slice(*cte.range)]]
             if name.lower() in names and edited.calls_in(cte.range):
                 raise SqlError(f"llm() in WITH RECURSIVE {name!r}: it cannot be answered")
+
+
+def _calls(tokens: list[Token]) -> bool:
+    for token, after in zip(tokens, [*tokens[1:], None], strict=True):
+        if token.token_type == TokenType.STRING:
+            # a command of which sqlglot knows no more than its first word
+            is_command = tokens[0].token_type == TokenType.COMMAND and token is tokens[1]
+            if is_command and _calls(sqlglot.tokenize(token.text, dialect=DIALECT)):
+                return True
+        elif (
+            token.text.lower() == FUNCTION
+            and after is not None
+            and after.token_type == TokenType.L_PAREN
+        ):
+            return True
+    return False
+
+
+def _has_no_data(create: exp.Create) -> bool:
+    properties = create.args.get("properties")
+    found = None if properties is None else properties.find(exp.WithDataProperty)
+    return found is not None and bool(found.args.get("no"))
+
+
+def _has_columns_of_data(tree: exp.Expr) -> bool:
+    """Whether a PIVOT takes its columns from rows: with other answers it has other columns."""
+    return any(
+        not pivot.args.get("unpivot") and not pivot.args.get("fields")
+        for pivot in tree.find_all(exp.Pivot)
+    )
+
+
+def gives_rows(given: Given) -> bool:
+    """Whether a statement with a call gives rows, more than their number."""
+    words = [token.text.upper() for token in sqlglot.tokenize(given.body, dialect=DIALECT)]
+    is_query = words[0] not in _CHANGES and not (
+        words[0] == "WITH" and any(word in _CHANGES for word in words)
+    )
+    return given.is_explained or is_query or "RETURNING" in words

@@ -8,6 +8,7 @@ from sqlglot.tokens import TokenType
 
 from vllm_relay.tables.sql.errors import SqlError
 from vllm_relay.tables.sql.expressions import fold
+from vllm_relay.tables.sql.replay.binding import is_valid
 from vllm_relay.tables.sql.replay.edited import Edited, select_items
 from vllm_relay.tables.sql.replay.sources import sources
 from vllm_relay.tables.sql.replay.structure import Query, Range, Select
@@ -51,9 +52,7 @@ def settle(connection: duckdb.DuckDBPyConnection, tables: TemporaryTables, edite
     left = [tokens for tokens in found if not any(_is_inside(tokens, q.range) for q in settled)]
     for query in edited.structure.all_queries:
         for select in query.selects:
-            own = [
-                tokens for tokens in left if edited.structure.innermost(tokens[0])[0] is select
-            ]
+            own = [tokens for tokens in left if edited.structure.innermost(tokens[0])[0] is select]
             if own or "sample" in select.clauses or _samples_source(edited, select):
                 _settle_select(tables, edited, select, own)
 
@@ -89,9 +88,7 @@ def _settle_query(
     connection: duckdb.DuckDBPyConnection, tables: TemporaryTables, edited: Edited, query: Query
 ) -> bool:
     text = edited.context(query, edited.text(query.range))
-    try:
-        connection.sql(text).columns
-    except duckdb.Error:
+    if not is_valid(connection, text):
         return False
     edited.replace_query(query, f"FROM {tables.create(text)}")
     return True

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that compute one value of several rows."""
+
+from __future__ import annotations
+
+import duckdb
+
+
+def aggregate_names(connection: duckdb.DuckDBPyConnection) -> frozenset[str]:
+    """In small letters."""
+    rows = connection.execute(
+        "SELECT DISTINCT lower(function_name) FROM duckdb_functions() "
+        "WHERE function_type = 'aggregate'"
+    ).fetchall()
+    return frozenset(name for (name,) in rows)
