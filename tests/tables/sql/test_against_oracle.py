@@ -205,7 +205,8 @@ ORDERED = [
 ORDERED += [
     f"SELECT m.id, r.stars FROM movies m LEFT JOIN reviews r ON m.id = r.id AND {ASK} > 't2' "
     "ORDER BY ALL",
-    "SELECT m.id, r.stars FROM movies m LEFT JOIN reviews r ON llm('q', {body}) = 't1' ORDER BY ALL",
+    "SELECT m.id, r.stars FROM movies m LEFT JOIN reviews r ON llm('q', {body}) = 't1' "
+    "ORDER BY ALL",
     "SELECT id, range FROM movies m, range(llm('q', {id: 1}, return := 'int')) ORDER BY ALL",
     "SELECT list_transform(numbers, lambda x: llm('q', {y: x})) FROM movies ORDER BY id",
     "SELECT id, (SELECT llm('q', {body, m.title}) FROM reviews r ORDER BY stars LIMIT 1) "

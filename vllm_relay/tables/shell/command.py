@@ -23,8 +23,8 @@ from vllm_relay.tables.shell.files import check_output, open_files, write_relati
 from vllm_relay.tables.shell.lines import read_statements
 from vllm_relay.tables.shell.script import gives_rows, place_of_output
 from vllm_relay.tables.sql.connection import Connection, connect
-from vllm_relay.tables.sql.result import Result
 from vllm_relay.tables.sql.replay.statement import split
+from vllm_relay.tables.sql.result import Result
 
 _ERRORS_SHOWN = 5
 # of SQL, engines, budgets and checkpoints too

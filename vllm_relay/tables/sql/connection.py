@@ -28,6 +28,7 @@ from vllm_relay.tables.sql.replay.edited import Edited
 from vllm_relay.tables.sql.replay.error_columns import add_error_columns
 from vllm_relay.tables.sql.replay.estimates import estimates
 from vllm_relay.tables.sql.replay.functions import Functions
+from vllm_relay.tables.sql.replay.group_filters import filter_groups
 from vllm_relay.tables.sql.replay.lazy import look_up_late
 from vllm_relay.tables.sql.replay.passes import Passes, one_view
 from vllm_relay.tables.sql.replay.statement import Given, check, kind_of, query_of, split
@@ -169,6 +170,7 @@ class Connection:
         self._functions.ensure()
         self._functions.answers = None
         edited = Edited(self.duckdb_connection, self._functions, given.body)
+        filter_groups(self.duckdb_connection, edited)
         look_up_late(edited)
         edited.add_conditions()
         return edited
@@ -194,7 +196,7 @@ class Connection:
         asker = JobAsker(connection, self._runner, self._on_error == "raise")
 
         def ask(source: str, site: Site, target: str) -> None:
-            asker.answer(source, site, target)  # type: ignore[arg-type]
+            asker.answer(source, site, target)
 
         edited = self._edited(given)
         kind = kind_of(edited)

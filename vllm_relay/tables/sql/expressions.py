@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import string
+
 from sqlglot import exp
 
 DIALECT = "duckdb"

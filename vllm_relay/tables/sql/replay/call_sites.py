@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import sqlglot
 from sqlglot import exp
@@ -71,7 +71,7 @@ class Call:
     clause: str
     key: str | None = None
     column: str = ""
-    names: list[str] = field(default_factory=list)
+    names: list[str] | None = None
 
 
 def find_calls(structure: Structure) -> list[Range]:

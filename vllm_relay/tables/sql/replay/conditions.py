@@ -161,7 +161,8 @@ def missing_text(condition: Condition, text: Text, missing: Missing) -> str:
         return missing_text(condition.parts[0], text, missing)
     decides = "{0}" if condition.kind == "or" else "NOT ({0})"
     shown = "NULL"
-    for part in reversed(sorted(condition.parts, key=lambda part: part.asks)):
+    free_first = sorted(condition.parts, key=lambda part: part.asks)
+    for part in free_first[::-1]:
         own = lazy_value(part, text)
         settled = decides.format(own)
         if not part.asks:

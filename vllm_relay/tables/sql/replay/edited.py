@@ -106,11 +106,14 @@ class Edited:
 
     def give_key(self, call: Call, name: str) -> None:
         """Have a call, or a reference, give the key of its row instead of the answer."""
-        if call.names:
+        if call.names is not None:
             call.names.remove(name)
             if call.names:
                 return
         self.calls = [other for other in self.calls if other is not call]
+        if call.names is not None:
+            # the star stays, with the columns that are still looked up
+            return
         self.splices.remove(self.call_splices[id(call)])
         if call.key is None:
             self.call_splices[id(call)] = self._add(
@@ -138,7 +141,7 @@ class Edited:
         stars = self._stars.setdefault(tokens, [])
         stars.append(made)
         if len(stars) > 1:
-            self.call_splices[id(made)] = self.splices.add(*self.structure.span((tokens[1], tokens[1])), 99, lambda splice: "")  # fmt: skip
+            self.call_splices[id(made)] = self.call_splices[id(stars[0])]
             return
 
         def render(splice: Splice) -> str:
@@ -299,6 +302,21 @@ class Edited:
         """Replace a clause with its keyword."""
         tokens = (select.keywords[clause], select.clauses[clause][1])
         self._add(tokens, _CLAUSE_RANK, lambda splice: text)
+
+    def add_filter(self, select: Select, conditions: list[str]) -> None:
+        """More conditions of a SELECT's rows."""
+        added = " AND ".join(f"({condition})" for condition in conditions)
+        if "where" in select.clauses:
+            where = select.clauses["where"]
+            tokens = (select.keywords["where"], where[1])
+            self._add(
+                tokens,
+                _CLAUSE_RANK,
+                lambda splice: f"WHERE ({self.text(where, splice)}) AND {added} ",
+            )
+        else:
+            end = self.structure.span(select.clauses["from"])[1]
+            self.splices.add(end, end, _CLAUSE_RANK, lambda splice: f" WHERE {added} ")
 
     def context(self, query: Query, inner: str) -> str:
         """A query's text with what it may use of the queries around it."""

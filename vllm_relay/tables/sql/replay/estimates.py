@@ -56,8 +56,8 @@ def estimates(
             f"FROM (SELECT DISTINCT * FROM ({source}))"
         )
 
-    query = query_of(edited) if kind == "of query" else None
-    text = edited.text(None if query is None else query.range)
+    whole = query_of(edited) if kind == "of query" else None
+    text = edited.text(None if whole is None else whole.range)
     if kind == "change":
         text = edited.text()
     while True:

@@ -15,6 +15,8 @@ from vllm_relay.tables.sql.replay.answers import Answers
 
 _numbers = itertools.count(1)
 
+_OPTIONS: dict[str, Any] = {"type": "arrow", "null_handling": "special", "side_effects": False}
+_PARAMETERS: list[Any] = ["BIGINT", "VARCHAR[]", "UBIGINT[]"]
 _TYPES: dict[str, tuple[str, pa.DataType]] = {
     "text": ("VARCHAR", pa.string()),
     "int": ("BIGINT", pa.int64()),
@@ -77,11 +79,9 @@ class Functions:
         self._connection.create_function(
             self._prefix + name,
             function,
-            ["BIGINT", "VARCHAR[]", "UBIGINT[]"],
+            _PARAMETERS,
             sql_type,
-            type="arrow",
-            null_handling="special",
-            side_effects=False,
+            **_OPTIONS,
         )
 
     def call(self, output: Output, site: int, key: str, anchors: str = "[]") -> str:

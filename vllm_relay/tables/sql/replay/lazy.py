@@ -25,6 +25,11 @@ _OPERANDS = (
 )
 
 
+_DIRECTIONS = ("ASC", "DESC", "NULLS", "FIRST", "LAST")
+# after a name that is none of a column
+_NO_COLUMN = (TokenType.DOT, TokenType.COLON, TokenType.L_PAREN)
+
+
 @dataclass(frozen=True)
 class _Use:
     """Where a subquery is read."""
@@ -53,9 +58,9 @@ def _only_use(edited: Edited, query: Query) -> _Use | None:
             if source.is_query and source.range[0] <= query.range[0] < source.range[1]:
                 after = query.range[1] + 1
                 words = [structure.word(n) for n in range(source.range[0], query.range[0] - 1)]
-                if "LATERAL" in words or structure.is_type(source.range[1] - 1, TokenType.R_PAREN):
-                    if source.range[1] != after or "LATERAL" in words:
-                        return None
+                renames = structure.is_type(source.range[1] - 1, TokenType.R_PAREN)
+                if "LATERAL" in words or (renames and source.range[1] != after):
+                    return None
                 return _Use(query.above, source)
         return None
     if query.owner is None or query.clause != "with" or query.owner.is_recursive:
@@ -102,7 +107,7 @@ def _bare_calls(edited: Edited, select: Select) -> Iterator[tuple[str, Call]]:
             if call.names:
                 if rest[0] != rest[1]:
                     continue
-                own = call.names
+                own = list(call.names)
             elif rest[0] == rest[1]:
                 own = [call.column or FUNCTION]
             elif (
@@ -151,7 +156,6 @@ def _places(edited: Edited, use: _Use, query: Query, name: str) -> list[_Place] 
     if not others or (alias and others.count(alias) != 1):
         return None
     items = select_items(structure, select)
-    whole = {item: None for item in items}
     ordered = structure.split(select.clauses["order"]) if "order" in select.clauses else []
     found: list[_Place] = []
     begin, end = select.range
@@ -167,9 +171,11 @@ def _places(edited: Edited, use: _Use, query: Query, name: str) -> list[_Place] 
         if word in ("NATURAL", "PIVOT", "UNPIVOT", "COLUMNS") or token.token_type == TokenType.HASH:
             return None
         text = fold(token.text)
-        if alias and text == alias and not structure.is_type(number + 1, TokenType.DOT):
-            if token.token_type in (TokenType.VAR, TokenType.IDENTIFIER):
+        is_name = token.token_type in (TokenType.VAR, TokenType.IDENTIFIER)
+        if alias and text == alias and is_name:
+            if not structure.is_type(number + 1, TokenType.DOT):
                 return None
+            continue
         if token.token_type == TokenType.STAR and not in_query:
             place = _star(edited, number, items, alias)
             if place is False:
@@ -178,9 +184,9 @@ def _places(edited: Edited, use: _Use, query: Query, name: str) -> list[_Place] 
                 found.append(place)
                 has_item = True
             continue
-        if text != fold(name) or token.token_type not in (TokenType.VAR, TokenType.IDENTIFIER):
+        if text != fold(name) or not is_name:
             continue
-        if in_query or structure.is_type(number + 1, TokenType.DOT, TokenType.COLON, TokenType.L_PAREN):  # fmt: skip
+        if in_query or structure.is_type(number + 1, *_NO_COLUMN):
             return None
         if structure.is_type(number - 1, TokenType.ALIAS):
             return None
@@ -194,7 +200,7 @@ def _places(edited: Edited, use: _Use, query: Query, name: str) -> list[_Place] 
             if table != alias:
                 continue
             tokens = (number - 2, number + 1)
-        is_item = tokens in whole
+        is_item = tokens in items
         # an alias without AS
         if not is_item and any(
             item[1] - 1 == number and number > item[0]
@@ -219,12 +225,15 @@ def _without_order(
         if not order[0] <= place.range[0] < order[1]:
             kept.append(place)
             continue
-        words = [(part[0], part[0] + place.range[1] - place.range[0]) for part in ordered]
-        rest = [edited.structure.tokens[end:part[1]] for part, (_, end) in zip(ordered, words, strict=True)
-                if (part[0], end) == place.range]  # fmt: skip
-        is_whole = bool(rest) and all(
-            token.text.upper() in ("ASC", "DESC", "NULLS", "FIRST", "LAST") for token in rest[0]
+        rest = next(
+            (
+                edited.structure.tokens[place.range[1] : end]
+                for begin, end in ordered
+                if begin == place.range[0]
+            ),
+            None,
         )
+        is_whole = rest is not None and all(token.text.upper() in _DIRECTIONS for token in rest)
         if is_whole and place.range[1] - place.range[0] == 1:
             continue
         if place.range[1] - place.range[0] == 1 and not has_alias:

@@ -20,6 +20,7 @@ from vllm_relay.tables.sql.temporary_tables import TemporaryTables
 # rows of the first chunk, per row that is wanted
 _CHUNK_ROWS_PER_WANTED = 2
 _MIN_CHUNK_ROWS = 64
+_WITHOUT_CALLS = ("group", "having", "qualify", "order", "window")
 _ALL_ROWS = 2**62
 _HIDDEN_RANK = 4
 # an item with one of these may not need its call
@@ -65,7 +66,7 @@ def limited(edited: Edited, aggregates: frozenset[str], select: Select) -> Limit
     words = {structure.word(number) for number in range(*clauses["select"])}
     if "UNNEST" in words:
         return None
-    if any(part in clauses and edited.asks(clauses[part]) for part in ("group", "having", "qualify", "order", "window")):  # fmt: skip
+    if any(part in clauses and edited.asks(clauses[part]) for part in _WITHOUT_CALLS):
         return None
     if any(query.above is select for query in structure.all_queries
            if query.clause == "select" and edited.calls_in(query.range)):  # fmt: skip
@@ -102,7 +103,7 @@ def _orders_by_answers(edited: Edited, order: Range, items: list[Range]) -> bool
             names.add(fold(structure.tokens[item[1] - 1].text))
     for call in edited.calls:
         if any(item[0] <= call.range[0] < item[1] for item in items):
-            names |= {fold(name) for name in call.names}
+            names |= {fold(name) for name in call.names or []}
     for number in range(*order):
         token = structure.tokens[number]
         if fold(token.text) in names or token.token_type in (TokenType.ALL, TokenType.NUMBER):

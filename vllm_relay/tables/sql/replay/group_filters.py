@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups that an IN (SELECT ...) above leaves out are not asked about.
+
+DuckDB moves plain conditions on keys below the grouping, but not those with a subquery. Rows of a
+group are equal for IN if they are for GROUP BY, so the condition holds for all of them or for none.
+"""
+
+from __future__ import annotations
+
+import duckdb
+from sqlglot.tokens import TokenType
+
+from vllm_relay.tables.sql.expressions import fold
+from vllm_relay.tables.sql.replay.binding import is_valid
+from vllm_relay.tables.sql.replay.conditions import conjuncts, read_condition
+from vllm_relay.tables.sql.replay.edited import Edited, select_items
+from vllm_relay.tables.sql.replay.sources import Source, sources
+from vllm_relay.tables.sql.replay.structure import Query, Range, Select
+
+_NOT_THROUGH = ("limit", "offset", "qualify", "window", "sample")
+
+
+def filter_groups(connection: duckdb.DuckDBPyConnection, edited: Edited) -> None:
+    for query in edited.structure.all_queries:
+        select = query.above
+        if select is None or query.clause != "from" or not edited.calls_in(query.range):
+            continue
+        found = sources(edited.structure, select)
+        inner = any(source.join not in ("", ",", "JOIN", "INNER JOIN") for source in found)
+        own = [s for s in found if s.is_query and s.range[0] <= query.range[0] < s.range[1]]
+        if inner or not own or "where" not in select.clauses or query.is_set or query.ctes:
+            continue
+        where = read_condition(edited.structure, select.clauses["where"], lambda _: True)
+        added = [
+            text
+            for part in conjuncts(where)
+            if (text := _on_key(connection, edited, select, query, own[0], part.range))
+        ]
+        if added:
+            edited.add_filter(query.selects[0], added)
+
+
+def _on_key(
+    connection: duckdb.DuckDBPyConnection,
+    edited: Edited,
+    select: Select,
+    query: Query,
+    source: Source,
+    tokens: Range,
+) -> str | None:
+    """The condition for the SELECT that groups; None if it is none on a key."""
+    structure = edited.structure
+    begin, end = tokens
+    if structure.is_type(begin + 1, TokenType.DOT):
+        if fold(structure.tokens[begin].text) != fold(source.alias.strip('"')):
+            return None
+        begin += 2
+    opening = end - 1
+    while opening > begin and structure.match.get(opening) != end - 1:
+        opening -= 1
+    between = [structure.word(number) for number in range(begin + 1, opening)]
+    if between not in (["IN"], ["NOT", "IN"]) or not structure.starts_query(opening):
+        return None
+    groups = query.selects[0]
+    if "group" not in groups.clauses or any(part in groups.clauses for part in _NOT_THROUGH):
+        return None
+    name = fold(structure.tokens[begin].text)
+    keys = [
+        fold(structure.text_of(part).strip('"'))
+        for part in structure.split(groups.clauses["group"])
+    ]
+    items = [structure.text_of(item) for item in select_items(structure, groups)]
+    names = [fold(item.strip('"')) for item in items]
+    is_all = keys == ["all"]
+    is_key = name in keys or is_all or (name in names and str(names.index(name) + 1) in keys)
+    if names.count(name) != 1 or not is_key:
+        return None
+    test = (opening + 1, end - 1)
+    if edited.calls_in(test) or not is_valid(
+        connection, edited.context(select.query, edited.text(test))
+    ):
+        return None
+    return edited.text((begin, end))
