@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """SQL over DuckDB that calls llm(): the model is asked last, and about as little as possible.
 
-calls.py, expressions.py, aliases.py, texts.py   a call and its arguments          (sqlglot)
-checks.py, created_tables.py, copied_files.py, errors.py   what is wrong with a statement
-plan.py, select_plan.py, stage.py, predicates.py, guards.py, qualify.py, groups.py, grouping.py,
-pushdown.py, queries.py   which rows are asked about, in which order
-binder.py, probe.py  what DuckDB says of names and types                           (DuckDB)
-execute.py, temporary_tables.py, rows.py, error_columns.py   stages run            (DuckDB)
-asker.py, jobs.py, runner.py, explain.py   what answers: jobs, or an estimate
-connection.py, statements.py, result.py   connect()
+llm() is a function of DuckDB over the answers that are known so far. The statement runs as the user
+wrote it, with its calls replaced; what is unknown is collected, asked, and the statement runs again
+until nothing is missing. So DuckDB's own optimiser leaves out what nobody needs.
+
+calls.py, expressions.py, texts.py   a call and its arguments       (sqlglot)
+text/           where things are in the text of a statement, and that text with parts replaced
+rewrites/       small changes of the text after which fewer rows are asked about
+replay/         functions and their answers, runs of a statement, limits, samples  (DuckDB)
+copied_files.py, created_tables.py, errors.py   what is wrong with a statement
+jobs.py, runner.py, explain.py   what answers: jobs, or an estimate
+connection.py, result.py, temporary_tables.py   connect()
 """
 
 from vllm_relay.tables.sql.connection import Connection, connect

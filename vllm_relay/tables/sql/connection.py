@@ -21,21 +21,21 @@ from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.sql.errors import SqlError
 from vllm_relay.tables.sql.explain import Explanation
 from vllm_relay.tables.sql.jobs import JobAsker
-from vllm_relay.tables.sql.replay.anchors import add_anchors
 from vllm_relay.tables.sql.replay.answers import Answers
-from vllm_relay.tables.sql.replay.call_sites import Site
-from vllm_relay.tables.sql.replay.edited import Edited
-from vllm_relay.tables.sql.replay.error_columns import add_error_columns
 from vllm_relay.tables.sql.replay.estimates import estimates
 from vllm_relay.tables.sql.replay.functions import Functions
-from vllm_relay.tables.sql.replay.group_filters import filter_groups
-from vllm_relay.tables.sql.replay.lazy import look_up_late
 from vllm_relay.tables.sql.replay.passes import Passes, one_view
 from vllm_relay.tables.sql.replay.statement import Given, check, kind_of, query_of, split
-from vllm_relay.tables.sql.replay.volatile import settle
 from vllm_relay.tables.sql.result import Result
+from vllm_relay.tables.sql.rewrites.anchors import add_anchors
+from vllm_relay.tables.sql.rewrites.error_columns import add_error_columns
+from vllm_relay.tables.sql.rewrites.group_filters import filter_groups
+from vllm_relay.tables.sql.rewrites.lazy import look_up_late
+from vllm_relay.tables.sql.rewrites.volatile import settle
 from vllm_relay.tables.sql.runner import Runner
 from vllm_relay.tables.sql.temporary_tables import TemporaryTables
+from vllm_relay.tables.sql.text.call_sites import Site
+from vllm_relay.tables.sql.text.edited import Edited
 
 OnError = Literal["null", "column", "raise"]
 

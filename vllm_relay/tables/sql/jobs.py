@@ -11,8 +11,8 @@ import duckdb
 from vllm_relay.tables.identifiers import ERROR, quoted
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.errors import AnswerFailedError
-from vllm_relay.tables.sql.replay.call_sites import Site
 from vllm_relay.tables.sql.runner import Runner
+from vllm_relay.tables.sql.text.call_sites import Site
 
 MOST_ERRORS = 10_000
 

@@ -11,8 +11,8 @@ import duckdb
 import pyarrow as pa
 
 from vllm_relay.tables.identifiers import ANSWER, ERROR, quoted
-from vllm_relay.tables.sql.replay.call_sites import Site
 from vllm_relay.tables.sql.temporary_tables import TemporaryTables
+from vllm_relay.tables.sql.text.call_sites import Site
 
 Key = tuple[str | None, ...]
 """Type and JSON of each field's value."""
@@ -47,6 +47,8 @@ class Answers:
         self._sites = sites
         self._known: list[dict[Key, Answer]] = [{} for _ in sites]
         self.missing: list[dict[Key, int]] = [{} for _ in sites]
+        # how often rows were there that were asked about
+        self.asked: list[dict[Key, int]] = [{} for _ in sites]
         self._order = order
         # DuckDB calls functions from several threads
         self._lock = threading.Lock()
@@ -136,7 +138,9 @@ class Answers:
         """
         if not counts:
             return
-        known = self._known[site]
+        known, asked = self._known[site], self.asked[site]
+        for key, count in counts.items():
+            asked[key] = asked.get(key, 0) + count
         names = self._sites[site].question.fields
         for group in self.by_types(counts):
             keys = list(group)

@@ -5,24 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import duckdb
 
 from vllm_relay.tables.identifiers import ANSWER, ERROR, quoted
+from vllm_relay.tables.jobs.estimate import Estimate
 from vllm_relay.tables.sql.explain import CallEstimate, Explanation, stand_in
 from vllm_relay.tables.sql.replay.aggregates import aggregate_names
-from vllm_relay.tables.sql.replay.anchors import add_anchors
 from vllm_relay.tables.sql.replay.answers import Answers, Key
-from vllm_relay.tables.sql.replay.call_sites import Site
-from vllm_relay.tables.sql.replay.conditions import conjuncts
-from vllm_relay.tables.sql.replay.edited import Edited
 from vllm_relay.tables.sql.replay.limits import limited
+from vllm_relay.tables.sql.replay.passes import Passes
 from vllm_relay.tables.sql.replay.samples import MIN_SAMPLED_ROWS, SAMPLE_ROWS
 from vllm_relay.tables.sql.replay.statement import Kind, query_of
-from vllm_relay.tables.sql.replay.volatile import settle
+from vllm_relay.tables.sql.rewrites.anchors import add_anchors
+from vllm_relay.tables.sql.rewrites.volatile import settle
 from vllm_relay.tables.sql.runner import Runner
 from vllm_relay.tables.sql.temporary_tables import TemporaryTables
+from vllm_relay.tables.sql.text.call_sites import Call, Site
+from vllm_relay.tables.sql.text.conditions import conjuncts
+from vllm_relay.tables.sql.text.edited import Edited
 
 
 def estimates(
@@ -34,6 +35,7 @@ def estimates(
     kind: Kind,
 ) -> Explanation:
     """Conditions that ask leave out no rows, so that numbers of rows are upper bounds."""
+    shown = edited.shown()
     settle(connection, tables, edited)
     add_anchors(connection, edited)
     for tokens in edited.conditions:
@@ -46,7 +48,6 @@ def estimates(
                 for part in ("limit", "offset"):
                     if part in select.clauses and edited.calls_in(select.range):
                         edited.replace_clause(select, part, "")
-    given: dict[int, dict[Key, int]] = {}
 
     def ask(source: str, site: Site, target: str) -> None:
         names = ", ".join(quoted(name) for name in site.question.fields)
@@ -57,34 +58,18 @@ def estimates(
         )
 
     whole = query_of(edited) if kind == "of query" else None
-    text = edited.text(None if whole is None else whole.range)
+    answers.counts_looks = True
+    passes = Passes(connection, tables, edited, answers, ask, None)
     if kind == "change":
-        text = edited.text()
-    while True:
-        answers.begin_pass()
-        answers.counts_looks = True
-        if kind == "change":
-            connection.execute("BEGIN")
-            try:
-                connection.execute(text).fetchall()
-            finally:
-                connection.execute("ROLLBACK")
-        else:
-            tables.drop(tables.create(text))
-        answers.counts_looks = False
-        site = answers.first_missing()
-        if site is None:
-            break
-        counts = dict(answers.missing[site])
-        for key, count in counts.items():
-            given.setdefault(site, {})
-            given[site][key] = given[site].get(key, 0) + count
-        answers.ask(site, counts, ask)
+        passes.run(edited.text)
+    else:
+        passes.table_of(lambda: edited.text(None if whole is None else whole.range))
+    answers.counts_looks = False
     calls = [
-        _estimated(edited, answers, runner, tables, site, given.get(site.number, {}))
+        _estimated(edited, answers, runner, tables, site, answers.asked[site.number])
         for site in edited.sites
     ]
-    steps = [f"stage: {text.strip()}"]
+    steps = [f"stage: {shown.strip()}"]
     for condition in edited.conditions.values():
         asking = [part for part in conjuncts(condition) if part.asks]
         if len(asking) > 1:
@@ -92,7 +77,9 @@ def estimates(
                 f"the {len(asking)} predicates that ask go in the order that a sample of "
                 f"{SAMPLE_ROWS} rows suggests, if there are {MIN_SAMPLED_ROWS} rows or more"
             )
-    return Explanation([c for c in calls if c], edited.structure.text.strip(), steps)
+    return Explanation(
+        [call for call in calls if call is not None], edited.structure.text.strip(), steps
+    )
 
 
 def _estimated(
@@ -102,7 +89,7 @@ def _estimated(
     tables: TemporaryTables,
     site: Site,
     counts: dict[Key, int],
-) -> Any:
+) -> CallEstimate | None:
     if not counts:
         return None
     places = [call for call in edited.calls if call.site.number == site.number]
@@ -111,7 +98,7 @@ def _estimated(
         call.range[0] < other.range[0] < call.range[1] for call in places for other in edited.calls
     )
     is_bound = any(_is_in(edited, call.range[0]) for call in earlier)
-    found: list[Any] = []
+    found: list[Estimate] = []
     for group in answers.by_types(counts):
         source, table = answers.source(site.number, group)
         found.append(runner.estimate(source, site.question))
@@ -134,7 +121,7 @@ def _is_in(edited: Edited, number: int) -> bool:
     return any(begin <= number < end for begin, end in edited.conditions)
 
 
-def _reads_answers(edited: Edited, places: Sequence[Any], earlier: Sequence[Any]) -> bool:
+def _reads_answers(edited: Edited, places: Sequence[Call], earlier: Sequence[Call]) -> bool:
     """Whether the rows hold answers: a query with a call is read by the SELECT of the call."""
     names = {name.lower() for q in edited.structure.all_queries for name, cte in q.ctes
              if edited.calls_in(cte.range)}  # fmt: skip

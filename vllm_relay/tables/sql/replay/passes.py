@@ -11,11 +11,11 @@ import duckdb
 from vllm_relay.tables.sql.errors import SqlError
 from vllm_relay.tables.sql.replay.aggregates import aggregate_names
 from vllm_relay.tables.sql.replay.answers import Answers, Ask
-from vllm_relay.tables.sql.replay.edited import Edited
 from vllm_relay.tables.sql.replay.limits import LimitedRows, limited, stands_alone
 from vllm_relay.tables.sql.replay.samples import Cost, order_conditions
-from vllm_relay.tables.sql.replay.structure import Select
 from vllm_relay.tables.sql.temporary_tables import TemporaryTables
+from vllm_relay.tables.sql.text.edited import Edited
+from vllm_relay.tables.sql.text.structure import Select
 
 
 class Passes:
@@ -26,7 +26,7 @@ class Passes:
         edited: the statement.
         answers: of it.
         ask: what answers.
-        cost: tokens per prompt of a source.
+        cost: tokens per prompt of a source; None for an estimate, in which all rows pass.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Passes:
         edited: Edited,
         answers: Answers,
         ask: Ask,
-        cost: Cost,
+        cost: Cost | None,
     ) -> None:
         self._connection = connection
         self._tables = tables
@@ -72,8 +72,10 @@ class Passes:
         is_filter = call.clause == "where" and where in edited.conditions
         if not (found or is_filter) or not stands_alone(self._connection, edited, select):
             return False
+        if self._cost is None and (is_filter or (found is not None and found.where is not None)):
+            return False
         num_sampled = 0
-        if is_filter:
+        if is_filter and self._cost is not None:
             num_sampled = order_conditions(
                 self._tables, edited, self.answers, self._ask, self._cost, select
             )

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.replay.answers import Answers, Ask, Key
-from vllm_relay.tables.sql.replay.conditions import Condition, conjuncts
-from vllm_relay.tables.sql.replay.edited import Edited
-from vllm_relay.tables.sql.replay.structure import Select
 from vllm_relay.tables.sql.temporary_tables import TemporaryTables
+from vllm_relay.tables.sql.text.conditions import Condition, conjuncts
+from vllm_relay.tables.sql.text.edited import Edited
+from vllm_relay.tables.sql.text.structure import Select
 
 # rows on which the selectivity of a condition is seen before all are asked about
 SAMPLE_ROWS = 32

@@ -17,9 +17,9 @@ from vllm_relay.tables.sql.copied_files import check_file
 from vllm_relay.tables.sql.created_tables import check_name, existing_kind
 from vllm_relay.tables.sql.errors import SqlError
 from vllm_relay.tables.sql.expressions import DIALECT, FUNCTION
-from vllm_relay.tables.sql.replay.binding import columns
-from vllm_relay.tables.sql.replay.edited import Edited
-from vllm_relay.tables.sql.replay.structure import Query
+from vllm_relay.tables.sql.text.binding import columns
+from vllm_relay.tables.sql.text.edited import Edited
+from vllm_relay.tables.sql.text.structure import Query
 
 Kind = Literal["query", "of query", "bound", "change"]
 

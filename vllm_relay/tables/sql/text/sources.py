@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sqlglot.tokens import TokenType
 
-from vllm_relay.tables.sql.replay.structure import Range, Select, Structure
+from vllm_relay.tables.sql.text.structure import Range, Select, Structure
 
 JOIN_WORDS = {
     *("JOIN", "LEFT", "RIGHT", "FULL", "INNER", "CROSS", "SEMI", "ANTI", "ASOF", "NATURAL"),

@@ -14,9 +14,10 @@ from sqlglot.tokens import TokenType
 from vllm_relay.tables.identifiers import quoted
 from vllm_relay.tables.sql.expressions import DIALECT, FUNCTION, has_call, is_call, sql_of
 from vllm_relay.tables.sql.replay.answers import key_text
-from vllm_relay.tables.sql.replay.binding import columns
-from vllm_relay.tables.sql.replay.call_sites import Call, FieldText, Site, read_calls
-from vllm_relay.tables.sql.replay.conditions import (
+from vllm_relay.tables.sql.replay.functions import Functions
+from vllm_relay.tables.sql.text.binding import columns
+from vllm_relay.tables.sql.text.call_sites import Call, FieldText, Site, read_calls
+from vllm_relay.tables.sql.text.conditions import (
     Condition,
     Missing,
     Text,
@@ -26,10 +27,9 @@ from vllm_relay.tables.sql.replay.conditions import (
     passing_chain,
     read_condition,
 )
-from vllm_relay.tables.sql.replay.functions import Functions
-from vllm_relay.tables.sql.replay.sources import is_join_word
-from vllm_relay.tables.sql.replay.splices import Splice, Splices
-from vllm_relay.tables.sql.replay.structure import Query, Range, Select, Structure
+from vllm_relay.tables.sql.text.sources import is_join_word
+from vllm_relay.tables.sql.text.splices import Splice, Splices
+from vllm_relay.tables.sql.text.structure import Query, Range, Select, Structure
 
 _CALL_RANK, _CONDITION_RANK, _ITEM_RANK, _CLAUSE_RANK, _QUERY_RANK = 9, 5, 3, 2, 1
 
@@ -59,6 +59,7 @@ class Edited:
         self.call_splices: dict[int, Splice] = {}
         self.anchors: dict[int, str] = {}
         self._guarded: set[int] = set()
+        self._is_shown = False
         self._stars: dict[Range, list[Call]] = {}
         # conditions that let through what they cannot decide yet
         self.passing: set[Range] = set()
@@ -117,8 +118,13 @@ class Edited:
         self.splices.remove(self.call_splices[id(call)])
         if call.key is None:
             self.call_splices[id(call)] = self._add(
-                call.range, _CALL_RANK, lambda splice: self.key(call, splice)
+                call.range, _CALL_RANK, lambda splice: self._key_text(call, splice)
             )
+
+    def _key_text(self, call: Call, splice: Splice) -> str:
+        if self._is_shown:
+            return f"later({self.structure.text_of(call.range)})"
+        return self.key(call, splice)
 
     def add_reference(
         self, tokens: Range, call: Call, name: str, key: str, select: Select, clause: str,
@@ -155,6 +161,8 @@ class Edited:
         self.call_splices[id(made)] = self._add(tokens, _CALL_RANK, render)
 
     def _call_text(self, call: Call) -> str:
+        if self._is_shown:
+            return self._shown_call(call)
         output = call.site.question.output
         return self.functions.call(output, call.site.number, self.key(call))
 
@@ -163,6 +171,14 @@ class Edited:
         if tokens is None:
             return self.splices.render(0, len(self.structure.text))
         return self.splices.render(*self.structure.span(tokens), inside)
+
+    def shown(self) -> str:
+        """The text for people: with the calls as they were written."""
+        self._is_shown = True
+        try:
+            return self.text()
+        finally:
+            self._is_shown = False
 
     def key(self, call: Call, inside: Splice | None = None) -> str:
         if call.key is not None:
@@ -174,11 +190,16 @@ class Edited:
 
     def _call_render(self, call: Call) -> Callable[[Splice], str]:
         def render(splice: Splice) -> str:
+            if self._is_shown:
+                return self._shown_call(call)
             anchors = self.anchors.get(call.range[0], "[]")
             key = self.key(call, splice)
             return self.functions.call(call.site.question.output, call.site.number, key, anchors)
 
         return render
+
+    def _shown_call(self, call: Call) -> str:
+        return self.structure.text_of(call.range) if call.key is None else f"answer({call.key})"
 
     def _add(self, tokens: Range, rank: int, render: Callable[[Splice], str]) -> Splice:
         return self.splices.add(*self.structure.span(tokens), rank, render)

@@ -11,9 +11,9 @@ import duckdb
 
 from vllm_relay.tables.identifiers import quoted
 from vllm_relay.tables.sql.expressions import fold
-from vllm_relay.tables.sql.replay.edited import Edited
-from vllm_relay.tables.sql.replay.sources import sources
-from vllm_relay.tables.sql.replay.structure import Range, Select
+from vllm_relay.tables.sql.text.edited import Edited
+from vllm_relay.tables.sql.text.sources import sources
+from vllm_relay.tables.sql.text.structure import Range, Select
 
 
 def add_anchors(connection: duckdb.DuckDBPyConnection, edited: Edited) -> None:

@@ -15,7 +15,7 @@ from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.calls import Field, read_call
 from vllm_relay.tables.sql.errors import SqlError
 from vllm_relay.tables.sql.expressions import DIALECT, FUNCTION, is_call, sql_of
-from vllm_relay.tables.sql.replay.structure import Range, Select, Structure
+from vllm_relay.tables.sql.text.structure import Range, Select, Structure
 
 StarNames = Callable[[Select | None, str], list[str]]
 

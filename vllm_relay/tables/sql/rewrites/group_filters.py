@@ -11,11 +11,11 @@ import duckdb
 from sqlglot.tokens import TokenType
 
 from vllm_relay.tables.sql.expressions import fold
-from vllm_relay.tables.sql.replay.binding import is_valid
-from vllm_relay.tables.sql.replay.conditions import conjuncts, read_condition
-from vllm_relay.tables.sql.replay.edited import Edited, select_items
-from vllm_relay.tables.sql.replay.sources import Source, sources
-from vllm_relay.tables.sql.replay.structure import Query, Range, Select
+from vllm_relay.tables.sql.text.binding import is_valid
+from vllm_relay.tables.sql.text.conditions import conjuncts, read_condition
+from vllm_relay.tables.sql.text.edited import Edited, select_items
+from vllm_relay.tables.sql.text.sources import Source, sources
+from vllm_relay.tables.sql.text.structure import Query, Range, Select
 
 _NOT_THROUGH = ("limit", "offset", "qualify", "window", "sample")
 

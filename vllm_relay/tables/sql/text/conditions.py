@@ -9,7 +9,7 @@ from typing import Literal
 
 from sqlglot.tokens import TokenType
 
-from vllm_relay.tables.sql.replay.structure import Range, Structure
+from vllm_relay.tables.sql.text.structure import Range, Structure
 
 Kind = Literal["and", "or", "not", "leaf"]
 
