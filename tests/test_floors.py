@@ -62,7 +62,6 @@ MAX_FILES_WITHOUT_LIST = 6
 BEFORE_THEIR_REBUILDING = {
     "attention_backends",
     "tables/jobs",
-    "tables/sql",
 }
 
 

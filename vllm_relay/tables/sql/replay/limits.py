@@ -14,8 +14,8 @@ from vllm_relay.tables.sql.temporary_tables import TemporaryTables
 from vllm_relay.tables.sql.text.binding import is_valid
 from vllm_relay.tables.sql.text.call_sites import Call
 from vllm_relay.tables.sql.text.conditions import conjuncts, passing_chain
-from vllm_relay.tables.sql.text.edited import Edited, select_items
-from vllm_relay.tables.sql.text.structure import Range, Select
+from vllm_relay.tables.sql.text.edited import Edited
+from vllm_relay.tables.sql.text.structure import Range, Select, select_items
 
 # rows of the first chunk, per row that is wanted
 _CHUNK_ROWS_PER_WANTED = 2

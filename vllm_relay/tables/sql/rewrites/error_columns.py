@@ -7,7 +7,8 @@ from sqlglot.tokens import TokenType
 
 from vllm_relay.tables.identifiers import quoted
 from vllm_relay.tables.sql.expressions import FUNCTION
-from vllm_relay.tables.sql.text.edited import Edited, select_items
+from vllm_relay.tables.sql.text.edited import Edited
+from vllm_relay.tables.sql.text.structure import select_items
 
 _RANK = 4
 

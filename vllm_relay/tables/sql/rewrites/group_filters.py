@@ -13,9 +13,9 @@ from sqlglot.tokens import TokenType
 from vllm_relay.tables.sql.expressions import fold
 from vllm_relay.tables.sql.text.binding import is_valid
 from vllm_relay.tables.sql.text.conditions import conjuncts, read_condition
-from vllm_relay.tables.sql.text.edited import Edited, select_items
+from vllm_relay.tables.sql.text.edited import Edited
 from vllm_relay.tables.sql.text.sources import Source, sources
-from vllm_relay.tables.sql.text.structure import Query, Range, Select
+from vllm_relay.tables.sql.text.structure import Query, Range, Select, select_items
 
 _NOT_THROUGH = ("limit", "offset", "qualify", "window", "sample")
 

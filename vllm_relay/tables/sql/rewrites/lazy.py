@@ -15,9 +15,9 @@ from sqlglot.tokens import TokenType
 from vllm_relay.tables.identifiers import quoted
 from vllm_relay.tables.sql.expressions import FUNCTION, fold
 from vllm_relay.tables.sql.text.call_sites import Call
-from vllm_relay.tables.sql.text.edited import Edited, select_items
+from vllm_relay.tables.sql.text.edited import Edited
 from vllm_relay.tables.sql.text.sources import Source, sources
-from vllm_relay.tables.sql.text.structure import Query, Range, Select
+from vllm_relay.tables.sql.text.structure import Query, Range, Select, select_items
 
 _OPERANDS = (
     *(TokenType.VAR, TokenType.IDENTIFIER, TokenType.NUMBER, TokenType.STRING),

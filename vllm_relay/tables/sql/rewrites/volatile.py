@@ -10,9 +10,9 @@ from vllm_relay.tables.sql.errors import SqlError
 from vllm_relay.tables.sql.expressions import fold
 from vllm_relay.tables.sql.temporary_tables import TemporaryTables
 from vllm_relay.tables.sql.text.binding import is_valid
-from vllm_relay.tables.sql.text.edited import Edited, select_items
+from vllm_relay.tables.sql.text.edited import Edited
 from vllm_relay.tables.sql.text.sources import sources
-from vllm_relay.tables.sql.text.structure import Query, Range, Select
+from vllm_relay.tables.sql.text.structure import Query, Range, Select, select_items
 
 _RANK, _CLAUSE_RANK = 7, 2
 

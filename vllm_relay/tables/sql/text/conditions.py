@@ -203,3 +203,15 @@ def passing_chain(parts: list[Condition], text: Text, missing: Missing, value: s
         shown = f"CASE WHEN {text(part.range)} THEN {shown} ELSE false END"
     free = [f"({text(part.range)})" for part in others if not part.has_query]
     return " AND ".join([*free, shown])
+
+
+def evaluated(parts: list[Condition], text: Text, missing: Missing) -> str:
+    """What does not ask, and a look at what does: all its rows pass."""
+    shown = "true"
+    for part in reversed([part for part in parts if part.asks]):
+        look = missing_text(part, text, missing)
+        shown = f"CASE WHEN coalesce({look}, 0) >= 0 THEN {shown} ELSE false END"
+    for part in reversed([part for part in parts if not part.asks and part.has_query]):
+        shown = f"CASE WHEN {text(part.range)} THEN {shown} ELSE false END"
+    free = [f"({text(part.range)})" for part in parts if not part.asks and not part.has_query]
+    return " AND ".join([*free, shown])

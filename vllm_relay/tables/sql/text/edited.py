@@ -19,17 +19,15 @@ from vllm_relay.tables.sql.text.binding import columns
 from vllm_relay.tables.sql.text.call_sites import Call, FieldText, Site, read_calls
 from vllm_relay.tables.sql.text.conditions import (
     Condition,
-    Missing,
-    Text,
     conjuncts,
+    evaluated,
     lazy_filter,
-    missing_text,
     passing_chain,
     read_condition,
 )
-from vllm_relay.tables.sql.text.sources import is_join_word
+from vllm_relay.tables.sql.text.sources import on_conditions
 from vllm_relay.tables.sql.text.splices import Splice, Splices
-from vllm_relay.tables.sql.text.structure import Query, Range, Select, Structure
+from vllm_relay.tables.sql.text.structure import Query, Range, Select, Structure, select_items
 
 _CALL_RANK, _CONDITION_RANK, _ITEM_RANK, _CLAUSE_RANK, _QUERY_RANK = 9, 5, 3, 2, 1
 
@@ -288,7 +286,7 @@ class Edited:
         def render(splice: Splice) -> str:
             if tokens in self.lets_all_through:
                 parts = conjuncts(condition)
-                return _evaluated(parts, lambda part: self.text(part, splice), self.missing_of)
+                return evaluated(parts, lambda part: self.text(part, splice), self.missing_of)
             if tokens in self.passing:
                 parts = conjuncts(condition)
                 return passing_chain(parts, lambda part: self.text(part, splice), self.missing_of)
@@ -366,18 +364,6 @@ class Edited:
         return columns(self._connection, text)
 
 
-def _evaluated(parts: list[Condition], text: Text, missing: Missing) -> str:
-    """What does not ask, and a look at what does: all its rows pass."""
-    shown = "true"
-    for part in reversed([part for part in parts if part.asks]):
-        look = missing_text(part, text, missing)
-        shown = f"CASE WHEN coalesce({look}, 0) >= 0 THEN {shown} ELSE false END"
-    for part in reversed([part for part in parts if not part.asks and part.has_query]):
-        shown = f"CASE WHEN {text(part.range)} THEN {shown} ELSE false END"
-    free = [f"({text(part.range)})" for part in parts if not part.asks and not part.has_query]
-    return " AND ".join([*free, shown])
-
-
 def _name(text: str) -> str | None:
     """The name of an item of a select list, if it has none of its own."""
     try:
@@ -390,36 +376,3 @@ def _name(text: str) -> str | None:
     if isinstance(items[0], exp.Star) or not isinstance(items[0], exp.Expr):
         return None
     return FUNCTION if is_call(items[0]) else sql_of(items[0])
-
-
-def select_items(structure: Structure, select: Select) -> list[Range]:
-    begin, end = select.clauses["select"]
-    if structure.is_type(begin, TokenType.DISTINCT):
-        begin += 1
-        if structure.is_type(begin, TokenType.ON):
-            begin = structure.match[begin + 1] + 1
-    elif structure.is_type(begin, TokenType.ALL):
-        begin += 1
-    return structure.split((begin, end))
-
-
-def on_conditions(structure: Structure, tokens: Range) -> list[Range]:
-    """Conditions of the joins of a FROM."""
-    found: list[Range] = []
-    begin: int | None = None
-    for number in structure.flat(tokens):
-        ends = is_join_word(structure, number) or structure.is_type(number, TokenType.COMMA)
-        if begin is not None and ends:
-            found.append((begin, number))
-            begin = None
-        if structure.is_type(number, TokenType.ON):
-            begin = number + 1
-        if (
-            structure.is_type(number, TokenType.L_PAREN)
-            and begin is None
-            and not structure.starts_query(number)
-        ):
-            found += on_conditions(structure, (number + 1, structure.match.get(number, number)))
-    if begin is not None:
-        found.append((begin, tokens[1]))
-    return found

@@ -110,3 +110,25 @@ def _source(structure: Structure, join: str, tokens: Range) -> Source | None:
         if structure.is_type(at, TokenType.USING) and structure.is_type(at + 1, TokenType.L_PAREN):
             using = (at + 2, structure.match[at + 1])
     return Source(range_, alias, join, condition, using, is_query)
+
+
+def on_conditions(structure: Structure, tokens: Range) -> list[Range]:
+    """Conditions of the joins of a FROM."""
+    found: list[Range] = []
+    begin: int | None = None
+    for number in structure.flat(tokens):
+        ends = is_join_word(structure, number) or structure.is_type(number, TokenType.COMMA)
+        if begin is not None and ends:
+            found.append((begin, number))
+            begin = None
+        if structure.is_type(number, TokenType.ON):
+            begin = number + 1
+        if (
+            structure.is_type(number, TokenType.L_PAREN)
+            and begin is None
+            and not structure.starts_query(number)
+        ):
+            found += on_conditions(structure, (number + 1, structure.match.get(number, number)))
+    if begin is not None:
+        found.append((begin, tokens[1]))
+    return found

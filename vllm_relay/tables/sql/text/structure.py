@@ -329,3 +329,15 @@ class Structure:
 
     def cte_names(self) -> list[str]:
         return [fold(name) for query in self.all_queries for name, _ in query.ctes]
+
+
+def select_items(structure: Structure, select: Select) -> list[Range]:
+    """The items of a select list."""
+    begin, end = select.clauses["select"]
+    if structure.is_type(begin, TokenType.DISTINCT):
+        begin += 1
+        if structure.is_type(begin, TokenType.ON):
+            begin = structure.match[begin + 1] + 1
+    elif structure.is_type(begin, TokenType.ALL):
+        begin += 1
+    return structure.split((begin, end))
