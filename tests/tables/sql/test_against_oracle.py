@@ -242,6 +242,8 @@ ORDERED += [
     "llm('r', {id}) AS x FROM movies) b ON a.id = b.id ORDER BY a.id",
     "SELECT max(x), min(s.x) FROM (SELECT id, llm('q', {id}) AS x FROM movies) s WHERE s.x > 't0'",
     "SELECT id, llm('o', {x}) FROM (SELECT id, llm('q', {id}) AS x FROM movies) ORDER BY id",
+    "SELECT s.id, x FROM (SELECT *, llm('t', {title}) AS x FROM movies) s RIGHT JOIN reviews r "
+    "ON r.id = s.id AND s.x IS NOT NULL ORDER BY score, s.id, stars LIMIT 3",
 ]
 BAGS = [
     f"SELECT {ASK} FROM movies UNION SELECT llm('b', {{body}}) FROM reviews",

@@ -148,6 +148,30 @@ condition_on_groups_queries = st.tuples(
 )
 
 
+@st.composite
+def late_queries(draw):
+    """Answers of a subquery that the query around it uses in some way."""
+    tail = draw(
+        st.sampled_from(["", " ORDER BY id LIMIT 3", " ORDER BY a DESC, id LIMIT 2 OFFSET 1"])
+    )
+    inner = f"SELECT *, {draw(int_calls)} AS x FROM t{draw(wheres)}{tail}"
+    if draw(st.booleans()):
+        inner = f"SELECT * FROM ({inner}) WHERE {draw(st.sampled_from(['id > 1', 'x > 1']))}"
+    used = ["id, x", "*", "s.*", "id, s.x + 1 AS y", "DISTINCT x", "max(x) AS m", "id, x AS b"]
+    join = draw(
+        st.sampled_from(
+            ["", *(f" {side} JOIN (SELECT id AS i, a AS j FROM t) r ON i = s.id{more}"
+                   for side in ("", "LEFT", "RIGHT", "SEMI") for more in ("", " AND s.x > 1"))]
+        )
+    )  # fmt: skip
+    where = draw(st.sampled_from(["", " WHERE x > 1", " WHERE s.x IS NULL OR id > 2"]))
+    limit = draw(limits)
+    query = f"{draw(st.sampled_from(used))} FROM {{}}{join}{where} ORDER BY ALL{limit}"
+    if draw(st.booleans()):
+        return f"WITH s AS ({inner}) SELECT {query.format('s')}"
+    return f"SELECT {query.format(f'({inner}) s')}"
+
+
 def check(rows, text):
     connection = duckdb.connect()
     try:
@@ -188,4 +212,10 @@ def test_others(rows, text):
 @settings(max_examples=cases(3), deadline=None)
 @given(tables, condition_on_groups_queries)
 def test_conditions_on_groups(rows, text):
+    check(rows, text)
+
+
+@settings(max_examples=cases(5), deadline=None)
+@given(tables, late_queries())
+def test_answers_that_are_looked_up_late(rows, text):
     check(rows, text)

@@ -20,7 +20,7 @@ from vllm_relay.tables.sql.text.structure import Range, Select, select_items
 # rows of the first chunk, per row that is wanted
 _CHUNK_ROWS_PER_WANTED = 2
 _MIN_CHUNK_ROWS = 64
-_WITHOUT_CALLS = ("group", "having", "qualify", "order", "window")
+_WITHOUT_CALLS = ("from", "group", "having", "qualify", "order", "window")
 _ALL_ROWS = 2**62
 _HIDDEN_RANK = 4
 # an item with one of these may not need its call
