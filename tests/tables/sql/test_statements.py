@@ -310,6 +310,13 @@ def test_changes_in_a_transaction(asking, connection):
     assert sorted(connection.sql("SELECT title FROM movies").fetchall()) == expected
 
 
+def test_changes_that_differ_each_time(connection):
+    runner = FakeRunner(connection)
+    with pytest.raises(SqlError, match=r"random\(\) differs each time"):
+        Connection(connection, runner).sql("DELETE FROM movies WHERE llm('q', {x: random()}) = 'x'")
+    assert runner.asked == []
+
+
 def test_a_summary(asking):
     rows = asking.sql(f"SUMMARIZE {ASK}").fetchall()
     assert [row[0] for row in rows] == ["id", "a"]

@@ -31,7 +31,7 @@ from vllm_relay.tables.sql.rewrites.anchors import add_anchors
 from vllm_relay.tables.sql.rewrites.error_columns import add_error_columns
 from vllm_relay.tables.sql.rewrites.group_filters import filter_groups
 from vllm_relay.tables.sql.rewrites.lazy import look_up_late
-from vllm_relay.tables.sql.rewrites.volatile import settle
+from vllm_relay.tables.sql.rewrites.volatile import refuse, settle
 from vllm_relay.tables.sql.runner import Runner
 from vllm_relay.tables.sql.temporary_tables import TemporaryTables
 from vllm_relay.tables.sql.text.call_sites import Site
@@ -210,6 +210,7 @@ class Connection:
             add_error_columns(edited)
         try:
             if kind == "change":
+                refuse(connection, edited)
                 add_anchors(connection, edited)
                 passes.run(edited.text)
                 text = edited.text()

@@ -57,6 +57,19 @@ def settle(connection: duckdb.DuckDBPyConnection, tables: TemporaryTables, edite
                 _settle_select(tables, edited, select, own)
 
 
+def refuse(connection: duckdb.DuckDBPyConnection, edited: Edited) -> None:
+    """For a statement that changes rows, of which no part can be made a table before.
+
+    Raises:
+        SqlError: something in it differs each time.
+    """
+    for tokens in _volatile(connection, edited):
+        raise SqlError(
+            f"{edited.structure.text_of(tokens)} differs each time it is evaluated, beside llm() "
+            f"in a statement that changes rows: make a table of it first"
+        )
+
+
 def _is_inside(tokens: Range, outer: Range) -> bool:
     return outer[0] <= tokens[0] and tokens[1] <= outer[1]
 
