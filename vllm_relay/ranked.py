@@ -67,8 +67,13 @@ class Ranked(Generic[R]):
         return self._entries[member][0]
 
     def first(self) -> R | None:
-        entry = first(self._heap, self._is_current)
-        return None if entry is None else entry[2]
+        heap, entries = self._heap, self._entries
+        while heap:  # as the function `first` does, without a call for every entry
+            entry = heap[0]
+            if entries.get(entry[2]) is entry:
+                return entry[2]
+            heappop(heap)
+        return None
 
     def _is_current(self, entry: tuple[Any, int, R]) -> bool:
         return self._entries.get(entry[2]) is entry

@@ -156,6 +156,13 @@ class _RelayScheduling(Scheduler):
         key = block_hash + self._order_suffix
         return self.kv_cache_manager.block_pool.cached_block_hash_to_block.get_one_block(key)
 
+    def has_cached(self, block_hashes: Sequence[BlockHash]) -> bool:
+        """Whether `cached_block` has all of them. The last one is looked for first: it leaves
+        first."""
+        get = self.kv_cache_manager.block_pool.cached_block_hash_to_block.get_one_block
+        suffix = self._order_suffix
+        return all(get(block_hash + suffix) is not None for block_hash in reversed(block_hashes))
+
     def _is_resident(self, name: BlockName) -> bool:
         key = name if isinstance(name, bytes) else name[0]
         pool = self.kv_cache_manager.block_pool

@@ -238,10 +238,13 @@ class ModulePlan(
         for segment, first, num_visible in zip(
             self.segments, self.first_slots, visible, strict=False
         ):
-            ranges = sorted((*segment.placeholders, *segment.replaced))
-            ranges = [
-                (begin, min(end, num_visible)) for begin, end in ranges if begin < num_visible
-            ]
+            ranges: Sequence[tuple[int, int]] = ()
+            if segment.placeholders or segment.replaced:
+                ranges = [
+                    (begin, min(end, num_visible))
+                    for begin, end in sorted((*segment.placeholders, *segment.replaced))
+                    if begin < num_visible
+                ]
             for begin, end in (*ranges, (num_visible, self.num_slots(segment))):
                 if begin < end and hidden and hidden[-1][1] >= first + begin:
                     hidden[-1] = (hidden[-1][0], max(hidden[-1][1], first + end))

@@ -263,6 +263,8 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
     def _surplus(self) -> int:
         """How many reused blocks leave before other cached ones: those that are too many, and at
         least one if they have lost their hashes, as all do at once."""
+        if not self._reused.num_free_blocks:
+            return 0
         surplus = max(0, self._reused.num_free_blocks - self._reuse.room_blocks)
         first = _first_of(self._reused, self._mark_of_reused)
         return max(surplus, int(first is not None and first.block_hash is None))
@@ -329,26 +331,30 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
         return num_leaving
 
     def _keep_first(self, first: KVCacheBlock, kept: KeptBlock | None) -> None:
-        """Keep the first block of the list, which is needed or reused, and reused ones behind it as
-        far as there is room."""
+        """Keep the first block of the list, which is needed or reused, and those behind it that are
+        the same, reused ones as far as there is room."""
         needed, (new, old), mark = self._needed, self._reuse.reused, self._mark
         before = kept.freed_at if kept is not None and kept.place[0] == 0 else inf
+        is_needed = first.block_hash in needed
         most = self._reuse.room_blocks + 1 - self._reused.num_free_blocks
+        kept_blocks: list[KVCacheBlock] = []
         block: KVCacheBlock | None = first
-        num_reused = 0
-        while num_reused < most and block is not mark:
+        while (is_needed or len(kept_blocks) < most) and block is not mark:
             assert block is not None
             key = block.block_hash
-            if key is None or (key not in new and key not in old) or key in needed:
+            if key is None or (key in needed) != is_needed:
+                break
+            if not is_needed and key not in new and key not in old:
                 break
             if self._freed_at[block.block_id] > before:
                 break
-            num_reused += 1
+            kept_blocks.append(block)
             block = block.next_free_block
-        if num_reused:
-            self._keep_reused(super().popleft_n(num_reused))
+        if is_needed:
+            for block in kept_blocks:
+                self._set_aside(block)
         else:
-            self._set_aside(first)
+            self._keep_reused(super().popleft_n(len(kept_blocks)))
 
     def _keep_reused(self, blocks: list[KVCacheBlock]) -> None:
         self._reused.append_n(blocks)
@@ -387,7 +393,7 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
         vLLM resets all hashes at once, so this one tells; then those that lost theirs leave with
         blocks that are not cached. Where it evicts single blocks, they leave in their turn.
         """
-        first = self._aside.first()
+        first = self._aside.first() if self._aside else None
         if first is None or first.is_cached:
             return first
         uncached = [kept for kept in self._aside if not kept.is_cached]
@@ -425,10 +431,10 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
         self._num_freed += len(blocks)
 
     def _on_remove(self, chains: Chains, runs: bool) -> None:
-        for chain in chains:
-            if runs:
-                self._reuse.on_use(chain)
-            self._aside.rank_again(chain)
+        keys = chains[0] if len(chains) == 1 else [key for chain in chains for key in chain]
+        if runs:
+            self._reuse.on_use(keys)
+        self._aside.rank_again(keys)
 
 
 def _first_of(queue: FreeKVCacheBlockQueue, mark: KVCacheBlock) -> KVCacheBlock | None:
