@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
@@ -28,6 +28,7 @@ from vllm_relay.tables.jobs.token_budget import TokenBudgetError
 from vllm_relay.tables.map_result import MapBudgetError, MapResult, RowsFailedError
 from vllm_relay.tables.ordering.order import OrderChoice
 from vllm_relay.tables.question import DEFAULT_MAX_TOKENS, Question, placeholders_of
+from vllm_relay.tables.request_options import RequestOptions
 
 OnError = Literal["null", "raise"]
 
@@ -55,6 +56,10 @@ def llm_map(
     on_error: OnError = "null",
     template: PromptTemplate | None = None,
     bucket_rows: int = DEFAULT_BUCKET_ROWS,
+    system_prompt: str = "",
+    sampling: Mapping[str, Any] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    extra_body: Mapping[str, Any] | None = None,
 ) -> MapResult:
     """Ask a question of every row; rows whose fields are equal are asked once.
 
@@ -80,6 +85,7 @@ def llm_map(
         rules, checkpoint, max_total_tokens, show_progress, template, bucket_rows: see `JobOptions`.
         on_error: what becomes of a row without an answer: a missing value, or an exception when all
             rows are done.
+        system_prompt, sampling, chat_template_kwargs, extra_body: see `RequestOptions`.
 
     Raises:
         TypeError: the table, the engine or the output is none of the above.
@@ -103,6 +109,7 @@ def llm_map(
         temperature,
         seed,
         _names("reorder", reorder) or (),
+        RequestOptions(system_prompt, sampling, chat_template_kwargs, extra_body),
     )
     options = JobOptions(
         order,

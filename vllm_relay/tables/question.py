@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 
 from vllm_relay.tables.outputs import Output
+from vllm_relay.tables.request_options import RequestOptions
 
 DEFAULT_MAX_TOKENS = 64
 
@@ -25,6 +26,7 @@ class Question:
         seed: of a temperature above 0.
         set_fields: those of `fields` whose value is a list, and whose elements may be put in any
             order.
+        request: what else the model is told.
 
     Raises:
         ValueError: there is no text or no field, a text stands for a list, a name is there twice,
@@ -39,6 +41,7 @@ class Question:
     temperature: float = 0.0
     seed: int | None = None
     set_fields: tuple[str, ...] = ()
+    request: RequestOptions = RequestOptions()
 
     def __post_init__(self) -> None:
         if not self.text.strip():

@@ -8,13 +8,14 @@ import json
 import sqlite3
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from vllm_relay.tables.engines.base import Completion
 from vllm_relay.tables.jobs.module_prompts import ModuleMode
 from vllm_relay.tables.jobs.prompt_format import PromptTemplate
 from vllm_relay.tables.question import Question
+from vllm_relay.tables.request_options import RequestOptions
 
 _APPLICATION_ID = 0x52454C59
 _VERSION = 1
@@ -171,7 +172,11 @@ class Keys:
         order_is_kept: bool,
         modules: ModuleMode = "off",
     ) -> None:
-        asked = [identity, asdict(question), asdict(template), order_is_kept]
+        told = asdict(replace(question, request=RequestOptions()))
+        del told["request"]
+        if request := question.request.as_json():
+            told["request"] = request
+        asked = [identity, told, asdict(template), order_is_kept]
         if modules != "off":
             asked.append(modules)
         self._start = hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=16)

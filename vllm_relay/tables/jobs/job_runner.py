@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import islice
 
 import duckdb
@@ -75,6 +76,7 @@ class JobRunner:
             KeyboardInterrupt: of whoever waits. In the last three cases the checkpoint has the
                 answers that came, without a file until `close`, and the runner can be used again.
         """
+        question = self._told(question)
         began_s = time.perf_counter()
         waiting_s = 0.0
         try:
@@ -107,6 +109,7 @@ class JobRunner:
 
     def estimate(self, source: str, question: Question) -> Estimate:
         """What `answer` would take; asks the engine for no answer."""
+        question = self._told(question)
         with ExitStack() as cleanup:
             rows = JobRows(self._connection, source, question)
             cleanup.callback(rows.drop)
@@ -139,6 +142,7 @@ class JobRunner:
 
     def tokens_per_prompt(self, source: str, question: Question) -> float:
         """Of an average prompt and its answer, about, whether it is known or not."""
+        question = self._told(question)
         with ExitStack() as cleanup:
             rows = JobRows(self._connection, source, question)
             cleanup.callback(rows.drop)
@@ -160,6 +164,10 @@ class JobRunner:
     def close(self) -> None:
         """Close the checkpoint; the engine is its owner's."""
         self._checkpoint.close()
+
+    def _told(self, question: Question) -> Question:
+        """With what is told in all questions."""
+        return replace(question, request=question.request.over(self.options.request))
 
     def _answer_tokens(self, question: Question) -> int:
         """Of an answer with its end, about: as long as it may be where any text is allowed."""

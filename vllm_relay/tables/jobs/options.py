@@ -11,6 +11,7 @@ from vllm_relay.tables.jobs.module_prompts import ModuleMode
 from vllm_relay.tables.jobs.prompt_format import PromptTemplate
 from vllm_relay.tables.ordering.duplicates import RULES
 from vllm_relay.tables.ordering.order import OrderChoice
+from vllm_relay.tables.request_options import RequestOptions
 
 DEFAULT_BUCKET_ROWS = 250_000
 
@@ -32,6 +33,7 @@ class JobOptions:
             change; "repair" computes the first tokens of each anew in every prompt. Fields with
             modules come first, in every order. Needs an engine that takes modules. Where the prefix
             cache saves about as much, prompts have none.
+        request: what the model is told in all questions that do not say otherwise.
 
     Raises:
         ValueError: an order, a rule or a mode of modules is not known, or a number is below 1.
@@ -45,6 +47,7 @@ class JobOptions:
     template: PromptTemplate = field(default_factory=PromptTemplate)
     bucket_rows: int = DEFAULT_BUCKET_ROWS
     modules: ModuleMode = "off"
+    request: RequestOptions = RequestOptions()
 
     def __post_init__(self) -> None:
         choices = (("order", get_args(OrderChoice)), ("modules", get_args(ModuleMode)))

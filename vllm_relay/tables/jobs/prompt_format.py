@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from jinja2 import TemplateError
+
 from vllm_relay.tables.question import Question
 
 _MARKS = frozenset("\"'<[(-*#|")
@@ -93,6 +95,7 @@ class PromptFormat:
     def __init__(self, question: Question, tokenizer: Any | None, template: PromptTemplate) -> None:
         self.template = template
         self._tokenizer = tokenizer
+        self._request = question.request
         self._has_turns = bool(
             template.chat and tokenizer is not None and getattr(tokenizer, "chat_template", None)
         )
@@ -172,13 +175,21 @@ class PromptFormat:
 
     def _surroundings(self, message: str) -> tuple[str, str]:
         """What the chat template puts in front of a message and behind it."""
+        system = self._request.system_prompt
         if not self._has_turns:
+            # without a tokenizer this only counts: the server puts the messages together
             head, _, tail = message.partition(_MARK)
-            return head, tail
+            return (f"{system}\n\n{head}" if system else head), tail
         assert self._tokenizer is not None
-        rendered = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": message}], add_generation_prompt=True, tokenize=False
-        )
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                conversation(system, message),
+                add_generation_prompt=True,
+                tokenize=False,
+                **(self._request.chat_template_kwargs or {}),
+            )
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"the model's chat template refuses its messages: {error}") from error
         head, mark, tail = rendered.partition(_MARK)
         if not mark:
             raise ValueError(
@@ -186,6 +197,12 @@ class PromptFormat:
                 "PromptTemplate(chat=False)"
             )
         return head, tail
+
+
+def conversation(system_prompt: str, message: str) -> list[dict[str, str]]:
+    """The messages of a prompt."""
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    return [*system, {"role": "user", "content": message}]
 
 
 def _replaced(template: str, parts: dict[str, str]) -> str:

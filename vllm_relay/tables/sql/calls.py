@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from sqlglot import exp
 from vllm_relay.tables.identifiers import ANSWER, ERROR
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import DEFAULT_MAX_TOKENS, Question
+from vllm_relay.tables.request_options import RequestOptions
 from vllm_relay.tables.sql.errors import error_at
 from vllm_relay.tables.sql.expressions import DIALECT, sql_of
 from vllm_relay.tables.sql.texts import text_of
@@ -24,7 +26,12 @@ PARAMETERS = (
     "temperature",
     "seed",
     "reorder",
+    "system_prompt",
+    "sampling",
+    "chat_template_kwargs",
+    "extra_body",
 )
+_OBJECTS = ("sampling", "chat_template_kwargs", "extra_body")
 USAGE = "llm('text', {field, name: expression}, choices := ['Yes', 'No'])"
 
 
@@ -74,6 +81,9 @@ def read_call(node: exp.Anonymous, star_fields: Callable[[exp.Expr], list[Field]
             temperature=float(parameters.get("temperature", 0.0)),
             seed=parameters.get("seed"),
             set_fields=tuple(parameters.get("reorder", ())),
+            request=RequestOptions(
+                parameters.get("system_prompt", ""), *map(parameters.get, _OBJECTS)
+            ),
         )
     except ValueError as error:
         raise error_at(node, str(error)) from None
@@ -202,7 +212,11 @@ def _value(call: exp.Anonymous, name: str, node: exp.Expr) -> Any:
     if name in ("choices", "reorder"):
         expected = "a list of texts, as in ['a', 'b']"
         is_right = isinstance(value, list) and all(isinstance(item, str) for item in value)
-    elif name in ("return", "schema"):
+    elif name in _OBJECTS:
+        expected = "an object of constants, as in {top_p: 0.9}, or its JSON in single quotes"
+        value = _parsed(value)
+        is_right = isinstance(value, dict)
+    elif name in ("return", "schema", "system_prompt"):
         expected = "a text in single quotes"
         is_right = isinstance(value, str)
     elif name == "temperature":
@@ -228,7 +242,20 @@ def _constant(node: exp.Expr) -> Any:
         return -value if isinstance(value, (int, float)) else None
     if isinstance(node, exp.Array):
         return [_constant(item) for item in node.expressions]
+    if isinstance(node, exp.Boolean):
+        return node.this
+    if isinstance(node, exp.Struct):
+        pairs = [each for each in node.expressions if isinstance(each, exp.PropertyEQ)]
+        return {each.this.name: _constant(each.expression) for each in pairs}
     return None
+
+
+def _parsed(value: Any) -> Any:
+    """What a text is as JSON; None if it is none."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return None
 
 
 def _number(text: str) -> int | float | None:
