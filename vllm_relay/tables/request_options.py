@@ -83,8 +83,9 @@ def _check_name(option: str, key: str) -> None:
         raise ValueError(f"{option} with {key!r} given, which is a parameter of its own: give that")
     if key == "chat_template_kwargs":
         raise ValueError(
-            f"{option} with {key!r} given, which is a parameter of its own: give that; prompts that "
-            f"are sent as tokens have their template here"
+            f"{option} with {key!r} given, which is a parameter of its own: give that"
         )
     if key in _RESERVED:
-        raise ValueError(f"{option} with {key!r} given, which follows from the question: leave it out")
+        raise ValueError(
+            f"{option} with {key!r} given, which follows from the question: leave it out"
+        )

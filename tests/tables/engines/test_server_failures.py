@@ -275,6 +275,7 @@ def test_a_server_that_refuses_everything_later_on() -> None:
 
 def test_long_prompts_in_a_row_are_refused_alone() -> None:
     """A short prompt in their place is answered, so the job goes on."""
+
     def behaviour(body: dict[str, Any]) -> Reply:
         is_long = body["messages"][0]["content"] in [f"row {number}" for number in range(300)]
         return failure(400, "the context is too long") if is_long else chat_answer()

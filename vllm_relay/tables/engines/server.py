@@ -162,9 +162,12 @@ class ServerEngine:
                         break
                 if not num_outstanding:
                     return
-                completion = answers.get().result()
+                answer = answers.get()
+                if answer.exception() is not None:
+                    # what was answered until then is not asked again
+                    yield from _answered(answers)
                 num_outstanding -= 1
-                yield completion
+                yield answer.result()
 
     def max_answer_tokens(self, question: Question) -> int:
         """The question's: a server's model may reason before it keeps to the choices."""
@@ -202,6 +205,13 @@ class ServerEngine:
             self._dialect = replace(self._dialect, limit_name=client.dialect.limit_name)
             loop.cancel_all()
             loop.run(cleanup.aclose())
+
+
+def _answered(answers: SimpleQueue[Future[Completion]]) -> Iterator[Completion]:
+    while not answers.empty():
+        answer = answers.get()
+        if answer.exception() is None:
+            yield answer.result()
 
 
 async def _ask_server(address: ServerAddress, model_name: str | None) -> _Server:

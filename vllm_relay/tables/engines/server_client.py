@@ -173,9 +173,7 @@ class ServerClient:
                 )
             self._may_be_restarted = False
 
-    async def _check_whether_all_are_refused(
-        self, prompt: Prompt, error: RequestRefused
-    ) -> None:
+    async def _check_whether_all_are_refused(self, prompt: Prompt, error: RequestRefused) -> None:
         async with self._probing:
             if not self._admission.is_suspended:
                 return

@@ -49,8 +49,8 @@ class Dialect:
         if self.limit_name == "max_tokens" and "max_tokens" in words and _LIMIT_WORDS.search(words):
             return replace(self, limit_name="max_completion_tokens")
         if self.response_format(output) and _FORMAT_WORDS.search(words):
-            is_schema = self.format == "schema" and output.type == "json"
-            return replace(self, format="object" if is_schema else "none")
+            has_less = self.format == "schema" and output.type == "json" and output.schema_json
+            return replace(self, format="object" if has_less else "none")
         return None
 
     def response_format(self, output: Output) -> dict[str, Any] | None:

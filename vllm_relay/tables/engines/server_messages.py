@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is sent to a server, and what its replies say: JSON of OpenAI's API with vLLM's additions."""
+"""What is sent to a server and what it replies: JSON of OpenAI's API with vLLM's additions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class Requests:
         is_chat: whether messages are sent, not tokens.
     """
 
-    def __init__(self, model_name: str, question: Question, *, is_vllm: bool, is_chat: bool) -> None:
+    def __init__(
+        self, model_name: str, question: Question, *, is_vllm: bool, is_chat: bool
+    ) -> None:
         self._question = question
         self._is_chat = is_chat
         self._has_formats = is_chat and not is_vllm
