@@ -82,9 +82,7 @@ def _check_name(option: str, key: str) -> None:
     if key in _OWN_PARAMETERS:
         raise ValueError(f"{option} with {key!r} given, which is a parameter of its own: give that")
     if key == "chat_template_kwargs":
-        raise ValueError(
-            f"{option} with {key!r} given, which is a parameter of its own: give that"
-        )
+        raise ValueError(f"{option} with {key!r} given, which is a parameter of its own: give that")
     if key in _RESERVED:
         raise ValueError(
             f"{option} with {key!r} given, which follows from the question: leave it out"

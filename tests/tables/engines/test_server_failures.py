@@ -29,6 +29,7 @@ from tests.tables.engines.fake_server import (
 from tests.tables.engines.test_server import QUESTION, engine_for, engine_threads, prompts
 from vllm_relay.tables.engines import EngineError
 from vllm_relay.tables.engines.server import ServerEngine
+from vllm_relay.tables.engines.server_http import HttpClient
 from vllm_relay.tables.engines.server_retries import RetryPolicy, retry_after_s
 
 AT_ONCE = RetryPolicy(first_delay_s=0.001, max_delay_s=0.001)
@@ -318,6 +319,29 @@ def test_the_server_goes_away_for_good() -> None:
         with pytest.raises(EngineError, match="no connection.*kept in its checkpoint"):
             list(completions)
         assert not engine_threads()
+
+
+def test_a_server_that_is_away_is_asked_for_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    retries = RetryPolicy(first_delay_s=0.05, max_delay_s=0.1, patience_s=1.0)
+    num_requests = 0
+    request = HttpClient._request
+
+    async def counted(client: HttpClient, *given: Any) -> bytes:
+        nonlocal num_requests
+        num_requests += 1
+        return await request(client, *given)
+
+    monkeypatch.setattr(HttpClient, "_request", counted)
+    with fake_server() as server:
+        engine = hasty(server, retries=retries, max_running=64)
+        completions = engine.generate(prompts(2000), QUESTION)
+        next(completions)
+        server.stop()
+        before = num_requests
+        with pytest.raises(EngineError, match="no connection"):
+            list(completions)
+        # those that it had, and then one every 50 ms at most
+        assert num_requests - before <= 2 * 64 + 20
 
 
 def test_the_server_is_restarted() -> None:

@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from typing import Any, Literal, get_args
 
 from vllm_relay.tables.engines.base import (
+    Completion,
     Completions,
     EngineError,
     Prompt,
@@ -79,8 +80,11 @@ class ServerEngine:
     at hand.
 
     A server that is away, or turns requests away, is waited for. When it is back it must have the
-    same model. One that refuses every prompt ends the job after a few of them. `identity` consists of the model's name, where the server has it from and the mode:
-    other weights under the same name are not noticed.
+    same model. One that refuses every prompt ends the job after a few of them. What it takes is
+    learned from what it refuses, see `Dialect`.
+
+    `identity` consists of the model's name, where the server has it from and the mode: other
+    weights under the same name are not noticed.
 
     Args:
         base_url: with or without /v1.

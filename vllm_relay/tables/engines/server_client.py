@@ -24,6 +24,7 @@ logger = logging.getLogger("vllm.relay")
 
 MODELS_PATH = "/v1/models"
 _NUM_BROKEN_OF_SUSPECTS = 2
+_MAX_DOUBLINGS = 4
 
 
 class ServerClient:
@@ -102,7 +103,8 @@ class ServerClient:
                         error=f"turned away {num_turned_away} times while others were answered: "
                         f"{error}",
                     )
-                delay_s = self._retries.delay_s(num_turned_away)
+                # the server itself is left alone by `Admission`
+                delay_s = self._retries.delay_s(min(num_turned_away, _MAX_DOUBLINGS))
             except (RequestFailed, ReplyError) as error:
                 num_failures += 1
                 if isinstance(error, RequestFailed) and error.may_restart:

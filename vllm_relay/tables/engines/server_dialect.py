@@ -23,7 +23,7 @@ _FORMAT_WORDS = re.compile(
     r"response_?format|json_?schema|json_object|\bschema|structured|guided|grammar|json mode", re.I
 )
 _LIMIT_WORDS = re.compile(
-    r"(unsupported|not supported|unrecogni[sz]ed|unknown|unexpected|extra|not permitted|deprecated)",
+    r"unsupported|not supported|unrecogni[sz]ed|unknown|unexpected|extra|not permitted|deprecated",
     re.I,
 )
 

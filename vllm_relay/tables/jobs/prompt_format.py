@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from jinja2 import TemplateError
-
 from vllm_relay.tables.question import Question
 
 _MARKS = frozenset("\"'<[(-*#|")
@@ -181,6 +179,8 @@ class PromptFormat:
             head, _, tail = message.partition(_MARK)
             return (f"{system}\n\n{head}" if system else head), tail
         assert self._tokenizer is not None
+        from jinja2 import TemplateError
+
         try:
             rendered = self._tokenizer.apply_chat_template(
                 conversation(system, message),
