@@ -25,7 +25,10 @@ class MapResult:
         values: an answer for each row of the table, missing where there is none: a pandas Series
             with the table's index, a Polars Series or an Arrow ChunkedArray, named "answer". JSON
             is given as its text.
-        errors: why a row has no answer, by the row's place in the table, from 0.
+        errors: why a row has no answer, or that its text was cut, by the row's place in the table,
+            from 0.
+        cut_rows: places of the rows whose answer ended at `max_tokens`; their texts are values as
+            far as they came.
         report: what the job took.
         answer_type: of the values.
         arrow_values: the same values as an Arrow array.
@@ -33,6 +36,7 @@ class MapResult:
 
     values: Any
     errors: dict[int, str]
+    cut_rows: list[int]
     report: JobReport
     answer_type: AnswerType = field(repr=False)
     arrow_values: pa.ChunkedArray = field(repr=False)

@@ -28,7 +28,7 @@ def common_fields(model_name: str, question: Question, is_vllm: bool) -> dict[st
     """Fields of the requests of all prompts of a question."""
     fields: dict[str, Any] = {
         "model": model_name,
-        "max_tokens": question.max_tokens,
+        "max_tokens": question.most_tokens,
         "temperature": question.temperature,
     }
     if question.seed is not None:
@@ -48,14 +48,16 @@ def prompt_fields(prompt: Prompt, is_chat: bool) -> dict[str, Any]:
     Raises:
         ValueError: tokens are to be sent, but the prompt has none.
     """
+    # vLLM refuses prompts whose answer might end beyond the context
+    length = {} if prompt.max_tokens is None else {"max_tokens": prompt.max_tokens}
     if is_chat:
-        return {"messages": [{"role": "user", "content": prompt.message}]}
+        return {"messages": [{"role": "user", "content": prompt.message}], **length}
     if not prompt.token_ids:
         raise ValueError(
             f"prompt {prompt.number} has no token ids, expected those of the templated prompt: "
             "give them, or select mode='chat'"
         )
-    return {"prompt": prompt.token_ids}
+    return {"prompt": prompt.token_ids, **length}
 
 
 def read_completion(number: int, reply: Any, is_chat: bool) -> Completion:

@@ -4,29 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import duckdb
 
+from vllm_relay.tables.jobs.job_plan import Bucket
 from vllm_relay.tables.ordering.order import OrderChoice
 from vllm_relay.tables.question import Question
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Rows that are ordered together.
-
-    Attributes:
-        numbers: of the distinct rows.
-        counts: how often the source has each.
-        values: JSON of each field's values.
-    """
-
-    numbers: list[int]
-    counts: list[int]
-    values: dict[str, list[str]]
 
 
 class JobRows:
@@ -121,20 +106,15 @@ class JobRows:
 
     def _bucket(self, table: str, condition: str) -> Bucket:
         values = ", ".join(
-            f"coalesce(to_json({exact})::VARCHAR, 'null') AS {column}"
+            f"to_json({exact})::VARCHAR AS {column}"
             for column, exact in zip(self.columns, self._exact, strict=True)
         )
-        found = self._connection.execute(
+        found = self._connection.sql(
             f"SELECT number, num_rows, {values} FROM {table} WHERE {condition} ORDER BY number"
-        ).fetchnumpy()
+        ).to_arrow_table()
         return Bucket(
-            found["number"].tolist(),
-            found["num_rows"].tolist(),
-            {
-                name: found[column].tolist()
-                for name, column in zip(self.fields, self.columns, strict=True)
-            },
+            found["number"].to_pylist(), found["num_rows"].to_pylist(), found.select(self.columns)
         )
 
     def _one(self, query: str) -> Any:
-        return self._connection.execute(query).fetchone()
+        return self._connection.execute(query).fetchall()[0]

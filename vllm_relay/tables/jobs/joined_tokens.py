@@ -110,7 +110,7 @@ class PromptTokens:
 
     def of(
         self, cells: Sequence[Sequence[tuple[int, int]]], messages: Sequence[str]
-    ) -> list[list[int]]:
+    ) -> list[TokenIds]:
         """
         Args:
             cells: the column and the value's code of each field of each prompt, in their order.
@@ -127,7 +127,7 @@ class PromptTokens:
         self._fields.can_join = False
         return self._format.token_ids(messages)
 
-    def _joined(self, cells: Sequence[Sequence[tuple[int, int]]]) -> list[list[int]]:
+    def _joined(self, cells: Sequence[Sequence[tuple[int, int]]]) -> list[TokenIds]:
         if not self._fields.last_is_as_others:
             self._add_others(cells)
         before, after = self._fields.before, self._fields.after
@@ -141,7 +141,7 @@ class PromptTokens:
             prompts.append(token_ids)
         return prompts
 
-    def _of_last(self, column: int, code: int) -> list[int]:
+    def _of_last(self, column: int, code: int) -> TokenIds:
         return self._columns[column].tokens[code].tolist()
 
     def _of_other(self, column: int, code: int) -> TokenIds:

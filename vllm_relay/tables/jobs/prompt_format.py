@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,7 +79,7 @@ class PromptFormat:
 
     Args:
         question: that is asked.
-        tokenizer: a Hugging Face tokenizer; None counts about four characters as a token.
+        tokenizer: a Hugging Face tokenizer; None counts about four bytes as a token.
         template: what stands around the question and the fields.
 
     Attributes:
@@ -98,7 +99,7 @@ class PromptFormat:
         )
         output = question.output.description
         parts = {
-            "{question}": question.text,
+            "{question}": question.prompt_text,
             "{names}": "\nNames in braces are fields of the record." * bool(question.placeholders),
             "{answer}": f"\n{output}" if output else "",
         }
@@ -137,20 +138,18 @@ class PromptFormat:
         end = fields.removesuffix(self._field_end) + self._after
         return (end.rstrip() if self._is_trimmed else end) + self._tail
 
-    def token_ids(self, messages: Sequence[str]) -> list[list[int]]:
+    def token_ids(self, messages: Sequence[str]) -> list[Sequence[int]]:
         """The tokens of whole prompts."""
         return self.tokens_of([self._head + each + self._tail for each in messages], whole=True)
 
-    def tokens_of(self, texts: Sequence[str], *, whole: bool = False) -> list[list[int]]:
+    def tokens_of(self, texts: Sequence[str], *, whole: bool = False) -> list[Sequence[int]]:
         """The tokens of texts.
 
         Args:
             whole: prompts from their beginning, or what stands somewhere within.
         """
         if self._tokenizer is None:
-            # pieces of text as numbers: equal pieces are equal
-            return [[hash(text[i : i + 4]) & 0x7FFFFFFF for i in range(0, len(text), 4)]
-                    for text in texts]  # fmt: skip
+            return [_pieces(text) for text in texts]
         if not texts:
             return []
         special = whole and not self._has_turns
@@ -186,6 +185,12 @@ class PromptFormat:
                 "PromptTemplate(chat=False)"
             )
         return head, tail
+
+
+def _pieces(text: str) -> array[int]:
+    """Four bytes of a text each, as numbers: equal pieces are equal."""
+    encoded = text.encode("utf-8", "surrogatepass")
+    return array("I", encoded + bytes(-len(encoded) % 4))
 
 
 def _replaced(template: str, parts: dict[str, str]) -> str:
