@@ -105,8 +105,8 @@ def _arguments(node: exp.Anonymous) -> tuple[str, exp.Expr, list[exp.Expr]]:
     if len(positional) not in (1, 2):
         raise error_at(
             node,
-            f"llm() has {len(positional)} arguments without a name, expected two, or one that "
-            f"names its fields in braces, as in {USAGE}",
+            f"llm() has {len(positional)} arguments without a name, expected two, as in {USAGE}, "
+            f"or a text that names its fields in braces",
         )
     first = positional[0]
     text = text_of(first)
@@ -126,8 +126,8 @@ def _named_fields(call: exp.Anonymous, text: str) -> exp.Struct:
     if not names:
         raise error_at(
             call,
-            f"the question {text!r} names no field in braces, and none are given: give them, as in "
-            f"{USAGE}, or * for all columns",
+            f"llm() has 1 arguments without a name, and this text names no field in braces: give the "
+            f"fields, as in {USAGE}, or * for all columns",
         )
     fields = []
     for name in names:
