@@ -13,6 +13,9 @@ from vllm_relay.tables.jobs.job_plan import Bucket
 from vllm_relay.tables.ordering.order import OrderChoice
 from vllm_relay.tables.question import Question
 
+_FIRST_SHARE = 8
+"""The first of several buckets is a part of others, one of so many: asking begins early."""
+
 
 class JobRows:
     """A temporary table of the distinct rows of a source, numbered as they first come in it.
@@ -89,8 +92,11 @@ class JobRows:
                 f"CREATE TEMP TABLE {table} AS SELECT row_number() OVER (ORDER BY {keys}) - 1 "
                 f"AS place, * FROM {self.name}"
             )
-        for begin in range(0, self.num_distinct, max_rows):
-            yield self._bucket(table, f"{place} >= {begin} AND {place} < {begin + max_rows}")
+        begin, num_rows = 0, max(max_rows // _FIRST_SHARE, 1)
+        while begin < self.num_distinct:
+            end = begin + num_rows
+            yield self._bucket(table, f"{place} >= {begin} AND {place} < {end}")
+            begin, num_rows = end, max_rows
 
     def drop(self) -> None:
         for table in (self._sorted_name, self.name):

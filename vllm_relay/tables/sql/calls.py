@@ -126,7 +126,7 @@ def _named_fields(call: exp.Anonymous, text: str) -> exp.Struct:
     if not names:
         raise error_at(
             call,
-            f"llm() has 1 arguments without a name, and this text names no field in braces: give the "
+            f"llm() has 1 arguments without a name, and this text names no field in braces: give "
             f"fields, as in {USAGE}, or * for all columns",
         )
     fields = []
