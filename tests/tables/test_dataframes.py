@@ -365,6 +365,32 @@ def test_the_prompt_names_columns_of_any_name(kind: str, name: str) -> None:
     ]  # fmt: skip
 
 
+def test_a_result_is_a_list_that_shows_itself() -> None:
+    def answer(row: Row) -> str:
+        if row["n"] == 1:
+            raise Refusal("too long " * 100)
+        return json.dumps({"n": row["n"], "text": "x" * 10_000})
+
+    result, _ = ask(pa.table({"n": list(range(12))}), answer, output="json")
+    assert len(result) == 12 and list(result) == result.objects
+    assert result[0]["n"] == 0 and result[1] is None
+    lines = repr(result).split("\n")
+    assert lines[0] == "12 answers, 1 errors"
+    assert lines[2].startswith("     1  None  # too long too long")
+    assert len(lines) == 12 and lines[-1].strip() == "..."
+    assert max(map(len, lines)) < 150
+
+
+def test_texts_that_cannot_be_utf8_are_named_by_row_and_column() -> None:
+    bad = pd.Series(["ä", "b\ud800" + "c" * 1000, "d"], dtype=object)
+    frame = pd.DataFrame({"id": [1, 2, 3], "bad": bad})
+    engine = RecordingEngine()
+    with pytest.raises(ValueError, match="column 'bad' .* in row 1: 'b.ud800") as raised:
+        llm_map(frame, "?", engine=engine)
+    assert len(str(raised.value)) < 700
+    assert not engine.messages
+
+
 def test_texts_that_were_cut_are_told_by_row() -> None:
     class Cutting(RecordingEngine):
         def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:

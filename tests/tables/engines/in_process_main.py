@@ -80,6 +80,7 @@ def run_jobs(engine: Recorded) -> dict[str, Any]:
     return {
         "answers": [row[2] for row in rows],
         "errors": [row[3] for row in rows],
+        "is_cut": [output.outputs[0].finish_reason == "length" for output in outputs],
         "expected": [output.outputs[0].text for output in outputs],
         "report": asdict(job.report),
         "estimate": estimate,

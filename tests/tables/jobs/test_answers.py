@@ -16,6 +16,7 @@ from tests.tables.fake_engine import FakeEngine, Fields, fields_of
 from tests.tables.jobs.job_cases import NUMBERS, NUMBERS_SQL, answered, numbers_table, runner
 from vllm_relay.tables.engines.base import Completion, Completions, Prompt
 from vllm_relay.tables.jobs.answer_length import MOST_TEXT_TOKENS, with_max_tokens
+from vllm_relay.tables.jobs.answers import read_answer
 from vllm_relay.tables.jobs.asking import ask
 from vllm_relay.tables.jobs.estimate import JobReport
 from vllm_relay.tables.outputs import Output
@@ -105,6 +106,27 @@ def test_only_answers_are_used_again(
     assert len(engine.prompts) == 90
     assert all(row[2] is not None and row[3] is None for row in answered(connection, "after"))
     assert job.estimate(NUMBERS_SQL, question).num_known == 60
+
+
+@pytest.mark.parametrize(
+    ("output", "text", "value"),
+    [
+        (Output("int"), "12", None),
+        (Output("float"), "1.5", None),
+        (Output("bool"), "true", True),
+        (Output("json"), '{"a": 1}', '{"a": 1}'),
+        (Output("json"), "12", None),
+        (Output("text", ("no", "no idea")), "no", None),
+        (Output("text", ("no", "no idea")), "no idea", "no idea"),
+        (Output("text"), "no", "no"),
+    ],
+)
+def test_what_is_left_of_a_value_is_no_value(output: Output, text: str, value: object) -> None:
+    found = read_answer(output, text, 7, is_cut=True)
+    assert found.value == value
+    is_told = value is None or output == Output("text")
+    assert found.is_cut == (found.error is not None) == is_told
+    assert read_answer(output, text, 7, is_cut=False).error is None
 
 
 def test_errors_of_long_answers_are_short() -> None:

@@ -13,7 +13,7 @@ from vllm_relay.tables.jobs.answers import ARROW_TYPES, Answer
 from vllm_relay.tables.jobs.job_rows import JobRows
 from vllm_relay.tables.outputs import AnswerValue, Output
 
-_ROWS_PER_INSERT = 20_000
+_ROWS_PER_INSERT = 4096
 
 
 class AnswerTable:

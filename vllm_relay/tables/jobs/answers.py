@@ -28,7 +28,7 @@ class Answer:
         value: None where there is none, or the row is NULL.
         error: why there is no value, or that it is not whole; None if nothing is wrong.
         is_cut: whether the answer ended at its last token, not by itself. A text that was cut is a
-            value with an error.
+            value with an error; so is no number, of which the rest may be missing.
     """
 
     value: AnswerValue | None = None
@@ -62,6 +62,18 @@ def read_answer(output: Output, text: str, num_tokens: int, is_cut: bool) -> Ans
         value = output.parse(text)
     except AnswerError as error:
         return Answer(None, f"{shortened(str(error))}{f'; {cut}' if is_cut else ''}", is_cut)
-    # other values are whole wherever they were cut
-    is_whole = not is_cut or output.type != "text" or bool(output.choices)
-    return Answer(value) if is_whole else Answer(value, cut, True)
+    if not is_cut or _is_whole(output, text.strip()):
+        return Answer(value)
+    # what is left of a number is another number
+    return Answer(value if _is_text(output) else None, cut, True)
+
+
+def _is_text(output: Output) -> bool:
+    return output.type == "text" and not output.choices
+
+
+def _is_whole(output: Output, text: str) -> bool:
+    """Whether nothing can follow an answer that was cut."""
+    if output.choices:
+        return not any(each != text and each.startswith(text) for each in output.choices)
+    return output.type == "bool" or (output.type == "json" and text[-1:] in ("}", "]", '"'))

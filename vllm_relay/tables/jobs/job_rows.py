@@ -13,8 +13,8 @@ from vllm_relay.tables.jobs.job_plan import Bucket
 from vllm_relay.tables.ordering.order import OrderChoice
 from vllm_relay.tables.question import Question
 
-_FIRST_SHARE = 8
-"""The first of several buckets is a part of others, one of so many: asking begins early."""
+_FIRST_ROWS = 625
+"""Of the first of several buckets: asking begins before larger ones are planned."""
 
 
 class JobRows:
@@ -92,7 +92,7 @@ class JobRows:
                 f"CREATE TEMP TABLE {table} AS SELECT row_number() OVER (ORDER BY {keys}) - 1 "
                 f"AS place, * FROM {self.name}"
             )
-        begin, num_rows = 0, max(max_rows // _FIRST_SHARE, 1)
+        begin, num_rows = 0, min(max_rows, _FIRST_ROWS)
         while begin < self.num_distinct:
             end = begin + num_rows
             yield self._bucket(table, f"{place} >= {begin} AND {place} < {end}")

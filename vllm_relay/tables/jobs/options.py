@@ -12,7 +12,7 @@ from vllm_relay.tables.jobs.prompt_format import PromptTemplate
 from vllm_relay.tables.ordering.duplicates import RULES
 from vllm_relay.tables.ordering.order import OrderChoice
 
-DEFAULT_BUCKET_ROWS = 5_000
+DEFAULT_BUCKET_ROWS = 20_000
 
 
 @dataclass(frozen=True)
