@@ -105,7 +105,8 @@ def test_poisoned_rows_are_errors_and_the_others_have_answers(found: dict[str, A
             assert answer is None
             assert "fewer than 512" in error
         else:
-            assert error is None
+            assert answer is not None
+            assert error in (None, "the answer was cut after 2 tokens: give more max_tokens")
 
 
 def test_prompts_that_vllm_refuses_are_completions_with_errors(found: dict[str, Any]) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import tracemalloc
 from collections.abc import Iterable
@@ -94,6 +96,15 @@ def test_an_error_while_planning_ahead_ends_the_job(monkeypatch: pytest.MonkeyPa
     monkeypatch.undo()
     job.answer(NUMBERS_SQL, NUMBERS, "out")
     assert len(answered(connection)) == 250
+
+
+def test_the_seam_knows_nothing_of_duckdb() -> None:
+    code = (
+        "import sys, vllm_relay.tables.jobs.asking, vllm_relay.tables.jobs.planner\n"
+        "sys.exit('duckdb' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("has_tokenizer", [False, True])

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import islice
 
@@ -218,7 +218,7 @@ class _Counted:
         while chunk := list(islice(self._asked(steps), _PROMPTS_PER_PART)):
             yield TokenSequences.from_lists(chunk)
 
-    def _asked(self, steps: Iterator[Step]) -> Iterator[Sequence[int]]:
+    def _asked(self, steps: Iterator[Step]) -> Iterator[list[int]]:
         for step in steps:
             if isinstance(step, AskedRows):
                 planned = step.planned

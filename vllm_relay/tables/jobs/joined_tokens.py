@@ -9,7 +9,6 @@ known for sure: some prompts are tokenized as a whole, and one that differs ends
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
@@ -58,8 +57,7 @@ class FieldTokens:
 
     def _tokens(self, texts: Sequence[str]) -> Iterator[TokenIds]:
         for begin in range(0, len(texts), _TEXTS_PER_CALL):
-            for token_ids in self._format.tokens_of(texts[begin : begin + _TEXTS_PER_CALL]):
-                yield array("I", token_ids)
+            yield from self._format.packed_tokens(texts[begin : begin + _TEXTS_PER_CALL])
 
     def _may_join(self) -> bool:
         vocabulary = self._format.vocabulary
@@ -110,7 +108,7 @@ class PromptTokens:
 
     def of(
         self, cells: Sequence[Sequence[tuple[int, int]]], messages: Sequence[str]
-    ) -> list[TokenIds]:
+    ) -> list[list[int]]:
         """
         Args:
             cells: the column and the value's code of each field of each prompt, in their order.
@@ -127,7 +125,7 @@ class PromptTokens:
         self._fields.can_join = False
         return self._format.token_ids(messages)
 
-    def _joined(self, cells: Sequence[Sequence[tuple[int, int]]]) -> list[TokenIds]:
+    def _joined(self, cells: Sequence[Sequence[tuple[int, int]]]) -> list[list[int]]:
         if not self._fields.last_is_as_others:
             self._add_others(cells)
         before, after = self._fields.before, self._fields.after
@@ -141,7 +139,7 @@ class PromptTokens:
             prompts.append(token_ids)
         return prompts
 
-    def _of_last(self, column: int, code: int) -> TokenIds:
+    def _of_last(self, column: int, code: int) -> list[int]:
         return self._columns[column].tokens[code].tolist()
 
     def _of_other(self, column: int, code: int) -> TokenIds:

@@ -42,7 +42,7 @@ class PlannedPrompt:
 
     row: int
     prompt: Prompt
-    token_ids: Sequence[int]
+    token_ids: list[int]
     num_encoded_tokens: int = 0
 
 
@@ -205,7 +205,7 @@ class OrderedRows:
             if limit is not None and len(tokens) >= limit:
                 yield RefusedRow(row, planner.too_long(len(tokens)))
                 continue
-            sent = list(tokens) if planner.has_tokenizer else []
+            sent = tokens if planner.has_tokenizer else []
             most = planner.answer_limit(message, tokens)
             yield PlannedPrompt(row, Prompt(row, message, sent, max_tokens=most), tokens)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -138,18 +138,18 @@ class PromptFormat:
         end = fields.removesuffix(self._field_end) + self._after
         return (end.rstrip() if self._is_trimmed else end) + self._tail
 
-    def token_ids(self, messages: Sequence[str]) -> list[Sequence[int]]:
+    def token_ids(self, messages: Sequence[str]) -> list[list[int]]:
         """The tokens of whole prompts."""
         return self.tokens_of([self._head + each + self._tail for each in messages], whole=True)
 
-    def tokens_of(self, texts: Sequence[str], *, whole: bool = False) -> list[Sequence[int]]:
+    def tokens_of(self, texts: Sequence[str], *, whole: bool = False) -> list[list[int]]:
         """The tokens of texts.
 
         Args:
             whole: prompts from their beginning, or what stands somewhere within.
         """
         if self._tokenizer is None:
-            return [_pieces(text) for text in texts]
+            return [_pieces(text).tolist() for text in texts]
         if not texts:
             return []
         special = whole and not self._has_turns
@@ -157,6 +157,12 @@ class PromptFormat:
             list(texts), add_special_tokens=special, return_attention_mask=False, verbose=False
         )
         return encoded["input_ids"]
+
+    def packed_tokens(self, texts: Sequence[str]) -> Iterator[array[int]]:
+        """As `tokens_of`, of texts somewhere within a prompt, in little memory."""
+        if self._tokenizer is None:
+            return map(_pieces, texts)
+        return (array("I", token_ids) for token_ids in self.tokens_of(texts))
 
     @property
     def vocabulary(self) -> Sequence[str]:
