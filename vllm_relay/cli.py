@@ -389,6 +389,12 @@ def sql(
             "which may change answers."
         ),
     ] = "off",
+    retry_errors: Annotated[
+        bool,
+        typer.Option(
+            help="Ask again where the answer in the checkpoint was cut or is not of the type."
+        ),
+    ] = True,
     max_total_tokens: Annotated[
         int | None, typer.Option(min=1, help="No more tokens of prompts and answers than these.")
     ] = None,
@@ -453,6 +459,7 @@ def sql(
             "modules": modules,
             "checkpoint": checkpoint,
             "max_total_tokens": max_total_tokens,
+            "retry_errors": retry_errors,
         },
         request={
             "system_prompt": system_prompt,

@@ -7,7 +7,7 @@ Liu et al., "Optimizing LLM Queries in Relational Workloads", 2024.
     question.py, request_options.py   what is asked of a row                           (pure)
     outputs.py, reading.py    what answers are, and how their texts are read           (pure)
     dataframes.py, map_result.py, caller_tables.py, answer_types.py   llm_map          (DuckDB)
-    identifiers.py       names in SQL
+    identifiers.py, texts.py   names in SQL; long texts in messages
     ordering/            the order of rows and fields with which the prefix cache finds most
     jobs/                a question asked of every distinct row of a DuckDB query
     engines/             what answers: vLLM in this process, or a server

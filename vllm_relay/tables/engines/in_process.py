@@ -65,7 +65,7 @@ class InProcessEngine:
         self.max_model_len: int | None = config.model_config.max_model_len
         self.max_running: int = config.scheduler_config.max_num_seqs
         self.cache = _cache_of(config)
-        self._reasons = bool(config.structured_outputs_config.reasoning_parser)
+        self.reasons = bool(config.structured_outputs_config.reasoning_parser)
         self.modules_refusal = unsupported_reason(config)
         self._reader = AnswerReader(_reasoning_parser(config, self.tokenizer), self.tokenizer)
 
@@ -86,7 +86,7 @@ class InProcessEngine:
     def max_answer_tokens(self, question: Question) -> int:
         """See `Engine`: with choices, as many as tell any two of them apart."""
         enough = self._deciding_tokens(question)
-        return question.max_tokens if enough is None else min(enough, question.max_tokens)
+        return question.most_tokens if enough is None else min(enough, question.most_tokens)
 
     def prompts_per_s(self, shape: PromptShape, question: Question) -> float:
         """Measured with tokens drawn at random; the prefix cache is emptied afterwards."""
@@ -165,7 +165,7 @@ class InProcessEngine:
 
     def _deciding_tokens(self, question: Question) -> int | None:
         # a model that reasons is held to the choices only afterwards
-        return None if self._reasons else question.output.num_deciding_tokens
+        return None if self.reasons else question.output.num_deciding_tokens
 
     def _decided(self, question: Question, number: int, output: Any) -> Completion:
         """With the whole text of the choice that a cut answer begins."""
@@ -219,7 +219,7 @@ def sampling_params(question: Question) -> SamplingParams:
             f"vLLM's SamplingParams; other fields are for servers"
         )
     return SamplingParams(
-        max_tokens=question.max_tokens,
+        max_tokens=question.most_tokens,
         temperature=question.temperature,
         seed=question.seed,
         structured_outputs=StructuredOutputsParams(**constraint) if constraint else None,

@@ -175,7 +175,7 @@ class ServerEngine:
 
     def max_answer_tokens(self, question: Question) -> int:
         """The question's: a server's model may reason before it keeps to the choices."""
-        return question.max_tokens
+        return question.most_tokens
 
     def prompts_per_s(self, shape: PromptShape, question: Question) -> None:
         """Not measured: others may use the server, and its owner may count tokens."""

@@ -62,7 +62,9 @@ class Requests:
         Raises:
             ValueError: tokens are to be sent, but the prompt has none.
         """
-        body = {**self._fields, dialect.limit_name: self._question.max_tokens}
+        # vLLM refuses prompts whose answer might end beyond the context
+        max_tokens = prompt.max_tokens or self._question.most_tokens
+        body = {**self._fields, dialect.limit_name: max_tokens}
         if self._has_formats and (found := dialect.response_format(self._question.output)):
             body["response_format"] = found
         if self._is_chat:

@@ -8,14 +8,13 @@ import json
 import sqlite3
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vllm_relay.tables.engines.base import Completion
 from vllm_relay.tables.jobs.module_prompts import ModuleMode
 from vllm_relay.tables.jobs.prompt_format import PromptTemplate
 from vllm_relay.tables.question import Question
-from vllm_relay.tables.request_options import RequestOptions
 
 _APPLICATION_ID = 0x52454C59
 _VERSION = 1
@@ -71,7 +70,19 @@ class Checkpoint:
             raise
 
     def known(self, keys: Sequence[bytes]) -> dict[bytes, KnownAnswer]:
-        """The answers of those keys that have one."""
+        """The answers of those keys that have one.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        try:
+            return self._known(keys)
+        except sqlite3.Error as error:
+            raise CheckpointError(
+                f"checkpoint {self.path}: {error}: give another file, or a copy of this one"
+            ) from error
+
+    def _known(self, keys: Sequence[bytes]) -> dict[bytes, KnownAnswer]:
         found: dict[bytes, KnownAnswer] = {}
         for begin in range(0, len(keys), _KEYS_PER_QUERY):
             part = keys[begin : begin + _KEYS_PER_QUERY]
@@ -157,7 +168,8 @@ class Keys:
 
     Args:
         identity: of the engine.
-        question: that is asked.
+        question: that is asked, as it was given: what its answers may have by default is no part of
+            it.
         template: of its prompts.
         order_is_kept: whether the order of fields is the caller's; answers to prompts in that order
             are kept apart.
@@ -172,7 +184,7 @@ class Keys:
         order_is_kept: bool,
         modules: ModuleMode = "off",
     ) -> None:
-        told = asdict(replace(question, request=RequestOptions()))
+        told = {**asdict(question), "max_tokens": question.most_tokens}
         del told["request"]
         if request := question.request.as_json():
             told["request"] = request

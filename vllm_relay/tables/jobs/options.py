@@ -13,7 +13,7 @@ from vllm_relay.tables.ordering.duplicates import RULES
 from vllm_relay.tables.ordering.order import OrderChoice
 from vllm_relay.tables.request_options import RequestOptions
 
-DEFAULT_BUCKET_ROWS = 250_000
+DEFAULT_BUCKET_ROWS = 20_000
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class JobOptions:
         checkpoint: a file that keeps answers for later jobs; None keeps them as long as the
             connection.
         max_total_tokens: of prompts and answers, of all jobs of a connection; None has no limit.
+        retry_errors: whether rows are asked about again whose answer in the checkpoint was cut or
+            is not of the type; else they have the error that they had.
         show_progress: a bar on the standard error; None shows it on a terminal.
         template: of the prompts.
         bucket_rows: rows that are ordered together, and held in memory at once.
@@ -47,6 +49,7 @@ class JobOptions:
     template: PromptTemplate = field(default_factory=PromptTemplate)
     bucket_rows: int = DEFAULT_BUCKET_ROWS
     modules: ModuleMode = "off"
+    retry_errors: bool = True
     request: RequestOptions = RequestOptions()
 
     def __post_init__(self) -> None:

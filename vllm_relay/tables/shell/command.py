@@ -29,6 +29,7 @@ from vllm_relay.tables.shell.script import gives_rows, place_of_output
 from vllm_relay.tables.sql.connection import Connection, connect
 from vllm_relay.tables.sql.result import Result
 from vllm_relay.tables.sql.statements import split_statements
+from vllm_relay.tables.texts import row_text
 
 _ERRORS_SHOWN = 5
 # of SQL, engines, budgets and checkpoints too
@@ -264,9 +265,10 @@ class _Shell:
         if result.report.num_rows:
             self._errors.print(summary(result.report), style="dim", markup=False, highlight=False)
         for error in result.errors[:_ERRORS_SHOWN]:
-            self._errors.print(f"no answer: {error}", style="red", markup=False, highlight=False)
+            line = f"{error.call} of {row_text(error.fields)}: {error.error}"
+            self._errors.print(line, style="red", markup=False, highlight=False)
         if len(result.errors) > _ERRORS_SHOWN:
-            self._errors.print(f"and {len(result.errors) - _ERRORS_SHOWN:,} more without an answer")
+            self._errors.print(f"and {len(result.errors) - _ERRORS_SHOWN:,} more with an error")
 
 
 def summary(report: JobReport) -> str:
@@ -285,4 +287,6 @@ def summary(report: JobReport) -> str:
         parts.append(f"{report.num_by_rules:,} equal by rules")
     if report.num_errors:
         parts.append(f"{report.num_errors:,} errors")
+    if report.num_cut:
+        parts.append(f"{report.num_cut:,} answers were cut: give more max_tokens")
     return "; ".join(parts)

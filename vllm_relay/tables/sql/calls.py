@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from sqlglot import exp
 
 from vllm_relay.tables.identifiers import ANSWER, ERROR
 from vllm_relay.tables.outputs import Output
-from vllm_relay.tables.question import DEFAULT_MAX_TOKENS, Question
+from vllm_relay.tables.question import Question, placeholders_of
 from vllm_relay.tables.request_options import RequestOptions
 from vllm_relay.tables.sql.errors import error_at
 from vllm_relay.tables.sql.expressions import DIALECT, sql_of
@@ -32,6 +33,7 @@ PARAMETERS = (
     "extra_body",
 )
 _OBJECTS = ("sampling", "chat_template_kwargs", "extra_body")
+_DOTTED = re.compile(r"[^\W\d]\w*\.[^\W\d]\w*")
 USAGE = "llm('text', {field, name: expression}, choices := ['Yes', 'No'])"
 
 
@@ -77,7 +79,7 @@ def read_call(node: exp.Anonymous, star_fields: Callable[[exp.Expr], list[Field]
             text,
             tuple(field.name for field in fields),
             output,
-            max_tokens=parameters.get("max_tokens", DEFAULT_MAX_TOKENS),
+            max_tokens=parameters.get("max_tokens"),
             temperature=float(parameters.get("temperature", 0.0)),
             seed=parameters.get("seed"),
             set_fields=tuple(parameters.get("reorder", ())),
@@ -110,12 +112,13 @@ def _arguments(node: exp.Anonymous) -> tuple[str, exp.Expr, list[exp.Expr]]:
     """The text, the fields and the parameters of a call."""
     positional = [part for part in node.expressions if not _is_named(part)]
     named = [part for part in node.expressions if _is_named(part)]
-    if len(positional) != 2:
+    if len(positional) not in (1, 2):
         raise error_at(
             node,
-            f"llm() has {len(positional)} arguments without a name, expected two, as in {USAGE}",
+            f"llm() has {len(positional)} arguments without a name, expected two, as in {USAGE}, "
+            f"or a text that names its fields in braces",
         )
-    first, fields = positional
+    first = positional[0]
     text = text_of(first)
     if text is None:
         raise error_at(
@@ -123,7 +126,25 @@ def _arguments(node: exp.Anonymous) -> tuple[str, exp.Expr, list[exp.Expr]]:
             f"the first argument of llm() is {sql_of(first)}, expected a text in single quotes: it "
             f"is the same for every row; what differs by row belongs to the fields, as in {USAGE}",
         )
+    fields = positional[1] if len(positional) == 2 else _named_fields(node, text)
     return text, fields, named
+
+
+def _named_fields(call: exp.Anonymous, text: str) -> exp.Struct:
+    """The columns that a question names in braces: ``{title}``, ``{t.title}`` or any other name."""
+    names = placeholders_of(text)
+    if not names:
+        raise error_at(
+            call,
+            f"llm() has 1 arguments without a name, and this text names no field in braces: give "
+            f"fields, as in {USAGE}, or * for all columns",
+        )
+    fields = []
+    for name in names:
+        table, _, column = name.partition(".") if _DOTTED.fullmatch(name) else ("", "", name)
+        value = exp.column(column, table=table or None, quoted=True)
+        fields.append(exp.PropertyEQ(this=exp.to_identifier(name, quoted=True), expression=value))
+    return exp.Struct(expressions=fields)
 
 
 def _output(node: exp.Anonymous, parameters: dict[str, Any]) -> Output:
