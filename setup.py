@@ -33,14 +33,13 @@ CSRC = ROOT / "csrc"
 
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
 SSE42 = ["-msse4.2", "-mpclmul"]
-# in the order in which processors came to have them
 INSTRUCTION_SETS = {
-    "sse42": SSE42,
-    "avx512": AVX512,
+    "amx_bf16": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+    "avx512_bf16": [*AVX512, "-mavx512bf16"],
     "avx512_vnni": [*AVX512, "-mavx512vnni"],
     "avx512_vpclmulqdq": [*AVX512, *SSE42, "-mvpclmulqdq"],
-    "avx512_bf16": [*AVX512, "-mavx512bf16"],
-    "amx_bf16": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+    "avx512": AVX512,
+    "sse42": SSE42,
 }
 # gcc's schedulers move tile loads away from their products, and the tiles are spilled
 TUNING = {"amx_bf16": ["-fno-schedule-insns", "-fno-schedule-insns2"]}
@@ -223,18 +222,6 @@ def compile_units(units: list[Unit]) -> bool:
 
 
 def link(units: list[Unit], toolchain: Toolchain, target: Path) -> None:
-    """Link the objects, those for every CPU first.
-
-    What several objects instantiate of the standard library's templates, linkers take from the
-    first one: no object runs such code of an instruction set above its own then.
-    """
-    sets = list(INSTRUCTION_SETS)
-
-    def rank(unit: Unit) -> int:
-        name = instruction_set(unit.source)
-        return -1 if name is None else sets.index(name)
-
-    units = sorted(units, key=rank)
     dead_code = ["-Wl,--gc-sections"]
     if sys.platform == "darwin":
         dead_code = ["-undefined", "dynamic_lookup", "-Wl,-dead_strip"]
