@@ -122,7 +122,8 @@ class Contender:
         connection = self._connection()
         began_s = time.perf_counter()
         result = connection.sql(query.sql)
-        assert result is not None and not result.errors
+        # models of random weights do not end their texts
+        assert result is not None and all("was cut" in each.error for each in result.errors)
         result.fetchall()
         seconds = time.perf_counter() - began_s
         wait_until_workers_sleep()

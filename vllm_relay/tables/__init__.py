@@ -4,9 +4,10 @@ docs/tables.md.
 
 Liu et al., "Optimizing LLM Queries in Relational Workloads", 2024.
 
-    question.py, outputs.py   what is asked of a row; what answers are                 (pure)
+    question.py, request_options.py   what is asked of a row                           (pure)
+    outputs.py, reading.py    what answers are, and how their texts are read           (pure)
     dataframes.py, map_result.py, caller_tables.py, answer_types.py   llm_map          (DuckDB)
-    identifiers.py       names in SQL
+    identifiers.py, texts.py   names in SQL; long texts in messages
     ordering/            the order of rows and fields with which the prefix cache finds most
     jobs/                a question asked of every distinct row of a DuckDB query
     engines/             what answers: vLLM in this process, or a server
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from vllm_relay.tables.map_result import MapBudgetError, MapResult, RowsFailedError
     from vllm_relay.tables.outputs import Output
     from vllm_relay.tables.question import Question
+    from vllm_relay.tables.request_options import RequestOptions
     from vllm_relay.tables.sql.connection import connect
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "Output",
     "PromptTemplate",
     "Question",
+    "RequestOptions",
     "RowsFailedError",
     "connect",
     "llm_map",
@@ -49,6 +52,7 @@ _MODULES = {
     "Output": "outputs",
     "PromptTemplate": "jobs.prompt_format",
     "Question": "question",
+    "RequestOptions": "request_options",
     "RowsFailedError": "map_result",
     "connect": "sql.connection",
     "llm_map": "dataframes",

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
@@ -19,7 +19,7 @@ from vllm_relay.tables.caller_tables import CallerTable, arrow_columns, caller_t
 from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.engines.opening import is_engine, open_engine
-from vllm_relay.tables.identifiers import ANSWER, ERROR, quoted
+from vllm_relay.tables.identifiers import ANSWER, ERROR, IS_CUT, quoted
 from vllm_relay.tables.jobs.estimate import JobReport
 from vllm_relay.tables.jobs.job_runner import JobRunner
 from vllm_relay.tables.jobs.options import DEFAULT_BUCKET_ROWS, JobOptions
@@ -27,7 +27,8 @@ from vllm_relay.tables.jobs.prompt_format import PromptTemplate
 from vllm_relay.tables.jobs.token_budget import TokenBudgetError
 from vllm_relay.tables.map_result import MapBudgetError, MapResult, RowsFailedError
 from vllm_relay.tables.ordering.order import OrderChoice
-from vllm_relay.tables.question import DEFAULT_MAX_TOKENS, Question, placeholders_of
+from vllm_relay.tables.question import Question, placeholders_of
+from vllm_relay.tables.request_options import RequestOptions
 
 OnError = Literal["null", "raise"]
 
@@ -44,17 +45,22 @@ def llm_map(
     output: Any = None,
     choices: Sequence[str] | None = None,
     order: OrderChoice = "auto",
-    max_tokens: int = DEFAULT_MAX_TOKENS,
+    max_tokens: int | None = None,
     temperature: float = 0.0,
     seed: int | None = None,
     reorder: Sequence[str] = (),
     rules: Sequence[str] = (),
+    retry_errors: bool = True,
     checkpoint: str | PathLike[str] | None = None,
     max_total_tokens: int | None = None,
     show_progress: bool | None = None,
     on_error: OnError = "null",
     template: PromptTemplate | None = None,
     bucket_rows: int = DEFAULT_BUCKET_ROWS,
+    system_prompt: str = "",
+    sampling: Mapping[str, Any] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    extra_body: Mapping[str, Any] | None = None,
 ) -> MapResult:
     """Ask a question of every row; rows whose fields are equal are asked once.
 
@@ -72,14 +78,16 @@ def llm_map(
             are errors. A schema is what the model is held to, answers are not checked again.
         choices: the only texts that are allowed.
         order: of rows and fields in the prompts, see `JobOptions`; values are in the table's order.
-        max_tokens: of an answer.
+        max_tokens: of an answer; None chooses by the type of the answers and the model's context.
         temperature: 0 answers greedily.
         seed: of a temperature above 0.
         reorder: those of the fields whose value is a list, and whose elements may be put in any
             order.
-        rules, checkpoint, max_total_tokens, show_progress, template, bucket_rows: see `JobOptions`.
+        rules, retry_errors, checkpoint, max_total_tokens, show_progress, template, bucket_rows: see
+            `JobOptions`.
         on_error: what becomes of a row without an answer: a missing value, or an exception when all
             rows are done.
+        system_prompt, sampling, chat_template_kwargs, extra_body: see `RequestOptions`.
 
     Raises:
         TypeError: the table, the engine or the output is none of the above.
@@ -103,6 +111,7 @@ def llm_map(
         temperature,
         seed,
         _names("reorder", reorder) or (),
+        RequestOptions(system_prompt, sampling, chat_template_kwargs, extra_body),
     )
     options = JobOptions(
         order,
@@ -112,6 +121,7 @@ def llm_map(
         show_progress,
         template or PromptTemplate(),
         bucket_rows,
+        retry_errors=retry_errors,
     )
     columns = arrow_columns(rows, question.fields)
     _check_lists(question, columns)
@@ -126,7 +136,7 @@ def llm_map(
             cleanup.callback(runner.close)
             spent: TokenBudgetError | None = None
             try:
-                runner.answer(source, question, _TARGET, keep_partial=True)
+                runner.answer(source, question, _TARGET, keep_partial=True, tells_cut=True)
             except TokenBudgetError as error:
                 spent = error
         answers = _answers_of_rows(connection, question)
@@ -240,10 +250,10 @@ def _register(
 
 
 def _answers_of_rows(connection: duckdb.DuckDBPyConnection, question: Question) -> pa.Table:
-    """The columns ``answer`` and ``error`` of every row of the table, in its order."""
+    """The columns ``answer``, ``error`` and ``is_cut`` of every row of the table, in its order."""
     numbers = range(len(question.fields))
     # by position: fields may have any name
-    names = ", ".join([*map(_column, numbers), ANSWER, ERROR])
+    names = ", ".join([*map(_column, numbers), ANSWER, ERROR, IS_CUT])
     matches = " AND ".join(
         f"to_json(rows.{_column(number)}) IS NOT DISTINCT FROM to_json(answers.{_column(number)})"
         for number in numbers
@@ -251,12 +261,11 @@ def _answers_of_rows(connection: duckdb.DuckDBPyConnection, question: Question) 
     is_json = question.output.type == "json"
     answer = f"{ANSWER}::VARCHAR" if is_json else ANSWER
     answers = connection.sql(
-        f"SELECT {answer} AS answer, {ERROR} AS error FROM {_INPUT} AS rows "
+        f"SELECT {answer} AS answer, {ERROR} AS error, {IS_CUT} AS is_cut FROM {_INPUT} AS rows "
         f"LEFT JOIN {_TARGET} AS answers({names}) ON {matches} ORDER BY rows.{_ROW}"
     ).to_arrow_table()
-    nulls = pc.and_(pc.is_null(answers["answer"]), pc.is_null(answers["error"]))
-    if pc.any(nulls).as_py():
-        raise AssertionError(f"{pc.sum(nulls)} rows are missing among the answers")
+    if missing := answers["is_cut"].null_count:
+        raise AssertionError(f"{missing} rows are missing among the answers")
     return answers
 
 
@@ -274,4 +283,5 @@ def _result(
                 errors[place], texts[place] = refused[text], None
         values = pa.chunked_array([pa.array(texts, pa.string())])
     report.num_errors = len(errors)
-    return MapResult(table.values(values), dict(sorted(errors.items())), report, types, values)
+    cut = pc.indices_nonzero(answers["is_cut"]).to_pylist()
+    return MapResult(table.values(values), dict(sorted(errors.items())), cut, report, types, values)

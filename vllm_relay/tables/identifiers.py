@@ -5,6 +5,8 @@ from __future__ import annotations
 
 ANSWER, ERROR = "relay_answer", "relay_error"
 """Columns of what a job makes, beside its fields."""
+IS_CUT = "relay_is_cut"
+"""Another one, for those who ask for it."""
 
 
 def quoted(name: str) -> str:

@@ -67,6 +67,7 @@ class FakeServer:
         bodies: of the POSTs for prompts, in the order in which they arrived.
         headers: of the latest request, names in lower case.
         num_model_checks: requests of /v1/models.
+        num_running: prompts that it has now.
         most_running: prompts that it had at once.
         num_abandoned: prompts whose client was gone before the reply.
     """
@@ -82,7 +83,7 @@ class FakeServer:
         self.most_running = 0
         self.num_abandoned = 0
         self.port = 0
-        self._num_running = 0
+        self.num_running = 0
         self._changed = threading.Condition()
         self._writers: set[asyncio.StreamWriter] = set()
         self._loop: asyncio.AbstractEventLoop
@@ -125,7 +126,7 @@ class FakeServer:
     def wait_until_running(self, num_prompts: int) -> None:
         """Until it has so many prompts at once."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self._num_running == num_prompts, timeout=60)
+            assert self._changed.wait_for(lambda: self.num_running == num_prompts, timeout=60)
 
     async def _end(self) -> None:
         assert self._server is not None
@@ -160,8 +161,8 @@ class FakeServer:
         if method == "POST" and path.endswith("completions"):
             self.bodies.append(json.loads(body))
             with self._changed:
-                self._num_running += 1
-                self.most_running = max(self.most_running, self._num_running)
+                self.num_running += 1
+                self.most_running = max(self.most_running, self.num_running)
                 self._changed.notify_all()
             try:
                 reply = self.behaviour(self.bodies[-1])
@@ -169,7 +170,7 @@ class FakeServer:
                     self.num_abandoned += 1
                     return False
             finally:
-                self._num_running -= 1
+                self.num_running -= 1
         else:
             reply = self._page(path)
         if reply.crashes:

@@ -26,6 +26,7 @@ from tests.tables.engines.fake_server import (
 from vllm_relay.tables.engines import Completion, EngineError, Prompt
 from vllm_relay.tables.engines.server import ServerEngine
 from vllm_relay.tables.engines.server_http import ServerAddress
+from vllm_relay.tables.engines.server_keys import ServerKey
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import Question
@@ -116,12 +117,27 @@ def test_tokens_are_sent_to_others_that_are_said_to_take_them() -> None:
             ServerEngine(server.url, mode="completions")
 
 
+def wrapped(schema: dict[str, Any]) -> dict[str, Any]:
+    """The answer stands in an object, as servers take no other schemas."""
+    whole = {
+        "type": "object",
+        "properties": {"answer": schema},
+        "required": ["answer"],
+        "additionalProperties": False,
+    }
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": whole}}
+
+
 @pytest.mark.parametrize(
     ("output", "expected"),
     [
         (Output(), None),
-        (Output("int"), None),
+        (Output("int"), wrapped({"type": "integer"})),
+        (Output("float"), wrapped({"type": "number"})),
+        (Output("bool"), wrapped({"type": "boolean"})),
+        (Output(choices=("a", "b")), wrapped({"type": "string", "enum": ["a", "b"]})),
         (Output("json"), {"type": "json_object"}),
+        (Output.of(schema={"type": "array"}), wrapped({"type": "array"})),
         (
             Output.of(schema={"type": "object"}),
             {
@@ -130,7 +146,7 @@ def test_tokens_are_sent_to_others_that_are_said_to_take_them() -> None:
             },
         ),
     ],
-    ids=["text", "int", "json", "schema"],
+    ids=["text", "int", "float", "bool", "choices", "json", "array", "schema"],
 )
 def test_constraints_that_other_servers_know(output: Output, expected: Any) -> None:
     with fake_server(lambda body: chat_answer(), OTHER_MODEL) as server:
@@ -213,7 +229,7 @@ def test_bad_addresses(url: str) -> None:
 @pytest.mark.parametrize(
     ("page", "message"),
     [
-        (failure(401, "Unauthorized"), "lets nobody in with this api_key: HTTP 401: Unauth"),
+        (failure(401, "Unauthorized"), "lets nobody in without an api_key: HTTP 401: Una"),
         (failure(404, "Not Found"), "does not answer as expected: HTTP 404: Not Found"),
         (failure(307, Location="https://elsewhere"), "redirects to https://elsewhere"),
         (Reply(b"<html>"), "the reply is no JSON: '<html>'"),
@@ -232,8 +248,10 @@ def test_a_server_that_does_not_say_what_it_has(page: Reply, message: str) -> No
 def test_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://proxy:3128")
     monkeypatch.setenv("no_proxy", "near")
-    assert ServerAddress.of("http://far/v1", None).proxy == "http://proxy:3128"
-    assert ServerAddress.of("http://near/v1", None).proxy is None
+    assert ServerAddress.of("http://far/v1", ServerKey()).proxy == "http://proxy:3128"
+    assert ServerAddress.of("http://near/v1", ServerKey()).proxy is None
+    # what is sent to this machine does not leave it
+    assert ServerAddress.of("http://127.0.0.1:8000", ServerKey()).proxy is None
 
 
 def test_no_server() -> None:

@@ -4,20 +4,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager, closing
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Literal, get_args
 
 from vllm_relay.tables.engines.base import (
+    Completion,
     Completions,
     EngineError,
     Prompt,
     PromptShape,
 )
+from vllm_relay.tables.engines.server_admission import Admission
 from vllm_relay.tables.engines.server_client import MODELS_PATH, ServerClient
+from vllm_relay.tables.engines.server_dialect import Dialect
 from vllm_relay.tables.engines.server_http import (
     HttpClient,
     RequestFailed,
@@ -26,6 +31,8 @@ from vllm_relay.tables.engines.server_http import (
     ServerAway,
     open_http_client,
 )
+from vllm_relay.tables.engines.server_keys import ServerKey
+from vllm_relay.tables.engines.server_messages import Requests
 from vllm_relay.tables.engines.server_models import (
     ServedModel,
     block_cache,
@@ -33,7 +40,7 @@ from vllm_relay.tables.engines.server_models import (
     served_models,
 )
 from vllm_relay.tables.engines.server_retries import RetryPolicy
-from vllm_relay.tables.engines.server_thread import AnsweringThread, AnswerPrompt, run_in_thread
+from vllm_relay.tables.engines.server_thread import LoopThread, loop_in_thread
 from vllm_relay.tables.engines.server_tokenizer import (
     TOKENIZER_PROBE,
     TokenizerError,
@@ -73,13 +80,17 @@ class ServerEngine:
     at hand.
 
     A server that is away, or turns requests away, is waited for. When it is back it must have the
-    same model. `identity` consists of the model's name, where the server has it from and the mode:
-    other weights under the same name are not noticed.
+    same model. One that refuses every prompt ends the job after a few of them. What it takes is
+    learned from what it refuses, see `Dialect`.
+
+    `identity` consists of the model's name, where the server has it from and the mode: other
+    weights under the same name are not noticed.
 
     Args:
         base_url: with or without /v1.
         model: its name; None takes the only one that the server has.
-        api_key: None sends none.
+        api_key: None sends none. It is sent nowhere else, proxies of the environment excepted.
+        api_key_over_http: whether it may be sent to another machine without encryption.
         tokenizer: of the model: a folder, a name on the Hugging Face hub, or a tokenizer; None
             loads it from where the server has the model from.
         max_running: prompts that the server has at once.
@@ -90,7 +101,7 @@ class ServerEngine:
     Raises:
         EngineError: the server does not answer, or not as expected.
         ValueError: an argument is out of its range, the model is not there or one of several, or
-            the tokenizer is not the model's.
+            the tokenizer is not the model's, or the key would be sent in the open.
     """
 
     def __init__(
@@ -98,7 +109,8 @@ class ServerEngine:
         base_url: str,
         model: str | None = None,
         *,
-        api_key: str | None = None,
+        api_key: str | ServerKey | None = None,
+        api_key_over_http: bool = False,
         tokenizer: str | Path | Any | None = None,
         max_running: int = DEFAULT_MAX_RUNNING,
         timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -111,10 +123,13 @@ class ServerEngine:
             raise ValueError(f"max_running={max_running} given, expected at least 1")
         if timeout_s <= 0:
             raise ValueError(f"timeout_s={timeout_s} given, expected a number above 0")
-        self._address = ServerAddress.of(base_url, api_key)
+        key = api_key if isinstance(api_key, ServerKey) else ServerKey(api_key)
+        self._address = ServerAddress.of(base_url, key, key_over_http=api_key_over_http)
         self._timeout_s = timeout_s
         self._retries = retries or RetryPolicy()
-        server = run_in_thread(_ask_server(self._address, model))
+        self._dialect = Dialect()
+        with loop_in_thread() as loop:
+            server = loop.run(_ask_server(self._address, model))
         self._model = server.model
         self.cache = server.cache
         self.max_model_len = server.model.max_model_len
@@ -134,34 +149,33 @@ class ServerEngine:
         error. Beyond `max_running`, a quarter as many prompts are taken ahead of time.
 
         Raises:
-            EngineError: the server is gone, or lets nobody in; the job can be resumed.
+            EngineError: the server is gone, lets nobody in or refuses everything; the job can be
+                resumed.
             ValueError: a prompt has no tokens in mode "completions".
         """
         max_outstanding = self.max_running + max(1, self.max_running // 4)
         source = iter(prompts)
-        is_exhausted = False
+        answers: SimpleQueue[Future[Completion]] = SimpleQueue()
         num_outstanding = 0
-        open_client = partial(self._open_client, question)
-        with closing(AnsweringThread(open_client, self.max_running)) as answers:
+        with loop_in_thread() as loop, self._open_client(loop, question) as client:
             while True:
-                while not is_exhausted and num_outstanding < max_outstanding:
-                    prompt = next(source, None)
-                    if prompt is None:
-                        is_exhausted = True
-                        break
-                    answers.submit(prompt)
+                for prompt in islice(source, max_outstanding - num_outstanding):
+                    loop.start(client.answer(prompt)).add_done_callback(answers.put)
                     num_outstanding += 1
-                    if answers.has_result:
+                    if not answers.empty():
                         break
-                if num_outstanding == 0:
+                if not num_outstanding:
                     return
-                completion = answers.result()
+                answer = answers.get()
+                if answer.exception() is not None:
+                    # what was answered until then is not asked again
+                    yield from _answered(answers)
                 num_outstanding -= 1
-                yield completion
+                yield answer.result()
 
     def max_answer_tokens(self, question: Question) -> int:
         """The question's: a server's model may reason before it keeps to the choices."""
-        return question.max_tokens
+        return question.most_tokens
 
     def prompts_per_s(self, shape: PromptShape, question: Question) -> None:
         """Not measured: others may use the server, and its owner may count tokens."""
@@ -169,11 +183,39 @@ class ServerEngine:
     def close(self) -> None:
         """Nothing is held between calls of `generate`."""
 
-    @asynccontextmanager
-    async def _open_client(self, question: Question) -> AsyncIterator[AnswerPrompt]:
-        async with open_http_client(self._address, self._timeout_s) as http:
-            is_chat = self.mode == "chat"
-            yield ServerClient(http, self._model, question, self._retries, is_chat=is_chat).answer
+    @contextmanager
+    def _open_client(self, loop: LoopThread, question: Question) -> Iterator[ServerClient]:
+        model, retries = self._model, self._retries
+        is_chat = self.mode == "chat"
+        requests = Requests(model.name, question, is_vllm=model.is_vllm, is_chat=is_chat)
+
+        async def opened() -> tuple[ServerClient, AsyncExitStack]:
+            async with AsyncExitStack() as cleanup:
+                http = open_http_client(self._address, self._timeout_s)
+                client = ServerClient(
+                    await cleanup.enter_async_context(http),
+                    model,
+                    requests,
+                    Admission(self.max_running, retries),
+                    retries,
+                    self._dialect,
+                )
+                return client, cleanup.pop_all()
+
+        client, cleanup = loop.run(opened())
+        try:
+            yield client
+        finally:
+            self._dialect = replace(self._dialect, limit_name=client.dialect.limit_name)
+            loop.cancel_all()
+            loop.run(cleanup.aclose())
+
+
+def _answered(answers: SimpleQueue[Future[Completion]]) -> Iterator[Completion]:
+    while not answers.empty():
+        answer = answers.get()
+        if answer.exception() is None:
+            yield answer.result()
 
 
 async def _ask_server(address: ServerAddress, model_name: str | None) -> _Server:

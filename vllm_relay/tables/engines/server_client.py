@@ -6,31 +6,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import nullcontext
-from typing import Any
 
 from vllm_relay.tables.engines.base import Completion, EngineError, Prompt
+from vllm_relay.tables.engines.server_admission import RESUME, Admission
+from vllm_relay.tables.engines.server_dialect import Dialect
 from vllm_relay.tables.engines.server_http import (
     HttpClient,
     RequestFailed,
     RequestRefused,
     ServerAway,
 )
-from vllm_relay.tables.engines.server_messages import (
-    ReplyError,
-    common_fields,
-    prompt_fields,
-    read_completion,
-)
+from vllm_relay.tables.engines.server_messages import ReplyError, Requests
 from vllm_relay.tables.engines.server_models import ServedModel, served_models
-from vllm_relay.tables.engines.server_retries import Availability, RetryPolicy
-from vllm_relay.tables.question import Question
+from vllm_relay.tables.engines.server_retries import RetryPolicy
 
 logger = logging.getLogger("vllm.relay")
 
 MODELS_PATH = "/v1/models"
-_WARN_AFTER_S = 10.0
 _NUM_BROKEN_OF_SUSPECTS = 2
-_RESUME = "start the job again when it is back: answers that it has are kept in its checkpoint"
+_MAX_DOUBLINGS = 4
 
 
 class ServerClient:
@@ -41,29 +35,34 @@ class ServerClient:
     do not fail with it until they have no retries left.
 
     Args:
-        is_chat: whether messages are sent, not tokens.
+        requests: of the question.
+        admission: of its prompts.
+        dialect: that is tried first.
+
+    Attributes:
+        dialect: as far as it is learned.
     """
 
     def __init__(
         self,
         http: HttpClient,
         model: ServedModel,
-        question: Question,
+        requests: Requests,
+        admission: Admission,
         retries: RetryPolicy,
-        *,
-        is_chat: bool,
+        dialect: Dialect,
     ) -> None:
+        self.dialect = dialect
         self._http = http
         self._model = model
+        self._requests = requests
+        self._admission = admission
         self._retries = retries
-        self._is_chat = is_chat
-        self._path = "/v1/chat/completions" if is_chat else "/v1/completions"
-        self._common_fields = common_fields(model.name, question, model.is_vllm)
-        self._availability = Availability()
+        self._is_dialect_known = False
         self._num_failed_in_a_row = 0
         self._may_be_restarted = False
-        self._has_warned = False
         self._checking = asyncio.Lock()
+        self._probing = asyncio.Lock()
         self._running_suspect = asyncio.Lock()
 
     async def answer(self, prompt: Prompt) -> Completion:
@@ -72,29 +71,40 @@ class ServerClient:
             With an error, if the server refuses the prompt or fails on it again and again.
 
         Raises:
-            EngineError: the server is gone, or broken, or lets nobody in.
+            EngineError: the server is gone, or broken, or lets nobody in, or refuses everything.
             ValueError: the prompt has no tokens, but tokens are to be sent.
         """
-        body = self._common_fields | prompt_fields(prompt, self._is_chat)
+        try:
+            return await self._answer(prompt)
+        except EngineError:
+            self._admission.close()
+            raise
+
+    async def _answer(self, prompt: Prompt) -> Completion:
         num_failures = num_broken = num_turned_away = num_passed_over = 0
-        num_answers = self._availability.num_answers
+        turned_away_at: int | None = None
         while True:
+            is_suspect = num_broken >= _NUM_BROKEN_OF_SUSPECTS
             try:
-                is_suspect = num_broken >= _NUM_BROKEN_OF_SUSPECTS
-                async with self._running_suspect if is_suspect else nullcontext():
-                    completion = await self._attempt(prompt.number, body)
+                async with (
+                    self._running_suspect if is_suspect else nullcontext(),
+                    self._admission.place(prompt.number),
+                ):
+                    completion = await self._attempt(prompt)
             except ServerAway as error:
+                self._may_be_restarted |= error.may_restart
                 num_turned_away += 1
-                self._note_away(error)
-                num_passed_over += self._availability.num_answers > num_answers
-                num_answers = self._availability.num_answers
+                if turned_away_at is not None:
+                    num_passed_over += self._admission.has_answered_since(turned_away_at)
+                turned_away_at = self._admission.num_entered
                 if num_passed_over > self._retries.max_passed_over:
                     return Completion(
                         prompt.number,
                         error=f"turned away {num_turned_away} times while others were answered: "
                         f"{error}",
                     )
-                delay_s = self._retries.delay_s(num_turned_away, error.retry_after_s)
+                # the server itself is left alone by `Admission`
+                delay_s = self._retries.delay_s(min(num_turned_away, _MAX_DOUBLINGS))
             except (RequestFailed, ReplyError) as error:
                 num_failures += 1
                 if isinstance(error, RequestFailed) and error.may_restart:
@@ -107,24 +117,47 @@ class ServerClient:
                     )
                 delay_s = self._retries.delay_s(num_failures)
             except RequestRefused as error:
-                self._note_answered()
+                self._num_failed_in_a_row = 0
+                await self._check_whether_all_are_refused(prompt, error)
                 return Completion(prompt.number, error=str(error))
             else:
-                self._note_answered()
+                self._num_failed_in_a_row = 0
                 return completion
             await asyncio.sleep(delay_s)
 
-    async def _attempt(self, number: int, body: dict[str, Any]) -> Completion:
-        if self._may_be_restarted:
-            await self._check_model()
-        try:
-            reply = await self._http.post_json(self._path, body)
-        except RequestRefused as error:
-            if error.status == 404:
-                self._may_be_restarted = True
+    async def _attempt(self, prompt: Prompt) -> Completion:
+        while True:
+            if self._may_be_restarted:
                 await self._check_model()
-            raise
-        return read_completion(number, reply, self._is_chat)
+            dialect = self.dialect
+            try:
+                reply = await self._http.post_json(
+                    self._requests.path, self._requests.body(prompt, dialect)
+                )
+            except RequestRefused as error:
+                if error.status == 404:
+                    self._may_be_restarted = True
+                    await self._check_model()
+                if not self._learns(dialect, error):
+                    raise
+            else:
+                completion = self._requests.read(prompt.number, reply, dialect)
+                self._is_dialect_known = True
+                return completion
+
+    def _learns(self, dialect: Dialect, error: RequestRefused) -> bool:
+        """Whether there is another dialect to try."""
+        if dialect != self.dialect:
+            return True
+        if self._is_dialect_known:
+            return False
+        better = self._requests.after_refusal(dialect, str(error))
+        if better is None:
+            return False
+        logger.warning("vllm-relay: the server refuses requests as they are (%s): it is sent %s, "
+                       "response_format: %s", error, better.limit_name, better.format)  # fmt: skip
+        self.dialect = better
+        return True
 
     async def _check_model(self) -> None:
         """Whether the server has the model that it had; one request checks for all."""
@@ -138,34 +171,26 @@ class ServerClient:
             if self._model.identity not in [each.identity for each in models]:
                 raise EngineError(
                     f"the server no longer has {self._model.identity!r} but "
-                    f"{[each.identity for each in models]}: {_RESUME}"
+                    f"{[each.identity for each in models]}: {RESUME}"
                 )
             self._may_be_restarted = False
 
-    def _note_away(self, error: ServerAway) -> None:
-        self._may_be_restarted |= error.may_restart
-        away_s = self._availability.turned_away()
-        if max(away_s, error.retry_after_s) > self._retries.patience_s:
-            waits = f", and asks to wait {error.retry_after_s:.0f} s" if error.retry_after_s else ""
-            raise EngineError(
-                f"the server has answered no prompt for {away_s:.0f} s{waits} ({error}): {_RESUME}"
-            )
-        if away_s >= _WARN_AFTER_S and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "vllm-relay: the server has answered no prompt for %.0f s (%s); waiting for it up "
-                "to %.0f s",
-                away_s,
-                error,
-                self._retries.patience_s,
-            )
-
-    def _note_answered(self) -> None:
-        if self._has_warned:
-            self._has_warned = False
-            logger.warning("vllm-relay: the server answers prompts again")
-        self._availability.answered()
-        self._num_failed_in_a_row = 0
+    async def _check_whether_all_are_refused(self, prompt: Prompt, error: RequestRefused) -> None:
+        async with self._probing:
+            if not self._admission.is_suspended:
+                return
+            probe = self._requests.body(prompt, self.dialect, is_probe=True)
+            has_answered = True
+            try:
+                await self._http.post_json(self._requests.path, probe)
+            except RequestRefused as again:
+                raise EngineError(
+                    f"the server refuses every prompt, also a short one without data ({again}); "
+                    f"last: {error}"
+                ) from error
+            except (ServerAway, RequestFailed):
+                has_answered = False
+            self._admission.resume(has_answered)
 
     def _note_failed_prompt(self, error: Exception) -> None:
         self._num_failed_in_a_row += 1
@@ -173,5 +198,5 @@ class ServerClient:
             raise EngineError(
                 f"the last {self._num_failed_in_a_row} prompts failed, each "
                 f"{self._retries.max_retries + 1} times, last: {error}. See the server's log, "
-                f"restart it, and {_RESUME}"
+                f"restart it, and {RESUME}"
             )

@@ -8,13 +8,14 @@ import json
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 
 from vllm_relay.tables.engines.base import EngineError
+from vllm_relay.tables.engines.server_keys import ServerKey, is_loopback, is_safe, unsafe_key
 from vllm_relay.tables.engines.server_messages import error_message
 from vllm_relay.tables.engines.server_retries import retry_after_s
 
@@ -29,14 +30,21 @@ class ServerAway(Exception):
     Attributes:
         retry_after_s: how long it asks to wait.
         may_restart: whether it may be another process when it is back.
+        is_full: whether it may have as many requests as it takes.
     """
 
     def __init__(
-        self, reason: str, retry_after_s: float = 0.0, *, may_restart: bool = True
+        self,
+        reason: str,
+        retry_after_s: float = 0.0,
+        *,
+        may_restart: bool = True,
+        is_full: bool = False,
     ) -> None:
         super().__init__(reason)
         self.retry_after_s = retry_after_s
         self.may_restart = may_restart
+        self.is_full = is_full
 
 
 class RequestFailed(Exception):
@@ -68,39 +76,56 @@ class ServerAddress:
     """
     Attributes:
         root_url: where /v1 and /metrics are.
-        api_key: None sends none.
+        key: for it.
     """
 
     root_url: str
-    api_key: str | None = field(default=None, repr=False)
+    key: ServerKey = ServerKey()
 
     @classmethod
-    def of(cls, base_url: str, api_key: str | None) -> ServerAddress:
+    def of(cls, base_url: str, key: ServerKey, *, key_over_http: bool = False) -> ServerAddress:
         """
         Args:
             base_url: with or without /v1 at its end.
+            key_over_http: whether the key may be sent to another machine without encryption.
 
         Raises:
-            ValueError: it is no address.
+            ValueError: it is no address, or the key may not be sent there.
         """
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
             raise ValueError(
                 f"base_url={base_url!r} given, expected an address such as http://localhost:8000/v1"
             )
-        return cls(base_url.rstrip("/").removesuffix("/v1").rstrip("/"), api_key)
+        if parts.password is not None or parts.username is not None:
+            raise ValueError(
+                f"base_url given with a user's name in front of {parts.hostname!r}: give an API key"
+            )
+        if key.value is not None and not key_over_http and not is_safe(base_url):
+            raise ValueError(unsafe_key(base_url, "api_key"))
+        return cls(base_url.rstrip("/").removesuffix("/v1").rstrip("/"), key)
 
     @property
     def headers(self) -> dict[str, str]:
-        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+        key = self.key.value
+        return {} if key is None else {"Authorization": f"Bearer {key}"}
 
     @property
     def proxy(self) -> str | None:
         """The proxy that the environment names for it."""
         parts = urlsplit(self.root_url)
-        if urllib.request.proxy_bypass(parts.hostname or ""):
+        host = parts.hostname or ""
+        if is_loopback(host) or urllib.request.proxy_bypass(host):
             return None
         return urllib.request.getproxies().get(parts.scheme)
+
+    @property
+    def credentials(self) -> str:
+        """Whether there is a key, for messages."""
+        if self.key.value is not None:
+            return "with this api_key"
+        return f"without an api_key ({self.key.withheld})" if self.key.withheld else (
+            "without an api_key")  # fmt: skip
 
 
 class HttpClient:
@@ -147,7 +172,7 @@ class HttpClient:
         except aiohttp.ClientError as error:
             reason = f"the connection broke: {error or type(error).__name__}"
             raise RequestFailed(reason, may_restart=True) from error
-        _check_status(reply.status, reply.headers.get("Retry-After"), page)
+        _check_status(reply.status, reply.headers.get("Retry-After"), page, self._address)
         if 300 <= reply.status < 400:
             raise EngineError(
                 f"{url} redirects to {reply.headers.get('Location')}: give that address"
@@ -171,16 +196,21 @@ async def open_http_client(address: ServerAddress, timeout_s: float) -> AsyncIte
         yield HttpClient(session, address, timeout_s)
 
 
-def _check_status(status: int, retry_after: str | None, page: bytes) -> None:
+def _check_status(
+    status: int, retry_after: str | None, page: bytes, address: ServerAddress
+) -> None:
     if status < 400:
         return
     reason = f"HTTP {status}: {error_message(page)}"
     if status in (401, 402, 403):
-        raise EngineError(f"the server lets nobody in with this api_key: {reason}")
-    if status == 429:
-        raise ServerAway(reason, retry_after_s(retry_after), may_restart=False)
-    if status in (502, 503):
-        raise ServerAway(reason, retry_after_s(retry_after))
+        raise EngineError(f"the server lets nobody in {address.credentials}: {reason}")
+    if status in (429, 502, 503):
+        raise ServerAway(
+            reason,
+            retry_after_s(retry_after),
+            may_restart=status != 429,
+            is_full=status != 502,
+        )
     if status == 408 or status >= 500:
         raise RequestFailed(reason)
     raise RequestRefused(status, reason)

@@ -1,61 +1,101 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is sent to a server, and what its replies say: JSON of OpenAI's API with vLLM's additions.
-
-Only vLLM holds answers to every constraint. Other servers are given JSON schemas; what else an
-answer must be is known when it is parsed.
-"""
+"""What is sent to a server and what it replies: JSON of OpenAI's API with vLLM's additions."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from vllm_relay.tables.engines.base import Completion, Prompt
-from vllm_relay.tables.outputs import Output
+from vllm_relay.tables.engines.reasoning import UNFINISHED, without_reasoning
+from vllm_relay.tables.engines.server_dialect import Dialect
+from vllm_relay.tables.jobs.prompt_format import conversation
 from vllm_relay.tables.question import Question
 
 MAX_ERROR_CHARS = 300
 
 # else vLLM takes those of the model's generation_config.json, and answers would depend on it
 _NEUTRAL_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+_PROBE = "Answer with one word: yes."
+_PROBE_TOKENS = 8
 
 
 class ReplyError(ValueError):
     """A reply that is not of the API."""
 
 
-def common_fields(model_name: str, question: Question, is_vllm: bool) -> dict[str, Any]:
-    """Fields of the requests of all prompts of a question."""
-    fields: dict[str, Any] = {
-        "model": model_name,
-        "max_tokens": question.max_tokens,
-        "temperature": question.temperature,
-    }
-    if question.seed is not None:
-        fields["seed"] = question.seed
-    if is_vllm:
-        fields |= _NEUTRAL_SAMPLING
-        if question.output.constraint:
-            fields["structured_outputs"] = question.output.constraint
-    elif question.output.type == "json":
-        fields["response_format"] = _response_format(question.output)
-    return fields
+class Requests:
+    """Requests of one question.
 
-
-def prompt_fields(prompt: Prompt, is_chat: bool) -> dict[str, Any]:
-    """Fields of the request of one prompt.
-
-    Raises:
-        ValueError: tokens are to be sent, but the prompt has none.
+    Args:
+        model_name: that they give.
+        is_vllm: whether vLLM gets them.
+        is_chat: whether messages are sent, not tokens.
     """
-    if is_chat:
-        return {"messages": [{"role": "user", "content": prompt.message}]}
-    if not prompt.token_ids:
-        raise ValueError(
-            f"prompt {prompt.number} has no token ids, expected those of the templated prompt: "
-            "give them, or select mode='chat'"
-        )
-    return {"prompt": prompt.token_ids}
+
+    def __init__(
+        self, model_name: str, question: Question, *, is_vllm: bool, is_chat: bool
+    ) -> None:
+        self._question = question
+        self._is_chat = is_chat
+        self._has_formats = is_chat and not is_vllm
+        self._fields: dict[str, Any] = {"model": model_name, "temperature": question.temperature}
+        if question.seed is not None:
+            self._fields["seed"] = question.seed
+        if is_vllm:
+            self._fields |= _NEUTRAL_SAMPLING
+            if question.output.constraint:
+                self._fields["structured_outputs"] = question.output.constraint
+        request = question.request
+        if is_chat and request.chat_template_kwargs:
+            self._fields["chat_template_kwargs"] = request.chat_template_kwargs
+        self._fields |= request.body
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self._is_chat else "/v1/completions"
+
+    def body(self, prompt: Prompt, dialect: Dialect, *, is_probe: bool = False) -> dict[str, Any]:
+        """The request of a prompt, or of a short one in its place that has no data.
+
+        Raises:
+            ValueError: tokens are to be sent, but the prompt has none.
+        """
+        # vLLM refuses prompts whose answer might end beyond the context
+        max_tokens = prompt.max_tokens or self._question.most_tokens
+        body = {**self._fields, dialect.limit_name: max_tokens}
+        if self._has_formats and (found := dialect.response_format(self._question.output)):
+            body["response_format"] = found
+        if self._is_chat:
+            message = _PROBE if is_probe else prompt.message
+            body["messages"] = conversation(self._question.request.system_prompt, message)
+            return body
+        if not prompt.token_ids:
+            raise ValueError(
+                f"prompt {prompt.number} has no token ids, expected those of the templated prompt: "
+                "give them, or select mode='chat'"
+            )
+        body["prompt"] = prompt.token_ids[:_PROBE_TOKENS] if is_probe else prompt.token_ids
+        return body
+
+    def after_refusal(self, dialect: Dialect, words: str) -> Dialect | None:
+        """See `Dialect`."""
+        found = dialect.after_refusal(words, self._question.output)
+        is_useless = found is None or (found.format != dialect.format and not self._has_formats)
+        return None if is_useless else found
+
+    def read(self, number: int, reply: Any, dialect: Dialect) -> Completion:
+        """The answer to a prompt, or why the model gave none.
+
+        Raises:
+            ReplyError: the reply holds no answer, or one that was broken off by the server.
+        """
+        completion = without_reasoning(read_completion(number, reply, self._is_chat))
+        if completion.error or not self._has_formats:
+            return completion
+        text = dialect.unwrapped(completion.text, self._question.output)
+        return replace(completion, text=text)
 
 
 def read_completion(number: int, reply: Any, is_chat: bool) -> Completion:
@@ -80,28 +120,25 @@ def read_completion(number: int, reply: Any, is_chat: bool) -> Completion:
         )
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         raise ReplyError(f"{_shortened(str(reply))!r} is no reply of the API") from None
-    finish_reason = choice.get("finish_reason")
-    if finish_reason in ("abort", "error"):
+    finish_reason = choice.get("finish_reason", "stop")
+    if finish_reason in (None, "abort", "error"):
         raise ReplyError(f"the server broke the answer off: finish_reason is {finish_reason!r}")
     error = ""
     if is_chat and message.get("refusal"):
         error = f"the model refused: {_shortened(str(message['refusal']))}"
     elif finish_reason == "content_filter":
         error = "the server's content filter held the answer back"
+    elif is_chat and completion.is_cut and not text and _reasoning(message):
+        error = UNFINISHED
     elif not isinstance(text, str):
         error = f"the reply has no text, finish_reason is {finish_reason!r}"
         if completion.is_cut:
             error += ": give more max_tokens"
-    if not error:
-        return completion
-    return Completion(
-        number,
-        error=error,
-        num_prompt_tokens=completion.num_prompt_tokens,
-        num_cached_tokens=completion.num_cached_tokens,
-        num_output_tokens=completion.num_output_tokens,
-        is_cut=completion.is_cut,
-    )
+    return replace(completion, text="", error=error) if error else completion
+
+
+def _reasoning(message: dict[str, Any]) -> Any:
+    return message.get("reasoning_content") or message.get("reasoning")
 
 
 def error_message(page: bytes) -> str:
@@ -115,13 +152,6 @@ def error_message(page: bytes) -> str:
         if isinstance(found, dict) and found.get(name):
             found = found[name]
     return _shortened(found if isinstance(found, str) else json.dumps(found))
-
-
-def _response_format(output: Output) -> dict[str, Any]:
-    if not output.schema_json:
-        return {"type": "json_object"}
-    schema = json.loads(output.schema_json)
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
 def _shortened(text: str) -> str:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
@@ -18,6 +17,8 @@ class RetryPolicy:
         max_passed_over: how often a prompt may be turned away while others are answered.
         max_failed_in_a_row: prompts that fail one after the other, until the server counts as
             broken.
+        max_refused_in_a_row: prompts that are refused one after the other, until a short one is
+            asked instead: a server that refuses it too refuses all.
         first_delay_s: before the first retry; twice as long before each further one.
         max_delay_s: before any retry; a server may ask for more.
         patience_s: how long a server may be away, or turn all requests away, until it counts as
@@ -30,6 +31,7 @@ class RetryPolicy:
     max_retries: int = 4
     max_passed_over: int = 30
     max_failed_in_a_row: int = 32
+    max_refused_in_a_row: int = 4
     first_delay_s: float = 0.5
     max_delay_s: float = 30.0
     patience_s: float = 600.0
@@ -43,29 +45,6 @@ class RetryPolicy:
         """How long to wait after so many failures: by chance, so that requests spread."""
         longest_s = min(self.first_delay_s * 2.0 ** min(num_failures - 1, 30), self.max_delay_s)
         return retry_after_s + longest_s * random.uniform(0.5, 1.0)
-
-
-class Availability:
-    """Whether a server answers any of the requests made of it.
-
-    Attributes:
-        num_answers: so far.
-    """
-
-    def __init__(self) -> None:
-        self.num_answers = 0
-        self._away_since_s: float | None = None
-
-    def answered(self) -> None:
-        self.num_answers += 1
-        self._away_since_s = None
-
-    def turned_away(self) -> float:
-        """For how long nothing was answered, in seconds."""
-        now_s = time.monotonic()
-        if self._away_since_s is None:
-            self._away_since_s = now_s
-        return now_s - self._away_since_s
 
 
 def retry_after_s(header: str | None) -> float:

@@ -3,7 +3,10 @@
 
 job_runner.py, estimate.py   answers, estimates: what the other packages call      (DuckDB)
 job_rows.py, answer_table.py   rows out of DuckDB in buckets, answers into it      (DuckDB)
-job_plan.py, job_run.py   the prompts of a job in their order; runs them           (numpy)
+asking.py            `ask`: the same of a table in memory                          (Arrow)
+job_plan.py, job_run.py   what becomes of each row of a bucket; runs the prompts   (Arrow)
+planner.py           `plan_prompts`: the prompts of a bucket in their order        (Arrow)
+answers.py, answer_length.py   what completions say, and how long they may be
 prompt_format.py, joined_tokens.py, set_fields.py   how a row becomes a prompt     (numpy)
 module_cache.py, module_fields.py, module_layout.py, module_prompts.py, module_render.py
                      long values that rows share as prompt modules                 (numpy)

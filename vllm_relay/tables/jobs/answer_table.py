@@ -3,24 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import duckdb
 import pyarrow as pa
 
-from vllm_relay.tables.identifiers import ANSWER, ERROR, quoted
+from vllm_relay.tables.identifiers import ANSWER, ERROR, IS_CUT, quoted
+from vllm_relay.tables.jobs.answers import ARROW_TYPES, Answer
 from vllm_relay.tables.jobs.job_rows import JobRows
-from vllm_relay.tables.outputs import AnswerError, AnswerValue, Output
+from vllm_relay.tables.outputs import AnswerValue, Output
 
-_ROWS_PER_INSERT = 20_000
-_ARROW_TYPES = {
-    "text": pa.string(),
-    "int": pa.int64(),
-    "float": pa.float64(),
-    "bool": pa.bool_(),
-    "json": pa.string(),
-}
+_ROWS_PER_INSERT = 4096
 
 
 class AnswerTable:
@@ -31,9 +24,6 @@ class AnswerTable:
         rows: that are asked about.
         output: what the answers are.
         target: the name of the table that `write` makes.
-
-    Attributes:
-        num_answered: distinct rows that have an answer or an error.
 
     Raises:
         ValueError: the target is there already, or a field has the name of one of its columns.
@@ -50,56 +40,43 @@ class AnswerTable:
         self._schema = pa.schema(
             [
                 ("number", pa.int64()),
-                (ANSWER, _ARROW_TYPES[output.type]),
+                (ANSWER, ARROW_TYPES[output.type]),
                 (ERROR, pa.string()),
+                (IS_CUT, pa.bool_()),
             ]
         )
-        self._pending: list[tuple[int, AnswerValue | None, str | None]] = []
-        self.num_answered = 0
+        self._pending: list[tuple[int, AnswerValue | None, str | None, bool]] = []
         self._check_names()
         connection.execute(
             f"CREATE TEMP TABLE {self._name} (number BIGINT, {ANSWER} {output.sql_type}, "
-            f"{ERROR} VARCHAR)"
+            f"{ERROR} VARCHAR, {IS_CUT} BOOLEAN)"
         )
 
-    def add_text(self, numbers: Sequence[int], text: str, is_cut: bool) -> bool:
-        """Whether the text is of the type asked for; if not it is an error.
-
-        Args:
-            numbers: of the distinct rows.
-            text: of the answer.
-            is_cut: whether it ended at the engine's `max_answer_tokens`.
-        """
-        try:
-            value = self._output.parse(text)
-        except AnswerError as error:
-            cut = ": it was cut at the question's max_tokens, give more" if is_cut else ""
-            self.add_error(numbers, f"{error}{cut}")
-            return False
-        self._add([(number, value, None) for number in numbers])
-        return True
-
-    def add_error(self, numbers: Sequence[int], error: str) -> None:
-        self._add([(number, None, error) for number in numbers])
+    def add(self, numbers: list[int], answer: Answer) -> None:
+        """See `Answers`."""
+        self._pending += [(number, answer.value, answer.error, answer.is_cut) for number in numbers]
+        if len(self._pending) >= _ROWS_PER_INSERT:
+            self._insert()
 
     def add_error_to_rest(self, error: str) -> None:
         """Of all rows that have no answer and no error."""
         self._insert()
         self._connection.execute(
-            f"INSERT INTO {self._name} SELECT number, NULL, ? FROM {self._rows.name} "
+            f"INSERT INTO {self._name} SELECT number, NULL, ?, false FROM {self._rows.name} "
             f"WHERE number NOT IN (SELECT number FROM {self._name})",
             [error],
         )
 
-    def write(self) -> None:
-        """Make the target: the rows' fields, their answers and errors."""
+    def write(self, *, tells_cut: bool = False) -> None:
+        """Make the target: the rows' fields, their answers and errors, and which were cut."""
         self._insert()
+        cut = f", {IS_CUT}" if tells_cut else ""
         fields = ", ".join(
             f"{column} AS {quoted(name)}"
             for column, name in zip(self._rows.columns, self._rows.fields, strict=True)
         )
         self._connection.execute(
-            f"CREATE TEMP TABLE {quoted(self._target)} AS SELECT {fields}, {ANSWER}, {ERROR} "
+            f"CREATE TEMP TABLE {quoted(self._target)} AS SELECT {fields}, {ANSWER}, {ERROR}{cut} "
             f"FROM {self._rows.name} JOIN {self._name} USING (number) ORDER BY number"
         )
 
@@ -120,12 +97,6 @@ class AnswerTable:
         ).fetchone()
         if found != (0,):
             raise ValueError(f"target {self._target!r} given: there is such a temporary table")
-
-    def _add(self, rows: list[tuple[int, AnswerValue | None, str | None]]) -> None:
-        self.num_answered += len(rows)
-        self._pending += rows
-        if len(self._pending) >= _ROWS_PER_INSERT:
-            self._insert()
 
     def _insert(self) -> None:
         if not self._pending:

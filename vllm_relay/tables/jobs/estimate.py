@@ -21,6 +21,7 @@ class Estimate:
         tokens_are_exact: whether prompt tokens were counted with the model's tokenizer.
         num_refused: prompts that are too long for the engine.
         num_modular: prompts with modules; these are cached for all prompts but the first.
+        warning: why answers may be cut; "" if that is not likely.
     """
 
     num_rows: int
@@ -34,6 +35,7 @@ class Estimate:
     tokens_are_exact: bool
     num_refused: int = 0
     num_modular: int = 0
+    warning: str = ""
 
 
 @dataclass
@@ -46,7 +48,9 @@ class JobReport:
         num_known: of them, whose answer was in the checkpoint.
         num_by_rules: distinct rows that were not asked about only because rules make them equal to
             others.
-        num_errors: rows of the sources that have an error for an answer.
+        num_errors: rows of the sources that have an error.
+        num_cut: of them, whose answer ended at its last token.
+        num_null: distinct rows that were not asked about because all their fields are NULL.
         prompt_tokens: of the prompts that ran.
         cached_tokens: of these, found in the prefix cache.
         output_tokens: of the answers.
@@ -61,6 +65,8 @@ class JobReport:
     num_known: int = 0
     num_by_rules: int = 0
     num_errors: int = 0
+    num_cut: int = 0
+    num_null: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0

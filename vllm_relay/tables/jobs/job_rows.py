@@ -4,29 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import duckdb
 
+from vllm_relay.tables.jobs.job_plan import Bucket
 from vllm_relay.tables.ordering.order import OrderChoice
 from vllm_relay.tables.question import Question
 
-
-@dataclass(frozen=True)
-class Bucket:
-    """Rows that are ordered together.
-
-    Attributes:
-        numbers: of the distinct rows.
-        counts: how often the source has each.
-        values: JSON of each field's values.
-    """
-
-    numbers: list[int]
-    counts: list[int]
-    values: dict[str, list[str]]
+_FIRST_ROWS = 625
+"""Of the first of several buckets: asking begins before larger ones are planned."""
 
 
 class JobRows:
@@ -104,8 +92,11 @@ class JobRows:
                 f"CREATE TEMP TABLE {table} AS SELECT row_number() OVER (ORDER BY {keys}) - 1 "
                 f"AS place, * FROM {self.name}"
             )
-        for begin in range(0, self.num_distinct, max_rows):
-            yield self._bucket(table, f"{place} >= {begin} AND {place} < {begin + max_rows}")
+        begin, num_rows = 0, min(max_rows, _FIRST_ROWS)
+        while begin < self.num_distinct:
+            end = begin + num_rows
+            yield self._bucket(table, f"{place} >= {begin} AND {place} < {end}")
+            begin, num_rows = end, max_rows
 
     def drop(self) -> None:
         for table in (self._sorted_name, self.name):
@@ -121,20 +112,15 @@ class JobRows:
 
     def _bucket(self, table: str, condition: str) -> Bucket:
         values = ", ".join(
-            f"coalesce(to_json({exact})::VARCHAR, 'null') AS {column}"
+            f"to_json({exact})::VARCHAR AS {column}"
             for column, exact in zip(self.columns, self._exact, strict=True)
         )
-        found = self._connection.execute(
+        found = self._connection.sql(
             f"SELECT number, num_rows, {values} FROM {table} WHERE {condition} ORDER BY number"
-        ).fetchnumpy()
+        ).to_arrow_table()
         return Bucket(
-            found["number"].tolist(),
-            found["num_rows"].tolist(),
-            {
-                name: found[column].tolist()
-                for name, column in zip(self.fields, self.columns, strict=True)
-            },
+            found["number"].to_pylist(), found["num_rows"].to_pylist(), found.select(self.columns)
         )
 
     def _one(self, query: str) -> Any:
-        return self._connection.execute(query).fetchone()
+        return self._connection.execute(query).fetchall()[0]

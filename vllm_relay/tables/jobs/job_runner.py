@@ -6,20 +6,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import islice
 
 import duckdb
 import numpy as np
 
 from vllm_relay.tables.engines.base import Engine, PromptShape
+from vllm_relay.tables.jobs.answer_length import expected_tokens, likely_cut
 from vllm_relay.tables.jobs.answer_table import AnswerTable
+from vllm_relay.tables.jobs.asking import plan_job
 from vllm_relay.tables.jobs.checkpoint import Checkpoint
 from vllm_relay.tables.jobs.estimate import Estimate, JobReport
-from vllm_relay.tables.jobs.job_plan import JobPlan, KnownRows, PlannedPrompt, RefusedRows
+from vllm_relay.tables.jobs.job_plan import AskedRows, JobPlan, KnownRows, RefusedRows, Step
 from vllm_relay.tables.jobs.job_rows import JobRows
 from vllm_relay.tables.jobs.job_run import JobRun
 from vllm_relay.tables.jobs.options import JobOptions
-from vllm_relay.tables.jobs.prompt_format import PromptFormat
 from vllm_relay.tables.jobs.token_budget import TokenBudget, TokenBudgetError
 from vllm_relay.tables.ordering.cached_tokens import cached_tokens
 from vllm_relay.tables.ordering.sequences import TokenSequences
@@ -54,7 +56,13 @@ class JobRunner:
         self._budget = TokenBudget(options.max_total_tokens)
 
     def answer(
-        self, source: str, question: Question, target: str, *, keep_partial: bool = False
+        self,
+        source: str,
+        question: Question,
+        target: str,
+        *,
+        keep_partial: bool = False,
+        tells_cut: bool = False,
     ) -> None:
         """Ask about every distinct row.
 
@@ -62,9 +70,12 @@ class JobRunner:
             source: a query whose columns are the question's fields, by name.
             target: the temporary table that is made: the distinct rows of the source in the order
                 in which they first come, with the columns ``relay_answer``, of the output's SQL
-                type, and ``relay_error``, VARCHAR; one of these is NULL.
+                type, and ``relay_error``, VARCHAR. Both are NULL where all fields are; neither is
+                where a text was cut.
             keep_partial: whether the target is made also where a TokenBudgetError is raised; rows
                 that were not asked about have an error there.
+            tells_cut: whether the target has a column ``relay_is_cut``, BOOLEAN: whether the answer
+                ended at its last token.
 
         Raises:
             ValueError: the source has other columns than the question fields, the target is there
@@ -75,6 +86,7 @@ class JobRunner:
             KeyboardInterrupt: of whoever waits. In the last three cases the checkpoint has the
                 answers that came, without a file until `close`, and the runner can be used again.
         """
+        question = self._told(question)
         began_s = time.perf_counter()
         waiting_s = 0.0
         try:
@@ -83,23 +95,24 @@ class JobRunner:
                 cleanup.callback(rows.drop)
                 answers = AnswerTable(self._connection, rows, question.output, target)
                 cleanup.callback(answers.drop)
-                plan = self.plan(rows, question)
+                plan = self._plan(rows, question)
                 run = JobRun(
                     plan, self.engine, answers, self._checkpoint, self._budget, self.report
                 )
+                self.report.num_rows += rows.num_rows
                 try:
-                    run.run(rows, question, self.options.show_progress)
+                    run.run(rows.num_distinct, self.options.show_progress)
                 except TokenBudgetError:
                     if keep_partial:
                         answers.add_error_to_rest(
                             f"not asked: the budget of {self._budget.max_tokens:,} tokens is spent"
                         )
-                        answers.write()
+                        answers.write(tells_cut=tells_cut)
                     raise
                 finally:
                     self._budget.release()
                     waiting_s = run.waiting_s
-                answers.write()
+                answers.write(tells_cut=tells_cut)
         finally:
             seconds = time.perf_counter() - began_s
             self.report.seconds += seconds
@@ -107,10 +120,11 @@ class JobRunner:
 
     def estimate(self, source: str, question: Question) -> Estimate:
         """What `answer` would take; asks the engine for no answer."""
+        question = self._told(question)
         with ExitStack() as cleanup:
             rows = JobRows(self._connection, source, question)
             cleanup.callback(rows.drop)
-            plan = self.plan(rows, question)
+            plan = self._plan(rows, question)
             counted = _Counted(plan)
             cache = self.engine.cache
             if cache is None:
@@ -120,7 +134,7 @@ class JobRunner:
             else:
                 cached = int(np.sum(cached_tokens(counted.prompts(), cache)))
                 cached += counted.cached_module_tokens
-        output_tokens = counted.num_asked * self._answer_tokens(question)
+        output_tokens = counted.num_asked * expected_tokens(question, self.engine)
         return Estimate(
             num_rows=rows.num_rows,
             num_prompts=counted.num_asked + counted.num_known + counted.num_refused,
@@ -130,53 +144,48 @@ class JobRunner:
             output_tokens=output_tokens,
             order=plan.order_name,
             seconds=self._seconds(
-                question, counted.num_asked, counted.prompt_tokens, cached, output_tokens
+                plan.question, counted.num_asked, counted.prompt_tokens, cached, output_tokens
             ),
             tokens_are_exact=self.engine.tokenizer is not None,
             num_refused=counted.num_refused,
             num_modular=counted.num_modular,
+            warning=likely_cut(question, self.engine, counted.longest_prompt_tokens),
         )
 
     def tokens_per_prompt(self, source: str, question: Question) -> float:
         """Of an average prompt and its answer, about, whether it is known or not."""
+        question = self._told(question)
         with ExitStack() as cleanup:
             rows = JobRows(self._connection, source, question)
             cleanup.callback(rows.drop)
             nothing_known = Checkpoint(None)
             cleanup.callback(nothing_known.close)
-            counted = _Counted(self.plan(rows, question, nothing_known))
+            counted = _Counted(self._plan(rows, question, nothing_known))
             for _ in counted.prompts():
                 pass
         per_prompt = counted.prompt_tokens / max(counted.num_asked, 1)
-        return per_prompt + self._answer_tokens(question)
+        return per_prompt + expected_tokens(question, self.engine)
 
-    def plan(
+    def _plan(
         self, rows: JobRows, question: Question, checkpoint: Checkpoint | None = None
     ) -> JobPlan:
-        prompt_format = PromptFormat(question, self.engine.tokenizer, self.options.template)
-        known = checkpoint or self._checkpoint
-        return JobPlan(rows, question, self.engine, prompt_format, self.options, known)
+        options = self.options
+        return plan_job(
+            rows.buckets(options.bucket_rows, options.order),
+            question,
+            self.engine,
+            options,
+            checkpoint or self._checkpoint,
+            are_distinct=True,
+        )
 
     def close(self) -> None:
         """Close the checkpoint; the engine is its owner's."""
         self._checkpoint.close()
 
-    def _answer_tokens(self, question: Question) -> int:
-        """Of an answer with its end, about: as long as it may be where any text is allowed."""
-        output, tokenizer = question.output, self.engine.tokenizer
-        most = self.engine.max_answer_tokens(question)
-        texts = output.choices or {"int": ("10",), "float": ("10.5",), "bool": ("true",)}.get(
-            output.type, ()
-        )
-        if not texts:
-            return most
-        if tokenizer is None:
-            lengths = [len(text) // 4 + 1 for text in texts]
-        else:
-            encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-            lengths = [len(token_ids) for token_ids in encoded]
-        average = round(sum(lengths) / len(lengths)) + 1
-        return min(average, most)
+    def _told(self, question: Question) -> Question:
+        """With what is told in all questions."""
+        return replace(question, request=question.request.over(self.options.request))
 
     def _seconds(
         self,
@@ -207,6 +216,7 @@ class _Counted:
         self.num_refused = 0
         self.num_modular = 0
         self.prompt_tokens = 0
+        self.longest_prompt_tokens = 0
         self.cached_module_tokens = 0
 
     def prompts(self) -> Iterator[TokenSequences]:
@@ -216,22 +226,22 @@ class _Counted:
         while chunk := list(islice(self._asked(steps), _PROMPTS_PER_PART)):
             yield TokenSequences.from_lists(chunk)
 
-    def _asked(
-        self, steps: Iterator[PlannedPrompt | KnownRows | RefusedRows]
-    ) -> Iterator[list[int]]:
+    def _asked(self, steps: Iterator[Step]) -> Iterator[list[int]]:
         for step in steps:
-            if isinstance(step, PlannedPrompt):
+            if isinstance(step, AskedRows):
+                planned = step.planned
                 self.num_asked += 1
-                self.prompt_tokens += len(step.token_ids)
-                modules = step.prompt.modules
+                self.prompt_tokens += len(planned.token_ids)
+                self.longest_prompt_tokens = max(self.longest_prompt_tokens, len(planned.token_ids))
+                modules = planned.prompt.modules
                 if modules is None:
-                    yield step.token_ids
+                    yield planned.token_ids
                     continue
                 self.num_modular += 1
                 self.cached_module_tokens += (
-                    sum(modules.module_tokens.values()) - step.num_encoded_tokens
+                    sum(modules.module_tokens.values()) - planned.num_encoded_tokens
                 )
             elif isinstance(step, KnownRows):
                 self.num_known += 1
-            else:
+            elif isinstance(step, RefusedRows):
                 self.num_refused += 1

@@ -9,7 +9,6 @@ known for sure: some prompts are tokenized as a whole, and one that differs ends
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
@@ -58,8 +57,7 @@ class FieldTokens:
 
     def _tokens(self, texts: Sequence[str]) -> Iterator[TokenIds]:
         for begin in range(0, len(texts), _TEXTS_PER_CALL):
-            for token_ids in self._format.tokens_of(texts[begin : begin + _TEXTS_PER_CALL]):
-                yield array("I", token_ids)
+            yield from self._format.packed_tokens(texts[begin : begin + _TEXTS_PER_CALL])
 
     def _may_join(self) -> bool:
         vocabulary = self._format.vocabulary

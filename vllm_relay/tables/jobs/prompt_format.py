@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -78,7 +79,7 @@ class PromptFormat:
 
     Args:
         question: that is asked.
-        tokenizer: a Hugging Face tokenizer; None counts about four characters as a token.
+        tokenizer: a Hugging Face tokenizer; None counts about four bytes as a token.
         template: what stands around the question and the fields.
 
     Attributes:
@@ -93,12 +94,13 @@ class PromptFormat:
     def __init__(self, question: Question, tokenizer: Any | None, template: PromptTemplate) -> None:
         self.template = template
         self._tokenizer = tokenizer
+        self._request = question.request
         self._has_turns = bool(
             template.chat and tokenizer is not None and getattr(tokenizer, "chat_template", None)
         )
         output = question.output.description
         parts = {
-            "{question}": question.text,
+            "{question}": question.prompt_text,
             "{names}": "\nNames in braces are fields of the record." * bool(question.placeholders),
             "{answer}": f"\n{output}" if output else "",
         }
@@ -148,9 +150,7 @@ class PromptFormat:
             whole: prompts from their beginning, or what stands somewhere within.
         """
         if self._tokenizer is None:
-            # pieces of text as numbers: equal pieces are equal
-            return [[hash(text[i : i + 4]) & 0x7FFFFFFF for i in range(0, len(text), 4)]
-                    for text in texts]  # fmt: skip
+            return [_pieces(text).tolist() for text in texts]
         if not texts:
             return []
         special = whole and not self._has_turns
@@ -158,6 +158,12 @@ class PromptFormat:
             list(texts), add_special_tokens=special, return_attention_mask=False, verbose=False
         )
         return encoded["input_ids"]
+
+    def packed_tokens(self, texts: Sequence[str]) -> Iterator[array[int]]:
+        """As `tokens_of`, of texts somewhere within a prompt, in little memory."""
+        if self._tokenizer is None:
+            return map(_pieces, texts)
+        return (array("I", token_ids) for token_ids in self.tokens_of(texts))
 
     @property
     def vocabulary(self) -> Sequence[str]:
@@ -172,13 +178,23 @@ class PromptFormat:
 
     def _surroundings(self, message: str) -> tuple[str, str]:
         """What the chat template puts in front of a message and behind it."""
+        system = self._request.system_prompt
         if not self._has_turns:
+            # without a tokenizer this only counts: the server puts the messages together
             head, _, tail = message.partition(_MARK)
-            return head, tail
+            return (f"{system}\n\n{head}" if system else head), tail
         assert self._tokenizer is not None
-        rendered = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": message}], add_generation_prompt=True, tokenize=False
-        )
+        from jinja2 import TemplateError
+
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                conversation(system, message),
+                add_generation_prompt=True,
+                tokenize=False,
+                **(self._request.chat_template_kwargs or {}),
+            )
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"the model's chat template refuses its messages: {error}") from error
         head, mark, tail = rendered.partition(_MARK)
         if not mark:
             raise ValueError(
@@ -186,6 +202,18 @@ class PromptFormat:
                 "PromptTemplate(chat=False)"
             )
         return head, tail
+
+
+def conversation(system_prompt: str, message: str) -> list[dict[str, str]]:
+    """The messages of a prompt."""
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    return [*system, {"role": "user", "content": message}]
+
+
+def _pieces(text: str) -> array[int]:
+    """Four bytes of a text each, as numbers: equal pieces are equal."""
+    encoded = text.encode("utf-8", "surrogatepass")
+    return array("I", encoded + bytes(-len(encoded) % 4))
 
 
 def _replaced(template: str, parts: dict[str, str]) -> str:
