@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from vllm_relay.tables.engines.base import Prompt
 from vllm_relay.tables.jobs.joined_tokens import FieldTokens, PromptTokens
 from vllm_relay.tables.jobs.module_prompts import ModulePrompts
 from vllm_relay.tables.jobs.options import JobOptions
-from vllm_relay.tables.jobs.prompt_format import PromptFormat
+from vllm_relay.tables.jobs.prompt_format import PromptFormat, PromptTemplate
 from vllm_relay.tables.jobs.set_fields import reordered_lists
 from vllm_relay.tables.ordering.cached_tokens import BlockCache, cached_tokens
 from vllm_relay.tables.ordering.columns import Column, encode_columns
@@ -138,6 +138,27 @@ class Planner:
         return left if left < self.limits.max_answer_tokens else None
 
 
+class FieldLines(Sequence[str]):
+    """The rendered field of each value of a column, made when it is read."""
+
+    def __init__(self, template: PromptTemplate, column: Column) -> None:
+        self._template = template
+        self._name = column.name
+        self._texts = column.texts
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    @overload
+    def __getitem__(self, code: int) -> str: ...
+    @overload
+    def __getitem__(self, code: slice) -> list[str]: ...
+    def __getitem__(self, code: int | slice) -> str | list[str]:
+        if isinstance(code, slice):
+            return [self[each] for each in range(*code.indices(len(self)))]
+        return self._template.render_field(self._name, self._texts[code])
+
+
 class OrderedRows:
     """Rows of a table in their order; see `Planner`.
 
@@ -209,7 +230,7 @@ class OrderedRows:
             most = planner.answer_limit(message, tokens)
             yield PlannedPrompt(row, Prompt(row, message, sent, max_tokens=most), tokens)
 
-    def _encoded(self, rows: pa.Table) -> tuple[list[Column], list[list[str]]]:
+    def _encoded(self, rows: pa.Table) -> tuple[list[Column], list[FieldLines]]:
         """Columns of the question's fields, and the rendered field of each of their values."""
         planner = self._planner
         question, template = planner.question, planner.options.template
@@ -220,11 +241,7 @@ class OrderedRows:
         for name in question.set_fields:
             values[name] = reordered_lists(values[name])
         columns = encode_columns(values, template.render_field, planner.field_tokens.of_last)
-        lines = [
-            [template.render_field(column.name, value) for value in column.texts]
-            for column in columns
-        ]
-        return columns, lines
+        return columns, [FieldLines(template, column) for column in columns]
 
     def _choose(self) -> ChosenOrder:
         planner, columns = self._planner, self._columns

@@ -11,6 +11,8 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
+_SEQUENCES_PER_PART = 1024
+
 Int64 = npt.NDArray[np.int64]
 
 
@@ -66,8 +68,14 @@ class TokenSequences:
         """The sequences of these indices, in this order."""
         chosen = np.asarray(indices, np.int64)
         lengths = self.lengths[chosen]
-        tokens = self.tokens[gather_indices(self.offsets[chosen], lengths)]
-        return TokenSequences(tokens, _offsets(lengths))
+        offsets = _offsets(lengths)
+        tokens = np.empty(int(offsets[-1]), np.uint32)
+        # positions take several times the memory of tokens
+        for begin in range(0, len(chosen), _SEQUENCES_PER_PART):
+            part = slice(begin, begin + _SEQUENCES_PER_PART)
+            found = self.tokens[gather_indices(self.offsets[chosen[part]], lengths[part])]
+            tokens[offsets[begin] : offsets[begin] + len(found)] = found
+        return TokenSequences(tokens, offsets)
 
     def surrounded(self, before: Sequence[int], after: Sequence[int]) -> TokenSequences:
         """Every sequence with the same tokens in front of it and behind it."""
