@@ -59,9 +59,12 @@ def attend(
         raise ValueError(f"values: {values.shape[0]} rows, expected {keys.shape[0]} as keys")
     starts = np.zeros(len(ids) + 1, np.int64)
     np.cumsum([len(each) for each in ids], out=starts[1:])
-    flat = compiled_index.check_entries(
-        np.concatenate([compiled_index.NO_IDS, *ids]), keys.shape[0]
-    )
+    flat = np.concatenate([compiled_index.NO_IDS, *ids])
+    if flat.dtype.kind not in "iu" or (
+        flat.size and not (flat.min() >= 0 and flat.max() < keys.shape[0])
+    ):
+        raise ValueError(f"ids: {flat}, expected whole numbers of 0 to {keys.shape[0] - 1}")
+    flat = np.ascontiguousarray(flat, np.int32)
     output = np.empty((len(queries), values.shape[1]), np.float32)
     lse = np.empty(len(queries), np.float32)
     _C.index.attend_ids(
