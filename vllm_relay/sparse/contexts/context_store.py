@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_relay._C import PageGuard
 from vllm_relay.sparse.files.damage import IndexDamagedError
-from vllm_relay.sparse.index.compiled_index import CompiledIndex
 from vllm_relay.sparse.index.elements import Elements
 from vllm_relay.sparse.index.key_index import KeyIndex
-from vllm_relay.sparse.index.sparse_layer import SparseLayer
+from vllm_relay.sparse.index.sparse_layer import SparseLayer, sparse_layer
 from vllm_relay.sparse.index.value_means import value_means
 from vllm_relay.sparse.plan.head_plan import HeadPlan
 
@@ -357,19 +355,6 @@ class MemoryContextStore(ContextStore):
     def close(self) -> None:
         with self._lock:
             self._contexts.clear()
-
-
-def sparse_layer(
-    indexes: Sequence[KeyIndex],
-    values: Sequence[Elements],
-    value_means: Sequence[Elements],
-    value_guards: Sequence[PageGuard | None] | None = None,
-) -> SparseLayer | None:
-    """None: an index of the user's own."""
-    compiled = [index for index in indexes if isinstance(index, CompiledIndex)]
-    if len(compiled) < len(indexes):
-        return None
-    return SparseLayer(compiled, values, value_guards, value_means)
 
 
 def context_id_of(tokens: np.ndarray) -> str:

@@ -19,7 +19,6 @@ from vllm_relay.sparse.contexts.context_store import (
     StoredContext,
     context_id_of,
     noticing_damage,
-    sparse_layer,
 )
 from vllm_relay.sparse.contexts.tokens import TOKEN_DTYPE
 from vllm_relay.sparse.files.buffer_pool import BufferPoolFullError
@@ -28,7 +27,7 @@ from vllm_relay.sparse.files.section_file import SectionFile, write_sections
 from vllm_relay.sparse.index.compiled_index import CompiledIndex
 from vllm_relay.sparse.index.elements import STORAGE, Elements, check_finite
 from vllm_relay.sparse.index.key_index import KeyIndex
-from vllm_relay.sparse.index.sparse_layer import SparseLayer
+from vllm_relay.sparse.index.sparse_layer import SparseLayer, sparse_layer
 from vllm_relay.sparse.plan.head_plan import HeadPlan
 
 logger = logging.getLogger("vllm.relay")

@@ -14,6 +14,7 @@ from vllm_relay._C import PageGuard
 from vllm_relay.sparse.index import compiled_index
 from vllm_relay.sparse.index.compiled_index import CompiledIndex
 from vllm_relay.sparse.index.elements import DTYPES, Elements, as_elements
+from vllm_relay.sparse.index.key_index import KeyIndex
 from vllm_relay.sparse.index.query_types import Dipr, QueryType
 
 
@@ -224,6 +225,19 @@ class SparseLayer:
             index.searcher if query.max_dropped_mass is None else index.exact_searcher, *place,
             False, k, reach, index.width_of(query), compiled_index.mass_limit(query),
         )  # fmt: skip
+
+
+def sparse_layer(
+    indexes: Sequence[KeyIndex],
+    values: Sequence[Elements],
+    value_means: Sequence[Elements],
+    value_guards: Sequence[PageGuard | None] | None = None,
+) -> SparseLayer | None:
+    """None: an index of the user's own."""
+    compiled = [index for index in indexes if isinstance(index, CompiledIndex)]
+    if len(compiled) < len(indexes):
+        return None
+    return SparseLayer(compiled, values, value_guards, value_means)
 
 
 def merge_states(states: Sequence[AttentionState]) -> AttentionState:
