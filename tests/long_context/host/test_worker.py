@@ -20,6 +20,7 @@ class Contexts:
 
     def __init__(self, *context_ids: str, can_keep: bool = True) -> None:
         self.ids = set(context_ids)
+        self.given_up: set[str] = set()
         self._can_keep = can_keep
 
     def keep(self, kept: KeptContext, sequence: Any, reused: Any) -> bool:
@@ -32,6 +33,9 @@ class Contexts:
 
     def delete(self, context_id: str) -> None:
         self.ids.discard(context_id)
+
+    def give_up(self, context_id: str, problem: str) -> None:
+        self.given_up.add(context_id)
 
 
 def step(worker: LongContextWorker, orders: StepOrders, *finished: str) -> None:
@@ -83,6 +87,7 @@ def test_the_scheduler_hears_of_what_could_not_be_kept(lost_elsewhere: dict[str,
     lost_elsewhere["another"] = "b"
     step(worker, StepOrders(kept={"request": KeptContext("a", [1])}), "request")
     assert worker.take_stats().lost == {"request": "a", "another": "b"}
+    assert worker.contexts.given_up >= {"b"}
     assert worker.take_stats().lost == {}
 
 
@@ -111,3 +116,4 @@ def test_a_request_that_loses_its_context_here_is_told_of(lost_elsewhere: dict[s
     lost_elsewhere["another"] = "b"
     step(worker, StepOrders())
     assert worker.take_stats().lost == {"request": "a", "another": "b"}
+    assert worker.contexts.given_up >= {"b"}

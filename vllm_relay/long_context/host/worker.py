@@ -175,6 +175,8 @@ class LongContextWorker:
             }
             taken.lost = lost_in_any_rank(taken.lost)
             self._reads_contexts = False
+            for context_id in set(taken.lost.values()):  # in the other ranks too
+                self._give_up(context_id, "a rank cannot read it")
         self.host_seconds = self.device_seconds = 0.0
         if self.contexts is not None:
             taken.index_builds_queued = self.contexts.num_queued
@@ -265,6 +267,11 @@ class LongContextWorker:
             context_id, request.id, reason,
         )  # fmt: skip
         request.lost_context_id = context_id
+        self._give_up(context_id, reason)
+
+    def _give_up(self, context_id: str, problem: str) -> None:
+        if self.contexts is not None:
+            self.contexts.give_up(context_id, problem)
 
     def _new_sequence(self, request: LongRequest, begin: int) -> HostSequence:
         most_tokens = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
