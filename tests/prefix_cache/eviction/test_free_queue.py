@@ -163,7 +163,7 @@ def test_blocks_return_to_their_place_when_waiting_requests_come_and_go():
         next_use.remove((position,), runs=False)
         assert ids(queue.iter_blocks_after(None)) == [0, 1, 2]
         assert ids(queue.get_all_free_blocks()) == [0, 1, 2]
-    assert all(len(heap) < 100 for heap in queue._aside._heaps.values())
+    assert all(len(each._heap) < 100 for each in queue._aside._ranked.values())
     assert ids(queue.popleft_n(3)) == [0, 1, 2]
 
 
