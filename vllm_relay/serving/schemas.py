@@ -17,7 +17,7 @@ from vllm_relay.config import RelayConfig
 from vllm_relay.modules.engine.start_checks import unsupported_reason
 from vllm_relay.modules.markup.pml import parse_schema
 from vllm_relay.modules.markup.schema import SchemaTooLongError, TooManySchemasError
-from vllm_relay.modules.prompt.describe import describe_schema
+from vllm_relay.modules.prompt.layout import describe_schema
 from vllm_relay.modules.prompt.schema_store import SchemaStore
 from vllm_relay.serving.access import mount
 from vllm_relay.serving.modular_bodies import ModularBodies

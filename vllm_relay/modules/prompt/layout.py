@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from vllm_relay.modules.markup.schema import (
     Content,
@@ -174,6 +175,37 @@ def tokenize_schema(
     layout = _Layout(schema, text_tokens, max_positions, max_tokens)
     root = layout.root()
     return SchemaTokens(schema, root, layout.turns, layout.turn_is_open, layout.num_tokens)
+
+
+def describe_schema(schema: SchemaTokens, block_size: int) -> dict[str, Any]:
+    """For JSON: name, positions, and each module's path ("" for what every prompt has), first
+    position, positions, tokens of its own text, whether they are stored, the KV blocks and padding
+    tokens this takes, and parameters.
+
+    Args:
+        block_size: tokens of a KV block.
+    """
+    return {
+        "name": schema.schema.name,
+        "positions": schema.size_tokens,
+        "block_size": block_size,
+        "modules": [_describe(module, block_size) for module in schema.root.walk()],
+    }
+
+
+def _describe(module: ModuleTokens, block_size: int) -> dict[str, Any]:
+    stored = len(module.tokens) if module.is_cached else 0
+    blocks = -(-stored // block_size)
+    return {
+        "module": module.name,
+        "position": module.position,
+        "positions": module.size_tokens,
+        "tokens": len(module.tokens),
+        "cached": module.is_cached,
+        "blocks": blocks,
+        "padding_tokens": blocks * block_size - stored,
+        "parameters": {each.name: each.length_tokens for each in module.parameters()},
+    }
 
 
 def _roles(

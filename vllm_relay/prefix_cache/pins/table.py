@@ -30,8 +30,7 @@ from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.modules.prompt.plan import ModulePlan, plan_of_request
-from vllm_relay.prefix_cache.pins.pin import Pin, chain_of, check_pin, digest_of
-from vllm_relay.prefix_cache.pins.room import Room
+from vllm_relay.prefix_cache.pins.pin import Pin, Room, chain_of, check_pin, digest_of
 
 EXTRA_ARG = "relay_pin"
 """The key in ``SamplingParams.extra_args`` under which a request names the pin it computes."""
