@@ -68,29 +68,8 @@ def run_predict(
 ) -> int:
     """Predict what the prefix cache does for the requests of a file, and print it.
 
-    Args:
-        path: JSON Lines with the requests, in the order in which they are submitted.
-        model: a Hugging Face folder or hub id; may be None where the file holds token ids or hash
-            ids. Its weights are not read.
-        kv_cache_space: size of the KV cache in GiB.
-        sweep: more sizes, in GiB.
-        blocks: more sizes, in KV blocks, as vLLM's num_gpu_blocks_override.
-        scheduler: "stock" or "relay".
-        eviction: policy of the relay scheduler, "queue" if None.
-        block_size: tokens of a KV block; None for vLLM's default.
-        kv_bytes_per_token: KV cache bytes of a token in all layers; needed without a model to turn
-            GiB into blocks.
-        max_num_seqs: as vLLM's option, like the next three.
-        output_tokens: length of the answers where a line does not say, 16 if None.
-        relay: more options of the relay scheduler, as JSON.
-        arrivals: "offline": all requests are there at once; "poisson:RATE", in requests per
-            second; "timestamps": as the lines say. With the last two waits are predicted, too, and
-            shown beside those of the stock scheduler and of all requests at once.
-        step_ms: what a step takes, in milliseconds.
-        token_us: what each token that is computed adds to it, in microseconds.
-        json_path: where all numbers are written as JSON.
-        plot_path: where the hit rate over the sizes is drawn as SVG.
-        console: where to print; the standard output if None.
+    The arguments are the options of `vllm-relay predict`, whose help says what they mean; None
+    stands for a default. The result is printed to `console`, or to the standard output.
 
     Returns:
         0, or 1 if the input or a setting is refused; the reason is printed.
