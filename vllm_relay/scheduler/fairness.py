@@ -157,11 +157,9 @@ class OvertakeLimit(Generic[R]):
 
 
 class OvertakenCount:
-    """Counts waiting requests after which came one that has run before them.
-
-    A position says how many came before; all of them wait, one after the other. Nobody that waits
-    is looked at: how many came after the last one to run follows from who of these left.
-    """
+    """Counts waiting requests after which came one that has run before them, by their positions:
+    how many came before. Nobody that waits is looked at: how many came after the last one to run
+    follows from who of these left."""
 
     def __init__(self) -> None:
         self._waiting: set[int] = set()

@@ -65,16 +65,8 @@ class _Place(Generic[R]):
 
 @dataclass
 class PrefixOrder(Generic[R]):
-    """Waiting requests, of which `first` is the one to run next.
-
-    Once a prefix has been begun, its requests run, at every depth. Then come prefixes that are in
-    the cache, then that of the oldest request. Which of the others comes next changes no hits, as
-    each is used up, but with another one than the oldest's rare prefixes would wait longest.
-
-    While the oldest request is late, a prefix that was begun runs no more requests than waited when
-    it began; after that the prefix of the oldest is next. So a prefix is left only when it has been
-    used up, however late everybody is, and none is visited twice before all that are older have
-    been.
+    """Waiting requests, of which `first` is the one to run next; docs/scheduler.md says which
+    ("Order", and "Turns" where requests are late).
 
     Args:
         is_resident: whether a block is in the cache now.
@@ -103,11 +95,7 @@ class PrefixOrder(Generic[R]):
         return iter(sorted(self._places, key=lambda request: self._places[request].position))
 
     def chain(self, request: R) -> Sequence[BlockName]:
-        """The names of the blocks of a request that waits.
-
-        Raises:
-            KeyError: it does not wait.
-        """
+        """The names of the blocks of a request that waits."""
         node = self._places[request].node
         return node.chain if len(node.chain) == node.depth else node.chain[: node.depth]
 
@@ -131,22 +119,14 @@ class PrefixOrder(Generic[R]):
             self._queue(each)
 
     def look_again(self, request: R) -> None:
-        """Blocks of a waiting request have come to be in the cache.
-
-        Raises:
-            KeyError: it does not wait.
-        """
+        """Blocks of a waiting request have come to be in the cache."""
         for node in _path(self._places[request].node):
             if node.parent is not None and not node.resident and self.is_resident(node.first_block):
                 node.resident = True
                 self._queue(node)
 
     def remove(self, request: R) -> None:
-        """Take a request out, whoever's turn it is.
-
-        Raises:
-            KeyError: it does not wait.
-        """
+        """Take a request out, whoever's turn it is."""
         place = self._places.pop(request)
         node = place.node
         del node.requests[bisect.bisect_left(node.requests, (place.position,))]
@@ -208,12 +188,7 @@ class PrefixOrder(Generic[R]):
         chains: Iterable[Sequence[BlockName]],
         is_held: Callable[[Sequence[BlockName], int], bool],
     ) -> int:
-        """How many requests are held.
-
-        Args:
-            chains: of those that others are held for.
-            is_held: see `first`.
-        """
+        """How many requests are held for those with these chains; `is_held` as in `first`."""
         held: set[_Node[R]] = set()
         for chain in chains:
             node = self._root

@@ -39,9 +39,8 @@ class QueueObserver:
 class PrefixRequestQueue(RequestQueue, Sequence[Request]):
     """Waiting requests by priority, and within one priority in the order of `PrefixOrder`.
 
-    It is false while it is not empty if none of its requests can run: `len` counts, `bool` says
-    whether there is a request to run now. Nobody runs before held requests of a higher priority
-    until these have been held for `max_hold_s`.
+    `len` counts, `bool` says whether there is a request to run now. Nobody runs before held
+    requests of a higher priority until these have been held for `max_hold_s`.
 
     vLLM also pops requests that it cannot run yet, and gives them back at the end of the step. What
     was popped is looked at when the queue is used next: by then vLLM has marked those that run.
@@ -83,9 +82,8 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         self.clock = clock
         self._classes: dict[int, AnyLanes] = {}
         self._priorities: list[int] = []  # of the classes, ascending
-        self._held_since_s: dict[
-            int, float
-        ] = {}  # by priority, that some kept the lower ones waiting
+        self._held_since_s: dict[int, float] = {}
+        """By priority, since when its held requests keep the lower ones waiting."""
         self._positions: dict[Request, int] = {}  # of all that ever waited and are not done
         self._next_position = 0
         self._num_in_classes = 0

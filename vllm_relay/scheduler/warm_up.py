@@ -37,8 +37,7 @@ class WarmUp(Generic[R]):
 
     A hold ends when the blocks are in the cache, when `release` is called for the request that was
     to compute them, or after `max_hold_s`; then nobody is held for these blocks until they were
-    computed or released. What a KV connector can load is loaded once, too; but nobody is held for
-    another one to compute it.
+    computed or released.
 
     Args:
         is_resident: whether a block is in the cache now.

@@ -162,11 +162,7 @@ class Scopes:
                 self._by_name.setdefault(name, []).append(scope)
 
     def check_scaffold(self, names: tuple[str, ...]) -> None:
-        """
-        Raises:
-            SchemaError: no prompt can import modules of these names beside each other, or one of
-                them is not cached.
-        """
+        """Refuse names that no prompt can import beside each other, or of what is not cached."""
         where = f"scaffold {' '.join(names)}"
         distinct = dict.fromkeys(names)
         if len(distinct) < 2:
@@ -192,10 +188,7 @@ class Scopes:
 
 
 def _check_name(what: str, name: str) -> None:
-    """
-    Raises:
-        SchemaError: it cannot be the name of a tag or an attribute of a prompt.
-    """
+    """Refuse what cannot be the name of a tag or an attribute of a prompt."""
     if not isinstance(name, str) or len(name) > MAX_NAME_LENGTH:
         given = _type_of(name) if not isinstance(name, str) else f"{len(name)} letters"
         raise SchemaError(f"{what}: given {given}, expected a name of at most {MAX_NAME_LENGTH}")

@@ -233,10 +233,7 @@ MODULE_TOKENS = 64
 
 
 class _Layout:
-    """
-    Args:
-        max_positions, max_tokens: that the schema may take; asked before they are taken.
-    """
+    """What a schema may take is asked before it is taken."""
 
     def __init__(
         self,
@@ -272,10 +269,6 @@ class _Layout:
         return root
 
     def _take(self, num_tokens: int, end_position: int) -> None:
-        """
-        Raises:
-            SchemaTooLongError: there is no room.
-        """
         self.num_tokens += num_tokens
         if self._max_positions is not None and end_position > self._max_positions:
             raise SchemaTooLongError(
@@ -303,10 +296,7 @@ class _Layout:
         ]
 
     def _visit(self, module: ModuleTokens, content: Sequence[Content], texts: list[str]) -> None:
-        """
-        Args:
-            texts: what has been read since the last part.
-        """
+        """`texts` is what has been read since the last part."""
         for each in content:
             if isinstance(each, Text):
                 texts.append(each.text)

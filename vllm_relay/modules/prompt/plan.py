@@ -270,11 +270,7 @@ class ModulePlan(
         return [*positions[begin : begin + count], *behind]
 
     def seen_tokens(self, token_ids: list[int]) -> list[int]:
-        """What the prompt's last token sees, and itself.
-
-        Args:
-            token_ids: of all slots.
-        """
+        """What the prompt's last token sees, and itself, of the tokens of all slots."""
         seen: list[int] = []
         slot = 0
         for begin, end in self.last_hidden_slots:
@@ -283,11 +279,7 @@ class ModulePlan(
         return seen + token_ids[slot:]
 
     def segment_tokens(self, index: int, token_ids: Sequence[int]) -> list[int]:
-        """The tokens of a segment, padding excluded.
-
-        Args:
-            token_ids: of the slots of the prompt.
-        """
+        """The tokens of a segment, padding excluded, from those of the prompt's slots."""
         segment, first = self.segments[index], self.first_slots[index]
         tokens = list(token_ids[first : first + segment.num_tokens])
         offsets = (offset for begin, end in segment.placeholders for offset in range(begin, end))
@@ -312,11 +304,7 @@ class ModulePlan(
         return [(slots[each], slots[each + 1]) for each in self._needed(index)]
 
     def encoding_tokens(self, index: int, token_ids: Sequence[int]) -> list[int]:
-        """Of the slots of `encoding_plan(index)`.
-
-        Args:
-            token_ids: of the slots of this plan.
-        """
+        """Of the slots of `encoding_plan(index)`, from those of this plan."""
         found: list[int] = []
         for each in self._needed(index):
             tokens = self.segment_tokens(each, token_ids)

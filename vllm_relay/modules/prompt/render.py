@@ -53,11 +53,7 @@ class RenderedPrompt:
     def of_plan(
         cls, plan: ModulePlan, contents: Iterable[list[int]], new: list[int]
     ) -> RenderedPrompt:
-        """
-        Args:
-            contents: the tokens of each segment.
-            new: those of the tail.
-        """
+        """From the tokens of each segment, and those of the tail."""
         token_ids: list[int] = []
         # in slots that are not seen a token that is there, so that penalties see nothing new
         unseen = new[:1]
@@ -90,12 +86,8 @@ class RenderedPrompt:
         return max(len(self.token_ids), self.last_position + 1)
 
     def limit_output(self, max_tokens: int | None, max_model_len: int | None) -> int | None:
-        """How many tokens may be generated: no more than there are positions behind the prompt.
-
-        Args:
-            max_tokens: how many are asked for; None: any number.
-            max_model_len: how many tokens the model takes; None: any number.
-        """
+        """How many of `max_tokens` may be generated: no more than there are positions behind the
+        prompt. None stands for any number."""
         if max_model_len is None:
             return max_tokens
         most = max_model_len - self.min_model_len
@@ -133,10 +125,6 @@ class TailRuns(list[TailRun]):
         self._visible: dict[int, int] = {}
 
     def add(self, num_tokens: int, position: int, sees: Mapping[int, int]) -> None:
-        """
-        Args:
-            sees: see `TailRun`.
-        """
         changed = {
             index: visible
             for index, visible in sees.items()

@@ -20,11 +20,8 @@ _STAND_INS = re.compile(r"relay(\d+)stands\1in")
 
 
 class ChatTurns:
-    """Opening and closing texts of turns, found by rendering turns with stand-ins for their texts.
-
-    Args:
-        render: applies the chat template of the model.
-    """
+    """Opening and closing texts of turns, found by rendering turns with stand-ins for their
+    texts."""
 
     def __init__(self, render: Render) -> None:
         self._render = render
@@ -65,11 +62,7 @@ class ChatTurns:
         return pieces[::2]
 
     def openings_and_closings(self, roles: Sequence[str]) -> list[tuple[str, str]]:
-        """For each turn, what stands before and behind its text.
-
-        Raises:
-            SchemaError: see `texts_between`.
-        """
+        """For each turn, what stands before and behind its text; raises as `texts_between`."""
         if not roles:
             return []
         # prompts go on with a question: templates may write no turn without one
@@ -88,11 +81,8 @@ class ChatTurns:
         return found
 
     def _closing(self, roles: Sequence[str], behind: str) -> str:
-        """What belongs to the last of these turns, as far as it can be told.
-
-        Args:
-            behind: what stands behind it where turns follow.
-        """
+        """What belongs to the last of these turns, as far as it can be told; `behind` stands behind
+        it where turns follow."""
         try:
             closing = self.texts_between(roles)[-1]
         except SchemaError:  # as for a system prompt without a question

@@ -72,7 +72,7 @@ class Declaration:
         plan: of a prompt with modules; these are pinned.
 
     Raises:
-        CommandError: 400, the id or the time is none.
+        CommandError: 400, see `check_pin`.
     """
 
     token_ids: Sequence[int]
@@ -174,11 +174,7 @@ def pin_tokens(engine: Any, asked: Declaration) -> Pin:
 
 
 async def pin_tokens_async(engine: Any, asked: Declaration) -> Pin:
-    """:func:`pin_tokens` for an AsyncLLM, whatever else it is doing, in all its ranks.
-
-    Raises:
-        CommandError: of a rank; with what each rank has.
-    """
+    """:func:`pin_tokens` for an AsyncLLM, whatever else it is doing, in all its ranks."""
     answers = await call_ranks_async(engine, "declare_pin", asked.arguments())
     ranks = list(answers)
     cold = {
@@ -268,10 +264,6 @@ def _pin_of(entries: Mapping[int, dict[str, Any]]) -> Pin:
 
 
 def _pins(answers: Mapping[int, Any]) -> list[Pin]:
-    """
-    Raises:
-        CommandError: of a rank.
-    """
     by_id: dict[str, dict[int, dict[str, Any]]] = {}
     for rank, entries in answers.items():
         if isinstance(entries, CommandError):

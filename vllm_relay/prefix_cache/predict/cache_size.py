@@ -39,18 +39,17 @@ def cache_sizes(
     Raises:
         ValueError: a size is none, or too much.
     """
-    for option, size in [*(("GiB", g) for g in gib), *(("blocks", b) for b in blocks)]:
-        if not 0 < size < float("inf"):
-            raise ValueError(f"a KV cache of {size} {option}: expected more than 0")
     sizes = []
     for size in gib:
         if not 0 < size <= _MAX_GIB:
-            raise ValueError(f"{size:g} GiB of KV cache: expected more than 0, at most {_MAX_GIB}")
+            raise ValueError(f"a KV cache of {size} GiB: expected more than 0, at most {_MAX_GIB}")
         count = None
         if kv_bytes_per_token is not None and block_size is not None:
             count = math.floor(size * GIB_BYTES / (kv_bytes_per_token * block_size))
         sizes.append(CacheSize(size, count))
     sizes += [CacheSize(blocks=count) for count in sorted(set(blocks))]
+    if any(count < 1 for count in blocks):
+        raise ValueError(f"a KV cache of {min(blocks)} blocks: expected more than 0")
     for each in sizes:
         if each.blocks is not None and each.blocks > _MAX_BLOCKS:
             raise ValueError(

@@ -27,12 +27,7 @@ Message = dict[str, Any]
 
 
 class LineError(ValueError):
-    """A line of the file that is refused.
-
-    Args:
-        number: of the line, from 1.
-        message: what was given, what was expected, what to do.
-    """
+    """A line of the file, numbered from 1, that is refused: what was given, what was expected."""
 
     def __init__(self, number: int, message: str) -> None:
         super().__init__(f"line {number}: {message}")

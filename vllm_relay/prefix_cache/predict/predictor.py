@@ -94,12 +94,8 @@ class Prediction:
 
 
 class Predictor:
-    """Predicts what the prefix cache does for a list of requests.
-
-    Args:
-        settings: of the engine.
-        requests: in the order in which they are given to `LLM.generate`.
-    """
+    """Predicts what the prefix cache does for requests, in the order in which they are given to
+    `LLM.generate`."""
 
     def __init__(self, settings: PredictorSettings, requests: Sequence[PredictedRequest]) -> None:
         self.settings = settings
@@ -268,12 +264,7 @@ def ceiling_tokens(
 
     Every block is computed by one request and found by the others. The last token of a prompt is
     always computed, and with it its block; a request for which a block is that block may as well
-    be the one that computes it for the others.
-
-    Args:
-        chains: hashes of the full blocks of each prompt.
-        prompts_tokens: length of each prompt.
-        block_tokens: tokens of a block.
+    be the one that computes it for the others. `chains` are the hashes of the full blocks.
     """
     finders: dict[bytes, int] = defaultdict(int)
     ends: set[bytes] = set()

@@ -40,15 +40,12 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a prediction is of.
-
-    Args:
-        scheduler: stock or relay.
-        arrivals: offline, poisson:RATE or timestamps.
-    """
+    """What a prediction is of."""
 
     scheduler: str
+    """stock or relay."""
     arrivals: str = OFFLINE
+    """offline, poisson:RATE or timestamps."""
 
     def __str__(self) -> str:
         return self.scheduler if self.is_online else f"{self.scheduler}, offline"
