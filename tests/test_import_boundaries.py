@@ -36,7 +36,6 @@ MODULES = [
     "vllm_relay.prefix_cache.eviction.next_use",
     "vllm_relay.prefix_cache.eviction.reuse",
     "vllm_relay.prefix_cache.eviction.set_aside",
-    "vllm_relay.prefix_cache.predict.cache_size",
     "vllm_relay.prefix_cache.predict.load",
     "vllm_relay.scheduler.fairness",
     "vllm_relay.scheduler.order",

@@ -131,11 +131,7 @@ def to_requests(
 
 
 def check_vocabulary(lines: Sequence[InputLine], vocab_size: int) -> None:
-    """Refuse token ids that the model does not have, as vLLM does.
-
-    Raises:
-        LineError: the first such line.
-    """
+    """Refuse token ids that the model does not have, as vLLM does: a LineError for the first."""
     for line in lines:
         if line.token_ids is not None and not line.synthetic and max(line.token_ids) >= vocab_size:
             raise LineError(

@@ -56,12 +56,8 @@ class Scenario:
 
 
 def predictions_table(found: Sequence[tuple[Scenario, Prediction]]) -> Table:
-    """Of one cache size a row for each number, and a column for each scenario; of several a row for
-    each size and scenario, in 80 columns up to 10 digits of tokens.
-
-    Args:
-        found: in the order of the sizes.
-    """
+    """Of one cache size a row for each number, and a column for each scenario; of several, in their
+    order, a row for each size and scenario, in 80 columns up to 10 digits of tokens."""
     is_online = any(scenario.is_online for scenario, _ in found)
     cells = [_cells(prediction) for _, prediction in found]
     names = [str(scenario) for scenario, _ in found]

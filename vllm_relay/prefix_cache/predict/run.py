@@ -17,12 +17,9 @@ from rich.console import Console
 
 from vllm_relay.arguments import check_model, check_writable
 from vllm_relay.config import SCHEDULER_OPTIONS, EvictionPolicyName, RelayConfig
-from vllm_relay.prefix_cache.predict.cache_size import CacheSize, cache_sizes
 from vllm_relay.prefix_cache.predict.input import (
-    InputLine,
     LineError,
     PredictedRequest,
-    check_vocabulary,
     read_lines,
     to_requests,
 )
@@ -36,7 +33,7 @@ from vllm_relay.prefix_cache.predict.report import (
 )
 
 if TYPE_CHECKING:
-    from vllm_relay.prefix_cache.predict.engine import PredictorSettings
+    from vllm_relay.prefix_cache.predict.engine import CacheSize, PredictorSettings
     from vllm_relay.prefix_cache.predict.predictor import Prediction, Predictor
 
 SCHEDULERS = ("stock", "relay")
@@ -96,8 +93,8 @@ def run_predict(
         with ExitStack() as stack:
             status = stack.enter_context(console.status("reading the requests"))
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
-            from vllm_relay.prefix_cache.predict.engine import PredictorSettings
-            from vllm_relay.prefix_cache.predict.predictor import Predictor
+            from vllm_relay.prefix_cache.predict.engine import PredictorSettings, cache_sizes
+            from vllm_relay.prefix_cache.predict.predictor import Predictor, encode
 
             settings = PredictorSettings(
                 model=model or "",
@@ -110,7 +107,7 @@ def run_predict(
                 relay=relay_options,
             )
             if requests is None:
-                requests = _encode(lines, settings, output_tokens)
+                requests = encode(lines, settings, output_tokens)
             else:
                 folder = stack.enter_context(tempfile.TemporaryDirectory())
                 settings = _without_model(settings, requests, Path(folder))
@@ -273,21 +270,6 @@ def _check_block_options(
         missing.append("--kv-bytes-per-token BYTES (or --blocks N in place of GiB)")
     if missing:
         raise ValueError(f"without --model, give {' and '.join(missing)}")
-
-
-def _encode(
-    lines: Sequence[InputLine], settings: PredictorSettings, output_tokens: int | None
-) -> list[PredictedRequest]:
-    """The requests that `LLM.generate` and `LLM.chat` make of the lines."""
-    from vllm_relay.prefix_cache.predict.engine import create_config
-    from vllm_relay.prefix_cache.predict.predictor import Encoder
-
-    config = create_config(settings)
-    check_vocabulary(lines, config.model_config.get_vocab_size())
-    if all(line.token_ids is not None for line in lines):
-        return to_requests(lines, output_tokens)
-    encoder = Encoder(settings)
-    return to_requests(lines, output_tokens, encoder.text, encoder.chat)
 
 
 def _without_model(

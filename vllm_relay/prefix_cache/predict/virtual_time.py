@@ -44,12 +44,7 @@ class Course:
 
 
 class VirtualServer:
-    """Serves requests as they arrive.
-
-    Args:
-        core: of an engine with `StubExecutor`, whose `sampler` is set.
-        costs: of a step.
-    """
+    """Serves requests as they arrive; `core` has a `StubExecutor`, whose `sampler` is set."""
 
     def __init__(self, core: EngineCore, costs: StepCosts) -> None:
         self.now_s = 0.0
