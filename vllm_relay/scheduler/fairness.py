@@ -16,18 +16,11 @@ R = TypeVar("R", bound=Hashable)
 
 @dataclass(slots=True)
 class _Wait:
-    """
-    Attributes:
-        number: how many requests arrived before this one.
-        window_end: the number of the last request that may overtake it; None before anybody ran.
-        turn: how many will have run when it would have had its turn in the order of arrival.
-        turn_s: when that was; None before.
-    """
-
-    number: int
+    number: int  # how many requests arrived before this one
     window_end: int | None = None
-    turn: int = 0
-    turn_s: float | None = None
+    """The number of the last request that may overtake it; None before anybody ran."""
+    turn: int = 0  # how many will have run when it would have had its turn in the order of arrival
+    turn_s: float | None = None  # when that was; None before
 
 
 @dataclass

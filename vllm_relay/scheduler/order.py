@@ -22,33 +22,23 @@ Position = tuple[float, int]
 how many came before."""
 
 
+@dataclass(slots=True, eq=False)
 class _Node(Generic[R]):
     """The blocks [parent.depth, depth) of the chains of all requests in this subtree."""
 
-    __slots__ = (
-        "arrivals",
-        "chain",
-        "children",
-        "depth",
-        "parent",
-        "queue",
-        "requests",
-        "resident",
-        "size",
-        "turn",
-    )
-
-    def __init__(self, parent: _Node[R] | None, depth: int, chain: Sequence[BlockName]) -> None:
-        self.parent = parent
-        self.depth = depth
-        self.chain = chain  # of any request of the subtree
-        self.children: dict[BlockName, _Node[R]] = {}
-        self.requests: list[tuple[Position, R]] = []  # whose chain ends here, by position
-        self.size = 0  # requests of the subtree
-        self.arrivals: list[tuple[Position, int, R]] = []  # heap of the subtree, and some that left
-        self.resident = False  # whether the first of these blocks was in the cache when last seen
-        self.queue: Ranked[_Node[R]] = Ranked()  # children: resident ones, then old ones
-        self.turn = 0  # how many more may run before another prefix has its turn
+    parent: _Node[R] | None
+    depth: int
+    chain: Sequence[BlockName]  # of any request of the subtree
+    children: dict[BlockName, _Node[R]] = field(default_factory=dict)
+    requests: list[tuple[Position, R]] = field(default_factory=list)
+    """Whose chain ends here, by position."""
+    size: int = 0  # requests of the subtree
+    arrivals: list[tuple[Position, int, R]] = field(default_factory=list)
+    """Heap of the subtree, and some that left."""
+    resident: bool = False  # whether the first of these blocks was in the cache when last seen
+    queue: Ranked[_Node[R]] = field(default_factory=Ranked)
+    """Children, the resident ones first and then the oldest."""
+    turn: int = 0  # how many more may run before another prefix has its turn
 
     @property
     def first_block(self) -> BlockName:
@@ -66,11 +56,7 @@ class _Place(Generic[R]):
 @dataclass
 class PrefixOrder(Generic[R]):
     """Waiting requests, of which `first` is the one to run next; docs/scheduler.md says which
-    ("Order", and "Turns" where requests are late).
-
-    Args:
-        is_resident: whether a block is in the cache now.
-    """
+    ("Order", and "Turns" where requests are late). `is_resident` tells what is in the cache now."""
 
     is_resident: Callable[[BlockName], bool]
     _root: _Node[R] = field(default_factory=lambda: _Node(None, 0, ()), init=False)
@@ -100,12 +86,7 @@ class PrefixOrder(Generic[R]):
         return node.chain if len(node.chain) == node.depth else node.chain[: node.depth]
 
     def add(self, request: R, chain: Sequence[BlockName], position: Position) -> None:
-        """Let a request wait.
-
-        Args:
-            chain: the names of its blocks; must not change.
-            position: its place in the order of arrival.
-        """
+        """Let a request wait. The names of its blocks must not change."""
         node = self._node_of(chain)
         bisect.insort(node.requests, (position, request))
         serial = next(self._serial)
@@ -222,6 +203,7 @@ class PrefixOrder(Generic[R]):
                 found = node.requests[0][1]
                 break
             oldest = self._oldest(node)
+            child: _Node[R] | None
             if not seen and is_late(oldest):
                 child = node.children[self._places[oldest].node.chain[node.depth]]
             else:

@@ -119,7 +119,7 @@ class TenantLanes(Generic[R]):
         self._lanes.move_to_end(tenant, last=False)
         return found[tenant]
 
-    def add(self, request: R, chain: Callable[[], Sequence[BlockName]], position: Position) -> None:
+    def add(self, request: R, chain: Sequence[BlockName], position: Position) -> None:
         self._of(request).add(request, chain, position)
         self._size += 1
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import overload
 
 from vllm.v1.core.sched.request_queue import RequestQueue
@@ -208,7 +207,7 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         for request in requests:
             if not self._waits(request):
                 continue
-            if request in self._set_aside or request in self._blocked or request in self._lacking:
+            if self._waits_apart(request):
                 self._set_aside.discard(request)
                 self._blocked.pop(request, None)
                 self._lacking.pop(request, None)
@@ -303,7 +302,9 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         elif self._goes_first(request):
             each.add_first(request)
         else:
-            each.add(request, partial(self._order_chain, request), self._position(request))
+            # a request without a chain shares nothing
+            chain = self._chain_of(request) or (self._positions[request].to_bytes(8, "big"),)
+            each.add(request, chain, self._position(request))
 
     def _lanes_of(self, request: Request) -> AnyLanes:
         priority = self._priority(request)
@@ -313,10 +314,6 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
             bisect.insort(self._priorities, priority)
         return each
 
-    def _order_chain(self, request: Request) -> Sequence[BlockName]:
-        # a request without a chain shares nothing
-        return self._chain_of(request) or (self._positions[request].to_bytes(8, "big"),)
-
     def _drop_if_empty(self, priority: int) -> None:
         each = self._classes[priority]
         if not each and not each.num_records():
@@ -325,10 +322,11 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
             del self._priorities[bisect.bisect_left(self._priorities, priority)]
 
     def _waits(self, request: Request) -> bool:
-        if request in self._set_aside or request in self._blocked or request in self._lacking:
-            return True
         each = self._classes.get(self._priority(request))
-        return each is not None and request in each
+        return self._waits_apart(request) or (each is not None and request in each)
+
+    def _waits_apart(self, request: Request) -> bool:
+        return any(request in each for each in (self._set_aside, self._blocked, self._lacking))
 
     def _priority(self, request: Request) -> int:
         return request.priority if self._by_priority else 0

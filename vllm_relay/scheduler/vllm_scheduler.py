@@ -33,11 +33,10 @@ from vllm_relay.prefix_cache.pins.table import PinTable
 from vllm_relay.prefix_cache.stats import PREFIX_CACHE, PrefixCacheRecorder
 from vllm_relay.scheduler.fairness import OvertakeLimit, OvertakenCount
 from vllm_relay.scheduler.lanes import Lanes
-from vllm_relay.scheduler.loadable import LoadableBlocks
 from vllm_relay.scheduler.order import PrefixOrder
 from vllm_relay.scheduler.tenants import Shares, TenantLanes
 from vllm_relay.scheduler.vllm_queue import PrefixRequestQueue, QueueObserver
-from vllm_relay.scheduler.warm_up import WarmUp
+from vllm_relay.scheduler.warm_up import LoadableBlocks, WarmUp
 from vllm_relay.vllm_changes.configuration import is_offline
 from vllm_relay.vllm_changes.scheduler import (
     answer_for_connector,
@@ -141,11 +140,7 @@ class _RelayScheduling(Scheduler):
         return keys
 
     def rank(self, request: Request, position: int) -> Rank:
-        """When a request may be expected to run.
-
-        Args:
-            position: how many came before it.
-        """
+        """When a request may be expected to run, before which `position` others came."""
         if self.policy == SchedulingPolicy.PRIORITY:
             return (request.priority, request.arrival_time, position)
         return (position,)

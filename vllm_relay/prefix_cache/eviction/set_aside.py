@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_relay.ranked import Ranked
@@ -15,25 +16,19 @@ Place = tuple[float, ...]
 """In the order in which free blocks leave; of one block alone."""
 
 
+@dataclass(slots=True, eq=False)
 class KeptBlock:
-    """A block that is set aside.
+    """A block that is set aside."""
 
-    Attributes:
-        key: its hash when it was; the block may have lost it since.
-        freed_at: how many blocks were freed before.
-        place: as when it was ranked last.
-        is_passed: whether the walk has come to it.
-    """
+    block: KVCacheBlock
+    key: bytes  # its hash when it was; the block may have lost it since
+    freed_at: int  # how many blocks were freed before
+    is_passed: bool  # whether the walk has come to it
+    place: Place = ()  # as when it was ranked last
+    depth_tokens: int = field(init=False)
 
-    __slots__ = ("block", "depth_tokens", "freed_at", "is_passed", "key", "place")
-
-    def __init__(self, block: KVCacheBlock, key: bytes, freed_at: int, is_passed: bool) -> None:
-        self.block = block
-        self.key = key
-        self.depth_tokens = block.block_hash_num_tokens or 0
-        self.freed_at = freed_at
-        self.is_passed = is_passed
-        self.place: Place = ()
+    def __post_init__(self) -> None:
+        self.depth_tokens = self.block.block_hash_num_tokens or 0
 
     @property
     def is_cached(self) -> bool:
@@ -43,11 +38,8 @@ class KeptBlock:
 class SetAside:
     """Blocks that leave in the order of their places, and a walk over them in the same order.
 
-    Places are looked at again only where a block would be the next to leave, or when they are said
-    to have become smaller.
-
-    Args:
-        place_of: where a block stands now.
+    Where a block stands, `place_of`, is looked at again only where it would be the next to leave,
+    or when its place is said to have become smaller.
     """
 
     def __init__(self, place_of: Callable[[KeptBlock], Place]) -> None:
