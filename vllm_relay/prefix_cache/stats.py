@@ -107,11 +107,7 @@ class PrefixCacheStats:
 
 
 class TopPrefixes:
-    """The prefixes with most hit tokens.
-
-    Args:
-        capacity: prefixes to keep count of; those with fewest hit tokens are dropped first.
-    """
+    """The prefixes with most hit tokens: up to `capacity`, with fewest dropped first."""
 
     def __init__(self, capacity: int = 4096) -> None:
         self._capacity = capacity
@@ -136,11 +132,7 @@ class TopPrefixes:
 
 
 class PrefixCacheRecorder:
-    """Collects the statistics of a scheduler in the engine core.
-
-    Args:
-        scheduler: a RelayScheduler.
-    """
+    """Collects the statistics of a RelayScheduler in the engine core."""
 
     def __init__(self, scheduler: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._scheduler = scheduler

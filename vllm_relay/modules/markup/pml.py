@@ -57,20 +57,14 @@ class PromptTurn:
 
 @dataclass
 class Import:
-    """A module that a prompt imports; the whole prompt is one without a name.
-
-    Attributes:
-        opening: the text in it before the first import.
-        imports: those right in it.
-        behind: the text behind it, up to the next one beside it.
-    """
+    """A module that a prompt imports; the whole prompt is one without a name."""
 
     name: str
     arguments: dict[str, str]
     place: Place
-    opening: str = ""
-    imports: list[Import] = field(default_factory=list)
-    behind: str = ""
+    opening: str = ""  # the text in it before the first import
+    imports: list[Import] = field(default_factory=list)  # those right in it
+    behind: str = ""  # the text behind it, up to the next one beside it
 
     def add_text(self, text: str) -> None:
         if self.imports:
@@ -81,18 +75,12 @@ class Import:
 
 @dataclass(frozen=True)
 class PromptMarkup:
-    """A prompt as it is written, before it is held against its schema.
-
-    Attributes:
-        root: its imports and the texts beside them.
-        text: behind the last import.
-        turns: behind all else.
-    """
+    """A prompt as it is written, before it is held against its schema."""
 
     schema: str
-    root: Import
-    text: str
-    turns: tuple[PromptTurn, ...]
+    root: Import  # its imports and the texts beside them
+    text: str  # behind the last import
+    turns: tuple[PromptTurn, ...]  # behind all else
 
 
 def read_schema(path: Path) -> Schema:

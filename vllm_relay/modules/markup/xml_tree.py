@@ -59,11 +59,7 @@ class Document:
         return text
 
     def line_and_column(self, byte: int) -> tuple[int, int]:
-        """From 1, in the given text.
-
-        Args:
-            byte: of the markup.
-        """
+        """From 1, in the given text, of a byte of the markup."""
         num_bytes = max(byte - self._num_opening_bytes, 0)
         before = self._bytes[:num_bytes].decode(errors="ignore")
         return before.count("\n") + 1, len(before) - before.rfind("\n")
@@ -211,11 +207,7 @@ _OPENING = re.compile(r"\A(?:[^\S\n]*\n)+")
 
 
 def preserves(element: Element, inherited: bool) -> bool:
-    """Whether all white space in an element is text.
-
-    Raises:
-        PmlError: its attribute says neither.
-    """
+    """Whether all white space in an element is text."""
     value = element.attributes.get(SPACE)
     if value not in (None, "preserve", "default"):
         raise element.error(f'given {SPACE}="{value}", expected preserve or default')

@@ -106,11 +106,8 @@ class PlannedHashes:
 def module_block_hasher(
     chained: Callable[[Any], list[Any]], hash_block_size: int, hash_function: HashFunction
 ) -> Callable[[Any], list[Any]]:
-    """A hasher of vLLM's requests that knows plans; see `vllm_changes.engine_core.hash_blocks_by`.
-
-    Args:
-        chained: vLLM's own, for other requests.
-    """
+    """A hasher of vLLM's requests that knows plans; `chained` is vLLM's own, for the others. See
+    `vllm_changes.engine_core.hash_blocks_by`."""
 
     def new_block_hashes(request: Any) -> list[Any]:
         plan = plan_of_request(request)

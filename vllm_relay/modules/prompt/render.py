@@ -39,15 +39,10 @@ REPAIR_TOKENS = 16
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """What the engine computes.
+    """What the engine computes."""
 
-    Attributes:
-        token_ids: of all slots, padding included; without a plan simply the prompt.
-        plan: None in mode "exact".
-    """
-
-    token_ids: list[int]
-    plan: ModulePlan | None = None
+    token_ids: list[int]  # of all slots, padding included; without a plan simply the prompt
+    plan: ModulePlan | None = None  # None in mode "exact"
 
     @classmethod
     def of_plan(
@@ -140,21 +135,14 @@ class TailRuns(list[TailRun]):
 
 @dataclass
 class _Visit:
-    """A module on the way through a prompt, and what of it has been passed.
+    """A module on the way through a prompt, and what of it has been passed."""
 
-    Attributes:
-        place: among the segments of the plan, if it has tokens to store.
-        beside: the modules beside it that it sees in this prompt.
-        num_to_repair: how many of the tokens to come are computed anew.
-        repaired: ranges of its tokens that were.
-    """
-
-    place: int
+    place: int  # among the segments of the plan, if it has tokens to store
     module: ModuleTokens
     found: Import
-    beside: list[ModuleTokens]
-    num_to_repair: int
-    repaired: list[tuple[int, int]] = field(default_factory=list)
+    beside: list[ModuleTokens]  # the modules beside it that it sees in this prompt
+    num_to_repair: int  # how many of the tokens to come are computed anew
+    repaired: list[tuple[int, int]] = field(default_factory=list)  # ranges of its tokens that were
 
 
 class Rendering:
@@ -328,14 +316,8 @@ class Rendering:
 
 
 def _check_import(root: ModuleTokens, module: ModuleTokens, found: Import) -> None:
-    """Check the arguments of an import and which modules are imported right in it.
-
-    Args:
-        root: what every prompt has.
-
-    Raises:
-        PmlError: the module has no such parameters or modules, or not for one prompt.
-    """
+    """Check the arguments of an import and which modules are imported right in it; `root` is what
+    every prompt has."""
     where = f"<{found.name}>" if found.name else "the prompt"
     _check_arguments(module, found, where)
     unions = {child.path[-1]: child.union for child in module.children()}

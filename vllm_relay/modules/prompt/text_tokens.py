@@ -132,12 +132,8 @@ class ChatTurns:
 
 
 def render_of(tokenizer: Any, chat_template: str | None = None, **keywords: Any) -> Render:
-    """Of a Hugging Face tokenizer.
-
-    Args:
-        chat_template: instead of the tokenizer's own. Where there is neither, what is made raises a
-            SchemaError.
-    """
+    """Of a Hugging Face tokenizer, with a template instead of its own; where there is neither, what
+    is made raises a SchemaError."""
 
     def render(messages: list[dict[str, str]], asks: bool) -> str:
         if chat_template is None and tokenizer.chat_template is None:
@@ -157,12 +153,7 @@ def render_of(tokenizer: Any, chat_template: str | None = None, **keywords: Any)
 
 
 class TextTokens:
-    """A Hugging Face tokenizer, for pieces of prompts.
-
-    Args:
-        chat_template: instead of the tokenizer's own.
-        chat_template_kwargs: what else it is given.
-    """
+    """A Hugging Face tokenizer, for pieces of prompts; see `render_of`."""
 
     def __init__(
         self,

@@ -83,11 +83,7 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
         next_use.listen(self._on_remove)
 
     def popleft(self) -> KVCacheBlock:
-        """Takes the block that leaves first.
-
-        Raises:
-            ValueError: no block is free.
-        """
+        """Takes the block that leaves first, or raises a ValueError if none is free."""
         if not self.num_free_blocks:
             raise ValueError("No free blocks available")
         return self.popleft_n(1)[0]
@@ -122,11 +118,7 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
         return taken
 
     def remove(self, block: KVCacheBlock, *args: Any, **kwargs: Any) -> None:
-        """Takes a free block that is used again.
-
-        Raises:
-            RuntimeError: the block is not free.
-        """
+        """Takes a free block that is used again; raises a RuntimeError if it is not free."""
         kept = self._aside.get(block)
         if kept is not None:
             self._take_aside(kept)
