@@ -31,16 +31,14 @@ MODULES = [
     "vllm_relay.modules",  # imports schemas, layouts, prompts and their plans
     "vllm_relay.modules.engine.waiting",
     "vllm_relay.modules.prompt.block_hashes",
-    "vllm_relay.modules.prompt.describe",
+    "vllm_relay.modules.prompt.layout",
     "vllm_relay.prefix_cache.modules",  # its first name
     "vllm_relay.prefix_cache.eviction.next_use",
     "vllm_relay.prefix_cache.eviction.reuse",
     "vllm_relay.prefix_cache.eviction.set_aside",
-    "vllm_relay.prefix_cache.predict.cache_size",
     "vllm_relay.prefix_cache.predict.load",
     "vllm_relay.scheduler.fairness",
     "vllm_relay.scheduler.order",
-    "vllm_relay.scheduler.overtaken",
     "vllm_relay.sparse",
     "vllm_relay.sparse.contexts.contexts_command",
     "vllm_relay.sparse.plan.index_choice",

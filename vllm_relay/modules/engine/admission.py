@@ -264,11 +264,7 @@ def _key(request: Request, plan: ModulePlan, index: int) -> bytes:
 
 
 class _Lease:
-    """Blocks that one waiting request holds.
-
-    Attributes:
-        request: whose they are; None: there is none.
-    """
+    """Blocks that one waiting request, if there is one, holds."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler

@@ -9,7 +9,6 @@ forgotten before the other one, which was in use for longer, was free.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import dropwhile
 from math import inf
@@ -84,11 +83,7 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
         next_use.listen(self._on_remove)
 
     def popleft(self) -> KVCacheBlock:
-        """Takes the block that leaves first.
-
-        Raises:
-            ValueError: no block is free.
-        """
+        """Takes the block that leaves first, or raises a ValueError if none is free."""
         if not self.num_free_blocks:
             raise ValueError("No free blocks available")
         return self.popleft_n(1)[0]
@@ -123,11 +118,7 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
         return taken
 
     def remove(self, block: KVCacheBlock, *args: Any, **kwargs: Any) -> None:
-        """Takes a free block that is used again.
-
-        Raises:
-            RuntimeError: the block is not free.
-        """
+        """Takes a free block that is used again; raises a RuntimeError if it is not free."""
         kept = self._aside.get(block)
         if kept is not None:
             self._take_aside(kept)
@@ -147,42 +138,9 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
         super().prepend_n(blocks, *args, **kwargs)
         self._number(blocks)
 
-    def get_all_free_blocks(self, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
-        """The free blocks in the order in which they would leave, which costs a sort of them."""
-        self._first_aside()
-        aside = sorted(self._aside, key=self._place)
-        needed = [kept for kept in aside if self._place(kept)[0] == 1]
-        unneeded = deque(aside[: len(aside) - len(needed)])
-        listed, reused = (
-            deque(block for block in blocks if block.block_id != -1)
-            for blocks in (
-                super().get_all_free_blocks(*args, **kwargs),
-                self._reused.get_all_free_blocks(*args, **kwargs),
-            )
-        )
-        order: list[KVCacheBlock] = []
-        while listed or reused or unneeded:
-            first = listed[0] if listed else None
-            stays = False
-            is_cached = first is None or first.block_hash is not None
-            has_surplus = len(reused) > self._reuse.room_blocks
-            if is_cached and reused and (has_surplus or reused[0].block_hash is None):
-                block = reused.popleft()
-            elif unneeded and self._leaves_before(unneeded[0], first):
-                block = unneeded.popleft().block
-                stays = block.block_hash is not None and self._reuse.is_reused(block.block_hash)
-            elif first is not None:
-                block = listed.popleft()
-                stays = block.block_hash is not None and self._reuse.is_reused(block.block_hash)
-            else:
-                block = reused.popleft()
-            if block.block_hash in self._needed:
-                needed.append(self._kept(block))
-            elif stays:
-                reused.append(block)
-            else:
-                order.append(block)
-        return order + [kept.block for kept in sorted(needed, key=self._place)]
+    def get_all_free_blocks(self) -> list[KVCacheBlock]:
+        """What a new walk shows; only tests call it in vLLM."""
+        return list(self.iter_blocks_after(None))
 
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
         """The free blocks behind `cursor`, or all, in the order in which they would leave now, but
@@ -373,8 +331,10 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
 
     def _set_aside(self, block: KVCacheBlock) -> None:
         """Take a cached block out of its list, to be kept."""
+        assert block.block_hash is not None
         self._take_out(block)
-        self._aside.add(self._kept(block))
+        freed_at, is_passed = self._freed_at[block.block_id], self._is_passed(block)
+        self._aside.add(KeptBlock(block, block.block_hash, freed_at, is_passed))
         self.num_free_blocks += 1
 
     def _evict(self, kept: KeptBlock) -> KVCacheBlock:
@@ -405,12 +365,6 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
     def _take_aside(self, kept: KeptBlock) -> None:
         self._aside.remove(kept)
         self.num_free_blocks -= 1
-
-    def _kept(self, block: KVCacheBlock) -> KeptBlock:
-        """A cached block as it is set aside."""
-        assert block.block_hash is not None
-        freed_at = self._freed_at[block.block_id]
-        return KeptBlock(block, block.block_hash, freed_at, self._is_passed(block))
 
     def _leaves_before(self, kept: KeptBlock, block: KVCacheBlock | None) -> bool:
         """Whether one that is set aside, and not needed, has its turn before that of the list."""

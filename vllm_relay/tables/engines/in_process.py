@@ -19,8 +19,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_relay.modules.engine.requests import with_plan
-from vllm_relay.modules.engine.start_checks import unsupported_reason
+from vllm_relay.modules.engine.requests import unsupported_reason, with_plan
 from vllm_relay.tables.engines.base import (
     Completion,
     Completions,

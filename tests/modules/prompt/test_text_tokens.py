@@ -5,7 +5,7 @@ import pytest
 
 from tests.modules.chat_templates import TEMPLATES, character_tokenizer
 from vllm_relay.modules.markup.schema import SchemaError
-from vllm_relay.modules.prompt.chat_turns import MAX_TURNS, ChatTurns, render_of
+from vllm_relay.modules.prompt.text_tokens import MAX_TURNS, ChatTurns, render_of
 
 
 class CountingRender:
