@@ -8,10 +8,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tests.tables.engines.fake_server import OTHER_MODEL, answer, chat_answer, fake_server
-from tests.tables.engines.test_server import engine_for, prompts
+from tests.tables.engines.server.fake_server import OTHER_MODEL, answer, chat_answer, fake_server
+from tests.tables.engines.server.test_engine import engine_for, prompts
 from vllm_relay.tables import JobOptions, connect, llm_map
-from vllm_relay.tables.engines.server import ServerEngine
+from vllm_relay.tables.engines.server.engine import ServerEngine
 from vllm_relay.tables.jobs.checkpoint import Keys
 from vllm_relay.tables.jobs.prompt_format import PromptFormat, PromptTemplate
 from vllm_relay.tables.question import Question

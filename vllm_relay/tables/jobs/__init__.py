@@ -8,8 +8,7 @@ job_plan.py, job_run.py   what becomes of each row of a bucket; runs the prompts
 planner.py           `plan_prompts`: the prompts of a bucket in their order        (Arrow)
 answers.py, answer_length.py   what completions say, and how long they may be
 prompt_format.py, joined_tokens.py, set_fields.py   how a row becomes a prompt     (numpy)
-module_cache.py, module_fields.py, module_layout.py, module_prompts.py, module_render.py
-                     long values that rows share as prompt modules                 (numpy)
+modules/             long values that rows share as prompt modules                 (numpy)
 checkpoint.py        answers in an SQLite file
 token_budget.py, progress.py, options.py   what a job may take, and how far it is
 """

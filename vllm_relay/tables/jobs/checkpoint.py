@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vllm_relay.tables.engines.base import Completion
-from vllm_relay.tables.jobs.module_prompts import ModuleMode
+from vllm_relay.tables.jobs.modules.prompts import ModuleMode
 from vllm_relay.tables.jobs.prompt_format import PromptTemplate
 from vllm_relay.tables.question import Question
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from vllm_relay.tables.engines.base import Prompt
 from vllm_relay.tables.jobs.joined_tokens import FieldTokens, PromptTokens
-from vllm_relay.tables.jobs.module_prompts import ModulePrompts
+from vllm_relay.tables.jobs.modules.prompts import ModulePrompts
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.jobs.prompt_format import PromptFormat, PromptTemplate
 from vllm_relay.tables.jobs.set_fields import reordered_lists

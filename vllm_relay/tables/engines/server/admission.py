@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 from itertools import count
 
 from vllm_relay.tables.engines.base import EngineError
-from vllm_relay.tables.engines.server_http import RequestRefused, ServerAway
-from vllm_relay.tables.engines.server_retries import RetryPolicy
+from vllm_relay.tables.engines.server.http import RequestRefused, ServerAway
+from vllm_relay.tables.engines.server.retries import RetryPolicy
 
 logger = logging.getLogger("vllm.relay")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.tables.engines.fake_server import (
+from tests.tables.engines.server.fake_server import (
     OTHER_MODEL,
     Reply,
     answer,
@@ -17,12 +17,12 @@ from tests.tables.engines.fake_server import (
     failure,
     fake_server,
 )
-from tests.tables.engines.test_server import QUESTION, engine_for, engine_threads, prompts
-from tests.tables.engines.test_server_failures import AT_ONCE, at_first, hasty
-from vllm_relay.tables.engines import EngineError
-from vllm_relay.tables.engines.server import ServerEngine
-from vllm_relay.tables.engines.server_http import HttpClient
-from vllm_relay.tables.engines.server_retries import RetryPolicy
+from tests.tables.engines.server.test_engine import QUESTION, engine_for, engine_threads, prompts
+from tests.tables.engines.server.test_failures import AT_ONCE, at_first, hasty
+from vllm_relay.tables.engines.base import EngineError
+from vllm_relay.tables.engines.server.engine import ServerEngine
+from vllm_relay.tables.engines.server.http import HttpClient
+from vllm_relay.tables.engines.server.retries import RetryPolicy
 
 
 @pytest.mark.parametrize("status", [429, 503])
