@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm_relay.tables.dataframes import llm_map
     from vllm_relay.tables.engines.opening import open_engine
     from vllm_relay.tables.jobs.options import JobOptions
-    from vllm_relay.tables.jobs.prompt_format import PromptTemplate
+    from vllm_relay.tables.jobs.prompts.format import PromptTemplate
     from vllm_relay.tables.map_result import MapBudgetError, MapResult, RowsFailedError
     from vllm_relay.tables.outputs import Output
     from vllm_relay.tables.question import Question
@@ -50,7 +50,7 @@ _MODULES = {
     "MapBudgetError": "map_result",
     "MapResult": "map_result",
     "Output": "outputs",
-    "PromptTemplate": "jobs.prompt_format",
+    "PromptTemplate": "jobs.prompts.format",
     "Question": "question",
     "RequestOptions": "request_options",
     "RowsFailedError": "map_result",

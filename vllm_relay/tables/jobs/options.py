@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from vllm_relay.tables.jobs.modules.prompts import ModuleMode
-from vllm_relay.tables.jobs.prompt_format import PromptTemplate
+from vllm_relay.tables.jobs.prompts.format import PromptTemplate
+from vllm_relay.tables.jobs.prompts.modules.prompts import ModuleMode
 from vllm_relay.tables.ordering.duplicates import RULES
 from vllm_relay.tables.ordering.order import OrderChoice
 from vllm_relay.tables.request_options import RequestOptions

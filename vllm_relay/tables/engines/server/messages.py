@@ -10,7 +10,7 @@ from typing import Any
 from vllm_relay.tables.engines.base import Completion, Prompt
 from vllm_relay.tables.engines.reasoning import UNFINISHED, without_reasoning
 from vllm_relay.tables.engines.server.dialect import Dialect
-from vllm_relay.tables.jobs.prompt_format import conversation
+from vllm_relay.tables.jobs.prompts.format import conversation
 from vllm_relay.tables.question import Question
 
 MAX_ERROR_CHARS = 300
