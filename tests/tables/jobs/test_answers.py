@@ -130,6 +130,14 @@ def test_what_is_left_of_a_value_is_no_value(output: Output, text: str, value: o
     assert read_answer(output, text, 7, is_cut=False).error is None
 
 
+@pytest.mark.parametrize("text", ["yes", '"Yes"', "Yes"])
+def test_a_choice_that_was_cut_may_go_on_as_another(text: str) -> None:
+    output = Output("text", ("Yes", "Yes, maybe", "no"))
+    assert read_answer(output, text, 1, True).value is None
+    assert read_answer(output, text, 1, False).value == "Yes"
+    assert read_answer(output, "No", 1, True).value == "no"
+
+
 def test_errors_of_long_answers_are_short() -> None:
     connection = numbers_table(1)
     engine = FakeEngine(lambda fields: "x" * 100_000)
