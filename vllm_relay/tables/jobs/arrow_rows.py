@@ -12,18 +12,19 @@ import pyarrow.compute as pc
 
 from vllm_relay.tables.jobs.answers import ARROW_TYPES, Answer
 from vllm_relay.tables.jobs.job_plan import NULL, Bucket, bucket_bounds
+from vllm_relay.tables.ordering.duplicates import distinct_rows
 from vllm_relay.tables.ordering.order import OrderChoice
 from vllm_relay.tables.outputs import Output
 
 
 class ArrowRows:
-    """`DistinctRows` of an Arrow table.
+    """`SourceRows` of an Arrow table.
 
     Args:
         table: JSON, as texts, or NULL.
 
     Attributes:
-        num_distinct, num_rows: see `DistinctRows`.
+        num_distinct, num_rows: see `SourceRows`.
         number_of_row: of each row of the table, the number of the distinct row that it is,
             int64 [rows].
     """
@@ -32,8 +33,9 @@ class ArrowRows:
         # offsets of 32 bits end at 2 GB
         columns = [each.cast(pa.large_string()).fill_null(NULL) for each in table.columns]
         codes = [_codes(each) for each in columns]
-        first_rows, self.number_of_row, self._counts = _distinct(codes)
-        self._rows = pa.table(columns, names=table.column_names).take(first_rows)
+        distinct = distinct_rows(codes)
+        self.number_of_row, self._counts = distinct.number_of_row, distinct.counts
+        self._rows = pa.table(columns, names=table.column_names).take(distinct.first_rows)
         self.num_distinct = self._rows.num_rows
         self.num_rows = table.num_rows
         savings = [_savings(*each) for each in zip(columns, codes, strict=True)]
@@ -41,7 +43,7 @@ class ArrowRows:
         self._sort_keys = [(table.column_names[place], "ascending") for place in by_savings]
 
     def buckets(self, max_rows: int, order: OrderChoice) -> Iterator[Bucket]:
-        """See `DistinctRows`."""
+        """See `SourceRows`."""
         numbers = np.arange(self.num_distinct)
         if self.num_distinct > max_rows and order != "keep":
             numbers = pc.sort_indices(self._rows, self._sort_keys).to_numpy()
@@ -92,27 +94,6 @@ def _codes(column: pa.ChunkedArray) -> npt.NDArray[np.int64]:
     chunks = column.dictionary_encode().chunks
     found = [np.empty(0, np.int64), *(each.indices.to_numpy() for each in chunks)]
     return np.concatenate(found).astype(np.int64)
-
-
-def _distinct(
-    columns: list[npt.NDArray[np.int64]],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Rows of codes that differ, numbered as they first come.
-
-    Returns:
-        The first row of each number and how many rows it has, int64 [distinct rows], between them
-        the number of each row, int64 [rows].
-    """
-    keys = np.zeros(len(columns[0]), np.int64)
-    for codes in columns:
-        pairs = keys * (codes.max(initial=0) + 1) + codes
-        _, first, keys, counts = np.unique(
-            pairs, return_index=True, return_inverse=True, return_counts=True
-        )
-    order = np.argsort(first)
-    numbers = np.empty_like(order)
-    numbers[order] = np.arange(len(order))
-    return first[order], numbers[keys], counts[order]
 
 
 def _savings(column: pa.ChunkedArray, codes: npt.NDArray[np.int64]) -> float:

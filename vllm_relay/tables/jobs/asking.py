@@ -60,7 +60,7 @@ def ask(
         return answers.table()
 
 
-class DistinctRows(Protocol):
+class SourceRows(Protocol):
     """The different rows of a table.
 
     Attributes:
@@ -101,7 +101,7 @@ class Asker:
         self._checkpoint = Checkpoint(options.checkpoint)
         self._budget = TokenBudget(options.max_total_tokens)
 
-    def ask(self, rows: DistinctRows, question: Question, answers: Answers) -> None:
+    def ask(self, rows: SourceRows, question: Question, answers: Answers) -> None:
         """Every row has an answer, NULL or an error afterwards.
 
         Raises:
@@ -116,13 +116,13 @@ class Asker:
         self.report.num_rows += rows.num_rows
         run.run(rows.num_distinct, self._options.show_progress)
 
-    def estimate(self, rows: DistinctRows, question: Question) -> Estimate:
+    def estimate(self, rows: SourceRows, question: Question) -> Estimate:
         """What `ask` would take; asks the engine for no answer."""
         question = self._told(question)
         plan = self._plan(rows, question, self._checkpoint)
         return estimate_of(plan, question, self._engine, rows.num_rows)
 
-    def tokens_per_prompt(self, rows: DistinctRows, question: Question) -> float:
+    def tokens_per_prompt(self, rows: SourceRows, question: Question) -> float:
         """Of an average prompt and its answer, about, whether it is known or not."""
         question = self._told(question)
         with closing(Checkpoint(None)) as nothing_known:
@@ -133,7 +133,7 @@ class Asker:
         """Close the checkpoint."""
         self._checkpoint.close()
 
-    def _plan(self, rows: DistinctRows, question: Question, checkpoint: Checkpoint) -> JobPlan:
+    def _plan(self, rows: SourceRows, question: Question, checkpoint: Checkpoint) -> JobPlan:
         options = self._options
         buckets = rows.buckets(options.bucket_rows, options.order)
         return JobPlan(buckets, question, self._engine, options, checkpoint)

@@ -21,7 +21,7 @@ _ROWS_PER_INSERT = 4096
 
 
 class JobRows:
-    """`DistinctRows` of a source: a temporary table, numbered as they first come in it.
+    """`SourceRows` of a source: a temporary table, numbered as they first come in it.
 
     Args:
         connection: to DuckDB.
@@ -75,7 +75,7 @@ class JobRows:
         self._types = dict(zip(self.columns, types, strict=True))
 
     def buckets(self, max_rows: int, order: OrderChoice) -> Iterator[Bucket]:
-        """See `DistinctRows`."""
+        """See `SourceRows`."""
         table, place = self.name, "number"
         if self.num_distinct > max_rows and order != "keep":
             table, place = self._sorted_name, "place"

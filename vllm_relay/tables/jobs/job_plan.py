@@ -16,11 +16,10 @@ from vllm_relay.tables.engines.base import Engine, modules_refusal
 from vllm_relay.tables.jobs.answer_length import with_max_tokens
 from vllm_relay.tables.jobs.answers import Answer, read_answer
 from vllm_relay.tables.jobs.checkpoint import Checkpoint, Keys, KnownAnswer
-from vllm_relay.tables.jobs.options import JobOptions
+from vllm_relay.tables.jobs.options import RULES, JobOptions
 from vllm_relay.tables.jobs.prompts.format import text_of
 from vllm_relay.tables.jobs.prompts.planner import Limits, OrderedRows, PlannedPrompt, Planner
 from vllm_relay.tables.jobs.prompts.set_fields import sorted_list
-from vllm_relay.tables.ordering.duplicates import RULES
 from vllm_relay.tables.question import Question
 
 NULL = "null"
