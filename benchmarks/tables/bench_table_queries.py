@@ -36,7 +36,7 @@ from vllm_relay.tables.engines.base import Prompt
 from vllm_relay.tables.engines.in_process import InProcessEngine
 from vllm_relay.tables.jobs.estimate import JobReport
 from vllm_relay.tables.jobs.options import JobOptions
-from vllm_relay.tables.jobs.prompt_format import PromptFormat
+from vllm_relay.tables.jobs.prompts.format import PromptFormat
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.connection import connect
 

@@ -248,8 +248,8 @@ def test_rows_that_differ_elsewhere_are_asked_once() -> None:
 
 
 def test_fields_may_have_almost_any_name() -> None:
-    names = ["r", "a", "rows", "select", 'with "quotes"', "with space", "answers", "{braces}", "ä",
-             "c0", "value"]  # fmt: skip
+    names = ["r", "a", "A", "rows", "select", 'with "quotes"', "with space", "answers", "{braces}",
+             "ä", "c0", "value", "given", "relay_answer", "Relay_Error", "number"]  # fmt: skip
     table = pa.table({name: [f"{name} 1", f"{name} 2"] for name in names})
     result, _ = ask(table)
     assert [json.loads(value) for value in result.values.to_pylist()] == table.to_pylist()
@@ -434,10 +434,7 @@ PAIR = pa.table({"a": [1], "b": [[1]]})
         (pd.DataFrame([[1, 2]]), {}, ValueError, r"columns \[0, 1\] have names that are not"),
         (pd.DataFrame([[1, 2]], columns=["a", "a"]), {}, ValueError, "twice"),
         (pd.DataFrame([[1, 2]], columns=["a", "a"]), {"fields": "a"}, ValueError, "2 columns"),
-        (pa.table({"a": [1], "A": [1]}), {}, ValueError, "takes for one name"),
         (pa.table({"": [1]}), {}, ValueError, "without a name"),
-        (pa.table({"Relay_place": [1]}), {}, ValueError, "'Relay_place' given, a name that jobs"),
-        (pa.table({"Relay_x": [1]}), {}, ValueError, "'Relay_x' given, a name that jobs"),
         (pa.table({"a": [b"x"]}), {}, ValueError, "decode them"),
         (pa.table({"a": [[b"x"]]}), {}, ValueError, "decode them"),
         (pa.table({"a": pa.array([1], pa.decimal256(50))}), {}, ValueError, "decimal128"),

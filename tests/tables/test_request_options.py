@@ -8,12 +8,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tests.tables.engines.fake_server import OTHER_MODEL, answer, chat_answer, fake_server
-from tests.tables.engines.test_server import engine_for, prompts
+from tests.tables.engines.server.fake_server import OTHER_MODEL, answer, chat_answer, fake_server
+from tests.tables.engines.server.test_engine import engine_for, prompts
 from vllm_relay.tables import JobOptions, connect, llm_map
-from vllm_relay.tables.engines.server import ServerEngine
+from vllm_relay.tables.engines.server.engine import ServerEngine
+from vllm_relay.tables.jobs.asking import ask
 from vllm_relay.tables.jobs.checkpoint import Keys
-from vllm_relay.tables.jobs.prompt_format import PromptFormat, PromptTemplate
+from vllm_relay.tables.jobs.prompts.format import PromptFormat, PromptTemplate
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.request_options import RequestOptions
 
@@ -69,6 +70,14 @@ def test_tokens_have_their_template_here() -> None:
         body = server.bodies[0]
         assert (body["top_p"], body["cache_salt"]) == (0.9, "a")
         assert "chat_template_kwargs" not in body
+
+
+def test_tables_in_memory_are_asked_with_the_options_of_all_questions() -> None:
+    with fake_server(lambda body: chat_answer(), OTHER_MODEL) as server:
+        rows = pa.table({"name": ['"ab"']})
+        ask(rows, Question("?", ("name",)), ServerEngine(server.url), JobOptions(request=TOLD))
+        assert (server.bodies[0]["top_p"], server.bodies[0]["cache_salt"]) == (0.9, "a")
+        assert server.bodies[0]["messages"][0] == {"role": "system", "content": "Be brief."}
 
 
 class TurnsTokenizer:

@@ -9,7 +9,7 @@ Liu et al., "Optimizing LLM Queries in Relational Workloads", 2024.
     dataframes.py, map_result.py, caller_tables.py, answer_types.py   llm_map          (DuckDB)
     identifiers.py, texts.py   names in SQL; long texts in messages
     ordering/            the order of rows and fields with which the prefix cache finds most
-    jobs/                a question asked of every distinct row of a DuckDB query
+    jobs/                a question asked of every distinct row of a table
     engines/             what answers: vLLM in this process, or a server
     sql/                 llm() in DuckDB's SQL
     shell/               vllm-relay sql
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm_relay.tables.dataframes import llm_map
     from vllm_relay.tables.engines.opening import open_engine
     from vllm_relay.tables.jobs.options import JobOptions
-    from vllm_relay.tables.jobs.prompt_format import PromptTemplate
+    from vllm_relay.tables.jobs.prompts.format import PromptTemplate
     from vllm_relay.tables.map_result import MapBudgetError, MapResult, RowsFailedError
     from vllm_relay.tables.outputs import Output
     from vllm_relay.tables.question import Question
@@ -50,7 +50,7 @@ _MODULES = {
     "MapBudgetError": "map_result",
     "MapResult": "map_result",
     "Output": "outputs",
-    "PromptTemplate": "jobs.prompt_format",
+    "PromptTemplate": "jobs.prompts.format",
     "Question": "question",
     "RequestOptions": "request_options",
     "RowsFailedError": "map_result",

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import duckdb
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -19,11 +18,11 @@ from vllm_relay.tables.caller_tables import CallerTable, arrow_columns, caller_t
 from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.engines.opening import is_engine, open_engine
-from vllm_relay.tables.identifiers import ANSWER, ERROR, IS_CUT, quoted
+from vllm_relay.tables.identifiers import json_text
+from vllm_relay.tables.jobs.asking import ask
 from vllm_relay.tables.jobs.estimate import JobReport
-from vllm_relay.tables.jobs.job_runner import JobRunner
 from vllm_relay.tables.jobs.options import DEFAULT_BUCKET_ROWS, JobOptions
-from vllm_relay.tables.jobs.prompt_format import PromptTemplate
+from vllm_relay.tables.jobs.prompts.format import PromptTemplate
 from vllm_relay.tables.jobs.token_budget import TokenBudgetError
 from vllm_relay.tables.map_result import MapBudgetError, MapResult, RowsFailedError
 from vllm_relay.tables.ordering.order import OrderChoice
@@ -31,9 +30,6 @@ from vllm_relay.tables.question import Question, placeholders_of
 from vllm_relay.tables.request_options import RequestOptions
 
 OnError = Literal["null", "raise"]
-
-_ROW, _INPUT, _TARGET = "relay_row", "relay_input", "relay_target"
-_RESERVED_START = "relay_"
 
 
 def llm_map(
@@ -125,24 +121,21 @@ def llm_map(
     )
     columns = arrow_columns(rows, question.fields)
     _check_lists(question, columns)
-    with duckdb.connect() as connection:
-        source = _register(connection, question, columns)
-        with ExitStack() as cleanup:
-            opened: Engine = engine
-            if not is_engine(engine):
-                opened = LazyEngine(lambda: open_engine(engine))
-                cleanup.callback(opened.close)
-            runner = JobRunner(connection, opened, options)
-            cleanup.callback(runner.close)
-            spent: TokenBudgetError | None = None
-            try:
-                runner.answer(source, question, _TARGET, keep_partial=True, tells_cut=True)
-            except TokenBudgetError as error:
-                spent = error
-        answers = _answers_of_rows(connection, question)
-    result = _result(rows, answers, types, runner.report)
+    texts = _json_texts(question.fields, columns)
+    report = JobReport()
+    spent: TokenBudgetError | None = None
+    with ExitStack() as cleanup:
+        opened: Engine = engine
+        if not is_engine(engine):
+            opened = LazyEngine(lambda: open_engine(engine))
+            cleanup.callback(opened.close)
+        try:
+            answers = ask(texts, question, opened, options, report)
+        except TokenBudgetError as error:
+            answers, spent = error.answers, error
+    result = _result(rows, answers, types, report)
     if spent is not None:
-        raise MapBudgetError(spent.reason, result, options.checkpoint)
+        raise MapBudgetError(spent, result, options.checkpoint)
     if result.errors and on_error == "raise":
         raise RowsFailedError(result)
     return result
@@ -161,25 +154,9 @@ def _names(argument: str, given: Sequence[str] | None) -> tuple[str, ...] | None
 def _fields_of(prompt: str, table: CallerTable, fields: tuple[str, ...] | None) -> tuple[str, ...]:
     if fields is None:
         fields = tuple(placeholders_of(prompt)) or _all_names(table)
-    for name in fields:
-        _check_name(name)
-    lower = [name.lower() for name in fields]
-    alike = [name for name in fields if lower.count(name.lower()) > 1]
-    if len(set(alike)) > 1:
-        raise ValueError(
-            f"fields {alike} given, which DuckDB takes for one name: rename one of the columns"
-        )
-    return fields
-
-
-def _check_name(name: str) -> None:
-    if not name:
+    if "" in fields:
         raise ValueError("a field without a name was given: rename the column")
-    if name.lower().startswith(_RESERVED_START):
-        raise ValueError(
-            f"field {name!r} given, a name that jobs use themselves, as are all that begin with "
-            f"{_RESERVED_START!r}: rename the column"
-        )
+    return fields
 
 
 def _all_names(table: CallerTable) -> tuple[str, ...]:
@@ -210,63 +187,28 @@ def _check_lists(question: Question, columns: Sequence[pa.ChunkedArray]) -> None
             )
 
 
-def _column(number: int) -> str:
-    return f"relay_{number}"
-
-
-def _register(
-    connection: duckdb.DuckDBPyConnection, question: Question, columns: Sequence[pa.ChunkedArray]
-) -> str:
-    """Make the table `_INPUT` known, whose columns have numbers for names.
-
-    Returns:
-        The query of the question's fields, in the table's order.
+def _json_texts(names: Sequence[str], columns: Sequence[pa.ChunkedArray]) -> pa.Table:
+    """The JSON of all values, as DuckDB writes it.
 
     Raises:
         ValueError: DuckDB has no type for a column.
     """
-    # what timestamps with a time zone look like
-    connection.execute("SET TimeZone = 'UTC'")
-    for name, column in zip(question.fields, columns, strict=True):
-        try:
-            connection.register("relay_column", pa.table({"value": column.slice(0, 1)}))
-            connection.execute("SELECT to_json(value) FROM relay_column").fetchall()
-            connection.unregister("relay_column")
-        except duckdb.Error as error:
-            raise ValueError(
-                f"column {name!r} of type {column.type} given, which DuckDB does not take "
-                f"({error}): convert it, or leave it out of fields"
-            ) from None
-    num_rows = len(columns[0])
-    arrow = pa.table(
-        [pa.array(np.arange(num_rows)), *columns],
-        names=[_ROW, *map(_column, range(len(columns)))],
-    )
-    connection.register(_INPUT, arrow)
-    fields = ", ".join(
-        f"{_column(number)} AS {quoted(name)}" for number, name in enumerate(question.fields)
-    )
-    return f"SELECT {fields} FROM {_INPUT} ORDER BY {_ROW}"
-
-
-def _answers_of_rows(connection: duckdb.DuckDBPyConnection, question: Question) -> pa.Table:
-    """The columns ``answer``, ``error`` and ``is_cut`` of every row of the table, in its order."""
-    numbers = range(len(question.fields))
-    # by position: fields may have any name
-    names = ", ".join([*map(_column, numbers), ANSWER, ERROR, IS_CUT])
-    matches = " AND ".join(
-        f"to_json(rows.{_column(number)}) IS NOT DISTINCT FROM to_json(answers.{_column(number)})"
-        for number in numbers
-    )
-    is_json = question.output.type == "json"
-    answer = f"{ANSWER}::VARCHAR" if is_json else ANSWER
-    answers = connection.sql(
-        f"SELECT {answer} AS answer, {ERROR} AS error, {IS_CUT} AS is_cut FROM {_INPUT} AS rows "
-        f"LEFT JOIN {_TARGET} AS answers({names}) ON {matches} ORDER BY rows.{_ROW}"
-    ).to_arrow_table()
-    if missing := answers["is_cut"].null_count:
-        raise AssertionError(f"{missing} rows are missing among the answers")
-    return answers
+    found: list[pa.ChunkedArray] = []
+    with duckdb.connect() as connection:
+        # what timestamps with a time zone look like
+        connection.execute("SET TimeZone = 'UTC'")
+        for name, column in zip(names, columns, strict=True):
+            try:
+                connection.register("given", pa.table({"value": column}))
+                [type] = connection.sql("FROM given").types
+                shown = connection.sql(f"SELECT {json_text('value', type)} AS value FROM given")
+                found.append(shown.to_arrow_table()["value"])
+            except duckdb.Error as error:
+                raise ValueError(
+                    f"column {name!r} of type {column.type} given, which DuckDB does not take "
+                    f"({error}): convert it, or leave it out of fields"
+                ) from None
+    return pa.table(found, names=list(names))
 
 
 def _result(

@@ -100,7 +100,7 @@ class MapBudgetError(TokenBudgetError):
     """There are rows left, but no tokens to ask about them.
 
     Args:
-        reason: what is spent, and how far the job came.
+        spent: what ended the job.
         result: see below.
         checkpoint: the file that keeps the answers too; None if there is none.
 
@@ -108,7 +108,7 @@ class MapBudgetError(TokenBudgetError):
         result: with the answers that came.
     """
 
-    def __init__(self, reason: str, result: MapResult, checkpoint: Path | None) -> None:
+    def __init__(self, spent: TokenBudgetError, result: MapResult, checkpoint: Path | None) -> None:
         if checkpoint is not None:
             advice = (
                 f"their answers are in this error's result, and the checkpoint {checkpoint} keeps "
@@ -120,5 +120,5 @@ class MapBudgetError(TokenBudgetError):
                 "max_total_tokens, and give a checkpoint, a file, so that a job that is stopped "
                 "can go on"
             )
-        super().__init__(reason, advice)
+        super().__init__(spent.reason, advice, spent.limit)
         self.result = result

@@ -8,10 +8,16 @@ from typing import Any
 
 import pytest
 
-from tests.tables.engines.fake_server import OTHER_MODEL, Reply, answer, chat_answer, fake_server
-from tests.tables.engines.test_server import QUESTION, engine_for, prompts
+from tests.tables.engines.server.fake_server import (
+    OTHER_MODEL,
+    Reply,
+    answer,
+    chat_answer,
+    fake_server,
+)
+from tests.tables.engines.server.test_engine import QUESTION, engine_for, prompts
 from vllm_relay.tables.engines.reasoning import UNFINISHED, answer_in
-from vllm_relay.tables.engines.server import ServerEngine
+from vllm_relay.tables.engines.server.engine import ServerEngine
 
 
 @pytest.mark.parametrize(

@@ -53,15 +53,16 @@ def long_for_some(fields: Fields) -> str:
 
 
 def test_a_text_that_was_cut_says_so() -> None:
-    connection = numbers_table(30)
-    job = runner(connection, CuttingEngine(long_for_some))
-    job.answer(NUMBERS_SQL, replace(NUMBERS, max_tokens=50), "out", tells_cut=True)
-    for number, _, answer, error, is_cut in answered(connection):
-        assert is_cut == bool(number % 3)
-        assert answer == long_for_some({"id": str(number)})[:50].strip()
-        assert error == ("the answer was cut after 50 tokens: give more max_tokens" if is_cut
-                         else None)  # fmt: skip
-    assert (job.report.num_cut, job.report.num_errors) == (20, 20)
+    rows = pa.table({"id": [str(number) for number in range(30)]})
+    report = JobReport()
+    question = Question("?", ("id",), max_tokens=50)
+    found = ask(rows, question, CuttingEngine(long_for_some), report=report)
+    for number, row in enumerate(found.to_pylist()):
+        assert row["is_cut"] == bool(number % 3)
+        assert row["answer"] == long_for_some({"id": str(number)})[:50].strip()
+        assert row["error"] == ("the answer was cut after 50 tokens: give more max_tokens"
+                                if row["is_cut"] else None)  # fmt: skip
+    assert (report.num_cut, report.num_errors) == (20, 20)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +128,14 @@ def test_what_is_left_of_a_value_is_no_value(output: Output, text: str, value: o
     is_told = value is None or output == Output("text")
     assert found.is_cut == (found.error is not None) == is_told
     assert read_answer(output, text, 7, is_cut=False).error is None
+
+
+@pytest.mark.parametrize("text", ["yes", '"Yes"', "Yes"])
+def test_a_choice_that_was_cut_may_go_on_as_another(text: str) -> None:
+    output = Output("text", ("Yes", "Yes, maybe", "no"))
+    assert read_answer(output, text, 1, True).value is None
+    assert read_answer(output, text, 1, False).value == "Yes"
+    assert read_answer(output, "No", 1, True).value == "no"
 
 
 def test_errors_of_long_answers_are_short() -> None:

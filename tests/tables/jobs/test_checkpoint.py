@@ -16,7 +16,7 @@ from tests.tables.fake_engine import FakeEngine, Fields, RefusedPrompt
 from tests.tables.jobs.job_cases import NUMBERS, NUMBERS_SQL, answered, numbers_table, runner
 from vllm_relay.tables.engines.base import Completion
 from vllm_relay.tables.jobs.checkpoint import Checkpoint, CheckpointError, KnownAnswer
-from vllm_relay.tables.jobs.prompt_format import PromptTemplate
+from vllm_relay.tables.jobs.prompts.format import PromptTemplate
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import Question
 
@@ -150,7 +150,7 @@ def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "answers"
     connection = numbers_table(3000)
     job = runner(connection, FakeEngine(), path)
-    job._checkpoint._db.execute("PRAGMA max_page_count = 20")
+    job._asker._checkpoint._db.execute("PRAGMA max_page_count = 20")
     with pytest.raises(CheckpointError, match=f"{path}.*full"):
         job.answer(NUMBERS_SQL, NUMBERS, "out")
     job.close()

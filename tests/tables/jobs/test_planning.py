@@ -17,7 +17,7 @@ from tests.tables.fake_engine import FakeEngine
 from tests.tables.jobs.job_cases import NUMBERS, NUMBERS_SQL, answered, numbers_table, runner
 from vllm_relay.tables.engines.base import Completion, Completions, Prompt
 from vllm_relay.tables.jobs.options import JobOptions
-from vllm_relay.tables.jobs.planner import (
+from vllm_relay.tables.jobs.prompts.planner import (
     Limits,
     OrderedRows,
     PlannedPrompt,
@@ -100,7 +100,7 @@ def test_an_error_while_planning_ahead_ends_the_job(monkeypatch: pytest.MonkeyPa
 
 def test_the_seam_knows_nothing_of_duckdb() -> None:
     code = (
-        "import sys, vllm_relay.tables.jobs.asking, vllm_relay.tables.jobs.planner\n"
+        "import sys, vllm_relay.tables.jobs.asking, vllm_relay.tables.jobs.prompts.planner\n"
         "sys.exit('duckdb' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

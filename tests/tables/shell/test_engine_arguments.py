@@ -38,6 +38,11 @@ def test_options_stand_anywhere() -> None:
     }
 
 
+def test_what_is_given_counts_also_where_it_is_the_default() -> None:
+    _, arguments = split_arguments(["--dtype", "auto", "--seed", "0", "a.csv"])
+    assert arguments == {"dtype": "auto", "seed": 0}
+
+
 def test_dotted_options() -> None:
     given = ["--additional-config.relay.min_shared_tokens", "256", "a.csv"]
     files, arguments = split_arguments(given)

@@ -62,7 +62,7 @@ def read_answer(output: Output, text: str, num_tokens: int, is_cut: bool) -> Ans
         value = output.parse(text)
     except AnswerError as error:
         return Answer(None, f"{shortened(str(error))}{f'; {cut}' if is_cut else ''}", is_cut)
-    if not is_cut or _is_whole(output, text.strip()):
+    if not is_cut or _is_whole(output, value):
         return Answer(value)
     # what is left of a number is another number
     return Answer(value if _is_text(output) else None, cut, True)
@@ -72,8 +72,10 @@ def _is_text(output: Output) -> bool:
     return output.type == "text" and not output.choices
 
 
-def _is_whole(output: Output, text: str) -> bool:
+def _is_whole(output: Output, value: AnswerValue) -> bool:
     """Whether nothing can follow an answer that was cut."""
     if output.choices:
-        return not any(each != text and each.startswith(text) for each in output.choices)
-    return output.type == "bool" or (output.type == "json" and text[-1:] in ("}", "]", '"'))
+        begin = str(value).casefold()
+        others = [each for each in output.choices if each != value]
+        return not any(each.casefold().startswith(begin) for each in others)
+    return output.type == "bool" or (output.type == "json" and str(value)[-1:] in ("}", "]", '"'))

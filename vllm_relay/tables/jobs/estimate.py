@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -57,7 +60,7 @@ class JobReport:
         saved_tokens: of prompts that did not run, because they are equal to others or known, and
             of their answers.
         seconds: of the whole.
-        planning_seconds: of these, all but waiting for the engine.
+        waiting_seconds: of these, for the engine, while nothing was planned.
     """
 
     num_rows: int = 0
@@ -72,4 +75,18 @@ class JobReport:
     output_tokens: int = 0
     saved_tokens: int = 0
     seconds: float = 0.0
-    planning_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+
+    @property
+    def planning_seconds(self) -> float:
+        """All but waiting for the engine."""
+        return self.seconds - self.waiting_seconds
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """What is done within counts among the seconds."""
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - began_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -13,16 +13,19 @@ from typing import TypeAlias
 import pyarrow as pa
 
 from vllm_relay.tables.engines.base import Engine, modules_refusal
+from vllm_relay.tables.jobs.answer_length import with_max_tokens
 from vllm_relay.tables.jobs.answers import Answer, read_answer
 from vllm_relay.tables.jobs.checkpoint import Checkpoint, Keys, KnownAnswer
-from vllm_relay.tables.jobs.options import JobOptions
-from vllm_relay.tables.jobs.planner import Limits, OrderedRows, PlannedPrompt, Planner
-from vllm_relay.tables.jobs.prompt_format import text_of
-from vllm_relay.tables.jobs.set_fields import sorted_list
-from vllm_relay.tables.ordering.duplicates import RULES
+from vllm_relay.tables.jobs.options import RULES, JobOptions
+from vllm_relay.tables.jobs.prompts.format import text_of
+from vllm_relay.tables.jobs.prompts.planner import Limits, OrderedRows, PlannedPrompt, Planner
+from vllm_relay.tables.jobs.prompts.set_fields import sorted_list
 from vllm_relay.tables.question import Question
 
-_NULL = "null"
+NULL = "null"
+"""The JSON of a field without a value."""
+_FIRST_ROWS = 625
+"""Of the first of several buckets: asking begins before larger ones are planned."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,14 @@ class Bucket:
     fields: pa.Table
 
 
+def bucket_bounds(num_rows: int, max_rows: int) -> Iterator[tuple[int, int]]:
+    """The first row of each bucket, and the one behind its last."""
+    begin, end = 0, max_rows if num_rows <= max_rows else min(max_rows, _FIRST_ROWS)
+    while begin < num_rows:
+        yield begin, min(end, num_rows)
+        begin, end = end, end + max_rows
+
+
 @dataclass
 class Kind:
     """Rows that become the same prompt.
@@ -50,12 +61,14 @@ class Kind:
         num_rows: of the source.
         key: of the answer in the checkpoint.
         answer: once there is one.
+        num_tokens: of a prompt and its answer, once there is one.
     """
 
     numbers: list[int]
     num_rows: int
     key: bytes
     answer: Answer | None = None
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,16 +127,14 @@ class _Sorted:
 class JobPlan:
     """
     Args:
-        buckets: of the rows that are asked about.
-        question: that is asked, with its `max_tokens`.
+        buckets: of the rows that are asked about, all different.
+        question: as it was given.
         engine: of which the tokenizer, the prefix cache and the limits count.
         options: of the job.
         checkpoint: of known answers.
-        keys: of the answers.
-        are_distinct: whether no two rows are equal.
 
     Attributes:
-        question: as given.
+        question: that is asked, with its `max_tokens`.
         order_names: rows by the name of the order that was chosen for their bucket.
         num_by_rules: rows that are left out only because rules make their texts equal.
 
@@ -138,9 +149,6 @@ class JobPlan:
         engine: Engine,
         options: JobOptions,
         checkpoint: Checkpoint,
-        keys: Keys,
-        *,
-        are_distinct: bool,
     ) -> None:
         if options.modules != "off" and (reason := modules_refusal(engine)):
             raise ValueError(
@@ -149,13 +157,14 @@ class JobPlan:
                 f'additional_config={{"relay": {{"scheduler": True}}}}), or modules="off"'
             )
         self._buckets = buckets
-        self.question = question
+        self.question = with_max_tokens(question, engine)
         self._options = options
         self._checkpoint = checkpoint
-        self._keys = keys
-        limits = Limits(engine.max_model_len, engine.max_answer_tokens(question))
-        self._planner = Planner(question, engine.tokenizer, engine.cache, options, limits)
-        self._keeps_kinds = not are_distinct or bool(options.rules or question.set_fields)
+        is_kept = options.order == "keep"
+        self._keys = Keys(engine.identity, question, options.template, is_kept, options.modules)
+        limits = Limits(engine.max_model_len, engine.max_answer_tokens(self.question))
+        self._planner = Planner(self.question, engine.tokenizer, engine.cache, options, limits)
+        self._keeps_kinds = bool(options.rules or question.set_fields)
         self._kinds: dict[bytes, Kind] = {}
         self.order_names: Counter[str] = Counter()
         self.num_by_rules = 0
@@ -224,7 +233,7 @@ class JobPlan:
         """Those that no earlier bucket has, with the place of their first row; what becomes of the
         other rows is added to `found`."""
         fields = bucket.fields
-        columns = [each.fill_null(_NULL).to_pylist() for each in fields.columns]
+        columns = [each.fill_null(NULL).to_pylist() for each in fields.columns]
         for i, name in enumerate(self.question.fields):
             if name in self.question.set_fields:
                 columns[i] = list(map(sorted_list, columns[i]))
@@ -234,7 +243,7 @@ class JobPlan:
         nulls: list[int] = []
         rows = zip(zip(*columns, strict=True), bucket.numbers, bucket.counts, strict=True)
         for place, (values, number, num_rows) in enumerate(rows):
-            if all(value == _NULL for value in values):
+            if all(value == NULL for value in values):
                 nulls.append(number)
                 continue
             kind = self._kind_of(values)
@@ -269,7 +278,7 @@ class JobPlan:
 
     def _by_rules(self, value: str) -> str:
         """The text that stands for all that are held to be equal; a NULL is no text."""
-        if value == _NULL:
+        if value == NULL:
             return value
         text = text_of(value)
         for rule in self._options.rules:

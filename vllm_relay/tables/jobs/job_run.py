@@ -39,9 +39,6 @@ class JobRun:
         checkpoint: where answers go at once.
         budget: of tokens, of this job and others.
         report: to which this job is added.
-
-    Attributes:
-        waiting_s: for the engine, while nothing was planned.
     """
 
     def __init__(
@@ -65,7 +62,6 @@ class JobRun:
         self._max_answer_tokens = engine.max_answer_tokens(plan.question)
         self._num_answered = 0
         self._planning_s = 0.0
-        self.waiting_s = 0.0
 
     def run(self, num_distinct: int, show_progress: bool | None) -> None:
         """Every row has an answer, NULL or an error afterwards.
@@ -91,11 +87,12 @@ class JobRun:
                     self._ask(steps, progress)
             finally:
                 self._report.num_by_rules += self._plan.num_by_rules
+                self._budget.release()
 
     def _budget_error(self, num_distinct: int) -> TokenBudgetError:
+        limit = f"the budget of {self._budget.max_tokens:,} tokens is spent"
         reason = (
-            f"the budget of {self._budget.max_tokens:,} tokens is spent "
-            f"({self._budget.spent_tokens:,} used): {self._num_answered:,} of "
+            f"{limit} ({self._budget.spent_tokens:,} used): {self._num_answered:,} of "
             f"{num_distinct:,} different rows are done"
         )
         path = self._checkpoint.path
@@ -110,7 +107,7 @@ class JobRun:
                 "whose budget stays spent: raise max_total_tokens, and give a checkpoint, a file, "
                 "so that a query that is stopped can go on"
             )
-        return TokenBudgetError(reason, advice)
+        return TokenBudgetError(reason, advice, limit)
 
     def _ask(self, steps: Steps, progress: JobProgress) -> None:
         """Until there is nothing more to ask, or a prompt is postponed."""
@@ -131,7 +128,8 @@ class JobRun:
         try:
             return next(completions, None)
         finally:
-            self.waiting_s += time.perf_counter() - began_s - (self._planning_s - planned_s)
+            planning_s = self._planning_s - planned_s
+            self._report.waiting_seconds += time.perf_counter() - began_s - planning_s
 
     def _prompts(self, steps: Steps) -> Generator[Prompt, None, None]:
         """What the engine takes; what needs no engine is answered on the way."""
@@ -172,7 +170,7 @@ class JobRun:
         report = self._report
         if isinstance(step, NullRows):
             report.num_null += len(step.numbers)
-            self._answers.add(step.numbers, Answer())
+            self._add(step.numbers, 0, Answer())
         elif isinstance(step, EqualRows):
             kind = step.kind
             if kind.answer is None:
@@ -180,15 +178,15 @@ class JobRun:
                 kind.numbers += step.numbers
                 kind.num_rows += step.num_rows
             else:
+                report.saved_tokens += step.num_rows * kind.num_tokens
                 self._add(step.numbers, step.num_rows, kind.answer)
         elif isinstance(step, KnownRows):
             report.num_prompts += 1
             report.num_known += 1
-            known = step.known
-            report.saved_tokens += step.kind.num_rows * (
-                known.num_prompt_tokens + known.num_output_tokens
-            )
-            self._answer(step.kind, step.answer)
+            kind, known = step.kind, step.known
+            kind.num_tokens = known.num_prompt_tokens + known.num_output_tokens
+            report.saved_tokens += kind.num_rows * kind.num_tokens
+            self._answer(kind, step.answer)
         else:
             report.num_prompts += 1
             self._answer(step.kind, error_answer(step.error))
@@ -210,6 +208,7 @@ class JobRun:
         # modules are always cached when a prompt begins, also if they were computed for it
         report.cached_tokens -= asked.planned.num_encoded_tokens
         report.saved_tokens += (kind.num_rows - 1) * num_tokens
+        kind.num_tokens = num_tokens
         self._checkpoint.keep(kind.key, completion)
         self._answer(
             kind,

@@ -3,17 +3,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from vllm_relay.tables.jobs.module_prompts import ModuleMode
-from vllm_relay.tables.jobs.prompt_format import PromptTemplate
-from vllm_relay.tables.ordering.duplicates import RULES
+from vllm_relay.tables.jobs.prompts.format import PromptTemplate
+from vllm_relay.tables.jobs.prompts.modules.prompts import ModuleMode
 from vllm_relay.tables.ordering.order import OrderChoice
 from vllm_relay.tables.request_options import RequestOptions
 
 DEFAULT_BUCKET_ROWS = 20_000
+
+RULES: Mapping[str, Callable[[str], str]] = {
+    "strip": str.strip,
+    "collapse_spaces": lambda text: " ".join(text.split()),
+    "casefold": str.casefold,
+}
+"""From a text to the text that stands for all that are held to be equal."""
 
 
 @dataclass(frozen=True)

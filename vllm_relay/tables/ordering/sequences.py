@@ -35,9 +35,10 @@ class TokenSequences:
         """
         listed = list(sequences)
         offsets = _offsets(np.fromiter(map(len, listed), np.int64, len(listed)))
-        if all(isinstance(each, array) and each.typecode == "I" for each in listed):
-            parts = [np.asarray(each, np.uint32) for each in listed]
-            return cls(np.concatenate(parts) if parts else np.empty(0, np.uint32), offsets)
+        packed = [each for each in listed if isinstance(each, array) and each.typecode == "I"]
+        if len(packed) == len(listed):
+            parts = [np.empty(0, np.uint32), *(np.frombuffer(each, np.uint32) for each in packed)]
+            return cls(np.concatenate(parts), offsets)
         wide = np.fromiter(chain.from_iterable(listed), np.int64, int(offsets[-1]))
         if len(wide) and not 0 <= wide.min() <= wide.max() < 1 << 32:
             raise ValueError(

@@ -18,7 +18,7 @@ from vllm_relay.arguments import check_model, check_writable
 from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.engines.opening import check_address, open_engine
-from vllm_relay.tables.engines.server_keys import key_from_environment
+from vllm_relay.tables.engines.server.keys import key_from_environment
 from vllm_relay.tables.jobs.estimate import JobReport
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.request_options import RequestOptions

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -33,11 +33,9 @@ def split_arguments(given: Sequence[str]) -> tuple[list[Path], dict[str, Any]]:
             raise ValueError(f"{message}; options are those of vllm-relay sql and of vLLM's engine")
 
     parser = EngineArgs.add_cli_args(Parser(add_help=False))
-    found, defaults = parser.parse_args(list(given)), parser.parse_args([])
-    names = [each.name for each in fields(EngineArgs) if hasattr(found, each.name)]
-    chosen = {
-        name: getattr(found, name)
-        for name in names
-        if getattr(found, name) != getattr(defaults, name)
-    }
-    return [Path(each) for each in found.files], chosen
+    # so that only what is given is found, also where it is the default
+    for action in parser._actions:
+        action.default = SUPPRESS
+    found = vars(parser.parse_args(list(given)))
+    names = [each.name for each in fields(EngineArgs) if each.name in found]
+    return [Path(each) for each in found["files"]], {name: found[name] for name in names}

@@ -20,10 +20,10 @@ from vllm_relay.tables.engines.base import (
     Prompt,
     PromptShape,
 )
-from vllm_relay.tables.engines.server_admission import Admission
-from vllm_relay.tables.engines.server_client import MODELS_PATH, ServerClient
-from vllm_relay.tables.engines.server_dialect import Dialect
-from vllm_relay.tables.engines.server_http import (
+from vllm_relay.tables.engines.server.admission import Admission
+from vllm_relay.tables.engines.server.client import MODELS_PATH, ServerClient
+from vllm_relay.tables.engines.server.dialect import Dialect
+from vllm_relay.tables.engines.server.http import (
     HttpClient,
     RequestFailed,
     RequestRefused,
@@ -31,17 +31,17 @@ from vllm_relay.tables.engines.server_http import (
     ServerAway,
     open_http_client,
 )
-from vllm_relay.tables.engines.server_keys import ServerKey
-from vllm_relay.tables.engines.server_messages import Requests
-from vllm_relay.tables.engines.server_models import (
+from vllm_relay.tables.engines.server.keys import ServerKey
+from vllm_relay.tables.engines.server.loop_thread import LoopThread, loop_in_thread
+from vllm_relay.tables.engines.server.messages import Requests
+from vllm_relay.tables.engines.server.models import (
     ServedModel,
     block_cache,
     choose_model,
     served_models,
 )
-from vllm_relay.tables.engines.server_retries import RetryPolicy
-from vllm_relay.tables.engines.server_thread import LoopThread, loop_in_thread
-from vllm_relay.tables.engines.server_tokenizer import (
+from vllm_relay.tables.engines.server.retries import RetryPolicy
+from vllm_relay.tables.engines.server.tokenizer import (
     TOKENIZER_PROBE,
     TokenizerError,
     checked_tokenizer,

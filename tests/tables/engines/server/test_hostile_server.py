@@ -10,12 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tests.tables.engines.hostile_server import HostileServer, answer_to, hostile_server
+from tests.tables.engines.server.hostile_server import HostileServer, answer_to, hostile_server
 from vllm_relay.tables import llm_map
-from vllm_relay.tables.engines import EngineError, Prompt
-from vllm_relay.tables.engines.base import Completions
-from vllm_relay.tables.engines.server import ServerEngine
-from vllm_relay.tables.engines.server_retries import RetryPolicy
+from vllm_relay.tables.engines.base import Completions, EngineError, Prompt
+from vllm_relay.tables.engines.server.engine import ServerEngine
+from vllm_relay.tables.engines.server.retries import RetryPolicy
 from vllm_relay.tables.question import Question
 
 AT_ONCE = RetryPolicy(first_delay_s=0.001, max_delay_s=0.01)

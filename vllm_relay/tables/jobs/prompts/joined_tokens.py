@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from vllm_relay.tables.jobs.prompt_format import PromptFormat
+from vllm_relay.tables.jobs.prompts.format import PromptFormat
 from vllm_relay.tables.ordering.columns import Column
 
 _TEXTS_PER_CALL = 4096

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_relay.modules.prompt.render import REPAIR_TOKENS, RenderedPrompt
-from vllm_relay.tables.jobs.module_cache import ModuleCache
-from vllm_relay.tables.jobs.module_fields import FieldPieces, set_elements, whole_values
-from vllm_relay.tables.jobs.module_layout import PlacedModule, place_modules
-from vllm_relay.tables.jobs.module_render import ModuleRenderer
-from vllm_relay.tables.jobs.prompt_format import PromptFormat
+from vllm_relay.tables.jobs.prompts.format import PromptFormat
+from vllm_relay.tables.jobs.prompts.modules.cache import ModuleCache
+from vllm_relay.tables.jobs.prompts.modules.fields import FieldPieces, set_elements, whole_values
+from vllm_relay.tables.jobs.prompts.modules.layout import PlacedModule, place_modules
+from vllm_relay.tables.jobs.prompts.modules.render import ModuleRenderer
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.ordering.columns import Column
 

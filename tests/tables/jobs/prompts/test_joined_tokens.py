@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.tables.fake_engine import FakeEngine
 from tests.tables.jobs.job_cases import runner
-from vllm_relay.tables.jobs import joined_tokens
-from vllm_relay.tables.jobs.joined_tokens import FieldTokens
-from vllm_relay.tables.jobs.prompt_format import PromptFormat, PromptTemplate
+from vllm_relay.tables.jobs.prompts import joined_tokens
+from vllm_relay.tables.jobs.prompts.format import PromptFormat, PromptTemplate
+from vllm_relay.tables.jobs.prompts.joined_tokens import FieldTokens
 from vllm_relay.tables.question import Question
 
 CHAT = (

@@ -9,12 +9,12 @@ from typing import Any
 
 from vllm_relay.tables.engines.base import Completion, Prompt
 from vllm_relay.tables.engines.reasoning import UNFINISHED, without_reasoning
-from vllm_relay.tables.engines.server_dialect import Dialect
-from vllm_relay.tables.jobs.prompt_format import conversation
+from vllm_relay.tables.engines.server.dialect import Dialect
+from vllm_relay.tables.jobs.prompts.format import conversation
 from vllm_relay.tables.question import Question
+from vllm_relay.tables.texts import shortened
 
-MAX_ERROR_CHARS = 300
-
+_MAX_ERROR_CHARS = 300
 # else vLLM takes those of the model's generation_config.json, and answers would depend on it
 _NEUTRAL_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 _PROBE = "Answer with one word: yes."
@@ -119,13 +119,15 @@ def read_completion(number: int, reply: Any, is_chat: bool) -> Completion:
             is_cut=choice.get("finish_reason") == "length",
         )
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
-        raise ReplyError(f"{_shortened(str(reply))!r} is no reply of the API") from None
+        raise ReplyError(
+            f"{shortened(str(reply), _MAX_ERROR_CHARS)!r} is no reply of the API"
+        ) from None
     finish_reason = choice.get("finish_reason", "stop")
     if finish_reason in (None, "abort", "error"):
         raise ReplyError(f"the server broke the answer off: finish_reason is {finish_reason!r}")
     error = ""
     if is_chat and message.get("refusal"):
-        error = f"the model refused: {_shortened(str(message['refusal']))}"
+        error = f"the model refused: {shortened(str(message['refusal']), _MAX_ERROR_CHARS)}"
     elif finish_reason == "content_filter":
         error = "the server's content filter held the answer back"
     elif is_chat and completion.is_cut and not text and _reasoning(message):
@@ -147,12 +149,9 @@ def error_message(page: bytes) -> str:
     try:
         found: Any = json.loads(text)
     except ValueError:
-        return _shortened(text)
+        return shortened(text, _MAX_ERROR_CHARS)
     for name in ("error", "message", "detail"):
         if isinstance(found, dict) and found.get(name):
             found = found[name]
-    return _shortened(found if isinstance(found, str) else json.dumps(found))
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= MAX_ERROR_CHARS else text[: MAX_ERROR_CHARS - 3] + "..."
+    told = found if isinstance(found, str) else json.dumps(found)
+    return shortened(told, _MAX_ERROR_CHARS)

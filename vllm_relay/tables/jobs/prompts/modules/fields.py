@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_relay.tables.jobs.prompt_format import PromptTemplate
-from vllm_relay.tables.jobs.set_fields import list_elements
+from vllm_relay.tables.jobs.prompts.format import PromptTemplate
+from vllm_relay.tables.jobs.prompts.set_fields import list_elements
 from vllm_relay.tables.ordering.columns import Column
 
 _MARK = "\N{REPLACEMENT CHARACTER}elements\N{REPLACEMENT CHARACTER}"

@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 from itertools import count
 
 from vllm_relay.tables.engines.base import EngineError
-from vllm_relay.tables.engines.server_http import RequestRefused, ServerAway
-from vllm_relay.tables.engines.server_retries import RetryPolicy
+from vllm_relay.tables.engines.server.http import RequestRefused, ServerAway
+from vllm_relay.tables.engines.server.retries import RetryPolicy
 
 logger = logging.getLogger("vllm.relay")
 
@@ -50,6 +50,7 @@ class Admission:
         self._num_running = 0
         self._has_answered = False
         self._num_refused_in_a_row = 0
+        self._first_refused = 0
         self._max_refused_in_a_row = max(retries.max_refused_in_a_row, 1)
         self._latest_answered = 0
         self._is_turning_away = False
@@ -83,7 +84,7 @@ class Admission:
             self._turned_away(error)
             raise
         except RequestRefused:
-            self._num_refused_in_a_row += 1
+            self._refused(entered)
             self._leave()
             self._reached()
             raise
@@ -154,10 +155,17 @@ class Admission:
 
     def _answered(self, entered: int) -> None:
         self._latest_answered = max(self._latest_answered, entered)
-        self._num_refused_in_a_row = 0
+        if entered > self._first_refused:
+            self._num_refused_in_a_row = 0
         self._open()
         self._limit = min(self._limit + _GROWTH_PER_ANSWER, self._max_running)
         self._reached()
+
+    def _refused(self, entered: int) -> None:
+        if not self._num_refused_in_a_row:
+            # what was answered before it says nothing of what the server does now
+            self._first_refused = entered
+        self._num_refused_in_a_row += 1
 
     def _open(self) -> None:
         if not self._has_answered:

@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from vllm_relay.tables.engines.base import EngineError
-from vllm_relay.tables.engines.server_keys import ServerKey, is_loopback, is_safe, unsafe_key
-from vllm_relay.tables.engines.server_messages import error_message
-from vllm_relay.tables.engines.server_retries import retry_after_s
+from vllm_relay.tables.engines.server.keys import ServerKey, is_loopback, is_safe, unsafe_key
+from vllm_relay.tables.engines.server.messages import error_message
+from vllm_relay.tables.engines.server.retries import retry_after_s
 
 _CONNECT_TIMEOUT_S = 30.0
 # vLLM closes connections that are idle for 5 s; one that closes as it is used loses a request

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.tables.engines.fake_server import (
+from tests.tables.engines.server.fake_server import (
     OTHER_MODEL,
     VLLM_MODEL,
     Reply,
@@ -23,10 +23,10 @@ from tests.tables.engines.fake_server import (
     failure,
     fake_server,
 )
-from vllm_relay.tables.engines import Completion, EngineError, Prompt
-from vllm_relay.tables.engines.server import ServerEngine
-from vllm_relay.tables.engines.server_http import ServerAddress
-from vllm_relay.tables.engines.server_keys import ServerKey
+from vllm_relay.tables.engines.base import Completion, EngineError, Prompt
+from vllm_relay.tables.engines.server.engine import ServerEngine
+from vllm_relay.tables.engines.server.http import ServerAddress
+from vllm_relay.tables.engines.server.keys import ServerKey
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import Question

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.tables.engines.fake_server import (
+from tests.tables.engines.server.fake_server import (
     OTHER_MODEL,
     Reply,
     answer,
@@ -17,12 +18,13 @@ from tests.tables.engines.fake_server import (
     failure,
     fake_server,
 )
-from tests.tables.engines.test_server import QUESTION, engine_for, engine_threads, prompts
-from tests.tables.engines.test_server_failures import AT_ONCE, at_first, hasty
-from vllm_relay.tables.engines import EngineError
-from vllm_relay.tables.engines.server import ServerEngine
-from vllm_relay.tables.engines.server_http import HttpClient
-from vllm_relay.tables.engines.server_retries import RetryPolicy
+from tests.tables.engines.server.test_engine import QUESTION, engine_for, engine_threads, prompts
+from tests.tables.engines.server.test_failures import AT_ONCE, at_first, hasty
+from vllm_relay.tables.engines.base import EngineError
+from vllm_relay.tables.engines.server.admission import Admission
+from vllm_relay.tables.engines.server.engine import ServerEngine
+from vllm_relay.tables.engines.server.http import HttpClient, RequestRefused
+from vllm_relay.tables.engines.server.retries import RetryPolicy
 
 
 @pytest.mark.parametrize("status", [429, 503])
@@ -161,3 +163,29 @@ def test_servers_are_given_the_time_that_they_ask_for(monkeypatch: pytest.Monkey
     assert len(waits_s) == 3 and all(7.25 <= wait_s <= 7.5 for wait_s in waits_s)
     assert server.prompts == [[1], [1], [2], [2], [3], [3]]
     assert all(arrived_s[at + 1] - arrived_s[at] >= 0.07 for at in (0, 2, 4))
+
+
+@pytest.mark.parametrize("enters_first", [True, False])
+def test_an_answer_to_an_earlier_prompt_says_nothing_of_later_ones(enters_first: bool) -> None:
+    async def refuse(admission: Admission, number: int) -> None:
+        with pytest.raises(RequestRefused):
+            async with admission.place(number):
+                raise RequestRefused(422, "out of credit")
+
+    async def is_suspended() -> bool:
+        admission = Admission(8, RetryPolicy(max_refused_in_a_row=4))
+        async with admission.place(0):
+            pass
+        answered = admission.place(1)
+        if enters_first:
+            await answered.__aenter__()
+        await refuse(admission, 2)
+        if not enters_first:
+            await answered.__aenter__()
+        await refuse(admission, 3)
+        await refuse(admission, 4)
+        await answered.__aexit__(None, None, None)
+        await refuse(admission, 5)
+        return admission.is_suspended
+
+    assert asyncio.run(is_suspended()) == enters_first

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from vllm_relay.tables.jobs.module_fields import FieldPieces
+from vllm_relay.tables.jobs.prompts.modules.fields import FieldPieces
 from vllm_relay.tables.ordering.columns import Column
 
 MIN_MODULE_BLOCKS = 2

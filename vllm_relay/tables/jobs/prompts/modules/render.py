@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from vllm_relay.modules.prompt.plan import ModulePlan, Segment
 from vllm_relay.modules.prompt.render import RenderedPrompt, TailRuns
-from vllm_relay.tables.jobs.module_layout import PlacedModule
+from vllm_relay.tables.jobs.prompts.modules.layout import PlacedModule
 
 
 class ModuleRenderer:

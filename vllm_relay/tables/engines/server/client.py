@@ -8,17 +8,17 @@ import logging
 from contextlib import nullcontext
 
 from vllm_relay.tables.engines.base import Completion, EngineError, Prompt
-from vllm_relay.tables.engines.server_admission import RESUME, Admission
-from vllm_relay.tables.engines.server_dialect import Dialect
-from vllm_relay.tables.engines.server_http import (
+from vllm_relay.tables.engines.server.admission import RESUME, Admission
+from vllm_relay.tables.engines.server.dialect import Dialect
+from vllm_relay.tables.engines.server.http import (
     HttpClient,
     RequestFailed,
     RequestRefused,
     ServerAway,
 )
-from vllm_relay.tables.engines.server_messages import ReplyError, Requests
-from vllm_relay.tables.engines.server_models import ServedModel, served_models
-from vllm_relay.tables.engines.server_retries import RetryPolicy
+from vllm_relay.tables.engines.server.messages import ReplyError, Requests
+from vllm_relay.tables.engines.server.models import ServedModel, served_models
+from vllm_relay.tables.engines.server.retries import RetryPolicy
 
 logger = logging.getLogger("vllm.relay")
 

@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 
-from tests.tables.engines.fake_server import OTHER_MODEL, Reply, chat_answer, failure, fake_server
-from tests.tables.engines.test_server import QUESTION, prompts
-from vllm_relay.tables.engines import EngineError
-from vllm_relay.tables.engines.server import ServerEngine
-from vllm_relay.tables.engines.server_dialect import Dialect
+from tests.tables.engines.server.fake_server import (
+    OTHER_MODEL,
+    Reply,
+    chat_answer,
+    failure,
+    fake_server,
+)
+from tests.tables.engines.server.test_engine import QUESTION, prompts
+from vllm_relay.tables.engines.base import EngineError
+from vllm_relay.tables.engines.server.dialect import Dialect
+from vllm_relay.tables.engines.server.engine import ServerEngine
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import Question
 

@@ -12,11 +12,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from vllm_relay.tables.engines.base import Prompt
-from vllm_relay.tables.jobs.joined_tokens import FieldTokens, PromptTokens
-from vllm_relay.tables.jobs.module_prompts import ModulePrompts
 from vllm_relay.tables.jobs.options import JobOptions
-from vllm_relay.tables.jobs.prompt_format import PromptFormat, PromptTemplate
-from vllm_relay.tables.jobs.set_fields import reordered_lists
+from vllm_relay.tables.jobs.prompts.format import PromptFormat, PromptTemplate
+from vllm_relay.tables.jobs.prompts.joined_tokens import FieldTokens, PromptTokens
+from vllm_relay.tables.jobs.prompts.modules.prompts import ModulePrompts
+from vllm_relay.tables.jobs.prompts.set_fields import reordered_lists
 from vllm_relay.tables.ordering.cached_tokens import BlockCache, cached_tokens
 from vllm_relay.tables.ordering.columns import Column, encode_columns
 from vllm_relay.tables.ordering.order import ChosenOrder, FieldPrompts, choose_order

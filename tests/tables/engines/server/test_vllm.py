@@ -11,9 +11,9 @@ import pytest
 
 from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS, save_model
 from tests.support.servers import API_KEY, ask, serving
-from tests.tables.engines.test_server import WordTokenizer
-from vllm_relay.tables.engines import EngineError, Prompt
-from vllm_relay.tables.engines.server import ServerEngine
+from tests.tables.engines.server.test_engine import WordTokenizer
+from vllm_relay.tables.engines.base import EngineError, Prompt
+from vllm_relay.tables.engines.server.engine import ServerEngine
 from vllm_relay.tables.ordering.cached_tokens import BlockCache, cached_tokens
 from vllm_relay.tables.ordering.sequences import TokenSequences
 from vllm_relay.tables.outputs import Output

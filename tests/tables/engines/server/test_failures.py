@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.tables.engines.fake_server import (
+from tests.tables.engines.server.fake_server import (
     VLLM_MODEL,
     FakeServer,
     Reply,
@@ -23,10 +23,10 @@ from tests.tables.engines.fake_server import (
     failure,
     fake_server,
 )
-from tests.tables.engines.test_server import QUESTION, engine_for, engine_threads, prompts
-from vllm_relay.tables.engines import EngineError
-from vllm_relay.tables.engines.server import ServerEngine
-from vllm_relay.tables.engines.server_retries import RetryPolicy, retry_after_s
+from tests.tables.engines.server.test_engine import QUESTION, engine_for, engine_threads, prompts
+from vllm_relay.tables.engines.base import EngineError
+from vllm_relay.tables.engines.server.engine import ServerEngine
+from vllm_relay.tables.engines.server.retries import RetryPolicy, retry_after_s
 
 AT_ONCE = RetryPolicy(first_delay_s=0.001, max_delay_s=0.001)
 
