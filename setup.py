@@ -36,6 +36,7 @@ SSE42 = ["-msse4.2", "-mpclmul"]
 # in the order in which processors came to have them
 INSTRUCTION_SETS = {
     "sse42": SSE42,
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": AVX512,
     "avx512_vnni": [*AVX512, "-mavx512vnni"],
     "avx512_vpclmulqdq": [*AVX512, *SSE42, "-mvpclmulqdq"],

@@ -61,12 +61,15 @@ struct LayerSearch {
   const nb::list owner_;
 };
 
-// One token of one request, which keeps what is pointed to. Ranges are of `own`; `others` are read
-// elsewhere and only tell the largest inner product.
+using RangesOfRows = std::pair<const HostRows*, std::vector<Range>>;
+
+// One token of one request, which keeps what is pointed to. `others` are ranges of `own` that are
+// read elsewhere and only tell the largest inner product.
 struct HostRequest {
   int64_t token;  // row of queries and output
   const HostRows* own;
-  std::vector<Range> attended, others;
+  std::vector<RangesOfRows> attended;
+  std::vector<Range> others;
   std::vector<const LayerSearch*> segments;
 };
 
@@ -206,9 +209,6 @@ class HostStep {
     const auto state_of = [&](size_t row) {
       return state(g, row / num_queries, head * tensors_.group + row % num_queries);
     };
-    const auto raise_top = [&](size_t row, size_t from) {
-      for (size_t i = from; i < found.size(); ++i) tops[row] = std::max(tops[row], found[i].score);
-    };
 
     for (size_t row = 0; row < num_rows; ++row) {
       const HostRequest& request = group.requests[row / num_queries];
@@ -219,20 +219,21 @@ class HostStep {
         std::fill_n(state.output, size, NAN);
         *state.lse = NAN;
       }
-      const Rows keys = request.own->keys_of(head);
-      found.clear();
-      for (const auto& [begin, end] : request.others)
-        kernels_.score_range(query, keys, begin, end, found);
-      raise_top(row, 0);
-      found.clear();
-      for (const auto& [begin, end] : request.attended)
-        kernels_.score_range(query, keys, begin, end, found);
-      raise_top(row, 0);
-      std::vector<float> part(size);
-      float lse;
-      kernels_.attend_found({&found, 1}, request.own->values_of(head), nullptr, {}, scale_,
-                            part.data(), &lse);
-      state_of(row).merge(part.data(), lse, size);
+      const auto score = [&](const HostRows& rows, const std::vector<Range>& ranges) {
+        found.clear();
+        for (const auto& [begin, end] : ranges)
+          kernels_.score_range(query, rows.keys_of(head), begin, end, found);
+        for (const Found& each : found) tops[row] = std::max(tops[row], each.score);
+      };
+      score(*request.own, request.others);
+      for (const auto& [rows, ranges] : request.attended) {
+        score(*rows, ranges);
+        std::vector<float> part(size);
+        float lse;
+        kernels_.attend_found({&found, 1}, rows->values_of(head), nullptr, {}, scale_, part.data(),
+                              &lse);
+        state_of(row).merge(part.data(), lse, size);
+      }
     }
 
     // scores of the context's keys that every query reads, of each link and row
@@ -362,18 +363,22 @@ void bind_host_attention(nb::module_& module) {
       });
   nb::class_<LayerSearch>(host, "LayerSearch").def(nb::init<nb::list, int64_t, int64_t>());
   nb::class_<HostRequest>(host, "HostRequest")
-      .def("__init__", [](HostRequest* self, int64_t token, const HostRows* own,
-                          std::vector<Range> attended, std::vector<Range> others,
-                          std::vector<const LayerSearch*> segments) {
-        new (self)
-            HostRequest{token, own, std::move(attended), std::move(others), std::move(segments)};
-      });
+      .def(
+          "__init__",
+          [](HostRequest* self, int64_t token, const HostRows* own,
+             std::vector<RangesOfRows> attended, std::vector<Range> others,
+             std::vector<const LayerSearch*> segments) {
+            new (self) HostRequest{token, own, std::move(attended), std::move(others),
+                                   std::move(segments)};
+          },
+          nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::keep_alive<1, 4>(),
+          nb::keep_alive<1, 6>());
   nb::class_<HostGroup>(host, "HostGroup")
       .def(
           "__init__",
           [](HostGroup* self, std::vector<HostRequest> requests, std::vector<ContextLink> context) {
             new (self) HostGroup{std::move(requests), std::move(context)};
           },
-          nb::arg(), nb::arg(), nb::keep_alive<1, 3>());
+          nb::arg(), nb::arg(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>());
   host.def("attend", &attend_host);
 }

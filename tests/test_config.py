@@ -56,7 +56,8 @@ def test_strings_of_the_command_line_are_converted() -> None:
         (
             {"kernel": "fast"},
             "additional_config.relay.kernel: given 'fast', expected 'auto', 'amx_bf16', "
-            "'avx512_bf16', 'avx512', 'portable' or 'avx512_bf16_rounded', or leave it out for "
+            "'avx512_bf16', 'avx512', 'avx2', 'portable' or 'avx512_bf16_rounded', or leave it out "
+            "for "
             '"auto"',
         ),
         (

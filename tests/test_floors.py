@@ -61,7 +61,6 @@ MAX_FILES = 14
 MAX_FILES_WITHOUT_LIST = 6
 BEFORE_THEIR_REBUILDING = {
     "attention_backends",
-    "tables/jobs",
 }
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -346,10 +345,10 @@ def tune(
     raise typer.Exit(status)
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True})
 def sql(
     files: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Argument(
             metavar="FILE...",
             help="Tables: .csv, .tsv, .parquet, .json, .jsonl (named as the file), .duckdb.",
@@ -390,36 +389,92 @@ def sql(
             "which may change answers."
         ),
     ] = "off",
+    retry_errors: Annotated[
+        bool,
+        typer.Option(
+            help="Ask again where the answer in the checkpoint was cut or is not of the type."
+        ),
+    ] = True,
     max_total_tokens: Annotated[
         int | None, typer.Option(min=1, help="No more tokens of prompts and answers than these.")
     ] = None,
     on_error: Annotated[
         str, typer.Option(help="What a row without an answer gives: null, column or raise.")
     ] = "null",
-    dtype: Annotated[str | None, typer.Option(help="As vLLM's option.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(min=1, help="As vLLM's option.")] = None,
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The variable of the environment with the server's API key. Not said: "
+            "OPENAI_API_KEY for api.openai.com, VLLM_API_KEY for others.",
+        ),
+    ] = None,
+    api_key_over_http: Annotated[
+        bool,
+        typer.Option(
+            "--api-key-over-http", help="Send it to another machine without encryption too."
+        ),
+    ] = False,
+    server_mode: Annotated[
+        str | None,
+        typer.Option(help="completions sends tokens, chat messages; auto chooses by the server."),
+    ] = None,
+    timeout_s: Annotated[
+        float | None, typer.Option(help="Of a request to the server, in seconds.")
+    ] = None,
+    max_running: Annotated[
+        int | None, typer.Option(min=1, help="Prompts that the engine or server has at once.")
+    ] = None,
+    system_prompt: Annotated[
+        str | None, typer.Option(help="What the system says before each question.")
+    ] = None,
+    sampling: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help="Sampling of all questions: '{\"top_p\": 0.9}'."),
+    ] = None,
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help="Variables of the model's chat template."),
+    ] = None,
+    extra_body: Annotated[
+        str | None, typer.Option(metavar="JSON", help="Further fields of requests to a server.")
+    ] = None,
 ) -> None:
     """Run SQL in which llm() asks a model, on files; as a shell if there is no --command.
+
+    A model that is started here takes the options of vLLM's engine too, such as
+    --tensor-parallel-size 2, --dtype or --max-model-len.
 
     Exit status: 0, or 1 if a statement or an option is refused; 130 if it was interrupted.
     """
     from vllm_relay.tables.shell.command import run_sql
 
-    llm_arguments = {"dtype": dtype, "max_model_len": max_model_len}
     status = run_sql(
         files or [],
         model=model,
         server=server,
-        api_key=os.environ.get("OPENAI_API_KEY") or os.environ.get("VLLM_API_KEY"),
         command=command,
         options={
             "order": order,
             "modules": modules,
             "checkpoint": checkpoint,
             "max_total_tokens": max_total_tokens,
+            "retry_errors": retry_errors,
+        },
+        request={
+            "system_prompt": system_prompt,
+            "sampling": sampling,
+            "chat_template_kwargs": chat_template_kwargs,
+            "extra_body": extra_body,
         },
         on_error=on_error,
-        llm_arguments={name: value for name, value in llm_arguments.items() if value is not None},
+        server_arguments={
+            "api_key_env": api_key_env,
+            "api_key_over_http": api_key_over_http,
+            "mode": server_mode,
+            "timeout_s": timeout_s,
+        },
+        max_running=max_running,
         output_path=output_path,
     )
     raise typer.Exit(status)

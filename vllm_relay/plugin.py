@@ -168,7 +168,7 @@ def check_new_config(vllm_config: VllmConfig) -> None:
     )
     from vllm_relay.config.long_contexts import LongContextOptions
     from vllm_relay.long_context.start_checks import check_context_dir, check_contexts
-    from vllm_relay.modules.engine.start_checks import check_schemas
+    from vllm_relay.modules.engine.requests import check_schemas
     from vllm_relay.prefix_cache.pins.system_prompts import check_system_prompts
 
     logger = init_logger("vllm.relay")

@@ -4,7 +4,7 @@ are more than half. So nothing is searched for in a heap, and it stays as small 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -44,6 +44,8 @@ class Ranked(Generic[R]):
     """A set whose first member is known: the one of the smallest rank, and of equal ranks the one
     that was added first."""
 
+    __slots__ = ("_entries", "_heap", "_serial")
+
     def __init__(self) -> None:
         self._entries: dict[R, tuple[Any, int, R]] = {}
         self._heap: list[tuple[Any, int, R]] = []
@@ -55,8 +57,15 @@ class Ranked(Generic[R]):
     def __contains__(self, member: R) -> bool:
         return member in self._entries
 
+    def __iter__(self) -> Iterator[R]:
+        """In the order in which they were added."""
+        return iter(self._entries)
+
     def add(self, member: R, rank: Any) -> None:
         """Add a member, or give it another rank."""
+        known = self._entries.get(member)
+        if known is not None and known[0] == rank:
+            return
         entry = self._entries[member] = (rank, next(self._serial), member)
         push(self._heap, entry, self._is_current, len(self._entries))
 
@@ -67,8 +76,13 @@ class Ranked(Generic[R]):
         return self._entries[member][0]
 
     def first(self) -> R | None:
-        entry = first(self._heap, self._is_current)
-        return None if entry is None else entry[2]
+        heap, entries = self._heap, self._entries
+        while heap:  # as the function `first` does, without a call for every entry
+            entry = heap[0]
+            if entries.get(entry[2]) is entry:
+                return entry[2]
+            heappop(heap)
+        return None
 
     def _is_current(self, entry: tuple[Any, int, R]) -> bool:
         return self._entries.get(entry[2]) is entry

@@ -113,7 +113,7 @@ def _make_long_contexts(of_scheduler: Any) -> LongContextScheduler | None:
 def _take_over_stats(of_scheduler: Any, step: Any) -> None:
     long_contexts = getattr(of_scheduler, LONG_CONTEXTS)
     if step.long_contexts is not None and long_contexts is not None:
-        long_contexts.update_contexts(step.long_contexts.reports)
+        long_contexts.contexts.update(step.long_contexts.reports)
         long_contexts.restart(of_scheduler, step.long_contexts.lost)
 
 

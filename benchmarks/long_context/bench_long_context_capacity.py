@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many long requests are served at once from a KV cache that holds one of them densely.
 
-First what a process takes beside what it had before, against `host_memory_gib`: with requests for
-which there is no more room, and with contexts in memory that are read while they are indexed and
-that requests drive out; of a model of eight layers of 8 kv heads of 128 with random weights.
+First what a process takes beside the most that it had in steps of short requests, against
+`host_memory_gib`: with requests for which there is no more room, and with contexts in memory that
+are read while they are indexed and that requests drive out; of a model of eight layers of 8 kv
+heads of 128 with random weights.
 
 Then the demo's recall model; every request has a document of its own and a question about it. The
 KV cache has as many blocks as one request with dense attention needs. "at once" are requests that

@@ -11,6 +11,7 @@ length that is not stored. Copying is the time to copy the context's keys and va
 cache; what relay_sparse does instead is the attention of the first token over the stored context.
 Questions are prompts that go on behind a stored context, attended exactly: "relay" is its kernel in
 a prefill of as many tokens, all others of which are in the KV cache already.
+First steps are whole steps of an engine in which others decode.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from benchmarks.long_context.corpus_model import (
     save_model,
     store_context,
 )
+from benchmarks.long_context.first_steps import NUM_OTHERS, behind_context, computed_by_itself
 from benchmarks.long_context.questions import measure_questions
 from benchmarks.sparse.heads.corpus import Head
 from benchmarks.support.formatting import Row
@@ -49,6 +51,7 @@ QUESTION_TOKENS, GOAL_QUESTION_TOKENS = [1, 64, 500, 2000], 500
 DECODE_GOALS = (4.0, 8.0)
 COMPUTE_GOALS, COPY_GOALS = (50.0, 200.0), (10.0, 20.0)
 QUESTION_GOALS = (0.8, 1.0)
+LONGEST_STEP_GOALS = (0.2, 0.05)
 
 
 class Engine:
@@ -234,6 +237,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32, help="per round (%(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="for the first token (%(default)s)")
     parser.add_argument("--questions-only", action="store_true", help="leave the engines out")
+    parser.add_argument("--first-steps-only", action="store_true", help="leave all else out")
     options = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the context is handed to the worker
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
@@ -246,6 +250,11 @@ def main() -> None:
         options.heads, options.steps, options.rounds = 1, 4, 1
         question_tokens = [1, 70]
     if not options.questions_only:
+        add_first_steps(result, options, decode_tokens)
+    if options.first_steps_only:
+        result.end(options)
+        return
+    if not options.questions_only:
         add_engine_tables(result, options, decode_tokens, first_tokens, layers)
     rows, shares = measure_questions(options, decode_tokens, question_tokens)
     result.add_table("Questions behind a stored context, one layer", rows)
@@ -254,6 +263,23 @@ def main() -> None:
         name = f"{GOAL_QUESTION_TOKENS} tokens behind {decode_tokens}: part of relay's rate"
         result.add_goal(Goal(name, share, *QUESTION_GOALS))
     result.end(options)
+
+
+def add_first_steps(result: Result, options: argparse.Namespace, num_tokens: int) -> None:
+    geometry = Geometry()
+    heads = corpus_heads(geometry, num_tokens, options.heads)
+    result.add_table(
+        "A long prompt begins to generate: the host's part, one layer",
+        [computed_by_itself(geometry, heads)],
+    )
+    with tempfile.TemporaryDirectory(prefix="relay-bench-") as name:
+        engine = Engine(geometry, heads, num_tokens, Path(name), {})
+        llm_engine = engine.llm.llm_engine
+        rows = [behind_context(llm_engine, engine.tokens.tolist()) for _ in range(2)]
+    result.add_table(f"A request behind a stored context begins, {NUM_OTHERS} others decode", rows)
+    longest_s = max(row["longest, ms"] for row in rows) / 1e3
+    name = f"longest step when a request of {num_tokens} tokens begins, s"
+    result.add_goal(Goal(name, longest_s, *LONGEST_STEP_GOALS, lower_is_better=True))
 
 
 def add_engine_tables(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process takes beside what it had before its first long request, against
+"""What a process takes beside what it had at most before its first long request, against
 `host_memory_gib`."""
 
 from __future__ import annotations
@@ -85,8 +85,12 @@ SMOKE_LOAD = Load(
 
 
 class Engine:
-    """relay_sparse in this process. What vLLM needs for short requests is there before it is
-    measured: all of the KV cache, and what a step of a prompt computes in."""
+    """relay_sparse in this process.
+
+    Attributes:
+        base_bytes: the most that the process had while it served short requests, which fill the KV
+            cache: what a step of a prompt computes in is part of it.
+    """
 
     def __init__(self, folder: Path, load: Load) -> None:
         from vllm import LLM
@@ -117,7 +121,9 @@ class Engine:
         self._rng = np.random.default_rng(0)
         for _ in range(-(-num_blocks * 128 // 1000)):
             self.add(1000, 1)
-        self.run()
+        with PeakMemory() as peak:
+            self.run()
+        self.base_bytes = peak.peak_bytes
 
     def add(
         self,
@@ -178,14 +184,13 @@ def contexts_and_requests(engine: Engine) -> int:
 def measure(folder: Path, load: Load) -> list[Row]:
     """Tables of what is taken; the process must not have had other engines."""
     engine, rows = Engine(folder, load), []
-    base_bytes = PeakMemory().now_bytes()
     for what, run in (
         ("requests", requests_only),
         ("contexts, and requests", contexts_and_requests),
     ):
         with PeakMemory() as peak:
             reserved_bytes = run(engine)
-        taken_bytes = peak.peak_bytes - base_bytes
+        taken_bytes = peak.peak_bytes - engine.base_bytes
         row: Row = {
             "what": what,
             "limit MiB": load.limit_mib,

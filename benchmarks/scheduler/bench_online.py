@@ -34,8 +34,7 @@ from benchmarks.scheduler.bench_scheduler import (
 from benchmarks.support.formatting import Row
 from benchmarks.support.options import argument_parser
 from benchmarks.support.result import Goal, Result
-from vllm_relay.prefix_cache.predict.cache_size import CacheSize
-from vllm_relay.prefix_cache.predict.engine import PredictorSettings
+from vllm_relay.prefix_cache.predict.engine import CacheSize, PredictorSettings
 from vllm_relay.prefix_cache.predict.input import PredictedRequest
 from vllm_relay.prefix_cache.predict.load import Load, StepCosts, poisson_s
 from vllm_relay.prefix_cache.predict.predictor import Predictor, Waits

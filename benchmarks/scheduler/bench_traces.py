@@ -24,8 +24,7 @@ from benchmarks.scheduler.bench_scheduler import MODEL
 from benchmarks.support.formatting import Row
 from benchmarks.support.options import argument_parser
 from benchmarks.support.result import Goal, Result
-from vllm_relay.prefix_cache.predict.cache_size import CacheSize
-from vllm_relay.prefix_cache.predict.engine import PredictorSettings
+from vllm_relay.prefix_cache.predict.engine import CacheSize, PredictorSettings
 from vllm_relay.prefix_cache.predict.input import TRACE_BLOCK_TOKENS, PredictedRequest
 from vllm_relay.prefix_cache.predict.load import DEFAULT_COSTS, Load, StepCosts
 from vllm_relay.prefix_cache.predict.predictor import Prediction, Predictor

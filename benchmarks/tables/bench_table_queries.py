@@ -36,7 +36,7 @@ from vllm_relay.tables.engines.base import Prompt
 from vllm_relay.tables.engines.in_process import InProcessEngine
 from vllm_relay.tables.jobs.estimate import JobReport
 from vllm_relay.tables.jobs.options import JobOptions
-from vllm_relay.tables.jobs.prompt_format import PromptFormat
+from vllm_relay.tables.jobs.prompts.format import PromptFormat
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.connection import connect
 
@@ -122,7 +122,8 @@ class Contender:
         connection = self._connection()
         began_s = time.perf_counter()
         result = connection.sql(query.sql)
-        assert result is not None and not result.errors
+        # models of random weights do not end their texts
+        assert result is not None and all("was cut" in each.error for each in result.errors)
         result.fetchall()
         seconds = time.perf_counter() - began_s
         wait_until_workers_sleep()

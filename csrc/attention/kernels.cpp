@@ -7,6 +7,7 @@ namespace relay {
 namespace {
 
 bool any_machine() { return true; }
+bool machine_has_avx2() { return cpu_features().avx2; }
 bool machine_has_avx512() { return cpu_features().avx512; }
 bool machine_has_avx512_bf16() { return cpu_features().avx512_bf16; }
 bool machine_has_amx_bf16() { return cpu_features().amx_bf16; }
@@ -31,6 +32,11 @@ const KernelInfo kKernels[] = {
     {"avx512", attention_avx512, attention_avx512, machine_has_avx512, takes_any},
 #else
     {"avx512", nullptr, nullptr, machine_has_avx512, takes_any},
+#endif
+#if RELAY_HAVE_AVX2
+    {"avx2", attention_avx2, attention_avx2, machine_has_avx2, takes_any},
+#else
+    {"avx2", nullptr, nullptr, machine_has_avx2, takes_any},
 #endif
     {"portable", attention_portable, attention_portable, any_machine, takes_any},
 #if RELAY_HAVE_AVX512_BF16

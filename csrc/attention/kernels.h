@@ -8,6 +8,9 @@
 #include "problem.h"
 #include "unpacked.h"
 
+#ifndef RELAY_HAVE_AVX2
+#define RELAY_HAVE_AVX2 0
+#endif
 #ifndef RELAY_HAVE_AVX512
 #define RELAY_HAVE_AVX512 0
 #endif
@@ -37,6 +40,8 @@ extern const int kNumKernels;
 
 void attention_portable(const Problem&, const Plan&);
 void attention_portable(const Problem&, const Unpacked&);
+void attention_avx2(const Problem&, const Plan&);
+void attention_avx2(const Problem&, const Unpacked&);
 void attention_avx512(const Problem&, const Plan&);
 void attention_avx512(const Problem&, const Unpacked&);
 void attention_avx512_bf16(const Problem&, const Plan&);

@@ -15,6 +15,8 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int kMaxRows = 6, kColumns = 4;  // 24 accumulators, 4 lines, operands
+#elif defined(__AVX2__)
+constexpr int kMaxRows = 4, kColumns = 1;  // 8 accumulators, 4 halves of a line, an operand
 #else
 constexpr int kMaxRows = 2, kColumns = 2;
 #endif

@@ -34,13 +34,15 @@ bool tile_registers_permitted() {
 CpuFeatures detect() {
   CpuFeatures features;
 #if defined(__x86_64__)
-  constexpr unsigned kAvx512State = 0xe6, kTileState = 0x60000;
+  constexpr unsigned kAvxState = 0x6, kAvx512State = 0xe6, kTileState = 0x60000;
   unsigned a, b, c, d;
   if (!__get_cpuid(1, &a, &b, &c, &d)) return features;
+  const bool fma_and_f16c = (c & bit_FMA) && (c & bit_F16C);
   features.sse42 = (c & bit_SSE4_2) && (c & bit_PCLMUL);
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return features;
   const unsigned ebx7 = b, ecx7 = c, edx7 = d;
   const unsigned avx512 = (1u << 16) | (1u << 17) | (1u << 30) | (1u << 31);  // F, DQ, BW, VL
+  features.avx2 = (ebx7 & bit_AVX2) && fma_and_f16c && operating_system_saves(kAvxState);
   features.avx512 = (ebx7 & avx512) == avx512 && operating_system_saves(kAvx512State);
   features.avx512_vnni = features.avx512 && (ecx7 & (1u << 11));
   features.avx512_vpclmulqdq = features.avx512 && features.sse42 && (ecx7 & (1u << 10));

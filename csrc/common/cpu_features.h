@@ -4,11 +4,12 @@
 namespace relay {
 
 struct CpuFeatures {
-  bool avx512 = false;             // F, BW, VL, DQ, and the operating system saves the registers
-  bool avx512_vnni = false;        // vpdpbusd
-  bool avx512_bf16 = false;        // vdpbf16ps
-  bool amx_bf16 = false;           // tile registers, bf16 products, and permission to use them
-  bool sse42 = false;              // with PCLMULQDQ
+  bool avx2 = false;         // with FMA and F16C, and the operating system saves the registers
+  bool avx512 = false;       // F, BW, VL, DQ, and the operating system saves the registers
+  bool avx512_vnni = false;  // vpdpbusd
+  bool avx512_bf16 = false;  // vdpbf16ps
+  bool amx_bf16 = false;     // tile registers, bf16 products, and permission to use them
+  bool sse42 = false;        // with PCLMULQDQ
   bool avx512_vpclmulqdq = false;  // with both of the above
 };
 

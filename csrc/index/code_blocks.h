@@ -77,6 +77,52 @@ RELAY_INLINE void multiply_blocks(const Blocks<UpperHalves>& blocks, int64_t fir
       _mm512_storeu_si512(out + (q * NumBlocks + b) * kBlockKeys, sums[q][b]);
 }
 
+#elif defined(__AVX2__)
+
+template <int Queries, int NumBlocks, bool UpperHalves>
+RELAY_INLINE void multiply_blocks(const Blocks<UpperHalves>& blocks, int64_t first,
+                                  const int8_t* queries, int64_t query_stride, int32_t* out) {
+  constexpr int kStep = UpperHalves ? 8 : 4;
+  const int64_t block_bytes = blocks.block_bytes();
+  const auto four_of = [&](int q, int element) {
+    int32_t four;
+    std::memcpy(&four, queries + q * query_stride + element, 4);
+    return _mm256_set1_epi32(four);
+  };
+  for (int b = 0; b < NumBlocks; ++b) {
+    __m256i sums[Queries][2];
+#pragma GCC unroll 4
+    for (int q = 0; q < Queries; ++q) sums[q][0] = sums[q][1] = _mm256_setzero_si256();
+    const uint8_t* const data = blocks.block(first + b);
+    for (int s = 0; s < blocks.stride / kStep; ++s) {
+      const uint8_t* const line = data + 64 * s;
+      __builtin_prefetch(line + kPrefetchedBlocks * block_bytes);
+      const __m256i keys[2] = {load_bytes(line), load_bytes(line + 32)};
+#pragma GCC unroll 4
+      for (int q = 0; q < Queries; ++q) {
+        const __m256i query = four_of(q, kStep * s);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+          if constexpr (UpperHalves) {
+            sums[q][half] = add_half_products(sums[q][half], lower_halves(keys[half]), query);
+            sums[q][half] = add_half_products(sums[q][half], upper_halves(keys[half]),
+                                              four_of(q, kStep * s + 4));
+          } else {
+            sums[q][half] = add_products(sums[q][half], keys[half], query);
+          }
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int q = 0; q < Queries; ++q)
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half)
+        _mm256_storeu_si256(
+            reinterpret_cast<__m256i*>(out + (q * NumBlocks + b) * kBlockKeys + 8 * half),
+            sums[q][half]);
+  }
+}
+
 #else
 
 template <int Queries, int NumBlocks, bool UpperHalves>

@@ -20,6 +20,16 @@ namespace {
 constexpr int kRowsAtOnce = 16;
 constexpr int kQuad = 4;  // queries that are scored together
 
+}  // namespace
+}  // namespace relay::index
+
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+#include "code_lanes_avx2.h"
+#endif
+
+namespace relay::index {
+namespace {
+
 #if defined(__AVX512VNNI__)
 
 // Sums the lanes of each of four registers: returns [a, b, c, d] in every 128-bit part.
@@ -179,6 +189,7 @@ RELAY_INLINE void prefetch_row(const uint8_t* row, int chunks) {
 
 #else
 
+#if !defined(__AVX2__)
 template <int Chunks>
 inline void dot_rows(const uint8_t* const* rows, const int8_t* query, int32_t* out) {
   for (int r = 0; r < kRowsAtOnce; ++r) {
@@ -226,6 +237,8 @@ inline void dot_lower_rows_quad(const uint8_t* rows, const int8_t* quad,
       out[q][r] = sum;
     }
 }
+
+#endif
 
 inline int append(uint32_t mask, const int32_t* ids, const int32_t* scores, int32_t* to_ids,
                   int32_t* to_scores) {

@@ -10,6 +10,7 @@
 namespace relay::index {
 
 extern const IndexKernels kIndexKernelsPortable;
+extern const IndexKernels kIndexKernelsAvx2;
 extern const IndexKernels kIndexKernelsAvx512Vnni;
 
 namespace {
@@ -17,6 +18,9 @@ namespace {
 const IndexKernels* const kAll[] = {
 #if RELAY_HAVE_AVX512_VNNI
     &kIndexKernelsAvx512Vnni,
+#endif
+#if RELAY_HAVE_AVX2
+    &kIndexKernelsAvx2,
 #endif
     &kIndexKernelsPortable,
 };

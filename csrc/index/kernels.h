@@ -9,6 +9,9 @@
 
 #include "views.h"
 
+#ifndef RELAY_HAVE_AVX2
+#define RELAY_HAVE_AVX2 0
+#endif
 #ifndef RELAY_HAVE_AVX512_VNNI
 #define RELAY_HAVE_AVX512_VNNI 0
 #endif

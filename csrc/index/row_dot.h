@@ -13,6 +13,14 @@ RELAY_INLINE Vec16 load_row16(const BFloat16* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(
       _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
 }
+#elif defined(__AVX2__)
+RELAY_INLINE Vec16 load_row16(const BFloat16* p) {
+  const auto widened = [](const BFloat16* from) {
+    const __m128i eight = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(eight), 16));
+  };
+  return {widened(p), widened(p + 8)};
+}
 #else
 RELAY_INLINE Vec16 load_row16(const BFloat16* p) {
   Vec16 x;

@@ -421,7 +421,9 @@ def test_kernels_serve_their_dtypes():
     for kernel in _C.supported_kernels():
         assert cpu.kernel_for(torch.bfloat16, kernel) == kernel
     for dtype in (torch.float32, torch.float16):
-        assert cpu.kernel_for(dtype) == cpu.usable_kernels(dtype)[0] in ("avx512", "portable")
+        assert (
+            cpu.kernel_for(dtype) == cpu.usable_kernels(dtype)[0] in ("avx512", "avx2", "portable")
+        )
     with pytest.raises(ValueError, match="'gpu'"):
         cpu.kernel_for(torch.float32, "gpu")
     with pytest.raises(ValueError, match="int8"):

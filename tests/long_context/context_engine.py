@@ -38,7 +38,10 @@ class Worker:
         for context_id in orders.deleted:
             del self.contexts[context_id]
         for kept in orders.kept.values():
-            report = ContextReport(kept.context_id, len(kept.tokens), "indexing", GRANULE_BYTES, 0)
+            num_tokens = len(kept.tokens)
+            report = ContextReport(
+                kept.context_id, num_tokens, "indexing", GRANULE_BYTES, 0, num_own_tokens=num_tokens
+            )
             self.contexts[kept.context_id] = (report, np.array(kept.tokens))
 
     def delete(self, context_id: str) -> str | None:

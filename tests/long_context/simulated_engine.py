@@ -110,6 +110,7 @@ class LongContextExecutor(SimulatedExecutor):
                         len(each.own_states) * BYTES_PER_TOKEN,
                         0,
                         parent_id=None if each.parent is None else each.parent.id,
+                        num_own_tokens=len(each.own_states),
                     )
                     for context_id, each in self.contexts.items()
                 ]
@@ -253,7 +254,7 @@ class LongEngine:
         """A context of a request that ends now; its id."""
         self.add(request_id, prompt, 1, keep=True)
         self.run()
-        [report] = self.long_contexts.pending_contexts()
+        [report] = self.long_contexts.contexts.pending()
         return report.context_id
 
     def abort(self, request_id: str) -> None:

@@ -117,9 +117,9 @@ class Soak:
 
     def _watch(self, long_contexts: Any) -> None:
         """Counts what the scheduler decides."""
-        take_orders, keep = long_contexts.take_orders, long_contexts._keep
+        take_orders, keep = long_contexts.take_orders, long_contexts.contexts.keep
         restart, reserve = long_contexts.restart, long_contexts.memory.reserve
-        take_evicted = long_contexts.take_evicted
+        take_evicted = long_contexts.contexts.take_evicted
 
         def leave(context_ids: list[str]) -> None:
             for context_id in context_ids:
@@ -137,7 +137,6 @@ class Soak:
                     self.counts["reused"] += 1
                     self.counts["reused_within_block"] += placement.num_tokens % size != 0
             self.counts["memory_taken"] += len(orders.dropped)
-            leave(orders.deleted)
             return orders
 
         def watched_take_evicted() -> list[str]:
@@ -147,7 +146,7 @@ class Soak:
 
         def watched_keep(request: Any, num_tokens: int) -> None:
             keep(request, num_tokens)
-            kept = long_contexts._orders.kept.get(request.request_id)
+            kept = long_contexts.contexts._pending.get(request.request_id)
             if kept is not None:
                 self.counts["kept"] += 1
                 self.deleted.discard(kept.context_id)
@@ -164,9 +163,9 @@ class Soak:
             self.counts["memory_waits"] += dropped is None
             return dropped
 
-        long_contexts.take_orders, long_contexts._keep = watched_take_orders, watched_keep
+        long_contexts.take_orders, long_contexts.contexts.keep = watched_take_orders, watched_keep
         long_contexts.restart, long_contexts.memory.reserve = watched_restart, watched_reserve
-        long_contexts.take_evicted = watched_take_evicted
+        long_contexts.contexts.take_evicted = watched_take_evicted
 
     def add(self, question: Question | None = None, *, is_kept: bool | None = None) -> None:
         """A question: a random one about a document, or about what was kept."""
@@ -205,9 +204,9 @@ class Soak:
         self.counts["aborted"] += 1
 
     def delete(self) -> None:
-        known = self.long_contexts.catalog.by_last_use()
+        known = self.long_contexts.contexts.catalog.by_last_use()
         if known:
-            context_id = self.rng.choice(known)
+            context_id = self.rng.choice(known).id
             self.on_event("deleting", context_id)
             delete_context(self.engine, context_id)
             self.deleted.add(context_id)
@@ -308,7 +307,7 @@ class Soak:
         before = self.counts["reused"]
         asked = 0
         for report, tokens in self.worker.contexts.reports():
-            if report.context_id in self.long_contexts.catalog:
+            if report.context_id in self.long_contexts.contexts.catalog:
                 text = tokens[: MAX_MODEL_LEN_TOKENS - 2 * OUTPUT_TOKENS].tolist()
                 question = ask(self.rng, text, self.rng.randint(1, OUTPUT_TOKENS))
                 self.add(question, is_kept=False)

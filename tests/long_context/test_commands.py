@@ -113,10 +113,10 @@ def test_the_folder_is_read_once_and_after_a_reset() -> None:
     assert worker.num_opened == 1
     worker.contexts.clear()
     commands.load_contexts(engine.core)
-    assert context_id in engine.core.long_contexts.catalog
+    assert context_id in engine.core.long_contexts.contexts.catalog
     commands.load_contexts(engine.core, again=True)
     assert worker.num_opened == 2
-    assert context_id not in engine.core.long_contexts.catalog
+    assert context_id not in engine.core.long_contexts.contexts.catalog
 
 
 def test_a_context_that_a_rank_has_not_is_left_out() -> None:

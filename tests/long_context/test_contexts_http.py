@@ -50,6 +50,7 @@ def test_contexts_come_and_go() -> None:
         "file_bytes": 0,
         "problem": None,
         "parent_id": None,
+        "num_own_tokens": 90,
     }
     assert made.json() == entry
     assert http.get("/relay/contexts").json() == {"contexts": [entry]}

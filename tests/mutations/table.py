@@ -95,7 +95,7 @@ MUTATIONS = [
         ("node.turn = node.size  # its turn begins", "node.turn = 10**9"),
         ("is_turn_over = node.turn <= 0", "is_turn_over = node.turn <= -(10**9)"),
         ("key = (not child.resident, self._places", "key = (child.resident, self._places"),
-        ("upper.num_blocks * max(0, lower.size - 1)", "upper.num_blocks * lower.size"),
+        ("upper.arrivals = lower.arrivals.copy()", "upper.arrivals = []"),
     ),
     *_of(
         f"{_CACHE}/chains.py",
@@ -135,8 +135,8 @@ MUTATIONS = [
         "scheduler/test_lanes.py",
         ("self._next.add(request, number)", "self._next.add(request, -number)"),
         (
-            "if found is None or self.limit.is_within",
-            "if found is None or True or self.limit.is_within",
+            "if found is None or self._is_within(found)",
+            "if found is None or True or self._is_within(found)",
         ),
     ),
     *_of(
@@ -282,7 +282,10 @@ MUTATIONS = [
         "vllm_relay/long_context/scheduling/scheduler.py",
         "long_context/scheduling/test_contexts_in_memory.py",
         ("num_tokens - (0 if reused is None else reused.num_tokens)", "num_tokens"),
-        ("self.memory.bytes_for(num_tokens - own_begin)", "self.memory.bytes_for(num_tokens)"),
+        (
+            "num_bytes = self.memory.bytes_for(num_tokens - num_reused)",
+            "num_bytes = self.memory.bytes_for(num_tokens)",
+        ),
         ("if self._has_folder and not is_alone:", "if False:"),
         (
             "if request_id in self._preempted:\n                self._drop",

@@ -17,7 +17,9 @@ pytestmark = [
 
 
 def output(*command):
-    return subprocess.run([*command, _C.__file__], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [*command, _C.__file__], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def test_functions_that_linkers_merge_are_for_every_cpu():

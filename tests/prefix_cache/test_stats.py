@@ -30,7 +30,10 @@ def scheduler() -> Any:
     pool = SimpleNamespace(hash_block_size=16, free_block_queue=queue)
     return SimpleNamespace(
         kv_cache_manager=SimpleNamespace(block_pool=pool),
-        waiting=SimpleNamespace(overtakes=0, held_requests=0),
+        waiting=SimpleNamespace(
+            overtakes=0, held_requests=0, leading_requests=0, blocked_requests=0
+        ),
+        overtaken=SimpleNamespace(count=0),
         pins=SimpleNamespace(num_blocks=0, num_bytes=0),
     )
 
@@ -129,12 +132,6 @@ def test_only_what_is_new_is_taken() -> None:
         taken, leading_requests=1, blocked_requests=2, overtaken_requests=3
     )
     assert recorder.take() is None
-
-
-def test_stock_scheduler_has_what_it_has() -> None:
-    pool = SimpleNamespace(hash_block_size=16, free_block_queue=object())
-    stock = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=pool), waiting=[])
-    assert PrefixCacheRecorder(stock).take() is None
 
 
 def test_most_hit_tokens_come_first() -> None:

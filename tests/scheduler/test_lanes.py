@@ -26,7 +26,7 @@ def lanes_of(
 
 
 def wait(lanes: Lanes[str], request: str, chain: Chain, position: int) -> None:
-    lanes.add(request, lambda: chain, (0.0, position))
+    lanes.add(request, chain, (0.0, position))
 
 
 def test_siblings_are_held_until_the_prefix_is_resident() -> None:

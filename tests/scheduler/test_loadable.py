@@ -8,10 +8,9 @@ from tests.scheduler.test_order import chain_of
 from vllm_relay.prefix_cache.chains import BlockName
 from vllm_relay.scheduler.fairness import OvertakeLimit
 from vllm_relay.scheduler.lanes import Lanes
-from vllm_relay.scheduler.loadable import LoadableBlocks
 from vllm_relay.scheduler.order import PrefixOrder
 from vllm_relay.scheduler.tenants import Shares, TenantLanes
-from vllm_relay.scheduler.warm_up import WarmUp
+from vllm_relay.scheduler.warm_up import LoadableBlocks, WarmUp
 
 
 class Connector:
@@ -147,6 +146,6 @@ def test_a_tenant_of_whom_nobody_can_run_is_not_looked_at() -> None:
     lanes = TenantLanes(lambda: lanes_of(set(), set()), lambda request: request[0], Shares(1))
     lanes.look_again("a")
     assert list(lanes._lanes) == []
-    lanes.add("b", lambda: chain_of(1), (0.0, 0))
+    lanes.add("b", chain_of(1), (0.0, 0))
     lanes.look_again("b")
     assert lanes.first(0.0) == "b"

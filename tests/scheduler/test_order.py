@@ -105,7 +105,7 @@ def test_a_request_that_comes_and_goes_leaves_nothing_behind() -> None:
         order.add("comes and goes", chain_of(1, 2), 1)
         order.remove("comes and goes")
     nodes = [order._root, *order._root.children.values()]
-    assert all(len(node.arrivals) < 100 and len(node.queue) < 100 for node in nodes)
+    assert all(len(node.arrivals) < 100 and len(node.queue._heap) < 100 for node in nodes)
 
 
 def test_evicted_prefixes_lose_their_place() -> None:
@@ -192,7 +192,7 @@ def check_nodes(order: PrefixOrder[int], chains: dict[int, Chain]) -> None:
         below = [
             request
             for request, chain in chains.items()
-            if node.depth <= len(chain) and (not node.depth or node.last_block in chain)
+            if node.depth <= len(chain) and (not node.depth or node.chain[node.depth - 1] in chain)
         ]
         assert node.size == len(below)
         if below:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.support.calls import count_calls
 from tests.support.depth import cases
-from vllm_relay.scheduler.overtaken import OvertakenCount
+from vllm_relay.scheduler.fairness import OvertakenCount
 
 events = st.lists(st.tuples(st.sampled_from(["come", "run", "leave", "again"]), st.integers(0, 99)))
 

@@ -22,7 +22,7 @@ def tenant_lanes(round_tokens: int, resident: set[bytes] | None = None) -> Tenan
 
 def wait(lanes: TenantLanes[str], *requests: str) -> None:
     for position, request in enumerate(requests):
-        lanes.add(request, lambda request=request: chain_of(*map(ord, request)), (0.0, position))
+        lanes.add(request, chain_of(*map(ord, request)), (0.0, position))
 
 
 def run(lanes: TenantLanes[str], tokens: int) -> str:
@@ -110,7 +110,7 @@ def test_busy_tenants_get_equal_shares(tenants: int, round_tokens: int, seed: in
         lanes.release(request)
         lanes.shares.charge(name, tokens)
         used[name] += tokens
-        lanes.add(f"{name}{number % 256}x", lambda: chain_of(1), (0.0, 100 + number))
+        lanes.add(f"{name}{number % 256}x", chain_of(1), (0.0, 100 + number))
         assert max(used.values()) - min(used.values()) <= round_tokens + 2 * max(costs.values())
 
 

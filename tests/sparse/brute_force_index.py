@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,6 @@ class BruteForceIndex(KeyIndex):
         *,
         begin: int = 0,
         prefix_len: int | None = None,
-        entry: Sequence[int] | np.ndarray | None = None,
         window_max: Any = None,
     ) -> SearchResult:
         rows, keys = np.asarray(queries), self.keys.to_float32()
@@ -69,10 +68,6 @@ class BruteForceIndex(KeyIndex):
             [row.astype(np.float32) for row in scores],
             SearchStats(len(counted), 1, self.keys.data[begin:prefix_len].nbytes, dropped),
         )
-
-    def append(self, keys: Any) -> None:
-        added = as_elements("keys", keys, self.keys.dtype)
-        self._keys = Elements(np.concatenate([self.keys.data, added.data]), self.keys.dtype)
 
     def check(self) -> None:
         pass

@@ -26,7 +26,7 @@ def test_a_server_is_reached_by_its_address(monkeypatch: pytest.MonkeyPatch) -> 
         def __init__(self, base_url: str, **arguments: Any) -> None:
             self.given = (base_url, arguments)
 
-    module = type(sys)("vllm_relay.tables.engines.server")
+    module = type(sys)("vllm_relay.tables.engines.server.engine")
     module.ServerEngine = ServerEngine  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     opened: Any = open_engine("http://localhost:8000", model="m")

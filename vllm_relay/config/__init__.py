@@ -72,9 +72,9 @@ class SharingOptions(BaseModel):
     )
     kernel: KernelChoice = Field(
         default="auto",
-        description="CPU kernel. auto takes the first of amx_bf16, avx512_bf16, avx512, portable "
-        "that this CPU and the model's dtype allow. avx512_bf16_rounded trades accuracy for "
-        "speed: see docs/kernels.md.",
+        description="CPU kernel. auto takes the first of amx_bf16, avx512_bf16, avx512, avx2, "
+        "portable that this CPU and the model's dtype allow. avx512_bf16_rounded trades accuracy "
+        "for speed: see docs/kernels.md.",
     )
     log_every_s: float = Field(
         default=0.0,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_relay.commands import engine as commands
@@ -18,31 +17,14 @@ from vllm_relay.commands.errors import CommandError
 from vllm_relay.commands.prompts import Prompt, tokens_of
 from vllm_relay.limits import sparse_is_selected
 from vllm_relay.long_context.commands import HOW_TO_SELECT
-from vllm_relay.long_context.orders import KEEP_ARG
+from vllm_relay.long_context.orders import KEEP_ARG, ContextReport
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-@dataclass(frozen=True)
-class Context:
-    """A stored context, as its first worker sees it.
-
-    Attributes:
-        state: "indexing" as long as its indexes are built (it is read exactly, or by a scan,
-            meanwhile); then "stored" in a file, or "memory" without a folder.
-        memory_bytes, file_bytes: of host memory that only it takes, and of its file.
-        problem: why it could not be stored, if so.
-        parent_id: of the context whose first tokens it shares, and does not store itself.
-    """
-
-    context_id: str
-    num_tokens: int
-    state: str
-    memory_bytes: int
-    file_bytes: int
-    problem: str | None = None
-    parent_id: str | None = None
+Context = ContextReport
+"""A stored context, as its first worker sees it."""
 
 
 def keep_context(llm: Any, prompt: Prompt) -> Context:

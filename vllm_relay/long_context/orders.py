@@ -57,15 +57,23 @@ class KeptContext:
     tokens: list[int]
 
 
+DELETED = "deleted"
+"""The state of a context that others continue, and that nothing else reads any more."""
+
+
 @dataclass(frozen=True)
 class ContextReport:
     """What a worker says of a context.
 
     Attributes:
-        state: "indexing" as long as a thread builds its indexes; then "stored" in a file, or
-            "memory" if there is no folder, or with a `problem`.
+        state: "indexing" as long as its indexes are built (it is read exactly, or by a scan,
+            meanwhile); then "stored" in a file, or "memory" if there is no folder, or with a
+            `problem`; `DELETED` is not told to users.
         memory_bytes: of host memory that only it takes; what is mapped from a file is not counted.
+        file_bytes: of its file, and of that with its training queries.
+        problem: why it could not be stored, if so.
         parent_id: of the context whose first tokens it shares, and does not store itself.
+        num_own_tokens: the last ones, which it stores itself.
     """
 
     context_id: str
@@ -75,6 +83,12 @@ class ContextReport:
     file_bytes: int
     problem: str | None = None
     parent_id: str | None = None
+    num_own_tokens: int = 0
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether there is nothing of it but the reason why."""
+        return self.problem is not None and not self.memory_bytes and not self.file_bytes
 
 
 def asks_to_be_kept(sampling_params: Any) -> bool:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from vllm_relay.modules.markup.pml import read_schema, read_text
 from vllm_relay.modules.markup.schema import Schema
-from vllm_relay.modules.prompt.describe import describe_schema
+from vllm_relay.modules.prompt.layout import describe_schema
 from vllm_relay.modules.prompt.schema_store import SchemaStore
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from math import prod
 from typing import Any
@@ -107,11 +107,7 @@ class PrefixCacheStats:
 
 
 class TopPrefixes:
-    """The prefixes with most hit tokens.
-
-    Args:
-        capacity: prefixes to keep count of; those with fewest hit tokens are dropped first.
-    """
+    """The prefixes with most hit tokens: up to `capacity`, with fewest dropped first."""
 
     def __init__(self, capacity: int = 4096) -> None:
         self._capacity = capacity
@@ -136,12 +132,7 @@ class TopPrefixes:
 
 
 class PrefixCacheRecorder:
-    """Collects the statistics of a scheduler in the engine core.
-
-    Args:
-        scheduler: has ``kv_cache_manager`` as vLLM's; ``pins``, ``overtaken``, and of ``waiting``
-            the attribute ``overtakes`` and the gauges of requests, are read where they exist.
-    """
+    """Collects the statistics of a RelayScheduler in the engine core."""
 
     def __init__(self, scheduler: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._scheduler = scheduler
@@ -153,7 +144,6 @@ class PrefixCacheRecorder:
         self._overtakes = 0
         self._evicted: dict[str, int] = {}
         self._tenants: set[str] = set()
-        self._scheduling_steps, self._scheduling_s = 0, 0.0
         self._scheduling_taken_s = clock()
         self.top_prefixes = TopPrefixes()
 
@@ -188,30 +178,30 @@ class PrefixCacheRecorder:
 
     def on_scheduled(self, seconds: float) -> None:
         """Count a step that took so long to schedule."""
-        self._scheduling_steps += 1
-        self._scheduling_s += seconds
+        self._step.scheduling_steps += 1
+        self._step.scheduling_seconds += seconds
 
     def take(self) -> PrefixCacheStats | None:
         """The statistics since the last call; None if there is nothing new."""
-        step, self._step = self._step, PrefixCacheStats()
-        overtakes = getattr(self._scheduler.waiting, "overtakes", 0)
-        step.overtakes, self._overtakes = overtakes - self._overtakes, overtakes
-        queue = self._scheduler.kv_cache_manager.block_pool.free_block_queue
-        evicted: Mapping[str, int] = getattr(queue, "evicted_blocks", {})
-        for reason, blocks in evicted.items():
-            if new := blocks - self._evicted.get(reason, 0):
-                step.evicted_blocks[reason] = new
+        step = self._step
+        overtakes = self._scheduler.waiting.overtakes
+        evicted = self._scheduler.kv_cache_manager.block_pool.free_block_queue.evicted_blocks
+        step.overtakes = overtakes - self._overtakes
+        step.evicted_blocks = {
+            reason: blocks - self._evicted.get(reason, 0)
+            for reason, blocks in evicted.items()
+            if blocks > self._evicted.get(reason, 0)
+        }
         gauges = self.gauges()
         now_s = self._clock()
         # what every step has is no reason to send something with every step
-        is_due = self._scheduling_steps and now_s - self._scheduling_taken_s >= _SCHEDULING_EVERY_S
-        if step == PrefixCacheStats() and gauges == self._last_gauges and not is_due:
+        is_new = replace(step, scheduling_steps=0, scheduling_seconds=0.0) != PrefixCacheStats()
+        is_due = step.scheduling_steps and now_s - self._scheduling_taken_s >= _SCHEDULING_EVERY_S
+        if not is_new and not is_due and gauges == self._last_gauges:
             return None
-        step.scheduling_steps, self._scheduling_steps = self._scheduling_steps, 0
-        step.scheduling_seconds, self._scheduling_s = self._scheduling_s, 0.0
-        self._scheduling_taken_s = now_s
-        self._evicted = dict(evicted)
-        self._last_gauges = gauges
+        self._step = PrefixCacheStats()
+        self._overtakes, self._evicted = overtakes, dict(evicted)
+        self._last_gauges, self._scheduling_taken_s = gauges, now_s
         for name, value in gauges.items():
             setattr(step, name, value)
         self._since_log.merge(step)
@@ -234,15 +224,14 @@ class PrefixCacheRecorder:
 
     def gauges(self) -> dict[str, int]:
         """As they are now."""
-        pins, waiting = getattr(self._scheduler, "pins", None), self._scheduler.waiting
-        overtaken = getattr(self._scheduler, "overtaken", None)
+        pins, waiting = self._scheduler.pins, self._scheduler.waiting
         return {
-            "pinned_blocks": pins.num_blocks if pins is not None else 0,
-            "pinned_bytes": pins.num_bytes if pins is not None else 0,
-            "held_requests": getattr(waiting, "held_requests", 0),
-            "leading_requests": getattr(waiting, "leading_requests", 0),
-            "blocked_requests": getattr(waiting, "blocked_requests", 0),
-            "overtaken_requests": overtaken.count if overtaken is not None else 0,
+            "pinned_blocks": pins.num_blocks,
+            "pinned_bytes": pins.num_bytes,
+            "held_requests": waiting.held_requests,
+            "leading_requests": waiting.leading_requests,
+            "blocked_requests": waiting.blocked_requests,
+            "overtaken_requests": self._scheduler.overtaken.count,
         }
 
     def _tenant(self, request: Any) -> str:

@@ -2,10 +2,8 @@
 """A scheduler for vLLM that orders requests by their prefixes.
 
 order.py             prefix by prefix: a trie of waiting requests                  (pure)
-warm_up.py           one computes a prefix, the others are held                    (pure)
-loadable.py          what a KV connector can load for those that wait              (pure)
-fairness.py          how far a request may be overtaken, and who is late           (pure)
-overtaken.py         how many have been overtaken                                  (pure)
+warm_up.py           one computes or loads a prefix, the others are held           (pure)
+fairness.py          how far one may be overtaken, who is late, how many were      (pure)
 lanes.py             the waiting requests of one priority and tenant, and a limit  (pure)
 tenants.py           equal shares of tokens for tenants                            (pure)
 vllm_queue.py        takes the place of vLLM's queue of waiting requests           (vLLM)

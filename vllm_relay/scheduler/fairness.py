@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the order of waiting requests may depart from the order of arrival."""
+"""How far the order of waiting requests may depart from the order of arrival, and how many of them
+have been overtaken."""
 
 from __future__ import annotations
 
@@ -15,30 +16,19 @@ R = TypeVar("R", bound=Hashable)
 
 @dataclass(slots=True)
 class _Wait:
-    """
-    Attributes:
-        number: how many requests arrived before this one.
-        window_end: the number of the last request that may overtake it; None before anybody ran.
-        turn: how many will have run when it would have had its turn in the order of arrival.
-        turn_s: when that was; None before.
-    """
-
-    number: int
+    number: int  # how many requests arrived before this one
     window_end: int | None = None
-    turn: int = 0
-    turn_s: float | None = None
+    """The number of the last request that may overtake it; None before anybody ran."""
+    turn: int = 0  # how many will have run when it would have had its turn in the order of arrival
+    turn_s: float | None = None  # when that was; None before
 
 
 @dataclass
 class OvertakeLimit(Generic[R]):
     """Bounds how many later requests run before an earlier one, and tells who is late.
 
-    Let n others wait, those set aside included, when the first request is run after one could. That
-    one is overtaken at most n + max_overtakes times: it may change places with the next
-    n + max_overtakes that arrive, and with none after these (`window_end`). As at most n run that
-    are older, it is among the first 2 n + max_overtakes + 1 to run: in the order of arrival it
-    would be among the first n + 1. Requests that arrive together, before anybody runs, count for
-    each other: nobody could tell their order.
+    docs/scheduler.md ("Fairness") has the rule and its proof. Those who wait beside a request when
+    the first one is run after it could include those that are set aside.
 
     Args:
         max_hold_s: a request is late this many seconds after its turn in the order of arrival; 0
@@ -50,13 +40,12 @@ class OvertakeLimit(Generic[R]):
     max_hold_s: float
     max_overtakes: int
     _waits: dict[R, _Wait] = field(default_factory=dict, init=False)
-    _requests: dict[int, R] = field(default_factory=dict, init=False)  # those that wait, by number
     _aside: dict[R, _Wait] = field(default_factory=dict, init=False)
-    _new: dict[int, _Wait] = field(default_factory=dict, init=False)  # nobody has run since
+    _new: dict[R, _Wait] = field(default_factory=dict, init=False)  # nobody has run since
     _turns: deque[_Wait] = field(default_factory=deque, init=False)  # to come
-    _ends: Ranked[int] = field(default_factory=Ranked, init=False)
-    """The numbers of those that wait and have a window, by `window_end`."""
-    _numbers: Ranked[int] = field(default_factory=Ranked, init=False)  # of all that wait
+    _ends: Ranked[R] = field(default_factory=Ranked, init=False)
+    """Those that wait and have a window, by `window_end`."""
+    _numbers: Ranked[R] = field(default_factory=Ranked, init=False)  # all that wait, by number
     _num_arrived: int = field(default=0, init=False)
     _num_run: int = field(default=0, init=False)
 
@@ -70,12 +59,11 @@ class OvertakeLimit(Generic[R]):
         if wait is None:
             wait = self._next_wait()
         self._waits[request] = wait
-        self._requests[wait.number] = request
-        self._numbers.add(wait.number, wait.number)
+        self._numbers.add(request, wait.number)
         if wait.window_end is None:
-            self._new[wait.number] = wait
+            self._new[request] = wait
         else:
-            self._ends.add(wait.number, wait.window_end)
+            self._ends.add(request, wait.window_end)
         return wait.number
 
     def arrive_aside(self, request: R) -> None:
@@ -93,7 +81,8 @@ class OvertakeLimit(Generic[R]):
         """A request waits no longer, or is no longer set aside, and did not run."""
         self._aside.pop(request, None)
         if request in self._waits:
-            self._new.pop(self._forget(request).number, None)
+            self._forget(request)
+            self._new.pop(request, None)
 
     def run(self, request: R, now_s: float) -> bool:
         """A request waits no longer and runs; returns whether it overtakes one."""
@@ -103,17 +92,18 @@ class OvertakeLimit(Generic[R]):
         while self._turns and self._turns[0].turn <= self._num_run:
             self._turns.popleft().turn_s = now_s
         oldest = self._numbers.first()
-        return oldest is not None and oldest < number
+        return oldest is not None and self.number(oldest) < number
 
     def tightest(self) -> R | None:
         """Whom the fewest may overtake from now on; None if nobody waits who may be overtaken."""
-        number = self._ends.first()
-        return None if number is None else self._requests[number]
+        return self._ends.first()
 
     def is_within(self, number: int) -> bool:
         """Whether a request with this number may run next, whoever waits."""
         tightest = self._ends.first()
-        return tightest is None or number <= max(tightest, self._ends.rank(tightest))
+        if tightest is None:
+            return True
+        return number <= max(self.number(tightest), self._ends.rank(tightest))
 
     def number(self, request: R) -> int:
         """How many arrived before one that waits."""
@@ -142,19 +132,50 @@ class OvertakeLimit(Generic[R]):
             return
         older = len(self._waits) - len(self._new) + len(self._aside)
         others = len(self._waits) - 1 + len(self._aside)
-        for number in sorted(self._new):
-            wait = self._new[number]
+        for request in sorted(self._new, key=self.number):
+            wait = self._new[request]
             wait.turn = self._num_run + others
             self._turns.append(wait)
             wait.window_end = self._num_arrived - 1 + older + self.max_overtakes
-            self._ends.add(number, wait.window_end)
+            self._ends.add(request, wait.window_end)
             older += 1
         self._new.clear()
 
     def _forget(self, request: R) -> _Wait:
         """A request that waits does so no longer."""
         wait = self._waits.pop(request)
-        del self._requests[wait.number]
-        self._numbers.discard(wait.number)
-        self._ends.discard(wait.number)
+        self._numbers.discard(request)
+        self._ends.discard(request)
         return wait
+
+
+class OvertakenCount:
+    """Counts waiting requests after which came one that has run before them, by their positions:
+    how many came before. Nobody that waits is looked at: how many came after the last one to run
+    follows from who of these left."""
+
+    def __init__(self) -> None:
+        self._waiting: set[int] = set()
+        self._num_arrived = 0
+        self._latest_run = -1  # of those that have run, the one that came last
+        self._left: Ranked[int] = Ranked()  # came later, and wait no longer
+
+    @property
+    def count(self) -> int:
+        num_later = self._num_arrived - 1 - self._latest_run - len(self._left)
+        return len(self._waiting) - num_later - (self._latest_run in self._waiting)
+
+    def waits(self, position: int) -> None:
+        """A request waits, or waits again."""
+        self._num_arrived = max(self._num_arrived, position + 1)
+        self._waiting.add(position)
+        self._left.discard(position)
+
+    def waits_no_longer(self, position: int, runs: bool) -> None:
+        self._waiting.discard(position)
+        if runs:
+            self._latest_run = max(self._latest_run, position)
+        elif position > self._latest_run:
+            self._left.add(position, position)
+        while (left := self._left.first()) is not None and left <= self._latest_run:
+            self._left.discard(left)

@@ -32,7 +32,7 @@ class Lanes(Generic[R]):
     limit: OvertakeLimit[R]
     _preempted: OrderedDict[R, None] = field(default_factory=OrderedDict, init=False)
     _first: OrderedDict[R, None] = field(default_factory=OrderedDict, init=False)
-    _later: dict[R, _Arrival] = field(default_factory=dict, init=False)
+    _later: dict[R, tuple[Sequence[BlockName], Position]] = field(default_factory=dict, init=False)
     """Those that arrived too late to overtake everybody who waits."""
     _next: Ranked[R] = field(default_factory=Ranked, init=False)
     """The same, by their numbers."""
@@ -70,8 +70,7 @@ class Lanes(Generic[R]):
             return next(iter(self._preempted))
         while (later := self._next.first()) is not None and self._is_within(later):
             self._next.discard(later)
-            arrival = self._later.pop(later)
-            self.order.add(later, arrival.chain(), arrival.position)
+            self.order.add(later, *self._later.pop(later))
         found = next(iter(self._first), None)
         if found is None:
             found = self.order.first(
@@ -81,19 +80,14 @@ class Lanes(Generic[R]):
             return found
         return self.limit.tightest()
 
-    def add(self, request: R, chain: Callable[[], Sequence[BlockName]], position: Position) -> None:
-        """Let a request wait for its turn.
-
-        Args:
-            chain: the names of its blocks.
-            position: its place in the order of arrival.
-        """
+    def add(self, request: R, chain: Sequence[BlockName], position: Position) -> None:
+        """Let a request wait for its turn; `chain` are the names of its blocks."""
         self.warm_up.release(request)
         number = self.limit.arrive(request)
         if self.limit.is_within(number):
-            self.order.add(request, chain(), position)
+            self.order.add(request, chain, position)
         else:
-            self._later[request] = _Arrival(chain, position)
+            self._later[request] = chain, position
             self._next.add(request, number)
 
     def look_again(self, request: R) -> None:
@@ -166,9 +160,3 @@ class Lanes(Generic[R]):
 
     def _is_held(self, now_s: float) -> Callable[[Sequence[BlockName], int], bool]:
         return lambda chain, depth: self.warm_up.is_held(chain, depth, now_s)
-
-
-@dataclass(slots=True)
-class _Arrival:
-    chain: Callable[[], Sequence[BlockName]]
-    position: Position

@@ -7,14 +7,13 @@ Requests are kept in a compressed trie over the chained names of their blocks.
 from __future__ import annotations
 
 import bisect
-import heapq
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from vllm_relay.prefix_cache.chains import BlockName, common_depth
-from vllm_relay.ranked import first, push
+from vllm_relay.ranked import Ranked, first, push
 
 R = TypeVar("R", bound=Hashable)
 
@@ -22,50 +21,29 @@ Position = tuple[float, int]
 """A place in the order of arrival: the time of arrival in seconds where that counts, else zero; and
 how many came before."""
 
-_Key = tuple[bool, Position]  # what is smaller comes first
-_Entry = tuple[_Key, int, "_Node[Any]"]  # of a heap of children: key, serial number, node
 
-
+@dataclass(slots=True, eq=False)
 class _Node(Generic[R]):
     """The blocks [parent.depth, depth) of the chains of all requests in this subtree."""
 
-    __slots__ = (
-        "arrivals",
-        "chain",
-        "children",
-        "depth",
-        "parent",
-        "queue",
-        "queued",
-        "queued_key",
-        "requests",
-        "resident",
-        "size",
-        "turn",
-    )
-
-    def __init__(self, parent: _Node[R] | None, depth: int, chain: Sequence[BlockName]) -> None:
-        self.parent = parent
-        self.depth = depth
-        self.chain = chain  # of any request of the subtree
-        self.children: dict[BlockName, _Node[R]] = {}
-        self.requests: list[tuple[Position, R]] = []  # whose chain ends here, by position
-        self.size = 0  # requests of the subtree
-        self.arrivals: list[tuple[Position, int, R]] = []  # heap of the subtree, and some that left
-        self.resident = False  # whether the first of these blocks was in the cache when last seen
-        self.queue: list[_Entry] = []  # heap of the children
-        self.queued_key: _Key | None = None  # of the valid entry in parent.queue
-        self.queued = 0  # its serial number; 0: none
-        self.turn = 0  # how many more may run before another prefix has its turn
+    parent: _Node[R] | None
+    depth: int
+    chain: Sequence[BlockName]  # of any request of the subtree
+    children: dict[BlockName, _Node[R]] = field(default_factory=dict)
+    requests: list[tuple[Position, R]] = field(default_factory=list)
+    """Whose chain ends here, by position."""
+    size: int = 0  # requests of the subtree
+    arrivals: list[tuple[Position, int, R]] = field(default_factory=list)
+    """Heap of the subtree, and some that left."""
+    resident: bool = False  # whether the first of these blocks was in the cache when last seen
+    queue: Ranked[_Node[R]] = field(default_factory=Ranked)
+    """Children, the resident ones first and then the oldest."""
+    turn: int = 0  # how many more may run before another prefix has its turn
 
     @property
     def first_block(self) -> BlockName:
         assert self.parent is not None
         return self.chain[self.parent.depth]
-
-    @property
-    def last_block(self) -> BlockName:
-        return self.chain[self.depth - 1]
 
 
 @dataclass(slots=True)
@@ -77,20 +55,8 @@ class _Place(Generic[R]):
 
 @dataclass
 class PrefixOrder(Generic[R]):
-    """Waiting requests, of which `first` is the one to run next.
-
-    Once a prefix has been begun, its requests run, at every depth. Then come prefixes that are in
-    the cache, then that of the oldest request. Which of the others comes next changes no hits, as
-    each is used up, but with another one than the oldest's rare prefixes would wait longest.
-
-    While the oldest request is late, a prefix that was begun runs no more requests than waited when
-    it began; after that the prefix of the oldest is next. So a prefix is left only when it has been
-    used up, however late everybody is, and none is visited twice before all that are older have
-    been.
-
-    Args:
-        is_resident: whether a block is in the cache now.
-    """
+    """Waiting requests, of which `first` is the one to run next; docs/scheduler.md says which
+    ("Order", and "Turns" where requests are late). `is_resident` tells what is in the cache now."""
 
     is_resident: Callable[[BlockName], bool]
     _root: _Node[R] = field(default_factory=lambda: _Node(None, 0, ()), init=False)
@@ -115,73 +81,45 @@ class PrefixOrder(Generic[R]):
         return iter(sorted(self._places, key=lambda request: self._places[request].position))
 
     def chain(self, request: R) -> Sequence[BlockName]:
-        """The names of the blocks of a request that waits.
-
-        Raises:
-            KeyError: it does not wait.
-        """
+        """The names of the blocks of a request that waits."""
         node = self._places[request].node
         return node.chain if len(node.chain) == node.depth else node.chain[: node.depth]
 
     def add(self, request: R, chain: Sequence[BlockName], position: Position) -> None:
-        """Let a request wait.
-
-        Args:
-            chain: the names of its blocks; must not change.
-            position: its place in the order of arrival.
-        """
+        """Let a request wait. The names of its blocks must not change."""
         node = self._node_of(chain)
         bisect.insort(node.requests, (position, request))
         serial = next(self._serial)
         self._places[request] = _Place(node, position, serial)
-        while True:
-            if not node.size:
-                node.resident = node.parent is not None and self.is_resident(node.first_block)
-            node.size += 1
-            arrival = position, serial, request
-            push(node.arrivals, arrival, self._is_waiting, node.size)
-            if node.parent is None:
-                return
-            self._queue_again(node)
-            node = node.parent
+        arrival = position, serial, request
+        for each in _path(node):
+            if not each.size:
+                each.resident = each.parent is not None and self.is_resident(each.first_block)
+            each.size += 1
+            push(each.arrivals, arrival, self._is_waiting, each.size)
+            self._queue(each)
 
     def look_again(self, request: R) -> None:
-        """Blocks of a waiting request have come to be in the cache.
-
-        Raises:
-            KeyError: it does not wait.
-        """
+        """Blocks of a waiting request have come to be in the cache."""
         for node in _path(self._places[request].node):
             if node.parent is not None and not node.resident and self.is_resident(node.first_block):
                 node.resident = True
-                self._queue_again(node)
+                self._queue(node)
 
     def remove(self, request: R) -> None:
-        """Take a request out, whoever's turn it is.
-
-        Raises:
-            KeyError: it does not wait.
-        """
+        """Take a request out, whoever's turn it is."""
         place = self._places.pop(request)
         node = place.node
         del node.requests[bisect.bisect_left(node.requests, (place.position,))]
-        above: _Node[R] | None = node
-        while above is not None:
-            above.size -= 1
-            if not above.size:
-                above.queued_key, above.queued = None, 0
-            elif above.parent is not None:
-                self._queue_again(above)
-            above = above.parent
-        self._prune(node)
-
-    def _prune(self, node: _Node[R]) -> None:
-        """Take nodes out, from this one up, that do not lead to a request."""
-        while node.parent is not None and not node.size:
-            del node.parent.children[node.first_block]
-            if self._current is node:
-                self._current = node.parent
-            node = node.parent
+        for each in _path(node):
+            each.size -= 1
+            if each.size:
+                self._queue(each)
+            elif each.parent is not None:
+                each.parent.queue.discard(each)
+                del each.parent.children[each.first_block]
+                if self._current is each:
+                    self._current = each.parent
 
     def take(self, request: R) -> None:
         """Take a request out that runs now: the order goes on from its prefix."""
@@ -231,12 +169,7 @@ class PrefixOrder(Generic[R]):
         chains: Iterable[Sequence[BlockName]],
         is_held: Callable[[Sequence[BlockName], int], bool],
     ) -> int:
-        """How many requests are held.
-
-        Args:
-            chains: of those that others are held for.
-            is_held: see `first`.
-        """
+        """How many requests are held for those with these chains; `is_held` as in `first`."""
         held: set[_Node[R]] = set()
         for chain in chains:
             node = self._root
@@ -262,28 +195,28 @@ class PrefixOrder(Generic[R]):
         is_late: Callable[[R], bool],
     ) -> R | None:
         """The first request of a subtree whose root is not held."""
-        entered = [_Visit(top)]
+        entered: list[tuple[_Node[R], list[_Node[R]]]] = [(top, [])]  # and the children looked at
         found = None
         while entered:
-            visit = entered[-1]
-            node = visit.node
+            node, seen = entered[-1]
             if node.requests:
                 found = node.requests[0][1]
                 break
-            child = None
-            if visit.is_new:
-                visit.is_new = False
-                oldest = self._oldest(node)
-                if is_late(oldest):
-                    child = node.children[self._places[oldest].node.chain[node.depth]]
+            oldest = self._oldest(node)
+            child: _Node[R] | None
+            if not seen and is_late(oldest):
+                child = node.children[self._places[oldest].node.chain[node.depth]]
+            else:
+                child = self._best_child(node)
             if child is None:
-                child = self._next_child(visit)
-            if child is None:
-                entered.pop().put_back()
-            elif not is_held(child.chain, child.depth):
-                entered.append(_Visit(child))
-        for visit in entered:
-            visit.put_back()
+                self._put_back(entered.pop()[1])
+                continue
+            node.queue.discard(child)
+            seen.append(child)
+            if not is_held(child.chain, child.depth):
+                entered.append((child, []))
+        for _, seen in entered:
+            self._put_back(seen)
         return found
 
     def _oldest(self, node: _Node[R]) -> R:
@@ -296,29 +229,24 @@ class PrefixOrder(Generic[R]):
         place = self._places.get(arrival[2])
         return place is not None and place.serial == arrival[1]
 
-    def _next_child(self, visit: _Visit) -> _Node[R] | None:
-        """The best child of a node that was not looked at yet."""
-        queue = visit.node.queue
-        if visit.looks_at_first:
-            visit.passed_over.append(heapq.heappop(queue))
-            visit.looks_at_first = False
-        while (entry := first(queue, _is_queued)) is not None:
-            child: _Node[R] = entry[2]
+    def _best_child(self, node: _Node[R]) -> _Node[R] | None:
+        """The first child in a node's queue, by what is in the cache now."""
+        while (child := node.queue.first()) is not None:
             if not child.resident or self.is_resident(child.first_block):
-                visit.looks_at_first = True
                 return child
             child.resident = False
-            self._queue_again(child)
+            self._queue(child)
         return None
 
-    def _queue_again(self, child: _Node[R]) -> None:
-        """Give a child the place among its siblings that it has earned by now."""
-        assert child.parent is not None
-        key = (not child.resident, self._places[self._oldest(child)].position)
-        if key != child.queued_key:
-            child.queued_key, child.queued = key, next(self._serial)
-            parent = child.parent
-            push(parent.queue, (key, child.queued, child), _is_queued, len(parent.children))
+    def _put_back(self, children: Iterable[_Node[R]]) -> None:
+        for child in children:
+            self._queue(child)
+
+    def _queue(self, node: _Node[R]) -> None:
+        """Give a node the place among its siblings that it has earned by now."""
+        if node.parent is not None:
+            rank = (not node.resident, self._places[self._oldest(node)].position)
+            node.parent.queue.add(node, rank)
 
     def _node_of(self, chain: Sequence[BlockName]) -> _Node[R]:
         """The node at the end of a chain, made where there is none."""
@@ -326,17 +254,12 @@ class PrefixOrder(Generic[R]):
         while node.depth < len(chain):
             child = node.children.get(chain[node.depth])
             if child is None:
-                return self._attach(_Node(node, len(chain), chain))
-            if len(chain) < child.depth or chain[child.depth - 1] != child.last_block:
-                child = self._split(
-                    child, common_depth(chain, child.chain, child.depth, node.depth + 1)
-                )
+                child = _Node(node, len(chain), chain)
+                node.children[child.first_block] = child
+            elif len(chain) < child.depth or chain[child.depth - 1] != child.chain[child.depth - 1]:
+                common = common_depth(chain, child.chain, child.depth, node.depth + 1)
+                child = self._split(child, common)
             node = child
-        return node
-
-    def _attach(self, node: _Node[R]) -> _Node[R]:
-        assert node.parent is not None
-        node.parent.children[node.first_block] = node
         return node
 
     def _split(self, lower: _Node[R], depth: int) -> _Node[R]:
@@ -347,36 +270,12 @@ class PrefixOrder(Generic[R]):
         upper.size, upper.resident, upper.turn = lower.size, lower.resident, lower.turn
         upper.arrivals = lower.arrivals.copy()
         parent.children[upper.first_block] = upper
-        lower.parent, lower.queued_key, lower.queued = upper, None, 0
+        parent.queue.discard(lower)
+        lower.parent = upper
         lower.resident = self.is_resident(lower.first_block)
         upper.children[lower.first_block] = lower
-        if lower.size:
-            self._queue_again(lower)
+        self._queue(lower)
         return upper
-
-
-@dataclass(slots=True)
-class _Visit:
-    """A node in which a request is looked for.
-
-    Attributes:
-        passed_over: the entries of its heap that were looked at in vain.
-        looks_at_first: whether the first of its heap is looked at.
-    """
-
-    node: _Node[Any]
-    passed_over: list[_Entry] = field(default_factory=list)
-    looks_at_first: bool = False
-    is_new: bool = True
-
-    def put_back(self) -> None:
-        for entry in self.passed_over:
-            heapq.heappush(self.node.queue, entry)
-
-
-def _is_queued(entry: _Entry) -> bool:
-    """Whether the node has not left, and has no newer entry."""
-    return entry[2].queued == entry[1]
 
 
 def _path(node: _Node[R]) -> Iterator[_Node[R]]:

@@ -25,14 +25,8 @@ _MAX_TENANTS = 10_000
 
 @dataclass
 class Shares:
-    """Who has used how much of a round.
-
-    While two tenants wait all the time, what they were charged differs by at most a round's tokens,
-    and for each of them what is charged at once and what is charged later for what runs already.
-
-    Args:
-        round_tokens: what each may use before others have their turn.
-    """
+    """Who has used how much of a round, in which each may use `round_tokens`. docs/scheduler.md
+    ("Tenants") bounds by how much their shares differ."""
 
     round_tokens: int
     _left_tokens: OrderedDict[Hashable, int] = field(default_factory=OrderedDict, init=False)
@@ -64,10 +58,7 @@ class Shares:
 
 @dataclass
 class TenantLanes(Generic[R]):
-    """Lanes for each tenant. Limits on overtaking hold within what one tenant asks.
-
-    A tenant's requests run by prefix until it has used its tokens of the round; a new round begins
-    when no other one has a request that could run.
+    """Lanes for each tenant, as `Lanes` are for one: limits on overtaking hold within what it asks.
 
     Args:
         make_lanes: empty ones.
@@ -128,7 +119,7 @@ class TenantLanes(Generic[R]):
         self._lanes.move_to_end(tenant, last=False)
         return found[tenant]
 
-    def add(self, request: R, chain: Callable[[], Sequence[BlockName]], position: Position) -> None:
+    def add(self, request: R, chain: Sequence[BlockName], position: Position) -> None:
         self._of(request).add(request, chain, position)
         self._size += 1
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import overload
 
 from vllm.v1.core.sched.request_queue import RequestQueue
@@ -39,9 +38,8 @@ class QueueObserver:
 class PrefixRequestQueue(RequestQueue, Sequence[Request]):
     """Waiting requests by priority, and within one priority in the order of `PrefixOrder`.
 
-    It is false while it is not empty if none of its requests can run: `len` counts, `bool` says
-    whether there is a request to run now. Nobody runs before held requests of a higher priority
-    until these have been held for `max_hold_s`.
+    `len` counts, `bool` says whether there is a request to run now. Nobody runs before held
+    requests of a higher priority until these have been held for `max_hold_s`.
 
     vLLM also pops requests that it cannot run yet, and gives them back at the end of the step. What
     was popped is looked at when the queue is used next: by then vLLM has marked those that run.
@@ -83,9 +81,8 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         self.clock = clock
         self._classes: dict[int, AnyLanes] = {}
         self._priorities: list[int] = []  # of the classes, ascending
-        self._held_since_s: dict[
-            int, float
-        ] = {}  # by priority, that some kept the lower ones waiting
+        self._held_since_s: dict[int, float] = {}
+        """By priority, since when its held requests keep the lower ones waiting."""
         self._positions: dict[Request, int] = {}  # of all that ever waited and are not done
         self._next_position = 0
         self._num_in_classes = 0
@@ -210,7 +207,7 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         for request in requests:
             if not self._waits(request):
                 continue
-            if request in self._set_aside or request in self._blocked or request in self._lacking:
+            if self._waits_apart(request):
                 self._set_aside.discard(request)
                 self._blocked.pop(request, None)
                 self._lacking.pop(request, None)
@@ -305,7 +302,9 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         elif self._goes_first(request):
             each.add_first(request)
         else:
-            each.add(request, partial(self._order_chain, request), self._position(request))
+            # a request without a chain shares nothing
+            chain = self._chain_of(request) or (self._positions[request].to_bytes(8, "big"),)
+            each.add(request, chain, self._position(request))
 
     def _lanes_of(self, request: Request) -> AnyLanes:
         priority = self._priority(request)
@@ -315,10 +314,6 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
             bisect.insort(self._priorities, priority)
         return each
 
-    def _order_chain(self, request: Request) -> Sequence[BlockName]:
-        # a request without a chain shares nothing
-        return self._chain_of(request) or (self._positions[request].to_bytes(8, "big"),)
-
     def _drop_if_empty(self, priority: int) -> None:
         each = self._classes[priority]
         if not each and not each.num_records():
@@ -327,10 +322,11 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
             del self._priorities[bisect.bisect_left(self._priorities, priority)]
 
     def _waits(self, request: Request) -> bool:
-        if request in self._set_aside or request in self._blocked or request in self._lacking:
-            return True
         each = self._classes.get(self._priority(request))
-        return each is not None and request in each
+        return self._waits_apart(request) or (each is not None and request in each)
+
+    def _waits_apart(self, request: Request) -> bool:
+        return any(request in each for each in (self._set_aside, self._blocked, self._lacking))
 
     def _priority(self, request: Request) -> int:
         return request.priority if self._by_priority else 0

@@ -31,14 +31,12 @@ from vllm_relay.prefix_cache.eviction.free_queue import make_free_queue
 from vllm_relay.prefix_cache.eviction.next_use import NextUse, Rank
 from vllm_relay.prefix_cache.pins.table import PinTable
 from vllm_relay.prefix_cache.stats import PREFIX_CACHE, PrefixCacheRecorder
-from vllm_relay.scheduler.fairness import OvertakeLimit
+from vllm_relay.scheduler.fairness import OvertakeLimit, OvertakenCount
 from vllm_relay.scheduler.lanes import Lanes
-from vllm_relay.scheduler.loadable import LoadableBlocks
 from vllm_relay.scheduler.order import PrefixOrder
-from vllm_relay.scheduler.overtaken import OvertakenCount
 from vllm_relay.scheduler.tenants import Shares, TenantLanes
 from vllm_relay.scheduler.vllm_queue import PrefixRequestQueue, QueueObserver
-from vllm_relay.scheduler.warm_up import WarmUp
+from vllm_relay.scheduler.warm_up import LoadableBlocks, WarmUp
 from vllm_relay.vllm_changes.configuration import is_offline
 from vllm_relay.vllm_changes.scheduler import (
     answer_for_connector,
@@ -142,24 +140,26 @@ class _RelayScheduling(Scheduler):
         return keys
 
     def rank(self, request: Request, position: int) -> Rank:
-        """When a request may be expected to run.
-
-        Args:
-            position: how many came before it.
-        """
+        """When a request may be expected to run, before which `position` others came."""
         if self.policy == SchedulingPolicy.PRIORITY:
             return (request.priority, request.arrival_time, position)
         return (position,)
 
-    def cached_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
-        """A block of the KV cache group of full attention in the prefix cache."""
-        key = block_hash + self._order_suffix
+    def _cached(self, key: bytes) -> KVCacheBlock | None:
+        """A block of the prefix cache, by its hash and KV cache group."""
         return self.kv_cache_manager.block_pool.cached_block_hash_to_block.get_one_block(key)
 
+    def cached_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
+        """A block of the KV cache group of full attention in the prefix cache."""
+        return self._cached(block_hash + self._order_suffix)
+
+    def has_cached(self, block_hashes: Sequence[BlockHash]) -> bool:
+        """Whether `cached_block` has all of them. The last one is looked for first: it leaves
+        first."""
+        return all(self.cached_block(each) is not None for each in reversed(block_hashes))
+
     def _is_resident(self, name: BlockName) -> bool:
-        key = name if isinstance(name, bytes) else name[0]
-        pool = self.kv_cache_manager.block_pool
-        return pool.cached_block_hash_to_block.get_one_block(key) is not None
+        return self._cached(name if isinstance(name, bytes) else name[0]) is not None
 
     def _is_at_hand(self, name: BlockName) -> bool:
         return name in self.loadable or self._is_resident(name)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.config import RelayConfig
-from vllm_relay.modules.engine.requests import with_plan
-from vllm_relay.modules.engine.start_checks import unsupported_reason
+from vllm_relay.modules.engine.requests import unsupported_reason, with_plan
 from vllm_relay.modules.markup.schema import Schema
 from vllm_relay.modules.prompt.render import Mode, RenderedPrompt
 from vllm_relay.modules.prompt.schema_store import SchemaStore

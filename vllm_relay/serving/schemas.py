@@ -14,10 +14,10 @@ from fastapi.responses import JSONResponse, Response
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.commands.owners import CONFIGURATION
 from vllm_relay.config import RelayConfig
-from vllm_relay.modules.engine.start_checks import unsupported_reason
+from vllm_relay.modules.engine.requests import unsupported_reason
 from vllm_relay.modules.markup.pml import parse_schema
 from vllm_relay.modules.markup.schema import SchemaTooLongError, TooManySchemasError
-from vllm_relay.modules.prompt.describe import describe_schema
+from vllm_relay.modules.prompt.layout import describe_schema
 from vllm_relay.modules.prompt.schema_store import SchemaStore
 from vllm_relay.serving.access import mount
 from vllm_relay.serving.modular_bodies import ModularBodies

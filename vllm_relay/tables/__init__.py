@@ -4,11 +4,12 @@ docs/tables.md.
 
 Liu et al., "Optimizing LLM Queries in Relational Workloads", 2024.
 
-    question.py, outputs.py   what is asked of a row; what answers are                 (pure)
+    question.py, request_options.py   what is asked of a row                           (pure)
+    outputs.py, reading.py    what answers are, and how their texts are read           (pure)
     dataframes.py, map_result.py, caller_tables.py, answer_types.py   llm_map          (DuckDB)
-    identifiers.py       names in SQL
+    identifiers.py, texts.py   names in SQL; long texts in messages
     ordering/            the order of rows and fields with which the prefix cache finds most
-    jobs/                a question asked of every distinct row of a DuckDB query
+    jobs/                a question asked of every distinct row of a table
     engines/             what answers: vLLM in this process, or a server
     sql/                 llm() in DuckDB's SQL
     shell/               vllm-relay sql
@@ -23,10 +24,11 @@ if TYPE_CHECKING:
     from vllm_relay.tables.dataframes import llm_map
     from vllm_relay.tables.engines.opening import open_engine
     from vllm_relay.tables.jobs.options import JobOptions
-    from vllm_relay.tables.jobs.prompt_format import PromptTemplate
+    from vllm_relay.tables.jobs.prompts.format import PromptTemplate
     from vllm_relay.tables.map_result import MapBudgetError, MapResult, RowsFailedError
     from vllm_relay.tables.outputs import Output
     from vllm_relay.tables.question import Question
+    from vllm_relay.tables.request_options import RequestOptions
     from vllm_relay.tables.sql.connection import connect
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "Output",
     "PromptTemplate",
     "Question",
+    "RequestOptions",
     "RowsFailedError",
     "connect",
     "llm_map",
@@ -47,8 +50,9 @@ _MODULES = {
     "MapBudgetError": "map_result",
     "MapResult": "map_result",
     "Output": "outputs",
-    "PromptTemplate": "jobs.prompt_format",
+    "PromptTemplate": "jobs.prompts.format",
     "Question": "question",
+    "RequestOptions": "request_options",
     "RowsFailedError": "map_result",
     "connect": "sql.connection",
     "llm_map": "dataframes",

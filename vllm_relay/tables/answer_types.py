@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from vllm_relay.tables.outputs import Output
+from vllm_relay.tables.texts import shortened
 
 _NAMES_OF_TYPES: dict[Any, str] = {str: "text", int: "int", float: "float", bool: "bool"}
 
@@ -36,7 +37,7 @@ class AnswerType:
                 f"{'.'.join(map(str, each['loc']))}: {each['msg']}".removeprefix(": ")
                 for each in error.errors(include_url=False)
             )
-            return f"answer {text!r} is no {self.model.__name__}: {problems}"
+            return shortened(f"answer {text!r} is no {self.model.__name__}: {problems}")
         return ""
 
 

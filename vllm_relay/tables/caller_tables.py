@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import pyarrow as pa
+
+from vllm_relay.tables.outputs import well_formed
+from vllm_relay.tables.texts import shortened
 
 ANSWER_NAME = "answer"
 """Of the Series that values become."""
@@ -34,6 +37,10 @@ class CallerTable(Protocol):
         """
         ...
 
+    def texts(self, place: int) -> Iterable[Any]:
+        """The values of a column that Arrow does not take."""
+        ...
+
     def values(self, column: pa.ChunkedArray) -> Any:
         """One value for each row, in the kind of the table."""
         ...
@@ -47,6 +54,9 @@ class _ArrowTable:
 
     def column(self, place: int) -> pa.ChunkedArray:
         return self._table.column(place)
+
+    def texts(self, place: int) -> Iterable[Any]:
+        return ()
 
     def values(self, column: pa.ChunkedArray) -> pa.ChunkedArray:
         return column
@@ -64,6 +74,9 @@ class _PandasTable:
             series = series.sparse.to_dense()
         array = pa.array(series, from_pandas=True)
         return array if isinstance(array, pa.ChunkedArray) else pa.chunked_array([array])
+
+    def texts(self, place: int) -> Iterable[Any]:
+        return self._frame.iloc[:, place]
 
     def values(self, column: pa.ChunkedArray) -> Any:
         pandas = sys.modules["pandas"]
@@ -87,6 +100,9 @@ class _PolarsTable:
         if series.dtype == pl.Object:
             raise TypeError("its values are Python objects")
         return pa.chunked_array([series.to_arrow()])
+
+    def texts(self, place: int) -> Iterable[Any]:
+        return ()
 
     def values(self, column: pa.ChunkedArray) -> Any:
         import polars as pl
@@ -137,10 +153,16 @@ def _arrow_column(table: CallerTable, name: str) -> pa.ChunkedArray:
         )
     try:
         column = table.column(places[0])
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"column {name!r} has a text that cannot be UTF-8{_first_bad(table, places[0])} "
+            f"({error.reason}): clean it, as with text.encode('utf-8', 'replace').decode()"
+        ) from None
     except (pa.ArrowException, TypeError, ValueError, OverflowError, NotImplementedError) as error:
         raise ValueError(
-            f"column {name!r} has values that Arrow cannot hold in one type ({error}): convert it "
-            f"to text or to one type, or leave it out of fields"
+            f"column {name!r} has values that Arrow cannot hold in one type "
+            f"({shortened(str(error))}): convert it to text or to one type, or leave it out of "
+            f"fields"
         ) from None
     reason = _reason_against(column.type)
     if reason:
@@ -150,6 +172,14 @@ def _arrow_column(table: CallerTable, name: str) -> pa.ChunkedArray:
     if pa.types.is_float16(column.type):
         column = column.cast(pa.float32())
     return column
+
+
+def _first_bad(table: CallerTable, place: int) -> str:
+    """Where the first text is that cannot be UTF-8."""
+    for row, text in enumerate(table.texts(place)):
+        if isinstance(text, str) and text != well_formed(text):
+            return f" in row {row}: {shortened(ascii(text))}"
+    return ""
 
 
 def _reason_against(type: pa.DataType, *, is_nested: bool = False) -> str:

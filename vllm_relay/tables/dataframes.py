@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import duckdb
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -19,20 +18,18 @@ from vllm_relay.tables.caller_tables import CallerTable, arrow_columns, caller_t
 from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.engines.opening import is_engine, open_engine
-from vllm_relay.tables.identifiers import ANSWER, ERROR, quoted
+from vllm_relay.tables.identifiers import json_text
+from vllm_relay.tables.jobs.asking import ask
 from vllm_relay.tables.jobs.estimate import JobReport
-from vllm_relay.tables.jobs.job_runner import JobRunner
 from vllm_relay.tables.jobs.options import DEFAULT_BUCKET_ROWS, JobOptions
-from vllm_relay.tables.jobs.prompt_format import PromptTemplate
+from vllm_relay.tables.jobs.prompts.format import PromptTemplate
 from vllm_relay.tables.jobs.token_budget import TokenBudgetError
 from vllm_relay.tables.map_result import MapBudgetError, MapResult, RowsFailedError
 from vllm_relay.tables.ordering.order import OrderChoice
-from vllm_relay.tables.question import DEFAULT_MAX_TOKENS, Question, placeholders_of
+from vllm_relay.tables.question import Question, placeholders_of
+from vllm_relay.tables.request_options import RequestOptions
 
 OnError = Literal["null", "raise"]
-
-_ROW, _INPUT, _TARGET = "relay_row", "relay_input", "relay_target"
-_RESERVED_START = "relay_"
 
 
 def llm_map(
@@ -44,17 +41,22 @@ def llm_map(
     output: Any = None,
     choices: Sequence[str] | None = None,
     order: OrderChoice = "auto",
-    max_tokens: int = DEFAULT_MAX_TOKENS,
+    max_tokens: int | None = None,
     temperature: float = 0.0,
     seed: int | None = None,
     reorder: Sequence[str] = (),
     rules: Sequence[str] = (),
+    retry_errors: bool = True,
     checkpoint: str | PathLike[str] | None = None,
     max_total_tokens: int | None = None,
     show_progress: bool | None = None,
     on_error: OnError = "null",
     template: PromptTemplate | None = None,
     bucket_rows: int = DEFAULT_BUCKET_ROWS,
+    system_prompt: str = "",
+    sampling: Mapping[str, Any] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    extra_body: Mapping[str, Any] | None = None,
 ) -> MapResult:
     """Ask a question of every row; rows whose fields are equal are asked once.
 
@@ -72,14 +74,16 @@ def llm_map(
             are errors. A schema is what the model is held to, answers are not checked again.
         choices: the only texts that are allowed.
         order: of rows and fields in the prompts, see `JobOptions`; values are in the table's order.
-        max_tokens: of an answer.
+        max_tokens: of an answer; None chooses by the type of the answers and the model's context.
         temperature: 0 answers greedily.
         seed: of a temperature above 0.
         reorder: those of the fields whose value is a list, and whose elements may be put in any
             order.
-        rules, checkpoint, max_total_tokens, show_progress, template, bucket_rows: see `JobOptions`.
+        rules, retry_errors, checkpoint, max_total_tokens, show_progress, template, bucket_rows: see
+            `JobOptions`.
         on_error: what becomes of a row without an answer: a missing value, or an exception when all
             rows are done.
+        system_prompt, sampling, chat_template_kwargs, extra_body: see `RequestOptions`.
 
     Raises:
         TypeError: the table, the engine or the output is none of the above.
@@ -103,6 +107,7 @@ def llm_map(
         temperature,
         seed,
         _names("reorder", reorder) or (),
+        RequestOptions(system_prompt, sampling, chat_template_kwargs, extra_body),
     )
     options = JobOptions(
         order,
@@ -112,27 +117,25 @@ def llm_map(
         show_progress,
         template or PromptTemplate(),
         bucket_rows,
+        retry_errors=retry_errors,
     )
     columns = arrow_columns(rows, question.fields)
     _check_lists(question, columns)
-    with duckdb.connect() as connection:
-        source = _register(connection, question, columns)
-        with ExitStack() as cleanup:
-            opened: Engine = engine
-            if not is_engine(engine):
-                opened = LazyEngine(lambda: open_engine(engine))
-                cleanup.callback(opened.close)
-            runner = JobRunner(connection, opened, options)
-            cleanup.callback(runner.close)
-            spent: TokenBudgetError | None = None
-            try:
-                runner.answer(source, question, _TARGET, keep_partial=True)
-            except TokenBudgetError as error:
-                spent = error
-        answers = _answers_of_rows(connection, question)
-    result = _result(rows, answers, types, runner.report)
+    texts = _json_texts(question.fields, columns)
+    report = JobReport()
+    spent: TokenBudgetError | None = None
+    with ExitStack() as cleanup:
+        opened: Engine = engine
+        if not is_engine(engine):
+            opened = LazyEngine(lambda: open_engine(engine))
+            cleanup.callback(opened.close)
+        try:
+            answers = ask(texts, question, opened, options, report)
+        except TokenBudgetError as error:
+            answers, spent = error.answers, error
+    result = _result(rows, answers, types, report)
     if spent is not None:
-        raise MapBudgetError(spent.reason, result, options.checkpoint)
+        raise MapBudgetError(spent, result, options.checkpoint)
     if result.errors and on_error == "raise":
         raise RowsFailedError(result)
     return result
@@ -151,25 +154,9 @@ def _names(argument: str, given: Sequence[str] | None) -> tuple[str, ...] | None
 def _fields_of(prompt: str, table: CallerTable, fields: tuple[str, ...] | None) -> tuple[str, ...]:
     if fields is None:
         fields = tuple(placeholders_of(prompt)) or _all_names(table)
-    for name in fields:
-        _check_name(name)
-    lower = [name.lower() for name in fields]
-    alike = [name for name in fields if lower.count(name.lower()) > 1]
-    if len(set(alike)) > 1:
-        raise ValueError(
-            f"fields {alike} given, which DuckDB takes for one name: rename one of the columns"
-        )
-    return fields
-
-
-def _check_name(name: str) -> None:
-    if not name:
+    if "" in fields:
         raise ValueError("a field without a name was given: rename the column")
-    if name.lower().startswith(_RESERVED_START):
-        raise ValueError(
-            f"field {name!r} given, a name that jobs use themselves, as are all that begin with "
-            f"{_RESERVED_START!r}: rename the column"
-        )
+    return fields
 
 
 def _all_names(table: CallerTable) -> tuple[str, ...]:
@@ -200,64 +187,28 @@ def _check_lists(question: Question, columns: Sequence[pa.ChunkedArray]) -> None
             )
 
 
-def _column(number: int) -> str:
-    return f"relay_{number}"
-
-
-def _register(
-    connection: duckdb.DuckDBPyConnection, question: Question, columns: Sequence[pa.ChunkedArray]
-) -> str:
-    """Make the table `_INPUT` known, whose columns have numbers for names.
-
-    Returns:
-        The query of the question's fields, in the table's order.
+def _json_texts(names: Sequence[str], columns: Sequence[pa.ChunkedArray]) -> pa.Table:
+    """The JSON of all values, as DuckDB writes it.
 
     Raises:
         ValueError: DuckDB has no type for a column.
     """
-    # what timestamps with a time zone look like
-    connection.execute("SET TimeZone = 'UTC'")
-    for name, column in zip(question.fields, columns, strict=True):
-        try:
-            connection.register("relay_column", pa.table({"value": column.slice(0, 1)}))
-            connection.execute("SELECT to_json(value) FROM relay_column").fetchall()
-            connection.unregister("relay_column")
-        except duckdb.Error as error:
-            raise ValueError(
-                f"column {name!r} of type {column.type} given, which DuckDB does not take "
-                f"({error}): convert it, or leave it out of fields"
-            ) from None
-    num_rows = len(columns[0])
-    arrow = pa.table(
-        [pa.array(np.arange(num_rows)), *columns],
-        names=[_ROW, *map(_column, range(len(columns)))],
-    )
-    connection.register(_INPUT, arrow)
-    fields = ", ".join(
-        f"{_column(number)} AS {quoted(name)}" for number, name in enumerate(question.fields)
-    )
-    return f"SELECT {fields} FROM {_INPUT} ORDER BY {_ROW}"
-
-
-def _answers_of_rows(connection: duckdb.DuckDBPyConnection, question: Question) -> pa.Table:
-    """The columns ``answer`` and ``error`` of every row of the table, in its order."""
-    numbers = range(len(question.fields))
-    # by position: fields may have any name
-    names = ", ".join([*map(_column, numbers), ANSWER, ERROR])
-    matches = " AND ".join(
-        f"to_json(rows.{_column(number)}) IS NOT DISTINCT FROM to_json(answers.{_column(number)})"
-        for number in numbers
-    )
-    is_json = question.output.type == "json"
-    answer = f"{ANSWER}::VARCHAR" if is_json else ANSWER
-    answers = connection.sql(
-        f"SELECT {answer} AS answer, {ERROR} AS error FROM {_INPUT} AS rows "
-        f"LEFT JOIN {_TARGET} AS answers({names}) ON {matches} ORDER BY rows.{_ROW}"
-    ).to_arrow_table()
-    nulls = pc.and_(pc.is_null(answers["answer"]), pc.is_null(answers["error"]))
-    if pc.any(nulls).as_py():
-        raise AssertionError(f"{pc.sum(nulls)} rows are missing among the answers")
-    return answers
+    found: list[pa.ChunkedArray] = []
+    with duckdb.connect() as connection:
+        # what timestamps with a time zone look like
+        connection.execute("SET TimeZone = 'UTC'")
+        for name, column in zip(names, columns, strict=True):
+            try:
+                connection.register("given", pa.table({"value": column}))
+                [type] = connection.sql("FROM given").types
+                shown = connection.sql(f"SELECT {json_text('value', type)} AS value FROM given")
+                found.append(shown.to_arrow_table()["value"])
+            except duckdb.Error as error:
+                raise ValueError(
+                    f"column {name!r} of type {column.type} given, which DuckDB does not take "
+                    f"({error}): convert it, or leave it out of fields"
+                ) from None
+    return pa.table(found, names=list(names))
 
 
 def _result(
@@ -274,4 +225,5 @@ def _result(
                 errors[place], texts[place] = refused[text], None
         values = pa.chunked_array([pa.array(texts, pa.string())])
     report.num_errors = len(errors)
-    return MapResult(table.values(values), dict(sorted(errors.items())), report, types, values)
+    cut = pc.indices_nonzero(answers["is_cut"]).to_pylist()
+    return MapResult(table.values(values), dict(sorted(errors.items())), cut, report, types, values)

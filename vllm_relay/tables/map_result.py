@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,25 @@ import pyarrow as pa
 from vllm_relay.tables.answer_types import AnswerType
 from vllm_relay.tables.jobs.estimate import JobReport
 from vllm_relay.tables.jobs.token_budget import TokenBudgetError
+from vllm_relay.tables.texts import shortened
 
 _ERRORS_SHOWN = 3
+_ROWS_SHOWN = 10
+_MAX_CELL_CHARS = 60
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MapResult:
-    """
+    """A list of `objects`, with what else is known.
+
     Attributes:
         values: an answer for each row of the table, missing where there is none: a pandas Series
             with the table's index, a Polars Series or an Arrow ChunkedArray, named "answer". JSON
             is given as its text.
-        errors: why a row has no answer, by the row's place in the table, from 0.
+        errors: why a row has no answer, or that its text was cut, by the row's place in the table,
+            from 0.
+        cut_rows: places of the rows whose answer ended at `max_tokens`; their texts are values as
+            far as they came.
         report: what the job took.
         answer_type: of the values.
         arrow_values: the same values as an Arrow array.
@@ -33,9 +41,30 @@ class MapResult:
 
     values: Any
     errors: dict[int, str]
+    cut_rows: list[int]
     report: JobReport
-    answer_type: AnswerType = field(repr=False)
-    arrow_values: pa.ChunkedArray = field(repr=False)
+    answer_type: AnswerType
+    arrow_values: pa.ChunkedArray
+
+    def __len__(self) -> int:
+        return len(self.arrow_values)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.objects)
+
+    def __getitem__(self, place: int) -> Any:
+        return self.objects[place]
+
+    def __repr__(self) -> str:
+        """The first rows, and how many there are."""
+        lines = [f"{len(self)} answers, {len(self.errors)} errors"]
+        for place, value in enumerate(self.arrow_values.slice(0, _ROWS_SHOWN).to_pylist()):
+            error = self.errors.get(place)
+            told = "" if error is None else f"  # {shortened(error, _MAX_CELL_CHARS)}"
+            lines.append(f"{place:>6}  {shortened(repr(value), _MAX_CELL_CHARS)}{told}")
+        if len(self) > _ROWS_SHOWN:
+            lines.append("   ...")
+        return "\n".join(lines)
 
     @cached_property
     def objects(self) -> list[Any]:
@@ -71,7 +100,7 @@ class MapBudgetError(TokenBudgetError):
     """There are rows left, but no tokens to ask about them.
 
     Args:
-        reason: what is spent, and how far the job came.
+        spent: what ended the job.
         result: see below.
         checkpoint: the file that keeps the answers too; None if there is none.
 
@@ -79,7 +108,7 @@ class MapBudgetError(TokenBudgetError):
         result: with the answers that came.
     """
 
-    def __init__(self, reason: str, result: MapResult, checkpoint: Path | None) -> None:
+    def __init__(self, spent: TokenBudgetError, result: MapResult, checkpoint: Path | None) -> None:
         if checkpoint is not None:
             advice = (
                 f"their answers are in this error's result, and the checkpoint {checkpoint} keeps "
@@ -91,5 +120,5 @@ class MapBudgetError(TokenBudgetError):
                 "max_total_tokens, and give a checkpoint, a file, so that a job that is stopped "
                 "can go on"
             )
-        super().__init__(reason, advice)
+        super().__init__(spent.reason, advice, spent.limit)
         self.result = result

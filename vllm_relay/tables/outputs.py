@@ -12,6 +12,8 @@ from itertools import pairwise
 from os.path import commonprefix
 from typing import Any, Literal, TypeAlias, get_args
 
+from vllm_relay.tables.reading import bare, chosen, truth, without_fence
+
 OutputType = Literal["text", "int", "float", "bool", "json"]
 
 AnswerValue: TypeAlias = "str | int | float | bool"
@@ -23,7 +25,7 @@ _SQL_TYPES: dict[OutputType, str] = {
     "bool": "BOOLEAN",
     "json": "JSON",
 }
-_BOOLS = {"true": True, "false": False}
+_BOOLS = ("true", "false")
 # what a BIGINT and a DOUBLE can hold, without leading zeros, so that an answer ends
 _INT_PATTERN = r"-?(0|[1-9][0-9]{0,17})"
 _FLOAT_PATTERN = _INT_PATTERN + r"(\.[0-9]{1,12})?"
@@ -102,7 +104,7 @@ class Output:
     @property
     def _texts(self) -> tuple[str, ...]:
         """All that an answer may be; empty if they are not counted."""
-        return tuple(_BOOLS) if self.type == "bool" else self.choices
+        return _BOOLS if self.type == "bool" else self.choices
 
     @cached_property
     def num_deciding_tokens(self) -> int | None:
@@ -137,28 +139,31 @@ class Output:
         return found[0] if len(found) == 1 else None
 
     def parse(self, text: str) -> AnswerValue:
-        """The value that a text stands for.
+        """The value that a text stands for; see `reading` for what may stand around it.
 
         Raises:
             AnswerError: it stands for none.
         """
         if self.choices:
-            if text.strip() not in self.choices:
+            choice = chosen(text, self.choices)
+            if choice is None:
                 raise AnswerError(f"answer {text!r} is none of {list(self.choices)}")
-            return text.strip()
-        stripped = text.strip()
+            return choice
         if self.type == "text":
-            return stripped
+            return text.strip()
         try:
             if self.type == "bool":
-                return _BOOLS[stripped.lower()]
+                if (value := truth(text)) is None:
+                    raise ValueError
+                return value
             if self.type == "json":
+                stripped = without_fence(text)
                 parsed = json.loads(stripped, parse_constant=_no_constant)
                 # DuckDB's JSON has no half of a surrogate pair
                 json.dumps(parsed, ensure_ascii=False).encode()
                 return stripped
-            return _int_of(stripped) if self.type == "int" else _float_of(stripped)
-        except (ValueError, KeyError, RecursionError):
+            return _int_of(bare(text)) if self.type == "int" else _float_of(bare(text))
+        except (ValueError, RecursionError):
             raise AnswerError(f"answer {text!r} is not of type {self.type}") from None
 
 

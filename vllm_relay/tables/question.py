@@ -6,39 +6,44 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from vllm_relay.tables.outputs import Output
+from vllm_relay.tables.outputs import Output, well_formed
+from vllm_relay.tables.request_options import RequestOptions
 
 DEFAULT_MAX_TOKENS = 64
+"""Of an answer, where nobody has chosen by the model and the type of the answers."""
 
-_PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
+_BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 
 
 @dataclass(frozen=True)
 class Question:
     """
     Attributes:
-        text: the same for every row; ``{name}`` refers to the row's field of that name.
+        text: the same for every row; ``{name}`` refers to the row's field of that name, whatever
+            it holds but braces; ``{{`` and ``}}`` are braces.
         fields: names of the fields that the prompt holds, in the caller's order.
         output: what the answers are.
-        max_tokens: of an answer.
+        max_tokens: of an answer; None lets jobs choose, see `answer_length.py`.
         temperature: 0 answers greedily.
         seed: of a temperature above 0.
         set_fields: those of `fields` whose value is a list, and whose elements may be put in any
             order.
+        request: what else the model is told.
 
     Raises:
         ValueError: there is no text or no field, a text stands for a list, a name is there twice,
-            the text or `set_fields` refer to a field that is not there, or a number is out of its
-            range.
+            a text cannot be UTF-8, the text or `set_fields` refer to a field that is not there, or
+            a number is out of its range.
     """
 
     text: str
     fields: tuple[str, ...]
     output: Output = field(default_factory=Output)
-    max_tokens: int = DEFAULT_MAX_TOKENS
+    max_tokens: int | None = None
     temperature: float = 0.0
     seed: int | None = None
     set_fields: tuple[str, ...] = ()
+    request: RequestOptions = RequestOptions()
 
     def __post_init__(self) -> None:
         if not self.text.strip():
@@ -57,14 +62,20 @@ class Question:
                 f"fields {sorted(twice)} given twice: give one of them another name, as in "
                 f"{{name: expression}}"
             )
+        for text in (self.text, *self.fields):
+            if text != well_formed(text):
+                raise ValueError(
+                    f"{text!r} given as question or field, expected a text that can be UTF-8"
+                )
         for what, names in (("text", self.placeholders), ("set_fields", self.set_fields)):
             unknown = [name for name in names if name not in self.fields]
             if unknown:
+                braces = "; braces that are no field are written {{ and }}" * (what == "text")
                 raise ValueError(
                     f"{what} of question {self.text!r} names {unknown}, expected some of its "
-                    f"fields {list(self.fields)}"
+                    f"fields {list(self.fields)}{braces}"
                 )
-        if self.max_tokens < 1:
+        if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens} given, expected at least 1")
         if not 0 <= self.temperature <= 2:
             raise ValueError(f"temperature={self.temperature} given, expected 0 to 2")
@@ -74,7 +85,18 @@ class Question:
         """The fields that the text refers to."""
         return placeholders_of(self.text)
 
+    @property
+    def prompt_text(self) -> str:
+        """The text as the model reads it."""
+        return _BRACES.sub(lambda found: found[0][:1] if found[1] is None else found[0], self.text)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of an answer."""
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
 
 def placeholders_of(text: str) -> list[str]:
     """The names that a question's text refers to, each once."""
-    return list(dict.fromkeys(_PLACEHOLDER.findall(text)))
+    names = (found[1] for found in _BRACES.finditer(text))
+    return list(dict.fromkeys(name for name in names if name is not None))

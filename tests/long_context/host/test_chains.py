@@ -35,17 +35,17 @@ from vllm_relay.long_context.host.host_attention import HostPart, Retrieval, att
 from vllm_relay.long_context.host.host_sequence import HostLayer, SequencePlace
 from vllm_relay.long_context.host.index_builders import start_builders
 from vllm_relay.long_context.host.worker_contexts import WorkerContexts
+from vllm_relay.long_context.orders import DELETED
 from vllm_relay.long_context.window import Residency
 from vllm_relay.sparse.contexts.context_file import (
     CONTEXT_SUFFIX,
     LINK_SUFFIX,
     ContextFile,
-    ContextHead,
     ParentFile,
     _check_layout,
-    write_context,
 )
 from vllm_relay.sparse.contexts.context_store import StoredContext
+from vllm_relay.sparse.contexts.context_writer import ContextHead, write_context
 from vllm_relay.sparse.contexts.contexts_command import run_delete, run_list, run_verify
 from vllm_relay.sparse.contexts.disk_context_store import DiskContextStore
 from vllm_relay.sparse.contexts.partial_attention import attention_state
@@ -203,7 +203,8 @@ def test_what_a_deleted_context_shares_stays_as_long_as_others_need_it(
     if restarts:
         contexts.close()
         contexts = open_contexts(tmp_path)
-    assert {report.context_id for report, _ in contexts.reports()} == set(ids[2:])
+    states = {report.context_id: report.state for report, _ in contexts.reports()}
+    assert states == dict.fromkeys(ids[:2], DELETED) | dict.fromkeys(ids[2:], "stored")
     assert {each.stem for each in tmp_path.glob(f"*{LINK_SUFFIX}")} == set(ids[:2])
     assert_whole(get(contexts, ids[-1]))
     contexts.delete(ids[3])

@@ -42,6 +42,8 @@ class PausingStore(MemoryContextStore):
             num_tokens=len(tokens),
             num_bytes=1,
             parent_id=None,
+            own_begin=0,
+            links=lambda end: [],
         )
         with self._lock:
             self._contexts[context.id] = context
@@ -60,7 +62,7 @@ class PausingStore(MemoryContextStore):
 def contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerContexts:
     contexts = WorkerContexts(tmp_path, FINGERPRINT, ["layer"], DBOptions(), start_builders(1))
     contexts._store = PausingStore()
-    monkeypatch.setattr(contexts, "_indexed", lambda context, begin: [])
+    monkeypatch.setattr(contexts, "_indexed", lambda build, context, begin: [])
     return contexts
 
 

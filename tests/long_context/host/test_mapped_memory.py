@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import platform
+
+import numpy as np
 import psutil
 import pytest
 import torch
 
 from vllm_relay.long_context.host.host_sequence import HostLayer, SequencePlace
-from vllm_relay.long_context.host.mapped_memory import mapped_empty
+from vllm_relay.long_context.host.mapped_memory import mapped_empty, return_free_memory
 
 MIB = 1 << 20
 
@@ -49,3 +52,15 @@ def test_what_requests_take_does_not_grow_with_their_number() -> None:
     assert taken_mib() - before_mib < 20
     del earlier
     assert taken_mib() - before_mib < -40
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what glibc keeps")
+def test_freed_memory_goes_back_to_the_system() -> None:
+    """Also what lies below something that is still there."""
+    before_mib = taken_mib()
+    parts = [np.ones(64 << 10, np.uint8) for _ in range(1024)]
+    assert taken_mib() - before_mib > 50
+    last = parts.pop()
+    parts.clear()
+    return_free_memory()
+    assert last[0] and taken_mib() - before_mib < 10

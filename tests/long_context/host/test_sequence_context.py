@@ -15,9 +15,10 @@ from vllm_relay.long_context.host.host_sequence import (
     SequencePlace,
 )
 from vllm_relay.long_context.host.sequence_context import SequenceContext
+from vllm_relay.sparse.contexts.context_file import QUERIES_SUFFIX
 from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint
 from vllm_relay.sparse.contexts.context_store import HeadStates, MemoryContextStore, StoredContext
-from vllm_relay.sparse.contexts.disk_context_store import QUERIES_SUFFIX, DiskContextStore
+from vllm_relay.sparse.contexts.disk_context_store import DiskContextStore
 from vllm_relay.sparse.index.flat import FlatIndex
 from vllm_relay.sparse.index.key_codes import row_bytes
 from vllm_relay.sparse.index.value_means import MEAN_TOKENS
@@ -37,9 +38,11 @@ def states(layer: int, kind: int, *shape: int, dtype: torch.dtype) -> torch.Tens
     return torch.randn(NUM_TOKENS, *shape, generator=generator).to(dtype)
 
 
-def computed(begin: int, end: int, dtype: torch.dtype) -> HostSequence:
+def computed(
+    begin: int, end: int, dtype: torch.dtype, place: SequencePlace | None = None
+) -> HostSequence:
     """A request that computes the tokens from `begin` on, chunk by chunk."""
-    sequence = HostSequence(SequencePlace(begin, NUM_TOKENS - begin, 0, 0, NUM_TOKENS))
+    sequence = HostSequence(place or SequencePlace(begin, NUM_TOKENS - begin, 0, 0, NUM_TOKENS))
     for number, name in enumerate(LAYERS):
         keys, values = (states(number, kind, KV_HEADS, HEAD_SIZE, dtype=dtype) for kind in (1, 2))
         queries = states(number, 3, KV_HEADS, GROUP, HEAD_SIZE, dtype=dtype).permute(1, 2, 0, 3)

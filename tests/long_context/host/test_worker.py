@@ -20,6 +20,7 @@ class Contexts:
 
     def __init__(self, *context_ids: str, can_keep: bool = True) -> None:
         self.ids = set(context_ids)
+        self.given_up: set[str] = set()
         self._can_keep = can_keep
 
     def keep(self, kept: KeptContext, sequence: Any, reused: Any) -> bool:
@@ -32,6 +33,9 @@ class Contexts:
 
     def delete(self, context_id: str) -> None:
         self.ids.discard(context_id)
+
+    def give_up(self, context_id: str, problem: str) -> None:
+        self.given_up.add(context_id)
 
 
 def step(worker: LongContextWorker, orders: StepOrders, *finished: str) -> None:
@@ -74,7 +78,7 @@ def lost_elsewhere(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 def request_with(begin: int) -> LongRequest:
     """One whose tokens before `begin` are a stored context's."""
-    return LongRequest("request", 60, 1, sequence=SimpleNamespace(begin=begin))
+    return LongRequest("request", 60, 1, sequence=SimpleNamespace(begin=begin, layers={}))
 
 
 def test_the_scheduler_hears_of_what_could_not_be_kept(lost_elsewhere: dict[str, str]) -> None:
@@ -83,6 +87,7 @@ def test_the_scheduler_hears_of_what_could_not_be_kept(lost_elsewhere: dict[str,
     lost_elsewhere["another"] = "b"
     step(worker, StepOrders(kept={"request": KeptContext("a", [1])}), "request")
     assert worker.take_stats().lost == {"request": "a", "another": "b"}
+    assert worker.contexts.given_up >= {"b"}
     assert worker.take_stats().lost == {}
 
 
@@ -111,3 +116,30 @@ def test_a_request_that_loses_its_context_here_is_told_of(lost_elsewhere: dict[s
     lost_elsewhere["another"] = "b"
     step(worker, StepOrders())
     assert worker.take_stats().lost == {"request": "a", "another": "b"}
+    assert worker.contexts.given_up >= {"b"}
+
+
+def test_memory_goes_back_to_the_system_with_those_that_had_it_and_while_prompts_are_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not in steps that only generate: it takes milliseconds."""
+    calls: list[None] = []
+    monkeypatch.setattr(worker_module, "return_free_memory", lambda: calls.append(None))
+    worker = LongContextWorker(contexts=Contexts("a"))
+    layer = SimpleNamespace(end=40)
+    sequence = SimpleNamespace(begin=0, layers={"layer": layer})
+    worker.requests["long"] = LongRequest("long", 60, 1, sequence=sequence)
+    worker.requests["short"] = LongRequest("short", 60, 1)
+    expected = 0
+    for is_returned, orders, finished, end in (
+        (True, StepOrders(), [], 40),
+        (False, StepOrders(), [], 60),
+        (True, StepOrders(deleted=["a"]), [], 61),
+        (False, StepOrders(), ["short"], 62),
+        (True, StepOrders(), ["long"], 62),
+        (False, StepOrders(), [], 62),
+    ):
+        layer.end = end
+        step(worker, orders, *finished)
+        expected += is_returned
+        assert len(calls) == expected

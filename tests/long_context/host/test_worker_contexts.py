@@ -32,7 +32,6 @@ from vllm_relay.long_context.orders import ContextReport, KeptContext
 from vllm_relay.sparse.contexts.context_file import CONTEXT_SUFFIX, QUERIES_SUFFIX, ContextFile
 from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint
 from vllm_relay.sparse.contexts.context_store import context_id_of
-from vllm_relay.sparse.files.damage import IndexDamagedError
 from vllm_relay.sparse.index.query_types import Dipr
 from vllm_relay.sparse.plan.options import DBOptions
 
@@ -295,18 +294,6 @@ def test_states_that_are_no_numbers_are_not_kept(
     assert contexts.reports() == []
 
 
-def test_who_reads_such_states_before_that_is_known_loses_them(
-    contexts: WorkerContexts, slow: threading.Event
-) -> None:
-    given = kept(NUM_STORED_TOKENS)
-    contexts.keep(given, broken("keys", np.nan), None)
-    context = contexts.get(given.context_id)
-    assert context is not None
-    with pytest.raises(IndexDamagedError, match="NaN or infinity"):
-        context.layer(1)
-    assert context.layer(0) is not None
-
-
 @pytest.mark.parametrize("error", [PermissionError(1, "no"), OSError(30, "read-only")])
 def test_a_file_that_cannot_be_deleted_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
@@ -354,38 +341,9 @@ def test_a_thread_that_cannot_delete_goes_on(
 
     monkeypatch.setattr(contexts._store, "delete", fail)
     context_id = keep(contexts)
+    [future] = [each.future for each in contexts._building]
+    assert future is not None
     assert contexts.delete(context_id) == "cannot be deleted: busy"
     slow.set()
     wait(contexts)
-    [future] = contexts._futures
     assert future.exception(timeout=60) is None
-
-
-def test_flat_indexes_are_made_once_whoever_makes_them(slow: threading.Event) -> None:
-    """Those that a request needs while the context is indexed, and those that it keeps."""
-    options = DBOptions(threads=1, index="flat")
-    contexts = WorkerContexts(None, FINGERPRINT, LAYERS, options, start_builders(1))
-    context_id = keep(contexts)
-    fresh: Any = contexts.get(context_id)
-    read = fresh.layer(1)
-    slow.set()
-    wait(contexts)
-    stored = contexts.get(context_id)
-    assert stored is not None and stored is not fresh
-    for head in range(KV_HEADS):
-        assert stored.index(1, head) is read.indexes[head]
-        assert stored.index(0, head) is fresh.layer(0).indexes[head]
-    contexts.close()
-
-
-def test_what_was_encoded_for_a_request_leaves_with_it(slow: threading.Event) -> None:
-    contexts = open_contexts(None)
-    sequence = computed(0, NUM_STORED_TOKENS, torch.float32)
-    for layer in sequence.layers.values():
-        layer.segments[0, 5] = layer._flat(0, 5)
-    context = kept(NUM_STORED_TOKENS)
-    assert contexts.keep(context, sequence, None)
-    assert not any(layer.segments for layer in sequence.layers.values())
-    slow.set()
-    wait(contexts)
-    contexts.close()

@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_relay.long_context.orders import DELETED, ContextReport
 from vllm_relay.long_context.scheduling.catalog import ContextCatalog
+from vllm_relay.long_context.scheduling.context_record import ContextRecord
+from vllm_relay.long_context.scheduling.host_memory import HostMemory
 
 SEQUENCES = st.lists(st.integers(0, 2), max_size=8)
 
@@ -16,8 +21,12 @@ SEQUENCES = st.lists(st.integers(0, 2), max_size=8)
 def catalog_of(**contexts: list[int]) -> ContextCatalog:
     catalog = ContextCatalog()
     for context_id, tokens in contexts.items():
-        catalog.add(context_id, np.array(tokens))
+        catalog.add(ContextRecord(context_id, np.array(tokens)))
     return catalog
+
+
+def by_last_use(catalog: ContextCatalog) -> list[str]:
+    return [each.id for each in catalog.by_last_use()]
 
 
 def test_contexts_come_and_go() -> None:
@@ -31,23 +40,23 @@ def test_contexts_come_and_go() -> None:
 
 def test_the_one_used_least_recently_is_first() -> None:
     catalog = catalog_of(a=[1], b=[2], c=[3])
-    assert catalog.by_last_use() == ["a", "b", "c"]
+    assert by_last_use(catalog) == ["a", "b", "c"]
     catalog.use("a")
-    assert catalog.by_last_use() == ["b", "c", "a"]
+    assert by_last_use(catalog) == ["b", "c", "a"]
     catalog.use("b")
-    catalog.add("d", np.array([4]))
-    assert catalog.by_last_use() == ["c", "a", "b", "d"]
+    catalog.add(ContextRecord("d", np.array([4])))
+    assert by_last_use(catalog) == ["c", "a", "b", "d"]
 
 
 def test_those_of_clients_leave_first() -> None:
     catalog = catalog_of(a=[1], b=[2])
     for context_id in "cde":
-        catalog.add(context_id, np.array([ord(context_id)]), is_clients=True)
+        catalog.add(ContextRecord(context_id, np.array([ord(context_id)]), is_clients=True))
     catalog.use("c")
     assert [each.id for each in catalog.of_clients()] == ["d", "e", "c"]
-    assert catalog.in_leaving_order() == ["d", "e", "c", "a", "b"]
-    catalog.give_to_operator("e")
-    assert catalog.in_leaving_order() == ["d", "c", "a", "b", "e"]
+    assert [each.id for each in catalog.in_leaving_order()] == ["d", "e", "c", "a", "b"]
+    catalog["e"].is_clients = False
+    assert [each.id for each in catalog.in_leaving_order()] == ["d", "c", "a", "b", "e"]
 
 
 def test_a_context_that_is_not_known_cannot_be_used() -> None:
@@ -101,15 +110,76 @@ def test_no_context_shares_more_tokens(contexts: list[list[int]], prompt: list[i
 
 def test_what_others_continue_is_used_with_them() -> None:
     """It leaves after them: before, nothing would be freed."""
-    catalog = ContextCatalog()
-    catalog.add("first", np.arange(5))
-    catalog.add("other", np.arange(1, 5))
-    catalog.add("second", np.arange(7), "first")
-    catalog.add("third", np.arange(9), "second")
-    assert catalog.by_last_use() == ["other", "third", "second", "first"]
+    catalog = catalog_of(first=[*range(5)], other=[*range(1, 5)])
+    second = ContextRecord("second", np.arange(7), catalog["first"])
+    catalog.add(second)
+    catalog.add(ContextRecord("third", np.arange(9), second))
+    assert by_last_use(catalog) == ["other", "third", "second", "first"]
     catalog.use("other")
     catalog.use("second")
-    assert catalog.by_last_use() == ["third", "other", "second", "first"]
+    assert by_last_use(catalog) == ["third", "other", "second", "first"]
     catalog.remove("second")
-    catalog.use("third")
-    assert catalog.by_last_use() == ["other", "first", "third"]
+    catalog.use("third")  # what it continues is there as before
+    assert by_last_use(catalog) == ["other", "third", "first"]
+
+
+def report(context_id: str, parent_id: str | None = None, **fields: Any) -> ContextReport:
+    given = {"num_tokens": 9, "state": "stored", "memory_bytes": 0, "file_bytes": 0} | fields
+    return ContextReport(context_id, parent_id=parent_id, **given)
+
+
+def test_of_a_chain_each_file_counts_as_long_as_something_needs_it() -> None:
+    catalog = catalog_of(a=[1], b=[1, 2], c=[1, 2, 3])
+    chain = [
+        report("c", "b", file_bytes=100),
+        report("b", "a", file_bytes=10),
+        report("a", file_bytes=1),
+    ]
+    catalog.update(chain, num_ranks=2)
+    assert catalog.file_bytes == 222
+    catalog.remove("b")
+    assert catalog.file_bytes == 222
+    # it is kept again: the same file
+    catalog.add(ContextRecord("b", np.array([1, 2])))
+    catalog.update(chain, num_ranks=2)
+    assert catalog.file_bytes == 222 and catalog["c"].parent is catalog["b"]
+    for context_id in "bac":
+        catalog.remove(context_id)
+    assert catalog.file_bytes == 0
+
+
+def test_files_of_links_that_were_deleted_before_count() -> None:
+    catalog = catalog_of(c=[1, 2, 3])
+    deleted = {"state": DELETED, "file_bytes": 10}
+    catalog.update([report("c", "b", file_bytes=1), report("b", "a", **deleted)], 1)
+    assert catalog.file_bytes == 11 and len(catalog) == 1 and "b" not in catalog
+    catalog.update([report("a", **deleted), report("b", "a", **deleted)], 1)
+    assert catalog.file_bytes == 21
+
+
+def test_a_context_that_takes_over_what_it_continued_needs_it_no_more() -> None:
+    catalog = catalog_of(a=[1], b=[1, 2, 3])
+    catalog.update(
+        [
+            report("a", file_bytes=10, num_own_tokens=1),
+            report("b", "a", state="indexing", memory_bytes=5, num_own_tokens=2),
+        ],
+        num_ranks=1,
+    )
+    assert catalog["b"].num_own_tokens == 2
+    memory = HostMemory(100, 1, catalog)
+    catalog.update([report("b", file_bytes=30, memory_bytes=7, num_own_tokens=3)], num_ranks=1)
+    assert catalog["b"].parent is None and catalog["b"].num_own_tokens == 3
+    catalog["a"].memory.num_bytes = 20
+    assert catalog.file_bytes == 40 and memory.context_bytes == 27
+    catalog.remove("a")
+    assert catalog.file_bytes == 30 and memory.context_bytes == 7
+
+
+def test_what_is_known_for_its_problem_only_is_read_by_nobody() -> None:
+    catalog = catalog_of(a=[1, 2], b=[1])
+    catalog.update([report("a", state="memory", problem="is not kept: NaN")], num_ranks=1)
+    assert "a" in catalog
+    assert catalog.longest_prefix(np.array([1, 2, 3])) == ("b", 1)
+    catalog.update([report("a", state="memory", problem="no space", memory_bytes=1)], num_ranks=1)
+    assert catalog.longest_prefix(np.array([1, 2, 3])) == ("a", 2)

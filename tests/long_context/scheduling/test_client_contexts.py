@@ -84,11 +84,11 @@ def test_one_that_is_larger_than_all_may_be_is_not_kept() -> None:
 def test_a_server_has_a_quota_and_an_engine_in_process_has_none() -> None:
     alone, serving = Engine(host_granules=20), Engine(host_granules=20)
     serve(serving)
-    assert alone.core.long_contexts._quota.max_tokens is None
-    assert serving.core.long_contexts._quota.max_tokens == 10 * 1024
+    assert alone.core.long_contexts.contexts._quota.max_tokens is None
+    assert serving.core.long_contexts.contexts._quota.max_tokens == 10 * 1024
     given = Engine(max_client_context_tokens=77)
     serve(given)
-    assert given.core.long_contexts._quota.max_tokens == 77
+    assert given.core.long_contexts.contexts._quota.max_tokens == 77
 
 
 def test_clients_never_drive_out_what_the_operator_keeps_in_memory() -> None:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.long_context.context_engine import Engine, tokens
 from vllm_relay.long_context.client import keep_context, list_contexts
+from vllm_relay.long_context.orders import DELETED, ContextReport
 
 BUDGET_BYTES = 1000
 
@@ -65,7 +67,7 @@ def tell(request: pytest.FixtureRequest) -> Any:
     def tell_by_step(contexts: Contexts) -> None:
         core = contexts.engine.core
         reports = [report for report, _ in core.workers[0].contexts.values()]
-        core.long_contexts.update_contexts(reports)
+        core.long_contexts.contexts.update(reports)
         core.step_fn()
 
     return Contexts.listed if request.param == "listed" else tell_by_step
@@ -151,7 +153,7 @@ def test_what_a_step_evicted_does_not_come_back_before_the_workers_know() -> Non
     for name in "abcd":
         contexts.keep(name, 300)
     core = contexts.engine.core
-    core.long_contexts.update_contexts([report for report, _ in core.workers[0].contexts.values()])
+    core.long_contexts.contexts.update([report for report, _ in core.workers[0].contexts.values()])
     assert contexts.stored() == "abcd"
     assert contexts.listed() == contexts.stored() == "bcd"
     core.step_fn()
@@ -186,3 +188,20 @@ def test_an_evicted_context_can_be_kept_again() -> None:
     contexts.keep("a", 600)
     assert contexts.listed() == contexts.stored() == "a"
     assert len(contexts.engine.prompts) == 3
+
+
+def test_files_of_links_that_were_deleted_before_the_start_count(tell: Any) -> None:
+    contexts = Contexts(engine_of())
+    for name in "abc":
+        contexts.keep(name, 300)
+    [worker] = contexts.engine.core.workers
+    first = next(iter(worker.contexts))
+    report, tokens = worker.contexts[first]
+    worker.contexts[first] = replace(report, parent_id="link"), tokens
+    link = ContextReport("link", 30, DELETED, 0, 250)
+    worker.contexts["link"] = link, tokens[:30]
+    contexts._ids["link"] = "link"
+    tell(contexts)
+    # with what continues it, it leaves the folder
+    assert contexts.listed() == "bc"
+    assert "link" not in contexts.engine.core.long_contexts.contexts.catalog

@@ -133,7 +133,9 @@ def test_contexts_leave_for_requests_but_none_that_is_read(model: str) -> None:
         engine.add("b", tokens(3, 300), 140)
         engine.run()
         # neither waited for the other
-        assert list(engine.executor.contexts) == list(engine.long_contexts.catalog.by_last_use())
+        assert set(engine.executor.contexts) == {
+            each.id for each in engine.long_contexts.contexts.catalog
+        }
         assert list(engine.executor.contexts) == kept[:1]
         assert engine.executor.dropped == [] and engine.ended[-2:] == ["b", "a"]
         engine.add("c", tokens(4, 300), 200)
@@ -180,7 +182,7 @@ def test_no_context_keeps_a_request_waiting_for_ever(model: str, is_read: bool) 
             step_until(engine, lambda: engine.num_computed_tokens("reader") > 201)
         else:
             engine.step()
-        engine.long_contexts.update_contexts([grown])
+        engine.long_contexts.contexts.update([grown])
         engine.add("another", tokens(2, 400), 100)
         engine.add("behind it", [*prompt, 8], 300)
         engine.run()
@@ -194,7 +196,7 @@ def test_a_request_begins_without_a_context_that_leaves_it_no_room(model: str) -
         context_id = engine.keep("context", prompt)
         engine.step()
         grown = ContextReport(context_id, 200, "memory", 1000 * BYTES_PER_TOKEN, 0)
-        engine.long_contexts.update_contexts([grown])
+        engine.long_contexts.contexts.update([grown])
         engine.add("a", [*prompt, 7], 300)
         engine.run()
         assert engine.executor.placements == [] and engine.executor.contexts == {}
@@ -211,12 +213,12 @@ def test_a_request_behind_a_context_is_kept_in_the_memory_that_it_has(
         engine.add("a", [*prompt, *tokens(2, 100)], 2, keep=True)
         assert memory.reserve("others", num_others) == []
         engine.run()
-        [report] = engine.long_contexts.pending_contexts()
+        [report] = engine.long_contexts.contexts.pending()
         assert report.num_tokens == 301 and report.parent_id == context_id
         assert used_tokens(engine) == num_others + granules_of(200, 101)
         assert memory.used_bytes <= memory.capacity_bytes
         # the first ones stay as long as the others need them
-        engine.long_contexts.delete_context(context_id)
+        engine.long_contexts.contexts.delete(context_id)
         assert used_tokens(engine) == num_others + granules_of(200, 101)
-        engine.long_contexts.delete_context(report.context_id)
+        engine.long_contexts.contexts.delete(report.context_id)
         assert used_tokens(engine) == num_others

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.support.depth import cases
+from vllm_relay.long_context.orders import ContextReport
+from vllm_relay.long_context.scheduling.catalog import ContextCatalog
+from vllm_relay.long_context.scheduling.context_record import ContextRecord, HeldMemory
 from vllm_relay.long_context.scheduling.host_memory import GRANULE_TOKENS, HostMemory, Reused
 
 CAPACITY_GRANULES = 10
@@ -18,6 +22,38 @@ BYTES_PER_TOKEN = 3
 GRANULE_BYTES = GRANULE_TOKENS * BYTES_PER_TOKEN
 
 request_ids, context_ids = st.sampled_from("abcdef"), st.sampled_from("xyz")
+
+
+class Memory(HostMemory):
+    """With contexts that are set and leave by name."""
+
+    def __init__(self, capacity_bytes: int, bytes_per_token: int) -> None:
+        self.catalog = ContextCatalog()
+        super().__init__(capacity_bytes, bytes_per_token, self.catalog)
+
+    def set_context(self, context_id: str, num_bytes: int) -> None:
+        """0: none is there."""
+        if not num_bytes:
+            self.catalog.remove(context_id)
+            return
+        if context_id not in self.catalog:
+            self.catalog.add(ContextRecord(context_id, np.empty(0, np.int64)))
+        parent_id = self.catalog[context_id].parent_id
+        report = ContextReport(context_id, 1, "memory", num_bytes, 0, parent_id=parent_id)
+        self.catalog.update([report], num_ranks=1)
+
+    def add_context(self, context_id: str, num_bytes: int, request_id: str) -> None:
+        """Of a request, which continues what that reads."""
+        parent = self.record_read(request_id)
+        held = HeldMemory(num_bytes)
+        self.catalog.add(ContextRecord(context_id, np.empty(0, np.int64), parent, memory=held))
+
+    def records(self, context_ids: Iterable[str]) -> list[ContextRecord]:
+        return [self.catalog[each] for each in context_ids if each in self.catalog]
+
+    def in_the_way(self, request_id: str, num_tokens: int, ids: Iterable[str]) -> list[str]:
+        leaving = self.contexts_in_the_way(request_id, num_tokens, self.records(ids))
+        return [each.id for each in leaving]
 
 
 @dataclass(eq=False)
@@ -33,7 +69,7 @@ class HostMemoryMachine(RuleBasedStateMachine):
         super().__init__()
         # a rest that nobody can use
         capacity_bytes = CAPACITY_GRANULES * GRANULE_BYTES + GRANULE_BYTES - 1
-        self.memory = HostMemory(capacity_bytes, BYTES_PER_TOKEN)
+        self.memory = Memory(capacity_bytes, BYTES_PER_TOKEN)
         self.held: dict[str, int] = {}
         self.preempted: list[str] = []
         self.contexts: dict[str, Context] = {}
@@ -132,7 +168,7 @@ class HostMemoryMachine(RuleBasedStateMachine):
         ways = [free[:n] for n in range(len(free) + 1)]
         enough = [way for way in ways if self.used(others, way) <= room]
         num_tokens = num_granules * GRANULE_TOKENS
-        leaving = self.memory.contexts_in_the_way(request_id, num_tokens, by_last_use)
+        leaving = self.memory.in_the_way(request_id, num_tokens, by_last_use)
         assert leaving == (enough[0] if enough else [])
         for each in leaving:
             self.set_context(each, 0)
@@ -156,14 +192,14 @@ TestHostMemory.settings = settings(max_examples=cases(38), stateful_step_count=4
 
 
 def test_requests_take_whole_granules() -> None:
-    memory = HostMemory(1 << 30, BYTES_PER_TOKEN)
+    memory = Memory(1 << 30, BYTES_PER_TOKEN)
     sizes = {0: 0, 1: 1, GRANULE_TOKENS: 1, GRANULE_TOKENS + 1: 2}
     for num_tokens, num_granules in sizes.items():
         assert memory.bytes_for(num_tokens) == num_granules * GRANULE_BYTES
 
 
 def test_the_youngest_preempted_request_gives_way_and_the_oldest_stays() -> None:
-    memory = HostMemory(3 * GRANULE_BYTES, BYTES_PER_TOKEN)
+    memory = Memory(3 * GRANULE_BYTES, BYTES_PER_TOKEN)
     for request_id in "abc":
         assert memory.reserve(request_id, 1) == []
         memory.preempt(request_id)
@@ -179,7 +215,7 @@ def test_the_youngest_preempted_request_gives_way_and_the_oldest_stays() -> None
 
 
 def test_a_context_that_is_read_counts_until_its_last_reader_has_ended() -> None:
-    memory = HostMemory(10 * GRANULE_BYTES, BYTES_PER_TOKEN)
+    memory = Memory(10 * GRANULE_BYTES, BYTES_PER_TOKEN)
     memory.set_context("x", 4 * GRANULE_BYTES)
     for request_id in "ab":
         assert memory.reserve(request_id, 1) == []
@@ -197,11 +233,11 @@ def test_a_context_that_is_read_counts_until_its_last_reader_has_ended() -> None
 
 
 def test_a_context_that_has_become_a_file_stays_in_memory_for_its_readers() -> None:
-    memory = HostMemory(10 * GRANULE_BYTES, BYTES_PER_TOKEN)
+    memory = Memory(10 * GRANULE_BYTES, BYTES_PER_TOKEN)
     memory.set_context("x", 4 * GRANULE_BYTES)
     assert memory.reserve("a", 1) == []
     memory.reuse("a", Reused("x", 4 * GRANULE_TOKENS))
-    memory.set_context("x", 0)
+    memory.catalog.update([ContextReport("x", 1, "stored", 0, 9)], num_ranks=1)
     assert memory.reserve("b", 1) == []
     memory.reuse("b", Reused("x", 4 * GRANULE_TOKENS))
     memory.release("a")
@@ -209,25 +245,25 @@ def test_a_context_that_has_become_a_file_stays_in_memory_for_its_readers() -> N
 
 
 def test_contexts_that_are_read_do_not_leave() -> None:
-    memory = HostMemory(10 * GRANULE_BYTES, BYTES_PER_TOKEN)
+    memory = Memory(10 * GRANULE_BYTES, BYTES_PER_TOKEN)
     for context_id in "xyz":
         memory.set_context(context_id, 3 * GRANULE_BYTES)
     assert memory.reserve("a", 1) == []
     memory.reuse("a", Reused("x", 3 * GRANULE_TOKENS))
-    assert memory.contexts_in_the_way("b", 3 * GRANULE_TOKENS, "xyz") == ["y"]
-    assert memory.contexts_in_the_way("b", 6 * GRANULE_TOKENS, "xyz") == ["y", "z"]
-    assert memory.contexts_in_the_way("b", 7 * GRANULE_TOKENS, "xyz") == []
+    assert memory.in_the_way("b", 3 * GRANULE_TOKENS, "xyz") == ["y"]
+    assert memory.in_the_way("b", 6 * GRANULE_TOKENS, "xyz") == ["y", "z"]
+    assert memory.in_the_way("b", 7 * GRANULE_TOKENS, "xyz") == []
     # a preempted request gives way together with what it reads
     memory.preempt("a")
-    assert memory.contexts_in_the_way("b", 7 * GRANULE_TOKENS, "xyz") == ["x", "y"]
+    assert memory.in_the_way("b", 7 * GRANULE_TOKENS, "xyz") == ["x", "y"]
     # but not for itself
-    assert memory.contexts_in_the_way("a", 7 * GRANULE_TOKENS, "xyz") == ["y", "z"]
+    assert memory.in_the_way("a", 7 * GRANULE_TOKENS, "xyz") == ["y", "z"]
 
 
 def test_many_requests_behind_one_context_take_what_they_add() -> None:
     """131,072 tokens of 32 layers with 8 kv heads of 128 in bfloat16, in 64 GiB."""
     bytes_per_token = 32 * 8 * (2 * 2 * 128 + 128)
-    memory, num_tokens = HostMemory(64 << 30, bytes_per_token), 131_072
+    memory, num_tokens = Memory(64 << 30, bytes_per_token), 131_072
     memory.set_context("x", memory.bytes_for(num_tokens))
     for number in range(100):
         assert memory.reserve(str(number), 256) == []
@@ -236,7 +272,7 @@ def test_many_requests_behind_one_context_take_what_they_add() -> None:
 
 
 def test_what_a_context_continues_counts_once_and_as_long_as_it_is_there() -> None:
-    memory = HostMemory(20 * GRANULE_BYTES, BYTES_PER_TOKEN)
+    memory = Memory(20 * GRANULE_BYTES, BYTES_PER_TOKEN)
     memory.set_context("x", 4 * GRANULE_BYTES)
     for request_id, context_id in (("a", "y"), ("b", "z")):
         assert memory.reserve(request_id, 1) == []
@@ -247,9 +283,11 @@ def test_what_a_context_continues_counts_once_and_as_long_as_it_is_there() -> No
     memory.set_context("x", 3 * GRANULE_BYTES)  # its indexes are built
     assert memory.context_bytes == 5 * GRANULE_BYTES
     # nothing is freed by the first one before the others have left
-    assert memory.contexts_in_the_way("c", 16 * GRANULE_TOKENS, "xyz") == ["y"]
-    assert memory.contexts_in_the_way("c", 18 * GRANULE_TOKENS, "xyz") == ["y", "z", "x"]
-    freed = [memory.freed_bytes(ids) // GRANULE_BYTES for ids in ("x", "y", "xy", "xyz")]
+    assert memory.in_the_way("c", 16 * GRANULE_TOKENS, "xyz") == ["y"]
+    assert memory.in_the_way("c", 18 * GRANULE_TOKENS, "xyz") == ["y", "z", "x"]
+    freed = [
+        memory.freed_bytes(memory.records(ids)) // GRANULE_BYTES for ids in ("x", "y", "xy", "xyz")
+    ]
     assert freed == [0, 1, 1, 5]
     memory.set_context("x", 0)
     assert memory.context_bytes == 5 * GRANULE_BYTES

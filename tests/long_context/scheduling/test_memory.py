@@ -63,7 +63,7 @@ def test_available_bytes(tmp_path: Path, files: dict[str, str], expected: int) -
 
 def test_half_of_what_is_available_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 901)
-    assert memory.default_capacity_bytes() == 450
+    assert memory.capacity_bytes(None) == 450
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from tests.long_context.simulated_engine import (
 from tests.support.depth import cases
 from vllm_relay.long_context.client import list_contexts
 from vllm_relay.long_context.orders import ContextReport, orders_of
-from vllm_relay.long_context.scheduling import scheduler
+from vllm_relay.long_context.scheduling import memory
 from vllm_relay.long_context.scheduling.scheduler import HostBlocks, LongContextScheduler
 
 SHORT_TOKENS = WINDOW["min_context_tokens"] - 1
@@ -242,10 +242,10 @@ def test_too_little_host_memory_is_refused_at_start(model: str) -> None:
 def test_more_host_memory_than_there_is_is_refused(
     monkeypatch: pytest.MonkeyPatch, gib: float
 ) -> None:
-    monkeypatch.setattr(scheduler, "total_bytes", lambda: 4 << 30)
-    assert scheduler._capacity_bytes(4.0) == 4 << 30
+    monkeypatch.setattr(memory, "total_bytes", lambda: 4 << 30)
+    assert memory.capacity_bytes(4.0) == 4 << 30
     with pytest.raises(ValueError, match=r"host_memory_gib: .* was given, and there are 4.0 GiB"):
-        scheduler._capacity_bytes(gib)
+        memory.capacity_bytes(gib)
 
 
 def test_a_model_of_sliding_windows_only_is_refused_at_start() -> None:
@@ -330,7 +330,7 @@ def test_a_context_that_leaves_a_full_folder_is_not_found_again(model: str, tmp_
         context_id = engine.keep("a", tokens(1, 200))
         assert [each.context_id for each in list_contexts(engine.engine)] == [context_id]
         stored = ContextReport(context_id, 200, "stored", 0, file_bytes=2000)
-        engine.long_contexts.update_contexts([stored])
+        engine.long_contexts.contexts.update([stored])
         assert list_contexts(engine.engine) == []
         engine.add("b", tokens(1, 200), 1)
         engine.run()
@@ -362,6 +362,6 @@ def test_a_hit_is_no_longer_than_its_caller_allows(model: str) -> None:
 def test_a_context_is_deleted_before_the_worker_knows_it(model: str) -> None:
     with long_engine(model) as engine:
         context_id = engine.keep("a", tokens(1, 200))
-        engine.long_contexts.delete_context(context_id)
+        engine.long_contexts.contexts.delete(context_id)
         assert list_contexts(engine.engine) == []
         assert engine.executor.contexts == {}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from vllm_relay.modules.engine import start_checks
+from vllm_relay.modules.engine import requests
 from vllm_relay.modules.engine.worker import ModuleWorker
 from vllm_relay.modules.prompt.plan import ModulePlan, Segment, TailRun
 from vllm_relay.vllm_changes.positions import give_positions_to_model, gives_positions
@@ -146,5 +146,5 @@ def test_engines_that_can_use_modules(
         ),
     )
     vars(config).update(changes)
-    reason = start_checks.unsupported_reason(config)
+    reason = requests.unsupported_reason(config)
     assert (reason is None) if refusal is None else refusal in str(reason)

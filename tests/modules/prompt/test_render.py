@@ -20,10 +20,10 @@ from tests.support.depth import cases
 from vllm_relay.modules.markup.pml import parse_prompt, parse_schema
 from vllm_relay.modules.markup.schema import SchemaError
 from vllm_relay.modules.markup.xml_tree import PmlError
-from vllm_relay.modules.prompt.chat_turns import MAX_TURNS
 from vllm_relay.modules.prompt.plan import ModulePlan
 from vllm_relay.modules.prompt.render import Mode, RenderedPrompt
 from vllm_relay.modules.prompt.schema_store import SchemaStore
+from vllm_relay.modules.prompt.text_tokens import MAX_TURNS
 
 TRIP = """<schema name="trip">
   <system>You plan trips.</system>

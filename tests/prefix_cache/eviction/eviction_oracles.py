@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which block each policy evicts, by brute force, and a queue that is compared with it."""
 
+from collections import deque
+
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
+
 from tests.prefix_cache.eviction.block_pool_traces import path_of
 from vllm_relay.prefix_cache.eviction.free_queue import PolicyFreeQueue
+from vllm_relay.prefix_cache.eviction.set_aside import KeptBlock
 
 
 class FreeBlock:
@@ -73,7 +78,7 @@ class CheckedQueue(PolicyFreeQueue):
         return victim.block
 
     def popleft_n(self, n):
-        in_order = self.get_all_free_blocks()
+        in_order = leaving_order(self)
         assert len(in_order) == self.num_free_blocks == len(self.uncached) + len(self.frees)
         blocks = super().popleft_n(n)
         assert [b.block_id for b in blocks] == [b.block_id for b in in_order[:n]]
@@ -94,3 +99,45 @@ class CheckedQueue(PolicyFreeQueue):
     def prepend_n(self, blocks):
         self.uncached[:0] = blocks
         super().prepend_n(blocks)
+
+
+def leaving_order(queue):
+    """The free blocks in the order in which they would leave."""
+    if not isinstance(queue, PolicyFreeQueue):
+        return queue.get_all_free_blocks()
+    queue._first_aside()
+    aside = sorted(queue._aside, key=queue._place)
+    needed = [kept for kept in aside if queue._place(kept)[0] == 1]
+    unneeded = deque(aside[: len(aside) - len(needed)])
+    listed, reused = (
+        deque(block for block in blocks if block.block_id != -1)
+        for blocks in (
+            FreeKVCacheBlockQueue.get_all_free_blocks(queue),
+            queue._reused.get_all_free_blocks(),
+        )
+    )
+    order = []
+    while listed or reused or unneeded:
+        first = listed[0] if listed else None
+        stays = False
+        is_cached = first is None or first.block_hash is not None
+        has_surplus = len(reused) > queue._reuse.room_blocks
+        if is_cached and reused and (has_surplus or reused[0].block_hash is None):
+            block = reused.popleft()
+        elif unneeded and queue._leaves_before(unneeded[0], first):
+            block = unneeded.popleft().block
+            stays = block.block_hash is not None and queue._reuse.is_reused(block.block_hash)
+        elif first is not None:
+            block = listed.popleft()
+            stays = block.block_hash is not None and queue._reuse.is_reused(block.block_hash)
+        else:
+            block = reused.popleft()
+        if block.block_hash in queue._needed:
+            needed.append(
+                KeptBlock(block, block.block_hash, queue._freed_at[block.block_id], False)
+            )
+        elif stays:
+            reused.append(block)
+        else:
+            order.append(block)
+    return order + [kept.block for kept in sorted(needed, key=queue._place)]

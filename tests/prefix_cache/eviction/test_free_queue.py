@@ -12,6 +12,7 @@ from benchmarks.prefix_cache.bench_eviction import (
     random_workload,
     run_in_order,
 )
+from tests.prefix_cache.eviction.eviction_oracles import leaving_order
 from tests.support.calls import count_calls
 from vllm_relay.prefix_cache.eviction.belady import NEVER, belady_hits
 from vllm_relay.prefix_cache.eviction.free_queue import (
@@ -59,7 +60,7 @@ def test_uncached_blocks_leave_first_and_the_last_freed_before_all(name):
     queue.append_n(cached(taken[:2], "a", "ab"))
     queue.prepend_n(taken[2:4])
     queue.prepend_n(taken[4:])
-    assert ids(queue.get_all_free_blocks()) == [5, 3, 4, 6, 7, 2, 1]
+    assert ids(leaving_order(queue)) == [5, 3, 4, 6, 7, 2, 1]
     assert ids(queue.iter_blocks_after(taken[3])) == [6, 7, 2, 1]
     assert ids(queue.iter_blocks_after(taken[0])) == []
     queue.remove(taken[1])
@@ -159,11 +160,11 @@ def test_blocks_return_to_their_place_when_waiting_requests_come_and_go():
     for position in range(1000):
         next_use.add((position,), [[key("a")]])
         assert ids(queue.iter_blocks_after(None)) == [1, 2, 0]  # sets the block aside
-        assert ids(queue.get_all_free_blocks()) == [1, 2, 0]
+        assert ids(leaving_order(queue)) == [1, 2, 0]
         next_use.remove((position,), runs=False)
         assert ids(queue.iter_blocks_after(None)) == [0, 1, 2]
-        assert ids(queue.get_all_free_blocks()) == [0, 1, 2]
-    assert all(len(heap) < 100 for heap in queue._aside._heaps.values())
+        assert ids(leaving_order(queue)) == [0, 1, 2]
+    assert all(len(each._heap) < 100 for each in queue._aside._ranked.values())
     assert ids(queue.popleft_n(3)) == [0, 1, 2]
 
 

@@ -19,6 +19,7 @@ from tests.prefix_cache.eviction.eviction_oracles import (
     CheckedQueue,
     NeededOracle,
     UsedOracle,
+    leaving_order,
 )
 from tests.support.depth import cases
 from vllm_relay.prefix_cache.eviction.free_queue import PolicyFreeQueue, make_free_queue
@@ -65,7 +66,7 @@ def make_free_queue_of(name):
 
 
 def blocks_in_order(cache):
-    return [block.block_id for block in cache.pool.free_block_queue.get_all_free_blocks()]
+    return [block.block_id for block in leaving_order(cache.pool.free_block_queue)]
 
 
 STOCK_QUEUE = block_pool.FreeKVCacheBlockQueue
@@ -110,7 +111,7 @@ def test_children_leave_before_their_parents(cache_late):
         gone, copies = [], Counter()
         free = [
             path_of(block.block_hash)
-            for block in cache.pool.free_block_queue.get_all_free_blocks()
+            for block in leaving_order(cache.pool.free_block_queue)
             if block.block_hash is not None
         ]
         copies.update(free)
@@ -135,7 +136,7 @@ def test_the_order_is_told_whoever_waits_and_whatever_was_used(steps, room_block
     queue = cache.pool.free_block_queue
     for step in steps:
         cache.do(step, cache_late=False)
-    in_order = queue.get_all_free_blocks()
+    in_order = leaving_order(queue)
     assert len(in_order) == queue.num_free_blocks
     is_needed = [
         block.block_hash is not None and cache.next_use.next_use(block.block_hash) is not None
@@ -146,7 +147,7 @@ def test_the_order_is_told_whoever_waits_and_whatever_was_used(steps, room_block
         number = min(len(in_order), 2)
         assert queue.popleft_n(number) == in_order[:number]
         in_order = in_order[number:]
-        assert queue.get_all_free_blocks() == in_order
+        assert leaving_order(queue) == in_order
 
 
 class Tree:
@@ -162,7 +163,7 @@ class Tree:
         return self
 
     def order(self):
-        free = self.cache.pool.free_block_queue.get_all_free_blocks()
+        free = leaving_order(self.cache.pool.free_block_queue)
         return [list(path_of(block.block_hash)) for block in free if block.block_hash]
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
 from tests.prefix_cache.eviction.block_pool_traces import NUM_BLOCKS, Cache, actions, paths
+from tests.prefix_cache.eviction.eviction_oracles import leaving_order
 from tests.support.calls import count_calls
 from tests.support.depth import cases
 from vllm_relay.prefix_cache.eviction.free_queue import PolicyFreeQueue, make_free_queue
@@ -72,7 +73,7 @@ def test_a_walk_shows_every_cached_block_once_in_the_order_of_now():
             number = max(number, 1)
             ahead = [
                 block
-                for block in queue.get_all_free_blocks()
+                for block in leaving_order(queue)
                 if block.block_hash is not None and queue.stays[block.block_id] not in shown
             ]
             if looks_ahead:
@@ -106,7 +107,7 @@ def test_a_walk_shows_every_cached_block_once_where_some_are_kept_for_their_uses
         shown |= set(stays)
     blocks = [block for block in offload.walk(NUM_BLOCKS) if block.block_hash is not None]
     shown |= {queue.stays[block.block_id] for block in blocks}
-    cached = [block for block in queue.get_all_free_blocks() if block.block_hash is not None]
+    cached = [block for block in leaving_order(queue) if block.block_hash is not None]
     assert {queue.stays[block.block_id] for block in cached} <= shown
 
 
@@ -166,7 +167,7 @@ def test_a_walk_costs_what_it_shows(needed):
 
 def test_a_walk_from_a_block_in_the_middle():
     queue = free_blocks(9, needed=3)
-    order = queue.get_all_free_blocks()
+    order = leaving_order(queue)
     for index, block in enumerate(order):
         assert list(queue.iter_blocks_after(block)) == order[index + 1 :]
     assert list(queue.iter_blocks_after(queue.popleft())) == []
@@ -174,10 +175,10 @@ def test_a_walk_from_a_block_in_the_middle():
 
 def test_a_walk_goes_on_where_it_was_when_what_it_showed_last_is_freed_anew():
     queue = free_blocks(4, needed=10**9)
-    first = queue.get_all_free_blocks()[0]
+    first = leaving_order(queue)[0]
     assert next(queue.iter_blocks_after(None)) is first
     queue.remove(first)
     queue.append(first)
-    order = queue.get_all_free_blocks()
+    order = leaving_order(queue)
     assert order[0] is not first and first in order
     assert list(queue.iter_blocks_after(first)) == order

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -74,7 +75,8 @@ class Scheduler:
         self.max_model_len = MAX_MODEL_LEN
         self.block_size = BLOCK_SIZE
         self.running: list[Request] = []
-        self.waiting: list[Request] = []
+        self.waiting = SimpleNamespace(held_requests=0, leading_requests=0, blocked_requests=0)
+        self.overtaken = SimpleNamespace(count=0)
         self.now_s = 0.0
         self.pins = PinTable(self, max_pinned_fraction, lambda: self.now_s)
         self.relay_recorder = PrefixCacheRecorder(self)

@@ -108,7 +108,10 @@ def ids(tmp_path: Path) -> Path:
         ({"blocks": [9], "json_path": Path("/nowhere/x")}, "--json /nowhere/x: cannot write"),
         ({"blocks": [9], "plot_path": Path("/nowhere/x")}, "--plot /nowhere/x: cannot write"),
         ({"blocks": [9], "model": "/nowhere"}, "--model /nowhere: no config.json there"),
-        ({"sweep": [1.0, 1e6], "block_size": 32, "kv_bytes_per_token": 8}, "1e+06 GiB of KV cache"),
+        (
+            {"sweep": [1.0, 1e6], "block_size": 32, "kv_bytes_per_token": 8},
+            "a KV cache of 1000000.0 GiB: expected",
+        ),
         (
             {"blocks": [3], "block_size": 32},
             "a KV cache of 3 blocks does not hold one request of 84 tokens (--max-model-len)",

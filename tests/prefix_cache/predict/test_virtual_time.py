@@ -12,8 +12,12 @@ from vllm import SamplingParams
 from vllm.v1.request import Request
 
 from tests.integration.tiny_models import save_model
-from vllm_relay.prefix_cache.predict.cache_size import CacheSize
-from vllm_relay.prefix_cache.predict.engine import PredictorSettings, create_config, create_core
+from vllm_relay.prefix_cache.predict.engine import (
+    CacheSize,
+    PredictorSettings,
+    create_config,
+    create_core,
+)
 from vllm_relay.prefix_cache.predict.load import StepCosts
 from vllm_relay.prefix_cache.predict.virtual_time import VirtualServer
 

@@ -27,9 +27,9 @@ from tests.sparse.tiny_models import (
     tiny_model,
 )
 from vllm_relay.sparse import DB, Dipr, IndexDamagedError
-from vllm_relay.sparse.contexts import disk_context_store
-from vllm_relay.sparse.contexts.context_file import CONTEXT_SUFFIX, ContextHead, write_context
-from vllm_relay.sparse.contexts.disk_context_store import QUERIES_SUFFIX
+from vllm_relay.sparse.contexts import disk_context
+from vllm_relay.sparse.contexts.context_file import CONTEXT_SUFFIX, QUERIES_SUFFIX
+from vllm_relay.sparse.contexts.context_writer import ContextHead, write_context
 from vllm_relay.sparse.contexts.model_fingerprint import context_fingerprint
 from vllm_relay.sparse.files.buffer_pool import BufferPoolFullError
 from vllm_relay.sparse.files.section_file import write_sections
@@ -435,7 +435,7 @@ def test_a_context_without_room_for_its_training_queries_is_stored(
     def fail(path: Path, *_: Any) -> None:
         raise OSError(f"{path}: no space left")
 
-    monkeypatch.setattr(disk_context_store, "write_sections", fail)
+    monkeypatch.setattr(disk_context, "write_sections", fail)
     with _db(tmp_path, train_queries_per_key=0.5) as db:
         context_id = stored(db, tiny_model("llama"), CONTEXT)
         assert [context.id for context in db.contexts()] == [context_id]

@@ -77,7 +77,6 @@ def test_damaged_rows_are_never_read(tmp_path: Path, kind: str, name: str) -> No
 def uses() -> dict[str, Callable[[CompiledIndex], Any]]:
     return {
         "keys": lambda index: index.keys,
-        "append": lambda index: index.append(HEADS.keys[:1]),
         "certified search": lambda index: index.search(QUERIES, TopK(1, max_dropped_mass=1.0)),
         "check": lambda index: index.check(),
         "to_arrays": lambda index: index.to_arrays(),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.sparse.answers import assert_damage_is_found, assert_same, recall
+from tests.sparse.answers import assert_damage_is_found, recall
 from tests.sparse.key_sets import KINDS, TRAPS, key_set, trap
 from tests.support import reference
 from tests.support.depth import cases
@@ -110,22 +110,6 @@ def test_options_are_chosen_by_how_many_keys_are_the_best_of_a_query() -> None:
         assert (index.hub_statistic < 0.3) == (expected is HUBS)
         wanted = GraphIndex(expected).build(data.keys, data.train)
         assert np.array_equal(index.to_arrays()[1]["graph"], wanted.to_arrays()[1]["graph"])
-
-
-def test_a_search_can_begin_at_the_last_answer() -> None:
-    data = key_set("random", 3000, 64)
-    index = GraphIndex().build(data.keys, data.train)
-    truth, _ = reference.search(data.queries, data.keys, TopK(20))
-    query = TopK(20, width=20)
-    cold = [index.search(row[None], query).ids[0] for row in data.queries]
-    warm = [
-        index.search(row[None], query, entry=true).ids[0]
-        for row, true in zip(data.queries, truth, strict=True)
-    ]
-    assert recall(cold, truth) < 0.97
-    assert recall(warm, truth) > 0.98
-    nowhere = index.search(data.queries[:1], query, entry=[])
-    assert_same(nowhere, index.search(data.queries[:1], query))
 
 
 @pytest.mark.parametrize("prefix_len", [None, 2000])

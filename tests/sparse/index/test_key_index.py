@@ -115,7 +115,7 @@ def test_no_answer_lies_past_the_prefix(index_class: type[CompiledIndex], kind: 
         for query in (TopK(50), Dipr(beta=5.0), TopK(50, width=600)):
             for group in (1, 4, 20):
                 queries = data.queries[:group]
-                result = index.search(queries, query, prefix_len=prefix, entry=[599, 0])
+                result = index.search(queries, query, prefix_len=prefix)
                 assert_well_formed(result, group, prefix)
                 for i, row in enumerate(reference.scores_of(queries, data.keys)):
                     assert np.allclose(result.scores[i], row[result.ids[i]], rtol=1e-3, atol=1e-2)
@@ -246,38 +246,6 @@ def test_a_saved_index_answers_alike(
 
 
 @each_index
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_appended_keys_are_found(index_class: type[CompiledIndex], dtype: str) -> None:
-    data = key_set("random", 600, 32)
-    keys = from_float32(data.keys, dtype)
-    index = index_class().build(keys.rows(0, 500), data.train)
-    index.append(keys.rows(500, 501))
-    index.append(data.keys[501:])  # float32: rounded to the dtype of the index
-    assert index.num_keys == 600
-    assert np.array_equal(index.keys.data, keys.data)
-    index.check()
-    result = index.search(data.queries, TopK(600, width=600))
-    assert_exact(result, data.queries, keys.to_float32(), TopK(600))
-    if index_class is FlatIndex:
-        assert_same_index(index, FlatIndex().build(keys))
-
-
-@each_index
-def test_the_dropped_mass_is_that_of_the_appended_keys_too(
-    index_class: type[CompiledIndex],
-) -> None:
-    data = key_set("random", 600, 32)
-    index = index_class().build(data.keys[:500], data.train)
-    whole = index_class().build(data.keys, data.train)
-    query = TopK(5, max_dropped_mass=0.1)
-    index.search(data.queries, query)
-    index.append(data.keys[500:])
-    found, expected = (each.search(data.queries, query) for each in (index, whole))
-    assert_same(found, expected)
-    assert np.array_equal(found.stats.dropped_mass, expected.stats.dropped_mass)
-
-
-@each_index
 def test_an_index_without_keys_says_so(index_class: type[CompiledIndex]) -> None:
     for use in (
         lambda index: index.search(np.zeros((1, 4), np.float32), TopK(1)),
@@ -286,17 +254,6 @@ def test_an_index_without_keys_says_so(index_class: type[CompiledIndex]) -> None
     ):
         with pytest.raises(RuntimeError, match="holds no keys: build it or load one"):
             use(index_class())
-
-
-@each_index
-def test_a_search_begins_at_the_answer_before(
-    index_class: type[CompiledIndex], built: dict[Any, CompiledIndex]
-) -> None:
-    index, queries = built[index_class], key_set("rope", *SIZE).queries[:4]
-    answer = index.search(queries, TopK(5))
-    again = index.search(queries, TopK(5), entry=answer.ids)
-    expected = index.search(queries, TopK(5), entry=np.concatenate(answer.ids))
-    assert_same(again, expected)
 
 
 @each_index
@@ -349,8 +306,6 @@ def test_unusable_rows_are_refused_by_name(
     with np.errstate(over="ignore"):
         with pytest.raises(ValueError, match=f"^keys: .*{message}"):
             index_class().build(rows)
-        with pytest.raises(ValueError, match=f"^keys: .*{message}"):
-            built[index_class].append(rows)
         with pytest.raises(ValueError, match=f"^queries: .*{message}"):
             built[index_class].search(rows, TopK(1))
         if index_class is not FlatIndex and rows is not None:  # flat does not look at them
@@ -367,8 +322,6 @@ def test_unusable_sizes_are_refused(
             index_class().build(np.zeros(shape, np.float32))
     with pytest.raises(ValueError, match="^keys: magnitudes up to 2e[+]38"):
         index_class().build(np.full((3, 4), -2e38, np.float32))
-    with pytest.raises(ValueError, match="^keys: head_size 3, expected 48"):
-        built[index_class].append(np.ones((1, 3), np.float32))
     with pytest.raises(ValueError, match="^queries: "):
         built[index_class].search(np.ones((1, 3), np.float32), TopK(1))
     for threads in (0, -1, 1.0, True, "2"):
@@ -388,13 +341,6 @@ def test_unusable_sizes_are_refused(
         ({"prefix_len": True}, "prefix_len is True"),
         ({"begin": -1}, "begin is -1"),
         ({"begin": 2.0}, "begin is 2.0"),
-        ({"entry": [700]}, "entry: ids 700 to 700"),
-        ({"entry": [-1, 3]}, "entry: ids -1 to 3"),
-        ({"entry": [1.5]}, "entry: "),
-        ({"entry": [[1]]}, "entry: "),
-        ({"entry": [[1], [1, 2]]}, "entry: "),
-        ({"entry": "12"}, "entry: "),
-        ({"entry": [2**40]}, "entry: ids"),
         ({"window_max": [1.0, 2.0]}, r"window_max: shape \[2\], expected \[3\]"),
         ({"window_max": 1.0}, "window_max: shape"),
         ({"window_max": [np.nan] * 3}, "window_max: NaN or infinity"),

@@ -100,7 +100,7 @@ def asked(
     rows = connection.execute("SELECT relay_answer, relay_error FROM out").fetchall()
     spent = counts(llm) - before
     return {
-        "errors": [error for _, error in rows if error is not None],
+        "errors": [each for _, each in rows if each is not None and "was cut" not in each],
         "num_right": sum(
             answer.split() == right.split()
             for (answer, _), right in zip(rows, answers, strict=True)

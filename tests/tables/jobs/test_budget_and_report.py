@@ -10,6 +10,7 @@ from pathlib import Path
 
 import duckdb
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from tests.tables.byte_tokenizer import byte_tokenizer
@@ -27,8 +28,11 @@ from vllm_relay.tables.engines.base import (
     Prompt,
 )
 from vllm_relay.tables.engines.lazy import LazyEngine
+from vllm_relay.tables.jobs.asking import ask
+from vllm_relay.tables.jobs.estimate import JobReport
 from vllm_relay.tables.jobs.job_plan import JobPlan
 from vllm_relay.tables.jobs.job_runner import JobRunner
+from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.jobs.token_budget import TokenBudgetError
 from vllm_relay.tables.ordering.cached_tokens import BlockCache, cached_tokens
 from vllm_relay.tables.ordering.sequences import TokenSequences
@@ -113,17 +117,25 @@ def test_a_spent_budget_says_where_the_answers_are(tmp_path: Path) -> None:
 
 
 def test_the_rows_that_were_asked_about_can_be_had() -> None:
-    connection = numbers_table(100)
+    rows = pa.table({"id": [str(number) for number in range(100)]})
     engine = FakeEngine(tokenizer=TOKENIZER)
-    job = runner(connection, engine, max_total_tokens=500)
-    with pytest.raises(TokenBudgetError):
-        job.answer(NUMBERS_SQL, NUMBERS, "out", keep_partial=True)
-    found = connection.execute(
-        "SELECT count(*), count(relay_answer), count(relay_error), any_value(relay_error) FROM out"
-    ).fetchone()
+    with pytest.raises(TokenBudgetError) as raised:
+        ask(rows, Question("?", ("id",), max_tokens=8), engine, JobOptions(max_total_tokens=500))
+    found = raised.value.answers
+    assert found is not None and found.num_rows == 100
     num_asked = len(engine.prompts)
+    assert 0 < num_asked < 100
+    assert found["answer"].null_count == 100 - num_asked
     error = "not asked: the budget of 500 tokens is spent"
-    assert found == (100, num_asked, 100 - num_asked, error)
+    assert found["error"].to_pylist().count(error) == 100 - num_asked
+
+
+def test_rows_of_nulls_are_done_when_the_budget_is_spent() -> None:
+    rows = pa.table({"id": [None, *(str(number) for number in range(100))]})
+    engine = FakeEngine(tokenizer=TOKENIZER)
+    with pytest.raises(TokenBudgetError) as raised:
+        ask(rows, Question("?", ("id",), max_tokens=8), engine, JobOptions(max_total_tokens=500))
+    assert f"{len(engine.prompts) + 1} of 101 different rows are done" in str(raised.value)
 
 
 def test_refused_rows_cost_nothing() -> None:
@@ -210,6 +222,17 @@ def test_the_report_counts_saved_tokens_of_equal_and_known_rows() -> None:
     assert job.report.saved_tokens == 2 * even + sum(tokens.values())
     assert spent(job) == sum(tokens.values())
     assert (job.report.num_known, job.report.num_prompts) == (100, 200)
+
+
+@pytest.mark.parametrize("bucket_rows", [1, 1000])
+def test_tokens_of_rows_that_rules_make_equal_are_saved_in_all_buckets(bucket_rows: int) -> None:
+    rows = pa.table({"id": ['"A"', '"b"', '"a"', '"c"', '"B"']})
+    engine = FakeEngine(tokenizer=TOKENIZER, num_answer_tokens=3, max_running=1)
+    report = JobReport()
+    options = JobOptions("keep", ("casefold",), bucket_rows=bucket_rows)
+    ask(rows, Question("?", ("id",)), engine, options, report)
+    assert len(engine.prompts) == 3 and report.num_by_rules == 2
+    assert report.saved_tokens == 2 * (len(engine.prompts[0].token_ids) + 3)
 
 
 def test_waiting_is_no_planning(monkeypatch: pytest.MonkeyPatch) -> None:

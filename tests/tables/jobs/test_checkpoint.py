@@ -16,7 +16,7 @@ from tests.tables.fake_engine import FakeEngine, Fields, RefusedPrompt
 from tests.tables.jobs.job_cases import NUMBERS, NUMBERS_SQL, answered, numbers_table, runner
 from vllm_relay.tables.engines.base import Completion
 from vllm_relay.tables.jobs.checkpoint import Checkpoint, CheckpointError, KnownAnswer
-from vllm_relay.tables.jobs.prompt_format import PromptTemplate
+from vllm_relay.tables.jobs.prompts.format import PromptTemplate
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import Question
 
@@ -129,6 +129,34 @@ def test_another_file_is_no_checkpoint_and_stays_as_it_is(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="another program's"):
         Checkpoint(database)
     assert database.read_bytes() == before
+
+
+def test_a_damaged_file_is_named_in_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "answers"
+    assert num_asked(path, num_rows=2000) == 2000
+    with sqlite3.connect(path) as database:
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    database.close()
+    content = bytearray(path.read_bytes())
+    content[8192:-4096] = b"\xa5" * (len(content) - 12288)
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError) as raised:
+        num_asked(path, num_rows=2000)
+    message = str(raised.value)
+    assert str(path) in message and "malformed" in message and "\n" not in message
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "answers"
+    connection = numbers_table(3000)
+    job = runner(connection, FakeEngine(), path)
+    job._asker._checkpoint._db.execute("PRAGMA max_page_count = 20")
+    with pytest.raises(CheckpointError, match=f"{path}.*full"):
+        job.answer(NUMBERS_SQL, NUMBERS, "out")
+    job.close()
+    # what came before is there
+    known = Checkpoint(path)._db.execute("SELECT count(*) FROM answers").fetchone()
+    assert known is not None and known[0] > 100
 
 
 def test_a_newer_version_is_refused(tmp_path: Path) -> None:

@@ -113,19 +113,25 @@ def test_rows_get_the_answers_to_their_fields(
     expected = {
         canonical(row, types, sets)
         for row in connection.execute(f"SELECT {jsons} FROM t").fetchall()
+        if set(row) != {"null"}
     }
-    assert {canonical(answer_values(row[-2], types), types, sets) for row in found} == expected
+    answers = [row[-2] for row in found if row[-2] is not None]
+    assert {canonical(answer_values(each, types), types, sets) for each in answers} == expected
     own = connection.execute(
         f"SELECT {jsons.replace('to_json(', 'to_json(out.')}, relay_answer, relay_error FROM out"
     ).fetchall()
     for *values, answer, error in own:
         assert error is None
+        if set(values) == {"null"}:
+            assert answer is None
+            continue
         assert canonical(values, types, sets) == canonical(
             answer_values(answer, types), types, sets
         )
     distinct = connection.execute(f"SELECT count(*) FROM (SELECT {names} FROM t GROUP BY ALL)")
     assert distinct.fetchone() == (len(own),)
     assert len(engine.prompts) == len({each.message for each in engine.prompts}) <= len(own)
+    assert len(engine.prompts) == len(expected)
     for prompt in engine.prompts:
         assert prompt.token_ids == TOKENIZER(prompt.message)["input_ids"]
 
@@ -168,8 +174,9 @@ def test_values_that_look_like_others_stay_apart() -> None:
     connection.execute("CREATE TABLE t AS SELECT unnest([NULL, 'null', '', '\"', ' ']) AS a")
     engine = FakeEngine()
     runner(connection, engine).answer("FROM t", Question("What?", ("a",)), "out")
-    assert [json.loads(answer)["a"] for _, answer, _ in answered(connection)] == [
-        "null",
+    (null, *others) = answered(connection)
+    assert null == (None, None, None)
+    assert [json.loads(answer)["a"] for _, answer, _ in others] == [
         '"null"',
         '""',
         '"\\""',
@@ -192,12 +199,51 @@ def test_rules_ask_rows_that_they_make_equal_once() -> None:
     engine = FakeEngine()
     job = runner(connection, engine, rules=("strip", "casefold"))
     job.answer("FROM t", Question("What?", ("a",)), "out")
-    answers = {row[0]: json.loads(row[1])["a"] for row in answered(connection)}
-    assert answers == {"A": '"A"', "a": '"A"', " a": '"A"', "b": '"b"', None: "null"}
-    assert len(engine.prompts) == job.report.num_prompts == 3
+    answers = {row[0]: row[1] and json.loads(row[1])["a"] for row in answered(connection)}
+    assert answers == {"A": '"A"', "a": '"A"', " a": '"A"', "b": '"b"', None: None}
+    assert len(engine.prompts) == job.report.num_prompts == 2
+    assert job.report.num_null == 1
     assert job.report.num_by_rules == 2
     of_a = -(-len(engine.prompts[0].message) // 4) + engine.num_answer_tokens
     assert job.report.saved_tokens == 3 * of_a
+
+
+@pytest.mark.parametrize("bucket_rows", [1, 2, 3, 100])
+def test_rows_that_are_equal_for_the_prompt_are_asked_once_in_all_buckets(bucket_rows: int) -> None:
+    connection = duckdb.connect()
+    connection.execute(
+        "CREATE TABLE t AS SELECT unnest([['A'], ['x', 'y'], ['y', 'x'], ['B'], NULL]) AS a, "
+        "unnest(['z ', 'q', 'q', 'z', 'Z']) AS b"
+    )
+    engine = FakeEngine()
+    question = Question("What?", ("a", "b"), set_fields=("a",))
+    job = runner(connection, engine, rules=("strip", "casefold"), bucket_rows=bucket_rows)
+    job.answer("SELECT * FROM t UNION ALL SELECT a, b || ' ' FROM t", question, "out")
+    assert len(engine.prompts) == job.report.num_prompts == 4
+    rows = answered(connection)
+    assert len(rows) == 10 and all(error is None for *_, error in rows)
+    told: dict[str, set[str]] = {}
+    for words, _, answer, _ in rows:
+        told.setdefault(str(words and sorted(words)), set()).add(answer)
+    assert [len(answers) for answers in told.values()] == [1, 1, 1, 1]
+    assert job.report.num_by_rules == 4
+
+
+def test_rows_of_nulls_are_not_asked_about_and_have_no_answer() -> None:
+    connection = duckdb.connect()
+    connection.execute(
+        "CREATE TABLE t AS SELECT unnest([NULL, 1, NULL]) AS a, unnest([NULL, NULL, 'x']) AS b"
+    )
+    engine = FakeEngine()
+    job = runner(connection, engine)
+    question = Question("What?", ("a", "b"))
+    assert job.estimate("FROM t", question).num_prompts == 2
+    job.answer("FROM t", question, "out")
+    rows = answered(connection)
+    assert rows[0] == (None, None, None, None)
+    assert all(row[2] is not None for row in rows[1:])
+    assert len(engine.prompts) == job.report.num_prompts == 2
+    assert (job.report.num_null, job.report.num_errors) == (1, 0)
 
 
 def test_many_rows_that_rules_make_equal_take_no_longer_each() -> None:
@@ -215,11 +261,11 @@ def test_many_rows_that_rules_make_equal_take_no_longer_each() -> None:
 def test_different_values_with_the_same_json_are_asked_together() -> None:
     connection = duckdb.connect()
     connection.execute(
-        "CREATE TABLE t AS SELECT unnest([NULL::JSON, 'null'::JSON, '1'::JSON]) AS a"
+        "CREATE TABLE t AS SELECT unnest([NULL::JSON, 'null'::JSON, '1'::JSON]) AS a, 2 AS b"
     )
     engine = FakeEngine()
-    runner(connection, engine).answer("FROM t", Question("What?", ("a",)), "out")
-    assert [json.loads(row[1])["a"] for row in answered(connection)] == ["null", "null", "1"]
+    runner(connection, engine).answer("FROM t", Question("What?", ("a", "b")), "out")
+    assert [json.loads(row[2])["a"] for row in answered(connection)] == ["null", "null", "1"]
     assert len(engine.prompts) == 2
 
 
@@ -286,9 +332,9 @@ def test_elements_of_sets_stay_as_they_are_written() -> None:
 def test_numbers_of_single_precision_are_as_they_are_written() -> None:
     connection = duckdb.connect()
     engine = FakeEngine()
-    source = "SELECT unnest([0.1, 16777216, -2.5e-7, NULL])::FLOAT AS a"
-    runner(connection, engine).answer(source, Question("What?", ("a",)), "out")
-    answers = [json.loads(row[1])["a"] for row in answered(connection)]
+    source = "SELECT unnest([0.1, 16777216, -2.5e-7, NULL])::FLOAT AS a, 1 AS b"
+    runner(connection, engine).answer(source, Question("What?", ("a", "b")), "out")
+    answers = [json.loads(row[2])["a"] for row in answered(connection)]
     assert answers == ["0.1", "16777216.0", "-2.5e-7", "null"]
 
 

@@ -31,12 +31,12 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     return fake
 
 
-def run(paths: list[Path], **given: Any) -> tuple[int, str]:
+def run(paths: list[Any], **given: Any) -> tuple[int, str]:
     """The exit status and what was printed."""
     printed = io.StringIO()
     arguments: dict[str, Any] = {
-        "model": None, "server": "http://host", "api_key": None, "command": None, "options": {},
-        "on_error": "null", "llm_arguments": {}, "output_path": None,
+        "model": None, "server": "http://host", "command": None, "options": {}, "request": {},
+        "on_error": "null", "server_arguments": {}, "max_running": None, "output_path": None,
         "console": Console(file=printed, width=100),
     }  # fmt: skip
     status = run_sql(paths, **{**arguments, **given})

@@ -2,6 +2,7 @@
 """Statements, results and errors."""
 
 import gc
+from dataclasses import replace
 
 import duckdb
 import pandas as pd
@@ -11,7 +12,10 @@ import pytest
 
 from tests.tables.fake_engine import FakeEngine
 from tests.tables.sql.fake_runner import FakeRunner, RowError, hashed_answer
+from vllm_relay.tables.jobs.estimate import Estimate, JobReport
+from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql import AnswerFailedError, Connection, SqlError, connect
+from vllm_relay.tables.sql.result import Result
 
 
 @pytest.fixture
@@ -354,3 +358,55 @@ def test_names_that_are_looked_up_do_not_end_a_transaction(connection, text):
     assert Connection(connection, FakeRunner(connection)).sql(text).fetchall()
     connection.execute("COMMIT")
     assert connection.execute("SELECT count(*) FROM movies").fetchall() == [(9,)]
+
+
+def test_rows_may_be_taken_one_after_the_other(connection: duckdb.DuckDBPyConnection) -> None:
+    asking = Connection(connection, FakeRunner(connection))
+    for text in (ASK, "SELECT n FROM numbers", "SELECT n FROM numbers WHERE false"):
+        result = asking.sql(text)
+        rows = result.fetchall()
+        assert list(result) == list(result) == rows
+        assert [result.fetchone() for _ in range(len(rows) + 1)] == [*rows, None]
+
+
+def test_a_result_shows_itself_as_a_table(connection: duckdb.DuckDBPyConnection) -> None:
+    asking = Connection(connection, FakeRunner(connection))
+    shown = repr(asking.sql("SELECT n, repeat('long ', 1000) AS text FROM numbers"))
+    assert "1000 rows" in shown and len(shown.splitlines()) < 40
+    assert max(map(len, shown.splitlines())) < 200
+    result = Result(connection.sql("SELECT 1 AS one"), report=JobReport(num_errors=2))
+    assert "one" in repr(result) and repr(result).endswith("2 without an answer")
+    assert repr(Result(None)) == "no rows"
+
+
+def test_parameters_are_for_statements_that_do_not_ask(
+    connection: duckdb.DuckDBPyConnection,
+) -> None:
+    asking = Connection(connection, FakeRunner(connection))
+    assert asking.sql("SELECT ? + 1", [1]).fetchall() == [(2,)]
+    assert asking.sql("SELECT $a + $b", {"a": 1, "b": 2}).fetchall() == [(3,)]
+    asking.sql("CREATE TABLE made AS SELECT $1 AS n", [7])
+    assert asking.sql("FROM made").fetchall() == [(7,)]
+    with pytest.raises(SqlError, match="parameters given with a statement that calls llm"):
+        asking.sql("SELECT llm('q', {id}) FROM movies WHERE id = ?", [1])
+    with pytest.raises(duckdb.Error):
+        asking.sql("SELECT ?", [])
+
+
+def test_warnings_are_part_of_an_explanation(connection: duckdb.DuckDBPyConnection) -> None:
+    class Warning(FakeRunner):
+        def estimate(self, source: str, question: Question) -> Estimate:
+            return replace(super().estimate(source, question), warning="too small a context")
+
+    explained = Connection(connection, Warning(connection)).explain(ASK)
+    assert "  warning:        too small a context" in str(explained).splitlines()
+
+
+def test_an_error_shows_a_long_row_in_short(connection: duckdb.DuckDBPyConnection) -> None:
+    def failing(question, fields):
+        raise RowError("no")
+
+    asking = Connection(connection, FakeRunner(connection, failing), on_error="raise")
+    with pytest.raises(AnswerFailedError, match="text='aaa.* ... a*': no") as raised:
+        asking.sql("SELECT llm('q', {text: repeat('a', 10000)})")
+    assert len(str(raised.value)) < 300

@@ -18,7 +18,7 @@ from vllm_relay.demo.tables.workload import TEMPLATE
 from vllm_relay.tables import llm_map
 from vllm_relay.tables.engines.base import Prompt
 from vllm_relay.tables.engines.in_process import InProcessEngine
-from vllm_relay.tables.jobs.prompt_format import PromptFormat
+from vllm_relay.tables.jobs.prompts.format import PromptFormat
 from vllm_relay.tables.question import Question
 
 

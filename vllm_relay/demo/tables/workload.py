@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_relay.demo.words import ADJECTIVES
 from vllm_relay.demo.workload import WORDS_PER_ENTRY, check_at_least, ledger_entries
-from vllm_relay.tables.jobs.prompt_format import PromptTemplate
+from vllm_relay.tables.jobs.prompts.format import PromptTemplate
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import Question
 

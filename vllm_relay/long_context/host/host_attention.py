@@ -23,7 +23,8 @@ from vllm_relay.long_context.window import Residency
 from vllm_relay.sparse.contexts.context_store import Link, StoredContext
 from vllm_relay.sparse.contexts.retrieval import ContextPart, SessionStats, queries_of_heads
 from vllm_relay.sparse.contexts.tensors import to_tensor
-from vllm_relay.sparse.index.query_types import Dipr
+from vllm_relay.sparse.index.query_types import Dipr, QueryType
+from vllm_relay.sparse.index.sparse_layer import SparseLayer
 from vllm_relay.sparse.index.value_means import MEAN_TOKENS
 from vllm_relay.sparse.plan.options import DBOptions
 
@@ -31,8 +32,8 @@ RECENT_TOKENS = 64
 """At least so many tokens at the end of a stored context are read by every query."""
 
 _MAX_KNOWN_SEARCHES = 64
-"""Of a context in one layer; then all are made again. Each request that goes on behind it needs a
-few, until its window has left it."""
+"""Of the indexes of a layer; then all are made again. Each request that goes on behind a context
+needs a few, until its window has left it."""
 
 
 @dataclass
@@ -48,21 +49,25 @@ class Retrieval:
     query: Dipr | None
     options: DBOptions
     scale: float
-    _searches: WeakKeyDictionary[StoredContext, dict[tuple[int, int, int], Any]] = field(
+    _searches: WeakKeyDictionary[SparseLayer, dict[tuple[int, int, int], Any]] = field(
         default_factory=WeakKeyDictionary
     )
 
-    def native(self, part: ContextPart) -> Any:
-        """What the C++ side is told of a search of a stored context."""
-        known = self._searches.setdefault(part.context, {})
-        at = part.layer, part.begin, part.end
+    def search(self, layer: SparseLayer, begin: int, end: int, part: ContextPart | None) -> Any:
+        """What the C++ side is told of a search of the keys `begin` to `end` of a layer.
+
+        Args:
+            part: of a stored context that is read; None: the layer is of a running request.
+        """
+        known = self._searches.setdefault(layer, {})
+        at = begin, end, 0 if part is None else part.end
         if at not in known:
-            layer = part.context.layer(part.layer)
-            assert layer is not None, "contexts of an engine have relay's own indexes"
-            asked = queries_of_heads(part, scale=self.scale, options=self.options)
+            asked: Sequence[QueryType | None] = [self.query] * len(layer.indexes)
+            if part is not None:
+                asked = queries_of_heads(part, scale=self.scale, options=self.options)
             if len(known) == _MAX_KNOWN_SEARCHES:
                 known.clear()
-            known[at] = layer.native_search(asked, part.begin, part.end)
+            known[at] = layer.native_search(asked, begin, end)
         return known[at]
 
 
@@ -118,8 +123,15 @@ class HostPart:
         keys, values = self.own.rows(begin, max(begin, end))
         return TokenRun(begin, end, keys.unbind(), values.unbind())
 
-    def native(self, token: int, retrieval: Retrieval) -> Any:
-        """What the C++ side is told of the request; `token` is its row in the tensors."""
+    def native(
+        self, token: int, retrieval: Retrieval, gaps: Sequence[tuple[Any, list[tuple[int, int]]]]
+    ) -> Any:
+        """What the C++ side is told of the request.
+
+        Args:
+            token: its row in the tensors.
+            gaps: of the context, rows and ranges of them that no index has.
+        """
         (begin, end), own = self.residency, self.own
         segments = own.segments_up_to(end)
         indexed = segments[-1].end if segments else own.index_begin
@@ -133,20 +145,26 @@ class HostPart:
         return _C.host.HostRequest(
             token,
             own.native,
-            [(begin - first, end - first) for begin, end in attended if begin < end],
+            [
+                (
+                    own.native,
+                    [(begin - first, end - first) for begin, end in attended if begin < end],
+                ),
+                *gaps,
+            ],
             [(begin - first, end - first) for begin, end in others if begin < end],
-            [each.native(retrieval.query) for each in segments if each.layer is not None],
+            [
+                retrieval.search(each.layer, 0, each.end - each.begin, None)
+                for each in segments
+                if each.layer is not None
+            ],
         )
 
     def searched(self, link: Link) -> ContextPart:
         """What is searched of a link: every query reads the sinks and the last tokens."""
         num_tokens, recent = link.end - link.begin, self.context_end - RECENT_TOKENS
-        # whole runs of tokens that have one mean value
-        begin = _round_up(max(0, self.own.sink_end - link.begin))
+        begin = min(max(0, self.own.sink_end - link.begin), num_tokens)
         end = min(num_tokens, recent - link.begin)
-        if end < link.context.num_tokens - link.begin:
-            end = end // MEAN_TOKENS * MEAN_TOKENS
-        begin = min(begin, num_tokens)
         return ContextPart(link.context, self.layer, begin, max(begin, end))
 
 
@@ -243,22 +261,43 @@ def _groups(parts: Sequence[HostPart], tokens: Sequence[int], retrieval: Retriev
         sharing.setdefault(number if part.context is None else part.context_end, []).append(number)
     groups = []
     for numbers in sharing.values():
-        requests = [parts[number].native(tokens[number], retrieval) for number in numbers]
-        groups.append(_C.host.HostGroup(requests, _native_links(parts[numbers[0]], retrieval)))
+        links, gaps = _native_links(parts[numbers[0]], retrieval)
+        requests = [parts[number].native(tokens[number], retrieval, gaps) for number in numbers]
+        groups.append(_C.host.HostGroup(requests, links))
     return groups
 
 
-def _native_links(part: HostPart, retrieval: Retrieval) -> list[tuple[Any, list[tuple[int, int]]]]:
-    """Of the context: searches, and what is read besides."""
-    if part.context is None:
-        return []
-    links = []
-    for link in part.context.links(part.context_end):
-        searched = part.searched(link)
-        read = [(0, searched.begin), (searched.end, link.end - link.begin)]
-        links.append((retrieval.native(searched), read))
-    return links
+_Ranges = list[tuple[int, int]]
+
+
+def _native_links(
+    part: HostPart, retrieval: Retrieval
+) -> tuple[list[tuple[Any, _Ranges]], list[tuple[Any, _Ranges]]]:
+    """Of the context: searches, and what is read of their keys besides; and the rows that no index
+    has."""
+    links: list[tuple[Any, _Ranges]] = []
+    gaps: list[tuple[Any, _Ranges]] = []
+    for link in () if part.context is None else part.context.links(part.context_end):
+        searched, num_tokens = part.searched(link), link.end - link.begin
+        at, unindexed = 0, []
+        for first, layer in link.context.pieces(part.layer):
+            last = min(first + layer.num_keys, num_tokens)
+            if first >= last:
+                break
+            begin = min(_round_up(max(0, searched.begin - first)), last - first)
+            end = max(begin, min(searched.end, last) - first)
+            if end < layer.num_keys:
+                end = max(begin, end // MEAN_TOKENS * MEAN_TOKENS)
+            search = retrieval.search(layer, begin, end, searched)
+            links.append((search, [(0, begin), (end, last - first)]))
+            unindexed.append((at, first))
+            at = last
+        unindexed.append((at, num_tokens))
+        if ranges := [each for each in unindexed if each[0] < each[1]]:
+            gaps.append((link.context.native_rows(part.layer), ranges))
+    return links, gaps
 
 
 def _round_up(num_tokens: int) -> int:
+    """To whole runs of tokens that have one mean value."""
     return -(-num_tokens // MEAN_TOKENS) * MEAN_TOKENS

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +13,6 @@ from vllm_relay.long_context.host.mapped_memory import mapped_empty
 from vllm_relay.sparse.contexts.train_queries import TrainQueries
 from vllm_relay.sparse.index.elements import DTYPES, Elements, check_finite
 from vllm_relay.sparse.index.flat import FlatIndex
-from vllm_relay.sparse.index.query_types import QueryType
 from vllm_relay.sparse.index.sparse_layer import SparseLayer
 from vllm_relay.sparse.index.value_means import value_means
 
@@ -40,17 +38,6 @@ class Segment:
     begin: int
     end: int
     layer: SparseLayer | None
-    _asked: QueryType | None = None
-    _native: Any = None
-
-    def native(self, query: QueryType | None) -> Any:
-        """What the C++ side is told of a search."""
-        assert self.layer is not None
-        if self._native is None or query != self._asked:
-            queries = [query] * len(self.layer.indexes)
-            self._native = self.layer.native_search(queries, 0, self.end - self.begin)
-            self._asked = query
-        return self._native
 
 
 @dataclass(frozen=True)

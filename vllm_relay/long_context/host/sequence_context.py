@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that has ended, as a context: in memory, with exact indexes, until better ones are
-built."""
+"""A request that has ended, as a context: read by what was encoded while it ran, until indexes over
+all of its tokens are built."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import torch
 
 from vllm_relay.long_context.host.host_sequence import (
     HostLayer,
@@ -22,12 +21,9 @@ from vllm_relay.sparse.contexts.context_store import (
     context_id_of,
 )
 from vllm_relay.sparse.contexts.tensors import to_elements
-from vllm_relay.sparse.files.damage import IndexDamagedError
 from vllm_relay.sparse.index.compiled_index import CompiledIndex
 from vllm_relay.sparse.index.elements import Elements
-from vllm_relay.sparse.index.flat import FlatIndex
 from vllm_relay.sparse.index.key_codes import row_bytes
-from vllm_relay.sparse.index.key_index import KeyIndex
 from vllm_relay.sparse.index.sparse_layer import SparseLayer
 from vllm_relay.sparse.index.value_means import MEAN_TOKENS, value_means
 from vllm_relay.sparse.plan.head_plan import HeadPlan
@@ -54,8 +50,6 @@ class SequenceContext(StoredContext):
         self.tokens = tokens
         self.parent = parent
         self._layers: list[HostLayer] = [sequence.layers[name] for name in layer_names]
-        for layer in self._layers:
-            layer.segments.clear()  # it has indexes of its own
         keys = self._layers[0].keys
         self.shape = ContextShape(
             num_layers=len(self._layers),
@@ -64,8 +58,7 @@ class SequenceContext(StoredContext):
             value_size=keys.shape[2],
             dtype=str(keys.dtype).removeprefix("torch."),
         )
-        self._sparse_layers: dict[int, SparseLayer] = {}
-        self._building = threading.Lock()
+        self._whole: dict[int, SparseLayer] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -84,50 +77,29 @@ class SequenceContext(StoredContext):
         keys, values = self._layers[layer].rows(first + begin, first + end)
         return as_elements_of(keys[head]), as_elements_of(values[head])
 
-    def gather(
-        self, layer: int, head: int, ids: list[np.ndarray]
-    ) -> tuple[Elements, Elements, list[np.ndarray]]:
-        return *self.own_rows(layer, head, 0, self._num_own_tokens), ids
+    def pieces(self, layer: int) -> list[tuple[int, SparseLayer]]:
+        if layer in self._whole:
+            return [(0, self._whole[layer])]
+        pieces, first = [], self.own_begin
+        at = first
+        segments = list(self._layers[layer].segments.values())
+        # granules may still be there beside the segment that they have become
+        for each in sorted(segments, key=lambda each: (each.begin, -each.end)):
+            if each.layer is not None and at <= each.begin and each.end <= self.num_tokens:
+                pieces.append((each.begin - first, each.layer))
+                at = each.end
+        return pieces
 
-    def index(self, layer: int, head: int) -> KeyIndex:
-        return self.layer(layer).indexes[head]
-
-    def layer(self, layer: int) -> SparseLayer:
-        with self._building:
-            if layer not in self._sparse_layers:
-                heads = range(self.shape.num_kv_heads)
-                threads = torch.get_num_threads()
-                try:
-                    indexes = [
-                        FlatIndex().build(self._keys(layer, head), threads=threads)
-                        for head in heads
-                    ]
-                except ValueError as error:  # the thread that builds better ones will find it too
-                    raise IndexDamagedError(f"context {self.id}: {error}") from error
-                self._sparse_layers[layer] = self._sparse_layer(layer, indexes, threads)
-            return self._sparse_layers[layer]
-
-    def flat_index(self, layer: int, head: int) -> KeyIndex | None:
-        """That which a request has needed meanwhile, if one has read the layer."""
-        known = self._sparse_layers.get(layer)
-        return None if known is None else known.indexes[head]
+    def native_rows(self, layer: int) -> Any:
+        return self._layers[layer].native
 
     def take_flat(self, layer: int, indexes: Sequence[CompiledIndex]) -> None:
-        """Flat indexes of a layer, so that requests make no others until the context is stored."""
-        made = self._sparse_layer(layer, indexes, threads=1)
-        with self._building:
-            self._sparse_layers.setdefault(layer, made)
-
-    def _keys(self, layer: int, head: int) -> Elements:
-        return self.own_rows(layer, head, 0, self._num_own_tokens)[0]
-
-    def _sparse_layer(
-        self, layer: int, indexes: Sequence[CompiledIndex], threads: int
-    ) -> SparseLayer:
+        """Indexes of a layer, which take the place of what was encoded before."""
         heads = range(self.shape.num_kv_heads)
         values = [self.own_rows(layer, head, 0, self._num_own_tokens)[1] for head in heads]
-        means = [value_means(each, threads) for each in values]
-        return SparseLayer(list(indexes), values, value_means=means)
+        means = [value_means(each, threads=1) for each in values]
+        self._whole[layer] = SparseLayer(list(indexes), values, value_means=means)
+        self._layers[layer].segments = {}
 
     def plan(self, layer: int, head: int) -> HeadPlan | None:
         return None

@@ -15,6 +15,7 @@ import numpy as np
 from vllm_relay.config import RelayConfig
 from vllm_relay.long_context.host.host_sequence import HostSequence, SequencePlace
 from vllm_relay.long_context.host.index_builders import start_builders
+from vllm_relay.long_context.host.mapped_memory import return_free_memory
 from vllm_relay.long_context.host.model_identity import fingerprint_of
 from vllm_relay.long_context.host.pending_writes import PendingWrites
 from vllm_relay.long_context.host.ranks import lost_in_any_rank
@@ -56,6 +57,14 @@ class LongRequest:
     context: StoredContext | None = None
     placement: Placement | None = None
     lost_context_id: str | None = None
+
+    @property
+    def computes_prompt(self) -> bool:
+        """Whether the host has a part of its prompt, and the others are still to come."""
+        if self.sequence is None:
+            return False
+        ends = [layer.end for layer in self.sequence.layers.values()]
+        return bool(ends) and max(ends) < self.num_prompt_tokens
 
 
 @dataclass
@@ -175,6 +184,8 @@ class LongContextWorker:
             }
             taken.lost = lost_in_any_rank(taken.lost)
             self._reads_contexts = False
+            for context_id in set(taken.lost.values()):  # in the other ranks too
+                self._give_up(context_id, "a rank cannot read it")
         self.host_seconds = self.device_seconds = 0.0
         if self.contexts is not None:
             taken.index_builds_queued = self.contexts.num_queued
@@ -194,13 +205,17 @@ class LongContextWorker:
         self.pending_writes.finish()
         orders = orders_of(scheduler_output)
         self._reads_contexts |= bool(self.readers)
+        frees_memory = bool(orders.deleted or orders.dropped)
         for context_id in orders.deleted:  # before one of them is kept again
             self.open_contexts(worker).delete(context_id)
         for request_id in scheduler_output.finished_req_ids:
             request = self.requests.pop(request_id, None)
             self.readers.pop(request_id, None)
             kept = orders.kept.get(request_id)
-            if kept is None or request is None or request.sequence is None:
+            if request is None or request.sequence is None:
+                continue
+            frees_memory = True
+            if kept is None:
                 continue
             contexts = self.open_contexts(worker)
             if not contexts.keep(kept, request.sequence, request.context):
@@ -217,6 +232,8 @@ class LongContextWorker:
         for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             self._place(request_id, orders)
         self._reads_contexts |= bool(self.readers)
+        if frees_memory or any(each.computes_prompt for each in self.requests.values()):
+            return_free_memory()
 
     def _open_builders(self, worker: Any) -> ThreadPoolExecutor:
         if self._builders is None:
@@ -265,6 +282,11 @@ class LongContextWorker:
             context_id, request.id, reason,
         )  # fmt: skip
         request.lost_context_id = context_id
+        self._give_up(context_id, reason)
+
+    def _give_up(self, context_id: str, problem: str) -> None:
+        if self.contexts is not None:
+            self.contexts.give_up(context_id, problem)
 
     def _new_sequence(self, request: LongRequest, begin: int) -> HostSequence:
         most_tokens = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)

@@ -6,9 +6,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from vllm_relay.long_context.host.chain_length import own_begin
 from vllm_relay.long_context.host.host_sequence import HostSequence
 from vllm_relay.long_context.host.index_builders import process_ends
 from vllm_relay.long_context.host.sequence_context import SequenceContext
-from vllm_relay.long_context.orders import ContextReport, KeptContext
+from vllm_relay.long_context.orders import DELETED, ContextReport, KeptContext
 from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint
 from vllm_relay.sparse.contexts.context_store import (
     ContextStore,
@@ -44,9 +44,25 @@ class UnusableStatesError(ValueError):
     """A key or value that no index can have: NaN, infinite, or too large."""
 
 
+@dataclass(eq=False)
+class Build:
+    """A request that became a context, until that is stored.
+
+    Attributes:
+        context: None as soon as it is deleted or refused: it leaves its memory at once.
+        problem: why it stays in memory, or is refused.
+    """
+
+    context_id: str
+    tokens: np.ndarray
+    context: SequenceContext | None
+    problem: str | None = None
+    future: Future[None] | None = None
+
+
 class WorkerContexts:
-    """Contexts by id: in memory at first, with exact indexes; then with those that were planned,
-    and in a file if there is a folder.
+    """Contexts by id: in memory at first, read by what was encoded for their requests; then with
+    the indexes that were planned, and in a file if there is a folder.
 
     Args:
         path: of the folder; None keeps contexts in memory.
@@ -69,16 +85,14 @@ class WorkerContexts:
         )
         self.options = options
         self._costs: SearchCost | None = None
-        self._fresh: dict[str, SequenceContext] = {}
-        self._problems: dict[str, str] = {}
-        self._refused: dict[str, np.ndarray] = {}  # tokens of what is not kept, with its problem
-        self._building: list[weakref.ReferenceType[SequenceContext]] = []
+        self._kept: dict[str, Build] = {}  # by context, of those that are not stored
+        self._building: list[Build] = []  # also of those that were deleted meanwhile
+        self._undeleted: dict[str, str] = {}  # stored contexts that cannot be deleted, and why
         self._is_closed = False
         self._lock = threading.Lock()
         self._built = threading.Condition(self._lock)
         self._storing = threading.Lock()
         self._builders = builders
-        self._futures: list[Future[None]] = []
         self._changed: list[str] = []
 
     @property
@@ -121,18 +135,14 @@ class WorkerContexts:
                 return False
             parent = reused.first_tokens(sequence.begin)
         with self._lock:
-            if kept.context_id in self._fresh:
+            known = self._kept.get(kept.context_id)
+            if known is not None and known.context is not None:
                 return True
             context = SequenceContext(tokens, sequence, self.layer_names, parent)
-            self._fresh[context.id] = context
-            self._problems.pop(context.id, None)
-            self._refused.pop(context.id, None)
-        self._futures = [each for each in self._futures if not each.done()]
-        # one that is deleted while it waits for a thread leaves its memory at once
-        waiting = weakref.ref(context)
-        with self._lock:
-            self._building.append(waiting)
-        self._futures.append(self._builders.submit(self._build_if_there, context.id, waiting))
+            build = Build(context.id, tokens, context)
+            self._kept[build.context_id] = build
+            self._building.append(build)
+        build.future = self._builders.submit(self._run, build)
         return True
 
     def delete(self, context_id: str) -> str | None:
@@ -142,21 +152,39 @@ class WorkerContexts:
             why its file is still there, and so the context; None: it is not.
         """
         with self._lock:
-            self._fresh.pop(context_id, None)
-            self._problems.pop(context_id, None)
-            self._refused.pop(context_id, None)
+            build = self._kept.pop(context_id, None)
+            if build is not None:
+                build.context = None
             self._delete_stored(context_id)
-            return self._problems.get(context_id)
+            return self._undeleted.get(context_id)
+
+    def give_up(self, context_id: str, problem: str) -> None:
+        """A request could not read the context: if it is not stored yet, nobody does any more."""
+        with self._lock:
+            build = self._kept.get(context_id)
+            if build is not None and build.context is not None:
+                self._refuse(build, problem)
 
     def reports(self) -> list[tuple[ContextReport, np.ndarray]]:
-        """Of every context, and of those that are not kept, with its tokens."""
+        """Of every context, with its tokens; of those that are not kept, and of those that were
+        deleted while others continue them."""
         with self._lock:
-            reports = [(self._report(each), each.tokens) for each in self._contexts().values()]
-            for context_id, tokens in self._refused.items():
-                problem = self._problems.get(context_id)
-                report = ContextReport(context_id, len(tokens), "memory", 0, 0, problem)
-                reports.append((report, tokens))
-            return reports
+            contexts = self._contexts()
+            links = {
+                link.context.id: link.context
+                for each in contexts.values()
+                for link in each.links(each.num_tokens)
+            }
+            refused = [each for each in self._kept.values() if each.context is None]
+            return [
+                *((self._report(each), each.tokens) for each in contexts.values()),
+                *(
+                    (replace(self._report(each), state=DELETED), each.tokens)
+                    for each in links.values()
+                    if each.id not in contexts
+                ),
+                *((_refusal(each), each.tokens) for each in refused),
+            ]
 
     def take_changes(self) -> list[ContextReport]:
         """Of contexts whose indexes were built since the last call, or could not be."""
@@ -164,35 +192,41 @@ class WorkerContexts:
             return []
         with self._lock:
             changed, self._changed = self._changed, []
-        return [report for report, _ in self.reports() if report.context_id in changed]
+        reports = [report for report, _ in self.reports()]
+        return [each for each in reports if each.context_id in changed or each.state == DELETED]
 
     def close(self) -> None:
         """Nothing more is built for them; returns when nothing is written any more."""
         self._is_closed = True
-        for future in self._futures:
-            future.cancel()
+        for build in list(self._building):
+            if build.future is not None:
+                build.future.cancel()
         with self._storing:
             self._store.close()
 
     def _contexts(self) -> dict[str, StoredContext]:
         """The best there is of each, without those that are stored in spite of their deletion,
         until their thread notices."""
-        contexts: dict[str, StoredContext] = {c.id: c for c in self._fresh.values()}
-        contexts |= {c.id: c for c in self._store.contexts()}
-        under_way = {
-            each.id for each in (waiting() for waiting in self._building) if each is not None
+        contexts: dict[str, StoredContext] = {
+            build.context_id: build.context
+            for build in self._kept.values()
+            if build.context is not None
         }
-        deleted = under_way - self._fresh.keys()
-        return {key: each for key, each in contexts.items() if key not in deleted}
+        contexts |= {each.id: each for each in self._store.contexts()}
+        for build in self._building:
+            if build.context is None and self._is_last(build):
+                contexts.pop(build.context_id, None)
+        return contexts
 
-    def _is_wanted(self, context: SequenceContext) -> bool:
-        """Neither was it deleted, nor was another made for the same tokens since."""
-        return self._fresh.get(context.id) is context and not self._is_closed
+    def _is_last(self, build: Build) -> bool:
+        """Whether no other context was made of the same tokens since."""
+        return self._kept.get(build.context_id) in (None, build)
 
     def _report(self, context: StoredContext) -> ContextReport:
-        is_fresh = isinstance(context, SequenceContext)
-        problem = self._problems.get(context.id)
+        build = self._kept.get(context.id)
+        problem = self._undeleted.get(context.id) if build is None else build.problem
         stored = context if isinstance(context, DiskContext) else None
+        is_fresh = isinstance(context, SequenceContext)
         state = "indexing" if is_fresh and problem is None else "stored" if stored else "memory"
         return ContextReport(
             context_id=context.id,
@@ -202,57 +236,54 @@ class WorkerContexts:
             file_bytes=stored.disk_bytes if stored else 0,
             problem=problem,
             parent_id=context.parent_id,
+            num_own_tokens=context.num_tokens - context.own_begin,
         )
 
-    def _build_if_there(
-        self, context_id: str, waiting: weakref.ReferenceType[SequenceContext]
-    ) -> None:
+    def _refuse(self, build: Build, problem: str) -> None:
+        build.context, build.problem = None, f"is not kept: {problem}"
+
+    def _run(self, build: Build) -> None:
         try:
-            context = waiting()
+            context = build.context
             if context is not None:
-                self._build(context, waiting)
+                self._build(build, context)
         finally:
             with self._lock:
-                self._leave(waiting)
-                self._changed.append(context_id)
+                self._building.remove(build)
+                self._built.notify_all()
+                self._changed.append(build.context_id)
 
-    def _leave(self, waiting: weakref.ReferenceType[SequenceContext]) -> None:
-        self._building = [each for each in self._building if each is not waiting]
-        self._built.notify_all()
+    def _is_needed(self, build: Build) -> bool:
+        return build.context is not None and not self._is_closed
 
-    def _build(
-        self, context: SequenceContext, waiting: weakref.ReferenceType[SequenceContext]
-    ) -> None:
+    def _build(self, build: Build, context: SequenceContext) -> None:
         try:
-            while not self._is_stored(context):
+            while not self._is_stored(build, context):
                 logger.info("context %s: what it continues was deleted", context.id)
             with self._storing, self._lock:
-                if self._fresh.get(context.id) is context:
-                    del self._fresh[context.id]
-                    self._leave(waiting)  # at once: else it would seem to be deleted
-                elif context.id not in self._fresh:
+                if build.context is not None:
+                    del self._kept[context.id]
+                elif self._is_last(build):
                     self._delete_stored(context.id)
         except UnusableStatesError as error:
             logger.warning("context %s is not kept: %s", context.id, error)
             with self._lock:
-                if self._is_wanted(context):
-                    del self._fresh[context.id]
-                    self._refused[context.id] = context.tokens
-                    self._problems[context.id] = f"is not kept: {error}"
+                if self._is_needed(build):
+                    self._refuse(build, str(error))
         except Exception as error:
             logger.exception("context %s stays in memory", context.id)
             with self._lock:
-                if self._is_wanted(context):
-                    self._problems[context.id] = f"{type(error).__name__}: {error}"
-                elif context.id not in self._fresh:
+                if self._is_needed(build):
+                    build.problem = f"{type(error).__name__}: {error}"
+                elif self._is_last(build):
                     self._delete_stored(context.id)
 
-    def _is_stored(self, context: SequenceContext) -> bool:
+    def _is_stored(self, build: Build, context: SequenceContext) -> bool:
         """Stores it, if it is wanted. False: what it was to continue was deleted meanwhile."""
         parent = self._parent_of(context)
-        built = self._indexed(context, 0 if parent is None else parent.num_tokens)
+        built = self._indexed(build, context, 0 if parent is None else parent.num_tokens)
         with self._storing:
-            if built is not None and self._is_wanted(context):
+            if built is not None and self._is_needed(build):
                 try:
                     self.add(context.tokens, built, parent)
                 except ParentGoneError:
@@ -266,7 +297,7 @@ class WorkerContexts:
             return None
         with self._lock:  # its thread has begun before this one
             self._built.wait_for(
-                lambda: all(each() is not continued.context for each in self._building)
+                lambda: all(each.context is not continued.context for each in self._building)
             )
         parent = self._store.parent_here(continued)
         if parent is None:
@@ -276,14 +307,17 @@ class WorkerContexts:
         return parent.context.first_tokens(begin)
 
     def _delete_stored(self, context_id: str) -> None:
+        self._undeleted.pop(context_id, None)
         try:
             with contextlib.suppress(KeyError):
                 self._store.delete(context_id)
         except OSError as error:
             logger.warning("context %s cannot be deleted: %s", context_id, error)
-            self._problems[context_id] = f"cannot be deleted: {error}"
+            self._undeleted[context_id] = f"cannot be deleted: {error}"
 
-    def _indexed(self, context: SequenceContext, begin: int) -> list[list[HeadStates]] | None:
+    def _indexed(
+        self, build: Build, context: SequenceContext, begin: int
+    ) -> list[list[HeadStates]] | None:
         """Its tokens from `begin` on. None: nobody wants it any more."""
         if self._costs is None:
             self._costs = load_costs()
@@ -291,7 +325,7 @@ class WorkerContexts:
         for layer in range(context.shape.num_layers):
             built.append([])
             for head in range(context.shape.num_kv_heads):
-                if not self._is_wanted(context) or process_ends():
+                if not self._is_needed(build) or process_ends():
                     return None
                 try:
                     built[-1].append(self._head(context, layer, head, begin))
@@ -312,14 +346,15 @@ class WorkerContexts:
         check_finite("keys", keys)
         check_finite("values", values)
         train = context.queries(layer, head, begin, context.num_tokens)
-        known = context.flat_index(layer, head) if self.options.index == "flat" else None
-        if known is not None and begin == context.own_begin:
-            return HeadStates(keys, values, known, train)
         group, last = context.group_size(layer), context.last_queries(layer, head)
         index, plan = build_index(
             layer, keys, values, train, group, self.options, self._costs, last
         )
         return HeadStates(keys, values, index, train, plan)
+
+
+def _refusal(build: Build) -> ContextReport:
+    return ContextReport(build.context_id, len(build.tokens), "memory", 0, 0, build.problem)
 
 
 def db_options(options: RelayConfig) -> DBOptions:

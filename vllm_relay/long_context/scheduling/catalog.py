@@ -3,76 +3,68 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from vllm_relay.long_context.orders import DELETED, ContextReport
+from vllm_relay.long_context.scheduling.context_record import ContextRecord, with_parents
 from vllm_relay.sparse.contexts.tokens import longest_prefix
-
-
-@dataclass(eq=False)
-class CatalogEntry:
-    """A context that requests may reuse.
-
-    Attributes:
-        tokens: int64 [n].
-        parent_id: of the context that it continues.
-        is_clients: a request asked for it; else it is the operator's.
-        num_own_tokens: the last ones, which the context that it continues does not have.
-        last_use: grows with every use.
-    """
-
-    id: str
-    tokens: np.ndarray
-    parent_id: str | None = None
-    is_clients: bool = False
-    num_own_tokens: int = 0
-    last_use: int = 0
 
 
 class ContextCatalog:
     """The contexts that every worker has."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, CatalogEntry] = {}
+        self._records: dict[str, ContextRecord] = {}
         self._uses = 0
 
     def __contains__(self, context_id: str) -> bool:
-        return context_id in self._entries
+        return context_id in self._records
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._records)
 
-    def add(
-        self,
-        context_id: str,
-        tokens: np.ndarray,
-        parent_id: str | None = None,
-        *,
-        num_reused: int = 0,
-        is_clients: bool = False,
-    ) -> None:
-        """Makes a context known, as the one used last.
+    def __iter__(self) -> Iterator[ContextRecord]:
+        return iter(self._records.values())
 
-        Args:
-            num_reused: first tokens, which the context that it continues has.
-        """
-        array = np.asarray(tokens, np.int64)
-        self._entries[context_id] = CatalogEntry(
-            context_id, array, parent_id, is_clients, len(array) - num_reused
-        )
-        self.use(context_id)
+    def __getitem__(self, context_id: str) -> ContextRecord:
+        return self._records[context_id]
 
-    def parent_of(self, context_id: str) -> str | None:
-        return self._entries[context_id].parent_id
+    def get(self, context_id: str) -> ContextRecord | None:
+        return self._records.get(context_id)
 
-    def set_parent(self, context_id: str, parent_id: str | None) -> None:
-        """What a context continues may change while it is stored."""
-        self._entries[context_id].parent_id = parent_id
+    @property
+    def file_bytes(self) -> int:
+        """Of all of them, and of what they continue."""
+        return sum(each.file_bytes for each in with_parents(self))
+
+    def add(self, record: ContextRecord) -> None:
+        """Makes a context known, as the one used last."""
+        self._records[record.id] = record
+        self.use(record.id)
 
     def remove(self, context_id: str) -> None:
         """Forgets a context, if it is known."""
-        self._entries.pop(context_id, None)
+        self._records.pop(context_id, None)
+
+    def update(self, reports: Iterable[ContextReport], num_ranks: int) -> None:
+        """Takes over what the workers say of those that are known, and of what these continue."""
+        links = {each.id: each for each in with_parents(self)}
+        links |= self._records
+        taken = []
+        for report in reports:
+            is_link = report.state == DELETED
+            if is_link and report.context_id not in links:
+                links[report.context_id] = ContextRecord(report.context_id, np.empty(0, np.int64))
+            if report.context_id in (links if is_link else self):
+                links[report.context_id].take(report, num_ranks)
+                taken.append(report)
+        for report in taken:
+            record, parent = links[report.context_id], links.get(report.parent_id or "")
+            # in memory, another one of the same tokens is not what is continued
+            if record.parent_id != report.parent_id or (parent is not None and parent.file_bytes):
+                record.parent = parent
 
     def use(self, context_id: str) -> None:
         """A request reuses the context, and what that continues: these leave later than it, since
@@ -81,38 +73,25 @@ class ContextCatalog:
         Raises:
             KeyError: it is not known.
         """
-        self._entries[context_id]
-        for each in self.with_parents(context_id):
+        for each in with_parents([self._records[context_id]]):
             self._uses += 1
-            self._entries[each].last_use = self._uses
+            each.last_use = self._uses
 
-    def with_parents(self, context_id: str | None) -> list[str]:
-        """The id and those of what the context continues, as far as they are known."""
-        found: list[str] = []
-        while context_id in self._entries and context_id not in found:
-            found.append(context_id)
-            context_id = self._entries[context_id].parent_id
-        return found
+    def by_last_use(self) -> list[ContextRecord]:
+        """The one used least recently first."""
+        return sorted(self, key=lambda each: each.last_use)
 
-    def give_to_operator(self, context_id: str) -> None:
-        """The operator asks for a context that a request has asked for."""
-        self._entries[context_id].is_clients = False
-
-    def by_last_use(self) -> list[str]:
-        """Ids, the one used least recently first."""
-        return sorted(self._entries, key=lambda each: self._entries[each].last_use)
-
-    def of_clients(self) -> list[CatalogEntry]:
+    def of_clients(self) -> list[ContextRecord]:
         """Those that requests asked for, the one used least recently first."""
-        entries = [self._entries[each] for each in self.by_last_use()]
-        return [each for each in entries if each.is_clients]
+        return [each for each in self.by_last_use() if each.is_clients]
 
-    def in_leaving_order(self) -> list[str]:
-        """Ids: first those that requests asked for, of these and the others the one used least
-        recently first."""
-        return sorted(self.by_last_use(), key=lambda each: not self._entries[each].is_clients)
+    def in_leaving_order(self) -> list[ContextRecord]:
+        """First those that requests asked for, of these and the others the one used least recently
+        first."""
+        return sorted(self.by_last_use(), key=lambda each: not each.is_clients)
 
     def longest_prefix(self, tokens: np.ndarray) -> tuple[str | None, int]:
         """The id of the context that shares most first tokens with `tokens`, and how many."""
-        entry, length = longest_prefix(self._entries.values(), tokens)
-        return None if entry is None else entry.id, length
+        readable = (each for each in self if not each.is_refused)
+        record, length = longest_prefix(readable, tokens)
+        return None if record is None else record.id, length

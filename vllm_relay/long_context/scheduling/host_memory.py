@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_relay.long_context.scheduling.context_bytes import (
-    ContextBytes,
-    bytes_with_parents,
+from vllm_relay.long_context.scheduling.context_record import (
+    ContextRecord,
+    HeldMemory,
     with_parents,
 )
+
+if TYPE_CHECKING:
+    from vllm_relay.long_context.scheduling.catalog import ContextCatalog
 
 GRANULE_TOKENS = 1024
 """Requests take memory for so many tokens at a time."""
@@ -23,6 +27,15 @@ class Reused(NamedTuple):
     num_tokens: int
 
 
+@dataclass(frozen=True)
+class _Reading:
+    """What a request reads, and in whose memory; no record: the context was not known."""
+
+    reused: Reused
+    record: ContextRecord | None
+    held: frozenset[HeldMemory]
+
+
 class HostMemory:
     """Reservations of host memory; nothing is reserved twice and nothing beyond the capacity.
 
@@ -33,30 +46,24 @@ class HostMemory:
     Args:
         capacity_bytes: for everything.
         bytes_per_token: of keys, values and codes, all layers and ranks together.
+        catalog: of the contexts.
     """
 
-    def __init__(self, capacity_bytes: int, bytes_per_token: int) -> None:
+    def __init__(self, capacity_bytes: int, bytes_per_token: int, catalog: ContextCatalog) -> None:
         self.capacity_bytes = capacity_bytes
         self.bytes_per_token = bytes_per_token
+        self._catalog = catalog
         self._requests: dict[str, int] = {}
         self._preempted: dict[str, int] = {}  # oldest first
-        self._contexts: dict[str, ContextBytes] = {}
-        self._reused: dict[str, Reused] = {}
-        self._read: dict[str, ContextBytes] = {}  # by request
+        self._reading: dict[str, _Reading] = {}  # by request
 
     @property
     def used_bytes(self) -> int:
-        requests = sum(self._requests.values()) + sum(self._preempted.values())
-        return requests + self.context_bytes
+        return self._bytes_without(())
 
     @property
     def context_bytes(self) -> int:
-        return bytes_with_parents([*self._contexts.values(), *self._read.values()])
-
-    def bytes_of_context(self, context_id: str) -> int:
-        """Besides what it continues."""
-        known = self._contexts.get(context_id)
-        return 0 if known is None else known.num_bytes
+        return self.used_bytes - sum(self._requests.values()) - sum(self._preempted.values())
 
     def bytes_for(self, num_tokens: int) -> int:
         """Of a request with so many tokens."""
@@ -86,18 +93,18 @@ class HostMemory:
         return dropped
 
     def contexts_in_the_way(
-        self, request_id: str, num_tokens: int, context_ids: Sequence[str]
-    ) -> list[str]:
-        """Which contexts have to leave before `reserve` makes room: the first ones of `context_ids`
+        self, request_id: str, num_tokens: int, contexts: Sequence[ContextRecord]
+    ) -> list[ContextRecord]:
+        """Which contexts have to leave before `reserve` makes room: the first ones of `contexts`
         whose leaving frees memory, but none that the request or a running one reads. Empty if that
         is not enough."""
         readers = (request_id, *self._requests)
-        read = with_parents(self._read[each] for each in readers if each in self._read)
-        known = [each for each in context_ids if each in self._contexts]
-        unread = [each for each in known if self._contexts[each] not in read]
+        read = {self._reading[each].record for each in readers if each in self._reading}
+        kept = with_parents(each for each in read if each is not None)
+        unread = [each for each in contexts if each not in kept]
         room_bytes = self.capacity_bytes - self._missing_bytes(request_id, num_tokens)
         others = self._other_preempted(request_id)
-        leaving: list[str] = []
+        leaving: list[ContextRecord] = []
         left_bytes = self._bytes_without(others)
         while left_bytes > room_bytes:
             for each in unread:
@@ -110,10 +117,10 @@ class HostMemory:
             left_bytes = bytes_then
         return leaving
 
-    def freed_bytes(self, context_ids: Collection[str]) -> int:
+    def freed_bytes(self, contexts: Collection[ContextRecord]) -> int:
         """What is free at once when these contexts are deleted: nothing of one that a request reads
         or that another one continues."""
-        return self.used_bytes - self._bytes_without((), context_ids)
+        return self.used_bytes - self._bytes_without((), contexts)
 
     def preempt(self, request_id: str) -> None:
         """The request gives its memory up when others need it."""
@@ -136,35 +143,21 @@ class HostMemory:
 
     def reuse(self, request_id: str, reused: Reused | None) -> None:
         """The request begins behind what it reuses, or with its first token."""
-        self._reused.pop(request_id, None)
-        self._read.pop(request_id, None)
+        self._reading.pop(request_id, None)
         if reused is not None:
-            self._reused[request_id] = reused
-            if reused.context_id in self._contexts:
-                self._read[request_id] = self._contexts[reused.context_id]
+            record = self._catalog.get(reused.context_id)
+            held = frozenset(each.memory for each in with_parents([record] if record else []))
+            self._reading[request_id] = _Reading(reused, record, held)
 
     def reused(self, request_id: str) -> Reused | None:
         """What the request began behind."""
-        return self._reused.get(request_id)
+        reading = self._reading.get(request_id)
+        return None if reading is None else reading.reused
 
-    def add_context(self, context_id: str, num_bytes: int, request_id: str) -> None:
-        """A request becomes a context, which continues the one that it reads, if there is one."""
-        self._contexts[context_id] = ContextBytes(num_bytes, self._read.get(request_id))
-
-    def set_context(self, context_id: str, num_bytes: int) -> None:
-        """What a context takes; 0 for none. Always granted: it is there already. If it takes less
-        than before, those that read it keep what it took."""
-        known = self._contexts.get(context_id)
-        if known is not None and num_bytes >= known.num_bytes:
-            known.num_bytes = num_bytes
-        elif num_bytes:
-            now = ContextBytes(num_bytes, None if known is None else known.parent)
-            for each in self._contexts.values():
-                if known is not None and each.parent is known:
-                    each.parent = now
-            self._contexts[context_id] = now
-        else:
-            self._contexts.pop(context_id, None)
+    def record_read(self, request_id: str) -> ContextRecord | None:
+        """The context that the request reads, which may have been deleted."""
+        reading = self._reading.get(request_id)
+        return None if reading is None else reading.record
 
     def _held_bytes(self, request_id: str) -> int:
         return self._requests.get(request_id, self._preempted.get(request_id, 0))
@@ -176,10 +169,15 @@ class HostMemory:
         """The youngest first."""
         return [each for each in reversed(self._preempted) if each != request_id]
 
-    def _bytes_without(self, requests: Collection[str], contexts: Collection[str] = ()) -> int:
+    def _bytes_without(
+        self, requests: Collection[str], contexts: Collection[ContextRecord] = ()
+    ) -> int:
         """What is used when these have left."""
+        left = (each for each in self._catalog if each not in contexts)
+        memory = {each.memory for each in with_parents(left)}
+        for request_id, reading in self._reading.items():
+            if request_id not in requests:
+                memory |= reading.held
         held = [*self._requests.items(), *self._preempted.items()]
-        left = [self._contexts[each] for each in self._contexts if each not in contexts]
-        left += [self._read[each] for each in self._read if each not in requests]
         held_bytes = sum(num_bytes for each, num_bytes in held if each not in requests)
-        return held_bytes + bytes_with_parents(left)
+        return held_bytes + sum(each.num_bytes for each in memory)

@@ -4,15 +4,50 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
+
+if TYPE_CHECKING:
+    from vllm_relay.long_context.scheduling.host_memory import HostMemory
 
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def default_capacity_bytes() -> int:
-    """Half of what is available now."""
-    return available_bytes() // 2
+def bytes_of_gib(gib: float | None) -> int | None:
+    """None stays None."""
+    return None if gib is None else int(gib * (1 << 30))
+
+
+def capacity_bytes(host_memory_gib: float | None) -> int:
+    """What contexts and requests may take; None: half of what is available now.
+
+    Raises:
+        ValueError: it is more than there is.
+    """
+    num_bytes, total = bytes_of_gib(host_memory_gib), total_bytes()
+    if num_bytes is None:
+        return available_bytes() // 2
+    if num_bytes > total:
+        raise ValueError(
+            f"additional_config.relay.host_memory_gib: {host_memory_gib:g} was given, and there "
+            f"are {total / (1 << 30):.1f} GiB: give less than that, or leave it away for half of "
+            "what is available"
+        )
+    return num_bytes
+
+
+def check_capacity(memory: HostMemory, max_model_len: int) -> None:
+    """Raises ValueError: it does not suffice for the longest request."""
+    needed = memory.bytes_for(max_model_len)
+    if needed > memory.capacity_bytes:
+        gib = 1 << 30
+        raise ValueError(
+            "additional_config.relay.host_memory_gib: one request of max_model_len="
+            f"{max_model_len} tokens needs {needed / gib:.2f} GiB of host memory, and "
+            f"{memory.capacity_bytes / gib:.2f} GiB are there: raise it to what the machine has, "
+            "or lower --max-model-len"
+        )
 
 
 def total_bytes(cgroup: Path = _CGROUP) -> int:

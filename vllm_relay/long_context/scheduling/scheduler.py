@@ -8,8 +8,7 @@ block for them, which nobody reads, and a block of its own for what is left of t
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,27 +17,17 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_relay.config import RelayConfig
-from vllm_relay.long_context.orders import (
-    ContextReport,
-    KeptContext,
-    Placement,
-    StepOrders,
-)
+from vllm_relay.long_context.orders import Placement, StepOrders
 from vllm_relay.long_context.scheduling.catalog import ContextCatalog
-from vllm_relay.long_context.scheduling.client_quota import ClientQuota
-from vllm_relay.long_context.scheduling.context_bytes import ContextBytes, bytes_with_parents
 from vllm_relay.long_context.scheduling.host_memory import HostMemory, Reused
+from vllm_relay.long_context.scheduling.kept_contexts import KeptContexts
 from vllm_relay.long_context.scheduling.kv_cache_spec import (
     RelaySparseManager,
     host_bytes_per_token,
 )
-from vllm_relay.long_context.scheduling.memory import default_capacity_bytes, total_bytes
+from vllm_relay.long_context.scheduling.memory import capacity_bytes, check_capacity
 from vllm_relay.long_context.scheduling.reusable_requests import is_kept, is_known_by_tokens
 from vllm_relay.long_context.stats import COUNTERS, GAUGES, LONG_CONTEXTS, LongContextStats
-from vllm_relay.sparse.contexts.context_store import context_id_of
-
-_MAX_DECLARED = 1024
-"""Contexts that the operator has asked for and that are not computed yet."""
 
 
 class HostBlocks(KVCacheBlocks):
@@ -75,21 +64,29 @@ class LongContextScheduler:
         self._can_skip_tokens = (
             len(manager.coordinator.single_type_managers) == 1 and manager.enable_caching
         )
+        catalog = ContextCatalog()
         self.memory = HostMemory(
-            _capacity_bytes(options.host_memory_gib),
+            capacity_bytes(options.host_memory_gib),
             host_bytes_per_token(manager.kv_cache_config) * num_ranks,
+            catalog,
         )
-        self._check_capacity()
-        self.catalog = ContextCatalog()
+        check_capacity(self.memory, self._max_model_len)
+        self._policy = self._block_managers[0].kv_cache_spec.policy
+        no_contexts = (
+            "contexts are kept only with prefix caching, and of models whose layers all have full "
+            "attention"
+        )
+        self.contexts = KeptContexts(
+            options,
+            catalog,
+            self.memory,
+            num_ranks=num_ranks,
+            problem=None if self._can_skip_tokens else no_contexts,
+            min_tokens=self._policy.min_context_tokens,
+            max_model_len=self._max_model_len,
+        )
         self._token_ids: WeakKeyDictionary[Request, np.ndarray] = WeakKeyDictionary()
-        self.has_loaded = False
-        self._files: dict[str, ContextBytes] = {}
-        self._declared: deque[str] = deque(maxlen=_MAX_DECLARED)
-        keeps_none = options.client_contexts == "off"
-        self._quota = ClientQuota(0 if keeps_none else options.max_client_context_tokens)
-        self._disk_bytes = _bytes_of(options.context_disk_gib)
         self._has_folder = options.context_dir is not None
-        self._num_ranks = num_ranks
         self._preempted: dict[str, int] = {}  # request -> tokens in host memory
         self._num_kept_tokens = 0
         self._block_bytes = sum(
@@ -97,7 +94,6 @@ class LongContextScheduler:
             for group in manager.kv_cache_config.kv_cache_groups
         ) // len(manager.kv_cache_config.kv_cache_groups)
         self._orders = StepOrders()
-        self._policy = self._block_managers[0].kv_cache_spec.policy
         self._get_computed_blocks = manager.get_computed_blocks
         self._allocate_slots = manager.allocate_slots
         manager.get_computed_blocks = self.get_computed_blocks
@@ -172,7 +168,7 @@ class LongContextScheduler:
             return None
         context_id = new_computed_blocks.context_id
         if context_id is not None:
-            self.catalog.use(context_id)
+            self.contexts.catalog.use(context_id)
         else:
             self._num_kept_tokens += new_computed_blocks.num_tokens
         self._orders.placed[request_id] = Placement(
@@ -208,7 +204,7 @@ class LongContextScheduler:
         if request.status != RequestStatus.RUNNING:
             self._preempted.pop(request_id, None)
             if is_kept(request):
-                self._keep(request, num_tokens)
+                self.contexts.keep(request, num_tokens)
             self.memory.release(request_id)
         elif self._can_skip_tokens and self._policy.mirrors(num_tokens, request.num_prompt_tokens):
             self._preempted[request_id] = num_tokens
@@ -229,11 +225,11 @@ class LongContextScheduler:
             lost: request -> context.
         """
         for request_id, context_id in lost.items():
-            self.delete_context(context_id)
             request = scheduler.requests.get(request_id)
             if request is None:  # it could not be kept by all ranks
-                self._orders.deleted.append(context_id)
+                self.contexts.evict(context_id)
                 continue
+            self.contexts.delete(context_id)
             if request.status != RequestStatus.RUNNING:
                 continue
             scheduler.running.remove(request)
@@ -264,177 +260,16 @@ class LongContextScheduler:
             "host_kv_bytes": self.memory.used_bytes,
             "host_kv_limit_bytes": self.memory.capacity_bytes,
             "device_kv_bytes": num_held * self._block_bytes,
-            "contexts": len(self.catalog),
-            "context_file_bytes": bytes_with_parents(self._files.values()),
+            "contexts": len(self.contexts.catalog),
+            "context_file_bytes": self.contexts.catalog.file_bytes,
         }
 
     def take_orders(self) -> StepOrders:
         """What has to be said to the workers with the step that was just scheduled."""
         orders, self._orders = self._orders, StepOrders()
+        orders.kept = self.contexts.take_pending()
+        orders.deleted = self.contexts.take_evicted()
         return orders
-
-    def refuse_context(
-        self, num_tokens: int, num_reused: int = 0, leaving_bytes: int = 0
-    ) -> tuple[int, str] | None:
-        """Why a prompt of so many tokens cannot become a context, with an HTTP status; or None.
-
-        Args:
-            num_reused: first ones that another context has.
-            leaving_bytes: of contexts that leave for it.
-        """
-        if not self._can_skip_tokens:
-            return 501, (
-                "contexts are kept only with prefix caching, and of models whose layers all have "
-                "full attention"
-            )
-        least = self._policy.min_context_tokens
-        if num_tokens < least:
-            return 400, (
-                f"a prompt of {num_tokens} tokens was given, expected at least min_context_tokens="
-                f"{least}: a shorter one is computed faster than it is looked up"
-            )
-        if num_tokens >= self._max_model_len:
-            return 400, (
-                f"a prompt of {num_tokens} tokens was given, expected fewer than max_model_len="
-                f"{self._max_model_len}"
-            )
-        needed, free = (
-            self.memory.bytes_for(num_tokens - num_reused),
-            self._free_for_contexts_bytes(),
-        )
-        if needed - leaving_bytes > free:
-            return 507, (
-                f"a context of {num_tokens} tokens takes {needed} bytes of host memory, and "
-                f"{max(0, free)} are left beside the longest request: delete contexts, or raise "
-                "host_memory_gib"
-            )
-        return None
-
-    def _free_for_contexts_bytes(self) -> int:
-        """What is left must hold the longest request, else that would wait forever."""
-        free = self.memory.capacity_bytes - self.memory.context_bytes
-        return free - self.memory.bytes_for(self._max_model_len)
-
-    def declare_context(self, context_id: str) -> None:
-        """The operator asks for a context; its request comes next, if it is not there."""
-        if context_id in self.catalog:
-            self.catalog.give_to_operator(context_id)
-        elif context_id not in self._declared:
-            self._declared.append(context_id)
-
-    def serve_clients(self, keeps: bool) -> None:
-        """The engine is that of a server: requests that ask to be kept are others'.
-
-        Args:
-            keeps: whether any are kept.
-        """
-        if not keeps:
-            self._quota.max_tokens = 0
-        elif self._quota.max_tokens is None:
-            self._quota.max_tokens = self.memory.capacity_bytes // 2 // self.memory.bytes_per_token
-
-    def delete_context(self, context_id: str) -> None:
-        """No later request reuses it, and the workers do not make it if they have not begun to."""
-        self.catalog.remove(context_id)
-        kept = self._orders.kept
-        self._orders.kept = {
-            request_id: each for request_id, each in kept.items() if each.context_id != context_id
-        }
-        self.memory.set_context(context_id, 0)
-        self._files.pop(context_id, None)
-
-    def load_contexts(
-        self, context_ids: Collection[str], tokens: Mapping[str, Sequence[int] | np.ndarray]
-    ) -> None:
-        """The contexts that the workers have are all there are.
-
-        Args:
-            tokens: of those that are not known yet, by id.
-        """
-        self.has_loaded = True
-        pending = {report.context_id for report in self.pending_contexts()}
-        for context_id in self.catalog.by_last_use():
-            if context_id not in context_ids and context_id not in pending:
-                self.delete_context(context_id)
-        for context_id, each in tokens.items():
-            if context_id not in self.catalog:
-                self.catalog.add(context_id, np.asarray(each, np.int64))
-
-    def pending_contexts(self) -> list[ContextReport]:
-        """Those that the workers are told of with the next step."""
-        return [
-            ContextReport(
-                context_id=kept.context_id,
-                num_tokens=len(kept.tokens),
-                state="indexing",
-                memory_bytes=self.memory.bytes_of_context(kept.context_id) // self._num_ranks,
-                file_bytes=0,
-                parent_id=self.catalog.parent_of(kept.context_id),
-            )
-            for kept in self._orders.kept.values()
-        ]
-
-    def update_contexts(self, reports: Iterable[ContextReport]) -> None:
-        """What contexts take has changed; those that have to leave a folder that is full do so."""
-        known = [each for each in reports if each.context_id in self.catalog]
-        for report in known:
-            self.catalog.set_parent(report.context_id, report.parent_id)
-            self.memory.set_context(report.context_id, report.memory_bytes * self._num_ranks)
-            file = self._files.setdefault(report.context_id, ContextBytes(0))
-            file.num_bytes = report.file_bytes * self._num_ranks
-        for report in known:
-            if report.parent_id in self._files:
-                self._files[report.context_id].parent = self._files[report.parent_id]
-        limit, files = self._disk_bytes, self._files
-        if limit is None:
-            return
-        leaving = [each for each in self.catalog.in_leaving_order() if each in files]
-        # what never fits is first: no other need leave for it
-        for context_id in sorted(leaving, key=lambda each: files[each].num_bytes <= limit):
-            if bytes_with_parents(files.values()) <= limit:
-                return
-            if files[context_id].num_bytes:
-                self._evict(context_id)
-
-    def take_evicted(self) -> list[str]:
-        """Contexts that had to leave and that the workers have not been told of."""
-        evicted, self._orders.deleted = self._orders.deleted, []
-        return evicted
-
-    def _keep(self, request: Request, num_tokens: int) -> None:
-        request_id = request.request_id
-        tokens = list(request.all_token_ids[:num_tokens])
-        array = np.asarray(tokens, np.int64)
-        context_id = context_id_of(array)
-        is_clients = context_id not in self._declared
-        if not is_clients:
-            self._declared.remove(context_id)
-        if context_id in self.catalog:
-            return
-        reused = self.memory.reused(request_id)
-        parent_id, num_reused = (None, 0) if reused is None else reused
-        leaving = self._leaving_for_client(num_tokens - num_reused, parent_id) if is_clients else []
-        if leaving is None:
-            return
-        leaving_bytes = self.memory.freed_bytes(leaving)
-        if self.refuse_context(num_tokens, num_reused, leaving_bytes) is not None:
-            return
-        for each in leaving:
-            self._evict(each)
-        # it has the memory that the request has: what that reused is not stored again
-        self.catalog.add(context_id, array, parent_id, num_reused=num_reused, is_clients=is_clients)
-        num_bytes = self.memory.bytes_for(num_tokens - num_reused)
-        self.memory.add_context(context_id, num_bytes, request_id)
-        self._orders.kept[request_id] = KeptContext(context_id, tokens)
-
-    def _leaving_for_client(self, num_tokens: int, continued: str | None) -> list[str] | None:
-        """Contexts that requests asked for and that leave for one of so many tokens, besides those
-        of a context that it continues; None: it cannot be kept."""
-        missing_bytes = self.memory.bytes_for(num_tokens) - self._free_for_contexts_bytes()
-        return self._quota.leaving(
-            num_tokens, missing_bytes, self.catalog.of_clients(), self.memory.freed_bytes,
-            self.catalog.with_parents(continued),
-        )  # fmt: skip
 
     def _placement(self, request: Request) -> Placement | None:
         size = self._policy.block_size_tokens
@@ -443,9 +278,13 @@ class LongContextScheduler:
             return None
         num_tokens = self._preempted.get(request.request_id, 0)
         context_id = None
-        may_reuse = len(self.catalog) and self._manager.prefix_cache_lookup_enabled(request)
+        may_reuse = len(self.contexts.catalog) and self._manager.prefix_cache_lookup_enabled(
+            request
+        )
         if num_tokens == 0 and may_reuse and is_known_by_tokens(request):
-            context_id, num_tokens = self.catalog.longest_prefix(self._token_ids_of(request))
+            context_id, num_tokens = self.contexts.catalog.longest_prefix(
+                self._token_ids_of(request)
+            )
         # the logits of the last token have to be computed
         num_tokens = min(num_tokens, most)
         if num_tokens < least:
@@ -480,54 +319,20 @@ class LongContextScheduler:
         one that it reuses, without which it then begins again.
         """
         is_alone = self.memory.is_alone(request_id)
-        context_ids = self.catalog.in_leaving_order()
+        contexts = self.contexts.catalog.in_leaving_order()
         if self._has_folder and not is_alone:
-            context_ids = []  # they are being written, and take no memory soon
+            contexts = []  # they are being written, and take no memory soon
         if reused is not None:
-            context_ids = [each for each in context_ids if each != reused.context_id]
-        leaving = self.memory.contexts_in_the_way(request_id, num_tokens, context_ids)
-        for context_id in leaving:
-            self._evict(context_id)
+            contexts = [each for each in contexts if each.id != reused.context_id]
+        leaving = self.memory.contexts_in_the_way(request_id, num_tokens, contexts)
+        for each in leaving:
+            self.contexts.evict(each.id)
         if is_alone and not leaving:
-            if reused is not None and reused.context_id in self.catalog:
-                self._evict(reused.context_id)
+            if reused is not None and reused.context_id in self.contexts.catalog:
+                self.contexts.evict(reused.context_id)
             if request_id in self._preempted:
                 self._drop(request_id)
         return bool(leaving)
-
-    def _evict(self, context_id: str) -> None:
-        pending = {each.context_id for each in self._orders.kept.values()}
-        self.delete_context(context_id)
-        if context_id not in pending:
-            self._orders.deleted.append(context_id)
-
-    def _check_capacity(self) -> None:
-        needed = self.memory.bytes_for(self._max_model_len)
-        if needed > self.memory.capacity_bytes:
-            gib = 1 << 30
-            raise ValueError(
-                "additional_config.relay.host_memory_gib: one request of max_model_len="
-                f"{self._max_model_len} tokens needs {needed / gib:.2f} GiB of host memory, and "
-                f"{self.memory.capacity_bytes / gib:.2f} GiB are there: raise it to what the "
-                "machine has, or lower --max-model-len"
-            )
-
-
-def _bytes_of(gib: float | None) -> int | None:
-    return None if gib is None else int(gib * (1 << 30))
-
-
-def _capacity_bytes(host_memory_gib: float | None) -> int:
-    num_bytes, total = _bytes_of(host_memory_gib), total_bytes()
-    if num_bytes is None:
-        return default_capacity_bytes()
-    if num_bytes > total:
-        raise ValueError(
-            f"additional_config.relay.host_memory_gib: {host_memory_gib:g} was given, and there "
-            f"are {total / (1 << 30):.1f} GiB: give less than that, or leave it away for half of "
-            "what is available"
-        )
-    return num_bytes
 
 
 def _longest_hit_tokens(

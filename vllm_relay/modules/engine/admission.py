@@ -80,7 +80,11 @@ class ModuleAdmission:
     def is_ready(self, request: Request) -> bool:
         """Whether the prefix cache has everything of a waiting request that modules hold."""
         plan = plan_of_request(request)
-        return plan is None or self._has(request, 0, plan.num_stored_slots)
+        if plan is None:
+            return True
+        num_blocks = plan.num_stored_slots // plan.block_size
+        is_ready: bool = self._scheduler.has_cached(request.block_hashes[:num_blocks])
+        return is_ready
 
     def goes_first(self, request: Request) -> bool:
         """Whether a waiting request comes before the others of its priority: it computes what the
@@ -190,19 +194,13 @@ class ModuleAdmission:
         assert plan is not None
         self._lease.extend(plan.num_stored_slots // plan.block_size)
 
-    def _has(self, request: Request, first_slot: int, end_slot: int) -> bool:
-        size, cached_block = self._scheduler.block_size, self._scheduler.cached_block
-        for number in range(
-            end_slot // size - 1, first_slot // size - 1, -1
-        ):  # the last goes first
-            if cached_block(request.block_hashes[number]) is None:
-                return False
-        return True
-
     def _has_module(self, request: Request, index: int) -> bool:
         plan = plan_of_request(request)
         assert plan is not None
-        return self._has(request, plan.first_slots[index], plan.first_slots[index + 1])
+        first, end = plan.first_slots[index] // plan.block_size, plan.first_slots[index + 1]
+        hashes = request.block_hashes[first : end // plan.block_size]
+        has_module: bool = self._scheduler.has_cached(hashes)
+        return has_module
 
     def _compute(self, request: Request, plan: ModulePlan, index: int) -> None:
         key = _key(request, plan, index)
@@ -266,11 +264,7 @@ def _key(request: Request, plan: ModulePlan, index: int) -> bytes:
 
 
 class _Lease:
-    """Blocks that one waiting request holds.
-
-    Attributes:
-        request: whose they are; None: there is none.
-    """
+    """Blocks that one waiting request, if there is one, holds."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler

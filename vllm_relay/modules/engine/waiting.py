@@ -21,22 +21,13 @@ Rank = tuple[Any, ...]
 
 @dataclass(eq=False)
 class _Waiter(Generic[R]):
-    """
-    Attributes:
-        keys: the names of all its modules.
-        listed: the name of the one it is listed under.
-    """
-
-    keys: Sequence[bytes]
+    keys: Sequence[bytes]  # the names of all its modules
     rank: Rank
-    listed: bytes
+    listed: bytes  # the name of the one it is listed under
 
 
 class WaitingRequests(Generic[R]):
-    """
-    Args:
-        has: whether a module of a request, by its place in it, is there now.
-    """
+    """`has` tells whether a module of a request, by its place in it, is there now."""
 
     def __init__(self, has: Callable[[R, int], bool]) -> None:
         self._has = has
@@ -62,11 +53,8 @@ class WaitingRequests(Generic[R]):
         return self._ranked.first()
 
     def add(self, request: R, keys: Sequence[bytes], rank: Rank) -> bool:
-        """Let a request wait, if it lacks a module; returns whether it does.
-
-        Args:
-            keys: the names of its modules, in their order in the request.
-        """
+        """Let a request wait, if it lacks a module; returns whether it does. `keys` are the names
+        of its modules, in their order in the request."""
         missing = [index for index in range(len(keys)) if not self._has(request, index)]
         if not missing:
             self.discard(request)
@@ -107,10 +95,7 @@ class WaitingRequests(Generic[R]):
 
     def take_able(self, limit: int, max_in_vain: int) -> list[R]:
         """Of those that are to be looked at again, so many that lack nothing: they wait no longer.
-
-        Args:
-            max_in_vain: at how many others to look.
-        """
+        At `max_in_vain` others it looks besides."""
         able: list[R] = []
         looked_at = 0
         while len(able) < limit and looked_at - len(able) < max_in_vain:

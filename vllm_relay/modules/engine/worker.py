@@ -14,7 +14,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens, Ranges
 from vllm_relay.attention_backends.step_rows import StepRows
-from vllm_relay.modules.engine.start_checks import unsupported_reason
+from vllm_relay.modules.engine.requests import unsupported_reason
 from vllm_relay.modules.prompt.plan import ModulePlan, plan_of
 from vllm_relay.vllm_changes.positions import (
     call_after_inputs,
@@ -26,23 +26,15 @@ from vllm_relay.vllm_changes.worker import call_before_each_step
 
 @dataclass
 class ModuleWorker:
-    """The requests with modules of one worker process.
+    """The requests with modules of one worker process."""
 
-    Attributes:
-        requests: the plans of those that run, by their ids.
-        batch: names the requests of the running step in `req_ids`: model runner V1's own, or what
-            V2 has made for the step.
-    """
-
-    requests: dict[str, ModulePlan] = field(default_factory=dict)
+    requests: dict[str, ModulePlan] = field(default_factory=dict)  # that run, by their ids
     batch: Any = None
+    """Names the requests of the running step in `req_ids`: model runner V1's own, or V2's."""
 
     def begin_step(self, worker: Any, scheduler_output: Any) -> None:
-        """Takes over which requests begin and have ended.
-
-        Raises:
-            RuntimeError: a request has modules, and its model takes its positions from elsewhere.
-        """
+        """Takes over which requests begin and have ended. A RuntimeError says that one has modules,
+        and its model takes its positions from elsewhere."""
         self.batch = getattr(worker.model_runner, "input_batch", None)
         for request_id in scheduler_output.finished_req_ids:
             self.requests.pop(request_id, None)

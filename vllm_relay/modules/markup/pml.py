@@ -28,14 +28,16 @@ from vllm_relay.modules.markup.schema import (
     Turn,
     Union,
 )
-from vllm_relay.modules.markup.white_space import SPACE, children_without_layout, preserves
 from vllm_relay.modules.markup.xml_tree import (
+    SPACE,
     Document,
     Element,
     Place,
     PmlError,
     TextNode,
+    children_without_layout,
     parse_xml,
+    preserves,
 )
 
 Made = TypeVar("Made")
@@ -55,20 +57,14 @@ class PromptTurn:
 
 @dataclass
 class Import:
-    """A module that a prompt imports; the whole prompt is one without a name.
-
-    Attributes:
-        opening: the text in it before the first import.
-        imports: those right in it.
-        behind: the text behind it, up to the next one beside it.
-    """
+    """A module that a prompt imports; the whole prompt is one without a name."""
 
     name: str
     arguments: dict[str, str]
     place: Place
-    opening: str = ""
-    imports: list[Import] = field(default_factory=list)
-    behind: str = ""
+    opening: str = ""  # the text in it before the first import
+    imports: list[Import] = field(default_factory=list)  # those right in it
+    behind: str = ""  # the text behind it, up to the next one beside it
 
     def add_text(self, text: str) -> None:
         if self.imports:
@@ -79,18 +75,12 @@ class Import:
 
 @dataclass(frozen=True)
 class PromptMarkup:
-    """A prompt as it is written, before it is held against its schema.
-
-    Attributes:
-        root: its imports and the texts beside them.
-        text: behind the last import.
-        turns: behind all else.
-    """
+    """A prompt as it is written, before it is held against its schema."""
 
     schema: str
-    root: Import
-    text: str
-    turns: tuple[PromptTurn, ...]
+    root: Import  # its imports and the texts beside them
+    text: str  # behind the last import
+    turns: tuple[PromptTurn, ...]  # behind all else
 
 
 def read_schema(path: Path) -> Schema:
@@ -217,13 +207,11 @@ class _SchemaReader:
         attributes = _attributes(element, ("name", "src", "cache", SPACE), required=("name",))
         cache = attributes.get("cache", "true")
         if cache not in ("true", "false"):
-            raise PmlError(
-                element.place, f'<module>: given cache="{cache}", expected true or false'
-            )
+            raise element.error(f'given cache="{cache}", expected true or false')
         content = self._content(element, _IN_SCHEMAS, preserve)
         if "src" in attributes:
             if content:
-                raise PmlError(element.place, "<module>: it has src and text, expected one of them")
+                raise element.error("it has src and text, expected one of them")
             content = [Text(self._read(element, attributes["src"]))]
         return _at(element, lambda: Module(attributes["name"], *content, cached=cache == "true"))
 
@@ -235,56 +223,48 @@ class _SchemaReader:
                 _expect_name(child, ("module",), inside=element)
                 modules.append(self._module(child, preserves(child, preserve)))
             elif child.text.strip():
-                raise PmlError(
-                    child.place, f"<union>: found text {shortened(child.text)}, expected <module>"
-                )
+                found = f"<union>: found text {shortened(child.text)}"
+                raise PmlError(child.place, f"{found}, expected <module>")
         names = [module.name for module in modules]
         default = attributes.get("scaffold")
         if default is not None and default not in names:
-            raise PmlError(
-                element.place,
-                f'<union>: given scaffold="{default}", expected one of its modules: '
-                f"{', '.join(names)}",
-            )
+            known = ", ".join(names)
+            raise element.error(f'given scaffold="{default}", expected one of its modules: {known}')
         return _at(element, lambda: Union(*modules))
 
     def _add_scaffold(self, element: Element) -> None:
         attributes = _attributes(element, ("modules",), required=("modules",))
         if element.children:
-            raise PmlError(element.place, '<scaffold>: expected <scaffold modules="NAME NAME"/>')
+            raise element.error('expected <scaffold modules="NAME NAME"/>')
         self._scaffolds.append((element, tuple(attributes["modules"].split())))
 
     def _read(self, element: Element, src: str) -> str:
         if self._base is None:
-            raise PmlError(
-                element.place, f'<module>: given src="{src}", but this schema is not read from a '
-                "file: send the text instead"
-            )  # fmt: skip
+            raise element.error(
+                f'given src="{src}", but this schema is not read from a file: send the text instead'
+            )
         path = (self._base / src).resolve()
         if not src or not path.is_relative_to(self._base.resolve()):
-            raise PmlError(
-                element.place, f'<module>: given src="{src}", expected a file below {self._base}'
-            )
+            raise element.error(f'given src="{src}", expected a file below {self._base}')
         try:
             return path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            raise PmlError(element.place, f"<module>: cannot read {path}: {error}") from error
+            raise element.error(f"cannot read {path}: {error}") from error
 
 
 def _parameter(element: Element) -> Parameter:
     attributes = _attributes(element, ("name", "len", "length", "scaffold"), required=("name",))
     given = [name for name in ("len", "length") if name in attributes]
     if len(given) != 1:
-        raise PmlError(element.place, f"<{element.name}>: expected len, the most tokens it takes")
+        raise element.error("expected len, the most tokens it takes")
     length = attributes[given[0]]
     if not length.isdecimal() or len(length) > 9 or int(length) < 1:
-        raise PmlError(
-            element.place,
-            f'<{element.name}>: given {given[0]}="{length[:20]}", expected a number of tokens from '
-            f"1 to {MAX_PARAMETER_TOKENS}",
+        raise element.error(
+            f'given {given[0]}="{length[:20]}", expected a number of tokens from 1 to '
+            f"{MAX_PARAMETER_TOKENS}"
         )
     if element.children:
-        raise PmlError(element.place, f"<{element.name}>: expected it empty, <{element.name} .../>")
+        raise element.error(f"expected it empty, <{element.name} .../>")
     placeholder = attributes.get("scaffold")
     return _at(element, lambda: Parameter(attributes["name"], int(length), placeholder))
 
@@ -310,10 +290,8 @@ def _import(element: Element, preserve: bool) -> Import:
     found = Import(element.name, arguments, element.place)
     for each in _prompt_content(element, preserves(element, preserve)):
         if isinstance(each, PromptTurn):
-            raise PmlError(
-                each.place, f"<{each.role}>: found inside <{element.name}>, expected turns in "
-                "<prompt> only"
-            )  # fmt: skip
+            where = f"<{each.role}>: found inside <{element.name}>"
+            raise PmlError(each.place, f"{where}, expected turns in <prompt> only")
         if isinstance(each, Import):
             found.imports.append(each)
         else:
@@ -326,10 +304,10 @@ def _prompt_turn(element: Element, preserve: bool) -> PromptTurn:
     preserve = preserves(element, preserve)
     for child in element.children:
         if isinstance(child, Element):
-            raise PmlError(
-                child.place, f"<{child.name}>: found inside <{element.name}> of a prompt, expected "
-                "text only: modules are imported before it, by the names the schema gives them"
-            )  # fmt: skip
+            raise child.error(
+                f"found inside <{element.name}> of a prompt, expected text only: modules are "
+                "imported before it, by the names the schema gives them"
+            )
     cleaned = children_without_layout(element, preserve=preserve)
     text = "".join(each.text for each in cleaned if isinstance(each, TextNode))
     return PromptTurn(element.name, text if preserve else text.strip(), element.place)
@@ -340,14 +318,11 @@ def _attributes(
 ) -> dict[str, str]:
     for name in element.attributes:
         if name not in allowed:
-            raise PmlError(
-                element.place,
-                f"<{element.name}>: found the attribute {name!r}, allowed are "
-                f"{', '.join(allowed)}{did_you_mean(name, allowed)}",
-            )
+            known = ", ".join(allowed) + did_you_mean(name, allowed)
+            raise element.error(f"found the attribute {name!r}, allowed are {known}")
     for name in required:
         if name not in element.attributes:
-            raise PmlError(element.place, f"<{element.name}>: expected the attribute {name!r}")
+            raise element.error(f"expected the attribute {name!r}")
     return element.attributes
 
 

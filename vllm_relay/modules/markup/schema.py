@@ -40,17 +40,12 @@ class Text:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A place for an argument.
-
-    Attributes:
-        length_tokens: the most tokens an argument may have.
-        placeholder: text that stands there while the module is encoded; None: the tokenizer's token
-            for unknown words.
-    """
+    """A place for an argument."""
 
     name: str
-    length_tokens: int
+    length_tokens: int  # the most tokens an argument may have
     placeholder: str | None = None
+    """Text that stands there while the module is encoded; None: the token for unknown words."""
 
     def __post_init__(self) -> None:
         _check_name("parameter", self.name)
@@ -69,15 +64,11 @@ class Parameter:
 
 @dataclass(frozen=True, init=False)
 class Module:
-    """Text that is computed once and imported by name, and what it consists of.
-
-    Attributes:
-        cached: whether it is kept; if not, every prompt computes it.
-    """
+    """Text that is computed once and imported by name, and what it consists of."""
 
     name: str
     content: tuple[Content, ...]
-    cached: bool
+    cached: bool  # whether it is kept; if not, every prompt computes it
 
     def __init__(self, name: str, *content: Content | str, cached: bool = True) -> None:
         _check_name("module", name)
@@ -121,16 +112,12 @@ class Turn:
 
 @dataclass(frozen=True, init=False)
 class Schema:
-    """All that prompts of one kind can be made of.
-
-    Attributes:
-        scaffolds: sets of names of sibling modules; each sees those before it wherever all of the
-            set are imported.
-    """
+    """All that prompts of one kind can be made of."""
 
     name: str
     content: tuple[Content, ...]
     scaffolds: tuple[tuple[str, ...], ...]
+    """Names of sibling modules: each sees those before it wherever all of a set are imported."""
 
     def __init__(
         self, name: str, *content: Content | str, scaffolds: tuple[tuple[str, ...], ...] = ()
@@ -162,11 +149,7 @@ class Scopes:
                 self._by_name.setdefault(name, []).append(scope)
 
     def check_scaffold(self, names: tuple[str, ...]) -> None:
-        """
-        Raises:
-            SchemaError: no prompt can import modules of these names beside each other, or one of
-                them is not cached.
-        """
+        """Refuse names that no prompt can import beside each other, or of what is not cached."""
         where = f"scaffold {' '.join(names)}"
         distinct = dict.fromkeys(names)
         if len(distinct) < 2:
@@ -192,10 +175,7 @@ class Scopes:
 
 
 def _check_name(what: str, name: str) -> None:
-    """
-    Raises:
-        SchemaError: it cannot be the name of a tag or an attribute of a prompt.
-    """
+    """Refuse what cannot be the name of a tag or an attribute of a prompt."""
     if not isinstance(name, str) or len(name) > MAX_NAME_LENGTH:
         given = _type_of(name) if not isinstance(name, str) else f"{len(name)} letters"
         raise SchemaError(f"{what}: given {given}, expected a name of at most {MAX_NAME_LENGTH}")

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From schemas and prompts to tokens and plans.
 
-chat_turns.py, text_tokens.py   the words and tokens of a model
-layout.py, describe.py   the tokens and positions of a schema
-imports.py           whether what a prompt imports is there, and where its texts belong
+text_tokens.py       the words and tokens of a model
+layout.py            the tokens and positions of a schema
 render.py            a prompt held against its schema
 plan.py              slots, positions and what is seen, of one prompt
 block_hashes.py      names of blocks that do not depend on the rest of the prompt

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from vllm_relay.modules.prompt.plan import ModulePlan, Ranges, Segment, plan_of_request
@@ -36,16 +34,22 @@ class PlannedHashes:
     ) -> None:
         self._plan = plan
         self._hash = hash_function
+        self._extra_keys = extra_keys
+        self._contents = [plan.segment_tokens(i, token_ids) for i in range(len(plan.segments))]
+        self._positions = [each.positions(each.num_tokens) for each in plan.segments]
+        self._known: dict[tuple[int, int], bytes] = {}  # by segment and number of its tokens
+        self._stored = [
+            self._up_to(index, end)
+            for index, segment in enumerate(plan.segments)
+            for end in range(plan.block_size, plan.num_slots(segment) + 1, plan.block_size)
+        ]
         self._tail_root = hash_function(("relay tail", extra_keys))
-        contents = [plan.segment_tokens(index, token_ids) for index in range(len(plan.segments))]
-        digests = _SegmentDigests(plan, contents, hash_function, extra_keys)
-        self._stored = digests.blocks()
         self._seen: list[bytes] = []  # a digest of all that each run of the tail sees
         digest = b""
         for run in plan.tail:
             if run.sees:
                 seen = tuple(
-                    (index, digests.seen(index, visible), plan.segments[index].replaced)
+                    (index, self._segment(index, visible), plan.segments[index].replaced)
                     for index, visible in run.sees
                 )
                 digest = hash_function((digest, seen))
@@ -73,63 +77,37 @@ class PlannedHashes:
         positions = self._plan.positions_from(begin - first_run[0], len(token_ids))
         return self._hash((parent, tuple(token_ids), tuple(positions), tuple(seen)))
 
-
-@dataclass
-class _SegmentDigests:
-    """Of the tokens of segments, as far as they decide their keys and values."""
-
-    plan: ModulePlan
-    contents: list[list[int]]
-    hash_function: HashFunction
-    extra_keys: tuple[Any, ...]
-    known: dict[tuple[int, int], bytes] = field(default_factory=dict)
-
-    @cached_property
-    def positions(self) -> list[list[int]]:
-        return [each.positions(each.num_tokens) for each in self.plan.segments]
-
-    def blocks(self) -> list[bytes]:
-        """Of all blocks of all segments."""
-        size = self.plan.block_size
-        return [
-            self._up_to(index, end)
-            for index, segment in enumerate(self.plan.segments)
-            for end in range(size, self.plan.num_slots(segment) + 1, size)
-        ]
-
-    def seen(self, index: int, visible: int) -> tuple[bytes, Ranges]:
+    def _segment(self, index: int, visible: int) -> tuple[bytes, Ranges]:
         """Of the first tokens of a segment, and which of these others do not see."""
-        placeholders = self.plan.segments[index].placeholders
+        placeholders = self._plan.segments[index].placeholders
         unseen = tuple((begin, min(end, visible)) for begin, end in placeholders if begin < visible)
         return self._up_to(index, visible), unseen
 
     def _up_to(self, index: int, end: int) -> bytes:
-        segment = self.plan.segments[index]
+        """Of the first tokens of a segment, as far as they decide their keys and values."""
+        segment = self._plan.segments[index]
         end = min(end, segment.num_tokens)
         if not end:
             return b""
-        if (index, end) not in self.known:
-            size = self.plan.block_size
+        if (index, end) not in self._known:
+            size = self._plan.block_size
             begin = (end - 1) // size * size
             parent = self._up_to(index, begin) if begin else self._context(segment)
-            tokens = tuple(self.contents[index][begin:end])
-            positions = tuple(self.positions[index][begin:end])
-            self.known[index, end] = self.hash_function((parent, tokens, positions))
-        return self.known[index, end]
+            tokens = tuple(self._contents[index][begin:end])
+            positions = tuple(self._positions[index][begin:end])
+            self._known[index, end] = self._hash((parent, tokens, positions))
+        return self._known[index, end]
 
     def _context(self, segment: Segment) -> bytes:
-        seen = tuple(self.seen(index, visible) for index, visible in segment.context)
-        return self.hash_function(("relay module", self.extra_keys, seen))
+        seen = tuple(self._segment(index, visible) for index, visible in segment.context)
+        return self._hash(("relay module", self._extra_keys, seen))
 
 
 def module_block_hasher(
     chained: Callable[[Any], list[Any]], hash_block_size: int, hash_function: HashFunction
 ) -> Callable[[Any], list[Any]]:
-    """A hasher of vLLM's requests that knows plans; see `vllm_changes.engine_core.hash_blocks_by`.
-
-    Args:
-        chained: vLLM's own, for other requests.
-    """
+    """A hasher of vLLM's requests that knows plans; `chained` is vLLM's own, for the others. See
+    `vllm_changes.engine_core.hash_blocks_by`."""
 
     def new_block_hashes(request: Any) -> list[Any]:
         plan = plan_of_request(request)

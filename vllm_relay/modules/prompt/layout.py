@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from vllm_relay.modules.markup.schema import (
     Content,
@@ -33,32 +34,21 @@ from vllm_relay.modules.prompt.text_tokens import TextTokens
 
 @dataclass(eq=False)
 class ModuleTokens:
-    """A module, or the text that every prompt has; equal to itself only.
+    """A module, or the text that every prompt has; equal to itself only."""
 
-    Attributes:
-        path: names from the outermost module on; empty for what every prompt has.
-        position, size_tokens: where it begins, and how many positions it takes.
-        context: the modules around it and how many of their tokens stand before it.
-        tokens: of its own text, placeholders included.
-        position_runs: see `Segment`.
-        placeholders: ranges of these that are placeholders.
-        parts: its own text and what stands in it, in order.
-        scaffolds: names of modules right in it that are computed together.
-        is_cached: whether its tokens are stored.
-        union: of the modules beside each other with the same one a prompt imports one at most.
-    """
-
-    path: tuple[str, ...]
-    position: int
+    path: tuple[str, ...]  # names from the outermost module on; empty for what every prompt has
+    position: int  # where it begins
     context: tuple[tuple[ModuleTokens, int], ...]
-    is_cached: bool
-    union: int = 0
-    size_tokens: int = 0
-    tokens: list[int] = field(default_factory=list)
-    position_runs: list[tuple[int, int]] = field(default_factory=list)
-    placeholders: list[tuple[int, int]] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
+    """The modules around it and how many of their tokens stand before it."""
+    is_cached: bool  # whether its tokens are stored
+    union: int = 0  # of the modules beside each other with the same a prompt imports one at most
+    size_tokens: int = 0  # how many positions it takes
+    tokens: list[int] = field(default_factory=list)  # of its own text, placeholders included
+    position_runs: list[tuple[int, int]] = field(default_factory=list)  # see `Segment`
+    placeholders: list[tuple[int, int]] = field(default_factory=list)  # ranges of its tokens
+    parts: list[Part] = field(default_factory=list)  # its own text and what stands in it, in order
     scaffolds: list[tuple[str, ...]] = field(default_factory=list)
+    """Names of modules right in it that are computed together."""
 
     @property
     def name(self) -> str:
@@ -121,34 +111,24 @@ Part = OwnText | ParameterTokens | ModuleTokens
 
 @dataclass(frozen=True)
 class TurnText:
-    """What a chat template writes around a turn.
-
-    Attributes:
-        path: of the module the turn stands in.
-    """
+    """What a chat template writes around a turn."""
 
     role: str
-    path: tuple[str, ...]
+    path: tuple[str, ...]  # of the module the turn stands in
     opening: str
     closing: str
 
 
 @dataclass(frozen=True)
 class SchemaTokens:
-    """A schema in the tokens of a model.
-
-    Attributes:
-        root: what every prompt has.
-        turns: in the order of the text.
-        turn_is_open: whether the last turn is the user's: text at the end of a prompt continues it.
-        num_tokens: of all modules, each counted as `MODULE_TOKENS` besides its text.
-    """
+    """A schema in the tokens of a model."""
 
     schema: Schema
-    root: ModuleTokens
-    turns: tuple[TurnText, ...]
+    root: ModuleTokens  # what every prompt has
+    turns: tuple[TurnText, ...]  # in the order of the text
     turn_is_open: bool
-    num_tokens: int
+    """Whether the last turn is the user's: text at the end of a prompt continues it."""
+    num_tokens: int  # of all modules, each counted as `MODULE_TOKENS` besides its text
 
     @property
     def size_tokens(self) -> int:
@@ -176,6 +156,33 @@ def tokenize_schema(
     return SchemaTokens(schema, root, layout.turns, layout.turn_is_open, layout.num_tokens)
 
 
+def describe_schema(schema: SchemaTokens, block_size: int) -> dict[str, Any]:
+    """For JSON: name, positions, and each module's path ("" for what every prompt has), first
+    position, positions, tokens of its own text, whether they are stored, the KV blocks (of
+    `block_size` tokens) and padding tokens this takes, and parameters."""
+    return {
+        "name": schema.schema.name,
+        "positions": schema.size_tokens,
+        "block_size": block_size,
+        "modules": [_describe(module, block_size) for module in schema.root.walk()],
+    }
+
+
+def _describe(module: ModuleTokens, block_size: int) -> dict[str, Any]:
+    stored = len(module.tokens) if module.is_cached else 0
+    blocks = -(-stored // block_size)
+    return {
+        "module": module.name,
+        "position": module.position,
+        "positions": module.size_tokens,
+        "tokens": len(module.tokens),
+        "cached": module.is_cached,
+        "blocks": blocks,
+        "padding_tokens": blocks * block_size - stored,
+        "parameters": {each.name: each.length_tokens for each in module.parameters()},
+    }
+
+
 def _roles(
     content: Sequence[Content], path: tuple[str, ...], *, in_union: bool
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -201,10 +208,7 @@ MODULE_TOKENS = 64
 
 
 class _Layout:
-    """
-    Args:
-        max_positions, max_tokens: that the schema may take; asked before they are taken.
-    """
+    """What a schema may take is asked before it is taken."""
 
     def __init__(
         self,
@@ -240,10 +244,6 @@ class _Layout:
         return root
 
     def _take(self, num_tokens: int, end_position: int) -> None:
-        """
-        Raises:
-            SchemaTooLongError: there is no room.
-        """
         self.num_tokens += num_tokens
         if self._max_positions is not None and end_position > self._max_positions:
             raise SchemaTooLongError(
@@ -271,10 +271,7 @@ class _Layout:
         ]
 
     def _visit(self, module: ModuleTokens, content: Sequence[Content], texts: list[str]) -> None:
-        """
-        Args:
-            texts: what has been read since the last part.
-        """
+        """`texts` is what has been read since the last part."""
         for each in content:
             if isinstance(each, Text):
                 texts.append(each.text)

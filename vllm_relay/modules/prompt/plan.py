@@ -28,33 +28,23 @@ T = TypeVar("T")
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Tokens that are computed once and kept: the text of a module without the modules in it.
+    """Tokens that are computed once and kept: the text of a module without the modules in it."""
 
-    Attributes:
-        name: the path of its module; "" for what every prompt has.
-        position_runs: offset of the first token and its position, for each run of tokens with
-            successive positions.
-        placeholders: ranges of offsets whose tokens only this segment sees.
-        placeholder_tokens: these tokens. In prompts that use the segment others lie there, which
-            the prompt has anyway, so that penalties see nothing that is not in the prompt.
-        replaced: ranges of offsets that nobody sees in this prompt, as tokens of the tail stand for
-            them.
-        context: the segments it sees, by their place in the plan, and how many of their tokens.
-    """
-
-    name: str
+    name: str  # the path of its module; "" for what every prompt has
     num_tokens: Length
     position_runs: tuple[tuple[Count, Count], ...]
-    placeholders: Ranges = ()
+    """Offset of the first token and its position, for each run of successive positions."""
+    placeholders: Ranges = ()  # ranges of offsets whose tokens only this segment sees
     placeholder_tokens: tuple[Count, ...] = ()
+    """These tokens. In prompts that use the segment others lie there, which the prompt has anyway,
+    so that penalties see nothing that is not in the prompt."""
     replaced: Ranges = ()
+    """Offsets that nobody sees in this prompt, as tokens of the tail stand for them."""
     context: tuple[tuple[Count, Length], ...] = ()
+    """The segments it sees, by their place in the plan, and how many of their tokens."""
 
     def check(self) -> None:
-        """
-        Raises:
-            ValueError: it contradicts itself.
-        """
+        """A ValueError says how it contradicts itself."""
         offsets = [offset for offset, _ in self.position_runs]
         if not offsets or offsets[0] != 0 or sorted(set(offsets)) != offsets:
             raise ValueError(f"segment {self.name!r}: position_runs do not begin at 0 and ascend")
@@ -117,24 +107,15 @@ class TailRun(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 class ModulePlan(
     msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dict=True
 ):
-    """Of one request. What is made of it is as long as the plan, not as its segments times runs.
+    """Of one request. What is made of it is as long as the plan, not as its segments times runs."""
 
-    Attributes:
-        block_size: tokens of a KV block.
-        segments: in the order of their slots.
-        tail: what follows; empty if the last segment is to be computed, and nothing else.
-    """
-
-    block_size: Length
-    segments: tuple[Segment, ...]
+    block_size: Length  # tokens of a KV block
+    segments: tuple[Segment, ...]  # in the order of their slots
     tail: tuple[TailRun, ...] = ()
+    """What follows; empty if the last segment is to be computed, and nothing else."""
 
     def check(self) -> None:
-        """For plans that come from elsewhere.
-
-        Raises:
-            ValueError: it contradicts itself.
-        """
+        """Of plans that come from elsewhere: a ValueError says how one contradicts itself."""
         if not self.segments and not self.tail:
             raise ValueError("a plan needs a segment or a tail")
         for number, segment in enumerate(self.segments):
@@ -238,10 +219,13 @@ class ModulePlan(
         for segment, first, num_visible in zip(
             self.segments, self.first_slots, visible, strict=False
         ):
-            ranges = sorted((*segment.placeholders, *segment.replaced))
-            ranges = [
-                (begin, min(end, num_visible)) for begin, end in ranges if begin < num_visible
-            ]
+            ranges: Sequence[tuple[int, int]] = ()
+            if segment.placeholders or segment.replaced:
+                ranges = [
+                    (begin, min(end, num_visible))
+                    for begin, end in sorted((*segment.placeholders, *segment.replaced))
+                    if begin < num_visible
+                ]
             for begin, end in (*ranges, (num_visible, self.num_slots(segment))):
                 if begin < end and hidden and hidden[-1][1] >= first + begin:
                     hidden[-1] = (hidden[-1][0], max(hidden[-1][1], first + end))
@@ -267,11 +251,7 @@ class ModulePlan(
         return [*positions[begin : begin + count], *behind]
 
     def seen_tokens(self, token_ids: list[int]) -> list[int]:
-        """What the prompt's last token sees, and itself.
-
-        Args:
-            token_ids: of all slots.
-        """
+        """What the prompt's last token sees, and itself, of the tokens of all slots."""
         seen: list[int] = []
         slot = 0
         for begin, end in self.last_hidden_slots:
@@ -280,11 +260,7 @@ class ModulePlan(
         return seen + token_ids[slot:]
 
     def segment_tokens(self, index: int, token_ids: Sequence[int]) -> list[int]:
-        """The tokens of a segment, padding excluded.
-
-        Args:
-            token_ids: of the slots of the prompt.
-        """
+        """The tokens of a segment, padding excluded, from those of the prompt's slots."""
         segment, first = self.segments[index], self.first_slots[index]
         tokens = list(token_ids[first : first + segment.num_tokens])
         offsets = (offset for begin, end in segment.placeholders for offset in range(begin, end))
@@ -309,11 +285,7 @@ class ModulePlan(
         return [(slots[each], slots[each + 1]) for each in self._needed(index)]
 
     def encoding_tokens(self, index: int, token_ids: Sequence[int]) -> list[int]:
-        """Of the slots of `encoding_plan(index)`.
-
-        Args:
-            token_ids: of the slots of this plan.
-        """
+        """Of the slots of `encoding_plan(index)`, from those of this plan."""
         found: list[int] = []
         for each in self._needed(index):
             tokens = self.segment_tokens(each, token_ids)
@@ -335,10 +307,7 @@ class ModulePlan(
 
     @classmethod
     def of_argument(cls, argument: Any) -> ModulePlan:
-        """
-        Raises:
-            ValueError: it is none.
-        """
+        """The plan of such a text; else a ValueError."""
         if not isinstance(argument, str):
             raise ValueError(f"given a {type(argument).__name__}, expected the text of a plan")
         try:
@@ -356,11 +325,7 @@ the cache, and were computed for them."""
 
 
 def plan_of(sampling_params: Any) -> ModulePlan | None:
-    """The plan that a request comes with; front ends have checked it.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """The plan that a request comes with; front ends have checked it."""
     extra_args = getattr(sampling_params, "extra_args", None)
     given = extra_args.get(EXTRA_ARG) if extra_args else None
     return None if given is None else ModulePlan.of_argument(given)

@@ -14,10 +14,15 @@ from typing import Literal, get_args
 
 from msgspec.structs import replace
 
-from vllm_relay.modules.markup.pml import Import, PromptMarkup, shortened
+from vllm_relay.modules.markup.pml import (
+    Import,
+    PromptMarkup,
+    did_you_mean,
+    listed,
+    shortened,
+)
 from vllm_relay.modules.markup.schema import SchemaError
 from vllm_relay.modules.markup.xml_tree import PmlError
-from vllm_relay.modules.prompt.imports import check_import
 from vllm_relay.modules.prompt.layout import (
     ModuleTokens,
     OwnText,
@@ -34,25 +39,16 @@ REPAIR_TOKENS = 16
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """What the engine computes.
+    """What the engine computes."""
 
-    Attributes:
-        token_ids: of all slots, padding included; without a plan simply the prompt.
-        plan: None in mode "exact".
-    """
-
-    token_ids: list[int]
-    plan: ModulePlan | None = None
+    token_ids: list[int]  # of all slots, padding included; without a plan simply the prompt
+    plan: ModulePlan | None = None  # None in mode "exact"
 
     @classmethod
     def of_plan(
         cls, plan: ModulePlan, contents: Iterable[list[int]], new: list[int]
     ) -> RenderedPrompt:
-        """
-        Args:
-            contents: the tokens of each segment.
-            new: those of the tail.
-        """
+        """From the tokens of each segment, and those of the tail."""
         token_ids: list[int] = []
         # in slots that are not seen a token that is there, so that penalties see nothing new
         unseen = new[:1]
@@ -85,12 +81,8 @@ class RenderedPrompt:
         return max(len(self.token_ids), self.last_position + 1)
 
     def limit_output(self, max_tokens: int | None, max_model_len: int | None) -> int | None:
-        """How many tokens may be generated: no more than there are positions behind the prompt.
-
-        Args:
-            max_tokens: how many are asked for; None: any number.
-            max_model_len: how many tokens the model takes; None: any number.
-        """
+        """How many of `max_tokens` may be generated: no more than there are positions behind the
+        prompt. None stands for any number."""
         if max_model_len is None:
             return max_tokens
         most = max_model_len - self.min_model_len
@@ -128,10 +120,6 @@ class TailRuns(list[TailRun]):
         self._visible: dict[int, int] = {}
 
     def add(self, num_tokens: int, position: int, sees: Mapping[int, int]) -> None:
-        """
-        Args:
-            sees: see `TailRun`.
-        """
         changed = {
             index: visible
             for index, visible in sees.items()
@@ -147,21 +135,14 @@ class TailRuns(list[TailRun]):
 
 @dataclass
 class _Visit:
-    """A module on the way through a prompt, and what of it has been passed.
+    """A module on the way through a prompt, and what of it has been passed."""
 
-    Attributes:
-        place: among the segments of the plan, if it has tokens to store.
-        beside: the modules beside it that it sees in this prompt.
-        num_to_repair: how many of the tokens to come are computed anew.
-        repaired: ranges of its tokens that were.
-    """
-
-    place: int
+    place: int  # among the segments of the plan, if it has tokens to store
     module: ModuleTokens
     found: Import
-    beside: list[ModuleTokens]
-    num_to_repair: int
-    repaired: list[tuple[int, int]] = field(default_factory=list)
+    beside: list[ModuleTokens]  # the modules beside it that it sees in this prompt
+    num_to_repair: int  # how many of the tokens to come are computed anew
+    repaired: list[tuple[int, int]] = field(default_factory=list)  # ranges of its tokens that were
 
 
 class Rendering:
@@ -204,7 +185,7 @@ class Rendering:
     # -- the order of the text
 
     def _module(self, module: ModuleTokens, found: Import, beside: list[ModuleTokens]) -> None:
-        check_import(self._schema.root, module, found)
+        _check_import(self._schema.root, module, found)
         self._imported.add(module.path)
         num_to_repair = self._repair_tokens if module.path else 0
         visit = _Visit(len(self._visits), module, found, beside, num_to_repair)
@@ -332,3 +313,47 @@ class Rendering:
         plan = ModulePlan(block_size=block_size, segments=tuple(segments), tail=tuple(self._tail))
         contents = (visit.module.tokens for visit in self._visits)
         return RenderedPrompt.of_plan(plan, contents, self._new)
+
+
+def _check_import(root: ModuleTokens, module: ModuleTokens, found: Import) -> None:
+    """Check the arguments of an import and which modules are imported right in it; `root` is what
+    every prompt has."""
+    where = f"<{found.name}>" if found.name else "the prompt"
+    _check_arguments(module, found, where)
+    unions = {child.path[-1]: child.union for child in module.children()}
+    taken: dict[int, str] = {}
+    for each in found.imports:
+        if each.name not in unions:
+            raise PmlError(each.place, _unknown(root, each.name, where, list(unions)))
+        union = unions[each.name]
+        other = taken.get(union)
+        if other is not None:
+            raise PmlError(
+                each.place,
+                f"<{each.name}> is imported twice"
+                if other == each.name
+                else f"<{each.name}> and <{other}> are members of one union: import one of them",
+            )
+        taken[union] = each.name
+
+
+def _check_arguments(module: ModuleTokens, found: Import, where: str) -> None:
+    known = [parameter.name for parameter in module.parameters()]
+    for name in found.arguments:
+        if name not in known:
+            allowed = f"its parameters are {listed(known)}" if known else "it has none"
+            raise PmlError(
+                found.place,
+                f"{where}: unknown parameter {name!r}; {allowed}{did_you_mean(name, known)}",
+            )
+
+
+def _unknown(root: ModuleTokens, name: str, where: str, allowed: list[str]) -> str:
+    for module in root.walk():
+        if module.path and module.path[-1] == name:
+            parents = module.path[:-1]
+            opened = "".join(f"<{each}>" for each in parents)
+            closed = "".join(f"</{each}>" for each in reversed(parents))
+            return f"<{name}> cannot stand in {where}: write {opened}<{name}/>{closed}"
+    known = f"known there: {listed(allowed)}" if allowed else "there are none"
+    return f"{where}: unknown module <{name}>; {known}{did_you_mean(name, allowed)}"

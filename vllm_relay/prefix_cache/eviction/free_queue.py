@@ -9,7 +9,6 @@ forgotten before the other one, which was in use for longer, was free.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import dropwhile
 from math import inf
@@ -84,11 +83,7 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
         next_use.listen(self._on_remove)
 
     def popleft(self) -> KVCacheBlock:
-        """Takes the block that leaves first.
-
-        Raises:
-            ValueError: no block is free.
-        """
+        """Takes the block that leaves first, or raises a ValueError if none is free."""
         if not self.num_free_blocks:
             raise ValueError("No free blocks available")
         return self.popleft_n(1)[0]
@@ -123,11 +118,7 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
         return taken
 
     def remove(self, block: KVCacheBlock, *args: Any, **kwargs: Any) -> None:
-        """Takes a free block that is used again.
-
-        Raises:
-            RuntimeError: the block is not free.
-        """
+        """Takes a free block that is used again; raises a RuntimeError if it is not free."""
         kept = self._aside.get(block)
         if kept is not None:
             self._take_aside(kept)
@@ -147,42 +138,9 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
         super().prepend_n(blocks, *args, **kwargs)
         self._number(blocks)
 
-    def get_all_free_blocks(self, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
-        """The free blocks in the order in which they would leave, which costs a sort of them."""
-        self._first_aside()
-        aside = sorted(self._aside, key=self._place)
-        needed = [kept for kept in aside if self._place(kept)[0] == 1]
-        unneeded = deque(aside[: len(aside) - len(needed)])
-        listed, reused = (
-            deque(block for block in blocks if block.block_id != -1)
-            for blocks in (
-                super().get_all_free_blocks(*args, **kwargs),
-                self._reused.get_all_free_blocks(*args, **kwargs),
-            )
-        )
-        order: list[KVCacheBlock] = []
-        while listed or reused or unneeded:
-            first = listed[0] if listed else None
-            stays = False
-            is_cached = first is None or first.block_hash is not None
-            has_surplus = len(reused) > self._reuse.room_blocks
-            if is_cached and reused and (has_surplus or reused[0].block_hash is None):
-                block = reused.popleft()
-            elif unneeded and self._leaves_before(unneeded[0], first):
-                block = unneeded.popleft().block
-                stays = block.block_hash is not None and self._reuse.is_reused(block.block_hash)
-            elif first is not None:
-                block = listed.popleft()
-                stays = block.block_hash is not None and self._reuse.is_reused(block.block_hash)
-            else:
-                block = reused.popleft()
-            if block.block_hash in self._needed:
-                needed.append(self._kept(block))
-            elif stays:
-                reused.append(block)
-            else:
-                order.append(block)
-        return order + [kept.block for kept in sorted(needed, key=self._place)]
+    def get_all_free_blocks(self) -> list[KVCacheBlock]:
+        """What a new walk shows; only tests call it in vLLM."""
+        return list(self.iter_blocks_after(None))
 
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
         """The free blocks behind `cursor`, or all, in the order in which they would leave now, but
@@ -263,6 +221,8 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
     def _surplus(self) -> int:
         """How many reused blocks leave before other cached ones: those that are too many, and at
         least one if they have lost their hashes, as all do at once."""
+        if not self._reused.num_free_blocks:
+            return 0
         surplus = max(0, self._reused.num_free_blocks - self._reuse.room_blocks)
         first = _first_of(self._reused, self._mark_of_reused)
         return max(surplus, int(first is not None and first.block_hash is None))
@@ -329,26 +289,30 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
         return num_leaving
 
     def _keep_first(self, first: KVCacheBlock, kept: KeptBlock | None) -> None:
-        """Keep the first block of the list, which is needed or reused, and reused ones behind it as
-        far as there is room."""
+        """Keep the first block of the list, which is needed or reused, and those behind it that are
+        the same, reused ones as far as there is room."""
         needed, (new, old), mark = self._needed, self._reuse.reused, self._mark
         before = kept.freed_at if kept is not None and kept.place[0] == 0 else inf
+        is_needed = first.block_hash in needed
         most = self._reuse.room_blocks + 1 - self._reused.num_free_blocks
+        kept_blocks: list[KVCacheBlock] = []
         block: KVCacheBlock | None = first
-        num_reused = 0
-        while num_reused < most and block is not mark:
+        while (is_needed or len(kept_blocks) < most) and block is not mark:
             assert block is not None
             key = block.block_hash
-            if key is None or (key not in new and key not in old) or key in needed:
+            if key is None or (key in needed) != is_needed:
+                break
+            if not is_needed and key not in new and key not in old:
                 break
             if self._freed_at[block.block_id] > before:
                 break
-            num_reused += 1
+            kept_blocks.append(block)
             block = block.next_free_block
-        if num_reused:
-            self._keep_reused(super().popleft_n(num_reused))
+        if is_needed:
+            for block in kept_blocks:
+                self._set_aside(block)
         else:
-            self._set_aside(first)
+            self._keep_reused(super().popleft_n(len(kept_blocks)))
 
     def _keep_reused(self, blocks: list[KVCacheBlock]) -> None:
         self._reused.append_n(blocks)
@@ -367,8 +331,10 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
 
     def _set_aside(self, block: KVCacheBlock) -> None:
         """Take a cached block out of its list, to be kept."""
+        assert block.block_hash is not None
         self._take_out(block)
-        self._aside.add(self._kept(block))
+        freed_at, is_passed = self._freed_at[block.block_id], self._is_passed(block)
+        self._aside.add(KeptBlock(block, block.block_hash, freed_at, is_passed))
         self.num_free_blocks += 1
 
     def _evict(self, kept: KeptBlock) -> KVCacheBlock:
@@ -387,7 +353,7 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
         vLLM resets all hashes at once, so this one tells; then those that lost theirs leave with
         blocks that are not cached. Where it evicts single blocks, they leave in their turn.
         """
-        first = self._aside.first()
+        first = self._aside.first() if self._aside else None
         if first is None or first.is_cached:
             return first
         uncached = [kept for kept in self._aside if not kept.is_cached]
@@ -399,12 +365,6 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
     def _take_aside(self, kept: KeptBlock) -> None:
         self._aside.remove(kept)
         self.num_free_blocks -= 1
-
-    def _kept(self, block: KVCacheBlock) -> KeptBlock:
-        """A cached block as it is set aside."""
-        assert block.block_hash is not None
-        freed_at = self._freed_at[block.block_id]
-        return KeptBlock(block, block.block_hash, freed_at, self._is_passed(block))
 
     def _leaves_before(self, kept: KeptBlock, block: KVCacheBlock | None) -> bool:
         """Whether one that is set aside, and not needed, has its turn before that of the list."""
@@ -425,10 +385,10 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
         self._num_freed += len(blocks)
 
     def _on_remove(self, chains: Chains, runs: bool) -> None:
-        for chain in chains:
-            if runs:
-                self._reuse.on_use(chain)
-            self._aside.rank_again(chain)
+        keys = chains[0] if len(chains) == 1 else [key for chain in chains for key in chain]
+        if runs:
+            self._reuse.on_use(keys)
+        self._aside.rank_again(keys)
 
 
 def _first_of(queue: FreeKVCacheBlockQueue, mark: KVCacheBlock) -> KVCacheBlock | None:

@@ -59,15 +59,7 @@ class NextUse:
                 self._runs.update(dict.fromkeys(chain[known:], new))
 
     def remove(self, rank: Rank, *, runs: bool) -> None:
-        """A request waits no longer.
-
-        Args:
-            rank: what `add` was given.
-            runs: whether it runs now.
-
-        Raises:
-            KeyError: no request of this rank waits.
-        """
+        """The request that was added with this rank waits no longer; `runs` says that it runs."""
         chains = self._waiting.pop(rank)
         for chain in chains:
             begin = 0

@@ -51,8 +51,7 @@ class Reuse:
     def on_use(self, keys: Sequence[bytes]) -> None:
         """A request that needs these blocks is admitted."""
         for is_reused, left in self._left.items():
-            back = left.known(keys)
-            if back:
+            if back := left.known(keys):
                 others = len(self._left[not is_reused])
                 blocks = len(back) * max(1.0, others / len(left))
                 room_blocks = self._room_blocks + (blocks if is_reused else -blocks)
@@ -80,7 +79,10 @@ class _Recent:
         return len(self.new) + len(self.old)
 
     def known(self, keys: Sequence[bytes]) -> set[bytes]:
-        return self.new.intersection(keys) | self.old.intersection(keys)
+        known = self.new.intersection(keys)
+        if not self.old.isdisjoint(keys):
+            known |= self.old.intersection(keys)
+        return known
 
     def add(self, keys: Iterable[bytes]) -> None:
         self.new.update(keys)

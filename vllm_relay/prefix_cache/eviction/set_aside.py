@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm_relay.ranked import first, push
+from vllm_relay.ranked import Ranked
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -16,28 +16,19 @@ Place = tuple[float, ...]
 """In the order in which free blocks leave; of one block alone."""
 
 
-_Entry = tuple[Place, int]  # and block id
-
-
+@dataclass(slots=True, eq=False)
 class KeptBlock:
-    """A block that is set aside.
+    """A block that is set aside."""
 
-    Attributes:
-        key: its hash when it was; the block may have lost it since.
-        freed_at: how many blocks were freed before.
-        place: as when it was ranked last.
-        is_passed: whether the walk has come to it.
-    """
+    block: KVCacheBlock
+    key: bytes  # its hash when it was; the block may have lost it since
+    freed_at: int  # how many blocks were freed before
+    is_passed: bool  # whether the walk has come to it
+    place: Place = ()  # as when it was ranked last
+    depth_tokens: int = field(init=False)
 
-    __slots__ = ("block", "depth_tokens", "freed_at", "is_passed", "key", "place")
-
-    def __init__(self, block: KVCacheBlock, key: bytes, freed_at: int, is_passed: bool) -> None:
-        self.block = block
-        self.key = key
-        self.depth_tokens = block.block_hash_num_tokens or 0
-        self.freed_at = freed_at
-        self.is_passed = is_passed
-        self.place: Place = ()
+    def __post_init__(self) -> None:
+        self.depth_tokens = self.block.block_hash_num_tokens or 0
 
     @property
     def is_cached(self) -> bool:
@@ -47,20 +38,16 @@ class KeptBlock:
 class SetAside:
     """Blocks that leave in the order of their places, and a walk over them in the same order.
 
-    Places are looked at again only where a block would be the next to leave, or when they are said
-    to have become smaller.
-
-    Args:
-        place_of: where a block stands now.
+    Where a block stands, `place_of`, is looked at again only where it would be the next to leave,
+    or when its place is said to have become smaller.
     """
 
     def __init__(self, place_of: Callable[[KeptBlock], Place]) -> None:
         self._place_of = place_of
         self._kept: dict[int, KeptBlock] = {}  # by block id
         self._by_key: dict[bytes, list[KeptBlock]] = {}
-        # by whether the walk has passed a block; entries are current where the place is the block's
-        self._heaps: dict[bool, list[_Entry]] = {False: [], True: []}
-        self._is_current = {each: partial(self._is_current_of, each) for each in (False, True)}
+        self._ranked: dict[bool, Ranked[KeptBlock]] = {False: Ranked(), True: Ranked()}
+        """By whether the walk has passed them."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -86,6 +73,7 @@ class SetAside:
         copies.remove(kept)
         if not copies:
             del self._by_key[kept.key]
+        self._ranked[kept.is_passed].discard(kept)
 
     def rank_again(self, keys: Sequence[bytes]) -> None:
         """Blocks with these keys may stand nearer to the front."""
@@ -97,7 +85,7 @@ class SetAside:
     def first(self) -> KeptBlock | None:
         """The block that leaves first."""
         ahead = self._first_of(False)
-        passed = self._first_of(True) if self._heaps[True] else None
+        passed = self._first_of(True)
         if ahead is None or passed is None:
             return ahead or passed
         return min(ahead, passed, key=lambda kept: kept.place)
@@ -108,21 +96,19 @@ class SetAside:
 
     def begin_walk(self) -> None:
         """No block is passed."""
-        passed, self._heaps[True] = self._heaps[True], []
-        for _, block_id in filter(self._is_current[True], passed):
-            kept = self._kept[block_id]
+        passed, self._ranked[True] = self._ranked[True], Ranked()
+        for kept in passed:
             kept.is_passed = False
-            self._push(kept)
+            self._ranked[False].add(kept, kept.place)
 
     def pass_over(self, kept: KeptBlock) -> None:
         """The walk passes a block."""
+        self._ranked[kept.is_passed].discard(kept)
         kept.is_passed = True
-        self._push(kept)
+        self._ranked[True].add(kept, kept.place)
 
     def _first_of(self, is_passed: bool) -> KeptBlock | None:
-        heap = self._heaps[is_passed]
-        while (entry := first(heap, self._is_current[is_passed])) is not None:
-            kept = self._kept[entry[1]]
+        while (kept := self._ranked[is_passed].first()) is not None:
             if self._rank(kept):
                 return kept
         return None
@@ -133,13 +119,5 @@ class SetAside:
         is_same = place == kept.place
         if not is_same:
             kept.place = place
-            self._push(kept)
+            self._ranked[kept.is_passed].add(kept, place)
         return is_same
-
-    def _push(self, kept: KeptBlock) -> None:
-        heap, is_current = self._heaps[kept.is_passed], self._is_current[kept.is_passed]
-        push(heap, (kept.place, kept.block.block_id), is_current, len(self._kept))
-
-    def _is_current_of(self, is_passed: bool, entry: _Entry) -> bool:
-        kept = self._kept.get(entry[1])
-        return kept is not None and kept.place is entry[0] and kept.is_passed == is_passed

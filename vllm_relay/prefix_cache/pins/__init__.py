@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts that never leave the prefix cache.
 
-pin.py               a pin: what it holds, whose it is and until when
-room.py              how much of the KV cache pins may take
+pin.py               a pin: what it holds, whose it is and until when; how much room pins have
 table.py             the pins of a scheduler; lives in the engine core            (vLLM)
 commands.py          what front ends ask of it
 client.py            pinning from front ends

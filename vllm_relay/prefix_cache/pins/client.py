@@ -41,25 +41,21 @@ class RankPin:
 
 @dataclass(frozen=True)
 class Pin:
-    """A pinned prompt. ``tokens``: those in full KV blocks, which are what is pinned.
+    """A pinned prompt.
 
     ``blocks`` and ``bytes`` are those of one rank, and 0 while ``resident`` is false: after a reset
     of the prefix cache, until a request computes the prompt again. With several ranks, ``resident``
     is of all, ``ranks`` of each.
-
-    Attributes:
-        owner: who pinned it, and may unpin it through HTTP.
-        expires_in_s: seconds until it is unpinned; None: never.
     """
 
     id: str
-    owner: str
-    tokens: int
+    owner: str  # who pinned it, and may unpin it through HTTP
+    tokens: int  # those in full KV blocks, which are what is pinned
     blocks: int
     bytes: int
     resident: bool
     problem: str | None
-    expires_in_s: float | None
+    expires_in_s: float | None  # seconds until it is unpinned; None: never
     ranks: list[RankPin]
 
 
@@ -72,7 +68,7 @@ class Declaration:
         plan: of a prompt with modules; these are pinned.
 
     Raises:
-        CommandError: 400, the id or the time is none.
+        CommandError: 400, see `check_pin`.
     """
 
     token_ids: Sequence[int]
@@ -130,11 +126,7 @@ def pin(llm: Any, prompt: Prompt, pin_id: str | None = None, *, ttl_s: float | N
 
 
 def unpin(llm: Any, pin_id: str) -> None:
-    """Let a pinned prompt be evicted again.
-
-    Raises:
-        CommandError: there is no such pin.
-    """
+    """Let a pinned prompt be evicted again; a CommandError if there is no such pin."""
     check_pin(pin_id, None)
     call(getattr(llm, "llm_engine", llm), "unpin", {"pin_id": pin_id})
 
@@ -174,11 +166,7 @@ def pin_tokens(engine: Any, asked: Declaration) -> Pin:
 
 
 async def pin_tokens_async(engine: Any, asked: Declaration) -> Pin:
-    """:func:`pin_tokens` for an AsyncLLM, whatever else it is doing, in all its ranks.
-
-    Raises:
-        CommandError: of a rank; with what each rank has.
-    """
+    """:func:`pin_tokens` for an AsyncLLM, whatever else it is doing, in all its ranks."""
     answers = await call_ranks_async(engine, "declare_pin", asked.arguments())
     ranks = list(answers)
     cold = {
@@ -268,10 +256,6 @@ def _pin_of(entries: Mapping[int, dict[str, Any]]) -> Pin:
 
 
 def _pins(answers: Mapping[int, Any]) -> list[Pin]:
-    """
-    Raises:
-        CommandError: of a rank.
-    """
     by_id: dict[str, dict[int, dict[str, Any]]] = {}
     for rank, entries in answers.items():
         if isinstance(entries, CommandError):

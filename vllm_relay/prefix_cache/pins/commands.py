@@ -23,13 +23,6 @@ def _declare(
     return _pins(engine_core).declare(pin_id, token_ids, read, **whose)
 
 
-def _recorder(engine_core: Any) -> PrefixCacheRecorder:
-    recorder = getattr(engine_core.scheduler, "relay_recorder", None)
-    if recorder is None:
-        raise CommandError(501, "prefixes are counted by RelayScheduler only: " + HOW_TO_SELECT)
-    return recorder
-
-
 def _gauges(engine_core: Any) -> dict[str, int]:
     _pins(engine_core).expire()
     return _recorder(engine_core).gauges()
@@ -50,7 +43,15 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 
 
 def _pins(engine_core: Any) -> PinTable:
-    pins = getattr(engine_core.scheduler, "pins", None)
-    if pins is None:
-        raise CommandError(501, "prompts are pinned by RelayScheduler only: " + HOW_TO_SELECT)
-    return pins
+    return _of_scheduler(engine_core, "pins", "prompts are pinned")
+
+
+def _recorder(engine_core: Any) -> PrefixCacheRecorder:
+    return _of_scheduler(engine_core, "relay_recorder", "prefixes are counted")
+
+
+def _of_scheduler(engine_core: Any, name: str, what: str) -> Any:
+    found = getattr(engine_core.scheduler, name, None)
+    if found is None:
+        raise CommandError(501, f"{what} by RelayScheduler only: {HOW_TO_SELECT}")
+    return found

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 def pin_system_prompts(engine: Any) -> None:
-    """Pin ``additional_config.relay.system_prompts`` in an LLMEngine.
-
-    Raises:
-        ValueError: one cannot be pinned.
-    """
+    """Pin ``additional_config.relay.system_prompts`` in an LLMEngine, or raise a ValueError."""
 
     def pin(number: int, token_ids: list[int]) -> Pin:
         return pin_tokens(engine, _declaration(number, token_ids))
@@ -69,11 +65,7 @@ def _log(pins: Sequence[Pin], gauges: dict[str, int]) -> None:
 
 
 def check_system_prompts(vllm_config: VllmConfig, options: RelayConfig) -> None:
-    """Refuse ``system_prompts`` that no engine of this configuration can pin.
-
-    Raises:
-        ValueError: with the reason and the way out.
-    """
+    """Refuse ``system_prompts``, by a ValueError, that no engine of this configuration can pin."""
     model_config = vllm_config.model_config
     runner = "generate" if model_config is None else model_config.runner_type
     check_texts(

@@ -30,8 +30,7 @@ from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.modules.prompt.plan import ModulePlan, plan_of_request
-from vllm_relay.prefix_cache.pins.pin import Pin, chain_of, check_pin, digest_of
-from vllm_relay.prefix_cache.pins.room import Room
+from vllm_relay.prefix_cache.pins.pin import Pin, Room, chain_of, check_pin, digest_of
 
 EXTRA_ARG = "relay_pin"
 """The key in ``SamplingParams.extra_args`` under which a request names the pin it computes."""
@@ -293,12 +292,23 @@ class PinTable:
         if num_tokens == 0 and plan is not None:
             raise CommandError(400, "the prompt has no modules: give it as text to pin it")
         block_size, max_model_len = self._scheduler.block_size, self._scheduler.max_model_len
-        least = block_size * (2 if self._drops_last_block else 1) + self._lookahead_tokens
+        least, why = block_size + self._lookahead_tokens, "--block-size"
+        if self._drops_last_block:
+            least += block_size
+            why = (
+                "twice --block-size: with EAGLE or MTP vLLM computes the last block of what it "
+                "finds again"
+            )
+        elif self._lookahead_tokens:
+            why = (
+                f"--block-size, and {self._lookahead_tokens} tokens behind: with EAGLE or MTP they "
+                "are part of a block's hash"
+            )
         if num_tokens < least:
             raise CommandError(
                 400,
                 f"a prompt of {num_tokens} tokens was given, but only full KV blocks can be "
-                f"pinned: expected at least {least} tokens ({self._why_least()})",
+                f"pinned: expected at least {least} tokens ({why})",
             )
         if num_tokens >= max_model_len:
             raise CommandError(
@@ -306,19 +316,6 @@ class PinTable:
                 f"a prompt of {num_tokens} tokens was given, expected fewer than "
                 f"max_model_len={max_model_len}",
             )
-
-    def _why_least(self) -> str:
-        if self._drops_last_block:
-            return (
-                "twice --block-size: with EAGLE or MTP vLLM computes the last block of what it "
-                "finds again"
-            )
-        if self._lookahead_tokens:
-            return (
-                f"--block-size, and {self._lookahead_tokens} tokens behind: with EAGLE or MTP they "
-                "are part of a block's hash"
-            )
-        return "--block-size"
 
     def _learn_hashes(self, request: Any) -> None:
         """Take the block hashes of a pin's own first request: other requests may name it too."""

@@ -23,11 +23,8 @@ from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
 
 class StubExecutor(Executor):
-    """Has the layers of the model, without their weights, and computes nothing.
-
-    Args:
-        available_bytes: of KV cache.
-    """
+    """Has the layers of the model, without their weights, and computes nothing; `available_bytes`
+    are those of its KV cache."""
 
     def __init__(self, vllm_config: VllmConfig, *, available_bytes: int) -> None:
         self.sampler: Callable[[str], list[int]] = lambda request_id: []
@@ -63,13 +60,8 @@ class StubExecutor(Executor):
         pass
 
     def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-        non_block: bool = False,
-    ) -> Any:
+        self, method: str | Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> list[Any]:
         return [self._replies.get(method) if isinstance(method, str) else None]
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:

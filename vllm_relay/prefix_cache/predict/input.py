@@ -27,12 +27,7 @@ Message = dict[str, Any]
 
 
 class LineError(ValueError):
-    """A line of the file that is refused.
-
-    Args:
-        number: of the line, from 1.
-        message: what was given, what was expected, what to do.
-    """
+    """A line of the file, numbered from 1, that is refused: what was given, what was expected."""
 
     def __init__(self, number: int, message: str) -> None:
         super().__init__(f"line {number}: {message}")
@@ -136,11 +131,7 @@ def to_requests(
 
 
 def check_vocabulary(lines: Sequence[InputLine], vocab_size: int) -> None:
-    """Refuse token ids that the model does not have, as vLLM does.
-
-    Raises:
-        LineError: the first such line.
-    """
+    """Refuse token ids that the model does not have, as vLLM does: a LineError for the first."""
     for line in lines:
         if line.token_ids is not None and not line.synthetic and max(line.token_ids) >= vocab_size:
             raise LineError(

@@ -48,11 +48,8 @@ class Load:
 def arrivals_of(option: str, lines: Sequence[InputLine]) -> list[float] | None:
     """The arrivals of the lines in seconds from the first; None if all are there at once.
 
-    Args:
-        option: offline, poisson:RATE or timestamps.
-
     Raises:
-        ValueError: it is none of these.
+        ValueError: the option is not offline, poisson:RATE or timestamps.
         LineError: a line has no timestamp, or an earlier one than the line before.
     """
     kind, _, rate = option.partition(":")

@@ -22,9 +22,20 @@ from vllm.v1.request import Request
 
 from vllm_relay.prefix_cache.eviction.belady import belady_hits
 from vllm_relay.prefix_cache.pins.pin import digest_of
-from vllm_relay.prefix_cache.predict.cache_size import CacheSize
-from vllm_relay.prefix_cache.predict.engine import PredictorSettings, create_config, create_core
-from vllm_relay.prefix_cache.predict.input import LineError, Message, PredictedRequest
+from vllm_relay.prefix_cache.predict.engine import (
+    CacheSize,
+    PredictorSettings,
+    create_config,
+    create_core,
+)
+from vllm_relay.prefix_cache.predict.input import (
+    InputLine,
+    LineError,
+    Message,
+    PredictedRequest,
+    check_vocabulary,
+    to_requests,
+)
 from vllm_relay.prefix_cache.predict.load import Load, StepCosts
 from vllm_relay.prefix_cache.predict.virtual_time import Course, VirtualServer
 
@@ -94,12 +105,8 @@ class Prediction:
 
 
 class Predictor:
-    """Predicts what the prefix cache does for a list of requests.
-
-    Args:
-        settings: of the engine.
-        requests: in the order in which they are given to `LLM.generate`.
-    """
+    """Predicts what the prefix cache does for requests, in the order in which they are given to
+    `LLM.generate`."""
 
     def __init__(self, settings: PredictorSettings, requests: Sequence[PredictedRequest]) -> None:
         self.settings = settings
@@ -228,29 +235,30 @@ class Predictor:
         ]
 
 
-class Encoder:
-    """Turns prompts into token ids as `LLM.generate` and `LLM.chat` do."""
+def encode(
+    lines: Sequence[InputLine], settings: PredictorSettings, output_tokens: int | None
+) -> list[PredictedRequest]:
+    """The requests that `LLM.generate` and `LLM.chat` make of the lines."""
+    check_vocabulary(lines, create_config(settings).model_config.get_vocab_size())
+    if all(line.token_ids is not None for line in lines):
+        return to_requests(lines, output_tokens)
+    renderer = renderer_from_config(create_config(settings, skip_tokenizer_init=False))
+    params = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "tokenize": False})
+    tokenizing = renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)
 
-    def __init__(self, settings: PredictorSettings) -> None:
-        self._renderer = renderer_from_config(create_config(settings, skip_tokenizer_init=False))
-
-    def text(self, prompt: str) -> list[int]:
-        (encoded,) = self._renderer.render_cmpl([{"prompt": prompt}])
+    def encode_text(prompt: str) -> list[int]:
+        (encoded,) = renderer.render_cmpl([{"prompt": prompt}])
         return encoded["prompt_token_ids"]
 
-    def chat(self, messages: list[Message]) -> list[int]:
-        params = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "tokenize": False})
-        tokenizing = self._renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)
-        _, (encoded,) = self._renderer.render_chat([messages], params, tokenizing)
+    def encode_chat(messages: list[Message]) -> list[int]:
+        _, (encoded,) = renderer.render_chat([messages], params, tokenizing)
         return encoded["prompt_token_ids"]
+
+    return to_requests(lines, output_tokens, encode_text, encode_chat)
 
 
 def check_lengths(requests: Sequence[PredictedRequest], max_model_len: int) -> None:
-    """Refuse prompts that vLLM refuses: an answer must have room for a token.
-
-    Raises:
-        LineError: the first such line.
-    """
+    """Refuse prompts that vLLM refuses, by the LineError of the first: an answer needs a token."""
     for request in requests:
         tokens = len(request.prompt_token_ids)
         if tokens >= max_model_len:
@@ -268,12 +276,7 @@ def ceiling_tokens(
 
     Every block is computed by one request and found by the others. The last token of a prompt is
     always computed, and with it its block; a request for which a block is that block may as well
-    be the one that computes it for the others.
-
-    Args:
-        chains: hashes of the full blocks of each prompt.
-        prompts_tokens: length of each prompt.
-        block_tokens: tokens of a block.
+    be the one that computes it for the others. `chains` are the hashes of the full blocks.
     """
     finders: dict[bytes, int] = defaultdict(int)
     ends: set[bytes] = set()

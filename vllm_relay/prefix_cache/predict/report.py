@@ -40,15 +40,12 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a prediction is of.
-
-    Args:
-        scheduler: stock or relay.
-        arrivals: offline, poisson:RATE or timestamps.
-    """
+    """What a prediction is of."""
 
     scheduler: str
+    """stock or relay."""
     arrivals: str = OFFLINE
+    """offline, poisson:RATE or timestamps."""
 
     def __str__(self) -> str:
         return self.scheduler if self.is_online else f"{self.scheduler}, offline"
@@ -59,12 +56,8 @@ class Scenario:
 
 
 def predictions_table(found: Sequence[tuple[Scenario, Prediction]]) -> Table:
-    """Of one cache size a row for each number, and a column for each scenario; of several a row for
-    each size and scenario, in 80 columns up to 10 digits of tokens.
-
-    Args:
-        found: in the order of the sizes.
-    """
+    """Of one cache size a row for each number, and a column for each scenario; of several, in their
+    order, a row for each size and scenario, in 80 columns up to 10 digits of tokens."""
     is_online = any(scenario.is_online for scenario, _ in found)
     cells = [_cells(prediction) for _, prediction in found]
     names = [str(scenario) for scenario, _ in found]

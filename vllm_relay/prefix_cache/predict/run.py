@@ -17,12 +17,9 @@ from rich.console import Console
 
 from vllm_relay.arguments import check_model, check_writable
 from vllm_relay.config import SCHEDULER_OPTIONS, EvictionPolicyName, RelayConfig
-from vllm_relay.prefix_cache.predict.cache_size import CacheSize, cache_sizes
 from vllm_relay.prefix_cache.predict.input import (
-    InputLine,
     LineError,
     PredictedRequest,
-    check_vocabulary,
     read_lines,
     to_requests,
 )
@@ -36,7 +33,7 @@ from vllm_relay.prefix_cache.predict.report import (
 )
 
 if TYPE_CHECKING:
-    from vllm_relay.prefix_cache.predict.engine import PredictorSettings
+    from vllm_relay.prefix_cache.predict.engine import CacheSize, PredictorSettings
     from vllm_relay.prefix_cache.predict.predictor import Prediction, Predictor
 
 SCHEDULERS = ("stock", "relay")
@@ -68,29 +65,8 @@ def run_predict(
 ) -> int:
     """Predict what the prefix cache does for the requests of a file, and print it.
 
-    Args:
-        path: JSON Lines with the requests, in the order in which they are submitted.
-        model: a Hugging Face folder or hub id; may be None where the file holds token ids or hash
-            ids. Its weights are not read.
-        kv_cache_space: size of the KV cache in GiB.
-        sweep: more sizes, in GiB.
-        blocks: more sizes, in KV blocks, as vLLM's num_gpu_blocks_override.
-        scheduler: "stock" or "relay".
-        eviction: policy of the relay scheduler, "queue" if None.
-        block_size: tokens of a KV block; None for vLLM's default.
-        kv_bytes_per_token: KV cache bytes of a token in all layers; needed without a model to turn
-            GiB into blocks.
-        max_num_seqs: as vLLM's option, like the next three.
-        output_tokens: length of the answers where a line does not say, 16 if None.
-        relay: more options of the relay scheduler, as JSON.
-        arrivals: "offline": all requests are there at once; "poisson:RATE", in requests per
-            second; "timestamps": as the lines say. With the last two waits are predicted, too, and
-            shown beside those of the stock scheduler and of all requests at once.
-        step_ms: what a step takes, in milliseconds.
-        token_us: what each token that is computed adds to it, in microseconds.
-        json_path: where all numbers are written as JSON.
-        plot_path: where the hit rate over the sizes is drawn as SVG.
-        console: where to print; the standard output if None.
+    The arguments are the options of `vllm-relay predict`, whose help says what they mean; None
+    stands for a default. The result is printed to `console`, or to the standard output.
 
     Returns:
         0, or 1 if the input or a setting is refused; the reason is printed.
@@ -117,8 +93,8 @@ def run_predict(
         with ExitStack() as stack:
             status = stack.enter_context(console.status("reading the requests"))
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
-            from vllm_relay.prefix_cache.predict.engine import PredictorSettings
-            from vllm_relay.prefix_cache.predict.predictor import Predictor
+            from vllm_relay.prefix_cache.predict.engine import PredictorSettings, cache_sizes
+            from vllm_relay.prefix_cache.predict.predictor import Predictor, encode
 
             settings = PredictorSettings(
                 model=model or "",
@@ -131,7 +107,7 @@ def run_predict(
                 relay=relay_options,
             )
             if requests is None:
-                requests = _encode(lines, settings, output_tokens)
+                requests = encode(lines, settings, output_tokens)
             else:
                 folder = stack.enter_context(tempfile.TemporaryDirectory())
                 settings = _without_model(settings, requests, Path(folder))
@@ -294,21 +270,6 @@ def _check_block_options(
         missing.append("--kv-bytes-per-token BYTES (or --blocks N in place of GiB)")
     if missing:
         raise ValueError(f"without --model, give {' and '.join(missing)}")
-
-
-def _encode(
-    lines: Sequence[InputLine], settings: PredictorSettings, output_tokens: int | None
-) -> list[PredictedRequest]:
-    """The requests that `LLM.generate` and `LLM.chat` make of the lines."""
-    from vllm_relay.prefix_cache.predict.engine import create_config
-    from vllm_relay.prefix_cache.predict.predictor import Encoder
-
-    config = create_config(settings)
-    check_vocabulary(lines, config.model_config.get_vocab_size())
-    if all(line.token_ids is not None for line in lines):
-        return to_requests(lines, output_tokens)
-    encoder = Encoder(settings)
-    return to_requests(lines, output_tokens, encoder.text, encoder.chat)
 
 
 def _without_model(

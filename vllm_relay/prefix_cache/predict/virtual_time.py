@@ -44,12 +44,7 @@ class Course:
 
 
 class VirtualServer:
-    """Serves requests as they arrive.
-
-    Args:
-        core: of an engine with `StubExecutor`, whose `sampler` is set.
-        costs: of a step.
-    """
+    """Serves requests as they arrive; `core` has a `StubExecutor`, whose `sampler` is set."""
 
     def __init__(self, core: EngineCore, costs: StepCosts) -> None:
         self.now_s = 0.0
@@ -70,12 +65,10 @@ class VirtualServer:
         until_s: float = float("inf"),
         on_progress: Callable[[int], None] = lambda finished: None,
     ) -> None:
-        """Serve all requests, or those for which there is time before `until_s`.
+        """Serve all requests, or those for which there is time: no step begins after `until_s`.
 
         Args:
-            requests: in the order of their arrival.
-            arrivals_s: ascending; several requests may arrive at once.
-            until_s: no step begins after it.
+            arrivals_s: of the requests, ascending; several may arrive at once.
             on_progress: called after every step with the number of finished requests.
 
         Raises:

@@ -9,15 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_relay._C import PageGuard
-from vllm_relay.sparse.index.compiled_index import CompiledIndex
+from vllm_relay.sparse.files.damage import IndexDamagedError
 from vllm_relay.sparse.index.elements import Elements
 from vllm_relay.sparse.index.key_index import KeyIndex
-from vllm_relay.sparse.index.sparse_layer import SparseLayer
+from vllm_relay.sparse.index.sparse_layer import SparseLayer, sparse_layer
 from vllm_relay.sparse.index.value_means import value_means
 from vllm_relay.sparse.plan.head_plan import HeadPlan
 
@@ -63,6 +62,7 @@ class StoredContext(ABC):
     tokens: np.ndarray
     shape: ContextShape
     parent: Parent | None = None
+    _damage: str | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -81,7 +81,9 @@ class StoredContext(ABC):
     @property
     def damage(self) -> str | None:
         """What was found wrong with it, or with what it continues; None so far."""
-        return None if self.parent is None else self.parent.context.damage
+        if self._damage is not None or self.parent is None:
+            return self._damage
+        return self.parent.context.damage
 
     def links(self, end: int) -> list[Link]:
         """The contexts that have the first `end` tokens, in order."""
@@ -135,26 +137,46 @@ class StoredContext(ABC):
     def own_rows(self, layer: int, head: int, begin: int, end: int) -> tuple[Elements, Elements]:
         """As `rows`, of its own tokens: 0 is the first of them. So it is for what follows."""
 
-    @abstractmethod
     def gather(
         self, layer: int, head: int, ids: list[np.ndarray]
     ) -> tuple[Elements, Elements, list[np.ndarray]]:
         """Keys and values in which the tokens `ids` may be read, and where they are in these."""
+        raise NotImplementedError
 
-    @abstractmethod
     def index(self, layer: int, head: int) -> KeyIndex:
         """Over all own keys of a kv head."""
+        raise NotImplementedError
 
     def layer(self, layer: int) -> SparseLayer | None:
         """All kv heads of a layer, which are searched and attended in one call; None where indexes
         are of other kinds or rows have to be gathered."""
         return None
 
+    def pieces(self, layer: int) -> list[tuple[int, SparseLayer]]:
+        """Which of its own tokens are indexed, for an engine: where indexes begin that do not
+        overlap, in order. `native_rows` has the others."""
+        whole = self.layer(layer)
+        assert whole is not None, "contexts of an engine have relay's own indexes"
+        return [(0, whole)]
+
+    def native_rows(self, layer: int) -> Any:
+        """Its own keys and values, as the C++ side has them, where not all are indexed."""
+        raise NotImplementedError
+
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Around searches of `index` or `layer`, here and of what it continues: damage that they
         find is remembered."""
-        yield
+        with noticing_damage([link.context for link in self.links(self.num_tokens)]):
+            yield
+
+    @property
+    def file_names(self) -> tuple[str, ...]:
+        """Under which its damage is told, the one it has now first; none of a context in memory."""
+        return ()
+
+    def check_size(self) -> None:  # noqa: B027
+        """Raises IndexDamagedError: its file is shorter than it was."""
 
     @abstractmethod
     def plan(self, layer: int, head: int) -> HeadPlan | None:
@@ -164,6 +186,28 @@ class StoredContext(ABC):
     def train_queries(self, layer: int, head: int) -> Elements | None:
         """[m, head_size], in token order: what index and plan were made with, if that was kept; of
         its own tokens."""
+
+
+@contextmanager
+def noticing_damage(contexts: Sequence[StoredContext]) -> Iterator[None]:
+    """Remembers of which of them the damage is that is found."""
+    try:
+        for each in contexts:
+            each.check_size()
+        yield
+    except IndexDamagedError as error:
+        message = str(error)
+        in_files = [each for each in contexts if each.file_names]
+        damaged = [each for each in in_files if any(name in message for name in each.file_names)]
+        for each in damaged:
+            each._damage = message
+        if damaged or not in_files:
+            raise
+        # of what was searched, which knows no file: of several, all are suspected
+        message = f"{' or '.join(each.file_names[0] for each in in_files)}: {message}"
+        for each in in_files:
+            each._damage = message
+        raise IndexDamagedError(message) from error
 
 
 @dataclass(frozen=True)
@@ -311,19 +355,6 @@ class MemoryContextStore(ContextStore):
     def close(self) -> None:
         with self._lock:
             self._contexts.clear()
-
-
-def sparse_layer(
-    indexes: Sequence[KeyIndex],
-    values: Sequence[Elements],
-    value_means: Sequence[Elements],
-    value_guards: Sequence[PageGuard | None] | None = None,
-) -> SparseLayer | None:
-    """None: an index of the user's own."""
-    compiled = [index for index in indexes if isinstance(index, CompiledIndex)]
-    if len(compiled) < len(indexes):
-        return None
-    return SparseLayer(compiled, values, value_guards, value_means)
 
 
 def context_id_of(tokens: np.ndarray) -> str:

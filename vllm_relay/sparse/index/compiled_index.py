@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -177,7 +177,6 @@ class CompiledIndex(KeyIndex):
         *,
         begin: int = 0,
         prefix_len: int | None = None,
-        entry: Sequence[int] | Sequence[np.ndarray] | np.ndarray | None = None,
         window_max: Any = None,
     ) -> SearchResult:
         n, d = self._keys.shape
@@ -185,14 +184,11 @@ class CompiledIndex(KeyIndex):
         k, reach = query_numbers(query, n, d)
         if window_max is not None:
             window_max = check_window_max(window_max, (len(queries),))
-        entries = self.entries
-        if entry is not None:
-            entries = np.concatenate([entries, check_entries(entry, n)])
         searcher = self.searcher if query.max_dropped_mass is None else self.exact_searcher
         prefix_len = check_prefix(prefix_len, n)
         ids, scores, dropped_mass, distances, hops, rescored, code_bytes = searcher.search(
             queries, k, reach, self.width_of(query), window_max, check_begin(begin, prefix_len),
-            prefix_len, entries, softmax_scale(query, d), mass_limit(query),
+            prefix_len, self.entries, softmax_scale(query, d), mass_limit(query),
         )  # fmt: skip
         stats = self.stats(distances, hops, rescored, code_bytes, dropped_mass)
         return SearchResult(ids, scores, stats)
@@ -227,14 +223,10 @@ class CompiledIndex(KeyIndex):
         read = code_bytes + hops * self.hop_bytes + rescored * key_bytes(self._keys)
         return SearchStats(distances, hops, read, dropped_mass)
 
-    def append(self, keys: Any) -> None:
-        new = check_keys(keys, head_size=self.head_size, dtype=self._keys.dtype)
-        self.build(Elements(np.concatenate([self.keys.data, new.data]), new.dtype))
 
-
-def check_keys(keys: Any, *, head_size: int | None = None, dtype: str | None = None) -> Elements:
-    """[n, d] with n >= 1, finite, every d as in `head_size` where that is given."""
-    elements = as_elements("keys", keys, dtype)
+def check_keys(keys: Any) -> Elements:
+    """[n, d] with n >= 1, finite."""
+    elements = as_elements("keys", keys)
     if len(elements.shape) != 2:
         raise ValueError(f"keys: shape {list(elements.shape)}, expected [keys, head_size]")
     n, d = elements.shape
@@ -242,8 +234,6 @@ def check_keys(keys: Any, *, head_size: int | None = None, dtype: str | None = N
         raise ValueError("keys: there are none, expected at least one")
     if n >= 2**31:
         raise ValueError(f"keys: {n} of them, expected fewer than {2**31}")
-    if head_size is not None and d != head_size:
-        raise ValueError(f"keys: head_size {d}, expected {head_size} as in the index")
     if not 1 <= d <= MAX_HEAD_SIZE:
         raise ValueError(f"keys: head_size {d}, expected 1 to {MAX_HEAD_SIZE}")
     return elements
@@ -321,21 +311,6 @@ def check_begin(begin: int, prefix_len: int) -> int:
     if begin < 0:
         raise ValueError(f"begin is {begin}, expected a whole number >= 0")
     return min(int(begin), prefix_len)
-
-
-def check_entries(
-    entry: Sequence[int] | Sequence[np.ndarray] | np.ndarray, num_keys: int
-) -> np.ndarray:
-    try:
-        answers = isinstance(entry, list | tuple) and any(isinstance(x, np.ndarray) for x in entry)
-        ids = np.concatenate(entry) if answers else np.asarray(entry)
-    except ValueError as error:
-        raise ValueError(f"entry: {error}") from error
-    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-        raise ValueError(f"entry: {entry!r}, expected a list of key ids")
-    if ids.size and not (ids.min() >= 0 and ids.max() < num_keys):
-        raise ValueError(f"entry: ids {ids.min()} to {ids.max()}, expected 0 to {num_keys - 1}")
-    return np.ascontiguousarray(ids, np.int32)
 
 
 def check_codes(keys: Elements, codes: KeyCodes) -> np.ndarray:

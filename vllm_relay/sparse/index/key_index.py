@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -53,8 +53,7 @@ class SearchResult(NamedTuple):
 class KeyIndex(ABC):
     """The keys of one kv head of one context, in token order, searched by inner product.
 
-    An index is immutable while it is searched; any number of threads may search it at once.
-    `append` may not run beside a search.
+    An index is immutable; any number of threads may search it at once.
     """
 
     kind: ClassVar[str]
@@ -105,7 +104,6 @@ class KeyIndex(ABC):
         *,
         begin: int = 0,
         prefix_len: int | None = None,
-        entry: Sequence[int] | Sequence[np.ndarray] | np.ndarray | None = None,
         window_max: Any = None,
     ) -> SearchResult:
         """Finds the keys that each query asks for, in one pass for all of them.
@@ -115,17 +113,12 @@ class KeyIndex(ABC):
             query: `TopK` or `Dipr`.
             begin: keys before this one do not count (attention sinks, which are read anyway).
             prefix_len: only keys of the first `prefix_len` tokens count; None for all.
-            entry: ids to begin at, or arrays of them: `ids` of the previous token's answer.
             window_max: [g]; the largest inner product each query has outside this index. A `Dipr`
                 range reaches down from the larger one of it and the index's own maximum.
 
         Raises:
             ValueError: an argument is unusable; names it.
         """
-
-    @abstractmethod
-    def append(self, keys: Any) -> None:
-        """Adds the keys of the tokens that follow: [m, d]."""
 
     @abstractmethod
     def check(self) -> None:

@@ -14,6 +14,7 @@ from vllm_relay._C import PageGuard
 from vllm_relay.sparse.index import compiled_index
 from vllm_relay.sparse.index.compiled_index import CompiledIndex
 from vllm_relay.sparse.index.elements import DTYPES, Elements, as_elements
+from vllm_relay.sparse.index.key_index import KeyIndex
 from vllm_relay.sparse.index.query_types import Dipr, QueryType
 
 
@@ -59,9 +60,12 @@ def attend(
         raise ValueError(f"values: {values.shape[0]} rows, expected {keys.shape[0]} as keys")
     starts = np.zeros(len(ids) + 1, np.int64)
     np.cumsum([len(each) for each in ids], out=starts[1:])
-    flat = compiled_index.check_entries(
-        np.concatenate([compiled_index.NO_IDS, *ids]), keys.shape[0]
-    )
+    flat = np.concatenate([compiled_index.NO_IDS, *ids])
+    if flat.dtype.kind not in "iu" or (
+        flat.size and not (flat.min() >= 0 and flat.max() < keys.shape[0])
+    ):
+        raise ValueError(f"ids: {flat}, expected whole numbers of 0 to {keys.shape[0] - 1}")
+    flat = np.ascontiguousarray(flat, np.int32)
     output = np.empty((len(queries), values.shape[1]), np.float32)
     lse = np.empty(len(queries), np.float32)
     _C.index.attend_ids(
@@ -221,6 +225,19 @@ class SparseLayer:
             index.searcher if query.max_dropped_mass is None else index.exact_searcher, *place,
             False, k, reach, index.width_of(query), compiled_index.mass_limit(query),
         )  # fmt: skip
+
+
+def sparse_layer(
+    indexes: Sequence[KeyIndex],
+    values: Sequence[Elements],
+    value_means: Sequence[Elements],
+    value_guards: Sequence[PageGuard | None] | None = None,
+) -> SparseLayer | None:
+    """None: an index of the user's own."""
+    compiled = [index for index in indexes if isinstance(index, CompiledIndex)]
+    if len(compiled) < len(indexes):
+        return None
+    return SparseLayer(compiled, values, value_guards, value_means)
 
 
 def merge_states(states: Sequence[AttentionState]) -> AttentionState:

@@ -26,12 +26,14 @@ class Prompt:
         message: what the user says, before the chat template.
         token_ids: of the templated prompt; empty if the engine has no tokenizer.
         modules: the same with prompt modules, for an engine that takes them; None if it has none.
+        max_tokens: of its answer, where the context has room for fewer than the question's.
     """
 
     number: int
     message: str
     token_ids: list[int]
     modules: RenderedPrompt | None = None
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class PromptShape:
 
 class Engine(Protocol):
     """An engine may also have an attribute ``modules_refusal``: None if it takes prompts with
-    modules, else the reason why it does not.
+    modules, else the reason why it does not; and ``reasons``: whether answers begin with a
+    reasoning of any length.
 
     Attributes:
         identity: the model and what else changes answers but is no part of a question.

@@ -3,26 +3,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
+from vllm.reasoning import ReasoningParserManager
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_relay.modules.engine.requests import with_plan
-from vllm_relay.modules.engine.start_checks import unsupported_reason
+from vllm_relay.modules.engine.requests import unsupported_reason, with_plan
 from vllm_relay.tables.engines.base import (
     Completion,
     Completions,
@@ -30,6 +27,8 @@ from vllm_relay.tables.engines.base import (
     Prompt,
     PromptShape,
 )
+from vllm_relay.tables.engines.model_identity import model_identity
+from vllm_relay.tables.engines.reasoning import answer_in, without_reasoning
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.question import Question
 
@@ -62,18 +61,23 @@ class InProcessEngine:
         if config.model_config.skip_tokenizer_init:
             raise ValueError("an LLM without a tokenizer given: leave skip_tokenizer_init out")
         self.tokenizer = llm.get_tokenizer()
-        self.identity = _identity(config)
         self.max_model_len: int | None = config.model_config.max_model_len
         self.max_running: int = config.scheduler_config.max_num_seqs
         self.cache = _cache_of(config)
-        self._reasons = bool(config.structured_outputs_config.reasoning_parser)
+        self.reasons = bool(config.structured_outputs_config.reasoning_parser)
         self.modules_refusal = unsupported_reason(config)
+        self._reader = AnswerReader(_reasoning_parser(config, self.tokenizer), self.tokenizer)
+
+    @cached_property
+    def identity(self) -> str:
+        """See `Engine`: files are read when somebody asks."""
+        return model_identity(self.llm.llm_engine.vllm_config)
 
     def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
         """See `Engine`."""
         params = sampling_params(question)
         params.max_tokens = self.max_answer_tokens(question)
-        read = _completion
+        read = self._reader.read
         if self._deciding_tokens(question) is not None:
             read = partial(self._decided, question)
         return self._run(prompts, params, read)
@@ -81,7 +85,7 @@ class InProcessEngine:
     def max_answer_tokens(self, question: Question) -> int:
         """See `Engine`: with choices, as many as tell any two of them apart."""
         enough = self._deciding_tokens(question)
-        return question.max_tokens if enough is None else min(enough, question.max_tokens)
+        return question.most_tokens if enough is None else min(enough, question.most_tokens)
 
     def prompts_per_s(self, shape: PromptShape, question: Question) -> float:
         """Measured with tokens drawn at random; the prefix cache is emptied afterwards."""
@@ -160,7 +164,7 @@ class InProcessEngine:
 
     def _deciding_tokens(self, question: Question) -> int | None:
         # a model that reasons is held to the choices only afterwards
-        return None if self._reasons else question.output.num_deciding_tokens
+        return None if self.reasons else question.output.num_deciding_tokens
 
     def _decided(self, question: Question, number: int, output: Any) -> Completion:
         """With the whole text of the choice that a cut answer begins."""
@@ -198,15 +202,64 @@ class InProcessEngine:
 
 
 def sampling_params(question: Question) -> SamplingParams:
-    """What vLLM is told of a question's answers."""
+    """What vLLM is told of a question's answers.
+
+    Raises:
+        ValueError: a parameter of the question is none of vLLM's, or out of its range.
+    """
     constraint = question.output.constraint
+    told = question.request.body
+    if "vllm_xargs" in told:
+        told["extra_args"] = told.pop("vllm_xargs")
+    unknown = sorted(told.keys() - set(SamplingParams.__struct_fields__))
+    if unknown:
+        raise ValueError(
+            f"{unknown} given, which a model in this process does not know, expected parameters of "
+            f"vLLM's SamplingParams; other fields are for servers"
+        )
     return SamplingParams(
-        max_tokens=question.max_tokens,
+        max_tokens=question.most_tokens,
         temperature=question.temperature,
         seed=question.seed,
         structured_outputs=StructuredOutputsParams(**constraint) if constraint else None,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        **told,
     )
+
+
+class AnswerReader:
+    """What the model answers behind its reasoning.
+
+    Args:
+        parser: vLLM's of the model's reasoning; None looks for tags.
+        tokenizer: of the model.
+    """
+
+    def __init__(self, parser: Any | None, tokenizer: Any) -> None:
+        self._parser = parser
+        self._tokenizer = tokenizer
+
+    def read(self, number: int, output: Any) -> Completion:
+        """The completion of vLLM's output for a prompt."""
+        return without_reasoning(_completion(number, output), lambda _: self._answer(output))
+
+    def _answer(self, output: Any) -> str | None:
+        answer = output.outputs[0]
+        if self._parser is None:
+            return answer_in(answer.text)
+        # by tokens: those that end the reasoning may be no part of the text
+        token_ids = list(answer.token_ids)
+        if self._parser.is_reasoning_end(token_ids):
+            content = self._parser.extract_content_ids(token_ids)
+            return self._tokenizer.decode(content, skip_special_tokens=True)
+        if self._parser.is_reasoning_end(list(output.prompt_token_ids)):
+            return answer_in(answer.text)
+        return None
+
+
+def _reasoning_parser(config: Any, tokenizer: Any) -> Any | None:
+    name = config.structured_outputs_config.reasoning_parser
+    return ReasoningParserManager.get_reasoning_parser(name)(tokenizer) if name else None
 
 
 def _completion(number: int, output: Any) -> Completion:
@@ -229,32 +282,3 @@ def _cache_of(config: Any) -> BlockCache | None:
         return None
     num_blocks = cache.num_gpu_blocks
     return BlockCache(cache.block_size, num_blocks - 1 if num_blocks else None)
-
-
-def _identity(config: Any) -> str:
-    """The model by name, configuration and files: other weights in the same folder are another."""
-    model = config.model_config
-    parts: dict[str, Any] = {
-        "model": _files(model.model),
-        "revision": model.revision,
-        # of a model from a hub, whose revision may be a branch
-        "commit": getattr(model.hf_config, "_commit_hash", None),
-        "tokenizer": _files(model.tokenizer),
-        "tokenizer_revision": model.tokenizer_revision,
-        "dtype": str(model.dtype),
-        "quantization": model.quantization,
-        "kv_cache_dtype": config.cache_config.cache_dtype,
-        "config": model.hf_config.to_json_string(use_diff=False),
-        "seed": model.seed if config.load_config.load_format == "dummy" else None,
-    }
-    digest = hashlib.blake2b(json.dumps(parts, default=str, sort_keys=True).encode())
-    return f"{model.model}@{digest.hexdigest()[:16]}"
-
-
-def _files(name: str) -> tuple[str, list[tuple[str, int, int]]]:
-    """A name as it is; a folder with its files, their sizes in bytes and times in nanoseconds."""
-    folder = Path(name)
-    if not folder.is_dir():
-        return name, []
-    stats = [(each.name, each.stat()) for each in sorted(folder.iterdir()) if each.is_file()]
-    return str(folder.resolve()), [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]

@@ -57,6 +57,11 @@ class LazyEngine:
         """See `Engine`."""
         return modules_refusal(self._engine)
 
+    @property
+    def reasons(self) -> bool:
+        """See `Engine`."""
+        return getattr(self._engine, "reasons", False)
+
     def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
         """See `Engine`."""
         return self._engine.generate(prompts, question)

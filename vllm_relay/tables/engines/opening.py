@@ -44,7 +44,7 @@ def open_engine(engine: Any, **arguments: Any) -> Engine:
             "an empty engine was given, expected a model or a server's address, http://..."
         )
     if isinstance(engine, str) and _is_address(engine):
-        from vllm_relay.tables.engines.server import ServerEngine
+        from vllm_relay.tables.engines.server.engine import ServerEngine
 
         return ServerEngine(engine, **arguments)
     if isinstance(engine, (str, Path)):

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vllm_relay.tables.engines.base import Completion
-from vllm_relay.tables.jobs.module_prompts import ModuleMode
-from vllm_relay.tables.jobs.prompt_format import PromptTemplate
+from vllm_relay.tables.jobs.prompts.format import PromptTemplate
+from vllm_relay.tables.jobs.prompts.modules.prompts import ModuleMode
 from vllm_relay.tables.question import Question
 
 _APPLICATION_ID = 0x52454C59
@@ -70,7 +70,19 @@ class Checkpoint:
             raise
 
     def known(self, keys: Sequence[bytes]) -> dict[bytes, KnownAnswer]:
-        """The answers of those keys that have one."""
+        """The answers of those keys that have one.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        try:
+            return self._known(keys)
+        except sqlite3.Error as error:
+            raise CheckpointError(
+                f"checkpoint {self.path}: {error}: give another file, or a copy of this one"
+            ) from error
+
+    def _known(self, keys: Sequence[bytes]) -> dict[bytes, KnownAnswer]:
         found: dict[bytes, KnownAnswer] = {}
         for begin in range(0, len(keys), _KEYS_PER_QUERY):
             part = keys[begin : begin + _KEYS_PER_QUERY]
@@ -156,7 +168,8 @@ class Keys:
 
     Args:
         identity: of the engine.
-        question: that is asked.
+        question: that is asked, as it was given: what its answers may have by default is no part of
+            it.
         template: of its prompts.
         order_is_kept: whether the order of fields is the caller's; answers to prompts in that order
             are kept apart.
@@ -171,7 +184,11 @@ class Keys:
         order_is_kept: bool,
         modules: ModuleMode = "off",
     ) -> None:
-        asked = [identity, asdict(question), asdict(template), order_is_kept]
+        told = {**asdict(question), "max_tokens": question.most_tokens}
+        del told["request"]
+        if request := question.request.as_json():
+            told["request"] = request
+        asked = [identity, told, asdict(template), order_is_kept]
         if modules != "off":
             asked.append(modules)
         self._start = hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=16)

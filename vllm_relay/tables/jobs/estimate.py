@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -21,6 +24,7 @@ class Estimate:
         tokens_are_exact: whether prompt tokens were counted with the model's tokenizer.
         num_refused: prompts that are too long for the engine.
         num_modular: prompts with modules; these are cached for all prompts but the first.
+        warning: why answers may be cut; "" if that is not likely.
     """
 
     num_rows: int
@@ -34,6 +38,7 @@ class Estimate:
     tokens_are_exact: bool
     num_refused: int = 0
     num_modular: int = 0
+    warning: str = ""
 
 
 @dataclass
@@ -46,14 +51,16 @@ class JobReport:
         num_known: of them, whose answer was in the checkpoint.
         num_by_rules: distinct rows that were not asked about only because rules make them equal to
             others.
-        num_errors: rows of the sources that have an error for an answer.
+        num_errors: rows of the sources that have an error.
+        num_cut: of them, whose answer ended at its last token.
+        num_null: distinct rows that were not asked about because all their fields are NULL.
         prompt_tokens: of the prompts that ran.
         cached_tokens: of these, found in the prefix cache.
         output_tokens: of the answers.
         saved_tokens: of prompts that did not run, because they are equal to others or known, and
             of their answers.
         seconds: of the whole.
-        planning_seconds: of these, all but waiting for the engine.
+        waiting_seconds: of these, for the engine, while nothing was planned.
     """
 
     num_rows: int = 0
@@ -61,9 +68,25 @@ class JobReport:
     num_known: int = 0
     num_by_rules: int = 0
     num_errors: int = 0
+    num_cut: int = 0
+    num_null: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     saved_tokens: int = 0
     seconds: float = 0.0
-    planning_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+
+    @property
+    def planning_seconds(self) -> float:
+        """All but waiting for the engine."""
+        return self.seconds - self.waiting_seconds
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """What is done within counts among the seconds."""
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - began_s

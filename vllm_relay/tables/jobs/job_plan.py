@@ -1,33 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompts of a job in the order in which they are to run."""
+"""What becomes of every row of a job; one bucket is planned while another is asked."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
-import numpy as np
-import numpy.typing as npt
+import pyarrow as pa
 
-from vllm_relay.tables.engines.base import Engine, Prompt, modules_refusal
+from vllm_relay.tables.engines.base import Engine, modules_refusal
+from vllm_relay.tables.jobs.answer_length import with_max_tokens
+from vllm_relay.tables.jobs.answers import Answer, read_answer
 from vllm_relay.tables.jobs.checkpoint import Checkpoint, Keys, KnownAnswer
-from vllm_relay.tables.jobs.job_rows import Bucket, JobRows
-from vllm_relay.tables.jobs.joined_tokens import FieldTokens, PromptTokens
-from vllm_relay.tables.jobs.module_prompts import ModulePrompt, ModulePrompts
-from vllm_relay.tables.jobs.options import JobOptions
-from vllm_relay.tables.jobs.prompt_format import PromptFormat, text_of
-from vllm_relay.tables.jobs.set_fields import reordered_lists, sorted_list
-from vllm_relay.tables.ordering.cached_tokens import BlockCache, cached_tokens
-from vllm_relay.tables.ordering.columns import Column, encode_columns
-from vllm_relay.tables.ordering.duplicates import distinct_rows
-from vllm_relay.tables.ordering.order import FieldPrompts, choose_order
+from vllm_relay.tables.jobs.options import RULES, JobOptions
+from vllm_relay.tables.jobs.prompts.format import text_of
+from vllm_relay.tables.jobs.prompts.planner import Limits, OrderedRows, PlannedPrompt, Planner
+from vllm_relay.tables.jobs.prompts.set_fields import sorted_list
 from vllm_relay.tables.question import Question
 
-_PROMPTS_PER_CHUNK = 256
-_ANY_CACHE = BlockCache(block_size_tokens=16)
-_LEAST_SAVED_SHARE = 0.1
-"""Of the computed tokens: for less, modules are not worth other answers."""
+NULL = "null"
+"""The JSON of a field without a value."""
+_FIRST_ROWS = 625
+"""Of the first of several buckets: asking begins before larger ones are planned."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Rows that are ordered together.
+
+    Attributes:
+        numbers: of the rows, different ones in all buckets of a job.
+        counts: how often the source has each.
+        fields: JSON of each of the question's fields, as texts, or NULL.
+    """
+
+    numbers: list[int]
+    counts: list[int]
+    fields: pa.Table
+
+
+def bucket_bounds(num_rows: int, max_rows: int) -> Iterator[tuple[int, int]]:
+    """The first row of each bucket, and the one behind its last."""
+    begin, end = 0, max_rows if num_rows <= max_rows else min(max_rows, _FIRST_ROWS)
+    while begin < num_rows:
+        yield begin, min(end, num_rows)
+        begin, end = end, end + max_rows
 
 
 @dataclass
@@ -39,32 +60,23 @@ class Kind:
             the same JSON.
         num_rows: of the source.
         key: of the answer in the checkpoint.
-        values: JSON, of each of the question's fields.
+        answer: once there is one.
+        num_tokens: of a prompt and its answer, once there is one.
     """
 
     numbers: list[int]
     num_rows: int
     key: bytes
-    values: tuple[str, ...]
+    answer: Answer | None = None
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True)
-class PlannedPrompt:
-    """Rows to ask about.
-
-    Attributes:
-        kind: of the rows.
-        prompt: its number is that of the first row.
-        token_ids: of the prompt; without a tokenizer about as many numbers, equal for equal
-            beginnings.
-        num_encoded_tokens: of its modules, that are computed for this prompt and no earlier one,
-            about.
-    """
+class AskedRows:
+    """Rows to ask about; the prompt's number is one of its own in the job."""
 
     kind: Kind
-    prompt: Prompt
-    token_ids: list[int]
-    num_encoded_tokens: int = 0
+    planned: PlannedPrompt
 
 
 @dataclass(frozen=True)
@@ -72,7 +84,8 @@ class KnownRows:
     """Rows whose answer is in the checkpoint."""
 
     kind: Kind
-    answer: KnownAnswer
+    known: KnownAnswer
+    answer: Answer
 
 
 @dataclass(frozen=True)
@@ -83,17 +96,45 @@ class RefusedRows:
     error: str
 
 
+@dataclass(frozen=True)
+class NullRows:
+    """Rows of which nothing is known: they are not asked about."""
+
+    numbers: list[int]
+
+
+@dataclass(frozen=True)
+class EqualRows:
+    """Rows of a kind that an earlier bucket has."""
+
+    kind: Kind
+    numbers: list[int]
+    num_rows: int
+
+
+Step: TypeAlias = "AskedRows | KnownRows | RefusedRows | NullRows | EqualRows"
+
+
+@dataclass
+class _Sorted:
+    """A bucket by what becomes of its rows."""
+
+    steps: list[Step] = field(default_factory=list)
+    unknown: list[Kind] = field(default_factory=list)
+    ordered: Future[OrderedRows] | None = None
+
+
 class JobPlan:
     """
     Args:
-        rows: that are asked about.
-        question: that is asked.
+        buckets: of the rows that are asked about, all different.
+        question: as it was given.
         engine: of which the tokenizer, the prefix cache and the limits count.
-        prompt_format: of its prompts.
         options: of the job.
         checkpoint: of known answers.
 
     Attributes:
+        question: that is asked, with its `max_tokens`.
         order_names: rows by the name of the order that was chosen for their bucket.
         num_by_rules: rows that are left out only because rules make their texts equal.
 
@@ -103,33 +144,28 @@ class JobPlan:
 
     def __init__(
         self,
-        rows: JobRows,
+        buckets: Iterable[Bucket],
         question: Question,
         engine: Engine,
-        prompt_format: PromptFormat,
         options: JobOptions,
         checkpoint: Checkpoint,
     ) -> None:
-        self._rows = rows
-        self._question = question
-        self._engine = engine
-        self._format = prompt_format
-        self._options = options
-        self._checkpoint = checkpoint
         if options.modules != "off" and (reason := modules_refusal(engine)):
             raise ValueError(
                 f"modules={options.modules!r} given, but the engine takes no prompt modules: "
                 f'{reason}. Give LLM(..., attention_backend="relay", '
                 f'additional_config={{"relay": {{"scheduler": True}}}}), or modules="off"'
             )
-        self._keys = Keys(
-            engine.identity,
-            question,
-            options.template,
-            options.order == "keep",
-            options.modules,
-        )
-        self._field_tokens = FieldTokens(prompt_format)
+        self._buckets = buckets
+        self.question = with_max_tokens(question, engine)
+        self._options = options
+        self._checkpoint = checkpoint
+        is_kept = options.order == "keep"
+        self._keys = Keys(engine.identity, question, options.template, is_kept, options.modules)
+        limits = Limits(engine.max_model_len, engine.max_answer_tokens(self.question))
+        self._planner = Planner(self.question, engine.tokenizer, engine.cache, options, limits)
+        self._keeps_kinds = bool(options.rules or question.set_fields)
+        self._kinds: dict[bytes, Kind] = {}
         self.order_names: Counter[str] = Counter()
         self.num_by_rules = 0
 
@@ -138,212 +174,113 @@ class JobPlan:
         """Of the order of most rows; "" before there is one."""
         return next((name for name, _ in self.order_names.most_common(1)), "")
 
-    def steps(self) -> Generator[PlannedPrompt | KnownRows | RefusedRows]:
-        """Every row once."""
-        options = self._options
-        for bucket in self._rows.buckets(options.bucket_rows, options.order):
-            kinds = self._kinds(bucket)
-            known = self._checkpoint.known([kind.key for kind in kinds])
-            unknown = []
-            for kind in kinds:
-                if kind.key in known:
-                    yield KnownRows(kind, known[kind.key])
-                else:
-                    unknown.append(kind)
-            if unknown:
-                yield from self._ordered(unknown)
+    def steps(self) -> Generator[Step, None, None]:
+        """Every row once. While the steps of a bucket are taken, the next one is ordered."""
+        with ThreadPoolExecutor(1, "relay-plan") as thread:
+            current: _Sorted | None = None
+            for bucket in self._buckets:
+                following = self._sorted_out(bucket, thread)
+                if current is not None:
+                    yield from self._steps_of(current)
+                elif following.ordered is not None:
+                    # nothing to do meanwhile
+                    following.ordered.result()
+                current = following
+            if current is not None:
+                yield from self._steps_of(current)
 
-    def _kinds(self, bucket: Bucket) -> list[Kind]:
-        values = {
-            name: list(map(sorted_list, texts)) if name in self._question.set_fields else texts
-            for name, texts in bucket.values.items()
-        }
-        groups: Sequence[int] = range(len(bucket.numbers))
-        if self._options.rules:
-            columns = [_with_texts(column) for column in encode_columns(values)]
-            found = distinct_rows(columns, self._options.rules)
-            self.num_by_rules += found.num_by_rules
-            groups = found.number_of_row.tolist()
-        of_rows = zip(*values.values(), strict=True)
-        kinds: dict[bytes, Kind] = {}
-        kind_of_group: dict[int, Kind] = {}
-        rows = zip(of_rows, bucket.numbers, bucket.counts, groups, strict=True)
-        for row_values, number, num_rows, group in rows:
-            kind = kind_of_group.get(group)
-            if kind is None:
-                key = self._keys.of(row_values)
-                kind = kinds.get(key)
-                if kind is None:
-                    kind = kinds[key] = Kind([], 0, key, row_values)
-                kind_of_group[group] = kind
+    def _steps_of(self, bucket: _Sorted) -> Generator[Step, None, None]:
+        yield from bucket.steps
+        if bucket.ordered is None:
+            return
+        ordered = bucket.ordered.result()
+        self.order_names[ordered.order_name] += ordered.num_ordered
+        for found in ordered.prompts():
+            kind = bucket.unknown[found.row]
+            if isinstance(found, PlannedPrompt):
+                # numbers of rows differ in all buckets
+                prompt = replace(found.prompt, number=kind.numbers[0])
+                yield AskedRows(kind, replace(found, prompt=prompt))
+            else:
+                yield RefusedRows(kind, found.error)
+
+    def _sorted_out(self, bucket: Bucket, thread: ThreadPoolExecutor) -> _Sorted:
+        found = _Sorted()
+        kinds = self._new_kinds(bucket, found)
+        known = self._checkpoint.known([kind.key for kind, _ in kinds])
+        places: list[int] = []
+        for kind, place in kinds:
+            answer = self._usable(known.get(kind.key))
+            if answer is not None:
+                found.steps.append(KnownRows(kind, known[kind.key], answer))
+            else:
+                found.unknown.append(kind)
+                places.append(place)
+        if places:
+            found.ordered = thread.submit(self._planner.order, bucket.fields.take(places))
+        return found
+
+    def _usable(self, known: KnownAnswer | None) -> Answer | None:
+        """None where the row is to be asked about."""
+        if known is None:
+            return None
+        answer = read_answer(
+            self.question.output, known.text, known.num_output_tokens, known.is_cut
+        )
+        return None if answer.error is not None and self._options.retry_errors else answer
+
+    def _new_kinds(self, bucket: Bucket, found: _Sorted) -> list[tuple[Kind, int]]:
+        """Those that no earlier bucket has, with the place of their first row; what becomes of the
+        other rows is added to `found`."""
+        fields = bucket.fields
+        columns = [each.fill_null(NULL).to_pylist() for each in fields.columns]
+        for i, name in enumerate(self.question.fields):
+            if name in self.question.set_fields:
+                columns[i] = list(map(sorted_list, columns[i]))
+        if not self._keeps_kinds:
+            self._kinds.clear()
+        new: dict[int, tuple[Kind, int]] = {}
+        nulls: list[int] = []
+        rows = zip(zip(*columns, strict=True), bucket.numbers, bucket.counts, strict=True)
+        for place, (values, number, num_rows) in enumerate(rows):
+            if all(value == NULL for value in values):
+                nulls.append(number)
+                continue
+            kind = self._kind_of(values)
+            if not kind.numbers:
+                new[id(kind)] = (kind, place)
+            elif id(kind) not in new:
+                found.steps.append(EqualRows(kind, [number], num_rows))
+                continue
             kind.numbers.append(number)
             kind.num_rows += num_rows
-        return list(kinds.values())
+        if nulls:
+            found.steps.append(NullRows(nulls))
+        return list(new.values())
 
-    def _ordered(self, kinds: list[Kind]) -> Generator[PlannedPrompt | RefusedRows]:
-        columns, lines = self._encoded(kinds)
-        refused = self._too_long_rows(columns, lines)
-        for row, num_tokens in refused.items():
-            yield RefusedRows(kinds[row], self._too_long(num_tokens))
-        if len(refused) == len(kinds):
-            return
-        if refused:
-            fitting = [row for row in range(len(kinds)) if row not in refused]
-            kinds = [kinds[row] for row in fitting]
-            columns = [column.take(np.array(fitting)) for column in columns]
-        prompts = FieldPrompts(columns, self._format.before_tokens, self._format.after_tokens)
-        cache = self._cache_for(columns)
-        chosen = choose_order(columns, self._options.order, cache, prompts)
-        self.order_names[chosen.name] += len(kinds)
-        modules = None
-        if self._options.modules != "off":
-            prefix_tokens = cached_tokens(prompts(chosen.order), cache)
-            modules = self._modules(columns, lines, chosen.order.rows, prefix_tokens)
-        codes = [column.codes.tolist() for column in columns]
-        prompt_tokens = PromptTokens(self._field_tokens, self._format, columns, lines)
-        limit = self._limit_tokens
-        for begin in range(0, len(kinds), _PROMPTS_PER_CHUNK):
-            chunk = slice(begin, begin + _PROMPTS_PER_CHUNK)
-            rows = chosen.order.rows[chunk].tolist()
-            fields = chosen.order.fields[chunk].tolist()
-            modular = modules.of_rows(rows, fields) if modules is not None else {}
-            cells = [
-                [(number, codes[number][row]) for number in numbers]
-                for row, numbers in zip(rows, fields, strict=True)
-                if row not in modular
-            ]
-            messages = [
-                self._format.message([lines[number][code] for number, code in each])
-                for each in cells
-            ]
-            token_ids = prompt_tokens.of(cells, messages) if cells else []
-            without = zip(messages, token_ids, strict=True)
-            for row in rows:
-                if row in modular:
-                    yield _with_modules(kinds[row], modular[row])
-                    continue
-                message, tokens = next(without)
-                if limit is not None and len(tokens) >= limit:
-                    yield RefusedRows(kinds[row], self._too_long(len(tokens)))
-                    continue
-                sent = tokens if self._engine.tokenizer is not None else []
-                prompt = Prompt(kinds[row].numbers[0], message, sent)
-                yield PlannedPrompt(kinds[row], prompt, tokens)
+    def _kind_of(self, values: Sequence[str]) -> Kind:
+        """Of a row; without rows if it is new."""
+        key = self._keys.of(values)
+        kind = self._kinds.get(key)
+        if kind is not None:
+            return kind
+        if not self._options.rules:
+            kind = self._kinds[key] = Kind([], 0, key)
+            return kind
+        by_rules = b"rules" + self._keys.of([self._by_rules(value) for value in values])
+        kind = self._kinds.get(by_rules)
+        if kind is None:
+            kind = self._kinds[by_rules] = Kind([], 0, key)
+        else:
+            self.num_by_rules += 1
+        self._kinds[key] = kind
+        return kind
 
-    def _modules(
-        self,
-        columns: Sequence[Column],
-        lines: Sequence[Sequence[str]],
-        rows: npt.NDArray[np.int64],
-        prefix_tokens: npt.NDArray[np.int64],
-    ) -> ModulePrompts | None:
-        """None where the prefix cache saves about as much without modules.
-
-        Args:
-            rows: in their order.
-            prefix_tokens: that the prefix cache finds without modules, in this order.
-        """
-        cache = self._engine.cache
-        assert cache is not None  # or the engine takes no modules
-        row_tokens = self._lengths(columns)
-        modules = ModulePrompts(
-            columns,
-            lines,
-            self._question.set_fields,
-            self._format,
-            cache=cache,
-            limit_tokens=self._limit_tokens,
-            max_answer_tokens=self._engine.max_answer_tokens(self._question),
-            mode=self._options.modules,
-            rows=rows,
-            row_tokens=row_tokens,
-            cached_tokens=prefix_tokens,
-        )
-        without = int(row_tokens.sum() - prefix_tokens.sum())
-        most = (1 - _LEAST_SAVED_SHARE) * without
-        return modules if modules.computed_tokens < most else None
-
-    def _encoded(self, kinds: Sequence[Kind]) -> tuple[list[Column], list[list[str]]]:
-        """Columns of the question's fields, and the rendered field of each of their values."""
-        values = {
-            name: [kind.values[i] for kind in kinds] for i, name in enumerate(self._question.fields)
-        }
-        for name in self._question.set_fields:
-            values[name] = reordered_lists(values[name])
-        rendered: dict[str, dict[str, str]] = {name: {} for name in values}
-
-        def render(name: str, value: str) -> str:
-            line = rendered[name][value] = self._options.template.render_field(name, value)
-            return line
-
-        columns = encode_columns(values, render, self._field_tokens.of_last)
-        lines = [[rendered[column.name][value] for value in column.texts] for column in columns]
-        return columns, lines
-
-    @property
-    def _limit_tokens(self) -> int | None:
-        """Prompts have fewer tokens; None if there is no limit, or none that can be counted."""
-        if self._engine.tokenizer is None:
-            return None
-        limits = [self._engine.max_model_len]
-        cache = self._engine.cache
-        if cache is not None and cache.num_blocks is not None:
-            limits.append(cache.block_size_tokens * cache.num_blocks)
-        return min((each for each in limits if each is not None), default=None)
-
-    def _lengths(self, columns: Sequence[Column]) -> npt.NDArray[np.int64]:
-        """Tokens of each prompt, about: pieces of a prompt may have more than the whole."""
-        around = len(self._format.before_tokens) + len(self._format.after_tokens)
-        return around + np.sum([each.lengths[each.codes] for each in columns], axis=0)
-
-    def _cache_for(self, columns: Sequence[Column]) -> BlockCache:
-        """The engine's, no smaller than the longest prompt by its pieces."""
-        cache = self._engine.cache or _ANY_CACHE
-        if cache.num_blocks is None:
-            return cache
-        needed = -(-int(self._lengths(columns).max()) // cache.block_size_tokens)
-        return replace(cache, num_blocks=max(cache.num_blocks, needed))
-
-    def _too_long_rows(
-        self, columns: Sequence[Column], lines: Sequence[Sequence[str]]
-    ) -> dict[int, int]:
-        """The tokens of prompts that are too long with fields in the caller's order, by row."""
-        limit = self._limit_tokens
-        if limit is None:
-            return {}
-        rows = np.flatnonzero(self._lengths(columns) >= limit).tolist()
-        too_long: dict[int, int] = {}
-        for begin in range(0, len(rows), _PROMPTS_PER_CHUNK):
-            chunk = rows[begin : begin + _PROMPTS_PER_CHUNK]
-            messages = [
-                self._format.message(
-                    [texts[column.codes[row]] for texts, column in zip(lines, columns, strict=True)]
-                )
-                for row in chunk
-            ]
-            for row, tokens in zip(chunk, self._format.token_ids(messages), strict=True):
-                if len(tokens) >= limit:
-                    too_long[row] = len(tokens)
-        return too_long
-
-    def _too_long(self, num_tokens: int) -> str:
-        return (
-            f"the prompt has {num_tokens} tokens, the engine takes prompts of fewer than "
-            f"{self._limit_tokens}"
-        )
-
-
-def _with_modules(kind: Kind, prompt: ModulePrompt) -> PlannedPrompt:
-    return PlannedPrompt(
-        kind,
-        Prompt(kind.numbers[0], prompt.message, prompt.token_ids, prompt.rendered),
-        prompt.token_ids,
-        prompt.num_encoded_tokens,
-    )
-
-
-def _with_texts(column: Column) -> Column:
-    # rules are for what texts say, not for their JSON; a NULL is no text
-    return replace(
-        column, texts=["\0null" if each == "null" else text_of(each) for each in column.texts]
-    )
+    def _by_rules(self, value: str) -> str:
+        """The text that stands for all that are held to be equal; a NULL is no text."""
+        if value == NULL:
+            return value
+        text = text_of(value)
+        for rule in self._options.rules:
+            text = RULES[rule](text)
+        return json.dumps(text)

@@ -9,17 +9,24 @@ from contextlib import closing
 from dataclasses import replace
 
 from vllm_relay.tables.engines.base import Completion, Engine, EngineError, Prompt
-from vllm_relay.tables.jobs.answer_table import AnswerTable
+from vllm_relay.tables.jobs.answers import Answer, Answers, error_answer, read_answer
 from vllm_relay.tables.jobs.checkpoint import Checkpoint
 from vllm_relay.tables.jobs.estimate import JobReport
-from vllm_relay.tables.jobs.job_plan import JobPlan, Kind, KnownRows, PlannedPrompt, RefusedRows
-from vllm_relay.tables.jobs.job_rows import JobRows
+from vllm_relay.tables.jobs.job_plan import (
+    AskedRows,
+    EqualRows,
+    JobPlan,
+    Kind,
+    KnownRows,
+    NullRows,
+    RefusedRows,
+    Step,
+)
 from vllm_relay.tables.jobs.progress import JobProgress
 from vllm_relay.tables.jobs.token_budget import TokenBudget, TokenBudgetError
 from vllm_relay.tables.outputs import well_formed
-from vllm_relay.tables.question import Question
 
-Steps = Generator[PlannedPrompt | KnownRows | RefusedRows, None, None]
+Steps = Generator[Step, None, None]
 
 
 class JobRun:
@@ -32,60 +39,60 @@ class JobRun:
         checkpoint: where answers go at once.
         budget: of tokens, of this job and others.
         report: to which this job is added.
-
-    Attributes:
-        waiting_s: for the engine, while nothing was planned.
     """
 
     def __init__(
         self,
         plan: JobPlan,
         engine: Engine,
-        answers: AnswerTable,
+        answers: Answers,
         checkpoint: Checkpoint,
         budget: TokenBudget,
         report: JobReport,
     ) -> None:
         self._plan = plan
+        self._question = plan.question
         self._engine = engine
         self._answers = answers
         self._checkpoint = checkpoint
         self._budget = budget
         self._report = report
-        self._running: dict[int, PlannedPrompt] = {}
-        self._postponed: PlannedPrompt | None = None
-        self._max_answer_tokens = 0
+        self._running: dict[int, AskedRows] = {}
+        self._postponed: AskedRows | None = None
+        self._max_answer_tokens = engine.max_answer_tokens(plan.question)
+        self._num_answered = 0
         self._planning_s = 0.0
-        self.waiting_s = 0.0
 
-    def run(self, rows: JobRows, question: Question, show_progress: bool | None) -> None:
-        """Every row has an answer or an error afterwards.
+    def run(self, num_distinct: int, show_progress: bool | None) -> None:
+        """Every row has an answer, NULL or an error afterwards.
+
+        Args:
+            num_distinct: rows.
 
         Raises:
             CheckpointError: an answer cannot be kept.
             EngineError: the engine is gone.
             TokenBudgetError: there are not enough tokens for all prompts.
         """
-        self._max_answer_tokens = self._engine.max_answer_tokens(question)
-        self._report.num_rows += rows.num_rows
         with (
-            JobProgress(rows.num_distinct, show_progress) as progress,
+            JobProgress(num_distinct, show_progress) as progress,
             closing(self._plan.steps()) as steps,
         ):
             try:
-                self._ask(steps, question, progress)
+                self._ask(steps, progress)
                 while self._postponed is not None:
                     # answers were shorter than they might have been: there may be tokens left
                     if not self._budget.has(self._reserved(self._postponed)):
-                        raise self._budget_error(rows.num_distinct)
-                    self._ask(steps, question, progress)
+                        raise self._budget_error(num_distinct)
+                    self._ask(steps, progress)
             finally:
                 self._report.num_by_rules += self._plan.num_by_rules
+                self._budget.release()
 
     def _budget_error(self, num_distinct: int) -> TokenBudgetError:
+        limit = f"the budget of {self._budget.max_tokens:,} tokens is spent"
         reason = (
-            f"the budget of {self._budget.max_tokens:,} tokens is spent "
-            f"({self._budget.spent_tokens:,} used): {self._answers.num_answered:,} of "
+            f"{limit} ({self._budget.spent_tokens:,} used): {self._num_answered:,} of "
             f"{num_distinct:,} different rows are done"
         )
         path = self._checkpoint.path
@@ -100,17 +107,17 @@ class JobRun:
                 "whose budget stays spent: raise max_total_tokens, and give a checkpoint, a file, "
                 "so that a query that is stopped can go on"
             )
-        return TokenBudgetError(reason, advice)
+        return TokenBudgetError(reason, advice, limit)
 
-    def _ask(self, steps: Steps, question: Question, progress: JobProgress) -> None:
+    def _ask(self, steps: Steps, progress: JobProgress) -> None:
         """Until there is nothing more to ask, or a prompt is postponed."""
         with (
             closing(self._prompts(steps)) as prompts,
-            closing(self._engine.generate(prompts, question)) as completions,
+            closing(self._engine.generate(prompts, self._question)) as completions,
         ):
             while (completion := self._next(completions)) is not None:
                 self._take(completion)
-                progress.show(self._answers.num_answered, self._report)
+                progress.show(self._num_answered, self._report)
         if self._running:
             raise EngineError(
                 f"the engine has left {len(self._running)} prompts without a completion"
@@ -121,7 +128,8 @@ class JobRun:
         try:
             return next(completions, None)
         finally:
-            self.waiting_s += time.perf_counter() - began_s - (self._planning_s - planned_s)
+            planning_s = self._planning_s - planned_s
+            self._report.waiting_seconds += time.perf_counter() - began_s - planning_s
 
     def _prompts(self, steps: Steps) -> Generator[Prompt, None, None]:
         """What the engine takes; what needs no engine is answered on the way."""
@@ -136,62 +144,91 @@ class JobRun:
             yield prompt
 
     def _next_prompt(self, steps: Steps) -> Prompt | None:
-        planned = self._next_planned(steps)
-        if planned is None:
+        asked = self._next_asked(steps)
+        if asked is None:
             return None
-        if not self._budget.reserve(self._reserved(planned)):
-            self._postponed = planned
+        if not self._budget.reserve(self._reserved(asked)):
+            self._postponed = asked
             return None
-        self._running[planned.prompt.number] = planned
-        return planned.prompt
+        prompt = asked.planned.prompt
+        self._running[prompt.number] = asked
+        return prompt
 
-    def _next_planned(self, steps: Steps) -> PlannedPrompt | None:
+    def _next_asked(self, steps: Steps) -> AskedRows | None:
         if self._postponed is not None:
-            planned, self._postponed = self._postponed, None
-            return planned
-        report = self._report
+            asked, self._postponed = self._postponed, None
+            return asked
         for step in steps:
-            kind = step.kind
-            report.num_prompts += 1
-            if isinstance(step, PlannedPrompt):
+            if isinstance(step, AskedRows):
+                self._report.num_prompts += 1
                 return step
-            if isinstance(step, KnownRows):
-                answer = step.answer
-                report.num_known += 1
-                report.saved_tokens += kind.num_rows * (
-                    answer.num_prompt_tokens + answer.num_output_tokens
-                )
-                self._add_text(kind, answer.text, answer.is_cut)
-            else:
-                self._add_error(kind, step.error)
+            self._settle(step)
         return None
 
+    def _settle(self, step: KnownRows | RefusedRows | NullRows | EqualRows) -> None:
+        """What needs no engine."""
+        report = self._report
+        if isinstance(step, NullRows):
+            report.num_null += len(step.numbers)
+            self._add(step.numbers, 0, Answer())
+        elif isinstance(step, EqualRows):
+            kind = step.kind
+            if kind.answer is None:
+                # it is asked, or about to be
+                kind.numbers += step.numbers
+                kind.num_rows += step.num_rows
+            else:
+                report.saved_tokens += step.num_rows * kind.num_tokens
+                self._add(step.numbers, step.num_rows, kind.answer)
+        elif isinstance(step, KnownRows):
+            report.num_prompts += 1
+            report.num_known += 1
+            kind, known = step.kind, step.known
+            kind.num_tokens = known.num_prompt_tokens + known.num_output_tokens
+            report.saved_tokens += kind.num_rows * kind.num_tokens
+            self._answer(kind, step.answer)
+        else:
+            report.num_prompts += 1
+            self._answer(step.kind, error_answer(step.error))
+
     def _take(self, completion: Completion) -> None:
-        planned = self._running.pop(completion.number)
+        asked = self._running.pop(completion.number)
         if not completion.text.isascii():
             completion = replace(completion, text=well_formed(completion.text))
         num_tokens = completion.num_prompt_tokens + completion.num_output_tokens
-        self._budget.spend(self._reserved(planned), num_tokens)
-        report, kind = self._report, planned.kind
+        self._budget.spend(self._reserved(asked), num_tokens)
+        report, kind = self._report, asked.kind
         report.prompt_tokens += completion.num_prompt_tokens
         report.cached_tokens += completion.num_cached_tokens
         report.output_tokens += completion.num_output_tokens
         if completion.error:
-            self._add_error(kind, completion.error)
+            answer = error_answer(completion.error)
+            self._answer(kind, replace(answer, is_cut=completion.is_cut))
             return
         # modules are always cached when a prompt begins, also if they were computed for it
-        report.cached_tokens -= planned.num_encoded_tokens
+        report.cached_tokens -= asked.planned.num_encoded_tokens
         report.saved_tokens += (kind.num_rows - 1) * num_tokens
+        kind.num_tokens = num_tokens
         self._checkpoint.keep(kind.key, completion)
-        self._add_text(kind, completion.text, completion.is_cut)
+        self._answer(
+            kind,
+            read_answer(
+                self._question.output,
+                completion.text,
+                completion.num_output_tokens,
+                completion.is_cut,
+            ),
+        )
 
-    def _add_text(self, kind: Kind, text: str, is_cut: bool) -> None:
-        if not self._answers.add_text(kind.numbers, text, is_cut):
-            self._report.num_errors += kind.num_rows
+    def _answer(self, kind: Kind, answer: Answer) -> None:
+        kind.answer = answer
+        self._add(kind.numbers, kind.num_rows, answer)
 
-    def _add_error(self, kind: Kind, error: str) -> None:
-        self._answers.add_error(kind.numbers, well_formed(error))
-        self._report.num_errors += kind.num_rows
+    def _add(self, numbers: list[int], num_rows: int, answer: Answer) -> None:
+        self._num_answered += len(numbers)
+        self._report.num_errors += num_rows * (answer.error is not None)
+        self._report.num_cut += num_rows * answer.is_cut
+        self._answers.add(numbers, answer)
 
-    def _reserved(self, planned: PlannedPrompt) -> int:
-        return len(planned.token_ids) + self._max_answer_tokens
+    def _reserved(self, asked: AskedRows) -> int:
+        return len(asked.planned.token_ids) + self._max_answer_tokens

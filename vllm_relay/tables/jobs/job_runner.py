@@ -3,33 +3,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack
-from itertools import islice
+from contextlib import ExitStack, closing
 
 import duckdb
-import numpy as np
 
-from vllm_relay.tables.engines.base import Engine, PromptShape
-from vllm_relay.tables.jobs.answer_table import AnswerTable
-from vllm_relay.tables.jobs.checkpoint import Checkpoint
-from vllm_relay.tables.jobs.estimate import Estimate, JobReport
-from vllm_relay.tables.jobs.job_plan import JobPlan, KnownRows, PlannedPrompt, RefusedRows
-from vllm_relay.tables.jobs.job_rows import JobRows
-from vllm_relay.tables.jobs.job_run import JobRun
+from vllm_relay.tables.engines.base import Engine
+from vllm_relay.tables.jobs.asking import Asker
+from vllm_relay.tables.jobs.duckdb_rows import AnswerTable, JobRows
+from vllm_relay.tables.jobs.estimate import Estimate
 from vllm_relay.tables.jobs.options import JobOptions
-from vllm_relay.tables.jobs.prompt_format import PromptFormat
-from vllm_relay.tables.jobs.token_budget import TokenBudget, TokenBudgetError
-from vllm_relay.tables.ordering.cached_tokens import cached_tokens
-from vllm_relay.tables.ordering.sequences import TokenSequences
 from vllm_relay.tables.question import Question
-
-_PROMPTS_PER_PART = 4096
 
 
 class JobRunner:
-    """Runs and estimates jobs on one DuckDB connection; answers are asked once.
+    """Asks about sources of one DuckDB connection; answers are asked once.
 
     Args:
         connection: on which sources are read and answers become temporary tables.
@@ -46,192 +33,46 @@ class JobRunner:
     def __init__(
         self, connection: duckdb.DuckDBPyConnection, engine: Engine, options: JobOptions
     ) -> None:
-        self.engine = engine
-        self.options = options
-        self.report = JobReport()
         self._connection = connection
-        self._checkpoint = Checkpoint(options.checkpoint)
-        self._budget = TokenBudget(options.max_total_tokens)
+        self._asker = Asker(engine, options)
+        self.report = self._asker.report
 
-    def answer(
-        self, source: str, question: Question, target: str, *, keep_partial: bool = False
-    ) -> None:
+    def answer(self, source: str, question: Question, target: str) -> None:
         """Ask about every distinct row.
 
         Args:
             source: a query whose columns are the question's fields, by name.
             target: the temporary table that is made: the distinct rows of the source in the order
                 in which they first come, with the columns ``relay_answer``, of the output's SQL
-                type, and ``relay_error``, VARCHAR; one of these is NULL.
-            keep_partial: whether the target is made also where a TokenBudgetError is raised; rows
-                that were not asked about have an error there.
+                type, and ``relay_error``, VARCHAR. Both are NULL where all fields are; neither is
+                where a text was cut.
 
         Raises:
             ValueError: the source has other columns than the question fields, the target is there
                 already, or a field has the name of an answer's column.
-            CheckpointError: an answer cannot be kept.
-            EngineError: the engine is gone.
-            TokenBudgetError: there are not enough tokens for all prompts.
-            KeyboardInterrupt: of whoever waits. In the last three cases the checkpoint has the
-                answers that came, without a file until `close`, and the runner can be used again.
+            CheckpointError, EngineError, TokenBudgetError, KeyboardInterrupt: see `Asker.ask`.
         """
-        began_s = time.perf_counter()
-        waiting_s = 0.0
-        try:
-            with ExitStack() as cleanup:
-                rows = JobRows(self._connection, source, question)
-                cleanup.callback(rows.drop)
-                answers = AnswerTable(self._connection, rows, question.output, target)
-                cleanup.callback(answers.drop)
-                plan = self.plan(rows, question)
-                run = JobRun(
-                    plan, self.engine, answers, self._checkpoint, self._budget, self.report
-                )
-                try:
-                    run.run(rows, question, self.options.show_progress)
-                except TokenBudgetError:
-                    if keep_partial:
-                        answers.add_error_to_rest(
-                            f"not asked: the budget of {self._budget.max_tokens:,} tokens is spent"
-                        )
-                        answers.write()
-                    raise
-                finally:
-                    self._budget.release()
-                    waiting_s = run.waiting_s
-                answers.write()
-        finally:
-            seconds = time.perf_counter() - began_s
-            self.report.seconds += seconds
-            self.report.planning_seconds += seconds - waiting_s
+        with ExitStack() as cleanup:
+            cleanup.enter_context(self.report.timed())
+            rows = cleanup.enter_context(closing(self._rows(source, question)))
+            answers = AnswerTable(self._connection, rows, question.output, target)
+            cleanup.callback(answers.drop)
+            self._asker.ask(rows, question, answers)
+            answers.write()
 
     def estimate(self, source: str, question: Question) -> Estimate:
         """What `answer` would take; asks the engine for no answer."""
-        with ExitStack() as cleanup:
-            rows = JobRows(self._connection, source, question)
-            cleanup.callback(rows.drop)
-            plan = self.plan(rows, question)
-            counted = _Counted(plan)
-            cache = self.engine.cache
-            if cache is None:
-                cached = None
-                for _ in counted.prompts():
-                    pass
-            else:
-                cached = int(np.sum(cached_tokens(counted.prompts(), cache)))
-                cached += counted.cached_module_tokens
-        output_tokens = counted.num_asked * self._answer_tokens(question)
-        return Estimate(
-            num_rows=rows.num_rows,
-            num_prompts=counted.num_asked + counted.num_known + counted.num_refused,
-            num_known=counted.num_known,
-            prompt_tokens=counted.prompt_tokens,
-            cached_tokens=cached,
-            output_tokens=output_tokens,
-            order=plan.order_name,
-            seconds=self._seconds(
-                question, counted.num_asked, counted.prompt_tokens, cached, output_tokens
-            ),
-            tokens_are_exact=self.engine.tokenizer is not None,
-            num_refused=counted.num_refused,
-            num_modular=counted.num_modular,
-        )
+        with closing(self._rows(source, question)) as rows:
+            return self._asker.estimate(rows, question)
 
     def tokens_per_prompt(self, source: str, question: Question) -> float:
         """Of an average prompt and its answer, about, whether it is known or not."""
-        with ExitStack() as cleanup:
-            rows = JobRows(self._connection, source, question)
-            cleanup.callback(rows.drop)
-            nothing_known = Checkpoint(None)
-            cleanup.callback(nothing_known.close)
-            counted = _Counted(self.plan(rows, question, nothing_known))
-            for _ in counted.prompts():
-                pass
-        per_prompt = counted.prompt_tokens / max(counted.num_asked, 1)
-        return per_prompt + self._answer_tokens(question)
-
-    def plan(
-        self, rows: JobRows, question: Question, checkpoint: Checkpoint | None = None
-    ) -> JobPlan:
-        prompt_format = PromptFormat(question, self.engine.tokenizer, self.options.template)
-        known = checkpoint or self._checkpoint
-        return JobPlan(rows, question, self.engine, prompt_format, self.options, known)
+        with closing(self._rows(source, question)) as rows:
+            return self._asker.tokens_per_prompt(rows, question)
 
     def close(self) -> None:
         """Close the checkpoint; the engine is its owner's."""
-        self._checkpoint.close()
+        self._asker.close()
 
-    def _answer_tokens(self, question: Question) -> int:
-        """Of an answer with its end, about: as long as it may be where any text is allowed."""
-        output, tokenizer = question.output, self.engine.tokenizer
-        most = self.engine.max_answer_tokens(question)
-        texts = output.choices or {"int": ("10",), "float": ("10.5",), "bool": ("true",)}.get(
-            output.type, ()
-        )
-        if not texts:
-            return most
-        if tokenizer is None:
-            lengths = [len(text) // 4 + 1 for text in texts]
-        else:
-            encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-            lengths = [len(token_ids) for token_ids in encoded]
-        average = round(sum(lengths) / len(lengths)) + 1
-        return min(average, most)
-
-    def _seconds(
-        self,
-        question: Question,
-        num_prompts: int,
-        prompt_tokens: int,
-        cached: int | None,
-        output_tokens: int,
-    ) -> float | None:
-        if num_prompts == 0:
-            return 0.0
-        shape = PromptShape(
-            num_cached_tokens=(cached or 0) // num_prompts,
-            num_new_tokens=(prompt_tokens - (cached or 0)) // num_prompts,
-            num_output_tokens=output_tokens // num_prompts,
-        )
-        speed = self.engine.prompts_per_s(shape, question)
-        return None if speed is None else num_prompts / speed
-
-
-class _Counted:
-    """The prompts of a plan, counted while they are gone through."""
-
-    def __init__(self, plan: JobPlan) -> None:
-        self._plan = plan
-        self.num_asked = 0
-        self.num_known = 0
-        self.num_refused = 0
-        self.num_modular = 0
-        self.prompt_tokens = 0
-        self.cached_module_tokens = 0
-
-    def prompts(self) -> Iterator[TokenSequences]:
-        """Those without modules, in parts, so that not all tokens are in memory at once."""
-        yield TokenSequences.from_lists([])
-        steps = self._plan.steps()
-        while chunk := list(islice(self._asked(steps), _PROMPTS_PER_PART)):
-            yield TokenSequences.from_lists(chunk)
-
-    def _asked(
-        self, steps: Iterator[PlannedPrompt | KnownRows | RefusedRows]
-    ) -> Iterator[list[int]]:
-        for step in steps:
-            if isinstance(step, PlannedPrompt):
-                self.num_asked += 1
-                self.prompt_tokens += len(step.token_ids)
-                modules = step.prompt.modules
-                if modules is None:
-                    yield step.token_ids
-                    continue
-                self.num_modular += 1
-                self.cached_module_tokens += (
-                    sum(modules.module_tokens.values()) - step.num_encoded_tokens
-                )
-            elif isinstance(step, KnownRows):
-                self.num_known += 1
-            else:
-                self.num_refused += 1
+    def _rows(self, source: str, question: Question) -> JobRows:
+        return JobRows(self._connection, source, question)

@@ -3,16 +3,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from vllm_relay.tables.jobs.module_prompts import ModuleMode
-from vllm_relay.tables.jobs.prompt_format import PromptTemplate
-from vllm_relay.tables.ordering.duplicates import RULES
+from vllm_relay.tables.jobs.prompts.format import PromptTemplate
+from vllm_relay.tables.jobs.prompts.modules.prompts import ModuleMode
 from vllm_relay.tables.ordering.order import OrderChoice
+from vllm_relay.tables.request_options import RequestOptions
 
-DEFAULT_BUCKET_ROWS = 250_000
+DEFAULT_BUCKET_ROWS = 20_000
+
+RULES: Mapping[str, Callable[[str], str]] = {
+    "strip": str.strip,
+    "collapse_spaces": lambda text: " ".join(text.split()),
+    "casefold": str.casefold,
+}
+"""From a text to the text that stands for all that are held to be equal."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,8 @@ class JobOptions:
         checkpoint: a file that keeps answers for later jobs; None keeps them as long as the
             connection.
         max_total_tokens: of prompts and answers, of all jobs of a connection; None has no limit.
+        retry_errors: whether rows are asked about again whose answer in the checkpoint was cut or
+            is not of the type; else they have the error that they had.
         show_progress: a bar on the standard error; None shows it on a terminal.
         template: of the prompts.
         bucket_rows: rows that are ordered together, and held in memory at once.
@@ -32,6 +42,7 @@ class JobOptions:
             change; "repair" computes the first tokens of each anew in every prompt. Fields with
             modules come first, in every order. Needs an engine that takes modules. Where the prefix
             cache saves about as much, prompts have none.
+        request: what the model is told in all questions that do not say otherwise.
 
     Raises:
         ValueError: an order, a rule or a mode of modules is not known, or a number is below 1.
@@ -45,6 +56,8 @@ class JobOptions:
     template: PromptTemplate = field(default_factory=PromptTemplate)
     bucket_rows: int = DEFAULT_BUCKET_ROWS
     modules: ModuleMode = "off"
+    retry_errors: bool = True
+    request: RequestOptions = RequestOptions()
 
     def __post_init__(self) -> None:
         choices = (("order", get_args(OrderChoice)), ("modules", get_args(ModuleMode)))

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import pyarrow as pa
+
 
 class TokenBudgetError(RuntimeError):
     """There are prompts left, but no tokens to run them with.
@@ -10,14 +12,18 @@ class TokenBudgetError(RuntimeError):
     Args:
         reason: what is spent, and how far the job came.
         advice: where the answers that came are, and what to do.
+        limit: the part of the reason that is true of every row.
 
     Attributes:
-        reason: as given.
+        reason, limit: as given.
+        answers: of all rows of a table in memory, see `ask`; None for rows of DuckDB.
     """
 
-    def __init__(self, reason: str, advice: str) -> None:
+    def __init__(self, reason: str, advice: str, limit: str) -> None:
         super().__init__(f"{reason}; {advice}")
         self.reason = reason
+        self.limit = limit
+        self.answers: pa.Table | None = None
 
 
 class TokenBudget:

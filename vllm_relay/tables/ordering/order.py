@@ -27,7 +27,9 @@ ORDERS: dict[OrderName, Callable[[Sequence[Column]], TableOrder]] = {
 MakePrompts = Callable[[TableOrder], Iterator[TokenSequences]]
 """The tokens of the prompts of an order, in parts."""
 
-_PROMPTS_PER_PART = 1 << 15
+_PROMPTS_PER_PART = 1 << 10
+"""At least: a part has the tokens of its prompts, and positions of these."""
+_MAX_PARTS = 16
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,9 @@ class FieldPrompts:
     after: Sequence[int] = ()
 
     def __call__(self, order: TableOrder) -> Iterator[TokenSequences]:
-        for begin in range(0, len(order.rows), _PROMPTS_PER_PART):
-            fields = compose(self.columns, order, slice(begin, begin + _PROMPTS_PER_PART))
+        step = max(_PROMPTS_PER_PART, -(-len(order.rows) // _MAX_PARTS))
+        for begin in range(0, len(order.rows), step):
+            fields = compose(self.columns, order, slice(begin, begin + step))
             yield fields.surrounded(self.before, self.after)
 
 

@@ -49,7 +49,7 @@ def per_row_order(columns: Sequence[Column], width: int | None = None) -> TableO
     rows = num_rows(columns)
     if width is not None and width < 1:
         raise ValueError(f"a width of {width} given, expected at least 1; None chooses it")
-    distinct = distinct_rows(columns)
+    distinct = distinct_rows([column.codes for column in columns])
     chosen = [column.take(distinct.first_rows) for column in columns]
     if width is None:
         width = _affordable_width(len(distinct.first_rows), len(columns))

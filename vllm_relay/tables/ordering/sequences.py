@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
+
+_SEQUENCES_PER_PART = 1024
 
 Int64 = npt.NDArray[np.int64]
 
@@ -32,6 +35,10 @@ class TokenSequences:
         """
         listed = list(sequences)
         offsets = _offsets(np.fromiter(map(len, listed), np.int64, len(listed)))
+        packed = [each for each in listed if isinstance(each, array) and each.typecode == "I"]
+        if len(packed) == len(listed):
+            parts = [np.empty(0, np.uint32), *(np.frombuffer(each, np.uint32) for each in packed)]
+            return cls(np.concatenate(parts), offsets)
         wide = np.fromiter(chain.from_iterable(listed), np.int64, int(offsets[-1]))
         if len(wide) and not 0 <= wide.min() <= wide.max() < 1 << 32:
             raise ValueError(
@@ -62,8 +69,14 @@ class TokenSequences:
         """The sequences of these indices, in this order."""
         chosen = np.asarray(indices, np.int64)
         lengths = self.lengths[chosen]
-        tokens = self.tokens[gather_indices(self.offsets[chosen], lengths)]
-        return TokenSequences(tokens, _offsets(lengths))
+        offsets = _offsets(lengths)
+        tokens = np.empty(int(offsets[-1]), np.uint32)
+        # positions take several times the memory of tokens
+        for begin in range(0, len(chosen), _SEQUENCES_PER_PART):
+            part = slice(begin, begin + _SEQUENCES_PER_PART)
+            found = self.tokens[gather_indices(self.offsets[chosen[part]], lengths[part])]
+            tokens[offsets[begin] : offsets[begin] + len(found)] = found
+        return TokenSequences(tokens, offsets)
 
     def surrounded(self, before: Sequence[int], after: Sequence[int]) -> TokenSequences:
         """Every sequence with the same tokens in front of it and behind it."""

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_relay.tables.ordering.columns import Column, num_rows
 from vllm_relay.tables.ordering.sequences import TokenSequences, gather_indices
-
-Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -27,26 +24,6 @@ class TableOrder:
 
     rows: npt.NDArray[np.int64]
     fields: npt.NDArray[np.int16]
-
-    @property
-    def positions(self) -> npt.NDArray[np.int64]:
-        """The prompt of each of the caller's rows, int64 [rows]."""
-        positions = np.empty_like(self.rows)
-        positions[self.rows] = np.arange(len(self.rows))
-        return positions
-
-    def restore(self, answers: Sequence[Answer]) -> list[Answer]:
-        """What belongs to the prompts, in the caller's order of rows.
-
-        Raises:
-            ValueError: not one answer per row.
-        """
-        if len(answers) != len(self.rows):
-            raise ValueError(
-                f"{len(answers)} answers given for {len(self.rows)} rows: give one per prompt, in "
-                f"the order of the prompts, with None for those that failed"
-            )
-        return [answers[position] for position in self.positions.tolist()]
 
 
 def kept_order(columns: Sequence[Column]) -> TableOrder:

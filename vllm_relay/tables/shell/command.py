@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -17,14 +18,18 @@ from vllm_relay.arguments import check_model, check_writable
 from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.engines.opening import check_address, open_engine
+from vllm_relay.tables.engines.server.keys import key_from_environment
 from vllm_relay.tables.jobs.estimate import JobReport
 from vllm_relay.tables.jobs.options import JobOptions
+from vllm_relay.tables.request_options import RequestOptions
+from vllm_relay.tables.shell.engine_arguments import split_arguments
 from vllm_relay.tables.shell.files import check_output, open_files, write_relation
 from vllm_relay.tables.shell.lines import read_statements
 from vllm_relay.tables.shell.script import gives_rows, place_of_output
 from vllm_relay.tables.sql.connection import Connection, connect
 from vllm_relay.tables.sql.replay.statement import split
 from vllm_relay.tables.sql.result import Result
+from vllm_relay.tables.texts import row_text
 
 _ERRORS_SHOWN = 5
 # of SQL, engines, budgets and checkpoints too
@@ -32,28 +37,32 @@ _FAILURES = (duckdb.Error, ValueError, RuntimeError)
 
 
 def run_sql(
-    paths: Sequence[Path],
+    arguments: Sequence[str],
     *,
     model: str | None,
     server: str | None,
-    api_key: str | None,
     command: str | None,
     options: dict[str, Any],
+    request: dict[str, str | None],
     on_error: Any,
-    llm_arguments: dict[str, Any],
+    server_arguments: dict[str, Any],
+    max_running: int | None,
     output_path: Path | None,
     console: Console | None = None,
 ) -> int:
     """Run statements from the command line, a pipe or a terminal.
 
     Args:
-        paths: files that become tables.
+        arguments: files that become tables, and options of vLLM's engine.
         model: a folder or hub id, or the server's name for it.
         server: its address; None starts the model in this process when it is first asked.
         command: statements; None reads them from the standard input.
         options: of `JobOptions`.
+        request: `RequestOptions` of all questions, as JSON but for the system prompt.
         on_error: see `connect`.
-        llm_arguments: of ``vllm.LLM``.
+        server_arguments: of `ServerEngine`, and ``api_key_env``, the variable with its key; those
+            that are None are left out.
+        max_running: prompts that the engine has at once.
         output_path: where the rows of the last statement are written instead of shown; of
             statements that are typed at a terminal, those of each that gives rows, in place of
             those before.
@@ -64,16 +73,25 @@ def run_sql(
     """
     console = console or Console()
     errors = Console(stderr=True)
-    engine = LazyEngine(lambda: _open(model, server, api_key, llm_arguments))
+    given = {name: value for name, value in server_arguments.items() if value}
     try:
+        paths, llm_arguments = split_arguments([str(each) for each in arguments])
+        engine = LazyEngine(lambda: _open(model, server, opening))
         if server is not None:
             check_address("--server", server)
-        elif model is not None:
-            check_model(model)
+            opening = _of_server(server, given, llm_arguments, max_running)
+        else:
+            if given:
+                raise ValueError(f"{_shown(given)} given without --server, which it is for")
+            opening = llm_arguments
+            if max_running is not None:
+                opening.setdefault("max_num_seqs", max_running)
+            if model is not None:
+                check_model(model)
         if output_path is not None:
             check_output(output_path)
             check_writable("--output", output_path)
-        job_options = JobOptions(**options)
+        job_options = JobOptions(**options, request=_request_options(request))
         connection = connect(
             open_files(paths), engine=engine, options=job_options, on_error=on_error
         )
@@ -100,17 +118,51 @@ def run_sql(
         engine.close()
 
 
-def _open(
-    model: str | None, server: str | None, api_key: str | None, llm_arguments: dict[str, Any]
-) -> Any:
+def _of_server(
+    server: str, given: dict[str, Any], llm_arguments: dict[str, Any], max_running: int | None
+) -> dict[str, Any]:
+    arguments = dict(given)
+    variable = arguments.pop("api_key_env", None)
+    over_http = arguments.get("api_key_over_http", False)
+    arguments["api_key"] = key_from_environment(server, variable, over_http=over_http)
+    if max_running is not None:
+        arguments["max_running"] = max_running
+    others = {name: value for name, value in llm_arguments.items() if name != "tokenizer"}
+    if others:
+        raise ValueError(
+            f"{_shown(others)} given with --server: the server's engine has its own options"
+        )
+    return arguments | llm_arguments
+
+
+def _shown(arguments: dict[str, Any]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in arguments)
+
+
+def _request_options(given: dict[str, str | None]) -> RequestOptions:
+    found: dict[str, Any] = {}
+    for name, text in given.items():
+        if text is None or name == "system_prompt":
+            found[name] = text or ""
+            continue
+        try:
+            found[name] = json.loads(text)
+        except ValueError as error:
+            raise ValueError(
+                f"{_shown({name: text})} {text!r} given, expected an object of JSON: {error}"
+            ) from None
+    return RequestOptions(**found)
+
+
+def _open(model: str | None, server: str | None, arguments: dict[str, Any]) -> Any:
     if server is not None:
-        return open_engine(server, model=model, api_key=api_key)
+        return open_engine(server, model=model, **arguments)
     if model is None:
         raise ValueError("a statement calls llm(), but no model is given: give --model or --server")
     # read when vLLM is imported; the standard output is for rows
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    return open_engine(model, **llm_arguments)
+    return open_engine(model, **arguments)
 
 
 class _Shell:
@@ -213,9 +265,10 @@ class _Shell:
         if result.report.num_rows:
             self._errors.print(summary(result.report), style="dim", markup=False, highlight=False)
         for error in result.errors[:_ERRORS_SHOWN]:
-            self._errors.print(f"no answer: {error}", style="red", markup=False, highlight=False)
+            line = f"{error.call} of {row_text(error.fields)}: {error.error}"
+            self._errors.print(line, style="red", markup=False, highlight=False)
         if len(result.errors) > _ERRORS_SHOWN:
-            self._errors.print(f"and {len(result.errors) - _ERRORS_SHOWN:,} more without an answer")
+            self._errors.print(f"and {len(result.errors) - _ERRORS_SHOWN:,} more with an error")
 
 
 def summary(report: JobReport) -> str:
@@ -234,4 +287,6 @@ def summary(report: JobReport) -> str:
         parts.append(f"{report.num_by_rules:,} equal by rules")
     if report.num_errors:
         parts.append(f"{report.num_errors:,} errors")
+    if report.num_cut:
+        parts.append(f"{report.num_cut:,} answers were cut: give more max_tokens")
     return "; ".join(parts)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +13,8 @@ from sqlglot import exp
 
 from vllm_relay.tables.identifiers import ANSWER, ERROR
 from vllm_relay.tables.outputs import Output
-from vllm_relay.tables.question import DEFAULT_MAX_TOKENS, Question
+from vllm_relay.tables.question import Question, placeholders_of
+from vllm_relay.tables.request_options import RequestOptions
 from vllm_relay.tables.sql.errors import error_at
 from vllm_relay.tables.sql.expressions import sql_of
 from vllm_relay.tables.sql.texts import text_of
@@ -24,7 +27,13 @@ PARAMETERS = (
     "temperature",
     "seed",
     "reorder",
+    "system_prompt",
+    "sampling",
+    "chat_template_kwargs",
+    "extra_body",
 )
+_OBJECTS = ("sampling", "chat_template_kwargs", "extra_body")
+_DOTTED = re.compile(r"[^\W\d]\w*\.[^\W\d]\w*")
 USAGE = "llm('text', {field, name: expression}, choices := ['Yes', 'No'])"
 
 
@@ -70,10 +79,13 @@ def read_call(node: exp.Anonymous, star_fields: Callable[[exp.Expr], list[Field]
             text,
             tuple(field.name for field in fields),
             output,
-            max_tokens=parameters.get("max_tokens", DEFAULT_MAX_TOKENS),
+            max_tokens=parameters.get("max_tokens"),
             temperature=float(parameters.get("temperature", 0.0)),
             seed=parameters.get("seed"),
             set_fields=tuple(parameters.get("reorder", ())),
+            request=RequestOptions(
+                parameters.get("system_prompt", ""), *map(parameters.get, _OBJECTS)
+            ),
         )
     except ValueError as error:
         raise error_at(node, str(error)) from None
@@ -84,12 +96,13 @@ def _arguments(node: exp.Anonymous) -> tuple[str, exp.Expr, list[exp.Expr]]:
     """The text, the fields and the parameters of a call."""
     positional = [part for part in node.expressions if not _is_named(part)]
     named = [part for part in node.expressions if _is_named(part)]
-    if len(positional) != 2:
+    if len(positional) not in (1, 2):
         raise error_at(
             node,
-            f"llm() has {len(positional)} arguments without a name, expected two, as in {USAGE}",
+            f"llm() has {len(positional)} arguments without a name, expected two, as in {USAGE}, "
+            f"or a text that names its fields in braces",
         )
-    first, fields = positional
+    first = positional[0]
     text = text_of(first)
     if text is None:
         raise error_at(
@@ -97,7 +110,25 @@ def _arguments(node: exp.Anonymous) -> tuple[str, exp.Expr, list[exp.Expr]]:
             f"the first argument of llm() is {sql_of(first)}, expected a text in single quotes: it "
             f"is the same for every row; what differs by row belongs to the fields, as in {USAGE}",
         )
+    fields = positional[1] if len(positional) == 2 else _named_fields(node, text)
     return text, fields, named
+
+
+def _named_fields(call: exp.Anonymous, text: str) -> exp.Struct:
+    """The columns that a question names in braces: ``{title}``, ``{t.title}`` or any other name."""
+    names = placeholders_of(text)
+    if not names:
+        raise error_at(
+            call,
+            f"llm() has 1 arguments without a name, and this text names no field in braces: give "
+            f"fields, as in {USAGE}, or * for all columns",
+        )
+    fields = []
+    for name in names:
+        table, _, column = name.partition(".") if _DOTTED.fullmatch(name) else ("", "", name)
+        value = exp.column(column, table=table or None, quoted=True)
+        fields.append(exp.PropertyEQ(this=exp.to_identifier(name, quoted=True), expression=value))
+    return exp.Struct(expressions=fields)
 
 
 def _output(node: exp.Anonymous, parameters: dict[str, Any]) -> Output:
@@ -186,7 +217,11 @@ def _value(call: exp.Anonymous, name: str, node: exp.Expr) -> Any:
     if name in ("choices", "reorder"):
         expected = "a list of texts, as in ['a', 'b']"
         is_right = isinstance(value, list) and all(isinstance(item, str) for item in value)
-    elif name in ("return", "schema"):
+    elif name in _OBJECTS:
+        expected = "an object of constants, as in {top_p: 0.9}, or its JSON in single quotes"
+        value = _parsed(value)
+        is_right = isinstance(value, dict)
+    elif name in ("return", "schema", "system_prompt"):
         expected = "a text in single quotes"
         is_right = isinstance(value, str)
     elif name == "temperature":
@@ -212,7 +247,20 @@ def _constant(node: exp.Expr) -> Any:
         return -value if isinstance(value, (int, float)) else None
     if isinstance(node, exp.Array):
         return [_constant(item) for item in node.expressions]
+    if isinstance(node, exp.Boolean):
+        return node.this
+    if isinstance(node, exp.Struct):
+        pairs = [each for each in node.expressions if isinstance(each, exp.PropertyEQ)]
+        return {each.this.name: _constant(each.expression) for each in pairs}
     return None
+
+
+def _parsed(value: Any) -> Any:
+    """What a text is as JSON; None if it is none."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return None
 
 
 def _number(text: str) -> int | float | None:

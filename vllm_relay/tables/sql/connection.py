@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from os import PathLike, fspath
@@ -129,21 +129,33 @@ class Connection:
         are gone with the database."""
         self._on_close.close()
 
-    def sql(self, text: str) -> Result | None:
+    def sql(
+        self, text: str, parameters: Sequence[Any] | Mapping[str, Any] | None = None
+    ) -> Result | None:
         """Run statements; those without llm() go to DuckDB as they are.
+
+        Args:
+            parameters: for the ``?``, ``$1`` or ``$name`` of a statement without llm().
 
         Returns:
             What the last statement gives; None if it gives nothing.
 
         Raises:
-            SqlError: a call of llm() is not one, or stands where it cannot be answered.
+            SqlError: a call of llm() is not one, or stands where it cannot be answered, or beside
+                parameters.
             AnswerFailedError: a row has no answer, with ``on_error="raise"``.
             duckdb.Error: DuckDB does not take a statement.
         """
+        statements = split(text)
+        if parameters is not None and any(given.has_call for given in statements):
+            raise SqlError(
+                "parameters given with a statement that calls llm(): write their values in the "
+                "statement, or make a table of them first, with a statement of its own"
+            )
         result: Result | None = None
-        for given in split(text):
+        for given in statements:
             if not given.has_call:
-                relation = self.duckdb_connection.sql(given.text)
+                relation = self.duckdb_connection.sql(given.text, params=parameters)
                 result = None if relation is None else Result(relation)
             elif given.is_explained:
                 relation = self.duckdb_connection.sql(

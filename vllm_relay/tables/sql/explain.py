@@ -79,6 +79,7 @@ def _estimate_lines(call: CallEstimate) -> list[str]:
         f"  output tokens:  about {found.output_tokens:,}",
         f"  order:          {found.order}",
         f"  seconds:        {seconds}",
+        *([f"  warning:        {found.warning}"] if found.warning else []),
     ]
 
 

@@ -13,6 +13,7 @@ from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.errors import AnswerFailedError
 from vllm_relay.tables.sql.runner import Runner
 from vllm_relay.tables.sql.text.call_sites import Site
+from vllm_relay.tables.texts import row_text
 
 MOST_ERRORS = 10_000
 
@@ -56,7 +57,7 @@ class JobAsker:
         if found and self._raises:
             raise AnswerFailedError(
                 f"{_at_least(len(found))} rows have no answer to {site.text}; the first is "
-                f"{found[0].fields}: {found[0].error}"
+                f"{row_text(found[0].fields)}: {found[0].error}"
             )
         self._errors.update({(error.call, repr(error.fields)): error for error in found})
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import duckdb
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 class Result:
     """Rows that DuckDB gives when they are asked for; answers are there before.
 
+    As an iterable all rows, each time.
+
     Args:
         relation: of the rows.
         errors: of distinct rows that have no answer, the first 10,000 of each job; `report` has
@@ -36,6 +39,16 @@ class Result:
         self._relation = relation
         self.errors = errors or []
         self.report = report or JobReport()
+        self._one_by_one: Iterator[tuple[Any, ...]] | None = None
+
+    def __repr__(self) -> str:
+        """The first rows as a table, and how many have no answer."""
+        shown = "no rows" if self._relation is None else str(self._relation).rstrip()
+        num_errors = self.report.num_errors
+        return f"{shown}\n{num_errors:,} without an answer" if num_errors else shown
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return iter(self.fetchall())
 
     @property
     def has_rows(self) -> bool:
@@ -60,6 +73,12 @@ class Result:
     def fetchall(self) -> list[tuple[Any, ...]]:
         """All rows, each time."""
         return self.relation.select("*").fetchall()
+
+    def fetchone(self) -> tuple[Any, ...] | None:
+        """The next row, from the first on; None behind the last."""
+        if self._one_by_one is None:
+            self._one_by_one = iter(self)
+        return next(self._one_by_one, None)
 
     def df(self) -> pandas.DataFrame:
         return self.relation.df()

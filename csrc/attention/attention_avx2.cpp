@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "vector_entry.h"
+
+void relay::attention_avx2(const Problem& problem, const Plan& plan) {
+  run_vector_kernel(problem, plan);
+}
+
+void relay::attention_avx2(const Problem& problem, const Unpacked& unpacked) {
+  run_vector_kernel(problem, unpacked);
+}

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields that a question names itself."""
+
+from __future__ import annotations
+
+import duckdb
+import pytest
+
+from tests.tables.sql.fake_runner import FakeRunner
+from vllm_relay.tables.sql.connection import Connection
+from vllm_relay.tables.sql.errors import SqlError
+
+
+@pytest.fixture
+def runner() -> FakeRunner:
+    connection = duckdb.connect()
+    connection.execute(
+        "CREATE TABLE birds AS SELECT i AS id, 'bird ' || i % 3 AS \"Wildlife Species\", "
+        "i % 2 AS größe FROM range(12) AS numbers(i)"
+    )
+    return FakeRunner(connection)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("Is {Wildlife Species} a raptor?", ["Wildlife Species"]),
+        ("Is {b.Wildlife Species} a raptor?", None),
+        ("Is {größe} more than {id}? {größe} {{id}}", ["größe", "id"]),
+        ("Is {b.größe} much?", ["b.größe"]),
+    ],
+)
+def test_the_question_names_its_fields(
+    runner: FakeRunner, text: str, names: list[str] | None
+) -> None:
+    sql = Connection(runner._connection, runner)
+    query = f"SELECT id, llm('{text}') AS x FROM birds AS b WHERE llm('{text}', return := 'bool')"
+    if names is None:
+        with pytest.raises(duckdb.Error, match="b.Wildlife Species"):
+            sql.sql(query)
+        return
+    result = sql.sql(query)
+    assert result is not None
+    asked = runner.rows_asked(text)
+    assert all(list(each) == names for each in asked)
+    values = ", ".join(f'b."{name.removeprefix("b.")}"' for name in names)
+    distinct = runner._connection.execute(f"SELECT DISTINCT {values} FROM birds AS b").fetchall()
+    assert {tuple(each.values()) for each in asked} == set(distinct)
+    assert len(result.fetchall()) <= 12
+
+
+def test_names_that_are_no_column_are_refused_with_those_there_are(runner: FakeRunner) -> None:
+    sql = Connection(runner._connection, runner)
+    with pytest.raises(duckdb.Error, match=r"(?s)Speces.*Wildlife Species"):
+        sql.sql("SELECT llm('Is {Wildlife Speces} a raptor?') FROM birds")
+    with pytest.raises(SqlError, match=r"names \['x y'\], expected some of its fields \['id'\]"):
+        sql.sql("SELECT llm('Is {x y} good?', {id}) FROM birds")
+    assert not runner.asked

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which requests become contexts, and which contexts leave."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import numpy as np
+from vllm.v1.request import Request
+
+from vllm_relay.config import RelayConfig
+from vllm_relay.long_context.orders import ContextReport, KeptContext
+from vllm_relay.long_context.scheduling.catalog import ContextCatalog
+from vllm_relay.long_context.scheduling.client_quota import ClientQuota
+from vllm_relay.long_context.scheduling.context_record import (
+    ContextRecord,
+    HeldMemory,
+    with_parents,
+)
+from vllm_relay.long_context.scheduling.host_memory import HostMemory
+from vllm_relay.long_context.scheduling.memory import bytes_of_gib
+from vllm_relay.sparse.contexts.context_store import context_id_of
+
+_MAX_DECLARED = 1024
+"""Contexts that the operator has asked for and that are not computed yet."""
+
+
+class KeptContexts:
+    """The contexts of an engine, beside its scheduler.
+
+    Attributes:
+        has_loaded: those that the workers have found are known.
+
+    Args:
+        num_ranks: each has a part of every context.
+        problem: why none can be kept, if so.
+        min_tokens, max_model_len: of a prompt that can become one: at least, and fewer than.
+    """
+
+    def __init__(
+        self,
+        options: RelayConfig,
+        catalog: ContextCatalog,
+        memory: HostMemory,
+        *,
+        num_ranks: int,
+        problem: str | None,
+        min_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        self.catalog = catalog
+        self.has_loaded = False
+        self._memory = memory
+        self._num_ranks = num_ranks
+        self._problem = problem
+        self._min_tokens, self._max_model_len = min_tokens, max_model_len
+        self._disk_bytes = bytes_of_gib(options.context_disk_gib)
+        keeps_none = options.client_contexts == "off"
+        self._quota = ClientQuota(0 if keeps_none else options.max_client_context_tokens)
+        self._declared: deque[str] = deque(maxlen=_MAX_DECLARED)
+        self._pending: dict[str, KeptContext] = {}  # by request
+        self._evicted: list[str] = []
+
+    def refuse(
+        self, num_tokens: int, num_reused: int = 0, leaving_bytes: int = 0
+    ) -> tuple[int, str] | None:
+        """Why a prompt of so many tokens cannot become a context, with an HTTP status; or None.
+
+        Args:
+            num_reused: first ones that another context has.
+            leaving_bytes: of contexts that leave for it.
+        """
+        if self._problem is not None:
+            return 501, self._problem
+        if num_tokens < self._min_tokens:
+            return 400, (
+                f"a prompt of {num_tokens} tokens was given, expected at least min_context_tokens="
+                f"{self._min_tokens}: a shorter one is computed faster than it is looked up"
+            )
+        if num_tokens >= self._max_model_len:
+            return 400, (
+                f"a prompt of {num_tokens} tokens was given, expected fewer than max_model_len="
+                f"{self._max_model_len}"
+            )
+        needed, free = self._memory.bytes_for(num_tokens - num_reused), self._free_bytes()
+        if needed - leaving_bytes > free:
+            return 507, (
+                f"a context of {num_tokens} tokens takes {needed} bytes of host memory, and "
+                f"{max(0, free)} are left beside the longest request: delete contexts, or raise "
+                "host_memory_gib"
+            )
+        return None
+
+    def _free_bytes(self) -> int:
+        """What is left must hold the longest request, else that would wait forever."""
+        free = self._memory.capacity_bytes - self._memory.context_bytes
+        return free - self._memory.bytes_for(self._max_model_len)
+
+    def declare(self, context_id: str) -> None:
+        """The operator asks for a context; its request comes next, if it is not there."""
+        record = self.catalog.get(context_id)
+        if record is not None:
+            record.is_clients = False
+        elif context_id not in self._declared:
+            self._declared.append(context_id)
+
+    def serve_clients(self, keeps: bool) -> None:
+        """The engine is that of a server: requests that ask to be kept are others'.
+
+        Args:
+            keeps: whether any are kept.
+        """
+        if not keeps:
+            self._quota.max_tokens = 0
+        elif self._quota.max_tokens is None:
+            self._quota.max_tokens = (
+                self._memory.capacity_bytes // 2 // self._memory.bytes_per_token
+            )
+
+    def delete(self, context_id: str) -> bool:
+        """No later request reuses it, and the workers do not make it if they have not begun to.
+
+        Returns:
+            whether they may have it.
+        """
+        self.catalog.remove(context_id)
+        others = {key: each for key, each in self._pending.items() if each.context_id != context_id}
+        is_told_of = len(others) == len(self._pending)
+        self._pending = others
+        return is_told_of
+
+    def evict(self, context_id: str) -> None:
+        """As `delete`; the workers are told of it."""
+        if self.delete(context_id):
+            self._evicted.append(context_id)
+
+    def load(
+        self, context_ids: Collection[str], tokens: Mapping[str, Sequence[int] | np.ndarray]
+    ) -> None:
+        """The contexts that the workers have are all there are.
+
+        Args:
+            tokens: of those that are not known yet, by id.
+        """
+        self.has_loaded = True
+        there = {*context_ids, *(each.context_id for each in self._pending.values())}
+        for record in list(self.catalog):
+            if record.id not in there:
+                self.delete(record.id)
+        for context_id, each in tokens.items():
+            if context_id not in self.catalog:
+                self.catalog.add(ContextRecord(context_id, np.asarray(each, np.int64)))
+
+    def update(self, reports: Iterable[ContextReport]) -> None:
+        """What contexts take has changed; those that have to leave a folder that is full do so."""
+        self.catalog.update(reports, self._num_ranks)
+        limit = self._disk_bytes
+        if limit is None:
+            return
+        # what never fits is first: no other need leave for it
+        for record in sorted(
+            self.catalog.in_leaving_order(), key=lambda each: each.file_bytes <= limit
+        ):
+            if self.catalog.file_bytes <= limit:
+                return
+            if record.file_bytes:
+                self.evict(record.id)
+
+    def pending(self) -> list[ContextReport]:
+        """Those that the workers are told of with the next step."""
+        return [self._pending_report(each) for each in self._pending.values()]
+
+    def _pending_report(self, kept: KeptContext) -> ContextReport:
+        record = self.catalog[kept.context_id]
+        return ContextReport(
+            context_id=record.id,
+            num_tokens=len(kept.tokens),
+            state="indexing",
+            memory_bytes=record.memory.num_bytes // self._num_ranks,
+            file_bytes=0,
+            parent_id=record.parent_id,
+            num_own_tokens=record.num_own_tokens,
+        )
+
+    def take_pending(self) -> dict[str, KeptContext]:
+        """By request; the workers are told of them now."""
+        pending, self._pending = self._pending, {}
+        return pending
+
+    def take_evicted(self) -> list[str]:
+        """Contexts that had to leave and that the workers have not been told of."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
+
+    def keep(self, request: Request, num_tokens: int) -> None:
+        """Makes a context of the first tokens of a request that has ended, if there is room."""
+        tokens = list(request.all_token_ids[:num_tokens])
+        array = np.asarray(tokens, np.int64)
+        context_id = context_id_of(array)
+        is_clients = context_id not in self._declared
+        if not is_clients:
+            self._declared.remove(context_id)
+        if context_id in self.catalog:
+            return
+        request_id, memory = request.request_id, self._memory
+        reused = memory.reused(request_id)
+        num_own_tokens = num_tokens - (0 if reused is None else reused.num_tokens)
+        parent = memory.record_read(request_id)
+        leaving = self._leaving_for_client(num_own_tokens, parent) if is_clients else []
+        if leaving is None:
+            return
+        leaving_bytes = memory.freed_bytes(leaving)
+        if self.refuse(num_tokens, num_tokens - num_own_tokens, leaving_bytes) is not None:
+            return
+        for each in leaving:
+            self.evict(each.id)
+        # it has the memory that the request has: what that reused is not stored again
+        held = HeldMemory(memory.bytes_for(num_own_tokens))
+        self.catalog.add(
+            ContextRecord(
+                context_id, array, parent, is_clients, num_own_tokens=num_own_tokens, memory=held
+            )
+        )
+        self._pending[request_id] = KeptContext(context_id, tokens)
+
+    def _leaving_for_client(
+        self, num_tokens: int, continued: ContextRecord | None
+    ) -> list[ContextRecord] | None:
+        """Contexts that requests asked for and that leave for one of so many tokens, besides those
+        of a context that it continues; None: it cannot be kept."""
+        missing_bytes = self._memory.bytes_for(num_tokens) - self._free_bytes()
+        staying = with_parents([] if continued is None else [continued])
+        return self._quota.leaving(
+            num_tokens, missing_bytes, self.catalog.of_clients(), self._memory.freed_bytes, staying
+        )

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server that answers prompts: vLLM, or any other with OpenAI's API."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Literal, get_args
+
+from vllm_relay.tables.engines.base import (
+    Completion,
+    Completions,
+    EngineError,
+    Prompt,
+    PromptShape,
+)
+from vllm_relay.tables.engines.server.admission import Admission
+from vllm_relay.tables.engines.server.client import MODELS_PATH, ServerClient
+from vllm_relay.tables.engines.server.dialect import Dialect
+from vllm_relay.tables.engines.server.http import (
+    HttpClient,
+    RequestFailed,
+    RequestRefused,
+    ServerAddress,
+    ServerAway,
+    open_http_client,
+)
+from vllm_relay.tables.engines.server.keys import ServerKey
+from vllm_relay.tables.engines.server.loop_thread import LoopThread, loop_in_thread
+from vllm_relay.tables.engines.server.messages import Requests
+from vllm_relay.tables.engines.server.models import (
+    ServedModel,
+    block_cache,
+    choose_model,
+    served_models,
+)
+from vllm_relay.tables.engines.server.retries import RetryPolicy
+from vllm_relay.tables.engines.server.tokenizer import (
+    TOKENIZER_PROBE,
+    TokenizerError,
+    checked_tokenizer,
+)
+from vllm_relay.tables.ordering.cached_tokens import BlockCache
+from vllm_relay.tables.question import Question
+
+logger = logging.getLogger("vllm.relay")
+
+Mode = Literal["auto", "completions", "chat"]
+
+DEFAULT_MAX_RUNNING = 64
+DEFAULT_TIMEOUT_S = 600.0
+
+_START_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class _Server:
+    """What a server says of itself when a job starts.
+
+    Attributes:
+        probe_token_ids: its tokens of `TOKENIZER_PROBE`; None if it does not say.
+    """
+
+    model: ServedModel
+    cache: BlockCache | None
+    probe_token_ids: list[int] | None
+
+
+class ServerEngine:
+    """An `Engine` over HTTP.
+
+    vLLM is sent the tokens of prompts (mode "completions"), so that it computes exactly those that
+    were planned. Other servers are sent messages (mode "chat"), as is vLLM if its tokenizer is not
+    at hand.
+
+    A server that is away, or turns requests away, is waited for. When it is back it must have the
+    same model. One that refuses every prompt ends the job after a few of them. What it takes is
+    learned from what it refuses, see `Dialect`.
+
+    `identity` consists of the model's name, where the server has it from and the mode: other
+    weights under the same name are not noticed.
+
+    Args:
+        base_url: with or without /v1.
+        model: its name; None takes the only one that the server has.
+        api_key: None sends none. It is sent nowhere else, proxies of the environment excepted.
+        api_key_over_http: whether it may be sent to another machine without encryption.
+        tokenizer: of the model: a folder, a name on the Hugging Face hub, or a tokenizer; None
+            loads it from where the server has the model from.
+        max_running: prompts that the server has at once.
+        timeout_s: of a request, the time that it waits in the server included.
+        mode: "auto" chooses as above.
+        retries: None has `RetryPolicy`'s defaults.
+
+    Raises:
+        EngineError: the server does not answer, or not as expected.
+        ValueError: an argument is out of its range, the model is not there or one of several, or
+            the tokenizer is not the model's, or the key would be sent in the open.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str | None = None,
+        *,
+        api_key: str | ServerKey | None = None,
+        api_key_over_http: bool = False,
+        tokenizer: str | Path | Any | None = None,
+        max_running: int = DEFAULT_MAX_RUNNING,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        mode: Mode = "auto",
+        retries: RetryPolicy | None = None,
+    ) -> None:
+        if mode not in get_args(Mode):
+            raise ValueError(f"mode={mode!r} given, expected one of {list(get_args(Mode))}")
+        if max_running < 1:
+            raise ValueError(f"max_running={max_running} given, expected at least 1")
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s={timeout_s} given, expected a number above 0")
+        key = api_key if isinstance(api_key, ServerKey) else ServerKey(api_key)
+        self._address = ServerAddress.of(base_url, key, key_over_http=api_key_over_http)
+        self._timeout_s = timeout_s
+        self._retries = retries or RetryPolicy()
+        self._dialect = Dialect()
+        with loop_in_thread() as loop:
+            server = loop.run(_ask_server(self._address, model))
+        self._model = server.model
+        self.cache = server.cache
+        self.max_model_len = server.model.max_model_len
+        self.max_running = max_running
+        self.tokenizer = _choose_tokenizer(server, tokenizer, mode)
+        self.mode: Mode = mode
+        if mode == "auto":
+            sends_tokens = server.model.is_vllm and self.tokenizer is not None
+            self.mode = "completions" if sends_tokens else "chat"
+        # the same message may become another prompt
+        self.identity = f"{server.model.identity} {self.mode}"
+
+    def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
+        """As `Engine.generate`; completions come as they are ready.
+
+        A prompt that fails again and again, though the server is there, has a completion with an
+        error. Beyond `max_running`, a quarter as many prompts are taken ahead of time.
+
+        Raises:
+            EngineError: the server is gone, lets nobody in or refuses everything; the job can be
+                resumed.
+            ValueError: a prompt has no tokens in mode "completions".
+        """
+        max_outstanding = self.max_running + max(1, self.max_running // 4)
+        source = iter(prompts)
+        answers: SimpleQueue[Future[Completion]] = SimpleQueue()
+        num_outstanding = 0
+        with loop_in_thread() as loop, self._open_client(loop, question) as client:
+            while True:
+                for prompt in islice(source, max_outstanding - num_outstanding):
+                    loop.start(client.answer(prompt)).add_done_callback(answers.put)
+                    num_outstanding += 1
+                    if not answers.empty():
+                        break
+                if not num_outstanding:
+                    return
+                answer = answers.get()
+                if answer.exception() is not None:
+                    # what was answered until then is not asked again
+                    yield from _answered(answers)
+                num_outstanding -= 1
+                yield answer.result()
+
+    def max_answer_tokens(self, question: Question) -> int:
+        """The question's: a server's model may reason before it keeps to the choices."""
+        return question.most_tokens
+
+    def prompts_per_s(self, shape: PromptShape, question: Question) -> None:
+        """Not measured: others may use the server, and its owner may count tokens."""
+
+    def close(self) -> None:
+        """Nothing is held between calls of `generate`."""
+
+    @contextmanager
+    def _open_client(self, loop: LoopThread, question: Question) -> Iterator[ServerClient]:
+        model, retries = self._model, self._retries
+        is_chat = self.mode == "chat"
+        requests = Requests(model.name, question, is_vllm=model.is_vllm, is_chat=is_chat)
+
+        async def opened() -> tuple[ServerClient, AsyncExitStack]:
+            async with AsyncExitStack() as cleanup:
+                http = open_http_client(self._address, self._timeout_s)
+                client = ServerClient(
+                    await cleanup.enter_async_context(http),
+                    model,
+                    requests,
+                    Admission(self.max_running, retries),
+                    retries,
+                    self._dialect,
+                )
+                return client, cleanup.pop_all()
+
+        client, cleanup = loop.run(opened())
+        try:
+            yield client
+        finally:
+            self._dialect = replace(self._dialect, limit_name=client.dialect.limit_name)
+            loop.cancel_all()
+            loop.run(cleanup.aclose())
+
+
+def _answered(answers: SimpleQueue[Future[Completion]]) -> Iterator[Completion]:
+    while not answers.empty():
+        answer = answers.get()
+        if answer.exception() is None:
+            yield answer.result()
+
+
+async def _ask_server(address: ServerAddress, model_name: str | None) -> _Server:
+    async with open_http_client(address, _START_TIMEOUT_S) as http:
+        try:
+            models = served_models(await http.get_json(MODELS_PATH))
+        except (ServerAway, RequestFailed, RequestRefused, ValueError) as error:
+            raise EngineError(
+                f"{address.root_url}{MODELS_PATH} does not answer as expected: {error}: give the "
+                "address of a server with OpenAI's API that runs"
+            ) from error
+        model = choose_model(models, model_name)
+        if not model.is_vllm:
+            return _Server(model, None, None)
+        return _Server(model, await _cache(http), await _probe_token_ids(http, model.name))
+
+
+async def _cache(http: HttpClient) -> BlockCache | None:
+    try:
+        return block_cache((await http.get("/metrics")).decode(errors="replace"))
+    except (EngineError, ServerAway, RequestFailed, RequestRefused):
+        return None
+
+
+async def _probe_token_ids(http: HttpClient, model_name: str) -> list[int] | None:
+    body = {"model": model_name, "prompt": TOKENIZER_PROBE, "add_special_tokens": False}
+    try:
+        return (await http.post_json("/tokenize", body))["tokens"]
+    except (EngineError, ServerAway, RequestFailed, RequestRefused, KeyError, TypeError):
+        return None
+
+
+def _choose_tokenizer(server: _Server, given: Any | None, mode: Mode) -> Any | None:
+    """None if there is none, and none is needed."""
+    if given is not None:
+        try:
+            return checked_tokenizer(given, server.model.name, server.probe_token_ids)
+        except TokenizerError as error:
+            raise ValueError(f"tokenizer={given!r} given: {error}") from error
+    if mode == "chat" or (mode == "auto" and not server.model.is_vllm):
+        return None
+    try:
+        root = server.model.tokenizer_root
+        return checked_tokenizer(root, server.model.name, server.probe_token_ids)
+    except TokenizerError as error:
+        if mode == "completions":
+            raise ValueError(
+                f"mode='completions' needs the model's tokenizer, but {error}"
+            ) from error
+        logger.warning(
+            "vllm-relay: %s. Messages are sent, not tokens, and token counts are estimates: give "
+            "the model's tokenizer",
+            error,
+        )
+        return None

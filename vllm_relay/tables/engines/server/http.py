@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to a server, and what their failures mean."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from vllm_relay.tables.engines.base import EngineError
+from vllm_relay.tables.engines.server.keys import ServerKey, is_loopback, is_safe, unsafe_key
+from vllm_relay.tables.engines.server.messages import error_message
+from vllm_relay.tables.engines.server.retries import retry_after_s
+
+_CONNECT_TIMEOUT_S = 30.0
+# vLLM closes connections that are idle for 5 s; one that closes as it is used loses a request
+_KEEP_ALIVE_S = 4.0
+
+
+class ServerAway(Exception):
+    """The server cannot be reached, or turns requests away for now.
+
+    Attributes:
+        retry_after_s: how long it asks to wait.
+        may_restart: whether it may be another process when it is back.
+        is_full: whether it may have as many requests as it takes.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        retry_after_s: float = 0.0,
+        *,
+        may_restart: bool = True,
+        is_full: bool = False,
+    ) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
+        self.may_restart = may_restart
+        self.is_full = is_full
+
+
+class RequestFailed(Exception):
+    """A request without a reply, or with one that a further request may not have.
+
+    Attributes:
+        may_restart: whether the server may be another process now.
+    """
+
+    def __init__(self, reason: str, *, may_restart: bool = False) -> None:
+        super().__init__(reason)
+        self.may_restart = may_restart
+
+
+class RequestRefused(Exception):
+    """A request that the server never takes.
+
+    Attributes:
+        status: of HTTP.
+    """
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """
+    Attributes:
+        root_url: where /v1 and /metrics are.
+        key: for it.
+    """
+
+    root_url: str
+    key: ServerKey = ServerKey()
+
+    @classmethod
+    def of(cls, base_url: str, key: ServerKey, *, key_over_http: bool = False) -> ServerAddress:
+        """
+        Args:
+            base_url: with or without /v1 at its end.
+            key_over_http: whether the key may be sent to another machine without encryption.
+
+        Raises:
+            ValueError: it is no address, or the key may not be sent there.
+        """
+        parts = urlsplit(base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+            raise ValueError(
+                f"base_url={base_url!r} given, expected an address such as http://localhost:8000/v1"
+            )
+        if parts.password is not None or parts.username is not None:
+            raise ValueError(
+                f"base_url given with a user's name in front of {parts.hostname!r}: give an API key"
+            )
+        if key.value is not None and not key_over_http and not is_safe(base_url):
+            raise ValueError(unsafe_key(base_url, "api_key"))
+        return cls(base_url.rstrip("/").removesuffix("/v1").rstrip("/"), key)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        key = self.key.value
+        return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+    @property
+    def proxy(self) -> str | None:
+        """The proxy that the environment names for it."""
+        parts = urlsplit(self.root_url)
+        host = parts.hostname or ""
+        if is_loopback(host) or urllib.request.proxy_bypass(host):
+            return None
+        return urllib.request.getproxies().get(parts.scheme)
+
+    @property
+    def credentials(self) -> str:
+        """Whether there is a key, for messages."""
+        if self.key.value is not None:
+            return "with this api_key"
+        return f"without an api_key ({self.key.withheld})" if self.key.withheld else (
+            "without an api_key")  # fmt: skip
+
+
+class HttpClient:
+    """Made by `open_http_client`; may have any number of requests at once."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, address: ServerAddress, timeout_s: float
+    ) -> None:
+        self._session = session
+        self._address = address
+        self._timeout_s = timeout_s
+
+    async def get(self, path: str) -> bytes:
+        """The page under a path.
+
+        Raises:
+            EngineError, ServerAway, RequestFailed, RequestRefused: there is none.
+        """
+        return await self._request("GET", path)
+
+    async def get_json(self, path: str) -> Any:
+        """As `get`, for JSON."""
+        return _parsed(await self.get(path))
+
+    async def post_json(self, path: str, body: dict[str, Any]) -> Any:
+        """What is answered to JSON, which is JSON.
+
+        Raises:
+            EngineError, ServerAway, RequestFailed, RequestRefused: there is none.
+        """
+        return _parsed(await self._request("POST", path, body))
+
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        url = self._address.root_url + path
+        try:
+            async with self._session.request(
+                method, url, json=body, allow_redirects=False
+            ) as reply:
+                page = await reply.read()
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise ServerAway(f"no connection: {error}") from error
+        except asyncio.TimeoutError as error:
+            raise RequestFailed(f"no reply within {self._timeout_s:g} s") from error
+        except aiohttp.ClientError as error:
+            reason = f"the connection broke: {error or type(error).__name__}"
+            raise RequestFailed(reason, may_restart=True) from error
+        _check_status(reply.status, reply.headers.get("Retry-After"), page, self._address)
+        if 300 <= reply.status < 400:
+            raise EngineError(
+                f"{url} redirects to {reply.headers.get('Location')}: give that address"
+            )
+        return page
+
+
+@asynccontextmanager
+async def open_http_client(address: ServerAddress, timeout_s: float) -> AsyncIterator[HttpClient]:
+    """A client whose connections end with the context.
+
+    Args:
+        timeout_s: of a request, from its start to the end of its reply.
+    """
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+        timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S),
+        headers=address.headers,
+        proxy=address.proxy,
+    ) as session:
+        yield HttpClient(session, address, timeout_s)
+
+
+def _check_status(
+    status: int, retry_after: str | None, page: bytes, address: ServerAddress
+) -> None:
+    if status < 400:
+        return
+    reason = f"HTTP {status}: {error_message(page)}"
+    if status in (401, 402, 403):
+        raise EngineError(f"the server lets nobody in {address.credentials}: {reason}")
+    if status in (429, 502, 503):
+        raise ServerAway(
+            reason,
+            retry_after_s(retry_after),
+            may_restart=status != 429,
+            is_full=status != 502,
+        )
+    if status == 408 or status >= 500:
+        raise RequestFailed(reason)
+    raise RequestRefused(status, reason)
+
+
+def _parsed(page: bytes) -> Any:
+    try:
+        return json.loads(page)
+    except ValueError as error:
+        raise RequestFailed(f"the reply is no JSON: {error_message(page)!r}") from error

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts of rows in which long values that rows share are prompt modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_relay.modules.prompt.render import REPAIR_TOKENS, RenderedPrompt
+from vllm_relay.tables.jobs.prompts.format import PromptFormat
+from vllm_relay.tables.jobs.prompts.modules.cache import ModuleCache
+from vllm_relay.tables.jobs.prompts.modules.fields import FieldPieces, set_elements, whole_values
+from vllm_relay.tables.jobs.prompts.modules.layout import PlacedModule, place_modules
+from vllm_relay.tables.jobs.prompts.modules.render import ModuleRenderer
+from vllm_relay.tables.ordering.cached_tokens import BlockCache
+from vllm_relay.tables.ordering.columns import Column
+
+ModuleMode = Literal["off", "modular", "repair"]
+
+
+@dataclass(frozen=True)
+class ModulePrompt:
+    """
+    Attributes:
+        message: what the user says.
+        token_ids: of the templated prompt, in the order of the text and without padding.
+        rendered: what the engine gets.
+        num_encoded_tokens: of its modules, that no earlier prompt has used, or that have left the
+            cache since; about.
+    """
+
+    message: str
+    token_ids: list[int]
+    rendered: RenderedPrompt
+    num_encoded_tokens: int
+
+
+class ModulePrompts:
+    """Prompts of the rows of a table.
+
+    Modules come first, in the order of the columns, and then the fields that have none. A row
+    without modules, or too long with them, has no such prompt.
+
+    Args:
+        columns: of JSON values.
+        lines: the rendered field of each column's distinct values.
+        set_fields: names of the fields whose values are sets.
+        prompt_format: of the prompts.
+        cache: the engine's.
+        limit_tokens: positions and slots of a prompt and its answer; None has no limit.
+        max_answer_tokens: of an answer.
+        mode: "modular" or "repair".
+        rows: in the order in which they run, int64 [rows].
+        row_tokens: of each row's whole prompt, about, int64 [rows].
+        cached_tokens: that the prefix cache finds of each prompt without modules, int64 [rows], in
+            the order of `rows`.
+
+    Attributes:
+        computed_tokens: of all prompts, about.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[Column],
+        lines: Sequence[Sequence[str]],
+        set_fields: Sequence[str],
+        prompt_format: PromptFormat,
+        *,
+        cache: BlockCache,
+        limit_tokens: int | None,
+        max_answer_tokens: int,
+        mode: ModuleMode,
+        rows: npt.NDArray[np.int64],
+        row_tokens: npt.NDArray[np.int64],
+        cached_tokens: npt.NDArray[np.int64],
+    ) -> None:
+        self._format = prompt_format
+        self._lines = lines
+        self._codes = [column.codes.tolist() for column in columns]
+        self._block_size = cache.block_size_tokens
+        self._limit = limit_tokens
+        self._max_answer = max_answer_tokens
+        self._fields = [
+            _pieces(column, texts, column.name in set_fields, prompt_format)
+            for column, texts in zip(columns, lines, strict=True)
+        ]
+        [self._beginning] = prompt_format.tokens_of([prompt_format.beginning], whole=True)
+        self._placed = place_modules(
+            columns,
+            self._fields,
+            prompt_format.tokens_of,
+            row_tokens=row_tokens,
+            block_size_tokens=self._block_size,
+            first_position=len(self._beginning),
+            max_positions=None if limit_tokens is None else limit_tokens - max_answer_tokens,
+        )
+        self._columns_with_modules = [number for number, each in enumerate(self._placed) if each]
+        self._repair_tokens = REPAIR_TOKENS if mode == "repair" else 0
+        self._renderer = ModuleRenderer(self._beginning, self._block_size, self._repair_tokens)
+        self._parts: dict[tuple[int, int], list[PlacedModule | str]] = {}
+        self._separators: dict[str, list[int]] = {}
+        self._encoded_tokens: dict[int, int] = {}
+        self.computed_tokens = self._run(rows, row_tokens, cached_tokens, cache.num_blocks)
+
+    def of_rows(
+        self, rows: Sequence[int], fields: Sequence[Sequence[int]]
+    ) -> dict[int, ModulePrompt]:
+        """The prompts of those rows that have one.
+
+        Args:
+            fields: numbers of the columns of each row in their order.
+        """
+        parts = {
+            row: self._row_parts(row, numbers)
+            for row, numbers in zip(rows, fields, strict=True)
+            if row in self._encoded_tokens
+        }
+        endings = [self._format.ending(_last_text(each)) for each in parts.values()]
+        found: dict[int, ModulePrompt] = {}
+        for (row, of_row), tokens in zip(
+            parts.items(), self._format.tokens_of(endings), strict=True
+        ):
+            before = of_row[:-1] if isinstance(of_row[-1], str) else of_row
+            tokenized = [
+                self._separator(each) if isinstance(each, str) else each for each in before
+            ]
+            rendered = self._renderer.render([*tokenized, tokens]) if tokens else None
+            if rendered is None or not self._fits(rendered.min_model_len):
+                continue
+            token_ids = list(self._beginning)
+            for part in tokenized:
+                token_ids += part.token_ids if isinstance(part, PlacedModule) else part
+            token_ids += tokens
+            texts = [each if isinstance(each, str) else each.text for each in of_row]
+            message = self._format.message(texts)
+            found[row] = ModulePrompt(message, token_ids, rendered, self._encoded_tokens[row])
+        return found
+
+    def _run(
+        self,
+        rows: npt.NDArray[np.int64],
+        row_tokens: npt.NDArray[np.int64],
+        cached_tokens: npt.NDArray[np.int64],
+        num_blocks: int | None,
+    ) -> int:
+        """How many tokens are computed if the rows run one after the other."""
+        module_cache = ModuleCache(num_blocks)
+        num_beginning = len(self._beginning)
+        computed = 0
+        run = zip(rows.tolist(), row_tokens[rows].tolist(), cached_tokens.tolist(), strict=True)
+        for row, num_tokens, num_cached in run:
+            modules = list(self._row_modules(row))
+            lengths = {each.number: len(each.token_ids) for each in modules}
+            last = max((each.end_position for each in modules), default=0)
+            num_new = num_tokens - num_beginning - sum(lengths.values())
+            lengths[0] = num_beginning
+            blocks = {number: self._num_blocks(length) for number, length in lengths.items()}
+            num_slots = sum(blocks.values()) * self._block_size + num_new
+            if not modules or not self._fits(max(num_slots, last + num_new)):
+                computed += num_tokens - num_cached
+                continue
+            missing = module_cache.use(blocks, self._num_blocks(num_new + self._max_answer))
+            self._encoded_tokens[row] = sum(lengths[number] for number in missing)
+            num_repaired = sum(
+                min(lengths[number], self._repair_tokens) for number in lengths if number
+            )
+            computed += self._encoded_tokens[row] + num_new + num_repaired
+        return computed
+
+    def _row_modules(self, row: int) -> Iterator[PlacedModule]:
+        for number in self._columns_with_modules:
+            for part in self._value_parts(number, self._codes[number][row]):
+                if isinstance(part, PlacedModule):
+                    yield part
+
+    def _row_parts(self, row: int, fields: Sequence[int]) -> list[PlacedModule | str]:
+        """Behind the beginning; texts are whole."""
+        parts: list[PlacedModule | str] = []
+        for number in self._columns_with_modules:
+            parts += self._value_parts(number, self._codes[number][row])
+        parts += [
+            self._lines[number][self._codes[number][row]]
+            for number in fields
+            if not (self._placed[number] and self._value_parts(number, self._codes[number][row]))
+        ]
+        joined: list[PlacedModule | str] = []
+        for part in parts:
+            if isinstance(part, str) and joined and isinstance(joined[-1], str):
+                joined[-1] += part
+            elif part:
+                joined.append(part)
+        return joined
+
+    def _value_parts(self, number: int, code: int) -> list[PlacedModule | str]:
+        """Of a rendered field with modules; empty if it has none."""
+        key = number, code
+        if key not in self._parts:
+            placed, field = self._placed[number], self._fields[number]
+            texts = field.pieces[code]
+            # one that is there twice is a module once
+            modules = {text: placed[text] for text in texts if text in placed}
+            pieces: list[PlacedModule | str] = [
+                *sorted(modules.values(), key=lambda each: each.position)
+            ]
+            for text in texts:
+                if modules.pop(text, None) is None:
+                    pieces.append(text)
+            parts: list[PlacedModule | str] = []
+            if any(isinstance(piece, PlacedModule) for piece in pieces):
+                parts.append(field.opening)
+                for place, piece in enumerate(pieces):
+                    parts += [field.separator, piece] if place else [piece]
+                parts.append(field.closing)
+            self._parts[key] = parts
+        return self._parts[key]
+
+    def _separator(self, text: str) -> list[int]:
+        if text not in self._separators:
+            [self._separators[text]] = self._format.tokens_of([text])
+        return self._separators[text]
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def _fits(self, num_tokens: int) -> bool:
+        return self._limit is None or num_tokens + self._max_answer <= self._limit
+
+
+def _pieces(
+    column: Column, lines: Sequence[str], is_set: bool, prompt_format: PromptFormat
+) -> FieldPieces:
+    found = set_elements(column, prompt_format.template) if is_set else None
+    return found or whole_values(lines, prompt_format.field_end)
+
+
+def _last_text(parts: Sequence[PlacedModule | str]) -> str:
+    return parts[-1] if isinstance(parts[-1], str) else ""
