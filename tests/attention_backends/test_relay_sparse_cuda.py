@@ -167,12 +167,16 @@ class Contexts:
 
     def __init__(self, *contexts: Any) -> None:
         self.by_id = {each.id: each for each in contexts}
+        self.given_up: set[str] = set()
 
     def get(self, context_id: str) -> Any:
         return self.by_id.get(context_id)
 
     def take_changes(self) -> list[Any]:
         return []
+
+    def give_up(self, context_id: str, problem: str) -> None:
+        self.given_up.add(context_id)
 
 
 def test_requests_go_on_behind_a_stored_context(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,9 @@ RELAY = {"additional_config": {"relay": {"scheduler": True}}}
 WITH_PIN = {"scenarios": (*SCENARIOS[:-1], "pinned", "reset"), **RELAY}
 SPARSE = {"min_context_tokens": 96, "sink_tokens": 20, "window_tokens": 40, "alpha": 0}
 BFLOAT16 = {"dtype": "bfloat16"}
-BFLOAT16_COMPARISON = {"robust_lead": 0.04, "least_compared": 0.5}
-"""Logits are rounded to steps of 1/32."""
+BFLOAT16_COMPARISON = {"robust_lead": 0.04, "least_compared": 0.45}
+"""Logits are rounded to steps of 1/32. How much that leaves to compare differs by CPU: with AVX2
+it is 0.49."""
 
 
 def stock_llama(run: Run) -> dict[str, Any]:

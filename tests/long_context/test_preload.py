@@ -78,7 +78,7 @@ def test_contexts_that_are_stored_are_not_computed(preload: Callable[[Engine], N
 def test_no_texts_ask_for_nothing(preload: Callable[[Engine], None]) -> None:
     engine = Engine()
     preload(engine)
-    assert engine.prompts == [] and not engine.core.long_contexts.has_loaded
+    assert engine.prompts == [] and not engine.core.long_contexts.contexts.has_loaded
 
 
 @in_all_engines

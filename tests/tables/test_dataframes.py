@@ -397,8 +397,8 @@ def test_texts_that_were_cut_are_told_by_row() -> None:
             for each in super().generate(prompts, question):
                 yield replace(each, is_cut="2" in each.text, num_output_tokens=9)
 
-    result = llm_map(pa.table({"n": [1, 2, 2, 3]}), "?", engine=Cutting())
-    assert result.cut_rows == [1, 2]
+    result = llm_map(pa.table({"n": [1, 2, 2, 3]}), "?", engine=Cutting(), on_error="raise")
+    assert result.cut_rows == [1, 2] and result.missing_rows == []
     assert list(result.errors) == [1, 2] and "cut after 9 tokens" in result.errors[1]
     assert result.values.to_pylist()[1] == '{"n": 2}'
     assert result.report.num_cut == 2

@@ -136,7 +136,7 @@ def llm_map(
     result = _result(rows, answers, types, report)
     if spent is not None:
         raise MapBudgetError(spent, result, options.checkpoint)
-    if result.errors and on_error == "raise":
+    if on_error == "raise" and result.missing_rows:
         raise RowsFailedError(result)
     return result
 

@@ -66,6 +66,11 @@ class MapResult:
             lines.append("   ...")
         return "\n".join(lines)
 
+    @property
+    def missing_rows(self) -> list[int]:
+        """Places of the rows that have an error and no answer, not even one that was cut."""
+        return [place for place in self.errors if not self.arrow_values[place].is_valid]
+
     @cached_property
     def objects(self) -> list[Any]:
         """The values as Python has them, None where there is none: instances of the pydantic model,
@@ -86,10 +91,11 @@ class RowsFailedError(RuntimeError):
     """
 
     def __init__(self, result: MapResult) -> None:
-        shown = list(result.errors.items())[:_ERRORS_SHOWN]
-        more = len(result.errors) - len(shown)
+        missing = result.missing_rows
+        shown = [(place, result.errors[place]) for place in missing[:_ERRORS_SHOWN]]
+        more = len(missing) - len(shown)
         super().__init__(
-            f"{len(result.errors)} of {len(result.arrow_values)} rows have no answer: "
+            f"{len(missing)} of {len(result.arrow_values)} rows have no answer: "
             + "; ".join(f"row {place}: {error}" for place, error in shown)
             + (f"; and {more} more" if more else "")
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import duckdb
 
-from vllm_relay.tables.identifiers import ERROR, quoted
+from vllm_relay.tables.identifiers import ANSWER, ERROR, quoted
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.errors import AnswerFailedError
 from vllm_relay.tables.sql.runner import Runner
@@ -37,7 +37,7 @@ class JobAsker:
     Args:
         connection: of DuckDB.
         runner: of jobs on it.
-        raises: an error of a row ends the query.
+        raises: a row without an answer ends the query; one whose answer was cut does not.
     """
 
     def __init__(self, connection: duckdb.DuckDBPyConnection, runner: Runner, raises: bool) -> None:
@@ -50,13 +50,19 @@ class JobAsker:
         self._runner.answer(source, site.question, target)
         names = site.question.fields
         columns = ", ".join(quoted(name) for name in (*names, ERROR))
+        is_missing = f"{ANSWER} IS NULL"
         rows = self._connection.execute(
-            f"SELECT {columns} FROM {target} WHERE {ERROR} IS NOT NULL LIMIT {MOST_ERRORS}"
+            f"SELECT {is_missing}, {columns} FROM {target} WHERE {ERROR} IS NOT NULL "
+            f"ORDER BY {is_missing} DESC LIMIT {MOST_ERRORS}"
         ).fetchall()
-        found = [CallError(site.text, dict(zip(names, row, strict=False)), row[-1]) for row in rows]
-        if found and self._raises:
+        found = [
+            CallError(site.text, dict(zip(names, values, strict=False)), values[-1])
+            for _, *values in rows
+        ]
+        num_missing = sum(row[0] for row in rows)
+        if num_missing and self._raises:
             raise AnswerFailedError(
-                f"{_at_least(len(found))} rows have no answer to {site.text}; the first is "
+                f"{_at_least(num_missing)} rows have no answer to {site.text}; the first is "
                 f"{row_text(found[0].fields)}: {found[0].error}"
             )
         self._errors.update({(error.call, repr(error.fields)): error for error in found})
