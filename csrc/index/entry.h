@@ -142,5 +142,13 @@ void search_graph(const Codes& codes, const Rows& keys, const Graph& graph,
   });
 }
 
+// Constant: what runs before `runs_here` was asked may not need the instruction set.
+constexpr IndexKernels kernels_named(std::string_view name, bool (*runs_here)()) {
+  return {
+      name,        runs_here,    encode,       nearest,       refine_candidates, encode_query_only,
+      build_graph, scan,         search_lists, search_blocks, search_graph,      score_range,
+      mean_rows,   attend_found, attend_ids};
+}
+
 }  // namespace
 }  // namespace relay::index

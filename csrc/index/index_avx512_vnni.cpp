@@ -4,19 +4,6 @@
 
 namespace relay::index {
 extern const IndexKernels kIndexKernelsAvx512Vnni;
-const IndexKernels kIndexKernelsAvx512Vnni = {"avx512_vnni",
-                                              [] { return cpu_features().avx512_vnni; },
-                                              encode,
-                                              nearest,
-                                              refine_candidates,
-                                              encode_query_only,
-                                              build_graph,
-                                              scan,
-                                              search_lists,
-                                              search_blocks,
-                                              search_graph,
-                                              score_range,
-                                              mean_rows,
-                                              attend_found,
-                                              attend_ids};
+constinit const IndexKernels kIndexKernelsAvx512Vnni =
+    kernels_named("avx512_vnni", [] { return cpu_features().avx512_vnni; });
 }  // namespace relay::index

@@ -82,6 +82,7 @@ class FakeEngine:
     cache: BlockCache | None = None
     max_model_len: int | None = None
     max_running: int = 8
+    reasons: bool = False
     num_answer_tokens: int = 1
     answer_limit: int | None = None
     before_step: Callable[[int], None] | None = None

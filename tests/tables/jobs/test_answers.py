@@ -167,8 +167,7 @@ def test_answers_are_as_long_as_their_type_needs(output: Output, most: int) -> N
     assert with_max_tokens(question, FakeEngine()).max_tokens == max(most, DEFAULT_MAX_TOKENS)
     small = FakeEngine(tokenizer=TOKENIZER, max_model_len=800)
     assert with_max_tokens(question, small).max_tokens == min(most, 200)
-    reasoning = FakeEngine(tokenizer=TOKENIZER)
-    reasoning.reasons = True  # type: ignore[attr-defined]
+    reasoning = FakeEngine(tokenizer=TOKENIZER, reasons=True)
     assert with_max_tokens(question, reasoning).max_tokens == MOST_TEXT_TOKENS
     given = replace(question, max_tokens=3)
     assert with_max_tokens(given, FakeEngine(tokenizer=TOKENIZER)).max_tokens == 3

@@ -30,7 +30,9 @@ class Functions:
     """
     Args:
         connection: on which they are made, and stay.
-        answers: that they give.
+
+    Attributes:
+        answers: that they give; None: they give NULL.
     """
 
     def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:

@@ -52,12 +52,16 @@ class Passes:
         while True:
             self.answers.begin_pass()
             table = self._tables.create(text())
-            site = self.answers.first_missing()
-            if site is None:
+            if self._has_all():
                 return table
             self._tables.drop(table)
-            if not self._prepare(site):
-                self.answers.ask(site, dict(self.answers.missing[site]), self._ask)
+
+    def _has_all(self) -> bool:
+        """Whether the last pass missed nothing; asks what it missed first otherwise."""
+        site = self.answers.first_missing()
+        if site is not None and not self._prepare(site):
+            self.answers.ask(site, dict(self.answers.missing[site]), self._ask)
+        return site is None
 
     def _prepare(self, site: int) -> bool:
         """Have fewer rows to ask about; False if that was done or cannot be done."""
@@ -102,11 +106,8 @@ class Passes:
                 self._connection.execute(text()).fetchall()
             finally:
                 self._connection.execute("ROLLBACK")
-            site = self.answers.first_missing()
-            if site is None:
+            if self._has_all():
                 return
-            if not self._prepare(site):
-                self.answers.ask(site, dict(self.answers.missing[site]), self._ask)
 
 
 @contextmanager

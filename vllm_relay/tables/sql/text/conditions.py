@@ -44,11 +44,12 @@ def read_condition(structure: Structure, tokens: Range, asks: Callable[[Range], 
     has_call = asks(inner)
     has_query = any(structure.starts_query(number) for number in range(*inner))
     if has_call:
-        for kind, separator in (("or", TokenType.OR), ("and", TokenType.AND)):
+        operators: list[tuple[Kind, TokenType]] = [("or", TokenType.OR), ("and", TokenType.AND)]
+        for kind, separator in operators:
             ranges = _operands(structure, inner, separator)
             if len(ranges) > 1:
                 parts = [read_condition(structure, part, asks) for part in ranges]
-                return Condition(kind, inner, has_call, has_query, parts)  # type: ignore[arg-type]
+                return Condition(kind, inner, has_call, has_query, parts)
         if structure.is_type(inner[0], TokenType.NOT):
             part = read_condition(structure, (inner[0] + 1, inner[1]), asks)
             return Condition("not", inner, has_call, has_query, [part])
