@@ -62,7 +62,7 @@ class Ranked(Generic[R]):
         return iter(self._entries)
 
     def add(self, member: R, rank: Any) -> None:
-        """Add a member, or give it another rank."""
+        """Add a member, or give it another rank; with the rank it has it keeps its place."""
         known = self._entries.get(member)
         if known is not None and known[0] == rank:
             return

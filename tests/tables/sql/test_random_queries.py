@@ -186,7 +186,7 @@ def check(rows, text):
             return
         estimated = Connection(connection, FakeRunner(connection)).explain(text)
         most = sum(call.estimate.num_rows for call in estimated.calls)
-        assert most >= len(runner.asked)
+        assert most >= len(runner.asked) or any("reads answers" in s for s in estimated.steps)
     finally:
         connection.close()
 

@@ -30,6 +30,11 @@ def asked(connection, text, answer_of=None):
     [
         ("SELECT llm('q', {id}) FROM movies WHERE type = 'Fresh'", {"q": 4}),
         ("SELECT llm('q', {title}) FROM movies", {"q": 7}),
+        (
+            "SELECT id FROM (SELECT * FROM movies ORDER BY id LIMIT 8) "
+            "WHERE type = 'Fresh' AND llm('q', {id}) = 'x'",
+            {"q": 4},
+        ),
         ("SELECT llm('q', {id}) FROM movies LIMIT 3", {"q": 3}),
         ("SELECT llm('q', {id}) FROM movies LIMIT 0", {}),
         ("SELECT llm('q', {id}) FROM movies ORDER BY score LIMIT 3 OFFSET 4", {"q": 3}),

@@ -182,6 +182,45 @@ def test_explain_asks_nothing(connection):
         asking.explain("SELECT 1")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "SELECT if(llm('q', {id}, return := 'bool'), llm('r', {id}), 'no') FROM movies",
+        "SELECT sum(CASE WHEN llm('q', {id}, return := 'bool') THEN "
+        "llm('r', {id}, return := 'int') END) FROM movies GROUP BY type",
+        "SELECT coalesce(nullif(llm('q', {id}), ''), llm('r', {id})) FROM movies",
+        "SELECT id FROM movies WHERE llm('q', {id}, return := 'bool') OR llm('r', {id}) = 'x'",
+        "SELECT type FROM movies GROUP BY type HAVING max(llm('q', {id})) = 'x' "
+        "AND max(llm('r', {id})) = 'x'",
+    ],
+)
+def test_explain_counts_all_that_answers_may_choose(asking, text):
+    rows = {each.call[5]: each.estimate.num_rows for each in asking.explain(text).calls}
+    assert rows == {"q": 8, "r": 8}
+
+
+def test_explain_tells_that_rows_depend_on_answers(asking):
+    groups = (
+        "SELECT llm('q', {id}, return := 'int') AS k, sum(llm('r', {id}, return := 'int')) AS s "
+        "FROM movies GROUP BY ALL"
+    )
+    told = "a condition reads answers: how many rows are asked depends on them"
+    for text in (
+        f"SELECT s FROM ({groups}) WHERE k > 0",
+        f"WITH a AS ({groups}) SELECT s FROM a WHERE k > 0",
+    ):
+        assert told in asking.explain(text).steps
+    assert told not in asking.explain(groups).steps
+
+
+def test_explain_keeps_conditions_above_a_limit(asking):
+    rows = asking.explain(
+        "SELECT * FROM (SELECT id FROM movies WHERE llm('q', {id}, return := 'bool') "
+        "ORDER BY id LIMIT 20) WHERE id > 6"
+    ).calls
+    assert rows[0].estimate.num_rows == 8
+
+
 def test_explain_tells_how_predicates_are_ordered(asking):
     where = "llm('p', {id}) = 'x' AND llm('r', {id}) = 'x'"
     steps = asking.explain(f"SELECT id FROM movies WHERE {where}").steps

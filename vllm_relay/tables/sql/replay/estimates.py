@@ -18,12 +18,18 @@ from vllm_relay.tables.sql.replay.passes import Passes
 from vllm_relay.tables.sql.replay.samples import MIN_SAMPLED_ROWS, SAMPLE_ROWS
 from vllm_relay.tables.sql.replay.statement import Kind, query_of
 from vllm_relay.tables.sql.rewrites.anchors import add_anchors
+from vllm_relay.tables.sql.rewrites.choices import look_at_choices
 from vllm_relay.tables.sql.rewrites.volatile import settle
 from vllm_relay.tables.sql.runner import Runner
 from vllm_relay.tables.sql.temporary_tables import TemporaryTables
 from vllm_relay.tables.sql.text.call_sites import Call, Site
 from vllm_relay.tables.sql.text.conditions import conjuncts
 from vllm_relay.tables.sql.text.edited import Edited
+from vllm_relay.tables.sql.text.structure import Range
+
+_ALL_ROWS = f"LIMIT {2**62} "
+"""Instead of a limit, which DuckDB moves no condition through."""
+_CONDITIONS = {"where", "having", "qualify"}
 
 
 def estimates(
@@ -41,13 +47,16 @@ def estimates(
     for tokens in edited.conditions:
         edited.lets_all_through.add(tokens)
     aggregates = aggregate_names(connection)
+    look_at_choices(edited, aggregates)
     for query in edited.structure.all_queries:
         for select in query.selects:
             found = limited(edited, aggregates, select)
             if found is None or found.where is not None:
+                text = _ALL_ROWS
                 for part in ("limit", "offset"):
                     if part in select.clauses and edited.calls_in(select.range):
-                        edited.replace_clause(select, part, "")
+                        edited.replace_clause(select, part, text)
+                        text = ""
 
     def ask(source: str, site: Site, target: str) -> None:
         names = ", ".join(quoted(name) for name in site.question.fields)
@@ -77,6 +86,14 @@ def estimates(
                 f"the {len(asking)} predicates that ask go in the order that a sample of "
                 f"{SAMPLE_ROWS} rows suggests, if there are {MIN_SAMPLED_ROWS} rows or more"
             )
+    if any(
+        "from" in select.clauses
+        and _CONDITIONS & select.clauses.keys()
+        and _has_answers(edited, select.clauses["from"], edited.calls)
+        for query in edited.structure.all_queries
+        for select in query.selects
+    ):
+        steps.append("a condition reads answers: how many rows are asked depends on them")
     return Explanation(
         [call for call in calls if call is not None], edited.structure.text.strip(), steps
     )
@@ -123,14 +140,19 @@ def _is_in(edited: Edited, number: int) -> bool:
 
 def _reads_answers(edited: Edited, places: Sequence[Call], earlier: Sequence[Call]) -> bool:
     """Whether the rows hold answers: a query with a call is read by the SELECT of the call."""
+    return any(
+        call.select is not None
+        and "from" in call.select.clauses
+        and _has_answers(edited, call.select.clauses["from"], earlier)
+        for call in places
+    )
+
+
+def _has_answers(edited: Edited, source: Range, calls: Sequence[Call]) -> bool:
+    """Whether a FROM has one of some calls, or names a query of WITH that has a call."""
     names = {name.lower() for q in edited.structure.all_queries for name, cte in q.ctes
              if edited.calls_in(cte.range)}  # fmt: skip
-    for call in places:
-        if call.select is None or "from" not in call.select.clauses:
-            continue
-        begin, end = call.select.clauses["from"]
-        if any(begin <= other.range[0] < end for other in earlier):
-            return True
-        if any(edited.structure.tokens[n].text.lower() in names for n in range(begin, end)):
-            return True
-    return False
+    tokens = edited.structure.tokens
+    return any(source[0] <= call.range[0] < source[1] for call in calls) or any(
+        tokens[number].text.lower() in names for number in range(*source)
+    )

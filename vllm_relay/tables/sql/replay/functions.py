@@ -14,6 +14,8 @@ from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.sql.replay.answers import Answers
 
 _numbers = itertools.count(1)
+_NOT_COUNTED = -1
+"""Less the number of a site, for a call that is not counted."""
 
 _OPTIONS: dict[str, Any] = {"type": "arrow", "null_handling": "special", "side_effects": False}
 _PARAMETERS: list[Any] = ["BIGINT", "VARCHAR[]", "UBIGINT[]"]
@@ -69,11 +71,13 @@ class Functions:
                 # DuckDB evaluates constants while it looks at a statement
                 return pa.nulls(len(sites), arrow_type)
             site = sites[0].as_py() if len(sites) else 0
+            is_counted = site >= 0
+            site = site if is_counted else _NOT_COUNTED - site
             # a row that an outer join adds has no key, and so no answer
             rows = [None if key is None else tuple(key) for key in keys.to_pylist()]
             if value_of is None:
                 return pa.array(answers.numbers_of_missing(site, rows), arrow_type)
-            known = answers.look_up(site, rows, counts)
+            known = answers.look_up(site, rows, counts and is_counted)
             return pa.array(
                 [None if value is None else value_of(value) for value in known], arrow_type
             )
@@ -86,8 +90,15 @@ class Functions:
             **_OPTIONS,
         )
 
-    def call(self, output: Output, site: int, key: str, anchors: str = "[]") -> str:
-        text = f"{self._prefix}{output.type}({site}, {key}, {anchors})"
+    def call(
+        self, output: Output, site: int, key: str, anchors: str = "[]", is_counted: bool = True
+    ) -> str:
+        """
+        Args:
+            is_counted: what is missing counts as that; it does not where it is looked at beside.
+        """
+        given = site if is_counted else _NOT_COUNTED - site
+        text = f"{self._prefix}{output.type}({given}, {key}, {anchors})"
         return f"({text}::JSON)" if output.type == "json" else text
 
     def error(self, site: int, key: str) -> str:

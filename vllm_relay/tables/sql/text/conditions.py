@@ -98,18 +98,28 @@ def lazy_filter(condition: Condition, text: Text, is_whole: bool = True) -> str:
 
 
 def chain(parts: list[Condition], text: Text, is_whole: bool = True) -> str:
-    """All of some conditions; one that asks after those without, in the order given."""
-    free = [part for part in parts if not part.asks and not (part.has_query or not is_whole)]
-    late = [part for part in parts if not part.asks and (part.has_query or not is_whole)]
+    """All of some conditions; one that asks after those without, in the order given.
+
+    DuckDB may evaluate an operand of AND where another one is false, but moves those that do not
+    ask to where they leave out rows early: these stand outside and inside of the CASE.
+    """
     asking = [part for part in parts if part.asks]
+    if not asking:
+        return " AND ".join(f"({text(part.range)})" for part in parts)
     shown = ""
     for part in reversed(asking):
         value = lazy_filter(part, text, False)
         shown = f"CASE WHEN {value} THEN {shown} ELSE false END" if shown else f"({value})"
-    for part in reversed(late if asking else []):
+    return _behind_others(parts, text, shown, is_whole)
+
+
+def _behind_others(parts: list[Condition], text: Text, shown: str, is_whole: bool = True) -> str:
+    """What asks, where all that does not ask is true."""
+    others = [part for part in parts if not part.asks]
+    for part in reversed(others):
         shown = f"CASE WHEN {text(part.range)} THEN {shown} ELSE false END"
-    pieces = [f"({text(part.range)})" for part in (free if asking else parts)]
-    return " AND ".join([*pieces, *([shown] if shown else [])])
+    free = [f"({text(part.range)})" for part in others if is_whole and not part.has_query]
+    return " AND ".join([*free, shown])
 
 
 def _lazy_or(condition: Condition, text: Text, inner: Callable[[Condition], str]) -> str:
@@ -187,7 +197,6 @@ def passing_chain(parts: list[Condition], text: Text, missing: Missing, value: s
         value: "true", or "number" for the number of the row to ask, NULL if nothing is missing.
     """
     asking = [part for part in parts if part.asks]
-    others = [part for part in parts if not part.asks]
     is_number = value == "number"
     shown = "NULL" if is_number else "true"
     otherwise = "NULL" if is_number else "false"
@@ -200,19 +209,28 @@ def passing_chain(parts: list[Condition], text: Text, missing: Missing, value: s
         )
     if is_number:
         return shown
-    for part in reversed([part for part in others if part.has_query]):
-        shown = f"CASE WHEN {text(part.range)} THEN {shown} ELSE false END"
-    free = [f"({text(part.range)})" for part in others if not part.has_query]
-    return " AND ".join([*free, shown])
+    return _behind_others(parts, text, shown)
 
 
-def evaluated(parts: list[Condition], text: Text, missing: Missing) -> str:
-    """What does not ask, and a look at what does: all its rows pass."""
-    shown = "true"
-    for part in reversed([part for part in parts if part.asks]):
-        look = missing_text(part, text, missing)
-        shown = f"CASE WHEN coalesce({look}, 0) >= 0 THEN {shown} ELSE false END"
-    for part in reversed([part for part in parts if not part.asks and part.has_query]):
-        shown = f"CASE WHEN {text(part.range)} THEN {shown} ELSE false END"
-    free = [f"({text(part.range)})" for part in parts if not part.asks and not part.has_query]
-    return " AND ".join([*free, shown])
+def evaluated(parts: list[Condition], text: Text, look: Missing) -> str:
+    """What does not ask, and a look at what does: all its rows pass, whatever answers say.
+
+    Args:
+        look: a number, from 0 on or NULL, for which all calls of a leaf are looked at.
+    """
+    looks = [_looks(part, text, look) for part in parts if part.asks]
+    shown = f"(greatest(0, {', '.join(looks)}) >= 0)"
+    return _behind_others(parts, text, shown)
+
+
+def _looks(condition: Condition, text: Text, look: Missing) -> str:
+    if condition.kind == "leaf":
+        return look(condition)
+    shown = f"greatest(0, {', '.join(_looks(p, text, look) for p in condition.parts if p.asks)})"
+    if condition.kind == "not":
+        return shown
+    decides = "{0}" if condition.kind == "or" else "NOT ({0})"
+    for part in condition.parts:
+        if not part.asks:
+            shown = f"CASE WHEN {decides.format(text(part.range))} THEN NULL ELSE {shown} END"
+    return shown

@@ -58,6 +58,7 @@ class Edited:
         self.anchors: dict[int, str] = {}
         self._guarded: set[int] = set()
         self._is_shown = False
+        self._is_looked_at = False
         self._stars: dict[Range, list[Call]] = {}
         # conditions that let through what they cannot decide yet
         self.passing: set[Range] = set()
@@ -192,7 +193,8 @@ class Edited:
                 return self._shown_call(call)
             anchors = self.anchors.get(call.range[0], "[]")
             key = self.key(call, splice)
-            return self.functions.call(call.site.question.output, call.site.number, key, anchors)
+            output, number = call.site.question.output, call.site.number
+            return self.functions.call(output, number, key, anchors, not self._is_looked_at)
 
         return render
 
@@ -237,7 +239,7 @@ class Edited:
     def _conditions(self, select: Select) -> None:
         for clause in ("where", "having", "qualify"):
             if clause in select.clauses and self.asks(select.clauses[clause]):
-                self._condition(select.clauses[clause], clause == "where")
+                self._condition(select.clauses[clause], clause)
         if "from" in select.clauses:
             for tokens in on_conditions(self.structure, select.clauses["from"]):
                 if self.asks(tokens):
@@ -251,7 +253,7 @@ class Edited:
             ):
                 tokens = (number + 3, structure.match.get(number + 1, number + 3))
                 if self.asks(tokens):
-                    self._condition(tokens, False)
+                    self._condition(tokens, "filter")
                 self._guard_arguments(number, tokens)
 
     def _guard_arguments(self, number: int, condition: Range) -> None:
@@ -273,11 +275,25 @@ class Edited:
 
                 self._add(call.range, _CALL_RANK - 1, render)
 
-    def _condition(self, tokens: Range, is_whole: bool = True) -> None:
-        """
-        Args:
-            is_whole: DuckDB moves conjuncts that do not ask, which helps.
-        """
+    def _value_of(self, splice: Splice) -> Callable[[Condition], str]:
+        """A number for which the calls of a leaf are looked at, also those of aggregates."""
+        return lambda condition: f"length(({self.text(condition.range, splice)})::VARCHAR)"
+
+    def look_at(self, tokens: Range) -> None:
+        """Look at all calls of an expression before it chooses among them."""
+
+        def render(splice: Splice) -> str:
+            looks = ", ".join(self.missing(call) for call in self.calls_of(tokens))
+            self._is_looked_at = True
+            inner = self.splices.render(splice.begin, splice.end, splice)
+            self._is_looked_at = False
+            return f"CASE WHEN greatest(0, {looks}) >= 0 THEN {inner} END"
+
+        self._add(tokens, _CALL_RANK - 2, render)
+
+    def _condition(self, tokens: Range, clause: str = "on") -> None:
+        # DuckDB moves conjuncts that do not ask, which helps
+        is_whole = clause in ("on", "where")
         if tokens in self.conditions:
             return
         condition = read_condition(self.structure, tokens, self.asks)
@@ -286,7 +302,8 @@ class Edited:
         def render(splice: Splice) -> str:
             if tokens in self.lets_all_through:
                 parts = conjuncts(condition)
-                return evaluated(parts, lambda part: self.text(part, splice), self.missing_of)
+                look = self._value_of(splice) if clause == "having" else self.missing_of
+                return evaluated(parts, lambda part: self.text(part, splice), look)
             if tokens in self.passing:
                 parts = conjuncts(condition)
                 return passing_chain(parts, lambda part: self.text(part, splice), self.missing_of)

@@ -60,6 +60,8 @@ class Splices:
                 continue
             if splice.begin < at or splice.end > end:
                 continue
+            if inside is not None and splice.begin == end and splice.rank < inside.rank:
+                continue  # what follows the part
             parts += [self.text[at : splice.begin], splice.render(splice)]
             at = splice.end
         parts.append(self.text[at:end])
