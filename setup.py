@@ -155,7 +155,12 @@ class Unit:
 
 
 def plan_units(sources: list[Path], toolchain: Toolchain, folder: Path) -> list[Unit]:
-    """The translation units of `sources` this compiler knows, and nanobind's own sources."""
+    """The translation units of `sources` this compiler knows, and nanobind's own sources.
+
+    They are linked in this order, those for every CPU first: what several instantiate of the
+    standard library's templates, linkers take from the first one, so that no code of an
+    instruction set is merged into what runs without it.
+    """
     import nanobind
 
     nanobind_root = Path(nanobind.source_dir()).parent
@@ -203,7 +208,8 @@ def plan_units(sources: list[Path], toolchain: Toolchain, folder: Path) -> list[
         units.append(unit(source, str(source.relative_to("csrc").with_suffix("")), flags))
     binding_library = nanobind_root / "src" / "nb_combined.cpp"
     units.append(unit(binding_library, "nanobind", [*common, "-fno-strict-aliasing"]))
-    return units
+    ranks = {None: -1, **{name: rank for rank, name in enumerate(INSTRUCTION_SETS)}}
+    return sorted(units, key=lambda unit: ranks[instruction_set(unit.source)])
 
 
 def compile_units(units: list[Unit]) -> bool:
@@ -224,18 +230,6 @@ def compile_units(units: list[Unit]) -> bool:
 
 
 def link(units: list[Unit], toolchain: Toolchain, target: Path) -> None:
-    """Link the objects, those for every CPU first.
-
-    What several objects instantiate of the standard library's templates, linkers take from the
-    first one: no object runs such code of an instruction set above its own then.
-    """
-    sets = list(INSTRUCTION_SETS)
-
-    def rank(unit: Unit) -> int:
-        name = instruction_set(unit.source)
-        return -1 if name is None else sets.index(name)
-
-    units = sorted(units, key=rank)
     dead_code = ["-Wl,--gc-sections"]
     if sys.platform == "darwin":
         dead_code = ["-undefined", "dynamic_lookup", "-Wl,-dead_strip"]
@@ -252,7 +246,7 @@ def link(units: list[Unit], toolchain: Toolchain, target: Path) -> None:
 
 
 def write_compile_commands(units: list[Unit]) -> None:
-    """Tell editors and clang-tidy how each source is compiled."""
+    """Tell editors, clang-tidy and the sanitizers' build how each source is compiled."""
     entries = [
         {"directory": str(ROOT), "file": str(unit.source), "arguments": unit.command}
         for unit in units

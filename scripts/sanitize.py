@@ -30,7 +30,8 @@ ENVIRONMENT = {
 
 
 def compile_commands() -> dict[str, list[str]]:
-    """By source, without the parts that name files and how much to optimize."""
+    """By source, in the order in which they are to be linked, without the parts that name files
+    and how much to optimize."""
     recorded = ROOT / "build" / "compile_commands.json"
     if not recorded.exists():
         raise SystemExit(f"{recorded} is missing: build the extension first (make setup)")
@@ -45,8 +46,8 @@ def compile_commands() -> dict[str, list[str]]:
 def build(sanitizers: str, jobs: int) -> Path:
     """The workload, compiled with `sanitizers`."""
     commands = compile_commands()
-    sources = {name: each for name, each in commands.items() if name.startswith(FOLDERS)}
-    sources[DRIVER] = commands["csrc/index/index_portable.cpp"]
+    sources = {DRIVER: commands["csrc/index/index_portable.cpp"]}
+    sources |= {name: each for name, each in commands.items() if name.startswith(FOLDERS)}
     folder = ROOT / "build" / f"sanitize-{sanitizers.replace(',', '-')}"
     folder.mkdir(parents=True, exist_ok=True)
     flags = ["-O1", "-g", "-fno-omit-frame-pointer", f"-fsanitize={sanitizers}"]
@@ -70,7 +71,9 @@ def run(command: list[str], **environment: str) -> None:
         command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
     )
     if done.returncode:
-        raise SystemExit(f"{shlex.join(command)}\n{done.stdout}{done.stderr}")
+        raise SystemExit(
+            f"{shlex.join(command)}\nended with {done.returncode}\n{done.stdout}{done.stderr}"
+        )
     sys.stdout.write(done.stdout)
 
 
