@@ -19,7 +19,6 @@ import os
 import pydoc_data.topics
 import subprocess
 import tempfile
-import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -35,6 +34,7 @@ from benchmarks.support.options import argument_parser
 from benchmarks.support.result import Goal, Result
 from benchmarks.tables.database import Database
 from benchmarks.tables.dummy_model import TINY, save_model
+from benchmarks.tables.oracle import Oracle, Results, expected_results
 from benchmarks.tables.prefix_cache_server import Asked, prefix_cache_server
 from benchmarks.tables.queries import (
     ANSWER,
@@ -60,50 +60,7 @@ COLUMNS = {"prompts": 1, "prompt tokens": 1, "hit rate": -1, "uncached tokens": 
 """What is counted, and whether less (1) or more (-1) of it is better."""
 PROCESS_TIMEOUT_S = 120
 
-Results = dict[str, Any]
-"""Of each kind of query: ids of rows in order, or mean scores by title."""
 Urls = dict[str, str]
-
-
-class Oracle:
-    """What the model says of a prompt."""
-
-    def __init__(self, reviews: list[str]) -> None:
-        self._reviews = list(dict.fromkeys(reviews))
-
-    @staticmethod
-    def sentiment(review: str) -> str:
-        return "NEGATIVE" if zlib.crc32(review.encode()) % 2 else "POSITIVE"
-
-    @staticmethod
-    def score(review: str) -> int:
-        return 1 + zlib.crc32(review.encode()) // 2 % 5
-
-    def answer(self, prompt: str) -> str:
-        if "Recommend other films" in prompt or "sentiment" not in prompt:
-            return f"words {zlib.crc32(prompt.encode())}"
-        review = next(each for each in self._reviews if each in prompt)
-        if "from 1 to 5" in prompt:
-            return str(self.score(review))
-        if "True or False" in prompt:
-            return str(self.sentiment(review) == "NEGATIVE")
-        return self.sentiment(review)
-
-
-def expected_results(database: Database) -> Results:
-    films = database.films
-    rows = list(zip(films["id"], films["title"], films["review"], strict=True))
-    scores: dict[str, list[int]] = {}
-    for _, title, review in rows:
-        scores.setdefault(title, []).append(Oracle.score(review))
-    negative = [number for number, _, review in rows if Oracle.sentiment(review) == "NEGATIVE"]
-    return {
-        "projection": films["id"],
-        "filter": negative,
-        "several": negative,
-        "aggregation": {title: sum(found) / len(found) for title, found in scores.items()},
-        "retrieval": database.questions["id"],
-    }
 
 
 def check_results(system: str, found: Results, expected: Results) -> None:
