@@ -8,8 +8,13 @@ from pathlib import Path
 
 from benchmarks.support import machine
 
-PATH_OPTIONS: dict[str, list[str]] = {"--json": [], "--cache": [], "--data": ["--data", "FOLDER"]}
-"""What results show of them: only `--data` decides what is measured."""
+PATH_OPTIONS: dict[str, list[str]] = {
+    "--json": [],
+    "--cache": [],
+    "--data": ["--data", "FOLDER"],
+    "--rivals": ["--rivals", "PYTHON"],
+}
+"""What results show of them: only `--data` and `--rivals` decide what is measured."""
 
 
 def argument_parser(description: str, *, rounds: int, threads: int = 1) -> argparse.ArgumentParser:

@@ -3,7 +3,11 @@
 
 bench_tables.py           hits of each order of rows and fields
 bench_table_queries.py    time of the whole job
-data.py                   the tables
+bench_table_rivals.py     what LOTUS, Daft and a loop send for the same queries
+prefix_cache_server.py    the server that they all ask
+oracle.py                 what it answers
+rivals_main.py            their queries
+data.py, database.py      the tables
 queries.py                the questions asked of them
 retrieval.py              the texts to find answers in
 ggr.py                    the order of the papers

@@ -20,17 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
-import pyarrow as pa
 from vllm import LLM
 
 from benchmarks.support.formatting import Row
 from benchmarks.support.options import argument_parser
 from benchmarks.support.result import Goal, Result
 from benchmarks.support.timing import Timing, ratio
-from benchmarks.tables.data import SOURCES, find_table
+from benchmarks.tables.database import Database
 from benchmarks.tables.dummy_model import HALF_BILLION, TINY, save_model
 from benchmarks.tables.queries import ANSWER, PUSHED_DOWN, QUERIES, SENTIMENT, Call, TableQuery
-from benchmarks.tables.retrieval import made_questions, read_questions
 from vllm_relay.demo.engine_process import wait_until_workers_sleep
 from vllm_relay.tables.engines.base import Prompt
 from vllm_relay.tables.engines.in_process import InProcessEngine
@@ -40,64 +38,9 @@ from vllm_relay.tables.jobs.prompts.format import PromptFormat
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.connection import connect
 
-FILM_FIELDS = ("link", "review", "title", "info", "id")
 EACH_BAR, MEDIAN_BAR, MEDIAN_AIM = 1.5, 2, 3
 PUSHED_BAR, PUSHED_AIM = 4, 6
 KV_CACHE_BYTES = 1 << 30  # of each of the two engines
-
-
-class Database:
-    """The tables, in files that every connection reads."""
-
-    def __init__(self, folder: Path, data: Path | None, rows: int) -> None:
-        self._files = {
-            name: folder / f"{name}.parquet" for name in ("films", "questions", "chosen")
-        }
-        connection = duckdb.connect()
-        films, questions = load_films(data, rows), load_questions(data, rows)
-        tables = {
-            "films": films,
-            "questions": questions,
-            "chosen": {"title": sorted(set(map(str, films["title"])))[::5]},
-        }
-        for name, table in tables.items():
-            connection.register("made", pa.table(table))
-            connection.execute(f"COPY (FROM made) TO '{self._files[name]}' (FORMAT parquet)")
-        self.num_films = len(films["id"])
-        self.texts = [
-            str(cell) for table in tables.values() for cells in table.values() for cell in cells
-        ]
-
-    def connect(self) -> duckdb.DuckDBPyConnection:
-        connection = duckdb.connect()
-        for name, path in self._files.items():
-            connection.execute(f"CREATE VIEW {name} AS FROM '{path}'")
-        return connection
-
-
-def load_films(data: Path | None, rows: int) -> dict[str, list[Any]]:
-    """All reviews of so many films that there are about as many rows, in the table's order."""
-    source = SOURCES["movies_small"]
-    if data is None:
-        table = source.made(source.rows)
-    else:
-        found = find_table(source, data)
-        if found is None:
-            raise SystemExit(f"no {source.file} in the folder of --data or below: put it there")
-        given = ("rotten_tomatoes_link", "review_content", "movie_title", "movie_info", "id")
-        table = {new: found[old] for new, old in zip(FILM_FIELDS, given, strict=True)}
-    titles = list(dict.fromkeys(table["title"]))
-    chosen = set(titles[: max(1, round(len(titles) * rows / source.rows))])
-    kept = [number for number, title in enumerate(table["title"]) if title in chosen]
-    films: dict[str, list[Any]] = {
-        name: [table[name][number] for number in kept] for name in FILM_FIELDS
-    }
-    films["id"] = list(map(int, films["id"]))
-    return films
-
-
-def load_questions(data: Path | None, rows: int) -> dict[str, list[Any]]:
-    return made_questions(rows) if data is None else read_questions(data, rows)
 
 
 class WholeAnswers(InProcessEngine):

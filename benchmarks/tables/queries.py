@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import Question
 
-_REVIEWER = (
+REVIEWER = (
     "You are a data analyst who reads reviews of films. Each record has a link to the film, its "
     "title, a description and one review. Answer from the record alone and do not add anything. "
 )
@@ -57,22 +57,22 @@ class TableQuery:
 
 _REVIEW_FIELDS = ("link", "review", "title", "info")
 SENTIMENT = Call(
-    _REVIEWER + "Is the sentiment of the {review} positive or negative?",
+    REVIEWER + "Is the sentiment of the {review} positive or negative?",
     _REVIEW_FIELDS,
     ("POSITIVE", "NEGATIVE"),
 )
 RECOMMENDATION = Call(
-    _REVIEWER + "Recommend other films to whoever wrote the {review}, in a few words.",
+    REVIEWER + "Recommend other films to whoever wrote the {review}, in a few words.",
     _REVIEW_FIELDS,
 )
 SCORE = Call(
-    _REVIEWER + "Rate the sentiment of the {review} from 1 to 5.",
+    REVIEWER + "Rate the sentiment of the {review} from 1 to 5.",
     _REVIEW_FIELDS,
     returns="int",
     max_tokens=4,
 )
 FOR_CHILDREN = Call(
-    _REVIEWER + "Is the film of the {title} and {info} for children?",
+    REVIEWER + "Is the film of the {title} and {info} for children?",
     ("title", "info"),
     ("Yes", "No"),
 )
