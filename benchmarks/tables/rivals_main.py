@@ -115,7 +115,7 @@ class Daft:
         score = self._ask_film("score", " Answer with an integer.").cast(DataType.float64())
         means = self.films.with_column("score", score).groupby("title").agg(col("score").mean())
         found = means.to_pydict()
-        return dict(zip(found["title"], found["score"]))  # noqa: B905
+        return dict(zip(found["title"], found["score"], strict=True))
 
     def retrieval(self):
         asked = self._ask("answer", ("question", "passages"))

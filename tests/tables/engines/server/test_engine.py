@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import threading
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from tests.tables.engines.server.fake_server import (
 )
 from vllm_relay.tables.engines.base import Completion, EngineError, Prompt
 from vllm_relay.tables.engines.server.engine import ServerEngine
-from vllm_relay.tables.engines.server.http import ServerAddress
+from vllm_relay.tables.engines.server.http import HttpClient, ServerAddress
 from vllm_relay.tables.engines.server.keys import ServerKey
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.outputs import Output
@@ -283,6 +284,28 @@ def test_one_after_the_other_in_their_order() -> None:
         assert [each.text for each in completions] == [str(i + 1) for i in range(50)]
         assert server.prompts == [[i + 1] for i in range(50)]
         assert server.most_running == 1
+
+
+def test_prompts_are_sent_in_their_order_whatever_their_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that are taken before the first answer included."""
+    given = list(prompts(300))
+    numbers = random.Random(0).sample(range(300), 300)
+    shuffled = [replace(prompt, number=n) for prompt, n in zip(given, numbers, strict=True)]
+    sent: list[int] = []
+    post_json = HttpClient.post_json
+
+    async def noted(http: HttpClient, path: str, body: dict[str, Any]) -> Any:
+        sent.append(body["prompt"][0] - 1)
+        return await post_json(http, path, body)
+
+    with fake_server() as server:
+        engine = engine_for(server.url)
+        monkeypatch.setattr(HttpClient, "post_json", noted)
+        list(engine.generate(shuffled, QUESTION))
+    # connections that are opened at once may still overtake each other
+    assert sent == list(range(300))
 
 
 def test_completions_come_as_they_are_ready() -> None:

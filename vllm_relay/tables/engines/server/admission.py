@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from itertools import count
 
 from vllm_relay.tables.engines.base import EngineError
 from vllm_relay.tables.engines.server.http import RequestRefused, ServerAway
@@ -25,7 +24,7 @@ _GROWTH_PER_ANSWER = 1 / 8
 
 
 class Admission:
-    """Prompts enter by their number.
+    """Prompts enter by their turn, the smallest first.
 
     A few come first. The others follow when one is answered, or when the server has been at work
     for a second without refusing any. When several are refused in a row nobody enters until
@@ -44,8 +43,7 @@ class Admission:
         self._max_running = max_running
         self._retries = retries
         self._limit = float(min(max_running, _NUM_FIRST))
-        self._waiting: list[tuple[int, int, asyncio.Future[int]]] = []
-        self._order = count()
+        self._waiting: list[tuple[int, asyncio.Future[int]]] = []
         self._num_entered = 0
         self._num_running = 0
         self._has_answered = False
@@ -70,13 +68,16 @@ class Admission:
         return self._latest_answered > num_entered
 
     @asynccontextmanager
-    async def place(self, number: int) -> AsyncIterator[None]:
+    async def place(self, turn: int) -> AsyncIterator[None]:
         """A place among those that the server has; what ends it tells about the server.
+
+        Args:
+            turn: of a prompt, which has it again when it is asked again; no other prompt has it.
 
         Raises:
             EngineError: it has been away for longer than the policy's patience.
         """
-        entered = await self._enter(number)
+        entered = await self._enter(turn)
         try:
             yield
         except ServerAway as error:
@@ -118,22 +119,24 @@ class Admission:
         """Nobody enters any more."""
         self._is_closed = True
 
-    async def _enter(self, number: int) -> int:
-        turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (number, next(self._order), turn))
-        self._admit()
-        return await turn
+    async def _enter(self, turn: int) -> int:
+        loop = asyncio.get_running_loop()
+        entered: asyncio.Future[int] = loop.create_future()
+        heapq.heappush(self._waiting, (turn, entered))
+        # not at once: those that were let in just before have not gone on yet
+        loop.call_soon(self._admit)
+        return await entered
 
     def _admit(self) -> None:
         while self._waiting and self._has_room():
-            _, _, turn = heapq.heappop(self._waiting)
-            if turn.cancelled():
+            _, entered = heapq.heappop(self._waiting)
+            if entered.cancelled():
                 continue
             if not self._num_entered:
                 asyncio.get_running_loop().call_later(_FIRST_S, self._first_are_at_work)
             self._num_entered += 1
             self._num_running += 1
-            turn.set_result(self._num_entered)
+            entered.set_result(self._num_entered)
 
     def _has_room(self) -> bool:
         if self._is_closed or self.is_suspended:

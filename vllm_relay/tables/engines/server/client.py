@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import nullcontext
+from itertools import count
 
 from vllm_relay.tables.engines.base import Completion, EngineError, Prompt
 from vllm_relay.tables.engines.server.admission import RESUME, Admission
@@ -59,6 +60,7 @@ class ServerClient:
         self._admission = admission
         self._retries = retries
         self._is_dialect_known = False
+        self._turns = count()
         self._num_failed_in_a_row = 0
         self._may_be_restarted = False
         self._checking = asyncio.Lock()
@@ -83,12 +85,13 @@ class ServerClient:
     async def _answer(self, prompt: Prompt) -> Completion:
         num_failures = num_broken = num_turned_away = num_passed_over = 0
         turned_away_at: int | None = None
+        turn = next(self._turns)
         while True:
             is_suspect = num_broken >= _NUM_BROKEN_OF_SUSPECTS
             try:
                 async with (
                     self._running_suspect if is_suspect else nullcontext(),
-                    self._admission.place(prompt.number),
+                    self._admission.place(turn),
                 ):
                     completion = await self._attempt(prompt)
             except ServerAway as error:

@@ -14,8 +14,6 @@ from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.sql.replay.answers import Answers
 
 _numbers = itertools.count(1)
-_NOT_COUNTED = -1
-"""Less the number of a site, for a call that is not counted."""
 
 _OPTIONS: dict[str, Any] = {"type": "arrow", "null_handling": "special", "side_effects": False}
 _PARAMETERS: list[Any] = ["BIGINT", "VARCHAR[]", "UBIGINT[]"]
@@ -72,7 +70,7 @@ class Functions:
                 return pa.nulls(len(sites), arrow_type)
             site = sites[0].as_py() if len(sites) else 0
             is_counted = site >= 0
-            site = site if is_counted else _NOT_COUNTED - site
+            site = site if is_counted else ~site
             # a row that an outer join adds has no key, and so no answer
             rows = [None if key is None else tuple(key) for key in keys.to_pylist()]
             if value_of is None:
@@ -97,7 +95,7 @@ class Functions:
         Args:
             is_counted: what is missing counts as that; it does not where it is looked at beside.
         """
-        given = site if is_counted else _NOT_COUNTED - site
+        given = site if is_counted else ~site
         text = f"{self._prefix}{output.type}({given}, {key}, {anchors})"
         return f"({text}::JSON)" if output.type == "json" else text
 
