@@ -5,13 +5,12 @@ The five kinds of queries of Liu et al., 2024, over made tables, asked of one se
 rule and counts what a prefix cache in blocks of 16 tokens finds of each prompt, in the order in
 which they come. Each query meets an empty cache; the block used longest ago leaves first. Prompts
 sent at once arrive in an order that differs a little from run to run, and with it what a bounded
-cache finds. All
-systems give the same results, or the benchmark ends. vllm-relay sends tokens to a server that says
-it is vLLM, and messages to any other; the rivals send messages, with the same questions and fields,
-as their users write them. "caller's order" is OpenAI's client in a loop over the rows. LOTUS puts
-fields in the order of a Python set, which differs from process to process: several are shown.
-Tokens are those of a byte-level BPE that is trained on Python's manual, and so knows no system's
-wording better than another's.
+cache finds. All systems give the same results, or the benchmark ends. vllm-relay sends tokens to a
+server that says it is vLLM, and messages to any other; the rivals send messages, with the same
+questions and fields, as their users write them. "caller's order" is OpenAI's client in a loop over
+the rows. LOTUS puts fields in the order of a Python set, which differs from process to process:
+several are shown. Tokens are those of a byte-level BPE that is trained on Python's manual, and so
+knows no system's wording better than another's.
 
 DuckDB's Flock is left out: its extension comes from a server of its own alone.
 """
