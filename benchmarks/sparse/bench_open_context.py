@@ -25,7 +25,7 @@ from benchmarks.support.timing import interleaved, ratio
 from vllm_relay.sparse import Dipr, GraphIndex
 from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint
 from vllm_relay.sparse.contexts.context_store import HeadStates
-from vllm_relay.sparse.contexts.disk_context_store import DiskContextStore
+from vllm_relay.sparse.contexts.disk.disk_context_store import DiskContextStore
 from vllm_relay.sparse.index.elements import Elements, as_elements
 
 NUM_LAYERS, NUM_KV_HEADS, GROUP, HEAD_SIZE = 32, 8, 4, 128

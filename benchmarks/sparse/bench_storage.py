@@ -23,9 +23,9 @@ from vllm_relay.long_context.host.host_sequence import HostSequence, SequencePla
 from vllm_relay.long_context.host.index_builders import start_builders
 from vllm_relay.long_context.host.worker_contexts import WorkerContexts, db_options
 from vllm_relay.long_context.orders import KeptContext
-from vllm_relay.sparse.contexts.context_file import ContextFile, ContextFingerprint
 from vllm_relay.sparse.contexts.context_store import context_id_of
-from vllm_relay.sparse.contexts.context_writer import ContextHead, write_context
+from vllm_relay.sparse.contexts.disk.context_file import ContextFile, ContextFingerprint
+from vllm_relay.sparse.contexts.disk.context_writer import ContextHead, write_context
 from vllm_relay.sparse.files.buffer_pool import BufferPool
 from vllm_relay.sparse.files.checksum import crc32c, kernels
 from vllm_relay.sparse.files.section_table import PAGE_BYTES

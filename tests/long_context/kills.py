@@ -19,9 +19,9 @@ from rich.console import Console
 
 from tests.long_context.killed_engine import Order, serve
 from tests.support import vllm_processes
-from vllm_relay.sparse.contexts.context_file import CONTEXT_SUFFIX, ContextFile
 from vllm_relay.sparse.contexts.contexts_command import run_verify
-from vllm_relay.sparse.contexts.disk_context_store import DiskContextStore
+from vllm_relay.sparse.contexts.disk.context_file import CONTEXT_SUFFIX, ContextFile
+from vllm_relay.sparse.contexts.disk.disk_context_store import DiskContextStore
 from vllm_relay.sparse.files.section_writer import UNFINISHED_PREFIX
 
 MOMENTS = ("any", "starting", "indexing", "writing", "writing")

@@ -24,13 +24,13 @@ from vllm_relay.long_context.client import (
 )
 from vllm_relay.long_context.host.worker import make_worker
 from vllm_relay.long_context.orders import KEEP_ARG, StepOrders
-from vllm_relay.sparse.contexts.context_file import (
+from vllm_relay.sparse.contexts.disk.context_file import (
     CONTEXT_SUFFIX,
     LINK_SUFFIX,
     QUERIES_SUFFIX,
     ContextFile,
 )
-from vllm_relay.sparse.contexts.context_folder import parent_path
+from vllm_relay.sparse.contexts.disk.context_folder import parent_path
 
 SECONDS = float(os.environ.get("RELAY_SOAK_S", "60"))
 FIRST_SEED = int(os.environ.get("RELAY_SOAK_FIRST_SEED", "0"))

@@ -23,11 +23,11 @@ from tests.sparse.key_sets import key_set
 from vllm_relay.long_context.host.host_attention import HostPart, Retrieval, attend_retrieved
 from vllm_relay.long_context.host.host_sequence import HostLayer, SequencePlace
 from vllm_relay.long_context.window import Residency
-from vllm_relay.sparse.contexts.context_file import ContextFile
 from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint, ForeignContextError
 from vllm_relay.sparse.contexts.context_store import StoredContext
-from vllm_relay.sparse.contexts.context_writer import ContextHead, write_context
-from vllm_relay.sparse.contexts.disk_context_store import DiskContextStore
+from vllm_relay.sparse.contexts.disk.context_file import ContextFile
+from vllm_relay.sparse.contexts.disk.context_writer import ContextHead, write_context
+from vllm_relay.sparse.contexts.disk.disk_context_store import DiskContextStore
 from vllm_relay.sparse.contexts.retrieval import SessionStats
 from vllm_relay.sparse.files.section_file import SectionFile, SectionWriter
 from vllm_relay.sparse.index.blocks import BlockIndex

@@ -11,8 +11,8 @@ import numpy as np
 
 from tests.sparse.brute_force_index import BruteForceIndex
 from vllm_relay._C import PageGuard
-from vllm_relay.sparse.contexts.context_file import ContextFingerprint
-from vllm_relay.sparse.contexts.context_writer import ContextHead, write_context
+from vllm_relay.sparse.contexts.disk.context_file import ContextFingerprint
+from vllm_relay.sparse.contexts.disk.context_writer import ContextHead, write_context
 from vllm_relay.sparse.index.elements import Elements, from_float32
 from vllm_relay.sparse.index.key_index import NO_GUARDS, IndexDamagedError
 

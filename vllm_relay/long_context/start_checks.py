@@ -35,7 +35,7 @@ def check_context_dir(vllm_config: VllmConfig, options: RelayConfig) -> None:
         raise ValueError(f"{SECTION}.context_dir needs {reason}")
     folder = Path(options.context_dir).expanduser()
     expected = f"{SECTION}.context_dir: {options.context_dir!r} was given, expected a folder "
-    from vllm_relay.sparse.contexts.context_folder import make_private_folder
+    from vllm_relay.sparse.contexts.disk.context_folder import make_private_folder
 
     try:
         make_private_folder(folder)

@@ -20,7 +20,7 @@ from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.engines.opening import is_engine, open_engine
 from vllm_relay.tables.identifiers import json_text
 from vllm_relay.tables.jobs.asking import ask
-from vllm_relay.tables.jobs.estimate import JobReport
+from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.options import DEFAULT_BUCKET_ROWS, JobOptions
 from vllm_relay.tables.jobs.prompts.format import PromptTemplate
 from vllm_relay.tables.jobs.token_budget import TokenBudgetError

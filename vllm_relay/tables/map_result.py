@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from vllm_relay.tables.answer_types import AnswerType
-from vllm_relay.tables.jobs.estimate import JobReport
+from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.token_budget import TokenBudgetError
 from vllm_relay.tables.texts import shortened
 

@@ -28,7 +28,7 @@ from vllm_relay.long_context.host import chain_length
 from vllm_relay.long_context.host.index_builders import start_builders
 from vllm_relay.long_context.host.worker import LongContextWorker, LongRequest
 from vllm_relay.long_context.host.worker_contexts import WorkerContexts
-from vllm_relay.sparse.contexts.context_file import CONTEXT_SUFFIX
+from vllm_relay.sparse.contexts.disk.context_file import CONTEXT_SUFFIX
 from vllm_relay.sparse.files.damage import IndexDamagedError
 from vllm_relay.sparse.plan.options import DBOptions
 

@@ -37,17 +37,17 @@ from vllm_relay.long_context.host.index_builders import start_builders
 from vllm_relay.long_context.host.worker_contexts import WorkerContexts
 from vllm_relay.long_context.orders import DELETED
 from vllm_relay.long_context.window import Residency
-from vllm_relay.sparse.contexts.context_file import (
+from vllm_relay.sparse.contexts.context_store import StoredContext
+from vllm_relay.sparse.contexts.contexts_command import run_delete, run_list, run_verify
+from vllm_relay.sparse.contexts.disk.context_file import (
     CONTEXT_SUFFIX,
     LINK_SUFFIX,
     ContextFile,
     ParentFile,
     _check_layout,
 )
-from vllm_relay.sparse.contexts.context_store import StoredContext
-from vllm_relay.sparse.contexts.context_writer import ContextHead, write_context
-from vllm_relay.sparse.contexts.contexts_command import run_delete, run_list, run_verify
-from vllm_relay.sparse.contexts.disk_context_store import DiskContextStore
+from vllm_relay.sparse.contexts.disk.context_writer import ContextHead, write_context
+from vllm_relay.sparse.contexts.disk.disk_context_store import DiskContextStore
 from vllm_relay.sparse.contexts.partial_attention import attention_state
 from vllm_relay.sparse.contexts.retrieval import SessionStats, parts_of, retrieve
 from vllm_relay.sparse.files.damage import IndexDamagedError

@@ -21,10 +21,10 @@ from vllm_relay.long_context.host.host_attention import (
 from vllm_relay.long_context.host.host_sequence import HostLayer, SequencePlace
 from vllm_relay.long_context.window import Residency
 from vllm_relay.sparse import CoarseIndex, FlatIndex, GraphIndex
-from vllm_relay.sparse.contexts.context_file import CONTEXT_SUFFIX
 from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint
 from vllm_relay.sparse.contexts.context_store import HeadStates, MemoryContextStore, StoredContext
-from vllm_relay.sparse.contexts.disk_context_store import DiskContextStore
+from vllm_relay.sparse.contexts.disk.context_file import CONTEXT_SUFFIX
+from vllm_relay.sparse.contexts.disk.disk_context_store import DiskContextStore
 from vllm_relay.sparse.contexts.retrieval import SessionStats
 from vllm_relay.sparse.files.damage import IndexDamagedError
 from vllm_relay.sparse.index.compiled_index import CompiledIndex

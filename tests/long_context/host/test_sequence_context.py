@@ -15,10 +15,10 @@ from vllm_relay.long_context.host.host_sequence import (
     SequencePlace,
 )
 from vllm_relay.long_context.host.sequence_context import SequenceContext
-from vllm_relay.sparse.contexts.context_file import QUERIES_SUFFIX
 from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint
 from vllm_relay.sparse.contexts.context_store import HeadStates, MemoryContextStore, StoredContext
-from vllm_relay.sparse.contexts.disk_context_store import DiskContextStore
+from vllm_relay.sparse.contexts.disk.context_file import QUERIES_SUFFIX
+from vllm_relay.sparse.contexts.disk.disk_context_store import DiskContextStore
 from vllm_relay.sparse.index.flat import FlatIndex
 from vllm_relay.sparse.index.key_codes import row_bytes
 from vllm_relay.sparse.index.value_means import MEAN_TOKENS

@@ -29,9 +29,9 @@ from vllm_relay.long_context.host.host_sequence import HostSequence
 from vllm_relay.long_context.host.index_builders import start_builders
 from vllm_relay.long_context.host.worker_contexts import WorkerContexts, db_options
 from vllm_relay.long_context.orders import ContextReport, KeptContext
-from vllm_relay.sparse.contexts.context_file import CONTEXT_SUFFIX, QUERIES_SUFFIX, ContextFile
 from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint
 from vllm_relay.sparse.contexts.context_store import context_id_of
+from vllm_relay.sparse.contexts.disk.context_file import CONTEXT_SUFFIX, QUERIES_SUFFIX, ContextFile
 from vllm_relay.sparse.index.query_types import Dipr
 from vllm_relay.sparse.plan.options import DBOptions
 

@@ -12,13 +12,13 @@ import pytest
 from tests.sparse import stored_contexts
 from tests.sparse.faults import KINDS, damaged
 from tests.sparse.stored_contexts import FINGERPRINT, TOKENS, ArraysIndex, head, heads
-from vllm_relay.sparse.contexts.context_file import (
+from vllm_relay.sparse.contexts.disk.context_file import (
     ContextFile,
     ForeignContextError,
     index_type,
     token_chain,
 )
-from vllm_relay.sparse.contexts.context_writer import ContextHead, write_context
+from vllm_relay.sparse.contexts.disk.context_writer import ContextHead, write_context
 from vllm_relay.sparse.files.buffer_pool import BufferPool
 from vllm_relay.sparse.files.section_file import SectionWriter, write_sections
 from vllm_relay.sparse.index.elements import Elements

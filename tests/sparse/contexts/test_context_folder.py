@@ -14,13 +14,13 @@ import pytest
 
 from tests.sparse import stored_contexts
 from tests.sparse.contexts.test_contexts_command import damage, run
-from vllm_relay.sparse.contexts.context_folder import (
+from vllm_relay.sparse.contexts.disk.context_folder import (
     FoundContext,
     find_contexts,
     make_private_folder,
     rank_folder,
 )
-from vllm_relay.sparse.contexts.disk_context_store import DiskContextStore
+from vllm_relay.sparse.contexts.disk.disk_context_store import DiskContextStore
 from vllm_relay.sparse.files.section_file import SectionWriter
 
 COMMANDS = ["list", "show", "verify"]

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from tests.sparse import stored_contexts
 from vllm_relay.cli import app
-from vllm_relay.sparse.contexts.context_file import ContextFile
 from vllm_relay.sparse.contexts.contexts_command import size_text
+from vllm_relay.sparse.contexts.disk.context_file import ContextFile
 
 runner = CliRunner()
 

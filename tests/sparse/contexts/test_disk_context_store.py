@@ -27,9 +27,9 @@ from tests.sparse.tiny_models import (
     tiny_model,
 )
 from vllm_relay.sparse import DB, Dipr, IndexDamagedError
-from vllm_relay.sparse.contexts import disk_context
-from vllm_relay.sparse.contexts.context_file import CONTEXT_SUFFIX, QUERIES_SUFFIX
-from vllm_relay.sparse.contexts.context_writer import ContextHead, write_context
+from vllm_relay.sparse.contexts.disk import disk_context
+from vllm_relay.sparse.contexts.disk.context_file import CONTEXT_SUFFIX, QUERIES_SUFFIX
+from vllm_relay.sparse.contexts.disk.context_writer import ContextHead, write_context
 from vllm_relay.sparse.contexts.model_fingerprint import context_fingerprint
 from vllm_relay.sparse.files.buffer_pool import BufferPoolFullError
 from vllm_relay.sparse.files.section_file import write_sections

@@ -18,8 +18,8 @@ from rich.console import Console
 from tests.sparse.planned_heads import costs_with_cheap
 from tests.sparse.tiny_models import logits, random_tokens, stored, tiny_model
 from vllm_relay.sparse import DB, Dipr, GraphIndex, QueryType, TopK
-from vllm_relay.sparse.contexts.context_file import ContextFile
 from vllm_relay.sparse.contexts.contexts_command import run_show
+from vllm_relay.sparse.contexts.disk.context_file import ContextFile
 from vllm_relay.sparse.contexts.retrieval import _query_type, query_of_head
 from vllm_relay.sparse.index.compiled_index import CompiledIndex
 from vllm_relay.sparse.index.elements import Elements, from_float32

@@ -18,7 +18,7 @@ from vllm_relay.tables.engines.base import Completion, Completions, Prompt
 from vllm_relay.tables.jobs.answer_length import MOST_TEXT_TOKENS, with_max_tokens
 from vllm_relay.tables.jobs.answers import read_answer
 from vllm_relay.tables.jobs.asking import ask
-from vllm_relay.tables.jobs.estimate import JobReport
+from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import DEFAULT_MAX_TOKENS, Question
 

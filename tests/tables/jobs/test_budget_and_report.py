@@ -29,7 +29,7 @@ from vllm_relay.tables.engines.base import (
 )
 from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.jobs.asking import ask
-from vllm_relay.tables.jobs.estimate import JobReport
+from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.job_plan import JobPlan
 from vllm_relay.tables.jobs.job_runner import JobRunner
 from vllm_relay.tables.jobs.options import JobOptions

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.support.depth import cases
 from tests.tables.ordering.reference import encode, random_table, shared_beginning, tables
 from vllm_relay.tables.ordering.dependencies import find_dependencies
-from vllm_relay.tables.ordering.field_sets import FieldSets
-from vllm_relay.tables.ordering.groups import split
+from vllm_relay.tables.ordering.per_row.field_sets import FieldSets
+from vllm_relay.tables.ordering.per_row.groups import split
 
 
 def most_saved(lines, fields):

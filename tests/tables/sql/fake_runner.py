@@ -10,7 +10,7 @@ from typing import Any
 import duckdb
 
 from vllm_relay.tables.identifiers import ANSWER, ERROR, quoted
-from vllm_relay.tables.jobs.estimate import Estimate, JobReport
+from vllm_relay.tables.jobs.estimates.estimate import Estimate, JobReport
 from vllm_relay.tables.question import Question
 
 Fields = dict[str, Any]

@@ -12,7 +12,7 @@ import pytest
 
 from tests.tables.fake_engine import FakeEngine
 from tests.tables.sql.fake_runner import FakeRunner, RowError, hashed_answer
-from vllm_relay.tables.jobs.estimate import Estimate, JobReport
+from vllm_relay.tables.jobs.estimates.estimate import Estimate, JobReport
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql import AnswerFailedError, Connection, SqlError, connect
 from vllm_relay.tables.sql.result import Result

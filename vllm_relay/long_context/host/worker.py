@@ -24,8 +24,8 @@ from vllm_relay.long_context.orders import Placement, StepOrders, asks_to_be_kep
 from vllm_relay.long_context.scheduling.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.stats import LongContextStats
 from vllm_relay.long_context.window import Residency, WindowPolicy
-from vllm_relay.sparse.contexts.context_folder import rank_folder
 from vllm_relay.sparse.contexts.context_store import StoredContext
+from vllm_relay.sparse.contexts.disk.context_folder import rank_folder
 from vllm_relay.sparse.contexts.retrieval import SessionStats
 
 if TYPE_CHECKING:

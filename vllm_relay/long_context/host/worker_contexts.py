@@ -29,7 +29,7 @@ from vllm_relay.sparse.contexts.context_store import (
     ParentGoneError,
     StoredContext,
 )
-from vllm_relay.sparse.contexts.disk_context_store import DiskContext, DiskContextStore
+from vllm_relay.sparse.contexts.disk.disk_context_store import DiskContext, DiskContextStore
 from vllm_relay.sparse.index.elements import check_finite
 from vllm_relay.sparse.index.flat import FlatIndex
 from vllm_relay.sparse.index.query_types import Dipr

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_relay.sparse.contexts.context_file import CONTEXT_SUFFIX, ContextFile
-from vllm_relay.sparse.contexts.context_folder import (
+from vllm_relay.sparse.contexts.disk.context_file import CONTEXT_SUFFIX, ContextFile
+from vllm_relay.sparse.contexts.disk.context_folder import (
     FoundContext,
     delete_context,
     delete_unused_links,

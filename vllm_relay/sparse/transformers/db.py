@@ -20,7 +20,7 @@ from vllm_relay.sparse.contexts.context_store import (
     context_id_of,
     num_bytes_of,
 )
-from vllm_relay.sparse.contexts.disk_context_store import DiskContextStore
+from vllm_relay.sparse.contexts.disk.disk_context_store import DiskContextStore
 from vllm_relay.sparse.contexts.model_fingerprint import ModelBinding, context_fingerprint
 from vllm_relay.sparse.contexts.tokens import (
     as_tokens,

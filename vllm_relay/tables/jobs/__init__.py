@@ -2,12 +2,12 @@
 """A question asked of every distinct row of a table, to its end whatever happens on the way.
 
 asking.py            `ask` a table in memory; `Asker` asks about any rows
-arrow_rows.py        the distinct rows of a table in memory, and their answers     (Arrow)
-job_runner.py, duckdb_rows.py   the same of a DuckDB query                         (DuckDB)
+job_runner.py        the same of a DuckDB query                                    (DuckDB)
+rows/                the distinct rows, and their answers                  (Arrow, DuckDB)
 job_plan.py, job_run.py   what becomes of each row of a bucket; runs the prompts
 prompts/             rows become prompts                                           (numpy)
 answers.py, answer_length.py   what completions say, and how long they may be
 checkpoint.py        answers in an SQLite file
-estimate.py, estimating.py   what a job took, and what one is expected to take
+estimates/           what a job took, and what one is expected to take
 token_budget.py, progress.py, options.py   what a job may take, and how far it is
 """

@@ -12,13 +12,13 @@ import pyarrow as pa
 
 from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.jobs.answers import Answers
-from vllm_relay.tables.jobs.arrow_rows import ArrowAnswers, ArrowRows
 from vllm_relay.tables.jobs.checkpoint import Checkpoint
-from vllm_relay.tables.jobs.estimate import Estimate, JobReport
-from vllm_relay.tables.jobs.estimating import estimate_of, tokens_per_prompt
+from vllm_relay.tables.jobs.estimates.estimate import Estimate, JobReport
+from vllm_relay.tables.jobs.estimates.estimating import estimate_of, tokens_per_prompt
 from vllm_relay.tables.jobs.job_plan import Bucket, JobPlan
 from vllm_relay.tables.jobs.job_run import JobRun
 from vllm_relay.tables.jobs.options import JobOptions
+from vllm_relay.tables.jobs.rows.arrow_rows import ArrowAnswers, ArrowRows
 from vllm_relay.tables.jobs.token_budget import TokenBudget, TokenBudgetError
 from vllm_relay.tables.ordering.order import OrderChoice
 from vllm_relay.tables.question import Question

@@ -11,7 +11,7 @@ from dataclasses import replace
 from vllm_relay.tables.engines.base import Completion, Engine, EngineError, Prompt
 from vllm_relay.tables.jobs.answers import Answer, Answers, error_answer, read_answer
 from vllm_relay.tables.jobs.checkpoint import Checkpoint
-from vllm_relay.tables.jobs.estimate import JobReport
+from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.job_plan import (
     AskedRows,
     EqualRows,

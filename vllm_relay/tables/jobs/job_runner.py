@@ -9,9 +9,9 @@ import duckdb
 
 from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.jobs.asking import Asker
-from vllm_relay.tables.jobs.duckdb_rows import AnswerTable, JobRows
-from vllm_relay.tables.jobs.estimate import Estimate
+from vllm_relay.tables.jobs.estimates.estimate import Estimate
 from vllm_relay.tables.jobs.options import JobOptions
+from vllm_relay.tables.jobs.rows.duckdb_rows import AnswerTable, JobRows
 from vllm_relay.tables.question import Question
 
 

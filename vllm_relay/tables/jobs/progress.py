@@ -18,7 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from vllm_relay.tables.jobs.estimate import JobReport
+from vllm_relay.tables.jobs.estimates.estimate import JobReport
 
 _LEAST_INTERVAL_S = 0.1
 

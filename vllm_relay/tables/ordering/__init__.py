@@ -9,7 +9,7 @@ Liu et al., "Optimizing LLM Queries in Relational Workloads", 2024.
     duplicates.py        rows that become the same prompt
     element_order.py     the order of elements of sets
     table_order.py, fixed_order.py   orders; one order of fields for all rows
-    groups.py, field_sets.py, refinement.py, per_row_order.py   an order for each row
+    per_row/             an order of fields for each row
     cached_tokens.py     what the prefix cache finds, prompt after prompt
     order.py             the order with which it finds most
 """

@@ -19,7 +19,7 @@ from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.engines.opening import check_address, open_engine
 from vllm_relay.tables.engines.server.keys import key_from_environment
-from vllm_relay.tables.jobs.estimate import JobReport
+from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.request_options import RequestOptions
 from vllm_relay.tables.shell.engine_arguments import split_arguments

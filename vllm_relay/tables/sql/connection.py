@@ -15,7 +15,7 @@ import duckdb
 from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.engines.opening import is_engine, open_engine
 from vllm_relay.tables.identifiers import literal, quoted
-from vllm_relay.tables.jobs.estimate import JobReport
+from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.job_runner import JobRunner
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.sql.errors import SqlError

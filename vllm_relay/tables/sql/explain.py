@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllm_relay.tables.identifiers import literal
-from vllm_relay.tables.jobs.estimate import Estimate
+from vllm_relay.tables.jobs.estimates.estimate import Estimate
 from vllm_relay.tables.outputs import Output
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from vllm_relay.tables.jobs.estimate import Estimate, JobReport
+from vllm_relay.tables.jobs.estimates.estimate import Estimate, JobReport
 from vllm_relay.tables.question import Question
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import duckdb
 
 from vllm_relay.tables.identifiers import ANSWER, ERROR, quoted
-from vllm_relay.tables.jobs.estimate import Estimate
+from vllm_relay.tables.jobs.estimates.estimate import Estimate
 from vllm_relay.tables.sql.explain import CallEstimate, Explanation, stand_in
 from vllm_relay.tables.sql.replay.aggregates import aggregate_names
 from vllm_relay.tables.sql.replay.answers import Answers, Key

@@ -11,21 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_relay.sparse.contexts.context_file import (
-    CONTEXT_SUFFIX,
-    LINK_SUFFIX,
-    ContextFile,
-    ParentFile,
-    index_type,
-)
 from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint, ForeignContextError
-from vllm_relay.sparse.contexts.context_folder import (
-    delete_context,
-    delete_unused_links,
-    make_private_folder,
-    parent_id_of,
-    parent_path,
-)
 from vllm_relay.sparse.contexts.context_store import (
     ContextStore,
     HeadStates,
@@ -34,8 +20,22 @@ from vllm_relay.sparse.contexts.context_store import (
     StoredContext,
     context_id_of,
 )
-from vllm_relay.sparse.contexts.context_writer import ContextHead, write_context
-from vllm_relay.sparse.contexts.disk_context import DiskContext, FileVersion, write_queries
+from vllm_relay.sparse.contexts.disk.context_file import (
+    CONTEXT_SUFFIX,
+    LINK_SUFFIX,
+    ContextFile,
+    ParentFile,
+    index_type,
+)
+from vllm_relay.sparse.contexts.disk.context_folder import (
+    delete_context,
+    delete_unused_links,
+    make_private_folder,
+    parent_id_of,
+    parent_path,
+)
+from vllm_relay.sparse.contexts.disk.context_writer import ContextHead, write_context
+from vllm_relay.sparse.contexts.disk.disk_context import DiskContext, FileVersion, write_queries
 from vllm_relay.sparse.files.buffer_pool import BufferPool, BufferPoolFullError
 from vllm_relay.sparse.files.damage import IndexDamagedError
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_relay.tables.ordering.columns import Column
-from vllm_relay.tables.ordering.groups import saved_tokens, split
+from vllm_relay.tables.ordering.per_row.groups import saved_tokens, split
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from vllm_relay.sparse.contexts.context_file import CONTENT, ParentFile, place_of, places_of
 from vllm_relay.sparse.contexts.context_fingerprint import (
     ContextFingerprint,
     as_token_ids,
     token_chain,
 )
+from vllm_relay.sparse.contexts.disk.context_file import CONTENT, ParentFile, place_of, places_of
 from vllm_relay.sparse.files.section_file import SectionWriter
 from vllm_relay.sparse.index.elements import Elements, as_elements
 from vllm_relay.sparse.index.key_index import KeyIndex

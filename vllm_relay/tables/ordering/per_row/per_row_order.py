@@ -17,10 +17,15 @@ import numpy.typing as npt
 from vllm_relay.tables.ordering.columns import Column, num_rows
 from vllm_relay.tables.ordering.dependencies import find_dependencies
 from vllm_relay.tables.ordering.duplicates import distinct_rows
-from vllm_relay.tables.ordering.field_sets import FieldSet, FieldSets
 from vllm_relay.tables.ordering.fixed_order import fixed_order, ranked_fields
-from vllm_relay.tables.ordering.groups import split
-from vllm_relay.tables.ordering.refinement import FieldPositions, Nodes, lone_children, refine
+from vllm_relay.tables.ordering.per_row.field_sets import FieldSet, FieldSets
+from vllm_relay.tables.ordering.per_row.groups import split
+from vllm_relay.tables.ordering.per_row.refinement import (
+    FieldPositions,
+    Nodes,
+    lone_children,
+    refine,
+)
 from vllm_relay.tables.ordering.table_order import TableOrder, compose, sort_rows
 
 MAX_WIDTH = 16

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_relay.sparse.contexts.context_file import (
+from vllm_relay.sparse.contexts.disk.context_file import (
     CONTEXT_SUFFIX,
     LINK_SUFFIX,
     QUERIES_SUFFIX,

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_relay.tables.ordering.columns import Column
-from vllm_relay.tables.ordering.groups import Children, neighbor_tokens, saved_tokens, split
+from vllm_relay.tables.ordering.per_row.groups import Children, neighbor_tokens, saved_tokens, split
 
 Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]

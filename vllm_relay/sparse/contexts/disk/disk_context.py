@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_relay.sparse.contexts.context_file import QUERIES_SUFFIX, ContextFile
 from vllm_relay.sparse.contexts.context_store import (
     ContextShape,
     HeadStates,
@@ -20,6 +19,7 @@ from vllm_relay.sparse.contexts.context_store import (
     context_id_of,
     noticing_damage,
 )
+from vllm_relay.sparse.contexts.disk.context_file import QUERIES_SUFFIX, ContextFile
 from vllm_relay.sparse.contexts.tokens import TOKEN_DTYPE
 from vllm_relay.sparse.files.buffer_pool import BufferPoolFullError
 from vllm_relay.sparse.files.damage import IndexDamagedError

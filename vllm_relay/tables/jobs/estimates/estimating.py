@@ -10,7 +10,7 @@ import numpy as np
 
 from vllm_relay.tables.engines.base import Engine, PromptShape
 from vllm_relay.tables.jobs.answer_length import expected_tokens, likely_cut
-from vllm_relay.tables.jobs.estimate import Estimate
+from vllm_relay.tables.jobs.estimates.estimate import Estimate
 from vllm_relay.tables.jobs.job_plan import AskedRows, JobPlan, KnownRows, RefusedRows, Step
 from vllm_relay.tables.ordering.cached_tokens import cached_tokens
 from vllm_relay.tables.ordering.sequences import TokenSequences
