@@ -70,8 +70,9 @@ def llm_map(
         engine: see `open_engine`. What is opened here is closed here: open a model first if it is
             to answer more than one question.
         output: what answers are: "text", "int", "float", "bool" or "json"; str, int, float or bool;
-            a pydantic model; a JSON schema; or an `Output`. Answers that a pydantic model refuses
-            are errors. A schema is what the model is held to, answers are not checked again.
+            a type of DuckDB of structs or lists, such as ``STRUCT(title VARCHAR, year INTEGER)``; a
+            pydantic model or a JSON schema, which determine such a type; or an `Output`. Answers
+            that do not fit a type, a schema or a model are errors.
         choices: the only texts that are allowed.
         order: of rows and fields in the prompts, see `JobOptions`; values are in the table's order.
         max_tokens: of an answer; None chooses by the type of the answers and the model's context.
@@ -214,16 +215,18 @@ def _json_texts(names: Sequence[str], columns: Sequence[pa.ChunkedArray]) -> pa.
 def _result(
     table: CallerTable, answers: pa.Table, types: AnswerType, report: JobReport
 ) -> MapResult:
-    values = answers["answer"]
+    texts = answers["answer"]
     failed = pc.indices_nonzero(pc.is_valid(answers["error"]))
     errors = dict(zip(failed.to_pylist(), answers["error"].take(failed).to_pylist(), strict=True))
     if types.model is not None:
-        refused = {text: types.check(text) for text in values.unique().to_pylist() if text}
-        texts = values.to_pylist()
-        for place, text in enumerate(texts):
+        refused = {text: types.check(text) for text in texts.unique().to_pylist() if text}
+        checked = texts.to_pylist()
+        for place, text in enumerate(checked):
             if text and refused[text]:
-                errors[place], texts[place] = refused[text], None
-        values = pa.chunked_array([pa.array(texts, pa.string())])
+                errors[place], checked[place] = refused[text], None
+        texts = pa.chunked_array([pa.array(checked, pa.string())])
+    values = texts if types.output.struct is None else types.output.struct.arrow(texts)
     report.num_errors = len(errors)
     cut = pc.indices_nonzero(answers["is_cut"]).to_pylist()
-    return MapResult(table.values(values), dict(sorted(errors.items())), cut, report, types, values)
+    shown = table.values(values)
+    return MapResult(shown, dict(sorted(errors.items())), cut, report, types, values, texts)

@@ -96,8 +96,11 @@ class Functions:
             is_counted: what is missing counts as that; it does not where it is looked at beside.
         """
         given = site if is_counted else ~site
-        text = f"{self._prefix}{output.type}({given}, {key}, {anchors})"
-        return f"({text}::JSON)" if output.type == "json" else text
+        kind = "json" if output.is_json else output.type
+        text = f"{self._prefix}{kind}({given}, {key}, {anchors})"
+        if output.struct is not None:
+            return f"({text}::JSON::{output.struct.sql_type})"
+        return f"({text}::JSON)" if output.is_json else text
 
     def error(self, site: int, key: str) -> str:
         return f"{self._prefix}error({site}, {key}, [])"
