@@ -425,6 +425,12 @@ def sql(
     max_running: Annotated[
         int | None, typer.Option(min=1, help="Prompts that the engine or server has at once.")
     ] = None,
+    image_folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder below which paths of images may lead.", exists=True, file_okay=False
+        ),
+    ] = None,
     system_prompt: Annotated[
         str | None, typer.Option(help="What the system says before each question.")
     ] = None,
@@ -468,6 +474,7 @@ def sql(
             "extra_body": extra_body,
         },
         on_error=on_error,
+        image_folder=image_folder,
         server_arguments={
             "api_key_env": api_key_env,
             "api_key_over_http": api_key_over_http,

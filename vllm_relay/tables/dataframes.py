@@ -19,6 +19,8 @@ from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.engines.opening import is_engine, open_engine
 from vllm_relay.tables.identifiers import json_text
+from vllm_relay.tables.images.fields import image_fields
+from vllm_relay.tables.images.store import ImageStore
 from vllm_relay.tables.jobs.asking import ask
 from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.options import DEFAULT_BUCKET_ROWS, JobOptions
@@ -57,6 +59,8 @@ def llm_map(
     sampling: Mapping[str, Any] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     extra_body: Mapping[str, Any] | None = None,
+    images: Mapping[str, str] | Sequence[str] | None = None,
+    image_folder: str | PathLike[str] | None = None,
 ) -> MapResult:
     """Ask a question of every row; rows whose fields are equal are asked once.
 
@@ -85,6 +89,10 @@ def llm_map(
         on_error: what becomes of a row without an answer: a missing value, or an exception when all
             rows are done.
         system_prompt, sampling, chat_template_kwargs, extra_body: see `RequestOptions`.
+        images: those of the fields that are images, with what their values are: "bytes" of files,
+            which is meant by a list of names, a "path" below `image_folder`, or a "url". Needs a
+            server.
+        image_folder: below which paths may lead, links followed.
 
     Raises:
         TypeError: the table, the engine or the output is none of the above.
@@ -100,6 +108,7 @@ def llm_map(
         raise ValueError(f"on_error={on_error!r} given, expected one of {list(get_args(OnError))}")
     rows = caller_table(table)
     types = answer_type(output, choices)
+    store = ImageStore(None if image_folder is None else Path(image_folder))
     question = Question(
         prompt,
         _fields_of(prompt, rows, _names("fields", fields)),
@@ -109,6 +118,7 @@ def llm_map(
         seed,
         _names("reorder", reorder) or (),
         RequestOptions(system_prompt, sampling, chat_template_kwargs, extra_body),
+        image_fields(images, store),
     )
     options = JobOptions(
         order,
@@ -120,12 +130,13 @@ def llm_map(
         bucket_rows,
         retry_errors=retry_errors,
     )
-    columns = arrow_columns(rows, question.fields)
-    _check_lists(question, columns)
-    texts = _json_texts(question.fields, columns)
     report = JobReport()
     spent: TokenBudgetError | None = None
     with ExitStack() as cleanup:
+        cleanup.callback(store.close)
+        columns = arrow_columns(rows, question.fields, question.images)
+        _check_lists(question, columns)
+        texts = _json_texts(question.fields, columns)
         opened: Engine = engine
         if not is_engine(engine):
             opened = LazyEngine(lambda: open_engine(engine))

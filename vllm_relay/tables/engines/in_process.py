@@ -49,6 +49,7 @@ class InProcessEngine:
     """
 
     _numbers = count()
+    images_refusal = "a model in this process is sent none"
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import duckdb
@@ -15,6 +16,7 @@ import duckdb
 from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.engines.opening import is_engine, open_engine
 from vllm_relay.tables.identifiers import literal, quoted
+from vllm_relay.tables.images.store import ImageStore
 from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.job_runner import JobRunner
 from vllm_relay.tables.jobs.options import JobOptions
@@ -47,6 +49,7 @@ def connect(
     options: JobOptions | None = None,
     tables: Mapping[str, Any] | None = None,
     on_error: OnError = "null",
+    image_folder: str | PathLike[str] | None = None,
 ) -> Connection:
     """
     Args:
@@ -56,6 +59,7 @@ def connect(
         tables: by name, data frames of pandas or Polars, Arrow tables, or files that DuckDB reads.
         on_error: what a row without an answer gives: NULL, NULL and its error in a column after
             the others, for calls that stand alone in the select list, or an exception.
+        image_folder: below which paths of images may lead; None takes no paths.
     """
     if isinstance(database, duckdb.DuckDBPyConnection):
         connection = database
@@ -69,7 +73,9 @@ def connect(
         opened = engine if is_engine(engine) else LazyEngine(lambda: open_engine(engine))
         runner = JobRunner(connection, opened, options or JobOptions())
         on_close.callback(runner.close)
-        made = Connection(connection, runner, on_error, on_close)
+        images = ImageStore(None if image_folder is None else Path(image_folder))
+        on_close.callback(images.close)
+        made = Connection(connection, runner, on_error, on_close, images)
         for name, table in (tables or {}).items():
             _register(connection, name, table)
         if isinstance(opened, LazyEngine) and opened is not engine:
@@ -94,6 +100,7 @@ class Connection:
         runner: of the jobs on it.
         on_error: see `connect`.
         on_close: what `close` closes.
+        images: that statements refer to.
 
     Raises:
         ValueError: `on_error` is not known.
@@ -105,6 +112,7 @@ class Connection:
         runner: Runner,
         on_error: OnError = "null",
         on_close: ExitStack | None = None,
+        images: ImageStore | None = None,
     ) -> None:
         if on_error not in get_args(OnError):
             raise ValueError(
@@ -114,7 +122,7 @@ class Connection:
         self._runner = runner
         self._on_error = on_error
         self._on_close = on_close or ExitStack()
-        self._functions = Functions(duckdb_connection)
+        self._functions = Functions(duckdb_connection, images or ImageStore())
         # tables of results that nobody has any more; a finalizer may not use the connection
         self._left_over: list[TemporaryTables] = []
 

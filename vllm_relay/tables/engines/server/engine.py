@@ -77,7 +77,7 @@ class ServerEngine:
 
     vLLM is sent the tokens of prompts (mode "completions"), so that it computes exactly those that
     were planned. Other servers are sent messages (mode "chat"), as is vLLM if its tokenizer is not
-    at hand.
+    at hand, and for prompts with images in any mode.
 
     A server that is away, or turns requests away, is waited for. When it is back it must have the
     same model. One that refuses every prompt ends the job after a few of them. What it takes is
@@ -103,6 +103,8 @@ class ServerEngine:
         ValueError: an argument is out of its range, the model is not there or one of several, or
             the tokenizer is not the model's, or the key would be sent in the open.
     """
+
+    images_refusal: str | None = None
 
     def __init__(
         self,
