@@ -431,6 +431,10 @@ def sql(
             help="Folder below which paths of images may lead.", exists=True, file_okay=False
         ),
     ] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(help="Send OpenTelemetry's spans there, those of a model started here too."),
+    ] = None,
     system_prompt: Annotated[
         str | None, typer.Option(help="What the system says before each question.")
     ] = None,
@@ -466,6 +470,7 @@ def sql(
             "checkpoint": checkpoint,
             "max_total_tokens": max_total_tokens,
             "retry_errors": retry_errors,
+            "otlp_traces_endpoint": otlp_traces_endpoint,
         },
         request={
             "system_prompt": system_prompt,

@@ -61,6 +61,7 @@ def llm_map(
     extra_body: Mapping[str, Any] | None = None,
     images: Mapping[str, str] | Sequence[str] | None = None,
     image_folder: str | PathLike[str] | None = None,
+    otlp_traces_endpoint: str | None = None,
 ) -> MapResult:
     """Ask a question of every row; rows whose fields are equal are asked once.
 
@@ -84,8 +85,8 @@ def llm_map(
         seed: of a temperature above 0.
         reorder: those of the fields whose value is a list, and whose elements may be put in any
             order.
-        rules, retry_errors, checkpoint, max_total_tokens, show_progress, template, bucket_rows: see
-            `JobOptions`.
+        rules, retry_errors, checkpoint, max_total_tokens, show_progress, template, bucket_rows,
+            otlp_traces_endpoint: see `JobOptions`.
         on_error: what becomes of a row without an answer: a missing value, or an exception when all
             rows are done.
         system_prompt, sampling, chat_template_kwargs, extra_body: see `RequestOptions`.
@@ -129,6 +130,7 @@ def llm_map(
         template or PromptTemplate(),
         bucket_rows,
         retry_errors=retry_errors,
+        otlp_traces_endpoint=otlp_traces_endpoint,
     )
     report = JobReport()
     spent: TokenBudgetError | None = None

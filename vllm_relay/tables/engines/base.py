@@ -86,7 +86,7 @@ class PromptShape:
 class Engine(Protocol):
     """An engine may also have attributes ``modules_refusal`` and ``images_refusal``: None if it
     takes prompts with modules or with references to images, else the reason why it does not; and
-    ``reasons``: whether answers begin with a reasoning of any length.
+    ``reasons``: whether answers begin with a reasoning of any length; ``model_name``.
 
     Attributes:
         identity: the model and what else changes answers but is no part of a question.

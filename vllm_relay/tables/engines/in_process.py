@@ -31,6 +31,7 @@ from vllm_relay.tables.engines.model_identity import model_identity
 from vllm_relay.tables.engines.reasoning import answer_in, without_reasoning
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.question import Question
+from vllm_relay.tables.tracing import trace_headers
 
 _WINDOW_PER_RUNNING = 2
 """Requests handed over, per request that runs: so that none waits for the planner."""
@@ -61,6 +62,7 @@ class InProcessEngine:
             )
         if config.model_config.skip_tokenizer_init:
             raise ValueError("an LLM without a tokenizer given: leave skip_tokenizer_init out")
+        self.model_name: str = config.model_config.served_model_name
         self.tokenizer = llm.get_tokenizer()
         self.max_model_len: int | None = config.model_config.max_model_len
         self.max_running: int = config.scheduler_config.max_num_seqs
@@ -130,6 +132,7 @@ class InProcessEngine:
     ) -> Completions:
         engine = self.llm.llm_engine
         waiting = iter(prompts)
+        headers = trace_headers() or None
         running: dict[str, int] = {}
         is_done = False
         try:
@@ -143,7 +146,8 @@ class InProcessEngine:
                     # known before it is added: whatever ends this loop aborts it
                     running[request_id] = prompt.number
                     try:
-                        engine.add_request(request_id, *self._request(prompt, params))
+                        request = self._request(prompt, params)
+                        engine.add_request(request_id, *request, trace_headers=headers)
                     except (ValueError, VLLMValidationError) as error:
                         del running[request_id]
                         yield Completion(prompt.number, error=str(error))

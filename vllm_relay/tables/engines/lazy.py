@@ -64,6 +64,11 @@ class LazyEngine:
         return images_refusal(self._engine)
 
     @property
+    def model_name(self) -> str:
+        """See `Engine`."""
+        return getattr(self._engine, "model_name", "")
+
+    @property
     def reasons(self) -> bool:
         """See `Engine`."""
         return getattr(self._engine, "reasons", False)

@@ -87,6 +87,8 @@ def run_sql(
             opening = llm_arguments
             if max_running is not None:
                 opening.setdefault("max_num_seqs", max_running)
+            if endpoint := options.get("otlp_traces_endpoint"):
+                opening.setdefault("otlp_traces_endpoint", endpoint)
             if model is not None:
                 check_model(model)
         if output_path is not None:
