@@ -91,8 +91,7 @@ def llm_map(
             rows are done.
         system_prompt, sampling, chat_template_kwargs, extra_body: see `RequestOptions`.
         images: those of the fields that are images, with what their values are: "bytes" of files,
-            which is meant by a list of names, a "path" below `image_folder`, or a "url". Needs a
-            server.
+            which is meant by a list of names, a "path" below `image_folder`, or a "url".
         image_folder: below which paths may lead, links followed.
 
     Raises:

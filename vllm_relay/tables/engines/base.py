@@ -137,4 +137,4 @@ def modules_refusal(engine: Engine) -> str | None:
 
 def images_refusal(engine: Engine) -> str | None:
     """Why an engine takes no prompts with images; None if it does."""
-    return getattr(engine, "images_refusal", "images are sent to servers only")
+    return getattr(engine, "images_refusal", "this engine takes none")

@@ -292,8 +292,8 @@ class JobPlan:
 def _check_images(engine: Engine, options: JobOptions) -> None:
     if reason := images_refusal(engine):
         raise ValueError(
-            f"images given, but {reason}: start vllm serve with a model that takes images, and "
-            f"give its address, http://..."
+            f"images given, but {reason}: give a model that takes images, or the address of a "
+            f"server that has one, http://..."
         )
     if options.max_total_tokens is not None:
         raise ValueError(
