@@ -160,6 +160,26 @@ def test_values_come_back_from_statements_and_data_frames(kind: Kind, data: st.D
         assert explained.num_rows == 2 * len(values)
 
 
+def test_fields_of_answers_stand_wherever_expressions_do() -> None:
+    def answer(row: Row) -> str:
+        return written({"stars": row["n"], "seen": datetime.date(2020, 1, 1 + row["n"])})
+
+    call = "llm('What is {n}?', return := $$STRUCT(stars TINYINT, seen DATE)$$)"
+    with connect(engine=RecordingEngine(answer)) as connection:
+        connection.sql("CREATE TABLE t AS SELECT range AS n FROM range(6)")
+        result = connection.sql(
+            f"SELECT {call}.seen, count(*) OVER (ORDER BY {call}.stars DESC) FROM t "
+            f"WHERE {call}.stars % 2 = 1 AND {call}.seen > DATE '2020-01-02' ORDER BY 2"
+        )
+        assert result is not None
+        days = [datetime.date(2020, 1, day) for day in (6, 4)]
+        assert result.fetchall() == [(days[0], 1), (days[1], 2)]
+        connection.sql(f"CREATE TABLE kept AS SELECT {call} AS answer FROM t")
+        described = connection.sql("SELECT typeof(answer) FROM kept LIMIT 1")
+        assert described is not None
+        assert described.fetchall() == [("STRUCT(stars TINYINT, seen DATE)",)]
+
+
 SCHEMA = {
     "type": "object",
     "properties": {

@@ -106,6 +106,7 @@ def test_others_are_refused_with_a_way_out(schema: dict[str, Any], message: str)
         ("STRUCT(a TIMESTAMP)", "write one of .*'DATE'"),
         ("STRUCT(a JSON)", "with JSON in it"),
         ("STRUCT(a NOPE)", "DuckDB does not know"),
+        ("STRUCT(cast VARCHAR)", "words of SQL in double quotes"),
         ("STRUCT(a", "DuckDB does not know"),
         ("VARCHAR(3)", "one of structs or lists"),
     ],

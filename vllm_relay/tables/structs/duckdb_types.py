@@ -48,7 +48,7 @@ def schema_of_type(text: str) -> dict[str, Any]:
         first_line = str(error).splitlines()[0]
         raise ValueError(
             f"type {text!r} given, which DuckDB does not know ({first_line}), expected one such as "
-            f"{_EXAMPLE}"
+            f"{_EXAMPLE}, with names that are words of SQL in double quotes"
         ) from None
     if type.id not in ("struct", "list"):
         raise ValueError(
