@@ -42,6 +42,8 @@ def main() -> None:
     # the same as bytes, and two in a prompt, of which the model takes one
     of_bytes = llm_map(pa.table({"photo": contents}), QUESTION, images=["photo"], **arguments)
     two = pa.table({"photo": contents[:1], "other": contents[1:2]})
+    torn = pa.table({"photo": [contents[0][:40], contents[0]]})
+    of_torn = llm_map(torn, QUESTION, images=["photo"], **arguments)
     too_many = llm_map(two, QUESTION, images=["photo", "other"], **arguments)
     without = llm_map(pa.table({"n": [1]}), QUESTION, **arguments)
     params = sampling_params(Question(QUESTION, ("photo",), Output(), 8))
@@ -59,6 +61,7 @@ def main() -> None:
         "errors": {str(place): error for place, error in result.errors.items()},
         "report": vars(result.report),
         "of_bytes": of_bytes.values.to_pylist(),
+        "torn": [of_torn.values.to_pylist(), of_torn.errors[0]],
         "too_many": list(too_many.errors.values()),
         "without": without.values.to_pylist(),
         "expected": expected,

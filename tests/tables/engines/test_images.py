@@ -43,4 +43,8 @@ def test_tokens_of_images_are_counted(found: dict[str, Any]) -> None:
 def test_what_vllm_refuses_is_an_error_of_the_row(found: dict[str, Any]) -> None:
     [error] = found["too_many"]
     assert "image" in error
+    values, error = found["torn"]
+    # the other one has an answer
+    assert values == [None, found["expected"][0]]
+    assert error.startswith("vLLM takes no such prompt: ")
     assert found["without"] != [None]

@@ -227,6 +227,12 @@ def test_an_image_that_the_server_refuses_is_its_rows_error(server: FakeServer) 
     assert "this image is broken" in result.errors[2]
 
 
+class WithModules(RecordingEngine):
+    """Takes modules and images, as far as it says."""
+
+    modules_refusal = images_refusal = None
+
+
 def test_what_cannot_be_done_with_images_is_refused_before_anything_is_asked(
     server: FakeServer,
 ) -> None:
@@ -239,13 +245,16 @@ def test_what_cannot_be_done_with_images_is_refused_before_anything_is_asked(
         llm_map(table, QUESTION, engine=RecordingEngine(), images=["photo"])
     with pytest.raises(ValueError, match="bytes are no text; .* or give images="):
         llm_map(table, QUESTION, engine=engine_of(server))
-    options = JobOptions(max_total_tokens=9)
     call = f"llm('{QUESTION}', {{photo}}, images := ['photo'])"
-    with (
-        connect(engine=engine_of(server), options=options, tables={"t": table}) as database,
-        pytest.raises(ValueError, match="given with images"),
+    for engine, options in (
+        (engine_of(server), JobOptions(max_total_tokens=9)),
+        (WithModules(), JobOptions(modules="modular")),
     ):
-        database.sql(f"SELECT {call} FROM t")
+        with (
+            connect(engine=engine, options=options, tables={"t": table}) as database,
+            pytest.raises(ValueError, match="given with images"),
+        ):
+            database.sql(f"SELECT {call} FROM t")
     assert not server.bodies
 
 

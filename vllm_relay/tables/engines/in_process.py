@@ -31,6 +31,7 @@ from vllm_relay.tables.engines.base import (
 from vllm_relay.tables.engines.model_identity import model_identity
 from vllm_relay.tables.engines.reasoning import answer_in, without_reasoning
 from vllm_relay.tables.images.content import content_parts
+from vllm_relay.tables.images.store import ImageError
 from vllm_relay.tables.jobs.prompts.format import conversation
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.question import Question
@@ -216,11 +217,18 @@ class InProcessEngine:
         return tokens_input(prompt.modules.token_ids), params
 
     def _chat(self, parts: list[dict[str, Any]], request: RequestOptions) -> Any:
-        """What vLLM makes of a message with images, as of one that a server gets."""
+        """What vLLM makes of a message with images, as of one that a server gets.
+
+        Raises:
+            ImageError: it reads none there.
+        """
         messages: Any = conversation(request.system_prompt, parts)
         renderer = self.llm.llm_engine.renderer
         told = request.chat_template_kwargs
-        [rendered] = render_conversations(self.llm, renderer, [messages], told)
+        try:
+            [rendered] = render_conversations(self.llm, renderer, [messages], told)
+        except Exception as error:  # whoever reads images, or fetches them, has errors of its own
+            raise ImageError(f"vLLM takes no such prompt: {error}") from error
         return rendered
 
     def _ordinary_tokens(self) -> list[int]:

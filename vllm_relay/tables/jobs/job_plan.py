@@ -140,7 +140,7 @@ class JobPlan:
 
     Raises:
         ValueError: the options ask for modules, or the question for images, and the engine takes
-            none; or images have a budget.
+            none; or there are images and modules, or images and a budget.
     """
 
     def __init__(
@@ -294,6 +294,10 @@ def _check_images(engine: Engine, options: JobOptions) -> None:
         raise ValueError(
             f"images given, but {reason}: give a model that takes images, or the address of a "
             f"server that has one, http://..."
+        )
+    if options.modules != "off":
+        raise ValueError(
+            f"modules={options.modules!r} given with images, whose prompts have none: give 'off'"
         )
     if options.max_total_tokens is not None:
         raise ValueError(
