@@ -11,6 +11,7 @@ from sqlglot import exp
 from sqlglot.errors import ParseError
 from sqlglot.tokens import TokenType
 
+from vllm_relay.tables.images.store import ImageStore
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.calls import Field, read_call
 from vllm_relay.tables.sql.errors import SqlError
@@ -91,11 +92,12 @@ def find_calls(structure: Structure) -> list[Range]:
     return found
 
 
-def read_calls(structure: Structure, star_names: StarNames) -> Iterator[Call]:
+def read_calls(structure: Structure, star_names: StarNames, images: ImageStore) -> Iterator[Call]:
     """The calls, in the order in which they can be asked.
 
     Args:
         star_names: columns that ``*`` (or ``t.*``, if given ``t.``) of a SELECT stands for.
+        images: of the fields.
 
     Raises:
         SqlError: a call is not called as it should be.
@@ -108,11 +110,15 @@ def read_calls(structure: Structure, star_names: StarNames) -> Iterator[Call]:
         # those in the fields of others first
         for own in sorted(inside, key=lambda other: (other[1], -other[0])):
             placed.add(own)
-            yield _read(structure, own, sites, star_names)
+            yield _read(structure, own, sites, star_names, images)
 
 
 def _read(
-    structure: Structure, tokens: Range, sites: dict[str, Site], star_names: StarNames
+    structure: Structure,
+    tokens: Range,
+    sites: dict[str, Site],
+    star_names: StarNames,
+    images: ImageStore,
 ) -> Call:
     node = _parsed(structure, tokens)
     select, clause = structure.innermost(tokens[0])
@@ -125,7 +131,7 @@ def _read(
         columns = [exp.column(exp.to_identifier(name, quoted=True)) for name in names]
         return [Field(name, column) for name, column in zip(names, columns, strict=True)]
 
-    call = read_call(node, star_fields)
+    call = read_call(node, star_fields, images)
     text = sql_of(node)
     written = " ".join(token.text for token in structure.tokens[tokens[0] : tokens[1]])
     site = sites.setdefault(written, Site(len(sites), text, call.question))
