@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -155,7 +155,11 @@ class SimulatedReplicas:
         self.num_blocks: int = cache.num_blocks - 1
         self.requests = [self._described(number, core) for number in range(len(requests))]
 
+    def __len__(self) -> int:
+        return len(self._replicas)
+
     def close(self) -> None:
+        """End the engines."""
         for replica in self._replicas:
             replica.core.shutdown()
 
@@ -200,30 +204,32 @@ class SimulatedReplicas:
         events: list[tuple[float, int, int, list[str], list[str]]] = []
         serial = count()
 
-        def fill(number: int, now_s: float) -> None:
-            while num_running[number] < max_waiting:
-                request = source.next(number)
-                if request is None:
-                    break
-                self._add(number, request, now_s)
-                num_running[number] += 1
-            replica = self._replicas[number]
-            if replica.server.is_busy and not replica.is_stepping:
-                self._begin_step(number, events, next(serial))
+        def fill(numbers: Iterable[int], now_s: float) -> None:
+            """In turns, as they would be served who ask at the same time."""
+            asking = dict.fromkeys(numbers)
+            while asking:
+                for number in list(asking):
+                    has_room = num_running[number] < max_waiting
+                    request = source.next(number) if has_room else None
+                    if request is None:
+                        del asking[number]
+                    else:
+                        self._add(number, request, now_s)
+                        num_running[number] += 1
+            for number, replica in enumerate(self._replicas):
+                if replica.server.is_busy and not replica.is_stepping:
+                    self._begin_step(number, events, next(serial))
 
         gc.freeze()
-        for number in range(len(self._replicas)):
-            fill(number, 0.0)
+        fill(range(len(self._replicas)), 0.0)
         while events:
             now_s, _, number, _, ended = heapq.heappop(events)
             self._replicas[number].is_stepping = False
             num_running[number] -= len(ended)
             for request_id in ended:
                 source.ended(self.requests[int(request_id)], number)
-            fill(number, now_s)
-            for other, replica in enumerate(self._replicas):
-                if not replica.is_stepping:
-                    fill(other, now_s)
+            idle = [each for each, other in enumerate(self._replicas) if not other.is_stepping]
+            fill(idle, now_s)
         return self._outcome()
 
     def _add(self, number: int, request: SimulatedRequest, now_s: float) -> None:

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules by which others choose a replica, and ours behind the same interface.
+
+Each is what its documentation says: "round robin"; "fewest requests" (Ray Serve's and vLLM's
+data-parallel balancer); "consistent hash" of the first block (vllm-router, NGINX); "prefix
+affinity": the longest prefix that a replica was sent, unless its requests are 32 more than the
+fewest (Ray's PrefixCacheAffinityRouter, SGLang's cache-aware rule); "Daft": of those replicas with
+at most 256 prompts more than the fewest, the one that saw the prefix last, of eight remembered for
+each replica.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+
+from vllm_relay.cluster.buckets import BucketPrompt, PrefixBuckets
+from vllm_relay.cluster.replica_index import PredictedCaches
+from vllm_relay.cluster.routing import Router, ServingCosts
+from vllm_relay.cluster.simulate import SimulatedReplicas, SimulatedRequest
+from vllm_relay.prefix_cache.predict.load import StepCosts
+
+
+class FewestRequests:
+    """Also counts, for those that choose otherwise."""
+
+    def __init__(self, replicas: SimulatedReplicas, costs: StepCosts) -> None:
+        self.num_replicas = len(replicas)
+        self.num_running = [0] * self.num_replicas
+
+    def choose(self, request: SimulatedRequest, now_s: float) -> int:
+        replica = self.pick(request)
+        self.num_running[replica] += 1
+        return replica
+
+    def pick(self, request: SimulatedRequest) -> int:
+        return min(range(self.num_replicas), key=self.num_running.__getitem__)
+
+    def answered(self, request: SimulatedRequest, replica: int) -> None:
+        pass
+
+    def ended(self, request: SimulatedRequest, replica: int) -> None:
+        self.num_running[replica] -= 1
+
+
+class RoundRobin(FewestRequests):
+    _next = 0
+
+    def pick(self, request: SimulatedRequest) -> int:
+        self._next += 1
+        return self._next % self.num_replicas
+
+
+class ConsistentHash(FewestRequests):
+    def pick(self, request: SimulatedRequest) -> int:
+        return (request.chain[0] if request.chain else 0) % self.num_replicas
+
+
+class PrefixAffinity(FewestRequests):
+    slack = 32
+
+    def __init__(self, replicas: SimulatedReplicas, costs: StepCosts) -> None:
+        super().__init__(replicas, costs)
+        self.sent = PredictedCaches([1 << 20] * self.num_replicas)
+
+    def pick(self, request: SimulatedRequest) -> int:
+        depths = self.sent.depths(request.chain)
+        replica = max(
+            range(self.num_replicas), key=lambda each: (depths[each], -self.num_running[each])
+        )
+        if self.num_running[replica] > min(self.num_running) + self.slack:
+            replica = super().pick(request)
+        self.sent.sent(replica, request.chain)
+        return replica
+
+
+class Relay:
+    def __init__(self, replicas: SimulatedReplicas, costs: StepCosts) -> None:
+        caches = PredictedCaches([replicas.num_blocks] * len(replicas))
+        # what an answer's tokens take is shared with all that run
+        serving = ServingCosts(costs.token_s, costs.token_s)
+        self.router = Router(caches, serving, replicas.block_size_tokens, len(replicas))
+
+    def choose(self, request: SimulatedRequest, now_s: float) -> int:
+        return self.router.route(
+            request.number, request.chain, request.prompt_tokens, request.output_tokens
+        ).replica
+
+    def answered(self, request: SimulatedRequest, replica: int) -> None:
+        self.router.answered(request.number)
+
+    def ended(self, request: SimulatedRequest, replica: int) -> None:
+        self.router.ended(request.number)
+
+
+ONLINE = {
+    "round robin": RoundRobin,
+    "fewest requests": FewestRequests,
+    "consistent hash": ConsistentHash,
+    "prefix affinity": PrefixAffinity,
+    "relay": Relay,
+}
+
+
+class Batches:
+    """Whoever has room takes the next request, as a plain pool of tasks does."""
+
+    def __init__(self, replicas: SimulatedReplicas, max_buffered: int) -> None:
+        self._waiting = deque(replicas.requests)
+
+    def next(self, replica: int) -> SimulatedRequest | None:
+        return self._waiting.popleft() if self._waiting else None
+
+    def ended(self, request: SimulatedRequest, replica: int) -> None:
+        pass
+
+
+class Sorted(Batches):
+    """All requests are sorted first, and each replica gets a part as long as others'."""
+
+    def __init__(self, replicas: SimulatedReplicas, max_buffered: int) -> None:
+        requests = sorted(replicas.requests, key=lambda each: each.chain)
+        count, size = len(replicas), len(requests)
+        self._parts = [
+            deque(requests[size * part // count : size * (part + 1) // count])
+            for part in range(count)
+        ]
+
+    def next(self, replica: int) -> SimulatedRequest | None:
+        part = self._parts[replica]
+        return part.popleft() if part else None
+
+
+class DaftBuckets(Sorted):
+    """Buckets of a sorted buffer, the largest first, go where the prefix was seen last, of the
+    replicas with few prompts. They are sent as soon as they leave the buffer."""
+
+    match, least, slack, remembered = 0.33, 16, 256, 8
+
+    def __init__(self, replicas: SimulatedReplicas, max_buffered: int) -> None:
+        count = len(replicas)
+        self._parts = [deque() for _ in range(count)]
+        self._loads = [0] * count
+        self._seen: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(count)]
+        buffer: list[SimulatedRequest] = []
+        for request in replicas.requests:
+            buffer.append(request)
+            if len(buffer) > max_buffered:
+                buffer = self._send(buffer, self.least)
+        while buffer:
+            buffer = self._send(buffer, 1)
+
+    def _send(self, buffer: list[SimulatedRequest], least: int) -> list[SimulatedRequest]:
+        """Send the largest bucket; of smaller ones than `least` none but to make room."""
+        buckets = self._buckets(buffer)
+        buckets.sort(key=len, reverse=True)
+        sent = [bucket for bucket in buckets[1:] if len(bucket) >= least][: len(buckets) // 8]
+        for bucket in (buckets[0], *sent):
+            self._route(bucket)
+        gone = {each.number for bucket in (buckets[0], *sent) for each in bucket}
+        return [each for each in buffer if each.number not in gone]
+
+    def _buckets(self, buffer: list[SimulatedRequest]) -> list[list[SimulatedRequest]]:
+        buckets: list[list[SimulatedRequest]] = []
+        for request in sorted(buffer, key=lambda each: each.chain):
+            if buckets:
+                before = buckets[-1][-1].chain
+                longest = max(len(before), len(request.chain), 1)
+                if _common(before, request.chain) >= self.match * longest:
+                    buckets[-1].append(request)
+                    continue
+            buckets.append([request])
+        return buckets
+
+    def _route(self, bucket: Sequence[SimulatedRequest]) -> None:
+        fewest = min(self._loads)
+        near = [each for each, load in enumerate(self._loads) if load <= fewest + self.slack]
+        prefix = bucket[0].chain[0] if bucket[0].chain else 0
+
+        def seen_last(replica: int) -> int:
+            seen = list(self._seen[replica])
+            return seen.index(prefix) + 1 if prefix in seen else 0
+
+        replica = max(near, key=seen_last)
+        seen = self._seen[replica]
+        seen.pop(prefix, None)
+        seen[prefix] = None
+        if len(seen) > self.remembered:
+            seen.popitem(last=False)
+        self._loads[replica] += len(bucket)
+        self._parts[replica].extend(bucket)
+
+
+class RelayBuckets:
+    def __init__(self, replicas: SimulatedReplicas, max_buffered: int) -> None:
+        caches = PredictedCaches([replicas.num_blocks] * len(replicas))
+        self._buckets: PrefixBuckets[SimulatedRequest] = PrefixBuckets(
+            caches, replicas.block_size_tokens
+        )
+        self._waiting = deque(replicas.requests)
+        self._max_buffered = max_buffered
+
+    def next(self, replica: int) -> SimulatedRequest | None:
+        while self._waiting and len(self._buckets) < self._max_buffered:
+            request = self._waiting.popleft()
+            num_tokens = request.prompt_tokens + request.output_tokens
+            self._buckets.add(BucketPrompt(request, request.chain, num_tokens))
+        found = self._buckets.next(replica)
+        return found and found.item
+
+    def ended(self, request: SimulatedRequest, replica: int) -> None:
+        pass
+
+
+STREAMED = {
+    "next to whoever has room": Batches,
+    "sorted first": Sorted,
+    "Daft": DaftBuckets,
+    "relay": RelayBuckets,
+}
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
+    depth = 0
+    while depth < min(len(left), len(right)) and left[depth] == right[depth]:
+        depth += 1
+    return depth
