@@ -30,7 +30,7 @@ from vllm_relay.prefix_cache.predict.load import StepCosts, poisson_s
 L4 = StepCosts(55e-3, 270e-6)
 H100 = StepCosts(8e-3, 35e-6)
 BLOCK_TOKENS = 16
-MAX_BUFFERED, MAX_WAITING, MAX_RUNNING = 5000, 80, 64
+MAX_WAITING, MAX_RUNNING = 80, 64
 LOADS = (0.8, 0.95)
 
 
@@ -69,7 +69,7 @@ def measure_streams(model: str, options: Namespace) -> list[Row]:
             for seed in range(options.rounds):
                 workload = make(options.replicas, options.stream_requests, seed, 32)
                 with replicas_of(model, workload, options.replicas, L4, False) as replicas:
-                    outcome = replicas.run(source(replicas, MAX_BUFFERED), MAX_WAITING)
+                    outcome = replicas.run(source(replicas), MAX_WAITING)
                     bound_s = lower_bound_s(replicas, outcome, L4)
                 found.append(
                     (

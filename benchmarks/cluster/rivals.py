@@ -12,46 +12,18 @@ each replica.
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
-from vllm_relay.cluster.buckets import BucketPrompt, PrefixBuckets
 from vllm_relay.cluster.replica_index import PredictedCaches
-from vllm_relay.cluster.routing import Router, ServingCosts
+from vllm_relay.cluster.rules import (
+    MAX_BUFFERED,
+    Buckets,
+    EarliestFinish,
+    FewestRequests,
+    FirstBlockHash,
+    NextInLine,
+    RoundRobin,
+)
 from vllm_relay.cluster.simulate import SimulatedReplicas, SimulatedRequest
 from vllm_relay.prefix_cache.predict.load import StepCosts
-
-
-class FewestRequests:
-    """Also counts, for those that choose otherwise."""
-
-    def __init__(self, replicas: SimulatedReplicas, costs: StepCosts) -> None:
-        self.num_replicas = len(replicas)
-        self.num_running = [0] * self.num_replicas
-
-    def choose(self, request: SimulatedRequest, now_s: float) -> int:
-        replica = self.pick(request)
-        self.num_running[replica] += 1
-        return replica
-
-    def pick(self, request: SimulatedRequest) -> int:
-        return min(range(self.num_replicas), key=self.num_running.__getitem__)
-
-    def answered(self, request: SimulatedRequest, replica: int) -> None:
-        pass
-
-    def ended(self, request: SimulatedRequest, replica: int) -> None:
-        self.num_running[replica] -= 1
-
-
-class RoundRobin(FewestRequests):
-    _next = 0
-
-    def pick(self, request: SimulatedRequest) -> int:
-        self._next += 1
-        return self._next % self.num_replicas
-
-
-class ConsistentHash(FewestRequests):
-    def pick(self, request: SimulatedRequest) -> int:
-        return (request.chain[0] if request.chain else 0) % self.num_replicas
 
 
 class PrefixAffinity(FewestRequests):
@@ -72,51 +44,19 @@ class PrefixAffinity(FewestRequests):
         return replica
 
 
-class Relay:
-    def __init__(self, replicas: SimulatedReplicas, costs: StepCosts) -> None:
-        caches = PredictedCaches([replicas.num_blocks] * len(replicas))
-        # what an answer's tokens take is shared with all that run
-        serving = ServingCosts(costs.token_s, costs.token_s)
-        self.router = Router(caches, serving, replicas.block_size_tokens, len(replicas))
-
-    def choose(self, request: SimulatedRequest, now_s: float) -> int:
-        return self.router.route(
-            request.number, request.chain, request.prompt_tokens, request.output_tokens
-        ).replica
-
-    def answered(self, request: SimulatedRequest, replica: int) -> None:
-        self.router.answered(request.number)
-
-    def ended(self, request: SimulatedRequest, replica: int) -> None:
-        self.router.ended(request.number)
-
-
 ONLINE = {
     "round robin": RoundRobin,
     "fewest requests": FewestRequests,
-    "consistent hash": ConsistentHash,
+    "consistent hash": FirstBlockHash,
     "prefix affinity": PrefixAffinity,
-    "relay": Relay,
+    "relay": EarliestFinish,
 }
 
 
-class Batches:
-    """Whoever has room takes the next request, as a plain pool of tasks does."""
-
-    def __init__(self, replicas: SimulatedReplicas, max_buffered: int) -> None:
-        self._waiting = deque(replicas.requests)
-
-    def next(self, replica: int) -> SimulatedRequest | None:
-        return self._waiting.popleft() if self._waiting else None
-
-    def ended(self, request: SimulatedRequest, replica: int) -> None:
-        pass
-
-
-class Sorted(Batches):
+class Sorted:
     """All requests are sorted first, and each replica gets a part as long as others'."""
 
-    def __init__(self, replicas: SimulatedReplicas, max_buffered: int) -> None:
+    def __init__(self, replicas: SimulatedReplicas) -> None:
         requests = sorted(replicas.requests, key=lambda each: each.chain)
         count, size = len(replicas), len(requests)
         self._parts = [
@@ -135,7 +75,7 @@ class DaftBuckets(Sorted):
 
     match, least, slack, remembered = 0.33, 16, 256, 8
 
-    def __init__(self, replicas: SimulatedReplicas, max_buffered: int) -> None:
+    def __init__(self, replicas: SimulatedReplicas, max_buffered: int = MAX_BUFFERED) -> None:
         count = len(replicas)
         self._parts = [deque() for _ in range(count)]
         self._loads = [0] * count
@@ -189,32 +129,11 @@ class DaftBuckets(Sorted):
         self._parts[replica].extend(bucket)
 
 
-class RelayBuckets:
-    def __init__(self, replicas: SimulatedReplicas, max_buffered: int) -> None:
-        caches = PredictedCaches([replicas.num_blocks] * len(replicas))
-        self._buckets: PrefixBuckets[SimulatedRequest] = PrefixBuckets(
-            caches, replicas.block_size_tokens
-        )
-        self._waiting = deque(replicas.requests)
-        self._max_buffered = max_buffered
-
-    def next(self, replica: int) -> SimulatedRequest | None:
-        while self._waiting and len(self._buckets) < self._max_buffered:
-            request = self._waiting.popleft()
-            num_tokens = request.prompt_tokens + request.output_tokens
-            self._buckets.add(BucketPrompt(request, request.chain, num_tokens))
-        found = self._buckets.next(replica)
-        return found and found.item
-
-    def ended(self, request: SimulatedRequest, replica: int) -> None:
-        pass
-
-
 STREAMED = {
-    "next to whoever has room": Batches,
+    "next to whoever has room": NextInLine,
     "sorted first": Sorted,
     "Daft": DaftBuckets,
-    "relay": RelayBuckets,
+    "relay": Buckets,
 }
 
 

@@ -4,5 +4,7 @@
 replica_index.py   which replica holds which KV blocks
 routing.py         where a request goes that arrives by itself
 buckets.py         what a replica gets that has room, of prompts that stream in
-simulate.py        both in virtual time, with vLLM's own schedulers
+simulate.py        replicas in virtual time, with vLLM's own schedulers    (vLLM)
+rules.py           both for these, beside the usual rules                  (vLLM)
+predict.py         `vllm-relay predict --replicas`                         (vLLM)
 """

@@ -64,8 +64,6 @@ class OfflineSource(Protocol):
 
     def next(self, replica: int) -> SimulatedRequest | None: ...
 
-    def ended(self, request: SimulatedRequest, replica: int) -> None: ...
-
 
 @dataclass(frozen=True)
 class ReplicaOutcome:
@@ -153,6 +151,7 @@ class SimulatedReplicas:
         cache: Any = core.scheduler.kv_cache_config
         self.block_size_tokens: int = cache.cache_hit_alignment_tokens
         self.num_blocks: int = cache.num_blocks - 1
+        self.max_running: int = config.scheduler_config.max_num_seqs
         self.requests = [self._described(number, core) for number in range(len(requests))]
 
     def __len__(self) -> int:
@@ -226,8 +225,6 @@ class SimulatedReplicas:
             now_s, _, number, _, ended = heapq.heappop(events)
             self._replicas[number].is_stepping = False
             num_running[number] -= len(ended)
-            for request_id in ended:
-                source.ended(self.requests[int(request_id)], number)
             idle = [each for each, other in enumerate(self._replicas) if not other.is_stepping]
             fill(idle, now_s)
         return self._outcome()
