@@ -14,7 +14,7 @@ TEST_ENVIRONMENT = PYTHONDONTWRITEBYTECODE= $(if $(VLLM),PYTHONPATH=$(abspath $(
 CPP_FILES = $$(find csrc benchmarks tests -name '*.cpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test upstream-tests sanitize bench bench-smoke lint format clean
+.PHONY: help setup demo test host-tests upstream-tests sanitize bench bench-smoke lint format clean
 
 help:  ## list the targets
 	@echo "usage: make TARGET [ARGS='...'] [VENV=.venv] [PYTHON=python3]"
@@ -32,6 +32,11 @@ ifdef VLLM
 endif
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
 	  --no-loadscope-reorder $(if $(VLLM),-m "vllm and not soak") $(ARGS)
+
+host-tests:  ## Ray Data, Spark (needs Java) and Daft ask a server, in an environment of their own
+	test -x $(VENV)-hosts/bin/python || $(PYTHON) -m venv $(VENV)-hosts
+	$(VENV)-hosts/bin/python -m pip install --quiet -r tests/tables/hosts/requirements.txt
+	PYTHONPATH=$(CURDIR) $(VENV)-hosts/bin/python -m pytest --noconftest tests/tables/hosts $(ARGS)
 
 upstream-tests: setup  ## vLLM's own tests of its schedulers, with relay's in their place
 ifdef VLLM

@@ -6,6 +6,7 @@ scheduler/       which requests run
 prefix_cache/    which KV blocks stay
 modules/         prompt modules
 tables/          SQL that asks a model
+cluster/         many replicas
 sparse/          key indexes and sparse attention
 long_context/    long requests
 cuda/            the Triton kernels on a GPU

@@ -49,6 +49,9 @@ ROOMS = {
         "bench_table_queries",
         "bench_table_rivals",
     ],
+    "cluster": [
+        "bench_replicas",
+    ],
     "sparse": [
         "bench_index_build",
         "bench_key_index",

@@ -33,6 +33,7 @@ ROOMS = [
     "vllm_relay.modules",
     "vllm_relay.prefix_cache",
     "vllm_relay.scheduler",
+    "vllm_relay.cluster",
     "vllm_relay.sparse.files",
     "vllm_relay.sparse.index",
     "vllm_relay.sparse.plan",

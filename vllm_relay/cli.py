@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -263,6 +264,16 @@ def predict(
         float | None,
         typer.Option(help="What a computed token adds to it, in microseconds; 35 if not said."),
     ] = None,
+    replicas: Annotated[
+        int | None, typer.Option(help="Several engines, each with such a KV cache.")
+    ] = None,
+    router: Annotated[
+        str | None,
+        typer.Option(
+            help="Which replica gets a request: relay, round-robin, fewest-requests or hash; all "
+            "of them if not said."
+        ),
+    ] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="File to write the results to.", dir_okay=False)
     ] = None,
@@ -276,6 +287,19 @@ def predict(
     """
     from vllm_relay.prefix_cache.predict.run import run_predict
 
+    replica_rows = None
+    if replicas is None and router is not None:
+        raise typer.BadParameter(f"--router {router}: give --replicas N too")
+    if replicas is not None:
+        if plot_path is not None:
+            raise typer.BadParameter("--plot: has no effect with --replicas; leave it out")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
+        from vllm_relay.cluster.predict import replica_rows as rows_of
+
+        try:
+            replica_rows = rows_of(replicas, router)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
     status = run_predict(
         path,
         model,
@@ -297,6 +321,7 @@ def predict(
         token_us=token_us,
         json_path=json_path,
         plot_path=plot_path,
+        replica_rows=replica_rows,
     )
     raise typer.Exit(status)
 

@@ -11,6 +11,7 @@ Liu et al., "Optimizing LLM Queries in Relational Workloads", 2024.
     dataframes.py, map_result.py, caller_tables.py, answer_types.py   llm_map          (DuckDB)
     identifiers.py, texts.py, tracing.py   names in SQL; long texts in messages; OpenTelemetry
     ordering/            the order of rows and fields with which the prefix cache finds most
+    hosts/               tables that Ray Data, Spark and Daft hold
     jobs/                a question asked of every distinct row of a table
     engines/             what answers: vLLM in this process, or a server
     sql/                 llm() in DuckDB's SQL

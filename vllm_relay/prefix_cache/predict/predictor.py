@@ -11,17 +11,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
-from vllm import SamplingParams
 from vllm.renderers import ChatParams, renderer_from_config
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.request import Request
 
 from vllm_relay.prefix_cache.eviction.belady import belady_hits
-from vllm_relay.prefix_cache.pins.pin import digest_of
 from vllm_relay.prefix_cache.predict.engine import (
     CacheSize,
     PredictorSettings,
@@ -37,9 +33,8 @@ from vllm_relay.prefix_cache.predict.input import (
     to_requests,
 )
 from vllm_relay.prefix_cache.predict.load import Load, StepCosts
+from vllm_relay.prefix_cache.predict.requests import EngineRequests
 from vllm_relay.prefix_cache.predict.virtual_time import Course, VirtualServer
-
-_FIRST_GENERATED_TOKEN = 1 << 40  # beyond every vocabulary and every trace's hash ids
 
 
 @dataclass(frozen=True)
@@ -111,13 +106,7 @@ class Predictor:
     def __init__(self, settings: PredictorSettings, requests: Sequence[PredictedRequest]) -> None:
         self.settings = settings
         self._requests = requests
-        self._prompt_hashes: dict[tuple[int, int], list[Any]] = {}  # of (hash block size, index)
-        prompts: dict[str, int] = {}
-        self._generated_token = [
-            # equal prompts have equal answers, all others differ
-            _FIRST_GENERATED_TOKEN + prompts.setdefault(digest_of(r.prompt_token_ids), len(prompts))
-            for r in requests
-        ]
+        self._engine_requests = EngineRequests(requests)
 
     def predict(
         self,
@@ -156,13 +145,11 @@ class Predictor:
         pool = scheduler.kv_cache_manager.block_pool
         pool.metrics_collector = evictions = _EvictionCounter()
         began_s = time.perf_counter()
-        requests = self._engine_requests(core)
         executor: Any = core.model_executor
-        executor.sampler = lambda request_id: (
-            []
-            if scheduler.requests[request_id].is_prefill_chunk
-            else [self._generated_token[int(request_id)]]
-        )
+        self._engine_requests.answer_by(core)
+        requests = [
+            self._engine_requests.request(number, core) for number in range(len(self._requests))
+        ]
         # LLM.generate in-process gives the engine all requests before the first step
         at_once = [0.0] * len(requests)
         server = VirtualServer(core, StepCosts(0.0, 0.0) if load is None else load.costs)
@@ -172,7 +159,7 @@ class Predictor:
 
         courses = list(server.courses.values())
         block_tokens = scheduler.kv_cache_config.cache_hit_alignment_tokens
-        chains = self._chains(scheduler.hash_block_size, block_tokens)
+        chains = self._engine_requests.chains(scheduler.hash_block_size, block_tokens)
         prompts_tokens = [r.num_prompt_tokens for r in requests]
         ceiling = ceiling_tokens(chains, prompts_tokens, block_tokens)
         belady = None
@@ -193,46 +180,6 @@ class Predictor:
             elapsed_s=elapsed_s,
             waits=None if load is None else Waits.of(courses, server.now_s),
         )
-
-    def _engine_requests(self, core: EngineCore) -> list[Request]:
-        hasher = core.request_block_hasher
-        hash_block_size = core.scheduler.hash_block_size
-        return [
-            Request(
-                request_id=str(index),
-                prompt_token_ids=given.prompt_token_ids,
-                sampling_params=SamplingParams(
-                    temperature=0,
-                    max_tokens=given.output_tokens,
-                    ignore_eos=True,
-                    detokenize=False,
-                ),
-                pooling_params=None,
-                cache_salt=given.cache_salt,
-                block_hasher=partial(self._hash_blocks, hasher, (hash_block_size, index)),
-            )
-            for index, given in enumerate(self._requests)
-        ]
-
-    def _hash_blocks(
-        self, hasher: Callable[[Request], list[Any]] | None, key: tuple[int, int], request: Request
-    ) -> list[Any]:
-        """vLLM's hashes; those of the prompts are computed once for all cache sizes."""
-        if hasher is None:
-            return []
-        if request.num_output_tokens:
-            return hasher(request)
-        if key not in self._prompt_hashes:
-            self._prompt_hashes[key] = hasher(request)
-        return self._prompt_hashes[key]
-
-    def _chains(self, hash_block_size: int, block_tokens: int) -> list[list[bytes]]:
-        """Hashes of the prompts' full blocks of `block_tokens`, a multiple of the hashed blocks."""
-        every = block_tokens // hash_block_size
-        return [
-            self._prompt_hashes.get((hash_block_size, index), [])[every - 1 :: every]
-            for index in range(len(self._requests))
-        ]
 
 
 def encode(

@@ -92,6 +92,25 @@ def predictions_table(found: Sequence[tuple[Scenario, Prediction]]) -> Table:
     return table
 
 
+def replicas_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """A row for each cache size and rule by which replicas are chosen."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_edge=False)
+    for name in rows[0]:
+        is_text = isinstance(rows[0][name], str)
+        table.add_column(name.replace("_", " "), justify="left" if is_text else "right")
+    for row in rows:
+        cells = [
+            each
+            if isinstance(each, str)
+            else f"{each:.1%}"
+            if name == "hit_rate"
+            else f"{each:.3g}"
+            for name, each in row.items()
+        ]
+        table.add_row(*cells)
+    return table
+
+
 def print_whole(console: Console, table: Table) -> None:
     """Print a table as wide as it is, also where the console is narrower: rich cuts numbers."""
     unbounded = console.options.update(width=_UNBOUNDED_WIDTH)

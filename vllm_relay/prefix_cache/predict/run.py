@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from pydantic import ValidationError
 from rich.console import Console
@@ -29,6 +29,7 @@ from vllm_relay.prefix_cache.predict.report import (
     as_dict,
     predictions_table,
     print_whole,
+    replicas_table,
     sweep_plot,
 )
 
@@ -37,6 +38,19 @@ if TYPE_CHECKING:
     from vllm_relay.prefix_cache.predict.predictor import Prediction, Predictor
 
 SCHEDULERS = ("stock", "relay")
+
+ReplicaRows: TypeAlias = Callable[
+    [
+        "PredictorSettings",
+        Sequence[PredictedRequest],
+        "Sequence[CacheSize]",
+        "Load | None",
+        Callable[[str], None],
+    ],
+    list[dict[str, Any]],
+]
+"""Predicts for several replicas: of the engine of each, the requests, the sizes of their caches,
+when requests arrive, and what shows how far it is."""
 
 
 def run_predict(
@@ -61,12 +75,14 @@ def run_predict(
     token_us: float | None = None,
     json_path: Path | None = None,
     plot_path: Path | None = None,
+    replica_rows: ReplicaRows | None = None,
     console: Console | None = None,
 ) -> int:
     """Predict what the prefix cache does for the requests of a file, and print it.
 
     The arguments are the options of `vllm-relay predict`, whose help says what they mean; None
-    stands for a default. The result is printed to `console`, or to the standard output.
+    stands for a default; `replica_rows` predicts for several replicas, instead of for one. The
+    result is printed to `console`, or to the standard output.
 
     Returns:
         0, or 1 if the input or a setting is refused; the reason is printed.
@@ -111,13 +127,21 @@ def run_predict(
             else:
                 folder = stack.enter_context(tempfile.TemporaryDirectory())
                 settings = _without_model(settings, requests, Path(folder))
+            sizes = cache_sizes(gib, blocks, block_size, kv_bytes_per_token)
+            if replica_rows is not None:
+                load = None if costs is None else Load(costs, arrivals_s)
+                chosen = settings.of_scheduler(scheduler)
+                rows = replica_rows(chosen, requests, sizes, load, status.update)
+                print_whole(console, replicas_table(rows))
+                if json_path is not None:
+                    json_path.write_text(json.dumps({"file": str(path), "replicas": rows}) + "\n")
+                return 0
             cases = []
             for scenario in scenarios:
                 predictor = Predictor(settings.of_scheduler(scenario.scheduler), requests)
                 when_s = arrivals_s if scenario.is_online else None
                 load = None if costs is None else Load(costs, when_s)
                 cases.append((scenario, predictor, load))
-            sizes = cache_sizes(gib, blocks, block_size, kv_bytes_per_token)
             found, refused = _predict_sizes(cases, sizes, status.update)
     except LineError as error:
         _print_message(console, f"{path}:{error.number}: {error.message}", "red")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
@@ -53,9 +54,15 @@ class VirtualServer:
         """By request id, in the order of arrival."""
         self._core = core
         self._costs = costs
+        self._idle_steps = 0
         use_clock = getattr(core.scheduler, "use_clock", None)  # vLLM's asks for no time
         if use_clock is not None:
             use_clock(lambda: self.now_s)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there are requests that have not finished."""
+        return self._core.scheduler.has_requests()
 
     def serve(
         self,
@@ -74,40 +81,45 @@ class VirtualServer:
         Raises:
             ValueError: the scheduler lets all requests wait for ever.
         """
-        core, scheduler = self._core, self._core.scheduler
-        added = finished = idle_steps = 0
+        added = finished = 0
         gc.freeze()  # EngineCore.shutdown undoes it
-        while added < len(requests) or scheduler.has_requests():
-            if not scheduler.has_requests():
+        while added < len(requests) or self.is_busy:
+            if not self.is_busy:
                 self.now_s = max(self.now_s, arrivals_s[added])
             while added < len(requests) and arrivals_s[added] <= self.now_s:
-                request = requests[added]
-                request.arrival_time = arrivals_s[added]
-                self.courses[request.request_id] = Course(arrivals_s[added])
-                core.add_request(request)
+                self.add(requests[added], arrivals_s[added])
                 added += 1
             if self.now_s >= until_s:
                 return
-            did_run, num_finished = self._step()
-            finished += num_finished
-            idle_steps = 0 if did_run else idle_steps + 1
-            if idle_steps > _MAX_IDLE_STEPS:
-                waiting = scheduler.get_num_unfinished_requests()
-                raise ValueError(f"the scheduler runs none of {waiting} waiting requests")
+            finished += sum(output.finished for output in self.step())
             on_progress(finished)
 
-    def _step(self) -> tuple[bool, int]:
-        """Returns whether any request ran, and how many finished."""
+    def add(self, request: Request, arrival_s: float) -> None:
+        """A request arrives."""
+        request.arrival_time = arrival_s
+        self.courses[request.request_id] = Course(arrival_s)
+        self._core.add_request(request)
+
+    def step(self) -> Sequence[EngineCoreOutput]:
+        """Move the clock by one step; returns what comes of it then.
+
+        Raises:
+            ValueError: the scheduler lets all requests wait for ever.
+        """
         executor: Any = self._core.model_executor
         outputs, did_run = self._core.step()
         step = executor.last_step
         for new in step.scheduled_new_reqs:
             self.courses[new.req_id].admitted_s = self.now_s
-        if did_run or self._core.scheduler.get_num_unfinished_requests():
+        waiting = self._core.scheduler.get_num_unfinished_requests()
+        if did_run or waiting:
             self.now_s += self._costs.seconds(step.total_num_scheduled_tokens)
         self.steps += did_run
-        finished = 0
-        for output in outputs[0].outputs if outputs else ():
+        self._idle_steps = 0 if did_run else self._idle_steps + 1
+        if self._idle_steps > _MAX_IDLE_STEPS:
+            raise ValueError(f"the scheduler runs none of {waiting} waiting requests")
+        came = outputs[0].outputs if outputs else ()
+        for output in came:
             course = self.courses[output.request_id]
             if output.prefill_stats is not None:
                 course.cached_tokens = output.prefill_stats.num_cached_tokens
@@ -115,5 +127,4 @@ class VirtualServer:
                 course.first_token_s = self.now_s
             if output.finished:
                 course.finished_s = self.now_s
-                finished += 1
-        return did_run, finished
+        return came

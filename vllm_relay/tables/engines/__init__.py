@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What answers the prompts of a table: vLLM in this process, or a server.
+"""What answers the prompts of a table: vLLM in this process, a server, or several.
 
 base.py              the contract
 in_process.py, started.py, model_identity.py   vLLM's LLM in this process           (vLLM)
 server/              a server with OpenAI's API                                     (aiohttp)
+replicas.py          several of these as one
 reasoning.py         what is thought before an answer
 lazy.py, opening.py  an engine from a name, opened when it is needed
 """

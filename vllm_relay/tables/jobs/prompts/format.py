@@ -150,7 +150,7 @@ class PromptFormat:
             whole: prompts from their beginning, or what stands somewhere within.
         """
         if self._tokenizer is None:
-            return [_pieces(text).tolist() for text in texts]
+            return [text_pieces(text).tolist() for text in texts]
         if not texts:
             return []
         special = whole and not self._has_turns
@@ -162,7 +162,7 @@ class PromptFormat:
     def packed_tokens(self, texts: Sequence[str]) -> Iterator[array[int]]:
         """As `tokens_of`, of texts somewhere within a prompt, in little memory."""
         if self._tokenizer is None:
-            return map(_pieces, texts)
+            return map(text_pieces, texts)
         return (array("I", token_ids) for token_ids in self.tokens_of(texts))
 
     @property
@@ -214,7 +214,7 @@ def conversation(system_prompt: str, message: str | list[dict[str, Any]]) -> lis
     return [*system, {"role": "user", "content": message}]
 
 
-def _pieces(text: str) -> array[int]:
+def text_pieces(text: str) -> array[int]:
     """Four bytes of a text each, as numbers: equal pieces are equal."""
     encoded = text.encode("utf-8", "surrogatepass")
     return array("I", encoded + bytes(-len(encoded) % 4))

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests for many replicas: the paper's, skewed ones, and chats that go on."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_relay.prefix_cache.predict.input import PredictedRequest
+
+_VOCABULARY = 30_000
+
+
+@dataclass(frozen=True)
+class Workload:
+    """
+    Attributes:
+        name: for tables.
+        requests: in the order in which they come.
+        cache_blocks: of 16 tokens, of each replica.
+    """
+
+    name: str
+    requests: list[PredictedRequest]
+    cache_blocks: int
+
+
+def repetition(replicas: int, per_replica: int, seed: int, output_tokens: int) -> Workload:
+    """The experiment of Wang, 2025: prompts of 512 tokens, half of them one of four prefixes for
+    each replica, in random order; a cache as a GPU with 24 GB has beside an 8B model."""
+    rng = np.random.default_rng(seed)
+    prefixes = rng.integers(3, _VOCABULARY, (4 * replicas, 256)).tolist()
+    count = replicas * per_replica
+    chosen = rng.permutation(np.arange(count) % len(prefixes))
+    return Workload("repetition", _under(prefixes, chosen, 256, output_tokens, rng), 1750)
+
+
+def skewed(replicas: int, per_replica: int, seed: int, output_tokens: int) -> Workload:
+    """16 prefixes for each replica, their popularity by Zipf's law with exponent 0.9; a cache has
+    room for about as many."""
+    rng = np.random.default_rng(seed)
+    prefixes = rng.integers(3, _VOCABULARY, (16 * replicas, 768)).tolist()
+    weights = 1 / np.arange(1, len(prefixes) + 1) ** 0.9
+    count = replicas * per_replica
+    chosen = rng.choice(len(prefixes), count, p=weights / weights.sum())
+    return Workload("skewed", _under(prefixes, chosen, 128, output_tokens, rng), 1750)
+
+
+def chats(replicas: int, per_replica: int, seed: int, output_tokens: int) -> Workload:
+    """Chats of four turns under one of eight system prompts; each turn brings 96 tokens and repeats
+    all before it, and other chats' turns come between."""
+    rng = np.random.default_rng(seed)
+    systems = rng.integers(3, _VOCABULARY, (8, 512)).tolist()
+    turns, count = 4, replicas * per_replica
+    num_chats = count // turns
+    texts = [list(systems[int(rng.integers(8))]) for _ in range(num_chats)]
+    # a turn comes after a while in which others' come
+    places = (
+        rng.random((num_chats, 1)) * (turns - 1) + np.arange(turns) + rng.random((num_chats, turns))
+    )
+    order = np.argsort(places.reshape(-1), kind="stable")
+    requests = []
+    for number, place in enumerate(order.tolist()):
+        text = texts[place // turns]
+        text += rng.integers(3, _VOCABULARY, 96).tolist()
+        requests.append(PredictedRequest(number, list(text), output_tokens))
+    return Workload("chats", requests, 1750)
+
+
+def _under(prefixes, chosen, own_tokens, output_tokens, rng) -> list[PredictedRequest]:
+    return [
+        PredictedRequest(
+            number,
+            prefixes[prefix] + rng.integers(3, _VOCABULARY, own_tokens).tolist(),
+            output_tokens,
+        )
+        for number, prefix in enumerate(chosen.tolist())
+    ]
+
+
+WORKLOADS = {"repetition": repetition, "skewed": skewed, "chats": chats}

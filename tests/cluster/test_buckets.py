@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that stream in, given to replicas by prefix."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_relay.cluster.buckets import BucketPrompt, PrefixBuckets
+from vllm_relay.cluster.replica_index import PredictedCaches
+
+BLOCK = 16
+
+
+def prompt(number: int, chain: list[int], own_tokens: int = 8) -> BucketPrompt[int]:
+    # blocks are named by their prefixes
+    named, name = [], 0
+    for block in chain:
+        name = hash((name, block)) & 0xFFFF_FFFF_FFFF
+        named.append(name)
+    return BucketPrompt(number, named, len(chain) * BLOCK + own_tokens)
+
+
+def filled(prompts: list[BucketPrompt[int]], caches: PredictedCaches) -> PrefixBuckets[int]:
+    buckets: PrefixBuckets[int] = PrefixBuckets(caches, BLOCK)
+    for each in prompts:
+        buckets.add(each)
+    return buckets
+
+
+def drain(
+    prompts: list[BucketPrompt[int]], caches: PredictedCaches, max_buffered: int
+) -> list[list[int]]:
+    """What each replica is given, in turns, where so many are known at a time."""
+    buckets: PrefixBuckets[int] = PrefixBuckets(caches, BLOCK)
+    given_to: list[list[int]] = [[] for _ in range(caches.held.num_replicas)]
+    waiting = deque(prompts)
+    while waiting or len(buckets):
+        was_given = False
+        for replica, items in enumerate(given_to):
+            while waiting and len(buckets) < max_buffered:
+                buckets.add(waiting.popleft())
+            found = buckets.next(replica)
+            if found is not None:
+                items.append(found.item)
+                was_given = True
+        assert was_given, "prompts are left that nobody is given"
+    return given_to
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=40),
+    st.integers(1, 4),
+    st.integers(1, 50),
+    st.integers(4, 100),
+)
+def test_every_prompt_is_given_once(
+    chains: list[list[int]], replicas: int, max_buffered: int, num_blocks: int
+) -> None:
+    prompts = [prompt(number, chain) for number, chain in enumerate(chains)]
+    given_to = drain(prompts, PredictedCaches([num_blocks] * replicas), max_buffered)
+    assert sorted(sum(given_to, [])) == list(range(len(chains)))
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), max_size=5), min_size=1, max_size=40),
+    st.integers(2, 4),
+)
+def test_what_a_lost_replica_had_is_given_again(chains: list[list[int]], replicas: int) -> None:
+    prompts = [prompt(number, chain) for number, chain in enumerate(chains)]
+    buckets = filled(prompts, PredictedCaches([64] * replicas))
+    had = [found for _ in range(len(chains) // 2) if (found := buckets.next(0)) is not None]
+    buckets.lose(0)
+    for each in had:
+        buckets.add(each)
+    seen: Counter[int] = Counter()
+    while len(buckets):
+        for replica in range(1, replicas):
+            found = buckets.next(replica)
+            if found is not None:
+                seen[found.item] += 1
+    assert seen == Counter(range(len(chains)))
+
+
+def test_each_replica_has_prefixes_of_its_own() -> None:
+    prompts = [prompt(10 * p + n, [p, p, p]) for n in range(10) for p in range(4)]
+    given_to = drain(prompts, PredictedCaches([100] * 2), 100)
+    homes = [[number // 10 for number in each] for each in given_to]
+    assert not set(homes[0]) & set(homes[1])
+    for each in homes:
+        assert each == sorted(each, key=each.index), "prefix by prefix"
+
+
+def test_a_prefix_of_many_prompts_is_shared_out_and_one_of_few_is_not() -> None:
+    long_prefix = list(range(64))
+    few = filled(
+        [prompt(number, long_prefix, own_tokens=8) for number in range(4)],
+        PredictedCaches([100] * 2),
+    )
+    assert few.next(0) is not None
+    assert few.next(1) is None, "1,024 tokens are not computed again for 24"
+    many = filled(
+        [prompt(number, long_prefix, own_tokens=800) for number in range(4)],
+        PredictedCaches([100] * 2),
+    )
+    assert many.next(0) is not None
+    assert many.next(1) is not None
+
+
+def test_a_prefix_that_comes_again_goes_where_it_is_held() -> None:
+    buckets = filled([prompt(p, [p, p]) for p in range(2)], PredictedCaches([100] * 2))
+    first = [buckets.next(0), buckets.next(1)]
+    for p in (1, 0):
+        buckets.add(prompt(10 + p, [p, p]))
+    again = [buckets.next(0), buckets.next(1)]
+    for before, after in zip(first, again, strict=True):
+        assert before is not None and after is not None
+        assert after.item == before.item + 10

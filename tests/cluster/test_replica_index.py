@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which replica holds which blocks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_relay.cluster.replica_index import HeldBlocks, PredictedCaches, block_of
+
+REPLICAS = 5
+replicas = st.integers(0, REPLICAS - 1)
+blocks = st.lists(st.integers(0, 30), max_size=8)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "discard", "clear"]), replicas, blocks)), blocks)
+def test_held_blocks_are_those_of_a_set_for_each_replica(
+    changes: list[tuple[str, int, list[int]]], chain: list[int]
+) -> None:
+    held = HeldBlocks(REPLICAS)
+    sets: list[set[int]] = [set() for _ in range(REPLICAS)]
+    for what, replica, given_blocks in changes:
+        if what == "add":
+            held.add(replica, given_blocks)
+            sets[replica] |= set(given_blocks)
+        elif what == "discard":
+            held.discard(replica, given_blocks)
+            sets[replica] -= set(given_blocks)
+        else:
+            held.clear(replica)
+            sets[replica].clear()
+    assert len(held) == len(set().union(*sets))
+    for block in range(31):
+        assert list(held.holders(block)) == [r for r in range(REPLICAS) if block in sets[r]]
+        assert held.is_held(block) == any(block in each for each in sets)
+    depths = []
+    for each in sets:
+        depth = 0
+        while depth < len(chain) and chain[depth] in each:
+            depth += 1
+        depths.append(depth)
+    assert held.depths(chain) == depths
+
+
+def naive_lru(num_blocks: int, chains: list[list[int]]) -> set[int]:
+    used: OrderedDict[int, None] = OrderedDict()
+    for chain in chains:
+        for block in reversed(chain):
+            used.pop(block, None)
+            used[block] = None
+        while len(used) > num_blocks:
+            used.popitem(last=False)
+    return set(used)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 4), st.integers(0, 6))),
+    st.integers(1, 12),
+)
+def test_predicted_caches_keep_what_was_sent_last(
+    sent: list[tuple[int, int, int]], num_blocks: int
+) -> None:
+    caches = PredictedCaches([num_blocks, 2 * num_blocks])
+    chains: list[list[list[int]]] = [[], []]
+    for replica, prefix, depth in sent:
+        chain = [100 * prefix + level for level in range(depth)]
+        caches.sent(replica, chain)
+        chains[replica].append(chain)
+    for replica in range(2):
+        expected = naive_lru((replica + 1) * num_blocks, chains[replica])
+        every = {100 * prefix + level for prefix in range(5) for level in range(7)}
+        assert {block for block in every if caches.held.holds(replica, block)} == expected
+    caches.clear(0)
+    assert not any(caches.held.holds(0, 100 * p + d) for p in range(5) for d in range(7))
+
+
+def test_a_prompt_that_does_not_fit_keeps_its_beginning() -> None:
+    caches = PredictedCaches([3])
+    caches.sent(0, [1, 2, 3, 4, 5])
+    assert caches.depths([1, 2, 3, 4, 5]) == [3]
+
+
+def test_blocks_of_hashes() -> None:
+    assert block_of(b"\x01" + bytes(31)) == 1
+    assert block_of(2**64 + 7) == 7
+    assert block_of(-1) == 2**64 - 1
+
+
+def test_caches_without_blocks_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected at least 1 each"):
+        PredictedCaches([4, 0])

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What hosts have in common: a question that comes to any process."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from tests.tables.engines.server.fake_server import OTHER_MODEL, Reply, chat_answer, fake_server
+from vllm_relay.tables.hosts.batches import BatchQuestion, leading_field
+
+ADDRESS = "http://localhost:1"
+
+
+def echo(body: dict[str, Any]) -> Reply:
+    return chat_answer(body["messages"][-1]["content"].rpartition(": ")[2].strip('"'))
+
+
+def question(**changes: Any) -> BatchQuestion:
+    return BatchQuestion(**{"prompt": "What is {x}?", "fields": None, "engine": ADDRESS, **changes})
+
+
+def test_a_question_travels() -> None:
+    with fake_server(echo, model=OTHER_MODEL) as server:
+        sent = pickle.loads(pickle.dumps(question(engine=server.url, errors_into="why")))
+        batch = pa.table({"x": ["a", "b", "a", None], "y": [1, 2, 3, 4]})
+        found = sent.ask(batch)
+        assert found.column_names == ["x", "y", "answer", "why"]
+        assert found["answer"].to_pylist() == ["a", "b", "a", None]
+        assert found["y"].to_pylist() == [1, 2, 3, 4]
+        assert len(server.bodies) == 2
+        again = sent.ask(batch.slice(0, 0))
+        assert again.schema == found.schema and again.num_rows == 0
+
+
+def test_errors_stand_beside_their_rows() -> None:
+    with fake_server(lambda body: chat_answer("x"), model=OTHER_MODEL) as server:
+        asked = question(engine=server.url, errors_into="why", options={"output": "int"})
+        found = asked.ask(pa.table({"x": ["a"]}))
+    assert found["answer"].to_pylist() == [None]
+    assert found["answer"].type == pa.int64()
+    assert "'x'" in found["why"][0].as_py()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"engine": object()}, TypeError, "each worker opens its own"),
+        ({"options": {"checkpoint": "f"}}, ValueError, "checkpoint.*one table in one process"),
+        ({"prompt": "What?"}, ValueError, "names no column"),
+        ({"options": {"output": "number"}}, (TypeError, ValueError), "number"),
+    ],
+)
+def test_what_cannot_be_is_refused_here(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        question(**changes)
+
+
+def test_columns_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"\['x'\] are no columns"):
+        question().check(["a", "b"])
+    with pytest.raises(ValueError, match="column 'answer' is there already"):
+        question().check(["x", "answer"])
+
+
+def test_the_leading_field_saves_most() -> None:
+    table = pa.table(
+        {
+            "id": list(range(100)),
+            "title": [f"title {row % 10}" for row in range(100)],
+            "text": ["a long description " * 5 + str(row % 12) for row in range(100)],
+            "tags": [["x"]] * 100,
+        }
+    )
+    assert leading_field(table, ["id", "title", "text"]) == "text"
+    assert leading_field(table, ["id", "title"]) == "title"
+    assert leading_field(table, ["id", "tags"]) == "tags"
+    assert leading_field(table.slice(0, 0), ["id", "title"]) in ("id", "title")

@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many replicas: which prompts together, in which order, to which replica.
+
+replica_index.py   which replica holds which KV blocks
+routing.py         where a request goes that arrives by itself
+buckets.py         what a replica gets that has room, of prompts that stream in
+simulate.py        replicas in virtual time, with vLLM's own schedulers    (vLLM)
+rules.py           both for these, beside the usual rules                  (vLLM)
+predict.py         `vllm-relay predict --replicas`                         (vLLM)
+"""

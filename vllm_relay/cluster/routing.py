@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which replica gets a request: the one that is expected to finish it first.
+
+A replica's load is the work that it has not done yet, in seconds, and falls as answers come. A
+request costs a replica what of its prompt is not in its cache, and its answer. So a prefix stays
+where it is known until waiting there costs more than computing it again, and then has two homes.
+The aim of dynamic prefix bucketing (Wang, 2025), whose router chooses among the replicas with the
+fewest prompts the one that saw a prefix last, with costs in place of its thresholds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+
+from vllm_relay.cluster.replica_index import Block, ReplicaIndex
+
+
+@dataclass(frozen=True)
+class ServingCosts:
+    """What requests take of a replica, in seconds of its own.
+
+    Attributes:
+        prompt_token_s: a prompt's token that is not in the cache.
+        output_token_s: a token of an answer, its share of a step.
+    """
+
+    prompt_token_s: float
+    output_token_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_token_s", "output_token_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)} given, expected 0 or more")
+
+    def prompt_s(self, tokens: int) -> float:
+        return self.prompt_token_s * tokens
+
+    def output_s(self, tokens: int) -> float:
+        return self.output_token_s * tokens
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Where a request goes.
+
+    Attributes:
+        replica: its number.
+        num_cached_tokens: of the prompt, expected in the replica's cache.
+    """
+
+    replica: int
+    num_cached_tokens: int
+
+
+@dataclass
+class _Running:
+    replica: int
+    prompt_s: float
+    output_s: float
+
+
+@dataclass
+class Router:
+    """Requests go where they are expected to be finished first.
+
+    Attributes:
+        index: what the replicas' caches hold.
+        costs: of requests.
+        block_size_tokens: of a KV block.
+        locality: what a second computed once more counts beside one waited: more than one, as it
+            takes the replica's time from all and a place in its cache.
+    """
+
+    index: ReplicaIndex
+    costs: ServingCosts
+    block_size_tokens: int
+    num_replicas: int
+    locality: float = 2.0
+    _loads_s: list[float] = field(init=False)
+    _num_running: list[int] = field(init=False)
+    _running: dict[Hashable, _Running] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._loads_s = [0.0] * self.num_replicas
+        self._num_running = [0] * self.num_replicas
+
+    @property
+    def loads_s(self) -> Sequence[float]:
+        """Work that each replica has yet to do, in seconds."""
+        return self._loads_s
+
+    def route(
+        self,
+        request: Hashable,
+        chain: Sequence[Block],
+        prompt_tokens: int,
+        output_tokens: int,
+        among: Collection[int] | None = None,
+    ) -> Routed:
+        """Choose a replica for a request, which is on its way there from now on.
+
+        Args:
+            request: by which it is known until it has ended.
+            chain: the full blocks of its prompt.
+            output_tokens: that its answer is expected to have.
+            among: replicas that can be had; None for all.
+
+        Raises:
+            ValueError: no replica can be had, or the request is known already.
+        """
+        if request in self._running:
+            raise ValueError(f"request {request!r} was routed before and has not ended")
+        candidates = range(self.num_replicas) if among is None else among
+        if not candidates:
+            raise ValueError(f"no replica can be had for request {request!r}: wait for one")
+        size = self.block_size_tokens
+        # the last token is always computed
+        most = max(prompt_tokens - 1, 0) // size
+        depths = self.index.depths(chain[:most])
+        costs, loads_s = self.costs, self._loads_s
+        token_s = costs.prompt_token_s * size * self.locality
+        replica = min(
+            candidates,
+            key=lambda each: (
+                loads_s[each] - token_s * depths[each],
+                -depths[each],
+                self._num_running[each],
+            ),
+        )
+        cached = depths[replica] * size
+        work = _Running(
+            replica, costs.prompt_s(prompt_tokens - cached), costs.output_s(output_tokens)
+        )
+        self._running[request] = work
+        self._loads_s[replica] += work.prompt_s + work.output_s
+        self._num_running[replica] += 1
+        self.index.sent(replica, chain)
+        return Routed(replica, cached)
+
+    def answered(self, request: Hashable) -> None:
+        """The first token of a request's answer came: its prompt is computed."""
+        work = self._running.get(request)
+        if work is not None:
+            self._loads_s[work.replica] -= work.prompt_s
+            work.prompt_s = 0.0
+
+    def ended(self, request: Hashable) -> None:
+        """A request has its answer, or none will come."""
+        work = self._running.pop(request, None)
+        if work is None:
+            return
+        replica = work.replica
+        self._num_running[replica] -= 1
+        self._loads_s[replica] -= work.prompt_s + work.output_s
+        if not self._num_running[replica]:
+            self._loads_s[replica] = 0.0  # without what rounding left
+
+    def lost(self, replica: int) -> list[Hashable]:
+        """A replica is gone with its cache; returns the requests that it had."""
+        requests = [each for each, work in self._running.items() if work.replica == replica]
+        for request in requests:
+            self.ended(request)
+        self.index.clear(replica)
+        return requests

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several engines with the same model as one: each gets the prompts whose prefixes it knows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from itertools import islice
+from queue import SimpleQueue
+from threading import Condition, Thread
+
+from vllm_relay.cluster.buckets import BucketPrompt, PrefixBuckets
+from vllm_relay.cluster.replica_index import PredictedCaches
+from vllm_relay.tables.engines.base import (
+    Completion,
+    Completions,
+    Engine,
+    EngineError,
+    Prompt,
+    PromptShape,
+)
+from vllm_relay.tables.jobs.prompts.format import text_pieces
+from vllm_relay.tables.ordering.cached_tokens import BlockCache, block_hashes
+from vllm_relay.tables.ordering.sequences import TokenSequences
+from vllm_relay.tables.question import Question
+
+logger = logging.getLogger("vllm.relay")
+
+DEFAULT_MAX_BUFFERED = 5000
+_UNKNOWN_CACHE = BlockCache(16, 65_536)
+_BATCH = 64
+_FEED_WAIT_S = 0.05
+
+
+class ReplicaEngine:
+    """An `Engine` over engines that are alike.
+
+    Prompts wait in a tree of their prefixes, `max_buffered` of them; an engine that has room takes
+    one that begins like those that it had, see `PrefixBuckets`. When an engine is gone the others
+    are asked what it has not answered.
+
+    Args:
+        engines: with the same model; they are closed with this one.
+        names: of the engines, for messages.
+        max_buffered: prompts that wait for an engine.
+
+    Raises:
+        ValueError: there is no engine, or they are not alike; the message names what differs.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        names: Sequence[str] | None = None,
+        *,
+        max_buffered: int = DEFAULT_MAX_BUFFERED,
+    ) -> None:
+        if not engines:
+            raise ValueError("no engines given, expected at least one replica")
+        if max_buffered < 1:
+            raise ValueError(f"max_buffered={max_buffered} given, expected at least 1")
+        self._engines = list(engines)
+        self._names = list(names or (f"replica {number}" for number in range(len(engines))))
+        self._max_buffered = max_buffered
+        for what, values in (
+            ("models", [each.identity for each in engines]),
+            ("longest prompts", [each.max_model_len for each in engines]),
+            ("block sizes", [each.cache and each.cache.block_size_tokens for each in engines]),
+            ("tokenizers", [each.tokenizer is not None for each in engines]),
+        ):
+            if len(set(values)) > 1:
+                listed = ", ".join(
+                    f"{name}: {value}" for name, value in zip(self._names, values, strict=True)
+                )
+                raise ValueError(
+                    f"replicas with different {what} given ({listed}), expected equal ones: start "
+                    "all with the same options"
+                )
+        self.identity = engines[0].identity
+        self.tokenizer = engines[0].tokenizer
+        self.max_model_len = engines[0].max_model_len
+        self.reasons = getattr(engines[0], "reasons", False)
+
+    @property
+    def cache(self) -> BlockCache | None:
+        """Of the replica with the smallest: no prompt is known to more than one."""
+        caches = [each.cache for each in self._engines if each.cache is not None]
+        return min(caches, key=lambda each: each.num_blocks or 1 << 62, default=None)
+
+    def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
+        """See `Engine`: ends with an `EngineError` when no replica is left."""
+        return _ReplicaJob(self._engines, self._names, question, self._max_buffered).run(prompts)
+
+    def max_answer_tokens(self, question: Question) -> int:
+        """See `Engine`."""
+        return max(each.max_answer_tokens(question) for each in self._engines)
+
+    def prompts_per_s(self, shape: PromptShape, question: Question) -> float | None:
+        """As many times what the first replica has, as there are replicas."""
+        one = self._engines[0].prompts_per_s(shape, question)
+        return None if one is None else one * len(self._engines)
+
+    def close(self) -> None:
+        """Close all replicas."""
+        for engine in self._engines:
+            engine.close()
+
+
+class _ReplicaJob:
+    """The prompts of one question; what it knows is guarded by `_changed`."""
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        names: Sequence[str],
+        question: Question,
+        max_buffered: int,
+    ) -> None:
+        self._engines = engines
+        self._names = names
+        self._question = question
+        self._max_buffered = max_buffered
+        self._answer_tokens = engines[0].max_answer_tokens(question)
+        caches = [each.cache or _UNKNOWN_CACHE for each in engines]
+        self._block_size_tokens = caches[0].block_size_tokens
+        num_blocks = [each.num_blocks or _UNKNOWN_CACHE.num_blocks or 1 for each in caches]
+        self._buckets: PrefixBuckets[Prompt] = PrefixBuckets(
+            PredictedCaches(num_blocks), self._block_size_tokens
+        )
+        self._running: list[dict[int, BucketPrompt[Prompt]]] = [{} for _ in engines]
+        self._changed = Condition()
+        self._is_read = False
+        """Whether no prompt comes any more but those of lost replicas."""
+        self._is_over = False
+        self._came: SimpleQueue[tuple[int, Completion | BaseException]] = SimpleQueue()
+
+    def run(self, prompts: Iterable[Prompt]) -> Completions:
+        source = iter(prompts)
+        threads = [
+            Thread(target=self._ask, args=(number,), name=name, daemon=True)
+            for number, name in enumerate(self._names)
+        ]
+        num_left = len(threads)
+        num_open = 0
+        try:
+            for thread in threads:
+                thread.start()
+            while True:
+                num_open += self._read(source)
+                if self._is_read and not num_open:
+                    return
+                number, came = self._came.get()
+                if isinstance(came, Completion):
+                    num_open -= 1
+                    yield came
+                elif isinstance(came, EngineError):
+                    num_left -= 1
+                    self._lose(number, came, num_left)
+                else:
+                    raise came
+        finally:
+            with self._changed:
+                self._is_over = True
+                self._changed.notify_all()
+
+    def _read(self, source: Iterator[Prompt]) -> int:
+        """Fill the buffer, but for answers that came; returns how many prompts were read."""
+        num_read = 0
+        while not self._is_read:
+            room = self._max_buffered - len(self._buckets)
+            if room < 1 or (num_read and not self._came.empty()):
+                break
+            batch = list(islice(source, min(room, _BATCH)))
+            waiting = self._bucket_prompts(batch)
+            with self._changed:
+                for prompt in waiting:
+                    self._buckets.add(prompt)
+                self._is_read = len(batch) < min(room, _BATCH)
+                self._changed.notify_all()
+            num_read += len(batch)
+        return num_read
+
+    def _ask(self, number: int) -> None:
+        """A replica's thread."""
+        running = self._running[number]
+        try:
+            while (first := self._wait_for_prompt(number)) is not None:
+                feed = self._feed(number, first)
+                with closing(self._engines[number].generate(feed, self._question)) as completions:
+                    for completion in completions:
+                        with self._changed:
+                            if self._is_over:
+                                return
+                            running.pop(completion.number, None)
+                        self._came.put((number, completion))
+        except BaseException as error:
+            self._came.put((number, error))
+
+    def _wait_for_prompt(self, number: int) -> Prompt | None:
+        """The next prompt of a replica that has none; None when the job is over."""
+        with self._changed:
+            while not self._is_over:
+                if (prompt := self._take(number)) is not None:
+                    return prompt
+                self._changed.wait()
+            return None
+
+    def _feed(self, number: int, first: Prompt) -> Iterator[Prompt]:
+        """Prompts of a replica; ends when there is none for it for a moment, so that the answers to
+        those that it has are not waited for."""
+        prompt: Prompt | None = first
+        while prompt is not None:
+            yield prompt
+            with self._changed:
+                prompt = self._take(number)
+                if prompt is None and not self._is_read:
+                    self._changed.wait(_FEED_WAIT_S)
+                    prompt = self._take(number)
+
+    def _take(self, number: int) -> Prompt | None:
+        found = None if self._is_over else self._buckets.next(number)
+        if found is None:
+            return None
+        self._running[number][found.item.number] = found
+        return found.item
+
+    def _lose(self, number: int, error: EngineError, num_left: int) -> None:
+        if not num_left:
+            raise EngineError(f"no replica is left; the last one, {self._names[number]}: {error}")
+        logger.warning(
+            "vllm-relay: %s is gone (%s); the other %d are asked what it did not answer",
+            self._names[number], error, num_left,
+        )  # fmt: skip
+        with self._changed:
+            self._buckets.lose(number)
+            for prompt in self._running[number].values():
+                self._buckets.add(prompt)
+            self._running[number].clear()
+            self._changed.notify_all()
+
+    def _bucket_prompts(self, prompts: Sequence[Prompt]) -> list[BucketPrompt[Prompt]]:
+        """With the full blocks of each; without tokens, of what it says."""
+        tokens = [prompt.token_ids or text_pieces(prompt.message) for prompt in prompts]
+        size = self._block_size_tokens
+        hashes = block_hashes(TokenSequences.from_lists(tokens), size).tolist()
+        found, begin = [], 0
+        for prompt, each in zip(prompts, tokens, strict=True):
+            end = begin + len(each) // size
+            found.append(BucketPrompt(prompt, hashes[begin:end], len(each) + self._answer_tokens))
+            begin = end
+        return found

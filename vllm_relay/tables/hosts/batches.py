@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A question to every row of a batch, in a process of a host's: what hosts have in common."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from vllm_relay.tables.answer_types import answer_type
+from vllm_relay.tables.dataframes import llm_map
+from vllm_relay.tables.engines.base import Engine
+from vllm_relay.tables.engines.opening import open_engine
+from vllm_relay.tables.jobs.answers import ARROW_TYPES
+from vllm_relay.tables.question import placeholders_of
+
+SAMPLE_ROWS = 1000
+"""Of which the column is chosen that rows are sorted by."""
+_HERE_ONLY = frozenset({"checkpoint", "max_total_tokens", "on_error", "engine", "fields"})
+
+_opened: dict[str, Engine] = {}
+"""Of this process, by what they are opened with."""
+
+
+@dataclass(frozen=True)
+class BatchQuestion:
+    """A question that can be sent to another process.
+
+    Args:
+        prompt: see `llm_map`.
+        fields: columns that the prompt holds; None takes those that it names.
+        engine: an address, addresses or a model, see `open_engine`. Each process opens its own
+            when it gets its first batch, and keeps it.
+        engine_arguments: of `open_engine`.
+        into: the column of the answers.
+        errors_into: the column of what went wrong; None for none.
+        options: others of `llm_map`.
+
+    Raises:
+        TypeError: the engine is none that another process could open.
+        ValueError: an option is none that holds for batches, or the prompt names no column.
+    """
+
+    prompt: str
+    fields: tuple[str, ...] | None
+    engine: Any
+    engine_arguments: Mapping[str, Any] = field(default_factory=dict)
+    into: str = "answer"
+    errors_into: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        is_named = isinstance(self.engine, str) or (
+            isinstance(self.engine, Sequence) and all(isinstance(each, str) for each in self.engine)
+        )
+        if not is_named:
+            raise TypeError(
+                f"engine {self.engine!r} given, expected a model or a server's address: each "
+                "worker opens its own"
+            )
+        refused = sorted(_HERE_ONLY & self.options.keys())
+        if refused:
+            raise ValueError(
+                f"{refused} given, which hold for one table in one process: leave them out, or "
+                "use vllm_relay.tables.llm_map"
+            )
+        if not self.columns:
+            raise ValueError(
+                f"prompt {self.prompt!r} names no column and fields are not given: write a name in "
+                "braces, or give fields"
+            )
+        # of what cannot be, before a cluster is at work
+        answer_type(self.options.get("output"), self.options.get("choices"))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """That are asked about."""
+        return tuple(placeholders_of(self.prompt)) if self.fields is None else self.fields
+
+    @property
+    def answer_fields(self) -> list[pa.Field]:
+        """The columns that come with the answers."""
+        output = answer_type(self.options.get("output"), self.options.get("choices")).output
+        fields = [pa.field(self.into, ARROW_TYPES[output.type])]
+        if self.errors_into is not None:
+            fields.append(pa.field(self.errors_into, pa.string()))
+        return fields
+
+    def check(self, names: Sequence[str]) -> None:
+        """
+        Args:
+            names: of the host's columns.
+
+        Raises:
+            ValueError: a field is none of them, or an answer's column is one.
+        """
+        unknown = [name for name in self.columns if name not in names]
+        if unknown:
+            raise ValueError(f"{unknown} are no columns, expected some of {list(names)}")
+        taken = [each.name for each in self.answer_fields if each.name in names]
+        if taken:
+            raise ValueError(
+                f"column {taken[0]!r} is there already: give another name with into or errors_into"
+            )
+
+    def ask(self, batch: pa.Table) -> pa.Table:
+        """The batch with its answers."""
+        if not batch.num_rows:
+            result = [pa.array([], each.type) for each in self.answer_fields]
+        else:
+            found = llm_map(
+                batch.select(list(dict.fromkeys(self.columns))),
+                self.prompt,
+                self.columns,
+                engine=self._engine(),
+                show_progress=False,
+                **self.options,
+            )
+            errors = [found.errors.get(row) for row in range(batch.num_rows)]
+            result = [found.arrow_values, pa.array(errors, pa.string())][: len(self.answer_fields)]
+        for each, column in zip(self.answer_fields, result, strict=True):
+            batch = batch.append_column(each, column)
+        return batch
+
+    def _engine(self) -> Engine:
+        key = repr((self.engine, sorted(self.engine_arguments.items())))
+        if key not in _opened:
+            _opened[key] = opened = open_engine(self.engine, **self.engine_arguments)
+            atexit.register(opened.close)
+        return _opened[key]
+
+
+def leading_field(sample: pa.Table, fields: Sequence[str]) -> str:
+    """The column whose values save most where they come first, of rows that are sorted by it: its
+    bytes, over how many different ones there are (Liu et al., 2024, Algorithm 1)."""
+
+    def savings(name: str) -> float:
+        texts = (
+            sample[name].cast(pa.string(), safe=False)
+            if _is_simple(sample[name])
+            else _texts(sample[name])
+        )
+        num_bytes = pc.sum(pc.binary_length(texts)).as_py() or 0
+        return num_bytes / max(pc.count_distinct(texts, mode="all").as_py(), 1)
+
+    return max(dict.fromkeys(fields), key=savings)
+
+
+def _is_simple(column: pa.ChunkedArray) -> bool:
+    return not pa.types.is_nested(column.type) and not pa.types.is_binary(column.type)
+
+
+def _texts(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    return pa.chunked_array([pa.array([repr(each) for each in column.to_pylist()], pa.string())])

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A question to every row of a dataset of Ray Data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from vllm_relay.tables.hosts.batches import SAMPLE_ROWS, BatchQuestion, leading_field
+from vllm_relay.tables.jobs.options import DEFAULT_BUCKET_ROWS
+
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
+
+def llm_map(
+    dataset: Dataset,
+    prompt: str,
+    fields: Sequence[str] | None = None,
+    *,
+    engine: Any,
+    engine_arguments: Mapping[str, Any] | None = None,
+    replicas: int = 1,
+    gpus_per_replica: float = 0,
+    into: str = "answer",
+    errors_into: str | None = None,
+    sort_by: str | None = "auto",
+    batch_rows: int = DEFAULT_BUCKET_ROWS,
+    **options: Any,
+) -> Dataset:
+    """Ask a question of every row, when the dataset is read.
+
+    Rows are sorted by the field that saves most, so that those which begin alike come to one
+    replica, one after the other; in each batch rows and fields are put in order as `llm_map` of
+    data frames does. Equal rows of a batch are asked once. Rows come as they are sorted.
+
+    Args:
+        dataset: of Ray Data.
+        prompt, fields, options: see `vllm_relay.tables.llm_map`.
+        engine: a model, of which each replica is one, or a server's address.
+        engine_arguments: of a model, those of ``vllm.LLM``, or of a server, see `ServerEngine`.
+        replicas: actors that ask.
+        gpus_per_replica: GPUs that Ray gives each of them.
+        into: a new column for the answers.
+        errors_into: a new column for why a row has none; None for none.
+        sort_by: a column; "auto" looks at a thousand rows; None leaves rows where they are, which
+            needs no second pass over the data.
+        batch_rows: rows that are put in order together.
+
+    Returns:
+        A dataset with the answers; nothing was asked yet.
+
+    Raises:
+        TypeError: the engine is none that another process could open.
+        ValueError: a field is no column, or an argument does not fit.
+    """
+    if replicas < 1 or batch_rows < 1:
+        raise ValueError(
+            f"replicas={replicas}, batch_rows={batch_rows} given, expected at least 1 of each"
+        )
+    names = None if fields is None else tuple(fields)
+    question = BatchQuestion(
+        prompt, names, engine, dict(engine_arguments or {}), into, errors_into, options
+    )
+    question.check(dataset.columns() or [])
+    if sort_by == "auto":
+        sample = dataset.select_columns(list(dict.fromkeys(question.columns))).take_batch(
+            SAMPLE_ROWS, batch_format="pyarrow"
+        )
+        sort_by = leading_field(sample, question.columns)
+    if sort_by is not None:
+        dataset = dataset.sort(sort_by)
+    return dataset.map_batches(
+        _Replica,
+        fn_constructor_args=(question,),
+        batch_format="pyarrow",
+        batch_size=batch_rows,
+        concurrency=replicas,
+        num_gpus=gpus_per_replica or None,
+    )
+
+
+class _Replica:
+    """An actor's: its engine is opened with the first batch."""
+
+    def __init__(self, question: BatchQuestion) -> None:
+        self._question = question
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        return self._question.ask(batch)
