@@ -12,7 +12,6 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_relay.prefix_cache.chains import BlockName
-from vllm_relay.scheduler.lanes import Lanes
 from vllm_relay.scheduler.order import Position
 from vllm_relay.scheduler.tenants import TenantLanes
 
@@ -23,8 +22,6 @@ _NOT_RUN = (
     RequestStatus.WAITING_FOR_STREAMING_REQ,
     RequestStatus.PREEMPTED,
 )
-
-AnyLanes = Lanes[Request] | TenantLanes[Request]
 
 
 class QueueObserver:
@@ -62,7 +59,7 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         self,
         by_priority: bool,
         chain_of: Callable[[Request], Sequence[BlockName]],
-        make_lanes: Callable[[], AnyLanes],
+        make_lanes: Callable[[], TenantLanes[Request]],
         max_hold_s: float,
         observer: QueueObserver,
         blocked_now: Callable[[], Callable[[Request], bool]],
@@ -79,7 +76,7 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         self._observer = observer
         self._blocked_now = blocked_now
         self.clock = clock
-        self._classes: dict[int, AnyLanes] = {}
+        self._classes: dict[int, TenantLanes[Request]] = {}
         self._priorities: list[int] = []  # of the classes, ascending
         self._held_since_s: dict[int, float] = {}
         """By priority, since when its held requests keep the lower ones waiting."""
@@ -153,11 +150,6 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         self._settle()
         if not self._waits(request):
             self._positions.pop(request, None)
-
-    def num_records(self) -> int:
-        """How much is kept about requests: nothing when all are done."""
-        kept = (self._positions, self._set_aside, self._blocked, self._lacking, self._classes)
-        return sum(map(len, kept)) + (self._popped is not None)
 
     def add_request(self, request: Request) -> None:
         self._settle()
@@ -306,7 +298,7 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
             chain = self._chain_of(request) or (self._positions[request].to_bytes(8, "big"),)
             each.add(request, chain, self._position(request))
 
-    def _lanes_of(self, request: Request) -> AnyLanes:
+    def _lanes_of(self, request: Request) -> TenantLanes[Request]:
         priority = self._priority(request)
         each = self._classes.get(priority)
         if each is None:

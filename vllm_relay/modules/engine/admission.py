@@ -116,12 +116,6 @@ class ModuleAdmission:
         self._lease.end()
         self._first.clear()
 
-    def num_records(self) -> int:
-        """How much is kept about requests: nothing when all are done."""
-        held = self._lease.request is not None
-        encodings = len(self._encodings) + len(self._keys) + len(self._first)
-        return self._waiting.num_records() + encodings + held
-
     def _lead(self) -> None:
         """Choose a leader if there is none, and have computed what it lacks."""
         leader = self._lease.request

@@ -38,15 +38,8 @@ class WaitingRequests(Generic[R]):
         self._wanted: dict[bytes, tuple[R, int]] = {}
         self._computed: set[bytes] = set()  # by somebody, and not there yet
 
-    def __len__(self) -> int:
-        return len(self._waiters)
-
     def __contains__(self, request: R) -> bool:
         return request in self._waiters
-
-    def num_records(self) -> int:
-        """How much is kept about requests: nothing when none waits."""
-        return len(self._waiters) + len(self._lists) + len(self._looked_at) + len(self._wanted)
 
     def first(self) -> R | None:
         """The one of the smallest rank."""
