@@ -222,6 +222,21 @@ def test_who_goes_first_does_so_within_the_limit() -> None:
     assert ran[:4] == ["first 1", "first 2", "first 3", "plain"]
 
 
+def test_who_came_too_late_does_not_change_the_order_of_those_who_did_not() -> None:
+    lanes = lanes_of(set(chain_of(3)).__contains__, limit=OvertakeLimit(1e9, 1))
+    wait(lanes, "oldest", chain_of(9), 0)
+    wait(lanes, "a1", chain_of(1, 1), 1)
+    wait(lanes, "a2", chain_of(1, 2), 2)
+    lanes.run("a1", 0.0)
+    wait(lanes, "resident", chain_of(3), 3)
+    wait(lanes, "a3, too late", chain_of(1, 3), 4)
+    ran = []
+    for _ in range(4):
+        ran.append(lanes.first(0.0))
+        lanes.run(ran[-1], 0.0)
+    assert ran == ["a2", "resident", "oldest", "a3, too late"]
+
+
 def test_a_late_request_has_its_prefix_run_when_the_turn_of_another_is_over() -> None:
     lanes = lanes_of(set().__contains__, limit=OvertakeLimit(2.0, 10**6))
     wait(lanes, "hot 0", chain_of(2, 0), 0)

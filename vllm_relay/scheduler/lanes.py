@@ -4,7 +4,6 @@ on overtaking."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -30,7 +29,7 @@ class Lanes(Generic[R]):
     order: PrefixOrder[R]
     warm_up: WarmUp[R]
     limit: OvertakeLimit[R]
-    _first: OrderedDict[R, None] = field(default_factory=OrderedDict, init=False)
+    _first: dict[R, None] = field(default_factory=dict, init=False)  # the last goes first
     _later: dict[R, tuple[Sequence[BlockName], Position]] = field(default_factory=dict, init=False)
     """Those that arrived too late to overtake everybody who waits."""
     _next: Ranked[R] = field(default_factory=Ranked, init=False)
@@ -44,7 +43,7 @@ class Lanes(Generic[R]):
 
     def __iter__(self) -> Iterator[R]:
         """Those that go first, then the others in the order of arrival."""
-        yield from self._first
+        yield from reversed(self._first)
         yield from self.order
         yield from self._later
 
@@ -66,7 +65,7 @@ class Lanes(Generic[R]):
         while (later := self._next.first()) is not None and self._is_within(later):
             self._next.discard(later)
             self.order.add(later, *self._later.pop(later))
-        found = next(iter(self._first), None)
+        found = next(reversed(self._first), None)
         if found is None:
             found = self.order.first(
                 self._is_held(now_s), lambda request: self.limit.is_late(request, now_s)
@@ -95,7 +94,6 @@ class Lanes(Generic[R]):
         added is the first."""
         self.limit.arrive(request)
         self._first[request] = None
-        self._first.move_to_end(request, last=False)
 
     def add_aside(self, request: R) -> None:
         """Let a request wait that cannot run yet. It has a place in the order of arrival from now

@@ -69,8 +69,8 @@ class TenantLanes(Generic[R]):
     shares: Shares
     _lanes: OrderedDict[Hashable, Lanes[R]] = field(default_factory=OrderedDict, init=False)
     """By tenant; the one whose turn it is comes first."""
-    _preempted: OrderedDict[R, None] = field(default_factory=OrderedDict, init=False)
-    _first: OrderedDict[R, None] = field(default_factory=OrderedDict, init=False)
+    _preempted: dict[R, None] = field(default_factory=dict, init=False)  # the last goes on first
+    _first: dict[R, None] = field(default_factory=dict, init=False)  # likewise
     _size: int = field(default=0, init=False)
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ class TenantLanes(Generic[R]):
 
     def __iter__(self) -> Iterator[R]:
         """Preempted ones first, then tenant by tenant."""
-        yield from self._preempted
+        yield from reversed(self._preempted)
         for lanes in self._lanes.values():
             yield from lanes
 
@@ -98,9 +98,9 @@ class TenantLanes(Generic[R]):
     def first(self, now_s: float) -> R | None:
         """The request to run next; None if none waits or all are held."""
         if self._preempted:
-            return next(iter(self._preempted))
+            return next(reversed(self._preempted))
         if self._first:  # computed for one that waits, whoever's turn it is
-            return self._of(next(iter(self._first))).first(now_s)
+            return self._of(next(reversed(self._first))).first(now_s)
         found: dict[Hashable, R] = {}
         for _ in range(len(self._lanes)):
             tenant, lanes = next(iter(self._lanes.items()))
@@ -128,7 +128,6 @@ class TenantLanes(Generic[R]):
     def add_first(self, request: R) -> None:
         self._of(request).add_first(request)
         self._first[request] = None
-        self._first.move_to_end(request, last=False)
         self._size += 1
 
     def add_aside(self, request: R) -> None:
@@ -138,7 +137,6 @@ class TenantLanes(Generic[R]):
         """Let a request that had its turn go on before all others."""
         self.release(request)
         self._preempted[request] = None
-        self._preempted.move_to_end(request, last=False)
         self._size += 1
 
     def run(self, request: R, now_s: float) -> bool:

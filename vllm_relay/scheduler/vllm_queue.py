@@ -133,9 +133,8 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
     def look_again(self, request: Request) -> None:
         """Blocks of a waiting request have come to be in the cache, or can be loaded."""
         self._settle()
-        priority = self._priority(request)
-        if priority in self._classes:
-            self._classes[priority].look_again(request)
+        if each := self._classes.get(self._priority(request)):
+            each.look_again(request)
 
     def release(self, request: Request) -> None:
         """No longer hold the requests that wait for blocks this one was to compute."""

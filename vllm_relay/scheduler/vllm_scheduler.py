@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from hashlib import sha256
 from itertools import accumulate, islice
 from typing import Any
@@ -192,9 +193,7 @@ class _RelayScheduling(Scheduler):
         return Lanes(
             PrefixOrder(self._is_at_hand),
             WarmUp(
-                self._is_resident,
-                self._max_hold_s if warms_up else 0.0,
-                self.loadable.__contains__,
+                self._is_resident, self._max_hold_s if warms_up else 0.0, self.loadable.__contains__
             ),
             OvertakeLimit(self._max_hold_s, self.relay_config.max_overtakes),
         )
@@ -260,7 +259,7 @@ class _RelayScheduling(Scheduler):
         step = self.relay_recorder.take()
         if scheduler_stats is not None and step is not None:
             relay = scheduler_stats.relay or {}
-            scheduler_stats.relay = {**relay, PREFIX_CACHE: step.to_dict()}
+            scheduler_stats.relay = {**relay, PREFIX_CACHE: asdict(step)}
         self.relay_recorder.log_if_due(self.relay_config.log_every_s, logger.info)
         return scheduler_stats
 

@@ -14,21 +14,10 @@ from typing import Literal, get_args
 
 from msgspec.structs import replace
 
-from vllm_relay.modules.markup.pml import (
-    Import,
-    PromptMarkup,
-    did_you_mean,
-    listed,
-    shortened,
-)
+from vllm_relay.modules.markup.pml import Import, PromptMarkup, did_you_mean, listed, shortened
 from vllm_relay.modules.markup.schema import SchemaError
 from vllm_relay.modules.markup.xml_tree import PmlError
-from vllm_relay.modules.prompt.layout import (
-    ModuleTokens,
-    OwnText,
-    ParameterTokens,
-    SchemaTokens,
-)
+from vllm_relay.modules.prompt.layout import ModuleTokens, OwnText, ParameterTokens, SchemaTokens
 from vllm_relay.modules.prompt.plan import ModulePlan, TailRun
 from vllm_relay.modules.prompt.text_tokens import TextTokens
 

@@ -202,10 +202,7 @@ class Predictor:
                 request_id=str(index),
                 prompt_token_ids=given.prompt_token_ids,
                 sampling_params=SamplingParams(
-                    temperature=0,
-                    max_tokens=given.output_tokens,
-                    ignore_eos=True,
-                    detokenize=False,
+                    temperature=0, max_tokens=given.output_tokens, ignore_eos=True, detokenize=False
                 ),
                 pooling_params=None,
                 cache_salt=given.cache_salt,
