@@ -215,8 +215,9 @@ MUTATIONS = [
     *_of(
         f"{_CACHE}/eviction/free_queue.py",
         "prefix_cache/eviction/test_free_queue.py",
-        ("while (is_needed or len(kept_blocks) < most)", "while len(kept_blocks) < most"),
-        ("while (is_needed or len(kept_blocks) < most) and block", "while block"),
+        ("while is_needed or len(kept_blocks) < most", "while len(kept_blocks) < most"),
+        ("while is_needed or len(kept_blocks) < most", "while True"),
+        ("                or (key in needed) != is_needed\n", ""),
     ),
     *_of(
         f"{_CACHE}/eviction/free_queue.py",

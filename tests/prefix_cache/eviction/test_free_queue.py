@@ -228,6 +228,15 @@ def test_blocks_that_are_needed_are_set_aside_together():
     assert count_calls(lambda: queue.popleft_n(1)) < 40 * num_blocks  # one by one it would be 64
 
 
+def test_a_block_that_is_needed_costs_nothing_for_those_behind_it():
+    num_blocks, next_use = 4096, NextUse()
+    queue = make_free_queue("queue", next_use)(make_blocks(num_blocks))
+    queue.append_n(cached(queue.popleft_n(num_blocks), *map(str, range(num_blocks))))
+    next_use.add((0,), [[key(str(num_blocks - 1))]])  # freed first
+    assert count_calls(lambda: queue.popleft_n(1)) < 200
+    assert queue.evicted_blocks == {"unused": 1, "needed": 0}
+
+
 def test_a_million_blocks():
     next_use = NextUse()
     pool = build_pool("queue", next_use, 1_000_000)
