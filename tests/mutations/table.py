@@ -154,7 +154,7 @@ MUTATIONS = [
         f"{_SCHEDULER}/vllm_queue.py",
         "scheduler/test_vllm_queue.py",
         ("elif now_s - self._held_since_s", "elif False and now_s - self._held_since_s"),
-        ("return request.priority if self._by_priority else 0", "return 0"),
+        ("return request.priority if self.by_priority else 0", "return 0"),
     ),
     # what stays in the prefix cache
     *_of(
@@ -218,6 +218,7 @@ MUTATIONS = [
         ("while is_needed or len(kept_blocks) < most", "while len(kept_blocks) < most"),
         ("while is_needed or len(kept_blocks) < most", "while True"),
         ("                or (key in needed) != is_needed\n", ""),
+        ("                or self._freed_at[block.block_id] > before\n", ""),
     ),
     *_of(
         f"{_CACHE}/eviction/free_queue.py",

@@ -219,6 +219,21 @@ def test_blocks_without_room_are_not_kept_before_it_is_their_turn():
     assert ids(queue.popleft_n(3)) == [1, 2, 3]
 
 
+def test_reused_blocks_leave_in_their_order_though_one_was_needed_meanwhile():
+    next_use, reuse = NextUse(), Reuse(3)
+    queue = PolicyFreeQueue(make_blocks(3), next_use, reuse)
+    for _ in range(2):
+        next_use.add((0,), [[key(name)] for name in "abc"])
+        next_use.remove((0,), runs=True)
+    reuse._room_blocks = 3.0
+    for block, name in zip(queue.popleft_n(3), "abc", strict=True):
+        queue.append_n(cached([block], name))
+    next_use.add((0,), [[key("b")]])
+    assert ids(queue.iter_blocks_after(None)) == [0, 2, 1]  # sets the block aside
+    next_use.remove((0,), runs=False)
+    assert ids(queue.popleft_n(3)) == [0, 1, 2]
+
+
 def test_blocks_that_are_needed_are_set_aside_together():
     num_blocks, next_use = 512, NextUse()
     queue = PolicyFreeQueue(make_blocks(num_blocks), next_use, Reuse(0))
