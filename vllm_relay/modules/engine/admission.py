@@ -9,7 +9,6 @@ would lie in the cache as those of the module alone.
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -252,28 +251,28 @@ def _key(request: Request, plan: ModulePlan, index: int) -> bytes:
     return request.block_hashes[plan.first_slots[index + 1] // plan.block_size - 1]
 
 
-@dataclass
 class _Lease:
     """Blocks that one waiting request, if there is one, holds."""
 
-    scheduler: Any
-    request: Request | None = None
-    _blocks: dict[int, Any] = field(default_factory=dict, init=False)  # by place in the request
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._blocks: dict[int, Any] = {}  # by their place in the request
+        self.request: Request | None = None
 
     def extend(self, num_blocks: int) -> None:
         """Hold those of its first blocks that are there by now."""
         assert self.request is not None
         for place, block_hash in enumerate(self.request.block_hashes[:num_blocks]):
             if place not in self._blocks:
-                block = self.scheduler.cached_block(block_hash)
+                block = self._scheduler.cached_block(block_hash)
                 if block is not None:
-                    self.scheduler.kv_cache_manager.block_pool.touch([block])
+                    self._scheduler.kv_cache_manager.block_pool.touch([block])
                     self._blocks[place] = block
 
     def drop_blocks(self) -> None:
         """Let them be evicted."""
         blocks = [self._blocks[place] for place in sorted(self._blocks, reverse=True)]
-        self.scheduler.kv_cache_manager.block_pool.free_blocks(blocks)
+        self._scheduler.kv_cache_manager.block_pool.free_blocks(blocks)
         self._blocks.clear()
 
     def end(self) -> None:

@@ -90,7 +90,6 @@ def chain_of(token_ids: Sequence[int], block_size: int, lookahead_tokens: int) -
     return tuple(links)
 
 
-@dataclass
 class Room:
     """How much of the KV cache pins may take.
 
@@ -99,17 +98,18 @@ class Room:
         max_pinned_fraction: share of the KV cache that all pins together may take.
     """
 
-    scheduler: Any
-    max_pinned_fraction: float
+    def __init__(self, scheduler: Any, max_pinned_fraction: float) -> None:
+        self._scheduler = scheduler
+        self._manager = scheduler.kv_cache_manager
+        self._max_pinned_fraction = max_pinned_fraction
 
     def check(self, pin_id: str, num_new_blocks: int, num_pinned_blocks: int) -> None:
         """
         Raises:
             CommandError: 507 pins would take too much.
         """
-        manager = self.scheduler.kv_cache_manager
-        num_usable = manager.block_pool.num_gpu_blocks - 1  # one block stands for "no block"
-        num_allowed = math.floor(num_usable * self.max_pinned_fraction + 1e-9)
+        num_usable = self._manager.block_pool.num_gpu_blocks - 1  # one block stands for "no block"
+        num_allowed = math.floor(num_usable * self._max_pinned_fraction + 1e-9)
         asked = (
             f"pin {pin_id!r} needs {num_new_blocks} KV blocks; of {num_usable}, "
             f"{num_pinned_blocks} are pinned"
@@ -118,12 +118,12 @@ class Room:
             raise CommandError(
                 507,
                 f"{asked}, and pins may take {num_allowed} (max_pinned_fraction="
-                f"{self.max_pinned_fraction:g}): unpin another prompt, enlarge the KV cache or "
+                f"{self._max_pinned_fraction:g}): unpin another prompt, enlarge the KV cache or "
                 "raise additional_config.relay.max_pinned_fraction",
             )
         num_left = num_usable - num_pinned_blocks - num_new_blocks
-        max_model_len = self.scheduler.max_model_len
-        num_needed = self.num_blocks_of(max_model_len) + manager.watermark_blocks
+        max_model_len = self._scheduler.max_model_len
+        num_needed = self.num_blocks_of(max_model_len) + self._manager.watermark_blocks
         if num_left < num_needed:
             raise CommandError(
                 507,
@@ -134,11 +134,10 @@ class Room:
 
     def num_blocks_of(self, num_tokens: int) -> int:
         """Blocks a request of this length needs on its own, in all KV cache groups."""
-        manager = self.scheduler.kv_cache_manager
-        return manager.coordinator.get_num_blocks_to_allocate(
+        return self._manager.coordinator.get_num_blocks_to_allocate(
             request_id="",
             num_tokens=num_tokens,
-            new_computed_blocks=manager.empty_kv_cache_blocks.blocks,
+            new_computed_blocks=self._manager.empty_kv_cache_blocks.blocks,
             num_encoder_tokens=0,
             total_computed_tokens=0,
             num_local_computed_tokens=0,
