@@ -222,6 +222,15 @@ def test_who_goes_first_does_so_within_the_limit() -> None:
     assert ran[:4] == ["first 1", "first 2", "first 3", "plain"]
 
 
+def test_of_those_that_go_first_the_last_one_does() -> None:
+    lanes = lanes_of(set().__contains__)
+    wait(lanes, "plain", chain_of(1), 0)
+    for request in ("first 1", "first 2"):
+        lanes.add_first(request)
+    assert list(lanes) == ["first 2", "first 1", "plain"]
+    assert lanes.first(0.0) == "first 2"
+
+
 def test_who_came_too_late_does_not_change_the_order_of_those_who_did_not() -> None:
     lanes = lanes_of(set(chain_of(3)).__contains__, limit=OvertakeLimit(1e9, 1))
     wait(lanes, "oldest", chain_of(9), 0)
