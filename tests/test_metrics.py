@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,7 +68,7 @@ def test_other_backends_get_no_metrics() -> None:
 
 
 def prefix_cache_step(**kwargs: Any) -> Any:
-    return SimpleNamespace(relay={PREFIX_CACHE: PrefixCacheStats(**kwargs).to_dict()})
+    return SimpleNamespace(relay={PREFIX_CACHE: asdict(PrefixCacheStats(**kwargs))})
 
 
 def test_prefix_cache_of_the_relay_scheduler() -> None:

@@ -40,6 +40,16 @@ def check_model(model: str) -> None:
         )
 
 
+def is_integer(value: object) -> bool:
+    """Whether it is a number without a fraction; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a number; true and false are none."""
+    return is_integer(value) or isinstance(value, float)
+
+
 def shortened(value: object, most: int = 60) -> str:
     """What was given, for a message: no more than its beginning and its end."""
     shown = repr(value)

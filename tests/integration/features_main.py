@@ -29,6 +29,8 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from tests.integration.engine_main import ENGINE_ARGS, completion, greedy, tokens
 from tests.integration.tiny_models import LORA_RANK, save_adapter, save_tokenizer
+from tests.support.records import records_of_queue
+from vllm_relay.scheduler.vllm_queue import PrefixRequestQueue
 
 FEATURE_ARGS = {
     "skip_tokenizer_init": False,
@@ -121,7 +123,7 @@ def no_adapter_for_requests_without() -> Iterator[None]:
 def num_queue_records(engine: LLMEngine) -> int:
     """What relay's queue keeps about requests."""
     waiting = engine.engine_core.engine_core.scheduler.waiting
-    return waiting.num_records() if hasattr(waiting, "num_records") else 0
+    return records_of_queue(waiting) if isinstance(waiting, PrefixRequestQueue) else 0
 
 
 def run_lora(engine: LLMEngine) -> Any:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.records import records_of_modules
 from vllm_relay.modules.prompt.render import Mode
 
 NUM_SCHEMAS = 6
@@ -160,7 +161,7 @@ class Soak:
             self.step()
         pool = self.scheduler.kv_cache_manager.block_pool
         self.counts["leaked blocks"] = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-        self.counts["records left"] = self.scheduler.modules.num_records()
+        self.counts["records left"] = records_of_modules(self.scheduler.modules)
         self.counts["lost"] = len(self.asked)
         metrics: Counter[str] = Counter()
         for metric in self.llm.get_metrics():

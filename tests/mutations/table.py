@@ -94,16 +94,16 @@ MUTATIONS = [
         ("self._current = path[0]", "self._current = self._root"),
         ("node.turn = node.size  # its turn begins", "node.turn = 10**9"),
         ("is_turn_over = node.turn <= 0", "is_turn_over = node.turn <= -(10**9)"),
-        ("key = (not child.resident, self._places", "key = (child.resident, self._places"),
+        ("rank = (not node.resident, self._places", "rank = (node.resident, self._places"),
         ("upper.arrivals = lower.arrivals.copy()", "upper.arrivals = []"),
+        ("if chosen != request:", "if True:"),
+        ("if not seen and is_late(oldest):", "if False:"),
+        ("held.add(child)\n                    break", "held.add(child)"),
     ),
     *_of(
         f"{_CACHE}/chains.py",
         "scheduler/test_order.py",
-        (
-            "if left[middle - 1] == right[middle - 1]:",
-            "if left[middle - 1] == right[middle - 1] or middle == end:",
-        ),
+        ("left[depth] != right[depth])", "left[depth] != right[depth] and depth + 1 < end)"),
     ),
     *_of(
         f"{_SCHEDULER}/warm_up.py",
@@ -114,7 +114,7 @@ MUTATIONS = [
         ("if not self.is_resident(chain[common - 1]):", "if True:"),
     ),
     *_of(
-        f"{_SCHEDULER}/loadable.py",
+        f"{_SCHEDULER}/warm_up.py",
         "scheduler/test_loadable.py",
         ("if len(self._found) >= _LIMIT:", "if False:"),
         ("self._unasked[request] = chain  # another time", "pass"),
@@ -143,12 +143,18 @@ MUTATIONS = [
         f"{_SCHEDULER}/tenants.py",
         "scheduler/test_tenants.py",
         ("self.round_tokens) - tokens", "self.round_tokens) + tokens"),
+        ("if lanes is not None and not lanes and not", "if lanes is not None and not"),
+    ),
+    *_of(
+        f"{_SCHEDULER}/vllm_scheduler.py",
+        "scheduler/test_vllm_scheduler.py",
+        ("return all(self.cached_block", "return any(self.cached_block"),
     ),
     *_of(
         f"{_SCHEDULER}/vllm_queue.py",
         "scheduler/test_vllm_queue.py",
         ("elif now_s - self._held_since_s", "elif False and now_s - self._held_since_s"),
-        ("return request.priority if self._by_priority else 0", "return 0"),
+        ("return request.priority if self.by_priority else 0", "return 0"),
     ),
     # what stays in the prefix cache
     *_of(
@@ -163,7 +169,7 @@ MUTATIONS = [
         ("if pin.declaration == declaration:", "if pin.declaration is not None:"),
     ),
     *_of(
-        f"{_CACHE}/pins/room.py",
+        f"{_CACHE}/pins/pin.py",
         "prefix_cache/pins/test_table.py",
         ("+ num_new_blocks > num_allowed:", "+ num_new_blocks > num_usable:"),
     ),
@@ -208,6 +214,14 @@ MUTATIONS = [
     ),
     *_of(
         f"{_CACHE}/eviction/free_queue.py",
+        "prefix_cache/eviction/test_free_queue.py",
+        ("while is_needed or len(kept_blocks) < most", "while len(kept_blocks) < most"),
+        ("while is_needed or len(kept_blocks) < most", "while True"),
+        ("                or (key in needed) != is_needed\n", ""),
+        ("                or self._freed_at[block.block_id] > before\n", ""),
+    ),
+    *_of(
+        f"{_CACHE}/eviction/free_queue.py",
         "prefix_cache/eviction/test_policies.py",
         ("return (1, *(-each for each in rank)", "return (1, *rank"),
         ("max(0, self._reused.num_free_blocks - self._reuse.room_blocks)", "0"),
@@ -235,7 +249,7 @@ MUTATIONS = [
     *_of(
         f"{_MODULES}/prompt/block_hashes.py",
         "modules/prompt/test_block_hashes.py",
-        ("hash_function((parent, tokens, positions))", "hash_function((parent, tokens))"),
+        ("self._hash((parent, tokens, positions))", "self._hash((parent, tokens))"),
     ),
     # stored contexts and their search
     *_of(

@@ -13,6 +13,7 @@ from vllm import LLMEngine, SamplingParams
 from vllm.lora.request import LoRARequest
 
 from tests.integration.engine_main import tokens
+from tests.support.records import records_of_queue
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.modules.prompt.plan import EXTRA_ARG as PLAN_ARG
 from vllm_relay.modules.prompt.plan import ModulePlan
@@ -178,6 +179,6 @@ class Soak:
         for pin in self.scheduler.pins.entries():
             self.scheduler.pins.unpin(pin["id"])
         assert len(self.scheduler.waiting) == 0
-        assert self.scheduler.waiting.num_records() == 0
-        assert len(self.scheduler.next_use) == 0
+        assert records_of_queue(self.scheduler.waiting) == 0
+        assert not self.scheduler.next_use._waiting
         assert self.engine.reset_prefix_cache()

@@ -76,6 +76,28 @@ def test_who_was_set_aside_keeps_its_place() -> None:
     assert limit.tightest() == 1
 
 
+def test_those_that_are_set_aside_wait_beside_a_request_too() -> None:
+    limit = limit_of(2, max_overtakes=1)
+    limit.set_aside(0)
+    limit.arrive(2)
+    limit.run(1, 0.0)
+    assert limit.is_within(5)  # three have come; two waited with it, and one may come on top
+    assert not limit.is_within(6)
+    assert not limit.is_late(2, 99.0)  # its turn is after two others
+    limit.arrive(3)
+    limit.run(3, 10.0)
+    assert not limit.is_late(2, 11.9)
+    assert limit.is_late(2, 12.0)
+
+
+def test_who_cannot_run_yet_has_its_place_from_when_it_came_first() -> None:
+    limit = limit_of(0)
+    limit.arrive_aside(0)
+    assert limit.arrive(1) == 1
+    limit.arrive_aside(0)
+    assert limit.arrive(0) == 0
+
+
 def test_nothing_is_kept_of_those_that_left() -> None:
     limit = limit_of(4)
     limit.set_aside(1)

@@ -85,6 +85,7 @@ def test_late_sibling_of_a_part_of_the_prefix_is_held_too() -> None:
     lanes.run("leader", 0.0)
     wait(lanes, "late", chain_of(1, 1, 3), 2)  # splits the edge that is being computed
     assert lanes.first(0.1) is None
+    assert (lanes.num_held(0.1), lanes.num_leaders(0.1)) == (2, 1)
     lanes.release("leader")
     assert lanes.first(0.1) is not None
 
@@ -136,6 +137,65 @@ def test_a_hold_that_expired_does_not_begin_anew() -> None:
     assert lanes.first(7.0) is None  # it was evicted, and is computed anew
 
 
+def test_who_shares_all_its_blocks_with_one_that_computes_them_is_held() -> None:
+    lanes = lanes_of(lambda _: False, 5.0)
+    wait(lanes, "leader", chain_of(1, 1, 1), 0)
+    wait(lanes, "shares all", chain_of(1, 1), 1)
+    lanes.run("leader", 0.0)
+    assert lanes.first(1.0) is None
+
+
+def test_nobody_is_held_behind_a_hold_that_is_over() -> None:
+    lanes = lanes_of(lambda _: False, 5.0)
+    wait(lanes, "leader", chain_of(1), 0)
+    wait(lanes, "longer", chain_of(1, 2, 3), 1)
+    lanes.run("leader", 0.0)
+    assert (lanes.num_held(4.0), lanes.num_leaders(4.0)) == (1, 1)
+    assert (lanes.num_held(5.0), lanes.num_leaders(5.0)) == (0, 0)
+
+
+def test_who_computes_nothing_leads_nobody() -> None:
+    lanes = lanes_of(set(chain_of(1, 1)).__contains__, 5.0)
+    wait(lanes, "finds all", chain_of(1, 1), 0)
+    lanes.run("finds all", 0.0)
+    assert lanes.num_records() == 0
+
+
+def test_blocks_are_held_for_again_when_who_held_them_first_gave_up() -> None:
+    lanes = lanes_of(lambda _: False, 5.0)
+    wait(lanes, "leader", chain_of(1, 1), 0)
+    wait(lanes, "impatient", chain_of(1), 1)
+    lanes.run("leader", 0.0)
+    lanes.run("impatient", 5.0)
+    lanes.release("leader")
+    for position, request in enumerate(("next", "sibling"), 2):
+        wait(lanes, request, chain_of(1, position), position)
+    lanes.run("next", 6.0)
+    assert lanes.first(6.0) is None
+
+
+def test_a_hold_that_expired_does_not_begin_anew_whoever_came_between() -> None:
+    lanes = lanes_of(lambda _: False, 5.0)
+    chains = {"a": chain_of(1, 1, 0), "b": chain_of(1, 2), "c": chain_of(1, 1, 5, 6)}
+    for (request, chain), now_s in zip(chains.items(), (0.0, 5.0, 6.0), strict=True):
+        wait(lanes, request, chain, 0)
+        lanes.run(request, now_s)
+    wait(lanes, "d", chain_of(1, 1, 7), 3)
+    assert lanes.first(6.0) == "d"
+
+
+def test_a_hold_ends_when_the_blocks_are_there_though_they_are_evicted_then() -> None:
+    resident: set[bytes] = set()
+    lanes = lanes_of(resident.__contains__, 5.0)
+    for position, request in enumerate(("leader", "sibling")):
+        wait(lanes, request, chain_of(1, position), position)
+    lanes.run("leader", 0.0)
+    resident.update(chain_of(1, 0))
+    assert lanes.first(1.0) == "sibling"
+    resident.clear()
+    assert lanes.first(1.0) == "sibling"
+
+
 def test_nothing_is_kept_of_a_leader_that_is_done() -> None:
     lanes = lanes_of(lambda _: False, 5.0)
     wait(lanes, "leader", chain_of(1, 1, 1), 0)
@@ -143,7 +203,7 @@ def test_nothing_is_kept_of_a_leader_that_is_done() -> None:
     wait(lanes, "late", chain_of(1, 1, 2), 1)
     lanes.remove("late")
     lanes.release("leader")
-    assert lanes.num_records() == 0
+    assert lanes.num_records() == 0 and not lanes.warm_up._by_first_block
     wait(lanes, "later", chain_of(1, 1, 2), 2)
     assert lanes.first(0.1) == "later"
 
@@ -160,6 +220,30 @@ def test_who_goes_first_does_so_within_the_limit() -> None:
         ran.append(request)
     # one of them waits with it, and two may come on top
     assert ran[:4] == ["first 1", "first 2", "first 3", "plain"]
+
+
+def test_of_those_that_go_first_the_last_one_does() -> None:
+    lanes = lanes_of(set().__contains__)
+    wait(lanes, "plain", chain_of(1), 0)
+    for request in ("first 1", "first 2"):
+        lanes.add_first(request)
+    assert list(lanes) == ["first 2", "first 1", "plain"]
+    assert lanes.first(0.0) == "first 2"
+
+
+def test_who_came_too_late_does_not_change_the_order_of_those_who_did_not() -> None:
+    lanes = lanes_of(set(chain_of(3)).__contains__, limit=OvertakeLimit(1e9, 1))
+    wait(lanes, "oldest", chain_of(9), 0)
+    wait(lanes, "a1", chain_of(1, 1), 1)
+    wait(lanes, "a2", chain_of(1, 2), 2)
+    lanes.run("a1", 0.0)
+    wait(lanes, "resident", chain_of(3), 3)
+    wait(lanes, "a3, too late", chain_of(1, 3), 4)
+    ran = []
+    for _ in range(4):
+        ran.append(lanes.first(0.0))
+        lanes.run(ran[-1], 0.0)
+    assert ran == ["a2", "resident", "oldest", "a3, too late"]
 
 
 def test_a_late_request_has_its_prefix_run_when_the_turn_of_another_is_over() -> None:

@@ -26,6 +26,10 @@ class Connector:
         return None if request in self.unknown else [each for each in chain if each in self.blocks]
 
 
+def nothing_is_kept(loadable: LoadableBlocks[str]) -> bool:
+    return not any(map(vars(loadable).get, ("_unasked", "_found", "_found_chains", "_names")))
+
+
 def test_each_request_is_asked_about_once() -> None:
     connector = Connector()
     connector.blocks = set(chain_of(1))
@@ -61,7 +65,7 @@ def test_a_block_is_loadable_as_long_as_a_request_waits_for_it() -> None:
     assert chain_of(1)[0] in loadable
     loadable.discard("b")
     assert chain_of(1)[0] not in loadable
-    assert len(loadable) == 0
+    assert nothing_is_kept(loadable)
 
 
 def test_what_was_found_is_asked_for_again_when_nothing_is_known_any_more() -> None:
@@ -71,11 +75,18 @@ def test_what_was_found_is_asked_for_again_when_nothing_is_known_any_more() -> N
     loadable.add("a", chain_of(1))
     assert list(loadable.ask()) == ["a"]
     connector.blocks.clear()
+    loadable.add("b", chain_of(2))
     loadable.forget()
     assert chain_of(1)[0] not in loadable
-    assert list(loadable.ask()) == [] and connector.asked == ["a", "a"]
+    assert list(loadable.ask()) == [] and connector.asked == ["a", "a", "b"]
     loadable.discard("a")
-    assert len(loadable) == 0
+    assert nothing_is_kept(loadable)
+
+
+def test_nobody_asks_for_prompts_without_full_blocks() -> None:
+    loadable = LoadableBlocks(Connector().find)
+    loadable.add("short", ())
+    assert list(loadable.ask()) == [] and nothing_is_kept(loadable)
 
 
 def test_it_asks_about_no_more_than_can_be_loaded_soon() -> None:

@@ -118,6 +118,97 @@ def test_evicted_prefixes_lose_their_place() -> None:
     assert order.first() == "a"
 
 
+def waiting(
+    resident: set[bytes], chains: dict[str, Chain], positions: Sequence[float] = ()
+) -> PrefixOrder[str]:
+    """All of these wait, in this order unless positions say another one."""
+    order: PrefixOrder[str] = PrefixOrder(resident.__contains__)
+    for number, (request, chain) in enumerate(chains.items()):
+        order.add(request, chain, (positions[number] if positions else number, number))
+    return order
+
+
+def everybody_is_late(request: str) -> bool:
+    return True
+
+
+def test_the_chain_of_a_request_ends_where_its_blocks_do() -> None:
+    chains = {"long": chain_of(1, 1, 1), "short": chain_of(1, 1)}
+    order = waiting(set(), chains)
+    assert {request: order.chain(request) for request in chains} == chains
+
+
+def test_a_late_request_runs_before_a_resident_prefix() -> None:
+    chains = {"late": chain_of(1), "resident": chain_of(2)}
+    order = waiting(set(chain_of(2)), chains)
+    assert order.first() == "resident"
+    assert order.first(is_late=everybody_is_late) == "late"
+
+
+def test_who_is_late_and_held_keeps_nobody_waiting() -> None:
+    order = waiting(set(), {"held": chain_of(1), "runs": chain_of(2)})
+    first = order.first(lambda chain, depth: chain == chain_of(1), everybody_is_late)
+    assert first == "runs"
+
+
+def test_the_prefix_of_the_late_gets_a_turn_for_all_of_it_though_it_had_one() -> None:
+    order = waiting(set(), {"a0": chain_of(1, 1, 0), "a1": chain_of(1, 1, 1), "b": chain_of(1, 2)})
+    order.take("a0")
+    for position, request in enumerate(("a2", "a3"), 3):
+        order.add(request, chain_of(1, 1, position), (position, position))
+    ran = []
+    for _ in range(2):
+        ran.append(order.first(is_late=everybody_is_late))
+        order.take(ran[-1])
+    assert ran == ["a1", "b"]  # their turn was for three
+    order.add("other", chain_of(2), (10, 10))
+    order.add("c", chain_of(1, 3), (20, 20))
+    while len(order):
+        ran.append(order.first(is_late=everybody_is_late))
+        order.take(ran[-1])
+    assert ran[2:] == ["a2", "a3", "c", "other"]
+
+
+def test_a_prefix_that_is_cut_goes_on_with_its_turn() -> None:
+    chains = {f"a{number}": chain_of(1, 1, number) for number in range(3)}
+    order = waiting(set(), {**chains, "old": chain_of(2)}, positions=[1, 2, 3, 0])
+    order.take("a0")
+    order.remove("a2")
+    order.add("b", chain_of(1, 2), (4, 4))
+    ran = []
+    while len(order):
+        ran.append(order.first(is_late=everybody_is_late))
+        order.take(ran[-1])
+    assert ran == ["a1", "b", "old"]
+
+
+def test_blocks_of_those_that_run_count_as_resident() -> None:
+    resident: set[bytes] = set()
+    chains = {"old": chain_of(1), "a0": chain_of(2, 0), "a1": chain_of(2, 1), "c": chain_of(3)}
+    order = waiting(resident, chains)
+    order.take("a0")
+    resident.update(chain_of(2, 0))
+    order.take("c")
+    assert order.first() == "a1"
+
+
+def test_both_ends_of_a_prefix_that_is_cut_are_looked_up() -> None:
+    resident: set[bytes] = set()
+    order = waiting(resident, {"computed": chain_of(1, 1, 1)}, positions=[5])
+    resident.update(chain_of(1, 1))
+    order.add("older", chain_of(1, 2), (0, 1))
+    assert order.first() == "computed"
+
+
+def test_held_requests_are_counted_once_however_deep_they_share() -> None:
+    chains = {"a": chain_of(1, 2), "b": chain_of(1, 1, 2), "c": chain_of(2)}
+    order = waiting(set(), chains)
+    leader = chain_of(1, 1, 1)
+    assert order.num_held([leader], lambda chain, depth: chain[0] in leader) == 2
+    assert order.num_held([leader], lambda chain, depth: depth > 1 and chain[1] in leader) == 1
+    assert order.num_held([leader, chain_of(1)], lambda chain, depth: False) == 0
+
+
 def test_very_deep_trees() -> None:
     order: PrefixOrder[int] = PrefixOrder(lambda _: False)
     depth = 2000

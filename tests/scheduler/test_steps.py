@@ -16,6 +16,7 @@ from tests.integration.engine_main import tokens
 from tests.integration.tiny_models import save_model
 from tests.scheduler.simulated_engine import answer, start
 from tests.scheduler.soak import Question
+from tests.support.records import records_of_queue
 
 INTERVAL_STEPS = 4
 needs_local_interval = pytest.mark.skipif(
@@ -89,7 +90,7 @@ class Engine:
                 break
             self.step()
         assert not self.engine.has_unfinished_requests(), "questions that are never answered"
-        assert self.scheduler.waiting.num_records() == 0
+        assert records_of_queue(self.scheduler.waiting) == 0
 
     def prefill_steps(self, *names: str) -> list[int]:
         """Numbers of the steps that have computed tokens of these prompts, but their last one."""

@@ -58,11 +58,12 @@ def test_shares_are_forgotten_when_they_are_whole() -> None:
     shares = Shares(10)
     for tenant in range(20_000):
         shares.charge(tenant, 10)
-    assert len(shares) == 10_000
+    assert len(shares._left_tokens) == 10_000
+    assert shares.may_run(9_999) and not shares.may_run(10_000)  # those charged first are forgotten
     shares.charge("new", 0)
-    assert len(shares) == 10_000
+    assert len(shares._left_tokens) == 10_000
     shares.go_on_to([19_999])
-    assert len(shares) == 0
+    assert len(shares._left_tokens) == 0
 
 
 def test_a_large_debt_takes_as_many_rounds_as_it_has() -> None:
@@ -80,7 +81,8 @@ def test_what_goes_first_does_so_whoever_it_is_for() -> None:
     wait(lanes, "a1", "b1")
     lanes.shares.charge("b", 1000)
     lanes.add_first("b9")
-    assert [run(lanes, 1) for _ in range(3)] == ["b9", "a1", "b1"]
+    lanes.add_first("c9")
+    assert [run(lanes, 1) for _ in range(4)] == ["c9", "b9", "a1", "b1"]
 
 
 def test_preempted_requests_go_on_first_whoever_they_are() -> None:
@@ -88,8 +90,24 @@ def test_preempted_requests_go_on_first_whoever_they_are() -> None:
     wait(lanes, "a1", "b1")
     lanes.shares.charge("b", 1000)
     lanes.add_preempted("b9")
-    assert list(lanes) == ["b9", "a1", "b1"]
-    assert [run(lanes, 1) for _ in range(3)] == ["b9", "a1", "b1"]
+    lanes.add_preempted("c9")
+    assert list(lanes) == ["c9", "b9", "a1", "b1"]
+    lanes.release("c0")
+    assert [run(lanes, 1) for _ in range(4)] == ["c9", "b9", "a1", "b1"]
+
+
+def test_a_tenant_goes_on_with_the_round_that_began_for_it() -> None:
+    lanes = TenantLanes(
+        lambda: lanes_of(lambda _: False, 5.0), lambda request: request[0], Shares(10)
+    )
+    for number in (1, 2):
+        lanes.add(f"a{number}", chain_of(1, number), (0.0, number))
+        lanes.add(f"b{number}", chain_of(2 + number), (0.0, number))
+    lanes.run("a1", 0.0)  # the other one is held for it
+    lanes.shares.charge("b", 15)
+    assert lanes.first(1.0) == "b1"
+    lanes.run("b1", 1.0)
+    assert lanes.first(6.0) == "b2"
 
 
 @given(st.integers(2, 5), st.integers(1, 100), st.integers(0, 2**32))

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
+from tests.support.records import records_of_queue
 from vllm_relay.scheduler.fairness import OvertakeLimit
 from vllm_relay.scheduler.lanes import Lanes
 from vllm_relay.scheduler.order import PrefixOrder
+from vllm_relay.scheduler.tenants import Shares, TenantLanes
 from vllm_relay.scheduler.vllm_queue import PrefixRequestQueue, QueueObserver
 from vllm_relay.scheduler.warm_up import WarmUp
 
@@ -56,10 +58,14 @@ class Setup:
         self.queue = PrefixRequestQueue(
             by_priority,
             lambda request: request.chain,
-            lambda: Lanes(
-                PrefixOrder(self.resident.__contains__),
-                WarmUp(self.resident.__contains__, max_hold_s),
-                OvertakeLimit(1e9, max_overtakes),
+            lambda: TenantLanes(
+                lambda: Lanes(
+                    PrefixOrder(self.resident.__contains__),
+                    WarmUp(self.resident.__contains__, max_hold_s),
+                    OvertakeLimit(1e9, max_overtakes),
+                ),
+                lambda request: None,
+                Shares(1),
             ),
             max_hold_s,
             self.log,
@@ -167,7 +173,7 @@ def test_blocked_requests_may_be_aborted() -> None:
     for request in both:
         setup.queue.release(request)
         setup.queue.forget(request)
-    assert setup.queue.num_records() == 0
+    assert records_of_queue(setup.queue) == 0
 
 
 def test_nobody_of_a_lower_priority_runs_before_held_requests() -> None:
@@ -181,7 +187,7 @@ def test_nobody_of_a_lower_priority_runs_before_held_requests() -> None:
     for request in (leader, sibling, late):
         setup.queue.release(request)
         setup.queue.forget(request)
-    assert setup.queue.num_records() == 0
+    assert records_of_queue(setup.queue) == 0
 
 
 def test_a_request_that_finished_at_once_has_run() -> None:
@@ -192,7 +198,7 @@ def test_a_request_that_finished_at_once_has_run() -> None:
     request.status = RequestStatus.FINISHED_STOPPED
     setup.queue.release(request)
     setup.queue.forget(request)
-    assert setup.queue.num_records() == 0
+    assert records_of_queue(setup.queue) == 0
     assert setup.log.uses == 1
 
 
@@ -234,7 +240,7 @@ def test_a_preempted_request_may_finish_before_it_is_removed() -> None:
     setup.queue.forget(request)
     setup.queue.remove_requests({request})
     assert len(setup.queue) == 0
-    assert setup.queue.num_records() == 0
+    assert records_of_queue(setup.queue) == 0
 
 
 def test_aborted_requests_leave_nothing() -> None:
@@ -245,7 +251,7 @@ def test_aborted_requests_leave_nothing() -> None:
     for request in waiting:
         request.status = RequestStatus.FINISHED_ABORTED
     setup.queue.remove_requests([*waiting, *stranger])
-    assert (len(setup.queue), setup.queue.num_records()) == (0, 0)
+    assert (len(setup.queue), records_of_queue(setup.queue)) == (0, 0)
     with pytest.raises(ValueError, match="does not wait"):
         setup.queue.remove_request(waiting[0])
 
@@ -354,7 +360,7 @@ def test_held_requests_do_not_keep_a_lower_priority_for_ever() -> None:
 def test_a_prefix_that_always_waits_does_not_make_the_queue_grow() -> None:
     setup = Setup(max_overtakes=0)  # everybody runs by seniority, past the heaps
     setup.add(*requests("a1", "a2"))
-    order = setup.queue._classes[0].order
+    order = setup.queue._classes[0]._lanes[None].order
     for number in range(2000):
         setup.add(FakeRequest(f"u{number}", (b"u%d" % number,)), *requests("a3"))
         setup.schedule(room=2)

@@ -99,7 +99,23 @@ def test_requests_wait_for_a_prefix_that_they_can_read(model: str) -> None:
 def test_nobody_waits_for_a_prefix_without_prefix_caching(model: str) -> None:
     scheduler = make_scheduler(model, prefix_caching=False)
     assert scheduled(scheduler, request("a"), request("b")) == ["a", "b"]
-    assert len(scheduler.next_use) == 0
+    assert not scheduler.next_use._waiting
+
+
+def test_blocks_are_cached_if_all_of_them_are(model: str) -> None:
+    scheduler = make_scheduler(model)
+    first = request("a")
+    scheduled(scheduler, first)
+    hashes = first.block_hashes[:2]  # of its first step
+    assert scheduler.has_cached(hashes) and scheduler.has_cached([])
+    for lost in hashes:
+        scheduler = make_scheduler(model)
+        scheduled(scheduler, request("a"))
+        block = scheduler.cached_block(lost)
+        assert block is not None
+        scheduler.kv_cache_manager.evict_blocks({block.block_id})
+        assert not scheduler.has_cached(hashes)
+        assert any(scheduler.cached_block(each) is not None for each in hashes)
 
 
 @pytest.mark.parametrize("sampling", [{"prompt_logprobs": 1}, {"skip_reading_prefix_cache": True}])
@@ -110,7 +126,7 @@ def test_nobody_waits_for_a_prefix_that_they_may_not_read(
     others = [request(name, **sampling) for name in ("b", "c")]
     assert scheduled(scheduler, request("a"), *others, request("d")) == ["a", "b", "c"]
     assert list(scheduler.waiting) == [scheduler.requests["d"]]
-    assert len(scheduler.next_use) == 1
+    assert len(scheduler.next_use._waiting) == 1
 
 
 @pytest.mark.parametrize("eviction", ["queue", "lru"])

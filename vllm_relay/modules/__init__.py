@@ -14,14 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_relay.modules.markup.pml import parse_schema, read_schema
-from vllm_relay.modules.markup.schema import (
-    Module,
-    Parameter,
-    Schema,
-    SchemaError,
-    Turn,
-    Union,
-)
+from vllm_relay.modules.markup.schema import Module, Parameter, Schema, SchemaError, Turn, Union
 from vllm_relay.modules.markup.xml_tree import PmlError
 from vllm_relay.modules.prompt.schema_store import SchemaStore
 

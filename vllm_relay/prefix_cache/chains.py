@@ -4,6 +4,7 @@ agree at one depth agree at all smaller ones."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 BlockName = bytes | tuple[bytes, bytes]
@@ -14,11 +15,5 @@ def common_depth(
     left: Sequence[BlockName], right: Sequence[BlockName], end: int, known: int = 0
 ) -> int:
     """How many of their first `end` blocks two chains have in common, at least `known`."""
-    low, high = known, min(len(left), len(right), end)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left[middle - 1] == right[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    depths = range(min(len(left), len(right), end))
+    return bisect_left(depths, True, known, key=lambda depth: left[depth] != right[depth])

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from math import prod
 from typing import Any
@@ -15,26 +16,6 @@ from vllm_relay.modules.prompt.plan import plan_of_request
 PREFIX_CACHE = "prefix_cache"
 """The key of these statistics in the dict ``relay`` of SchedulerStats."""
 
-COUNTERS = {
-    "prefix_query_tokens": "Tokens of admitted requests, looked up in the prefix cache.",
-    "prefix_hit_tokens": "Of these, tokens found there.",
-    "tokens_saved": "Tokens found there, those of resumed requests included.",
-    "overtakes": "Requests that ran while an older one of their priority waited.",
-    "module_hits": "Prompt modules that admitted requests found computed.",
-    "module_hit_tokens": "Tokens of these modules.",
-    "module_encodings": "Prompt modules that were computed.",
-    "module_encoded_bytes": "Bytes of KV cache that this filled, padding included.",
-    "scheduling_steps": "Steps that were scheduled.",
-    "scheduling_seconds": "Seconds that this took.",
-}
-GAUGES = {
-    "pinned_blocks": "KV blocks that pinned prompts hold.",
-    "pinned_bytes": "Bytes of KV cache in these blocks.",
-    "held_requests": "Waiting requests held until another has computed their prefix.",
-    "leading_requests": "Running requests for which others are held.",
-    "blocked_requests": "Waiting requests without grammar, module or place for their adapter.",
-    "overtaken_requests": "Waiting requests after which came one that has run before them.",
-}
 EVICTED_BLOCKS = "evicted_blocks"
 EVICTION_REASONS = ("unused", "needed")
 EVICTED_BLOCKS_TEXT = "Cached KV blocks that were evicted, by reason."
@@ -51,29 +32,43 @@ TOP_PREFIXES = 10
 _SCHEDULING_EVERY_S = 1.0
 
 
+def _counter(text: str, zero: Any = 0) -> Any:
+    return field(default=zero, metadata={"counter": text})
+
+
+def _gauge(text: str) -> Any:
+    return field(default=0, metadata={"gauge": text})
+
+
 @dataclass
 class PrefixCacheStats:
-    """Counters since the last ones, and gauges as they are now."""
+    """Counters since the last ones, and gauges as they are now, with what Prometheus is told."""
 
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    tokens_saved: int = 0
-    overtakes: int = 0
-    module_hits: int = 0
-    module_hit_tokens: int = 0
-    module_encodings: int = 0
-    module_encoded_bytes: int = 0
-    scheduling_steps: int = 0
-    scheduling_seconds: float = 0.0
+    prefix_query_tokens: int = _counter(
+        "Tokens of admitted requests, looked up in the prefix cache."
+    )
+    prefix_hit_tokens: int = _counter("Of these, tokens found there.")
+    tokens_saved: int = _counter("Tokens found there, those of resumed requests included.")
+    overtakes: int = _counter("Requests that ran while an older one of their priority waited.")
+    module_hits: int = _counter("Prompt modules that admitted requests found computed.")
+    module_hit_tokens: int = _counter("Tokens of these modules.")
+    module_encodings: int = _counter("Prompt modules that were computed.")
+    module_encoded_bytes: int = _counter("Bytes of KV cache that this filled, padding included.")
+    scheduling_steps: int = _counter("Steps that were scheduled.")
+    scheduling_seconds: float = _counter("Seconds that this took.", 0.0)
     tenants: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Query and hit tokens by tenant."""
     evicted_blocks: dict[str, int] = field(default_factory=dict)
-    pinned_blocks: int = 0
-    pinned_bytes: int = 0
-    held_requests: int = 0
-    leading_requests: int = 0
-    blocked_requests: int = 0
-    overtaken_requests: int = 0
+    pinned_blocks: int = _gauge("KV blocks that pinned prompts hold.")
+    pinned_bytes: int = _gauge("Bytes of KV cache in these blocks.")
+    held_requests: int = _gauge("Waiting requests held until another has computed their prefix.")
+    leading_requests: int = _gauge("Running requests for which others are held.")
+    blocked_requests: int = _gauge(
+        "Waiting requests without grammar, module or place for their adapter."
+    )
+    overtaken_requests: int = _gauge(
+        "Waiting requests after which came one that has run before them."
+    )
 
     def merge(self, later: PrefixCacheStats) -> None:
         """Add later statistics."""
@@ -90,9 +85,6 @@ class PrefixCacheStats:
         query, hit = self.tenants.get(tenant, (0, 0))
         self.tenants[tenant] = query + query_tokens, hit + hit_tokens
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def __str__(self) -> str:
         rate = self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else 0
         evicted = ", ".join(
@@ -104,6 +96,15 @@ class PrefixCacheStats:
             f"({self.pinned_bytes / 2**20:.1f} MiB) pinned, {self.held_requests} requests held, "
             f"{self.overtakes} overtakes"
         )
+
+
+def _texts(kind: str) -> dict[str, str]:
+    told = fields(PrefixCacheStats)
+    return {each.name: each.metadata[kind] for each in told if kind in each.metadata}
+
+
+COUNTERS, GAUGES = _texts("counter"), _texts("gauge")
+"""What Prometheus is told of each."""
 
 
 class TopPrefixes:
@@ -187,11 +188,7 @@ class PrefixCacheRecorder:
         overtakes = self._scheduler.waiting.overtakes
         evicted = self._scheduler.kv_cache_manager.block_pool.free_block_queue.evicted_blocks
         step.overtakes = overtakes - self._overtakes
-        step.evicted_blocks = {
-            reason: blocks - self._evicted.get(reason, 0)
-            for reason, blocks in evicted.items()
-            if blocks > self._evicted.get(reason, 0)
-        }
+        step.evicted_blocks = dict(Counter(evicted) - Counter(self._evicted))
         gauges = self.gauges()
         now_s = self._clock()
         # what every step has is no reason to send something with every step

@@ -5,7 +5,7 @@ order.py             prefix by prefix: a trie of waiting requests               
 warm_up.py           one computes or loads a prefix, the others are held           (pure)
 fairness.py          how far one may be overtaken, who is late, how many were      (pure)
 lanes.py             the waiting requests of one priority and tenant, and a limit  (pure)
-tenants.py           equal shares of tokens for tenants                            (pure)
+tenants.py           those of one priority; equal shares of tokens for tenants     (pure)
 vllm_queue.py        takes the place of vLLM's queue of waiting requests           (vLLM)
 vllm_scheduler.py    vLLM's schedulers with these: hooks, nothing else             (vLLM)
 """

@@ -101,9 +101,7 @@ class OvertakeLimit(Generic[R]):
     def is_within(self, number: int) -> bool:
         """Whether a request with this number may run next, whoever waits."""
         tightest = self._ends.first()
-        if tightest is None:
-            return True
-        return number <= max(self.number(tightest), self._ends.rank(tightest))
+        return tightest is None or number <= self._ends.rank(tightest)
 
     def number(self, request: R) -> int:
         """How many arrived before one that waits."""
@@ -175,7 +173,7 @@ class OvertakenCount:
         self._waiting.discard(position)
         if runs:
             self._latest_run = max(self._latest_run, position)
-        elif position > self._latest_run:
+        else:
             self._left.add(position, position)
         while (left := self._left.first()) is not None and left <= self._latest_run:
             self._left.discard(left)

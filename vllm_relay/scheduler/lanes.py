@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting requests of one priority, and of one tenant where these have shares: who goes on, who
-goes first, and everybody else, under one limit on overtaking."""
+"""Waiting requests of one priority and tenant: who goes first, and everybody else, under one limit
+on overtaking."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -24,30 +23,27 @@ class Lanes(Generic[R]):
     Args:
         order: of those that wait for their turn.
         warm_up: who computes blocks for others.
-        limit: on overtaking among all but those that were preempted, which have had their turn.
+        limit: on overtaking.
     """
 
     order: PrefixOrder[R]
     warm_up: WarmUp[R]
     limit: OvertakeLimit[R]
-    _preempted: OrderedDict[R, None] = field(default_factory=OrderedDict, init=False)
-    _first: OrderedDict[R, None] = field(default_factory=OrderedDict, init=False)
+    _first: dict[R, None] = field(default_factory=dict, init=False)  # the last goes first
     _later: dict[R, tuple[Sequence[BlockName], Position]] = field(default_factory=dict, init=False)
     """Those that arrived too late to overtake everybody who waits."""
     _next: Ranked[R] = field(default_factory=Ranked, init=False)
     """The same, by their numbers."""
 
     def __len__(self) -> int:
-        return len(self._preempted) + len(self._first) + len(self.order) + len(self._later)
+        return len(self._first) + len(self.order) + len(self._later)
 
     def __contains__(self, request: R) -> bool:
-        lanes = (self._preempted, self._first, self.order, self._later)
-        return any(request in each for each in lanes)
+        return any(request in each for each in (self._first, self.order, self._later))
 
     def __iter__(self) -> Iterator[R]:
-        """Preempted ones first, then those that go first, the others in the order of arrival."""
-        yield from self._preempted
-        yield from self._first
+        """Those that go first, then the others in the order of arrival."""
+        yield from reversed(self._first)
         yield from self.order
         yield from self._later
 
@@ -66,12 +62,10 @@ class Lanes(Generic[R]):
 
     def first(self, now_s: float) -> R | None:
         """The request to run next; None if none waits or all are held."""
-        if self._preempted:
-            return next(iter(self._preempted))
         while (later := self._next.first()) is not None and self._is_within(later):
             self._next.discard(later)
             self.order.add(later, *self._later.pop(later))
-        found = next(iter(self._first), None)
+        found = next(reversed(self._first), None)
         if found is None:
             found = self.order.first(
                 self._is_held(now_s), lambda request: self.limit.is_late(request, now_s)
@@ -96,28 +90,18 @@ class Lanes(Generic[R]):
             self.order.look_again(request)
 
     def add_first(self, request: R) -> None:
-        """Let a request wait that goes before all but preempted ones, as far as the limit allows;
-        the last one added is the first."""
+        """Let a request wait that goes before the others, as far as the limit allows; the last one
+        added is the first."""
         self.limit.arrive(request)
         self._first[request] = None
-        self._first.move_to_end(request, last=False)
 
     def add_aside(self, request: R) -> None:
         """Let a request wait that cannot run yet. It has a place in the order of arrival from now
         on, and takes it when it is added."""
         self.limit.arrive_aside(request)
 
-    def add_preempted(self, request: R) -> None:
-        """Let a request that had its turn go on before all others."""
-        self.warm_up.release(request)
-        self._preempted[request] = None
-        self._preempted.move_to_end(request, last=False)
-
     def run(self, request: R, now_s: float) -> bool:
         """Take a request out that runs now; returns whether it overtakes one."""
-        if request in self._preempted:
-            del self._preempted[request]
-            return False
         if request in self.order:
             self.warm_up.lead(request, self.order.chain(request), now_s)
             self.order.take(request)
@@ -127,17 +111,11 @@ class Lanes(Generic[R]):
 
     def set_aside(self, request: R) -> None:
         """Take a request out that cannot run now, though it was its turn."""
-        if request in self._preempted:
-            del self._preempted[request]
-        else:
-            self._take_out(request)
-            self.limit.set_aside(request)
+        self._take_out(request)
+        self.limit.set_aside(request)
 
     def remove(self, request: R) -> None:
         """Take a request out that does not run; one that was set aside does not come back."""
-        if request in self._preempted:
-            del self._preempted[request]
-            return
         if request in self:
             self._take_out(request)
         self.limit.leave(request)

@@ -156,7 +156,7 @@ class PrefixOrder(Generic[R]):
                 begun = index + 1
         for node in path[begun:]:
             is_turn_over = node.turn <= 0 and node is not self._root
-            if not node.size or (is_turn_over and is_late(self._oldest(self._root))):
+            if is_turn_over and is_late(self._oldest(self._root)):
                 continue
             found = self._first_below(node, is_held, is_late)
             if found is not None:
@@ -180,12 +180,7 @@ class PrefixOrder(Generic[R]):
                 if is_held(child.chain, child.depth):
                     held.add(child)
                     break
-                if (
-                    child.depth > len(chain)
-                    or child.chain[child.depth - 1] != chain[child.depth - 1]
-                ):
-                    break
-                node = child
+                node = child  # where its chain is another one, none of its children goes on
         return sum(node.size for node in held)
 
     def _first_below(

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equal shares of tokens for tenants, and the order by prefix within what each of them asks.
+"""The waiting requests of one priority: who goes on, and the lanes of each tenant, of whom all are
+one where they have no shares; with shares, they use equally many tokens.
 
 Deficit round robin (Shreedhar and Varghese, 1995), used over an order by prefixes as in "Locality-
 aware Fair Scheduling in LLM Serving" (Cao et al., 2025).
@@ -31,10 +32,6 @@ class Shares:
     round_tokens: int
     _left_tokens: OrderedDict[Hashable, int] = field(default_factory=OrderedDict, init=False)
 
-    def __len__(self) -> int:
-        """Of how many tenants something is kept."""
-        return len(self._left_tokens)
-
     def may_run(self, tenant: Hashable) -> bool:
         """Whether a tenant has not used its tokens of this round yet."""
         return self._left_tokens.get(tenant, self.round_tokens) > 0
@@ -58,10 +55,11 @@ class Shares:
 
 @dataclass
 class TenantLanes(Generic[R]):
-    """Lanes for each tenant, as `Lanes` are for one: limits on overtaking hold within what it asks.
+    """Preempted requests have had their turn, and go on before all others; these wait in lanes of
+    their tenant. Limits on overtaking hold within what it asks.
 
     Args:
-        make_lanes: empty ones.
+        make_lanes: empty ones, of a tenant.
         tenant_of: whose request one is; None is a tenant, too.
         shares: of all priorities.
     """
@@ -71,22 +69,22 @@ class TenantLanes(Generic[R]):
     shares: Shares
     _lanes: OrderedDict[Hashable, Lanes[R]] = field(default_factory=OrderedDict, init=False)
     """By tenant; the one whose turn it is comes first."""
-    _preempted: OrderedDict[R, None] = field(default_factory=OrderedDict, init=False)
-    _first: OrderedDict[R, None] = field(default_factory=OrderedDict, init=False)
+    _preempted: dict[R, None] = field(default_factory=dict, init=False)  # the last goes on first
+    _first: dict[R, None] = field(default_factory=dict, init=False)  # likewise
     _size: int = field(default=0, init=False)
 
     def __len__(self) -> int:
         return self._size
 
     def __contains__(self, request: R) -> bool:
-        lanes = self._lanes.get(self.tenant_of(request))
-        return lanes is not None and request in lanes
+        lanes = self._lanes.get(self.tenant_of(request), ())
+        return request in self._preempted or request in lanes
 
     def __iter__(self) -> Iterator[R]:
         """Preempted ones first, then tenant by tenant."""
-        yield from self._preempted
+        yield from reversed(self._preempted)
         for lanes in self._lanes.values():
-            yield from (request for request in lanes if request not in self._preempted)
+            yield from lanes
 
     def num_held(self, now_s: float) -> int:
         return sum(lanes.num_held(now_s) for lanes in self._lanes.values())
@@ -100,9 +98,9 @@ class TenantLanes(Generic[R]):
     def first(self, now_s: float) -> R | None:
         """The request to run next; None if none waits or all are held."""
         if self._preempted:
-            return next(iter(self._preempted))
+            return next(reversed(self._preempted))
         if self._first:  # computed for one that waits, whoever's turn it is
-            return self._of(next(iter(self._first))).first(now_s)
+            return self._of(next(reversed(self._first))).first(now_s)
         found: dict[Hashable, R] = {}
         for _ in range(len(self._lanes)):
             tenant, lanes = next(iter(self._lanes.items()))
@@ -130,30 +128,27 @@ class TenantLanes(Generic[R]):
     def add_first(self, request: R) -> None:
         self._of(request).add_first(request)
         self._first[request] = None
-        self._first.move_to_end(request, last=False)
         self._size += 1
 
     def add_aside(self, request: R) -> None:
         self._of(request).add_aside(request)
 
     def add_preempted(self, request: R) -> None:
-        self._of(request).add_preempted(request)
+        """Let a request that had its turn go on before all others."""
+        self.release(request)
         self._preempted[request] = None
-        self._preempted.move_to_end(request, last=False)
         self._size += 1
 
     def run(self, request: R, now_s: float) -> bool:
-        self._took(request)
-        return self._of(request).run(request, now_s)
+        return not self._took_preempted(request) and self._of(request).run(request, now_s)
 
     def set_aside(self, request: R) -> None:
-        self._took(request)
-        self._of(request).set_aside(request)
+        if not self._took_preempted(request):
+            self._of(request).set_aside(request)
 
     def remove(self, request: R) -> None:
-        if request in self:
-            self._took(request)
-        self._of(request).remove(request)
+        if request not in self or not self._took_preempted(request):
+            self._of(request).remove(request)
         self._drop_if_empty(request)
 
     def release(self, request: R) -> None:
@@ -167,12 +162,17 @@ class TenantLanes(Generic[R]):
             self._lanes[tenant] = self.make_lanes()
         return self._lanes[tenant]
 
-    def _took(self, request: R) -> None:
-        self._preempted.pop(request, None)
+    def _took_preempted(self, request: R) -> bool:
+        """Take out a request that waits, if it was preempted; else its lanes are to."""
         self._first.pop(request, None)
         self._size -= 1
+        if request not in self._preempted:
+            return False
+        del self._preempted[request]
+        return True
 
     def _drop_if_empty(self, request: R) -> None:
         tenant = self.tenant_of(request)
-        if not self._lanes[tenant] and not self._lanes[tenant].num_records():
+        lanes = self._lanes.get(tenant)
+        if lanes is not None and not lanes and not lanes.num_records():
             del self._lanes[tenant]

@@ -6,13 +6,13 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import overload
 
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_relay.prefix_cache.chains import BlockName
-from vllm_relay.scheduler.lanes import Lanes
 from vllm_relay.scheduler.order import Position
 from vllm_relay.scheduler.tenants import TenantLanes
 
@@ -24,8 +24,6 @@ _NOT_RUN = (
     RequestStatus.PREEMPTED,
 )
 
-AnyLanes = Lanes[Request] | TenantLanes[Request]
-
 
 class QueueObserver:
     """Is told which requests wait; `position` says how many came before a request."""
@@ -35,6 +33,7 @@ class QueueObserver:
     def waits_no_longer(self, request: Request, position: int, runs: bool) -> None: ...
 
 
+@dataclass(eq=False, repr=False)
 class PrefixRequestQueue(RequestQueue, Sequence[Request]):
     """Waiting requests by priority, and within one priority in the order of `PrefixOrder`.
 
@@ -58,41 +57,30 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         lacks: whether a request lacks what others compute first; it waits apart, until `offer`.
     """
 
-    def __init__(
-        self,
-        by_priority: bool,
-        chain_of: Callable[[Request], Sequence[BlockName]],
-        make_lanes: Callable[[], AnyLanes],
-        max_hold_s: float,
-        observer: QueueObserver,
-        blocked_now: Callable[[], Callable[[Request], bool]],
-        clock: Callable[[], float] = time.monotonic,
-        goes_first: Callable[[Request], bool] = lambda request: False,
-        lacks: Callable[[Request], bool] = lambda request: False,
-    ) -> None:
-        self._lacks = lacks
-        self._goes_first = goes_first
-        self._by_priority = by_priority
-        self._chain_of = chain_of
-        self._make_lanes = make_lanes
-        self._max_hold_s = max_hold_s
-        self._observer = observer
-        self._blocked_now = blocked_now
-        self.clock = clock
-        self._classes: dict[int, AnyLanes] = {}
-        self._priorities: list[int] = []  # of the classes, ascending
-        self._held_since_s: dict[int, float] = {}
-        """By priority, since when its held requests keep the lower ones waiting."""
-        self._positions: dict[Request, int] = {}  # of all that ever waited and are not done
-        self._next_position = 0
-        self._num_in_classes = 0
-        self._set_aside: set[Request] = set()  # popped, and did not run
-        self._blocked: dict[Request, None] = {}
-        self._lacking: dict[Request, None] = {}
-        self._popped: Request | None = None
-        self._chosen: Request | None = None
-        self.overtakes = 0
-        """Requests that ran while an older one of their priority waited."""
+    by_priority: bool
+    chain_of: Callable[[Request], Sequence[BlockName]]
+    make_lanes: Callable[[], TenantLanes[Request]]
+    max_hold_s: float
+    observer: QueueObserver
+    blocked_now: Callable[[], Callable[[Request], bool]]
+    clock: Callable[[], float] = time.monotonic
+    goes_first: Callable[[Request], bool] = lambda request: False
+    lacks: Callable[[Request], bool] = lambda request: False
+    overtakes: int = field(default=0, init=False)
+    """Requests that ran while an older one of their priority waited."""
+    _classes: dict[int, TenantLanes[Request]] = field(default_factory=dict, init=False)
+    _priorities: list[int] = field(default_factory=list, init=False)  # of the classes, ascending
+    _held_since_s: dict[int, float] = field(default_factory=dict, init=False)
+    """By priority, since when its held requests keep the lower ones waiting."""
+    _positions: dict[Request, int] = field(default_factory=dict, init=False)
+    """Of all that ever waited and are not done."""
+    _next_position: int = field(default=0, init=False)
+    _num_in_classes: int = field(default=0, init=False)
+    _set_aside: set[Request] = field(default_factory=set, init=False)  # popped, and did not run
+    _blocked: dict[Request, None] = field(default_factory=dict, init=False)
+    _lacking: dict[Request, None] = field(default_factory=dict, init=False)
+    _popped: Request | None = field(default=None, init=False)
+    _chosen: Request | None = field(default=None, init=False)
 
     @property
     def held_requests(self) -> int:
@@ -128,7 +116,7 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         step."""
         self._settle()
         if self._blocked:
-            is_blocked = self._blocked_now()
+            is_blocked = self.blocked_now()
             for request in [each for each in self._blocked if not is_blocked(each)]:
                 del self._blocked[request]
                 self._put_in_order(request)
@@ -136,9 +124,8 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
     def look_again(self, request: Request) -> None:
         """Blocks of a waiting request have come to be in the cache, or can be loaded."""
         self._settle()
-        priority = self._priority(request)
-        if priority in self._classes:
-            self._classes[priority].look_again(request)
+        if each := self._classes.get(self._priority(request)):
+            each.look_again(request)
 
     def release(self, request: Request) -> None:
         """No longer hold the requests that wait for blocks this one was to compute."""
@@ -154,11 +141,6 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         if not self._waits(request):
             self._positions.pop(request, None)
 
-    def num_records(self) -> int:
-        """How much is kept about requests: nothing when all are done."""
-        kept = (self._positions, self._set_aside, self._blocked, self._lacking, self._classes)
-        return sum(map(len, kept)) + (self._popped is not None)
-
     def add_request(self, request: Request) -> None:
         self._settle()
         if request in self._set_aside:
@@ -169,7 +151,7 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
             if request not in self._positions:
                 self._positions[request] = self._next_position
                 self._next_position += 1
-            self._observer.waits(request, self._positions[request])
+            self.observer.waits(request, self._positions[request])
         self._put_in_order(request)
 
     def peek_request(self) -> Request:
@@ -188,7 +170,7 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
     def prepend_requests(self, requests: Iterable[Request]) -> None:
         """Take back what was popped: each keeps its place in the order of arrival."""
         self._settle()
-        is_blocked = self._blocked_now()
+        is_blocked = self.blocked_now()
         for request in requests:
             if request in self._set_aside and is_blocked(request):
                 self._set_aside.discard(request)
@@ -217,7 +199,7 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
             if priority in self._classes:  # not if it was preempted, and then set aside alone
                 self._classes[priority].remove(request)
                 self._drop_if_empty(priority)
-            self._observer.waits_no_longer(request, self._positions[request], False)
+            self.observer.waits_no_longer(request, self._positions[request], False)
             if request.is_finished():
                 del self._positions[request]
 
@@ -257,7 +239,7 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
                     break
                 if not each:
                     self._held_since_s.pop(priority, None)
-                elif now_s - self._held_since_s.setdefault(priority, now_s) < self._max_hold_s:
+                elif now_s - self._held_since_s.setdefault(priority, now_s) < self.max_hold_s:
                     break
                 else:
                     waited_for.append(priority)
@@ -280,14 +262,14 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
             return
         self.overtakes += each.run(request, self.clock())
         self._drop_if_empty(priority)
-        self._observer.waits_no_longer(request, self._positions[request], True)
+        self.observer.waits_no_longer(request, self._positions[request], True)
 
     def _position(self, request: Request) -> Position:
-        arrival_s = request.arrival_time if self._by_priority else 0.0
+        arrival_s = request.arrival_time if self.by_priority else 0.0
         return arrival_s, self._positions.get(request, 0)
 
     def _put_in_order(self, request: Request) -> None:
-        if not self._lacks(request):
+        if not self.lacks(request):
             self._offer(request)
             return
         self._lacking[request] = None
@@ -299,18 +281,18 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         self._num_in_classes += 1
         if request.status == RequestStatus.PREEMPTED:
             each.add_preempted(request)
-        elif self._goes_first(request):
+        elif self.goes_first(request):
             each.add_first(request)
         else:
             # a request without a chain shares nothing
-            chain = self._chain_of(request) or (self._positions[request].to_bytes(8, "big"),)
+            chain = self.chain_of(request) or (self._positions[request].to_bytes(8, "big"),)
             each.add(request, chain, self._position(request))
 
-    def _lanes_of(self, request: Request) -> AnyLanes:
+    def _lanes_of(self, request: Request) -> TenantLanes[Request]:
         priority = self._priority(request)
         each = self._classes.get(priority)
         if each is None:
-            each = self._classes[priority] = self._make_lanes()
+            each = self._classes[priority] = self.make_lanes()
             bisect.insort(self._priorities, priority)
         return each
 
@@ -329,4 +311,4 @@ class PrefixRequestQueue(RequestQueue, Sequence[Request]):
         return any(request in each for each in (self._set_aside, self._blocked, self._lacking))
 
     def _priority(self, request: Request) -> int:
-        return request.priority if self._by_priority else 0
+        return request.priority if self.by_priority else 0

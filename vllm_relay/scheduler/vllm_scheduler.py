@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from hashlib import sha256
 from itertools import accumulate, islice
 from typing import Any
@@ -58,6 +59,7 @@ def _label(request: Request) -> Any:
 
 
 TENANT_OF: dict[str, Callable[[Request], Any]] = {
+    "none": lambda request: None,
     "cache_salt": lambda request: request.cache_salt,
     "lora": lambda request: _adapter(request),
     "label": _label,
@@ -76,7 +78,7 @@ class _RelayScheduling(Scheduler):
         is_given = "max_hold_s" in self.relay_config.model_fields_set
         if not is_given and (self.relay_config.offline or is_offline(vllm_config)):
             self._max_hold_s = OFFLINE_HOLD_S
-        self._tenant_of = TENANT_OF.get(self.relay_config.fair_share_by)
+        self._tenant_of = TENANT_OF[self.relay_config.fair_share_by]
         self._shares = Shares(self.relay_config.fair_share_tokens)
         self.order_group = _full_attention_group(self.kv_cache_config)
         self._order_suffix = make_block_hash_with_group_id(BlockHash(b""), self.order_group or 0)
@@ -182,9 +184,7 @@ class _RelayScheduling(Scheduler):
             return None
         return chain[depth : (computed_tokens + tokens) // manager.block_size]
 
-    def _make_lanes(self) -> Lanes[Request] | TenantLanes[Request]:
-        if self._tenant_of is None:
-            return self._make_tenants_lanes()
+    def _make_lanes(self) -> TenantLanes[Request]:
         return TenantLanes(self._make_tenants_lanes, self._tenant_of, self._shares)
 
     def _make_tenants_lanes(self) -> Lanes[Request]:
@@ -193,16 +193,14 @@ class _RelayScheduling(Scheduler):
         return Lanes(
             PrefixOrder(self._is_at_hand),
             WarmUp(
-                self._is_resident,
-                self._max_hold_s if warms_up else 0.0,
-                self.loadable.__contains__,
+                self._is_resident, self._max_hold_s if warms_up else 0.0, self.loadable.__contains__
             ),
             OvertakeLimit(self._max_hold_s, self.relay_config.max_overtakes),
         )
 
     def _charge(self, num_scheduled_tokens: dict[str, int]) -> None:
         """Charge tenants for what a step computes."""
-        if self._tenant_of is not None:
+        if self.relay_config.fair_share_by != "none":
             for request_id, tokens in num_scheduled_tokens.items():
                 self._shares.charge(self._tenant_of(self.requests[request_id]), tokens)
 
@@ -261,7 +259,7 @@ class _RelayScheduling(Scheduler):
         step = self.relay_recorder.take()
         if scheduler_stats is not None and step is not None:
             relay = scheduler_stats.relay or {}
-            scheduler_stats.relay = {**relay, PREFIX_CACHE: step.to_dict()}
+            scheduler_stats.relay = {**relay, PREFIX_CACHE: asdict(step)}
         self.relay_recorder.log_if_due(self.relay_config.log_every_s, logger.info)
         return scheduler_stats
 

@@ -79,7 +79,7 @@ class WarmUp(Generic[R]):
     def is_held(self, chain: Sequence[BlockName], depth: int, now_s: float) -> bool:
         """Whether all requests whose chains begin as the first `depth` blocks of this one wait for
         blocks that another request computes."""
-        if not self._leads or not depth:
+        if not self._leads:
             return False
         for lead in self._beside(chain):
             if now_s >= lead.until_s:
@@ -132,10 +132,6 @@ class LoadableBlocks(Generic[R]):
 
     def __contains__(self, name: BlockName) -> bool:
         return name in self._names
-
-    def __len__(self) -> int:
-        """How many requests it keeps something about."""
-        return len(self._unasked) + len(self._found)
 
     def add(self, request: R, chain: Sequence[BlockName]) -> None:
         """A request begins to wait."""

@@ -16,6 +16,7 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from tests.integration.tiny_models import save_model
 from tests.modules.engine.test_scheduling import BLOCK_SIZE, WordTokenizer
 from tests.scheduler.simulated_engine import start
+from tests.support.records import records_of_modules
 from vllm_relay.modules.engine.admission import ENCODING_PREFIX
 from vllm_relay.modules.markup.schema import Module, Schema
 from vllm_relay.modules.prompt.plan import EXTRA_ARG, plan_of_request
@@ -80,7 +81,7 @@ class Engine:
         done = []
         while self.engine.has_unfinished_requests():
             done += [each.request_id for each in self.engine.step() if each.finished]
-        assert self.modules.num_records() == 0
+        assert records_of_modules(self.modules) == 0
         assert self.pool.get_num_free_blocks() == self.num_free_blocks
         return done
 
@@ -194,7 +195,7 @@ def test_who_has_all_modules_waits_like_any_other(engine: Engine) -> None:
     request = engine.add("has all", 0, 1)
     engine.modules.prepare()
     assert not engine.modules.goes_first(request)
-    assert not engine.modules.num_records()
+    assert not records_of_modules(engine.modules)
     assert engine.finish() == ["has all"]
 
 
@@ -224,5 +225,5 @@ def test_a_step_looks_at_few_of_those_who_wait(engine: Engine) -> None:
             engine.engine.step()
             most = max(most, calls)
         worst.append(most)
-        assert not engine.modules.num_records()
+        assert not records_of_modules(engine.modules)
     assert worst[1] < 3 * worst[0], worst

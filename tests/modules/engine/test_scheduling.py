@@ -19,6 +19,7 @@ from tests.integration.tiny_models import VOCAB_SIZE, save_model
 from tests.modules.random_prompts import SchemaMaker, random_prompt
 from tests.scheduler.simulated_engine import answer, start
 from tests.scheduler.soak import FIRST_SEED, SECONDS, Question, Soak, adapters
+from tests.support.records import records_of_modules
 from vllm_relay.modules.engine.admission import ENCODING_PREFIX
 from vllm_relay.modules.prompt.plan import ModulePlan, plan_of_request
 from vllm_relay.modules.prompt.schema_store import SchemaStore
@@ -148,7 +149,7 @@ def run(case: Case, model: str, actions: int) -> Seen:
         scheduler = soak.scheduler
         seen = Seen(scheduler)
         soak.run(actions)
-        assert scheduler.modules.num_records() == 0
+        assert records_of_modules(scheduler.modules) == 0
         return seen
     finally:
         engine.engine_core.shutdown()

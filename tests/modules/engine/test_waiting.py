@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.depth import cases
+from tests.support.records import records_of_waiting
 from vllm_relay.modules.engine.waiting import WaitingRequests
 
 MODULES = st.integers(0, 5)
@@ -73,8 +74,8 @@ class Waiting:
             del self.expected[request]
 
     def check(self) -> None:
-        assert len(self.waiting) == len(self.expected)
-        assert self.expected or self.waiting.num_records() == 0
+        assert len(self.waiting._waiters) == len(self.expected)
+        assert self.expected or records_of_waiting(self.waiting) == 0
         assert all(request in self.waiting for request in self.expected)
         assert self.waiting.first() == min(
             self.expected, key=lambda request: self.expected[request], default=None

@@ -21,6 +21,7 @@ from vllm_relay.prefix_cache.eviction.free_queue import (
     make_free_queue,
 )
 from vllm_relay.prefix_cache.eviction.next_use import NextUse
+from vllm_relay.prefix_cache.eviction.reuse import Reuse
 
 POLICIES = ["queue", "lru"]
 
@@ -202,6 +203,53 @@ def test_a_prompt_costs_few_calls_for_every_block(name):
         queue.append_n(blocks)
 
     assert count_calls(wait_run_and_free) < 6 * num_blocks
+
+
+def test_blocks_without_room_are_not_kept_before_it_is_their_turn():
+    next_use, reuse = NextUse(), Reuse(4)
+    queue = PolicyFreeQueue(make_blocks(4), next_use, reuse)
+    for _ in range(2):
+        next_use.add((0,), [[key(name)] for name in "abc"])
+        next_use.remove((0,), runs=True)
+    reuse._room_blocks = 0.0
+    for block, name in zip(queue.popleft_n(4), "abcx", strict=True):
+        queue.append_n(cached([block], name))
+    assert queue.popleft().block_id == 0
+    assert ids(queue.iter_blocks_after(None)) == [1, 2, 3]
+    assert ids(queue.popleft_n(3)) == [1, 2, 3]
+
+
+def test_reused_blocks_leave_in_their_order_though_one_was_needed_meanwhile():
+    next_use, reuse = NextUse(), Reuse(3)
+    queue = PolicyFreeQueue(make_blocks(3), next_use, reuse)
+    for _ in range(2):
+        next_use.add((0,), [[key(name)] for name in "abc"])
+        next_use.remove((0,), runs=True)
+    reuse._room_blocks = 3.0
+    for block, name in zip(queue.popleft_n(3), "abc", strict=True):
+        queue.append_n(cached([block], name))
+    next_use.add((0,), [[key("b")]])
+    assert ids(queue.iter_blocks_after(None)) == [0, 2, 1]  # sets the block aside
+    next_use.remove((0,), runs=False)
+    assert ids(queue.popleft_n(3)) == [0, 1, 2]
+
+
+def test_blocks_that_are_needed_are_set_aside_together():
+    num_blocks, next_use = 512, NextUse()
+    queue = PolicyFreeQueue(make_blocks(num_blocks), next_use, Reuse(0))
+    names = [str(index) for index in range(num_blocks)]
+    queue.append_n(cached(queue.popleft_n(num_blocks), *names))
+    next_use.add((0,), [list(map(key, names))])
+    assert count_calls(lambda: queue.popleft_n(1)) < 40 * num_blocks  # one by one it would be 64
+
+
+def test_a_block_that_is_needed_costs_nothing_for_those_behind_it():
+    num_blocks, next_use = 4096, NextUse()
+    queue = make_free_queue("queue", next_use)(make_blocks(num_blocks))
+    queue.append_n(cached(queue.popleft_n(num_blocks), *map(str, range(num_blocks))))
+    next_use.add((0,), [[key(str(num_blocks - 1))]])  # freed first
+    assert count_calls(lambda: queue.popleft_n(1)) < 200
+    assert queue.evicted_blocks == {"unused": 1, "needed": 0}
 
 
 def test_a_million_blocks():

@@ -101,7 +101,7 @@ def _run(options: DemoOptions, num_questions: int, output_tokens: int) -> list[M
             model=str(model),
             attention_backend=None,
             dtype=options.dtype,
-            max_model_len=store.add(workload.schema).size_tokens + 256,
+            max_model_len=store.add(workload.schema).root.size_tokens + 256,
             max_num_seqs=1,
         )
         answers = _answers(

@@ -56,7 +56,7 @@ class ModuleAdmission:
         plan = plan_of_request(request)
         if plan is None:
             return False
-        keys = [_key(request, plan, index) for index in range(_num_needed(plan))]
+        keys = [_key(request, plan, index) for index in range(len(plan.segments) - plan.encodes)]
         rank = (request.request_id in self._keys, request.priority, request.arrival_time)
         if not self._waiting.add(request, keys, rank):
             return False
@@ -83,8 +83,7 @@ class ModuleAdmission:
         if plan is None:
             return True
         num_blocks = plan.num_stored_slots // plan.block_size
-        is_ready: bool = self._scheduler.has_cached(request.block_hashes[:num_blocks])
-        return is_ready
+        return self._scheduler.has_cached(request.block_hashes[:num_blocks])
 
     def goes_first(self, request: Request) -> bool:
         """Whether a waiting request comes before the others of its priority: it computes what the
@@ -116,12 +115,6 @@ class ModuleAdmission:
         self._lease.end()
         self._first.clear()
 
-    def num_records(self) -> int:
-        """How much is kept about requests: nothing when all are done."""
-        held = self._lease.request is not None
-        encodings = len(self._encodings) + len(self._keys) + len(self._first)
-        return self._waiting.num_records() + encodings + held
-
     def _lead(self) -> None:
         """Choose a leader if there is none, and have computed what it lacks."""
         leader = self._lease.request
@@ -134,8 +127,7 @@ class ModuleAdmission:
             return
         missing = self._waiting.missing(leader)
         for index in reversed(missing[:_NEW_PER_STEP]):  # the last one to come goes first
-            plan = plan_of_request(leader)
-            assert plan is not None
+            plan = _plan_of(leader)
             key = _key(leader, plan, index)
             encoding = self._encodings.get(key)
             if encoding is None:
@@ -169,8 +161,7 @@ class ModuleAdmission:
             if found is None:
                 return
             request, index = found
-            plan = plan_of_request(request)
-            assert plan is not None
+            plan = _plan_of(request)
             key = _key(request, plan, index)
             num_slots = sum(end - first for first, end in plan.encoding_slots(index))
             if key in self._encodings:
@@ -190,17 +181,14 @@ class ModuleAdmission:
             # what it holds is in the way of a request before it, and nobody runs
             self._lease.drop_blocks()
             return
-        plan = plan_of_request(leader)
-        assert plan is not None
+        plan = _plan_of(leader)
         self._lease.extend(plan.num_stored_slots // plan.block_size)
 
     def _has_module(self, request: Request, index: int) -> bool:
-        plan = plan_of_request(request)
-        assert plan is not None
+        plan = _plan_of(request)
         first, end = plan.first_slots[index] // plan.block_size, plan.first_slots[index + 1]
         hashes = request.block_hashes[first : end // plan.block_size]
-        has_module: bool = self._scheduler.has_cached(hashes)
-        return has_module
+        return self._scheduler.has_cached(hashes)
 
     def _compute(self, request: Request, plan: ModulePlan, index: int) -> None:
         key = _key(request, plan, index)
@@ -216,8 +204,7 @@ class ModuleAdmission:
             self._scheduler.waiting.add_request(request)
 
     def _count(self, encoding: Request) -> None:
-        plan = plan_of_request(encoding)
-        assert plan is not None
+        plan = _plan_of(encoding)
         num_blocks = (plan.num_prompt_slots - plan.num_stored_slots) // plan.block_size
         scheduler = self._scheduler
         scheduler.relay_recorder.on_module_computed(num_blocks * scheduler.pins.block_bytes)
@@ -252,15 +239,16 @@ class ModuleAdmission:
         )
 
 
-def _num_needed(plan: ModulePlan) -> int:
-    """How many of its segments have to be there: all but the one that it computes."""
-    return len(plan.segments) - plan.encodes
+def _plan_of(request: Request) -> ModulePlan:
+    """Of a request that has one."""
+    plan = plan_of_request(request)
+    assert plan is not None
+    return plan
 
 
 def _key(request: Request, plan: ModulePlan, index: int) -> bytes:
     """The name of a module: that of its last block."""
-    key: bytes = request.block_hashes[plan.first_slots[index + 1] // plan.block_size - 1]
-    return key
+    return request.block_hashes[plan.first_slots[index + 1] // plan.block_size - 1]
 
 
 class _Lease:

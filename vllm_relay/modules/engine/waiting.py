@@ -38,15 +38,8 @@ class WaitingRequests(Generic[R]):
         self._wanted: dict[bytes, tuple[R, int]] = {}
         self._computed: set[bytes] = set()  # by somebody, and not there yet
 
-    def __len__(self) -> int:
-        return len(self._waiters)
-
     def __contains__(self, request: R) -> bool:
         return request in self._waiters
-
-    def num_records(self) -> int:
-        """How much is kept about requests: nothing when none waits."""
-        return len(self._waiters) + len(self._lists) + len(self._looked_at) + len(self._wanted)
 
     def first(self) -> R | None:
         """The one of the smallest rank."""
@@ -72,11 +65,8 @@ class WaitingRequests(Generic[R]):
 
     def _list(self, request: R, missing: list[bytes]) -> None:
         waiter = self._waiters[request]
-        waiter.listed = min(missing, key=self._num_listed) if len(missing) > 1 else missing[0]
-        listed = self._lists.get(waiter.listed)
-        if listed is None:
-            listed = self._lists[waiter.listed] = Ranked()
-        listed.add(request, waiter.rank)
+        waiter.listed = min(missing, key=lambda key: len(self._lists.get(key, ())))
+        self._lists.setdefault(waiter.listed, Ranked()).add(request, waiter.rank)
 
     def discard(self, request: R) -> None:
         """A request waits no longer."""
@@ -153,9 +143,6 @@ class WaitingRequests(Generic[R]):
     def postpone(self, key: bytes) -> None:
         """Let `wanted` name another module before this one."""
         self._wanted[key] = self._wanted.pop(key)
-
-    def _num_listed(self, key: bytes) -> int:
-        return len(self._lists.get(key, ()))
 
     def _look_at(self, key: bytes) -> None:
         """Give a list its place among those that are gone through: that of its first request."""

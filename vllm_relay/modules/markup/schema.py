@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from vllm_relay.arguments import is_integer
+
 ROLES = ("system", "user", "assistant")
 RESERVED = (*ROLES, "schema", "prompt", "module", "union", "param", "parameter", "scaffold")
 MAX_PARAMETER_TOKENS = 1 << 16
@@ -50,8 +52,7 @@ class Parameter:
     def __post_init__(self) -> None:
         _check_name("parameter", self.name)
         length = self.length_tokens
-        is_number = isinstance(length, int) and not isinstance(length, bool)
-        if not (is_number and 1 <= length <= MAX_PARAMETER_TOKENS):
+        if not (is_integer(length) and 1 <= length <= MAX_PARAMETER_TOKENS):
             raise SchemaError(
                 f"parameter {self.name!r}: given a length of {length} tokens, expected 1 to "
                 f"{MAX_PARAMETER_TOKENS}"

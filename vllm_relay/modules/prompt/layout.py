@@ -130,10 +130,6 @@ class SchemaTokens:
     """Whether the last turn is the user's: text at the end of a prompt continues it."""
     num_tokens: int  # of all modules, each counted as `MODULE_TOKENS` besides its text
 
-    @property
-    def size_tokens(self) -> int:
-        return self.root.size_tokens
-
 
 def tokenize_schema(
     schema: Schema,
@@ -162,7 +158,7 @@ def describe_schema(schema: SchemaTokens, block_size: int) -> dict[str, Any]:
     `block_size` tokens) and padding tokens this takes, and parameters."""
     return {
         "name": schema.schema.name,
-        "positions": schema.size_tokens,
+        "positions": schema.root.size_tokens,
         "block_size": block_size,
         "modules": [_describe(module, block_size) for module in schema.root.walk()],
     }

@@ -14,21 +14,11 @@ from typing import Literal, get_args
 
 from msgspec.structs import replace
 
-from vllm_relay.modules.markup.pml import (
-    Import,
-    PromptMarkup,
-    did_you_mean,
-    listed,
-    shortened,
-)
+from vllm_relay.arguments import is_integer
+from vllm_relay.modules.markup.pml import Import, PromptMarkup, did_you_mean, listed, shortened
 from vllm_relay.modules.markup.schema import SchemaError
 from vllm_relay.modules.markup.xml_tree import PmlError
-from vllm_relay.modules.prompt.layout import (
-    ModuleTokens,
-    OwnText,
-    ParameterTokens,
-    SchemaTokens,
-)
+from vllm_relay.modules.prompt.layout import ModuleTokens, OwnText, ParameterTokens, SchemaTokens
 from vllm_relay.modules.prompt.plan import ModulePlan, TailRun
 from vllm_relay.modules.prompt.text_tokens import TextTokens
 
@@ -102,7 +92,7 @@ def num_repaired_tokens(mode: str, repair_tokens: int | None) -> int:
         raise ValueError(f"mode: given {mode!r}, expected one of {', '.join(MODES)}")
     if repair_tokens is None:
         return REPAIR_TOKENS if mode == "repair" else 0
-    if isinstance(repair_tokens, bool) or not isinstance(repair_tokens, int) or repair_tokens < 0:
+    if not is_integer(repair_tokens) or repair_tokens < 0:
         raise ValueError(f"repair_tokens: given {repair_tokens!r}, expected a number from 0")
     if mode != "repair":
         raise ValueError(

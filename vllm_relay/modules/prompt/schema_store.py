@@ -13,12 +13,7 @@ from vllm_relay.modules.markup.pml import did_you_mean, listed, parse_prompt, re
 from vllm_relay.modules.markup.schema import Schema, TooManySchemasError
 from vllm_relay.modules.markup.xml_tree import Document, Place, PmlError
 from vllm_relay.modules.prompt.layout import SchemaTokens, tokenize_schema
-from vllm_relay.modules.prompt.render import (
-    Mode,
-    RenderedPrompt,
-    Rendering,
-    num_repaired_tokens,
-)
+from vllm_relay.modules.prompt.render import Mode, RenderedPrompt, Rendering, num_repaired_tokens
 from vllm_relay.modules.prompt.text_tokens import TextTokens
 
 
@@ -70,10 +65,7 @@ class SchemaStore:
             schema = read_schema(schema)
         self._check_owner(schema.name, owner)  # before the long work
         tokens = tokenize_schema(
-            schema,
-            self.text_tokens,
-            max_positions=self.max_model_len,
-            max_tokens=self._max_tokens,
+            schema, self.text_tokens, max_positions=self.max_model_len, max_tokens=self._max_tokens
         )
         with self._lock:
             self._check_owner(schema.name, owner)

@@ -291,20 +291,20 @@ class PolicyFreeQueue(FreeKVCacheBlockQueue):
     def _keep_first(self, first: KVCacheBlock, kept: KeptBlock | None) -> None:
         """Keep the first block of the list, which is needed or reused, and those behind it that are
         the same, reused ones as far as there is room."""
-        needed, (new, old), mark = self._needed, self._reuse.reused, self._mark
+        needed, (new, old) = self._needed, self._reuse.reused
         before = kept.freed_at if kept is not None and kept.place[0] == 0 else inf
         is_needed = first.block_hash in needed
         most = self._reuse.room_blocks + 1 - self._reused.num_free_blocks
         kept_blocks: list[KVCacheBlock] = []
-        block: KVCacheBlock | None = first
-        while (is_needed or len(kept_blocks) < most) and block is not mark:
-            assert block is not None
+        block: Any = first
+        while is_needed or len(kept_blocks) < most:
             key = block.block_hash
-            if key is None or (key in needed) != is_needed:
-                break
-            if not is_needed and key not in new and key not in old:
-                break
-            if self._freed_at[block.block_id] > before:
+            if (
+                key is None  # as of the mark and the end of the list
+                or (key in needed) != is_needed
+                or not (is_needed or key in new or key in old)
+                or self._freed_at[block.block_id] > before
+            ):
                 break
             kept_blocks.append(block)
             block = block.next_free_block

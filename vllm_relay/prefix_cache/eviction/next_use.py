@@ -28,10 +28,6 @@ class NextUse:
         self._waiting: dict[Rank, Chains] = {}
         self._listeners: list[Callable[[Chains, bool], None]] = []
 
-    def __len__(self) -> int:
-        """How many requests wait."""
-        return len(self._waiting)
-
     def listen(self, on_remove: Callable[[Chains, bool], None]) -> None:
         """Calls `on_remove` after every `remove`, with the chains of the request and `runs`."""
         self._listeners.append(on_remove)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from vllm_relay.arguments import is_integer
 from vllm_relay.commands.compute import compute, compute_async
 from vllm_relay.commands.engine import call, call_ranks_async
 from vllm_relay.commands.errors import CommandError
@@ -142,7 +143,7 @@ def top_prefixes(llm: Any, count: int = 10) -> list[dict[str, Any]]:
     Raises:
         CommandError: there is no such count.
     """
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+    if not is_integer(count) or count < 0:
         raise CommandError(400, f"count: given {count!r}, expected an integer from 0")
     return call(getattr(llm, "llm_engine", llm), "top_prefixes", {"count": count})
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
-from vllm_relay.arguments import shortened
+from vllm_relay.arguments import is_number, shortened
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.commands.owners import check_owner
 from vllm_relay.modules.prompt.plan import ModulePlan
@@ -64,8 +64,7 @@ def check_pin(pin_id: Any, ttl_s: Any) -> None:
         )
     if ttl_s is None:
         return
-    is_number = isinstance(ttl_s, int | float) and not isinstance(ttl_s, bool)
-    if not is_number or not 0 < ttl_s < math.inf:
+    if not is_number(ttl_s) or not 0 < ttl_s < math.inf:
         raise CommandError(
             400,
             f"ttl_s: given {shortened(ttl_s)}, expected seconds, more than 0, or none to pin until "

@@ -22,8 +22,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import resolve_block_hashes
@@ -37,15 +37,6 @@ EXTRA_ARG = "relay_pin"
 MAX_PINS = 1024
 """Pins of the same blocks need no room in the KV cache, but a place in every list."""
 _MAX_NAMED = 10
-
-
-@dataclass(frozen=True)
-class _Lookup:
-    """What KVCacheManager.get_computed_blocks reads of a request."""
-
-    block_hashes: list[bytes]
-    num_tokens: int
-    skip_reading_prefix_cache: bool = False
 
 
 class PinTable:
@@ -144,7 +135,8 @@ class PinTable:
         prefix = token_ids[: num_slots + self._lookahead_tokens]
         chain = chain_of(prefix, block_size, self._lookahead_tokens) if plan is None else ()
         num_new = self._num_new_blocks(num_slots, chain)
-        self._room.check(pin_id, num_new, self._num_reserved_blocks())
+        cold = sum(self._num_new_blocks(each.num_slots, each.chain) for each in self._cold())
+        self._room.check(pin_id, num_new, self.num_blocks + cold)
         pin = self._pins[pin_id] = Pin(
             id=pin_id,
             owner=owner,
@@ -340,10 +332,13 @@ class PinTable:
     def _hold(self, pin: Pin) -> None:
         """Make ``pin`` resident if all its blocks are cached and there is room."""
         num_tokens = pin.num_slots
-        # of a prompt's tokens vLLM looks up all but the last
-        cached, num_cached_tokens, *_ = self._manager.get_computed_blocks(
-            _Lookup(pin.block_hashes, num_tokens + 1)
+        # what vLLM reads of a request; of a prompt's tokens it looks up all but the last
+        lookup = SimpleNamespace(
+            block_hashes=pin.block_hashes,
+            num_tokens=num_tokens + 1,
+            skip_reading_prefix_cache=False,
         )
+        cached, num_cached_tokens, *_ = self._manager.get_computed_blocks(lookup)
         blocks = [block for group in cached.blocks for block in group if not block.is_null]
         if self._drops_last_block:
             blocks += self._blocks_behind(pin, num_cached_tokens)
@@ -383,10 +378,6 @@ class PinTable:
         self._pool.free_blocks(reversed(pin.blocks))
         _discount(self._holders, [block.block_id for block in pin.blocks])
         pin.blocks = []
-
-    def _num_reserved_blocks(self) -> int:
-        cold = sum(self._num_new_blocks(pin.num_slots, pin.chain) for pin in self._cold())
-        return self.num_blocks + cold
 
     def _num_new_blocks(self, num_slots: int, chain: tuple[int, ...]) -> int:
         """Blocks a pin needs beyond those of resident pins, at most."""

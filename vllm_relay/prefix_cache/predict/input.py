@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vllm_relay.arguments import shortened
+from vllm_relay.arguments import is_integer, shortened
 
 TRACE_BLOCK_TOKENS = 512  # of a hash id in Mooncake's traces
 DEFAULT_OUTPUT_TOKENS = 16  # as SamplingParams.max_tokens
@@ -203,7 +203,7 @@ def _synthetic_tokens(hash_ids: list[int], input_length: Any) -> list[int]:
     """
     longest = len(hash_ids) * TRACE_BLOCK_TOKENS
     shortest = longest - TRACE_BLOCK_TOKENS + 1
-    if not _is_int(input_length) or not shortest <= input_length <= longest:
+    if not is_integer(input_length) or not shortest <= input_length <= longest:
         raise ValueError(
             f"input_length: given {shortened(input_length)}, expected {shortest} to {longest}, "
             f"since each of the {len(hash_ids)} hash_ids stands for {TRACE_BLOCK_TOKENS} tokens"
@@ -226,7 +226,7 @@ def _output_tokens(value: dict[str, Any]) -> int | None:
     if len(given) > 1:
         raise ValueError(f"given {' and '.join(given)}, expected one of them")
     for name, count in given.items():
-        if not _is_int(count) or count < 1:
+        if not is_integer(count) or count < 1:
             raise ValueError(f"{name}: given {shortened(count)}, expected an integer from 1")
         return count
     return None
@@ -236,10 +236,6 @@ def _cache_salt(value: Any) -> str | None:
     if value is not None and (not isinstance(value, str) or not value):
         raise ValueError(f"cache_salt: given {shortened(value)}, expected a text that is not empty")
     return value
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_list_of(value: Any, kind: type) -> bool:

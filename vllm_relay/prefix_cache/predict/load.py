@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_relay.arguments import is_number
 from vllm_relay.prefix_cache.predict.input import InputLine, LineError
 
 OFFLINE, TIMESTAMPS, POISSON = "offline", "timestamps", "poisson"
@@ -129,7 +130,6 @@ def _timestamp_s(line: InputLine) -> float:
             "hash_ids, else in seconds): give one of them, or --arrivals poisson:RATE",
         )
     ((name, value),) = given.items()
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < math.inf:
+    if not is_number(value) or not 0 <= value < math.inf:
         raise LineError(line.number, f"{name}: given {value!r}, expected a number from 0")
     return value / 1e3 if name == "timestamp" and line.synthetic else float(value)

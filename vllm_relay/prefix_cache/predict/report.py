@@ -22,20 +22,6 @@ _WIDTH, _HEIGHT = 640, 400  # pixels of the plot
 _UNBOUNDED_WIDTH = 1000  # columns of text
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 64, 56  # its margins
 _SHORT_NAMES = {"best eviction": "best", "evictions": "evicted", "preemptions": "preempted"}
-_NUMBERS = (
-    "num_blocks",
-    "block_size_tokens",
-    "prompt_tokens",
-    "cached_tokens",
-    "hit_rate",
-    "ceiling_tokens",
-    "belady_tokens",
-    "evicted_blocks",
-    "preemptions",
-    "steps",
-    "elapsed_s",
-    "cached_tokens_by_request",
-)
 
 
 @dataclass(frozen=True)
@@ -120,14 +106,19 @@ def print_whole(console: Console, table: Table) -> None:
 
 def as_dict(scenario: Scenario, prediction: Prediction) -> dict[str, Any]:
     """All numbers, for JSON."""
+    counts = dict(vars(prediction))
+    size, waits, by_request = map(counts.pop, ("size", "waits", "cached_tokens_by_request"))
     numbers = {
         "scheduler": scenario.scheduler,
         "arrivals": scenario.arrivals,
-        "kv_cache_gib": prediction.size.gib,
-        "requests": len(prediction.cached_tokens_by_request),
-        **{name: getattr(prediction, name) for name in _NUMBERS},
+        "kv_cache_gib": size.gib,
+        "requests": len(by_request),
+        "cached_tokens": prediction.cached_tokens,
+        "hit_rate": prediction.hit_rate,
+        **counts,
+        "cached_tokens_by_request": by_request,
     }
-    if (waits := prediction.waits) is not None:
+    if waits is not None:
         numbers |= {
             "requests_per_s": waits.requests_per_s,
             "first_token_p50_s": waits.first_token_percentile_s(50),

@@ -277,10 +277,7 @@ def _relay_options(scheduler: str, relay: str | None) -> dict[str, Any]:
 
 
 def _check_block_options(
-    model: str | None,
-    block_size: int | None,
-    kv_bytes_per_token: int | None,
-    gib: Sequence[float],
+    model: str | None, block_size: int | None, kv_bytes_per_token: int | None, gib: Sequence[float]
 ) -> None:
     """Without a model there is no default block size and no size of a block."""
     if model is not None:
