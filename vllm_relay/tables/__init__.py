@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm_relay.tables.dataframes import llm_map
     from vllm_relay.tables.engines.opening import open_engine
+    from vllm_relay.tables.jobs.asking import ask
     from vllm_relay.tables.jobs.options import JobOptions
     from vllm_relay.tables.jobs.prompts.format import PromptTemplate
+    from vllm_relay.tables.jobs.prompts.planner import plan_prompts
     from vllm_relay.tables.map_result import MapBudgetError, MapResult, RowsFailedError
     from vllm_relay.tables.outputs import Output
     from vllm_relay.tables.question import Question
@@ -40,9 +42,11 @@ __all__ = [
     "Question",
     "RequestOptions",
     "RowsFailedError",
+    "ask",
     "connect",
     "llm_map",
     "open_engine",
+    "plan_prompts",
 ]
 
 _MODULES = {
@@ -54,9 +58,11 @@ _MODULES = {
     "Question": "question",
     "RequestOptions": "request_options",
     "RowsFailedError": "map_result",
+    "ask": "jobs.asking",
     "connect": "sql.connection",
     "llm_map": "dataframes",
     "open_engine": "engines.opening",
+    "plan_prompts": "jobs.prompts.planner",
 }
 
 

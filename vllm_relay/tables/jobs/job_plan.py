@@ -25,7 +25,7 @@ from vllm_relay.tables.question import Question
 NULL = "null"
 """The JSON of a field without a value."""
 _FIRST_ROWS = 128
-_GROWTH = 4
+_GROWTH = 16
 """Of the first bucket, and from one to the next: asking begins at once, and goes on while larger
 ones are planned."""
 _ROWS_PER_PART = 256

@@ -73,17 +73,35 @@ def plan_prompts(
     question: Question,
     tokenizer: Any | None,
     cache: BlockCache | None,
-    options: JobOptions,
-    limits: Limits,
+    options: JobOptions | None = None,
+    limits: Limits | None = None,
 ) -> Iterator[PlannedPrompt | RefusedRow]:
-    """A prompt for every row, or why there is none.
+    """A prompt for every row, or why there is none, in the order in which they are to run.
+
+    Needs neither DuckDB nor an engine, and plans all rows as one bucket, when the first prompt is
+    taken; hosts with more rows give them in parts. Beside the rows it takes two to three times
+    their bytes.
 
     Args:
-        rows: whose columns are the question's fields: JSON of their values, as texts, or NULL.
+        rows: whose columns are the question's fields, in their order: JSON of their values, as
+            texts, or NULL. Equal rows have a prompt each.
         tokenizer: of the model; None counts about four bytes as a token.
         cache: the prefix cache; None if it is not known.
+        options: of which `order`, `template` and `modules` count.
+        limits: of the engine; None where they are not known.
+
+    Yields:
+        each row of the table once; `row` is its place.
+
+    Raises:
+        ValueError: the model's chat template refuses the question.
     """
-    return Planner(question, tokenizer, cache, options, limits).order(rows).prompts()
+    if options is None:
+        options = JobOptions()
+    if limits is None:
+        limits = Limits(None, question.most_tokens)
+    planner = Planner(question, tokenizer, cache, options, limits)
+    yield from planner.order(rows).prompts()
 
 
 class Planner:
