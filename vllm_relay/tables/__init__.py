@@ -7,6 +7,7 @@ Liu et al., "Optimizing LLM Queries in Relational Workloads", 2024.
     question.py, request_options.py   what is asked of a row                           (pure)
     outputs.py, reading.py    what answers are, and how their texts are read           (pure)
     dataframes.py, map_result.py, caller_tables.py, answer_types.py   llm_map          (DuckDB)
+    map_files.py         llm_map of more rows than fit into memory
     identifiers.py, texts.py   names in SQL; long texts in messages
     ordering/            the order of rows and fields with which the prefix cache finds most
     jobs/                a question asked of every distinct row of a table
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from vllm_relay.tables.jobs.options import JobOptions
     from vllm_relay.tables.jobs.prompts.format import PromptTemplate
     from vllm_relay.tables.jobs.prompts.planner import plan_prompts
+    from vllm_relay.tables.map_files import llm_map_file
     from vllm_relay.tables.map_result import MapBudgetError, MapResult, RowsFailedError
     from vllm_relay.tables.outputs import Output
     from vllm_relay.tables.question import Question
@@ -45,6 +47,7 @@ __all__ = [
     "ask",
     "connect",
     "llm_map",
+    "llm_map_file",
     "open_engine",
     "plan_prompts",
 ]
@@ -61,6 +64,7 @@ _MODULES = {
     "ask": "jobs.asking",
     "connect": "sql.connection",
     "llm_map": "dataframes",
+    "llm_map_file": "map_files",
     "open_engine": "engines.opening",
     "plan_prompts": "jobs.prompts.planner",
 }

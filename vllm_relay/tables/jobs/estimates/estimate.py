@@ -82,6 +82,11 @@ class JobReport:
         """All but waiting for the engine."""
         return self.seconds - self.waiting_seconds
 
+    def add(self, other: JobReport) -> None:
+        """What another job took."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
     @contextmanager
     def timed(self) -> Iterator[None]:
         """What is done within counts among the seconds."""
