@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tables.recording_engine import RecordingEngine, Refusal, Row
-from vllm_relay.tables import MapBudgetError, llm_map_file
+from vllm_relay.tables import llm_map_file
+from vllm_relay.tables.jobs.token_budget import TokenBudgetError
 from vllm_relay.tables.map_files import _parts
 
 LIMIT_MB = 40
@@ -106,7 +107,8 @@ def test_a_budget_is_one_of_all_parts(tmp_path: Path) -> None:
     target = tmp_path / "out.parquet"
     target.write_text("of an earlier job")
     given = {"batch_rows": 2, "max_tokens": 1, "checkpoint": tmp_path / "answers"}
-    with pytest.raises(MapBudgetError, match="answers keeps their answers"):
+    told = r"budget of 50 tokens is spent \(33 used\).*answers keeps the answers that came"
+    with pytest.raises(TokenBudgetError, match=told):
         ask(names(7).to_reader(), target, engine, max_total_tokens=50, **given)
     # eleven tokens each
     assert 2 < len(engine.messages) < 5

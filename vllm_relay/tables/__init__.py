@@ -22,7 +22,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_relay.tables.dataframes import llm_map
+    from vllm_relay.tables.dataframes import llm_map, llm_map_async
     from vllm_relay.tables.engines.opening import open_engine
     from vllm_relay.tables.jobs.asking import ask
     from vllm_relay.tables.jobs.options import JobOptions
@@ -47,6 +47,7 @@ __all__ = [
     "ask",
     "connect",
     "llm_map",
+    "llm_map_async",
     "llm_map_file",
     "open_engine",
     "plan_prompts",
@@ -64,6 +65,7 @@ _MODULES = {
     "ask": "jobs.asking",
     "connect": "sql.connection",
     "llm_map": "dataframes",
+    "llm_map_async": "dataframes",
     "llm_map_file": "map_files",
     "open_engine": "engines.opening",
     "plan_prompts": "jobs.prompts.planner",

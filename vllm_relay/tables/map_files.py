@@ -20,7 +20,8 @@ from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.engines.opening import is_engine, open_engine
 from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.options import DEFAULT_BUCKET_ROWS
-from vllm_relay.tables.map_result import MapResult
+from vllm_relay.tables.jobs.token_budget import TokenBudgetError
+from vllm_relay.tables.map_result import MapBudgetError, MapResult
 
 _ANSWER, _ERROR = "answer", "error"
 
@@ -60,8 +61,9 @@ def llm_map_file(
         OSError: a file cannot be read or written.
         TypeError, ValueError: as for `llm_map`, or the source has a column ``answer`` or ``error``.
             Nothing was asked yet.
-        CheckpointError, MapBudgetError, EngineError, RowsFailedError: as for `llm_map`; the
-            ``result`` of an error is that of the last part.
+        CheckpointError, EngineError, RowsFailedError: as for `llm_map`; the ``result`` of an error
+            is that of the last part.
+        TokenBudgetError: there are not enough tokens for all prompts.
     """
     if batch_rows < 1:
         raise ValueError(f"batch_rows={batch_rows} given, expected at least 1")
@@ -106,11 +108,29 @@ def llm_map_file(
         cleanup.callback(part.unlink, missing_ok=True)
         with pq.ParquetWriter(part, whole.schema) as writer:
             for table in _parts(source, batch_rows):
-                result = answered(table)
+                try:
+                    result = answered(table)
+                except MapBudgetError as error:
+                    report.add(error.result.report)
+                    raise _budget_error(max_total_tokens, report, checkpoint) from error
                 report.add(result.report)
                 writer.write_table(_with_answers(table, result))
         os.replace(part, target)
     return report
+
+
+def _budget_error(
+    max_total_tokens: int | None, report: JobReport, checkpoint: str | PathLike[str] | None
+) -> TokenBudgetError:
+    limit = f"the budget of {max_total_tokens:,} tokens is spent"
+    spent = report.prompt_tokens + report.output_tokens
+    advice = "without a checkpoint the answers that came are gone: raise max_total_tokens"
+    if checkpoint is not None:
+        advice = (
+            f"the checkpoint {checkpoint} keeps the answers that came: raise max_total_tokens and "
+            f"ask again to go on"
+        )
+    return TokenBudgetError(f"{limit} ({spent:,} used), and rows are left", advice, limit)
 
 
 def _parquet_reader(path: Path, batch_rows: int) -> pa.RecordBatchReader:

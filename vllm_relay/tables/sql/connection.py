@@ -14,6 +14,7 @@ import duckdb
 
 from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.engines.opening import is_engine, open_engine
+from vllm_relay.tables.engines.stoppable import StoppableEngine, in_thread
 from vllm_relay.tables.identifiers import literal, quoted
 from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.job_runner import JobRunner
@@ -67,9 +68,10 @@ def connect(
         if connection is not database:
             on_close.callback(connection.close)
         opened = engine if is_engine(engine) else LazyEngine(lambda: open_engine(engine))
-        runner = JobRunner(connection, opened, options or JobOptions())
+        stoppable = StoppableEngine(lambda: opened)
+        runner = JobRunner(connection, stoppable, options or JobOptions())
         on_close.callback(runner.close)
-        made = Connection(connection, runner, on_error, on_close)
+        made = Connection(connection, runner, on_error, on_close, stoppable)
         for name, table in (tables or {}).items():
             _register(connection, name, table)
         if isinstance(opened, LazyEngine) and opened is not engine:
@@ -94,6 +96,7 @@ class Connection:
         runner: of the jobs on it.
         on_error: see `connect`.
         on_close: what `close` closes.
+        engine: of the runner, if its jobs can be stopped.
 
     Raises:
         ValueError: `on_error` is not known.
@@ -105,6 +108,7 @@ class Connection:
         runner: Runner,
         on_error: OnError = "null",
         on_close: ExitStack | None = None,
+        engine: StoppableEngine | None = None,
     ) -> None:
         if on_error not in get_args(OnError):
             raise ValueError(
@@ -114,6 +118,7 @@ class Connection:
         self._runner = runner
         self._on_error = on_error
         self._on_close = on_close or ExitStack()
+        self._engine = engine
         self._functions = Functions(duckdb_connection)
         # tables of results that nobody has any more; a finalizer may not use the connection
         self._left_over: list[TemporaryTables] = []
@@ -166,6 +171,27 @@ class Connection:
             else:
                 result = self._replay(given)
         return result
+
+    async def sql_async(
+        self, text: str, parameters: Sequence[Any] | Mapping[str, Any] | None = None
+    ) -> Result | None:
+        """`sql` in a thread of its own: other tasks run meanwhile. A connection runs one call at
+        a time.
+
+        Where the task is cancelled, the job ends with the next completion, requests that run are
+        aborted, and DuckDB's query is interrupted; the cancellation goes on when that is done.
+        Answers that came are kept as always, and the connection can be used.
+        """
+        try:
+            return await in_thread(lambda: self.sql(text, parameters), self._stop)
+        finally:
+            if self._engine is not None:
+                self._engine.resume()
+
+    def _stop(self) -> None:
+        if self._engine is not None:
+            self._engine.stop()
+        self.duckdb_connection.interrupt()
 
     def explain(self, text: str) -> Explanation:
         """What a statement that calls llm() would take; the model is not asked.
