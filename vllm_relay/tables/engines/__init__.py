@@ -6,4 +6,5 @@ in_process.py, started.py, model_identity.py   vLLM's LLM in this process       
 server/              a server with OpenAI's API                                     (aiohttp)
 reasoning.py         what is thought before an answer
 lazy.py, opening.py  an engine from a name, opened when it is needed
+stoppable.py         an engine whose jobs end when another thread says so
 """
