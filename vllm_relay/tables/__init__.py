@@ -9,6 +9,7 @@ Liu et al., "Optimizing LLM Queries in Relational Workloads", 2024.
     images/              fields that are images
     structs/             JSON answers as columns of structs and lists
     dataframes.py, map_result.py, caller_tables.py, answer_types.py   llm_map          (DuckDB)
+    map_files.py         llm_map of more rows than fit into memory
     identifiers.py, texts.py, tracing.py   names in SQL; long texts in messages; OpenTelemetry
     ordering/            the order of rows and fields with which the prefix cache finds most
     hosts/               tables that Ray Data, Spark and Daft hold
@@ -24,10 +25,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_relay.tables.dataframes import llm_map
+    from vllm_relay.tables.dataframes import llm_map, llm_map_async
     from vllm_relay.tables.engines.opening import open_engine
+    from vllm_relay.tables.jobs.asking import ask
     from vllm_relay.tables.jobs.options import JobOptions
     from vllm_relay.tables.jobs.prompts.format import PromptTemplate
+    from vllm_relay.tables.jobs.prompts.planner import plan_prompts
+    from vllm_relay.tables.map_files import llm_map_file
     from vllm_relay.tables.map_result import MapBudgetError, MapResult, RowsFailedError
     from vllm_relay.tables.outputs import Output
     from vllm_relay.tables.question import Question
@@ -43,9 +47,13 @@ __all__ = [
     "Question",
     "RequestOptions",
     "RowsFailedError",
+    "ask",
     "connect",
     "llm_map",
+    "llm_map_async",
+    "llm_map_file",
     "open_engine",
+    "plan_prompts",
 ]
 
 _MODULES = {
@@ -57,9 +65,13 @@ _MODULES = {
     "Question": "question",
     "RequestOptions": "request_options",
     "RowsFailedError": "map_result",
+    "ask": "jobs.asking",
     "connect": "sql.connection",
     "llm_map": "dataframes",
+    "llm_map_async": "dataframes",
+    "llm_map_file": "map_files",
     "open_engine": "engines.opening",
+    "plan_prompts": "jobs.prompts.planner",
 }
 
 

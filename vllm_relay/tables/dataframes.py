@@ -18,6 +18,7 @@ from vllm_relay.tables.caller_tables import CallerTable, arrow_columns, caller_t
 from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.engines.opening import is_engine, open_engine
+from vllm_relay.tables.engines.stoppable import StoppableEngine, in_thread
 from vllm_relay.tables.identifiers import json_text
 from vllm_relay.tables.images.fields import image_fields
 from vllm_relay.tables.images.store import ImageStore
@@ -152,6 +153,35 @@ def llm_map(
     if on_error == "raise" and result.missing_rows:
         raise RowsFailedError(result)
     return result
+
+
+async def llm_map_async(
+    table: Any,
+    prompt: str,
+    fields: Sequence[str] | None = None,
+    *,
+    engine: Any,
+    **options: Any,
+) -> MapResult:
+    """`llm_map` in a thread of its own: other tasks run meanwhile.
+
+    Where the task is cancelled, the job ends with the next completion, requests that run are
+    aborted, and the cancellation goes on when that is done. A checkpoint keeps the answers that
+    came. An engine answers one job at a time.
+
+    Args:
+        options: the others of `llm_map`.
+    """
+    stoppable = StoppableEngine(lambda: engine if is_engine(engine) else open_engine(engine))
+
+    def asked() -> MapResult:
+        try:
+            return llm_map(table, prompt, fields, engine=stoppable, **options)
+        finally:
+            if not is_engine(engine):
+                stoppable.close()
+
+    return await in_thread(asked, stoppable.stop)
 
 
 def _names(argument: str, given: Sequence[str] | None) -> tuple[str, ...] | None:

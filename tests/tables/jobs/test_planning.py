@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 import subprocess
 import sys
 import threading
@@ -61,7 +63,7 @@ def test_a_bucket_is_ordered_while_another_is_asked(monkeypatch: pytest.MonkeyPa
     assert len(answered(connection)) == 250
 
 
-def test_the_first_of_several_buckets_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_buckets_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     order = Planner.order
 
@@ -71,10 +73,10 @@ def test_the_first_of_several_buckets_is_small(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Planner, "order", watched)
     runner(numbers_table(3000), FakeEngine(), bucket_rows=1000).estimate(NUMBERS_SQL, NUMBERS)
-    assert sizes == [625, 1000, 1000, 375]
+    assert sizes == [128, 1000, 1000, 872]
     sizes.clear()
-    runner(numbers_table(1000), FakeEngine(), bucket_rows=1000).estimate(NUMBERS_SQL, NUMBERS)
-    assert sizes == [1000]
+    runner(numbers_table(100), FakeEngine(), bucket_rows=1000).estimate(NUMBERS_SQL, NUMBERS)
+    assert sizes == [100]
 
 
 def test_an_error_while_planning_ahead_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,13 +100,44 @@ def test_an_error_while_planning_ahead_ends_the_job(monkeypatch: pytest.MonkeyPa
     assert len(answered(connection)) == 250
 
 
-def test_the_seam_knows_nothing_of_duckdb() -> None:
-    code = (
-        "import sys, vllm_relay.tables.jobs.asking, vllm_relay.tables.jobs.prompts.planner\n"
-        "sys.exit('duckdb' in sys.modules)"
-    )
+def test_tables_are_planned_and_asked_about_without_duckdb() -> None:
+    code = """
+import sys
+sys.modules["duckdb"] = None  # importing it is an ImportError
+import json
+import pyarrow as pa
+from tests.tables.recording_engine import RecordingEngine
+from vllm_relay.tables import Question, ask, plan_prompts
+rows = pa.table({"id": ["2", "1", "2", None], "kind": ['"b"', None, '"b"', None]})
+question = Question("Which kind?", ("id", "kind"))
+planned = list(plan_prompts(rows, question, None, None))
+assert sorted(each.row for each in planned) == [0, 1, 2, 3]
+answers = ask(rows, question, RecordingEngine())
+assert list(map(json.loads, answers["answer"].to_pylist()[:3])) == [
+    {"id": 2, "kind": "b"}, {"id": 1, "kind": None}, {"id": 2, "kind": "b"}
+]
+assert answers["answer"][3].as_py() is None and answers["error"].null_count == 4
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_bucket_is_planned_in_little_memory() -> None:
+    rng = random.Random(0)
+    reviews = [json.dumps("".join(rng.choices("etaoin shrdlu", k=2000))) for _ in range(2000)]
+    rows = pa.table({"id": list(map(str, range(2000))), "review": reviews})
+    question = Question("Is it good?", ("id", "review"))
+    del reviews
+
+    def planned() -> int:
+        return sum(1 for _ in plan_prompts(rows, question, None, BlockCache(16, 1000)))
+
+    planned()  # imports
+    tracemalloc.start()
+    assert planned() == 2000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3 * rows.nbytes
 
 
 @pytest.mark.parametrize("has_tokenizer", [False, True])

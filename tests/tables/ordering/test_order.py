@@ -40,10 +40,11 @@ def test_prompts_hold_what_all_have():
 
 
 def test_many_prompts_are_made_in_parts(monkeypatch):
-    monkeypatch.setattr("vllm_relay.tables.ordering.order._PROMPTS_PER_PART", 7)
+    monkeypatch.setattr("vllm_relay.tables.ordering.order._TOKENS_PER_PART", 40)
     columns = encode({"a": [f"{n % 5}" for n in range(30)]})
     parts = list(FieldPrompts(columns)(ORDERS["fixed"](columns)))
-    assert [len(part) for part in parts] == [7, 7, 7, 7, 2]
+    # of five tokens each
+    assert [len(part) for part in parts] == [8, 8, 8, 6]
 
 
 def test_prompts_of_the_caller_are_counted():

@@ -33,14 +33,31 @@ def test_order_and_shared_beginnings(lists):
     assert sequences.total_shared() == total_shared(lists)
 
 
-@given(
-    token_lists, st.lists(st.integers(0, 5), max_size=3), st.lists(st.integers(0, 5), max_size=3)
-)
-def test_taken_and_surrounded(lists, before, after):
+@given(token_lists)
+def test_taken_sequences_and_copies(lists):
     sequences = TokenSequences.from_lists(lists)
-    assert listed(sequences.take(range(len(lists))[::-1])) == lists[::-1]
-    whole = [before + each + after for each in lists]
-    assert listed(sequences.surrounded(before, after)) == whole
+    backwards = sequences.take(range(len(lists))[::-1])
+    assert listed(backwards) == lists[::-1]
+    # with a gap in front of each
+    begins = np.cumsum([0, *(len(each) + 1 for each in lists[::-1])])
+    target = np.zeros(begins[-1], np.uint32)
+    backwards.copy_to(target, begins[:-1] + 1)
+    assert target.tolist() == [token for each in lists[::-1] for token in (0, *each)]
+    assert listed(backwards.take(backwards.sorted_indices())) == sorted(lists)
+
+
+@pytest.mark.parametrize("num_shared", [0, 15, 16, 17, 48, 200])
+def test_long_common_beginnings_are_sorted_by_what_follows(num_shared):
+    rng = random.Random(num_shared)
+    begins = [[rng.choice([1, 255, 256, 70_000]) for _ in range(num_shared)] for _ in range(3)]
+    lists = [
+        rng.choice(begins)[: rng.choice([num_shared, num_shared // 2])]
+        + [rng.randrange(3) for _ in range(rng.randrange(40))]
+        for _ in range(3000)
+    ]
+    order = TokenSequences.from_lists(lists).sorted_indices().tolist()
+    # of equals the first comes first
+    assert order == sorted(range(len(lists)), key=lists.__getitem__)
 
 
 @given(st.lists(st.text(max_size=5), max_size=8))

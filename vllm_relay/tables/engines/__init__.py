@@ -7,4 +7,5 @@ server/              a server with OpenAI's API                                 
 replicas.py          several of these as one
 reasoning.py         what is thought before an answer
 lazy.py, opening.py  an engine from a name, opened when it is needed
+stoppable.py         an engine whose jobs end when another thread says so
 """

@@ -7,6 +7,7 @@ rows/                the distinct rows, and their answers                  (Arro
 job_plan.py, job_run.py   what becomes of each row of a bucket; runs the prompts
 prompts/             rows become prompts                                           (numpy)
 answers.py, answer_length.py   what completions say, and how long they may be
+arrow_texts.py       columns of texts in Arrow, read where they are
 checkpoint.py        answers in an SQLite file
 estimates/           what a job took, and what one is expected to take
 token_budget.py, progress.py, options.py   what a job may take, and how far it is

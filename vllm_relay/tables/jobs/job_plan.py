@@ -24,8 +24,11 @@ from vllm_relay.tables.question import Question
 
 NULL = "null"
 """The JSON of a field without a value."""
-_FIRST_ROWS = 625
-"""Of the first of several buckets: asking begins before larger ones are planned."""
+_FIRST_ROWS = 128
+_GROWTH = 16
+"""Of the first bucket, and from one to the next: asking begins at once, and goes on while larger
+ones are planned."""
+_ROWS_PER_PART = 256
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,14 @@ class Bucket:
 
 def bucket_bounds(num_rows: int, max_rows: int) -> Iterator[tuple[int, int]]:
     """The first row of each bucket, and the one behind its last."""
-    begin, end = 0, max_rows if num_rows <= max_rows else min(max_rows, _FIRST_ROWS)
+    begin, size = 0, min(_FIRST_ROWS, max_rows)
     while begin < num_rows:
-        yield begin, min(end, num_rows)
-        begin, end = end, end + max_rows
+        end = min(begin + size, num_rows)
+        yield begin, end
+        begin, size = end, min(size * _GROWTH, max_rows)
 
 
-@dataclass
+@dataclass(slots=True)
 class Kind:
     """Rows that become the same prompt.
 
@@ -71,7 +75,7 @@ class Kind:
     num_tokens: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class AskedRows:
     """Rows to ask about; the prompt's number is one of its own in the job."""
 
@@ -79,7 +83,7 @@ class AskedRows:
     planned: PlannedPrompt
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class KnownRows:
     """Rows whose answer is in the checkpoint."""
 
@@ -88,7 +92,7 @@ class KnownRows:
     answer: Answer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RefusedRows:
     """Rows whose prompt cannot run."""
 
@@ -96,14 +100,14 @@ class RefusedRows:
     error: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class NullRows:
     """Rows of which nothing is known: they are not asked about."""
 
     numbers: list[int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class EqualRows:
     """Rows of a kind that an earlier bucket has."""
 
@@ -220,7 +224,10 @@ class JobPlan:
                 found.unknown.append(kind)
                 places.append(place)
         if places:
-            found.ordered = thread.submit(self._planner.order, bucket.fields.take(places))
+            fields = bucket.fields
+            if len(places) < fields.num_rows:
+                fields = fields.take(places)
+            found.ordered = thread.submit(self._planner.order, fields)
         return found
 
     def _usable(self, known: KnownAnswer | None) -> Answer | None:
@@ -235,16 +242,11 @@ class JobPlan:
     def _new_kinds(self, bucket: Bucket, found: _Sorted) -> list[tuple[Kind, int]]:
         """Those that no earlier bucket has, with the place of their first row; what becomes of the
         other rows is added to `found`."""
-        fields = bucket.fields
-        columns = [each.fill_null(NULL).to_pylist() for each in fields.columns]
-        for i, name in enumerate(self.question.fields):
-            if name in self.question.set_fields:
-                columns[i] = list(map(sorted_list, columns[i]))
         if not self._keeps_kinds:
             self._kinds.clear()
         new: dict[int, tuple[Kind, int]] = {}
         nulls: list[int] = []
-        rows = zip(zip(*columns, strict=True), bucket.numbers, bucket.counts, strict=True)
+        rows = zip(self._values(bucket.fields), bucket.numbers, bucket.counts, strict=True)
         for place, (values, number, num_rows) in enumerate(rows):
             if all(value == NULL for value in values):
                 nulls.append(number)
@@ -260,6 +262,16 @@ class JobPlan:
         if nulls:
             found.steps.append(NullRows(nulls))
         return list(new.values())
+
+    def _values(self, fields: pa.Table) -> Iterator[tuple[str, ...]]:
+        """JSON of each row, in which equal sets are written alike."""
+        for begin in range(0, fields.num_rows, _ROWS_PER_PART):
+            part = fields.slice(begin, _ROWS_PER_PART)
+            columns = [each.fill_null(NULL).to_pylist() for each in part.columns]
+            for i, name in enumerate(self.question.fields):
+                if name in self.question.set_fields:
+                    columns[i] = list(map(sorted_list, columns[i]))
+            yield from zip(*columns, strict=True)
 
     def _kind_of(self, values: Sequence[str]) -> Kind:
         """Of a row; without rows if it is new."""

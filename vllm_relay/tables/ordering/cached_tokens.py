@@ -83,7 +83,7 @@ def block_hashes(prompts: TokenSequences, block_size_tokens: int) -> UInt64:
     """A hash of all tokens up to the end of each full block, uint64 [full blocks of all]."""
     size = block_size_tokens
     num_full = prompts.lengths // size
-    tokens = prompts.tokens[gather_indices(prompts.offsets[:-1], num_full * size)]
+    tokens = prompts.tokens[gather_indices(prompts.begins, num_full * size)]
     contents = tokens.reshape(-1, size).astype(np.uint64)
     contents += np.arange(1, size + 1, dtype=np.uint64) << np.uint64(32)
     hashes = _mixed(contents).sum(axis=1, dtype=np.uint64)
@@ -123,10 +123,9 @@ def _hits_of_lru(
     cached: dict[int, list[int]] = {}
     """Number -> its blocks. A prompt that ends with a full block computes it again."""
     hits = np.zeros(len(begins), np.int64)
-    listed = numbers.tolist()
     spans = zip(begins.tolist(), num_tokens.tolist(), strict=True)
     for prompt, (begin, tokens) in enumerate(spans):
-        contents = listed[begin : begin + tokens // size]
+        contents = numbers[begin : begin + tokens // size].tolist()
         held: list[int] = []
         for content in contents[: max(tokens - 1, 0) // size]:
             found = cached.get(content)

@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +18,39 @@ from vllm_relay.tables.ordering.sequences import TokenSequences
 Render = Callable[[str, str], str]
 """From the name of a field and the text of its value to its part of a prompt."""
 
-Tokenize = Callable[[list[str]], Iterable[Sequence[int]]]
+Tokenize = Callable[[Sequence[str]], Iterable[Sequence[int]]]
 """From parts of prompts to the tokens of each."""
+
+
+class FieldTexts(Sequence[str]):
+    """A text of each distinct value, made when it is read.
+
+    Args:
+        texts: of values.
+        order: which of them, int64 [distinct values].
+        render: from one of them to the text that is read; None for the same.
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[str],
+        order: npt.NDArray[np.int64],
+        render: Callable[[str], str] | None = None,
+    ) -> None:
+        self._texts, self._order, self._render = texts, order, render
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @overload
+    def __getitem__(self, code: int) -> str: ...
+    @overload
+    def __getitem__(self, code: slice) -> list[str]: ...
+    def __getitem__(self, code: int | slice) -> str | list[str]:
+        if isinstance(code, slice):
+            return [self[each] for each in range(*code.indices(len(self)))]
+        text = self._texts[self._order[code]]
+        return text if self._render is None else self._render(text)
 
 
 @dataclass(frozen=True)
@@ -30,13 +61,13 @@ class Column:
 
     Attributes:
         name: of the field.
-        texts: the distinct values, [distinct values].
+        texts: the distinct values, [distinct values]; they may be made when they are read.
         codes: int32 [rows], indices into `texts`.
         tokens: of each distinct value's rendered field, in lexicographic order.
     """
 
     name: str
-    texts: list[str]
+    texts: Sequence[str]
     codes: npt.NDArray[np.int32]
     tokens: TokenSequences
 
@@ -106,23 +137,35 @@ def encode_column(
         null_text: stands for None and NaN.
     """
     numbers: dict[str, int] = {}
-    first_codes = np.fromiter(
+    codes = np.fromiter(
         (numbers.setdefault(cell_text(value, null_text), len(numbers)) for value in values),
         np.int32,
     )
-    texts = list(numbers)
-    rendered = [render(name, text) for text in texts]
+    return column_of(name, list(numbers), codes, render, tokenize)
+
+
+def column_of(
+    name: str,
+    texts: Sequence[str],
+    codes: npt.NDArray[np.int32],
+    render: Render = render_field,
+    tokenize: Tokenize | None = None,
+) -> Column:
+    """
+    Args:
+        texts: of the distinct values, all different; the column reads them where they are.
+        codes: int32 [rows], indices into `texts`.
+        name, render, tokenize: as for `encode_column`.
+    """
+    rendered = FieldTexts(texts, np.arange(len(texts)), partial(render, name))
     if tokenize is None:
-        tokens = TokenSequences.from_texts(rendered)
-        order = np.array(sorted(range(len(texts)), key=rendered.__getitem__), np.int64)
+        tokens = TokenSequences.from_texts(rendered[:])
     else:
         tokens = TokenSequences.from_lists(tokenize(rendered))
-        order = tokens.sorted_indices()
+    order = tokens.sorted_indices()
     ranks = np.empty(len(texts), np.int32)
     ranks[order] = np.arange(len(texts), dtype=np.int32)
-    return Column(
-        name, [texts[index] for index in order.tolist()], ranks[first_codes], tokens.take(order)
-    )
+    return Column(name, FieldTexts(texts, order), ranks[codes], tokens.take(order))
 
 
 def encode_columns(

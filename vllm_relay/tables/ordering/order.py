@@ -27,9 +27,8 @@ ORDERS: dict[OrderName, Callable[[Sequence[Column]], TableOrder]] = {
 MakePrompts = Callable[[TableOrder], Iterator[TokenSequences]]
 """The tokens of the prompts of an order, in parts."""
 
-_PROMPTS_PER_PART = 1 << 10
-"""At least: a part has the tokens of its prompts, and positions of these."""
-_MAX_PARTS = 16
+_TOKENS_PER_PART = 1 << 16
+"""About: hashes take several times the memory of the tokens."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +48,13 @@ class FieldPrompts:
     after: Sequence[int] = ()
 
     def __call__(self, order: TableOrder) -> Iterator[TokenSequences]:
-        step = max(_PROMPTS_PER_PART, -(-len(order.rows) // _MAX_PARTS))
-        for begin in range(0, len(order.rows), step):
-            fields = compose(self.columns, order, slice(begin, begin + step))
-            yield fields.surrounded(self.before, self.after)
+        rows = len(order.rows)
+        num_tokens = sum(int(each.lengths[each.codes].sum()) for each in self.columns)
+        num_tokens += rows * (len(self.before) + len(self.after))
+        step = max(1, -(-rows // (num_tokens // _TOKENS_PER_PART + 1)))
+        for begin in range(0, rows, step):
+            part = slice(begin, begin + step)
+            yield compose(self.columns, order, part, self.before, self.after)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_relay.tables.ordering.columns import Column, num_rows
-from vllm_relay.tables.ordering.sequences import TokenSequences, gather_indices
+from vllm_relay.tables.ordering.sequences import TokenSequences
 
 
 @dataclass(frozen=True)
@@ -49,27 +49,33 @@ def sort_rows(columns: Sequence[Column], fields: npt.NDArray[np.int16]) -> Table
 
 
 def compose(
-    columns: Sequence[Column], order: TableOrder, prompts: slice = slice(None)
+    columns: Sequence[Column],
+    order: TableOrder,
+    prompts: slice = slice(None),
+    before: Sequence[int] = (),
+    after: Sequence[int] = (),
 ) -> TokenSequences:
     """The tokens of the fields of each prompt one after the other.
 
     Args:
         prompts: which of them; all by default.
+        before, after: tokens in front of the fields and behind them.
     """
     rows, fields = order.rows[prompts], order.fields[prompts]
-    if len(rows) == 0:
-        return TokenSequences(np.empty(0, np.uint32), np.zeros(1, np.int64))
-    begins = np.empty(fields.shape, np.int64)
-    lengths = np.empty(fields.shape, np.int64)
-    pool_begin = 0
-    for number, column in enumerate(columns):
-        at = fields == number
-        codes = column.codes[rows]
-        # one of each line is this column's
-        begins[at] = pool_begin + column.tokens.offsets[codes]
-        lengths[at] = column.lengths[codes]
-        pool_begin += len(column.tokens.tokens)
-    pool = np.concatenate([column.tokens.tokens for column in columns])
-    offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(lengths.sum(axis=1), out=offsets[1:])
-    return TokenSequences(pool[gather_indices(begins.ravel(), lengths.ravel())], offsets)
+    ends = TokenSequences.from_lists([before, after])
+    # one of each line is a column's, or an end
+    parts = [(np.s_[:, 0], ends.take(np.zeros(len(rows), np.int64)))]
+    parts.append((np.s_[:, -1], ends.take(np.ones(len(rows), np.int64))))
+    places = np.pad(fields, ((0, 0), (1, 1)), constant_values=-1)
+    parts += [
+        (places == number, column.tokens.take(column.codes[rows]))
+        for number, column in enumerate(columns)
+    ]
+    lengths = np.zeros(places.shape, np.int64)
+    for at, pieces in parts:
+        lengths[at] = pieces.lengths
+    begins = (np.cumsum(lengths) - lengths.ravel()).reshape(lengths.shape)
+    tokens = np.empty(int(lengths.sum()), np.uint32)
+    for at, pieces in parts:
+        pieces.copy_to(tokens, begins[at])
+    return TokenSequences.back_to_back(tokens, lengths.sum(axis=1))

@@ -15,6 +15,7 @@ import duckdb
 
 from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.engines.opening import is_engine, open_engine
+from vllm_relay.tables.engines.stoppable import StoppableEngine, in_thread
 from vllm_relay.tables.identifiers import literal, quoted
 from vllm_relay.tables.images.store import ImageStore
 from vllm_relay.tables.jobs.job_runner import JobRunner
@@ -72,12 +73,13 @@ def connect(
             on_close.callback(connection.close)
         opened = engine if is_engine(engine) else LazyEngine(lambda: open_engine(engine))
         options = options or JobOptions()
-        runner = JobRunner(connection, opened, options)
+        stoppable = StoppableEngine(lambda: opened)
+        runner = JobRunner(connection, stoppable, options)
         on_close.callback(runner.close)
         images = ImageStore(None if image_folder is None else Path(image_folder))
         on_close.callback(images.close)
         made = Connection(
-            connection, runner, on_error, on_close, images, options.otlp_traces_endpoint
+            connection, runner, on_error, on_close, images, options.otlp_traces_endpoint, stoppable
         )
         for name, table in (tables or {}).items():
             _register(connection, name, table)
@@ -105,6 +107,7 @@ class Connection:
         on_close: what `close` closes.
         images: that statements refer to.
         otlp_traces_endpoint: see `JobOptions`.
+        engine: of the runner, if its jobs can be stopped.
 
     Raises:
         ValueError: `on_error` is not known.
@@ -118,6 +121,7 @@ class Connection:
         on_close: ExitStack | None = None,
         images: ImageStore | None = None,
         otlp_traces_endpoint: str | None = None,
+        engine: StoppableEngine | None = None,
     ) -> None:
         if on_error not in get_args(OnError):
             raise ValueError(
@@ -128,6 +132,7 @@ class Connection:
         self._on_error = on_error
         self._on_close = on_close or ExitStack()
         self._otlp_traces_endpoint = otlp_traces_endpoint
+        self._engine = engine
         self._functions = Functions(duckdb_connection, images or ImageStore())
         # tables of results that nobody has any more; a finalizer may not use the connection
         self._left_over: list[TemporaryTables] = []
@@ -189,6 +194,27 @@ class Connection:
                 return self._replay(given)
             finally:
                 record(of_report(self._runner.report.since(before)))
+
+    async def sql_async(
+        self, text: str, parameters: Sequence[Any] | Mapping[str, Any] | None = None
+    ) -> Result | None:
+        """`sql` in a thread of its own: other tasks run meanwhile. A connection runs one call at
+        a time.
+
+        Where the task is cancelled, the job ends with the next completion, requests that run are
+        aborted, and DuckDB's query is interrupted; the cancellation goes on when that is done.
+        Answers that came are kept as always, and the connection can be used.
+        """
+        try:
+            return await in_thread(lambda: self.sql(text, parameters), self._stop)
+        finally:
+            if self._engine is not None:
+                self._engine.resume()
+
+    def _stop(self) -> None:
+        if self._engine is not None:
+            self._engine.stop()
+        self.duckdb_connection.interrupt()
 
     def explain(self, text: str) -> Explanation:
         """What a statement that calls llm() would take; the model is not asked.

@@ -87,6 +87,11 @@ class JobReport:
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         return JobReport(**{name: found[name] - getattr(before, name) for name in found})
 
+    def add(self, other: JobReport) -> None:
+        """What another job took."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
     @contextmanager
     def timed(self) -> Iterator[None]:
         """What is done within counts among the seconds."""

@@ -9,13 +9,16 @@ known for sure: some prompts are tokenized as a whole, and one that differs ends
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+
+import numpy as np
 
 from vllm_relay.tables.jobs.prompts.format import PromptFormat
 from vllm_relay.tables.ordering.columns import Column
 
 _TEXTS_PER_CALL = 4096
+_CHARS_PER_CALL = 1 << 18
 _PROMPTS_PER_CHECK = 32
 # how tokens of bytes write a newline
 _NEWLINES = ("\n", "\N{LATIN CAPITAL LETTER C WITH DOT ABOVE}")
@@ -41,23 +44,31 @@ class FieldTokens:
         self.after: TokenIds = ()
         self.can_join = self._may_join()
 
-    def of_last(self, fields: Sequence[str]) -> Iterator[TokenIds]:
+    def of_last(self, fields: Iterable[str]) -> Iterator[TokenIds]:
         """Of fields at the end of prompts."""
         if self.last_is_as_others:
             return self.of_others(fields)
-        return self._tokens([field.removesuffix("\n") for field in fields])
+        return self._tokens(field.removesuffix("\n") for field in fields)
 
-    def of_others(self, fields: Sequence[str]) -> Iterator[TokenIds]:
+    def of_others(self, fields: Iterable[str]) -> Iterator[TokenIds]:
         """Of fields that others follow."""
         if not self.can_join:
             return self._tokens(fields)
         # a newline is another token at the end of a text than in front of something
-        followed = self._tokens([field + self._mark for field in fields])
+        followed = self._tokens(field + self._mark for field in fields)
         return (token_ids[:-1] for token_ids in followed)
 
-    def _tokens(self, texts: Sequence[str]) -> Iterator[TokenIds]:
-        for begin in range(0, len(texts), _TEXTS_PER_CALL):
-            yield from self._format.packed_tokens(texts[begin : begin + _TEXTS_PER_CALL])
+    def _tokens(self, texts: Iterable[str]) -> Iterator[TokenIds]:
+        """Some at a time: tokenizers take a hundred bytes for a token."""
+        batch: list[str] = []
+        num_chars = 0
+        for text in texts:
+            batch.append(text)
+            num_chars += len(text)
+            if num_chars >= _CHARS_PER_CALL or len(batch) == _TEXTS_PER_CALL:
+                yield from self._format.packed_tokens(batch)
+                batch, num_chars = [], 0
+        yield from self._format.packed_tokens(batch)
 
     def _may_join(self) -> bool:
         vocabulary = self._format.vocabulary
@@ -103,6 +114,7 @@ class PromptTokens:
         self._format = prompt_format
         self._columns = columns
         self._lines = lines
+        self._num_rows = [np.bincount(each.codes, minlength=each.num_values) for each in columns]
         self._others: list[dict[int, TokenIds]] = [{} for _ in columns]
         self._is_checked = False
 
@@ -126,8 +138,7 @@ class PromptTokens:
         return self._format.token_ids(messages)
 
     def _joined(self, cells: Sequence[Sequence[tuple[int, int]]]) -> list[list[int]]:
-        if not self._fields.last_is_as_others:
-            self._add_others(cells)
+        added = [] if self._fields.last_is_as_others else self._add_others(cells)
         before, after = self._fields.before, self._fields.after
         prompts = []
         for *begin, (last, last_code) in cells:
@@ -137,6 +148,9 @@ class PromptTokens:
             token_ids += self._of_last(last, last_code)
             token_ids += after
             prompts.append(token_ids)
+        for column, code in added:
+            if self._num_rows[column][code] == 1:
+                del self._others[column][code]
         return prompts
 
     def _of_last(self, column: int, code: int) -> list[int]:
@@ -147,13 +161,14 @@ class PromptTokens:
             return self._of_last(column, code)
         return self._others[column][code]
 
-    def _add_others(self, cells: Sequence[Sequence[tuple[int, int]]]) -> None:
+    def _add_others(self, cells: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
         used = chain.from_iterable(each[:-1] for each in cells)
         missing = [
             (column, code)
             for column, code in dict.fromkeys(used)
             if code not in self._others[column]
         ]
-        tokens = self._fields.of_others([self._lines[column][code] for column, code in missing])
+        tokens = self._fields.of_others(self._lines[column][code] for column, code in missing)
         for (column, code), token_ids in zip(missing, tokens, strict=True):
             self._others[column][code] = token_ids
+        return missing

@@ -5,30 +5,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from vllm_relay.tables.engines.base import Prompt
+from vllm_relay.tables.jobs.arrow_texts import ArrowTexts, distinct_values
 from vllm_relay.tables.jobs.options import JobOptions
-from vllm_relay.tables.jobs.prompts.format import PromptFormat, PromptTemplate
+from vllm_relay.tables.jobs.prompts.format import PromptFormat
 from vllm_relay.tables.jobs.prompts.joined_tokens import FieldTokens, PromptTokens
 from vllm_relay.tables.jobs.prompts.modules.prompts import ModulePrompts
 from vllm_relay.tables.jobs.prompts.set_fields import reordered_lists
 from vllm_relay.tables.ordering.cached_tokens import BlockCache, cached_tokens
-from vllm_relay.tables.ordering.columns import Column, encode_columns
+from vllm_relay.tables.ordering.columns import Column, FieldTexts, column_of, encode_column
 from vllm_relay.tables.ordering.order import ChosenOrder, FieldPrompts, choose_order
 from vllm_relay.tables.question import Question
 
-_PROMPTS_PER_CHUNK = 256
+_PROMPTS_PER_CHUNK = 64
 _ANY_CACHE = BlockCache(block_size_tokens=16)
 _LEAST_SAVED_SHARE = 0.1
 """Of the computed tokens: for less, modules are not worth other answers."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PlannedPrompt:
     """
     Attributes:
@@ -71,17 +73,35 @@ def plan_prompts(
     question: Question,
     tokenizer: Any | None,
     cache: BlockCache | None,
-    options: JobOptions,
-    limits: Limits,
+    options: JobOptions | None = None,
+    limits: Limits | None = None,
 ) -> Iterator[PlannedPrompt | RefusedRow]:
-    """A prompt for every row, or why there is none.
+    """A prompt for every row, or why there is none, in the order in which they are to run.
+
+    Needs neither DuckDB nor an engine, and plans all rows as one bucket, when the first prompt is
+    taken; hosts with more rows give them in parts. Beside the rows it takes two to three times
+    their bytes.
 
     Args:
-        rows: whose columns are the question's fields: JSON of their values, as texts, or NULL.
+        rows: whose columns are the question's fields, in their order: JSON of their values, as
+            texts, or NULL. Equal rows have a prompt each.
         tokenizer: of the model; None counts about four bytes as a token.
         cache: the prefix cache; None if it is not known.
+        options: of which `order`, `template` and `modules` count.
+        limits: of the engine; None where they are not known.
+
+    Yields:
+        each row of the table once; `row` is its place.
+
+    Raises:
+        ValueError: the model's chat template refuses the question.
     """
-    return Planner(question, tokenizer, cache, options, limits).order(rows).prompts()
+    if options is None:
+        options = JobOptions()
+    if limits is None:
+        limits = Limits(None, question.most_tokens)
+    planner = Planner(question, tokenizer, cache, options, limits)
+    yield from planner.order(rows).prompts()
 
 
 class Planner:
@@ -136,27 +156,6 @@ class Planner:
         num_tokens = len(token_ids) if self.has_tokenizer else len(message.encode()) // 2
         left = max(context - num_tokens, 1)
         return left if left < self.limits.max_answer_tokens else None
-
-
-class FieldLines(Sequence[str]):
-    """The rendered field of each value of a column, made when it is read."""
-
-    def __init__(self, template: PromptTemplate, column: Column) -> None:
-        self._template = template
-        self._name = column.name
-        self._texts = column.texts
-
-    def __len__(self) -> int:
-        return len(self._texts)
-
-    @overload
-    def __getitem__(self, code: int) -> str: ...
-    @overload
-    def __getitem__(self, code: slice) -> list[str]: ...
-    def __getitem__(self, code: int | slice) -> str | list[str]:
-        if isinstance(code, slice):
-            return [self[each] for each in range(*code.indices(len(self)))]
-        return self._template.render_field(self._name, self._texts[code])
 
 
 class OrderedRows:
@@ -230,18 +229,33 @@ class OrderedRows:
             most = planner.answer_limit(message, tokens)
             yield PlannedPrompt(row, Prompt(row, message, sent, max_tokens=most), tokens)
 
-    def _encoded(self, rows: pa.Table) -> tuple[list[Column], list[FieldLines]]:
+    def _encoded(self, rows: pa.Table) -> tuple[list[Column], list[FieldTexts]]:
         """Columns of the question's fields, and the rendered field of each of their values."""
+        question, template = self._planner.question, self._planner.options.template
+        columns = [
+            self._column(name, column.fill_null("null") if column.null_count else column)
+            for name, column in zip(question.fields, rows.columns, strict=True)
+        ]
+        lines = [
+            FieldTexts(
+                column.texts,
+                np.arange(column.num_values),
+                partial(template.render_field, column.name),
+            )
+            for column in columns
+        ]
+        return columns, lines
+
+    def _column(self, name: str, values: pa.ChunkedArray) -> Column:
         planner = self._planner
-        question, template = planner.question, planner.options.template
-        values = {
-            name: rows.column(i).fill_null("null").to_pylist()
-            for i, name in enumerate(question.fields)
-        }
-        for name in question.set_fields:
-            values[name] = reordered_lists(values[name])
-        columns = encode_columns(values, template.render_field, planner.field_tokens.of_last)
-        return columns, [FieldLines(template, column) for column in columns]
+        template, tokenize = planner.options.template, planner.field_tokens.of_last
+        if name in planner.question.set_fields:
+            lists = reordered_lists(values.to_pylist())
+            return encode_column(name, lists, template.render_field, tokenize)
+        codes, first_rows = distinct_values(values)
+        return column_of(
+            name, ArrowTexts(values, first_rows), codes, template.render_field, tokenize
+        )
 
     def _choose(self) -> ChosenOrder:
         planner, columns = self._planner, self._columns

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from vllm_relay.tables.jobs.answers import ARROW_TYPES, Answer
+from vllm_relay.tables.jobs.arrow_texts import distinct_values
 from vllm_relay.tables.jobs.job_plan import NULL, Bucket, bucket_bounds
 from vllm_relay.tables.ordering.duplicates import distinct_rows
 from vllm_relay.tables.ordering.order import OrderChoice
@@ -30,27 +31,32 @@ class ArrowRows:
     """
 
     def __init__(self, table: pa.Table) -> None:
-        # offsets of 32 bits end at 2 GB
-        columns = [each.cast(pa.large_string()).fill_null(NULL) for each in table.columns]
-        codes = [_codes(each) for each in columns]
+        # offsets of 32 bits end at 2 GB; the texts stay where they are
+        columns = [each.cast(pa.large_string()) for each in table.columns]
+        columns = [each.fill_null(NULL) if each.null_count else each for each in columns]
+        codes = [distinct_values(each)[0] for each in columns]
         distinct = distinct_rows(codes)
         self.number_of_row, self._counts = distinct.number_of_row, distinct.counts
-        self._rows = pa.table(columns, names=table.column_names).take(distinct.first_rows)
-        self.num_distinct = self._rows.num_rows
-        self.num_rows = table.num_rows
+        self._first_rows = distinct.first_rows
+        self._table = pa.table(columns, names=table.column_names)
+        self.num_distinct, self.num_rows = len(self._first_rows), table.num_rows
         savings = [_savings(*each) for each in zip(columns, codes, strict=True)]
         by_savings = np.argsort(-np.array(savings), kind="stable")
         self._sort_keys = [(table.column_names[place], "ascending") for place in by_savings]
 
     def buckets(self, max_rows: int, order: OrderChoice) -> Iterator[Bucket]:
         """See `SourceRows`."""
+        bounds = list(bucket_bounds(self.num_distinct, max_rows))
         numbers = np.arange(self.num_distinct)
-        if self.num_distinct > max_rows and order != "keep":
-            numbers = pc.sort_indices(self._rows, self._sort_keys).to_numpy()
-        for begin, end in bucket_bounds(self.num_distinct, max_rows):
+        if len(bounds) > 1 and order != "keep":
+            rows = pc.sort_indices(self._table, self._sort_keys).to_numpy()
+            is_first = np.zeros(self.num_rows, np.bool_)
+            is_first[self._first_rows] = True
+            numbers = self.number_of_row[rows[is_first[rows]]]
+        for begin, end in bounds:
             chosen = np.sort(numbers[begin:end])
-            counts = self._counts[chosen]
-            yield Bucket(chosen.tolist(), counts.tolist(), self._rows.take(chosen))
+            fields = self._table.take(self._first_rows[chosen])
+            yield Bucket(chosen.tolist(), self._counts[chosen].tolist(), fields)
 
 
 class ArrowAnswers:
@@ -89,14 +95,7 @@ class ArrowAnswers:
         return distinct.take(self._number_of_row)
 
 
-def _codes(column: pa.ChunkedArray) -> npt.NDArray[np.int64]:
-    """Equal numbers for equal values, [rows]."""
-    chunks = column.dictionary_encode().chunks
-    found = [np.empty(0, np.int64), *(each.indices.to_numpy() for each in chunks)]
-    return np.concatenate(found).astype(np.int64)
-
-
-def _savings(column: pa.ChunkedArray, codes: npt.NDArray[np.int64]) -> float:
+def _savings(column: pa.ChunkedArray, codes: npt.NDArray[np.int32]) -> float:
     """Bytes that need not be computed again where the column comes first, about."""
     num_bytes = pc.sum(pc.binary_length(column)).as_py() or 0
     return num_bytes / (codes.max(initial=0) + 1)

@@ -77,14 +77,15 @@ class JobRows:
     def buckets(self, max_rows: int, order: OrderChoice) -> Iterator[Bucket]:
         """See `SourceRows`."""
         table, place = self.name, "number"
-        if self.num_distinct > max_rows and order != "keep":
+        bounds = list(bucket_bounds(self.num_distinct, max_rows))
+        if len(bounds) > 1 and order != "keep":
             table, place = self._sorted_name, "place"
             keys = ", ".join(self._columns_by_savings())
             self._connection.execute(
                 f"CREATE TEMP TABLE {table} AS SELECT row_number() OVER (ORDER BY {keys}) - 1 "
                 f"AS place, * FROM {self.name}"
             )
-        for begin, end in bucket_bounds(self.num_distinct, max_rows):
+        for begin, end in bounds:
             yield self._bucket(table, f"{place} >= {begin} AND {place} < {end}")
 
     def close(self) -> None:

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Columns of texts in Arrow, read where they are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+_ROWS_PER_PART = 1024
+_KEY_CHARS = 64
+
+
+class ArrowTexts(Sequence[str]):
+    """Some texts of a column.
+
+    Args:
+        column: of texts.
+        rows: which of them, int64 [texts].
+    """
+
+    def __init__(self, column: pa.ChunkedArray, rows: npt.NDArray[np.int64]) -> None:
+        self._column, self._rows = column, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, place: int) -> str: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[str]: ...
+    def __getitem__(self, place: int | slice) -> str | list[str]:
+        if isinstance(place, slice):
+            return [self._column[row].as_py() for row in self._rows[place].tolist()]
+        return self._column[int(self._rows[place])].as_py()
+
+
+def distinct_values(
+    column: pa.ChunkedArray,
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """
+    Args:
+        column: of texts, without NULL.
+
+    Returns:
+        numbers of the rows' values, from 0 on as they first come, int32 [rows]; and the first row
+        of each value, int64 [distinct values].
+    """
+    numbers: dict[str | bytes, int] = {}
+    codes = np.empty(len(column), np.int32)
+    # Arrow would hold all values once more, and a larger copy while it grows
+    for begin in range(0, len(column), _ROWS_PER_PART):
+        part = column.slice(begin, _ROWS_PER_PART).combine_chunks().dictionary_encode()
+        texts = part.dictionary.to_pylist()
+        found = [numbers.setdefault(_key(text), len(numbers)) for text in texts]
+        codes[begin : begin + len(part)] = np.array(found, np.int32)[part.indices.to_numpy()]
+    first_rows = np.empty(len(numbers), np.int64)
+    first_rows[codes[::-1]] = np.arange(len(codes))[::-1]
+    return codes, first_rows
+
+
+def _key(text: str) -> str | bytes:
+    """What stands for a text: of a long one 128 bits."""
+    if len(text) <= _KEY_CHARS:
+        return text
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
