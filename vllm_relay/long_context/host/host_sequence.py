@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from vllm_relay import _C
+from vllm_relay.long_context.host.encoding_budget import EncodingBudget
 from vllm_relay.long_context.host.mapped_memory import mapped_empty
 from vllm_relay.sparse.contexts.train_queries import TrainQueries
 from vllm_relay.sparse.index.elements import DTYPES, Elements, check_finite
@@ -76,6 +78,7 @@ class HostLayer:
     Args:
         place: of the sequence.
         lag_tokens: an index is made when so many tokens are behind its last one.
+        budget: of the step; None: all is encoded at once.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class HostLayer:
         head_size: int,
         dtype: torch.dtype,
         lag_tokens: int = 0,
+        budget: EncodingBudget | None = None,
     ) -> None:
         self.begin = self.end = place.begin
         shape = num_kv_heads, place.capacity, head_size
@@ -96,6 +100,7 @@ class HostLayer:
         self.index_begin = max(place.begin, place.sink_end)
         self._prompt_end, self._window_tokens = place.prompt_end, place.window_tokens
         self._lag_tokens = lag_tokens
+        self._budget = budget or EncodingBudget(math.inf)
         self.segments: dict[tuple[int, int], Segment] = {}
 
     def write(self, position: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -108,6 +113,8 @@ class HostLayer:
         self.values[:, first:last] = values.transpose(0, 1)
         self.end = position + keys.shape[0]
         if position < self._prompt_end:
+            # of more, at once, others have computed most
+            self._budget.earn(min(keys.shape[0], SEGMENT_TOKENS))
             self._index_ahead()
 
     def _truncate(self, end: int) -> None:
@@ -123,8 +130,8 @@ class HostLayer:
     def segments_up_to(self, end: int) -> list[Segment]:
         """Adjacent, in order, from the first token on that is not always read.
 
-        Which positions they have follows from `end` and the layer, and a segment never changes: few
-        tokens are encoded at a time, in the steps that compute them.
+        Which positions they may have follows from `end` and the layer, and a segment never changes:
+        few tokens are encoded at a time, in the steps that compute them or soon after.
         """
         segments, at = [], self.index_begin
         end -= self._lag_tokens
@@ -132,6 +139,9 @@ class HostLayer:
             while at + num_tokens <= end:
                 key = at, at + num_tokens
                 if key not in self.segments:
+                    awaits_segment = num_tokens < SEGMENT_TOKENS <= end - at
+                    if awaits_segment or not self._budget.take(num_tokens):
+                        break
                     self.segments[key] = self._flat(*key)
                 segments.append(self.segments[key])
                 at += num_tokens
@@ -173,10 +183,15 @@ class HostLayer:
 
 
 class HostSequence:
-    """All layers of a request. Layers are made when they are first written."""
+    """All layers of a request. Layers are made when they are first written.
 
-    def __init__(self, place: SequencePlace) -> None:
+    Args:
+        budget: as of its layers.
+    """
+
+    def __init__(self, place: SequencePlace, budget: EncodingBudget | None = None) -> None:
         self.place = place
+        self._budget = budget
         self.begin = place.begin
         self.layers: dict[str, HostLayer] = {}
 
@@ -185,7 +200,9 @@ class HostSequence:
         if name not in self.layers:
             _, num_kv_heads, head_size = keys.shape
             lag = len(self.layers) * LAYER_LAG_TOKENS % GRANULE_TOKENS
-            self.layers[name] = HostLayer(self.place, num_kv_heads, head_size, keys.dtype, lag)
+            self.layers[name] = HostLayer(
+                self.place, num_kv_heads, head_size, keys.dtype, lag, self._budget
+            )
         return self.layers[name]
 
 
