@@ -15,7 +15,7 @@ from vllm_relay.long_context.host.mapped_memory import mapped_empty
 from vllm_relay.sparse.contexts.train_queries import TrainQueries
 from vllm_relay.sparse.index.elements import DTYPES, Elements, check_finite
 from vllm_relay.sparse.index.flat import FlatIndex
-from vllm_relay.sparse.index.sparse_layer import SparseLayer
+from vllm_relay.sparse.index.sparse_layer import SparseLayer, sparse_layer
 from vllm_relay.sparse.index.value_means import value_means
 
 SEGMENT_TOKENS = 8192
@@ -168,18 +168,17 @@ class HostLayer:
         self.segments_up_to(begin + num_tokens)
 
     def _flat(self, begin: int, end: int) -> Segment:
-        keys, values = self.rows(begin, end)
+        keys, values = ([*map(as_elements_of, part)] for part in self.rows(begin, end))
         # not as many as the cores this thread may use: vLLM binds it to one of them
         threads = torch.get_num_threads()
-        heads = [as_elements_of(head) for head in values]
-        means = [value_means(head, threads) for head in heads]
+        means = [value_means(head, threads) for head in values]
         try:
             for head in means:  # finite exactly where the values are
                 check_finite("values", head)
-            indexes = [FlatIndex().build(as_elements_of(head), threads=threads) for head in keys]
+            indexes = [FlatIndex().build(head, threads=threads) for head in keys]
         except ValueError:
             return Segment(begin, end, None)
-        return Segment(begin, end, SparseLayer(indexes, heads, value_means=means))
+        return Segment(begin, end, sparse_layer(indexes, values, means))
 
 
 class HostSequence:
