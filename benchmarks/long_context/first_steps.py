@@ -19,9 +19,8 @@ from benchmarks.long_context.corpus_model import HEAD_SIZE, Geometry
 from benchmarks.sparse.heads.corpus import Head
 from benchmarks.support.decoding import add_request, exactly
 from benchmarks.support.formatting import Row
-from vllm_relay.long_context.host.encoding_budget import EncodingBudget
 from vllm_relay.long_context.host.host_attention import HostPart, Retrieval, attend_retrieved
-from vllm_relay.long_context.host.host_sequence import HostLayer, SequencePlace
+from vllm_relay.long_context.host.host_sequence import EncodingBudget, HostLayer, SequencePlace
 from vllm_relay.long_context.window import Residency
 from vllm_relay.sparse.contexts.retrieval import SessionStats
 from vllm_relay.sparse.index.query_types import Dipr

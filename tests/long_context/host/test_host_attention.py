@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from vllm_relay.long_context.host import host_sequence
-from vllm_relay.long_context.host.encoding_budget import EncodingBudget
 from vllm_relay.long_context.host.host_attention import (
     HostPart,
     Retrieval,
     attend_everything,
     attend_retrieved,
 )
-from vllm_relay.long_context.host.host_sequence import HostLayer, SequencePlace
+from vllm_relay.long_context.host.host_sequence import EncodingBudget, HostLayer, SequencePlace
 from vllm_relay.long_context.window import Residency
 from vllm_relay.sparse.contexts.retrieval import SessionStats
 from vllm_relay.sparse.index.query_types import Dipr

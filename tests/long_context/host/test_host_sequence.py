@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.support.depth import cases
 from vllm_relay.long_context.host import host_sequence
-from vllm_relay.long_context.host.encoding_budget import EncodingBudget
 from vllm_relay.long_context.host.host_sequence import (
+    EncodingBudget,
     HostLayer,
     HostSequence,
     Segment,

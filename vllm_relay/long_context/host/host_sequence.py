@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from vllm_relay import _C
-from vllm_relay.long_context.host.encoding_budget import EncodingBudget
 from vllm_relay.long_context.host.mapped_memory import mapped_empty
 from vllm_relay.sparse.contexts.train_queries import TrainQueries
 from vllm_relay.sparse.index.elements import DTYPES, Elements, check_finite
@@ -26,6 +25,37 @@ LAYER_LAG_TOKENS = 32
 """Each layer makes its indexes so many tokens later than the one before it, up to a granule later
 than the first: one step that makes those of all layers would keep all requests waiting."""
 TRAIN_QUERIES_PER_KEY = 0.4
+STEP_TOKENS = 4096
+"""Of one layer: with 8 kv heads, two cores encode them in less than 0.1 s."""
+
+
+@dataclass
+class EncodingBudget:
+    """Tokens that a step may encode: of all layers and requests together, each layer's counted.
+
+    A step makes one index in any case, more within `step_tokens` and the tokens of prompts that it
+    computes: so indexes keep up with prompts, and a step that generates is never much longer.
+    """
+
+    step_tokens: float = STEP_TOKENS
+    _earned_tokens: int = 0
+    _taken_tokens: int = 0
+
+    def renew(self) -> None:
+        """A step begins."""
+        self._earned_tokens = self._taken_tokens = 0
+
+    def earn(self, num_tokens: int) -> None:
+        """So many tokens of a prompt are written in a layer."""
+        self._earned_tokens += num_tokens
+
+    def take(self, num_tokens: int) -> bool:
+        """Whether an index of so many tokens of a layer is made in this step."""
+        taken_tokens = self._taken_tokens + num_tokens
+        if self._taken_tokens and taken_tokens > self.step_tokens + self._earned_tokens:
+            return False
+        self._taken_tokens = taken_tokens
+        return True
 
 
 @dataclass(eq=False)

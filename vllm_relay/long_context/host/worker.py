@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_relay.config import RelayConfig
-from vllm_relay.long_context.host.encoding_budget import EncodingBudget
-from vllm_relay.long_context.host.host_sequence import HostSequence, SequencePlace
+from vllm_relay.long_context.host.host_sequence import EncodingBudget, HostSequence, SequencePlace
 from vllm_relay.long_context.host.index_builders import start_builders
 from vllm_relay.long_context.host.mapped_memory import return_free_memory
 from vllm_relay.long_context.host.model_identity import fingerprint_of
