@@ -31,7 +31,12 @@ from benchmarks.long_context.corpus_model import (
     save_model,
     store_context,
 )
-from benchmarks.long_context.first_steps import NUM_OTHERS, behind_context, computed_by_itself
+from benchmarks.long_context.first_steps import (
+    CHUNK_TOKENS,
+    NUM_OTHERS,
+    behind_context,
+    computed_by_itself,
+)
 from benchmarks.long_context.questions import measure_questions
 from benchmarks.sparse.heads.corpus import Head
 from benchmarks.support.formatting import Row
@@ -270,7 +275,7 @@ def add_first_steps(result: Result, options: argparse.Namespace, num_tokens: int
     heads = corpus_heads(geometry, num_tokens, options.heads)
     result.add_table(
         "A long prompt begins to generate: the host's part, one layer",
-        [computed_by_itself(geometry, heads)],
+        [computed_by_itself(geometry, heads, chunk) for chunk in (CHUNK_TOKENS, num_tokens)],
     )
     with tempfile.TemporaryDirectory(prefix="relay-bench-") as name:
         engine = Engine(geometry, heads, num_tokens, Path(name), {})

@@ -20,7 +20,7 @@ from benchmarks.sparse.heads.corpus import Head
 from benchmarks.support.decoding import add_request, exactly
 from benchmarks.support.formatting import Row
 from vllm_relay.long_context.host.host_attention import HostPart, Retrieval, attend_retrieved
-from vllm_relay.long_context.host.host_sequence import HostLayer, SequencePlace
+from vllm_relay.long_context.host.host_sequence import EncodingBudget, HostLayer, SequencePlace
 from vllm_relay.long_context.window import Residency
 from vllm_relay.sparse.contexts.retrieval import SessionStats
 from vllm_relay.sparse.index.query_types import Dipr
@@ -59,8 +59,14 @@ def behind_context(llm_engine: Any, tokens: list[int]) -> Row:
     }
 
 
-def computed_by_itself(geometry: Geometry, heads: list[Head]) -> Row:
-    """One layer, whose keys and values are the heads'."""
+def computed_by_itself(
+    geometry: Geometry, heads: list[Head], chunk_tokens: int = CHUNK_TOKENS
+) -> Row:
+    """One layer, whose keys and values are the heads'.
+
+    Args:
+        chunk_tokens: written at once; the whole prompt where others have computed its blocks.
+    """
     num_tokens, steps = len(heads[0].keys) - STEPS_SINCE, STEPS_SINCE
     at = [i % len(heads) for i in range(geometry.num_kv_heads)]
     keys, values = (
@@ -69,11 +75,13 @@ def computed_by_itself(geometry: Geometry, heads: list[Head]) -> Row:
     )  # [tokens, kv_heads, size]
     queries = torch.from_numpy(np.concatenate([heads[h].queries[:steps] for h in at], 1))
     place = SequencePlace(0, num_tokens + steps, SINK_TOKENS, WINDOW_TOKENS, num_tokens)
-    layer = HostLayer(place, geometry.num_kv_heads, HEAD_SIZE, torch.bfloat16)
+    budget = EncodingBudget()
+    layer = HostLayer(place, geometry.num_kv_heads, HEAD_SIZE, torch.bfloat16, budget=budget)
     chunks_s = []
-    for begin in range(0, num_tokens, CHUNK_TOKENS):
-        end = min(begin + CHUNK_TOKENS, num_tokens)
+    for begin in range(0, num_tokens, chunk_tokens):
+        end = min(begin + chunk_tokens, num_tokens)
         began_s = time.perf_counter()
+        budget.renew()
         layer.write(begin, keys[begin:end], values[begin:end])
         chunks_s.append(time.perf_counter() - began_s)
     scale = HEAD_SIZE**-0.5
@@ -83,6 +91,7 @@ def computed_by_itself(geometry: Geometry, heads: list[Head]) -> Row:
     for step in range(steps):
         end = num_tokens + step + 1
         began_s = time.perf_counter()
+        budget.renew()
         layer.write(end - 1, keys[end - 1 : end], values[end - 1 : end])
         window_begin = (end - WINDOW_TOKENS) // 128 * 128
         part = HostPart(layer, None, 0, Residency(128, window_begin), end)
@@ -93,6 +102,7 @@ def computed_by_itself(geometry: Geometry, heads: list[Head]) -> Row:
         taken_s.append(time.perf_counter() - began_s)
     return {
         "prompt tokens": num_tokens,
+        "chunk tokens": min(chunk_tokens, num_tokens),
         "chunk, median ms": statistics.median(chunks_s) * 1e3,
         "longest chunk, ms": max(chunks_s) * 1e3,
         "last chunk, ms": chunks_s[-1] * 1e3,

@@ -135,7 +135,9 @@ def test_each_turn_stores_what_it_adds(contexts: WorkerContexts) -> None:
 
 
 @pytest.mark.parametrize("state", ["fresh", "stored"])
-def test_a_chain_answers_as_the_same_context_stored_alone(tmp_path: Path, state: str) -> None:
+def test_a_chain_answers_as_the_same_context_stored_alone(
+    tmp_path: Path, state: str, slow: threading.Event
+) -> None:
     options = DBOptions(threads=1, index="flat")
     contexts, alone = (
         WorkerContexts(tmp_path / name, FINGERPRINT, LAYERS, options, start_builders(1))
@@ -143,7 +145,8 @@ def test_a_chain_answers_as_the_same_context_stored_alone(tmp_path: Path, state:
     )
     chain = get(contexts, keep_chat(contexts)[-1])
     whole = get(alone, keep_turn(alone, None, 0, NUM_TOKENS))
-    if state == "stored":
+    if state == "stored":  # else no thread may build an index between two answers
+        slow.set()
         wait(contexts)
         wait(alone)
         chain, whole = get(contexts, chain.id), get(alone, chain.id)
@@ -154,6 +157,7 @@ def test_a_chain_answers_as_the_same_context_stored_alone(tmp_path: Path, state:
         tolerance = 2 * (attention(whole, alpha, estimate=estimate) - exact).abs().max().item()
         found = attention(chain, alpha, estimate=estimate)
         torch.testing.assert_close(found, exact, atol=max(tolerance, 1e-5), rtol=0)
+    slow.set()
     contexts.close()
     alone.close()
 

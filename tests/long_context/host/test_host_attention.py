@@ -17,7 +17,7 @@ from vllm_relay.long_context.host.host_attention import (
     attend_everything,
     attend_retrieved,
 )
-from vllm_relay.long_context.host.host_sequence import HostLayer, SequencePlace
+from vllm_relay.long_context.host.host_sequence import EncodingBudget, HostLayer, SequencePlace
 from vllm_relay.long_context.window import Residency
 from vllm_relay.sparse.contexts.retrieval import SessionStats
 from vllm_relay.sparse.index.query_types import Dipr
@@ -129,6 +129,33 @@ def test_everything_is_read(
         everything = slice(0, num_queries)
         attend_everything([part_of(layer, begin, end)], [everything], query, output, lse, SCALE)
         assert_close((output, lse), oracle(layer, query, begin, end), dtype)
+
+
+@pytest.mark.parametrize("alpha", [1e-37, 0.9])
+def test_what_is_not_encoded_yet_is_read_exactly(alpha: float) -> None:
+    """While every step encodes more, until all is."""
+    budget = EncodingBudget(2 * UNINDEXED_TOKENS)
+    place = SequencePlace(0, 2600, SINK_END, WINDOW_TOKENS, 2500)
+    layer = HostLayer(place, 2, HEAD_SIZE, torch.float32, 0, budget)
+    generator = torch.Generator().manual_seed(3)
+    keys, values = torch.randn(2, 2600, 2, HEAD_SIZE, generator=generator)
+    layer.write(0, keys[:2500], values[:2500])
+    query, searched = queries(1, 4), []
+    for end in range(2501, 2505):
+        budget.renew()
+        layer.write(end - 1, keys[end - 1 : end], values[end - 1 : end])
+        stats = SessionStats()
+        window_begin = end - WINDOW_TOKENS
+        part = HostPart(layer, None, 0, Residency(SINK_END, window_begin), end)
+        found = attend_all([part], query, retrieval_of(alpha=alpha), stats)
+        searched.append(stats.searched_tokens)
+        if alpha < 0.5:
+            assert_close(found, oracle(layer, query, SINK_END, window_begin), torch.float32)
+        else:
+            assert stats.retrieved_tokens < stats.searched_tokens / 4
+    segment = 2 * host_sequence.SEGMENT_TOKENS  # of two kv heads
+    assert searched == sorted(searched)
+    assert (searched[0], searched[-1]) == (2 * segment, 3 * segment)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

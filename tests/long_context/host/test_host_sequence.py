@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.support.depth import cases
 from vllm_relay.long_context.host import host_sequence
 from vllm_relay.long_context.host.host_sequence import (
+    EncodingBudget,
     HostLayer,
     HostSequence,
     Segment,
@@ -190,6 +191,62 @@ def test_no_step_makes_the_indexes_of_all_layers(monkeypatch: pytest.MonkeyPatch
             made += len(layer.segments.keys() - before)
         most_made = max(most_made, made)
     assert most_made == 1
+
+
+@settings(max_examples=cases(15))
+@given(
+    num_copied=st.sampled_from([0, 0, 30, 390]),
+    chunk=st.sampled_from([1, 25, 60, 200]),
+    num_layers=st.integers(1, 6),
+    step_tokens=st.sampled_from([UNINDEXED_TOKENS, 4 * UNINDEXED_TOKENS]),
+)
+def test_a_step_encodes_no_more_than_its_budget(
+    num_copied: int, chunk: int, num_layers: int, step_tokens: int
+) -> None:
+    """Of what others have computed, of chunks of a prompt and of what is generated; in the end all
+    is encoded that would be without a budget."""
+    budget = EncodingBudget(step_tokens)
+    place = SequencePlace(0, 550, 5, 7, 400)
+    sequence = HostSequence(place, budget)
+    layers = [sequence.layer(str(number), states(1, 0)) for number in range(num_layers)]
+    keys, values = states(550, 1), states(550, 2)
+    ends = [*range(num_copied + chunk, 400, chunk), *range(400, 551)]
+    for begin, end in zip([num_copied, *ends], ends, strict=False):
+        budget.renew()
+        encoded, allowed = 0, step_tokens
+        for layer in layers:
+            before = set(layer.segments)
+            for first, last in ((layer.end, begin), (begin, end)):
+                if first < last:
+                    layer.write(first, keys[first:last], values[first:last])
+                    if first < 400:
+                        allowed += min(last - first, SEGMENT_TOKENS)
+            if end > 400:
+                check_segments(layer, end - 7)
+            made = layer.segments.keys() - before
+            encoded += sum(last - first for first, last in made)
+        assert encoded <= max(allowed, SEGMENT_TOKENS)
+    for layer in layers:
+        whole = HostLayer(place, KV_HEADS, HEAD_SIZE, torch.float32, layer._lag_tokens)
+        whole.write(0, keys, values)
+        expected = ranges_of(whole.segments_up_to(543))
+        assert ranges_of(layer.segments_up_to(543)) == expected
+        assert list(layer.segments) == expected
+
+
+def test_granules_are_read_as_long_as_the_budget_has_no_room_for_their_segment() -> None:
+    budget = EncodingBudget(2 * UNINDEXED_TOKENS)
+    layer = HostLayer(SequencePlace(0, 200, 0, 0, 0), KV_HEADS, HEAD_SIZE, torch.float32, 0, budget)
+    layer.write(0, states(170, 1), states(170, 2))
+    for end in (20, 40, 60, 70):
+        budget.renew()
+        assert check_segments(layer, end) == end
+    budget.take(1)
+    assert check_segments(layer, 95) == 70
+    for end in (80, 90):
+        budget.renew()
+        assert check_segments(layer, 95) == end
+    assert list(layer.segments) == [(0, 80), (80, 90)]
 
 
 def test_what_is_indexed_in_a_later_layer_does_not_depend_on_the_steps() -> None:

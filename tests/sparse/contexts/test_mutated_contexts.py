@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changed contexts with right checksums: no crash, no hang, no other error than that of damage, no
-answer that is not true of the keys."""
+answer that is not true of the keys.
+
+Run with `-m soak`, RELAY_SOAK_MUTATIONS cases long, with the seed RELAY_SOAK_FIRST_SEED.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from tests.support.depth import cases
 
 PER_PROCESS = 5_000
 SOAK_CASES = int(os.environ.get("RELAY_SOAK_MUTATIONS", "2000"))
+SOAK_SEED = int(os.environ.get("RELAY_SOAK_FIRST_SEED", "1"))
 
 
 def run(folder: Path, seed: int, count: int) -> Counter[str]:
@@ -49,4 +53,4 @@ def test_what_was_changed_is_refused_or_true(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_many_changes(tmp_path: Path) -> None:
-    check(run(tmp_path, 1, SOAK_CASES), SOAK_CASES)
+    check(run(tmp_path, SOAK_SEED, SOAK_CASES), SOAK_CASES)

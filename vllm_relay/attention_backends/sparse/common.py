@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from vllm_relay.long_context.host.worker import (
 from vllm_relay.long_context.host.worker_contexts import db_options
 from vllm_relay.long_context.scheduling.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.window import WindowPolicy
+from vllm_relay.sparse.contexts.context_store import StoredContext
 from vllm_relay.sparse.files.damage import IndexDamagedError
 from vllm_relay.sparse.index.query_types import Dipr
 from vllm_relay.vllm_changes.worker import call_before_each_step
@@ -160,8 +161,36 @@ def states_to_fill(row: MirroredRow, part: HostPart) -> tuple[torch.Tensor, torc
     return keys, values
 
 
+def attend_by_context(
+    reads: Sequence[tuple[MirroredRow, HostPart, slice]],
+    retrieval: Retrieval,
+    attend_everything: Callable[[Sequence[HostPart], Sequence[slice]], None],
+    attend_retrieved: Callable[[Sequence[HostPart], Sequence[int]], None],
+) -> None:
+    """Attention over tokens in host memory, in one call for all requests that read the same
+    context; none for those that have to begin again.
+
+    Args:
+        reads: requests, and their rows in the tensors.
+        attend_everything: of prompts, and where nothing is retrieved.
+        attend_retrieved: of requests with one row, which it is given.
+    """
+    groups: dict[tuple[bool, StoredContext | None], list[tuple[MirroredRow, HostPart, slice]]] = {}
+    for row, part, at in reads:
+        if row.request.lost_context_id is None:
+            retrieves = row.retrieves and retrieval.query is not None
+            groups.setdefault((retrieves, part.context), []).append((row, part, at))
+    for (retrieves, _), group in groups.items():
+        rows, parts, places = zip(*group, strict=True)
+        with losing_damaged(rows):
+            if retrieves:
+                attend_retrieved(parts, [at.start for at in places])
+            else:
+                attend_everything(parts, places)
+
+
 @contextlib.contextmanager
-def losing_damaged(rows: list[MirroredRow]) -> Iterator[None]:
+def losing_damaged(rows: Sequence[MirroredRow]) -> Iterator[None]:
     """Where a stored context is damaged, the requests that read it begin again without it."""
     try:
         yield

@@ -23,6 +23,7 @@ from vllm_relay.attention_backends.relay import (
     RelayMetadataBuilder,
 )
 from vllm_relay.attention_backends.sparse.common import (
+    attend_by_context,
     host_part,
     losing_damaged,
     mirrored_rows,
@@ -40,7 +41,6 @@ from vllm_relay.long_context.host.host_attention import (
 )
 from vllm_relay.long_context.host.host_sequence import HostLayer
 from vllm_relay.long_context.host.worker import MirroredRow
-from vllm_relay.sparse.contexts.context_store import StoredContext
 
 
 class RelaySparseBackend(RelayBackend):
@@ -165,36 +165,22 @@ class RelaySparseImpl(RelayImpl):
     ) -> None:
         """Adds what the host has to the output of what the device has: generated tokens merge it,
         those of prompts are attended anew over the host's copy of all tokens."""
-        retrieving: dict[StoredContext | None, list[tuple[MirroredRow, HostPart]]] = {}
-        whole: dict[StoredContext | None, list[tuple[MirroredRow, HostPart]]] = {}
-        for row, part in zip(rows, parts, strict=True):
-            if not row.residency.num_host_tokens or row.request.lost_context_id is not None:
-                continue
-            retrieves = row.retrieves and self.retrieval.query is not None
-            (retrieving if retrieves else whole).setdefault(part.context, []).append((row, part))
-        for reading in whole.values():
-            with losing_damaged([row for row, _ in reading]):
-                attend_everything(
-                    [part for _, part in reading],
-                    [slice(row.first_query, row.last_query) for row, _ in reading],
-                    query,
-                    output,
-                    None,
-                    self.scale,
-                    with_device=True,
-                    kernel=self.kernel_choice,
-                )
-        for reading in retrieving.values():
-            with losing_damaged([row for row, _ in reading]):
-                attend_retrieved(
-                    [part for _, part in reading],
-                    [row.first_query for row, _ in reading],
-                    query,
-                    output,
-                    lse,
-                    self.retrieval,
-                    rows[0].worker.stats,
-                )
+        reads = [
+            (row, part, slice(row.first_query, row.last_query))
+            for row, part in zip(rows, parts, strict=True)
+            if row.residency.num_host_tokens
+        ]
+        attend_by_context(
+            reads,
+            self.retrieval,
+            lambda parts, at: attend_everything(
+                parts, at, query, output, None, self.scale,
+                with_device=True, kernel=self.kernel_choice,
+            ),
+            lambda parts, tokens: attend_retrieved(
+                parts, tokens, query, output, lse, self.retrieval, rows[0].worker.stats
+            ),
+        )  # fmt: skip
 
 
 def _fill(row: MirroredRow, part: HostPart, kv_cache: torch.Tensor) -> None:

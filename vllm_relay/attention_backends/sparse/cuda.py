@@ -35,6 +35,7 @@ from vllm_relay.attention_backends.relay_cuda import (
     RelayCudaMetadataBuilder,
 )
 from vllm_relay.attention_backends.sparse.common import (
+    attend_by_context,
     host_part,
     losing_damaged,
     mirrored_rows,
@@ -52,7 +53,6 @@ from vllm_relay.long_context.host.host_attention import (
 )
 from vllm_relay.long_context.host.mirroring import mirror
 from vllm_relay.long_context.host.worker import MirroredRow
-from vllm_relay.sparse.contexts.context_store import StoredContext
 from vllm_relay.sparse.contexts.partial_attention import merge
 
 MIN_CHUNK_TOKENS = 64
@@ -344,37 +344,14 @@ class RelaySparseCudaImpl(RelayCudaImpl):
         precise = query.float()
         output = torch.zeros_like(precise)
         lse = torch.full(query.shape[:2], -torch.inf)
-        retrieving: dict[StoredContext | None, list[tuple[int, int]]] = {}
-        whole: dict[StoredContext | None, list[tuple[int, slice]]] = {}
-        for number, at in asked.rows:
-            row, part = rows[number], parts[number]
-            if row.request.lost_context_id is not None:
-                continue
-            if row.retrieves and self.retrieval.query is not None:
-                retrieving.setdefault(part.context, []).append((number, at.start))
-            else:
-                whole.setdefault(part.context, []).append((number, at))
-        for reads in whole.values():
-            with losing_damaged([rows[number] for number, _ in reads]):
-                attend_everything(
-                    [parts[number] for number, _ in reads],
-                    [at for _, at in reads],
-                    query,
-                    output,
-                    lse,
-                    self.scale,
-                )
-        for reading in retrieving.values():
-            with losing_damaged([rows[number] for number, _ in reading]):
-                attend_retrieved(
-                    [parts[number] for number, _ in reading],
-                    [token for _, token in reading],
-                    precise,
-                    output,
-                    lse,
-                    self.retrieval,
-                    rows[0].worker.stats,
-                )
+        attend_by_context(
+            [(rows[number], parts[number], at) for number, at in asked.rows],
+            self.retrieval,
+            lambda parts, at: attend_everything(parts, at, query, output, lse, self.scale),
+            lambda parts, tokens: attend_retrieved(
+                parts, tokens, precise, output, lse, self.retrieval, rows[0].worker.stats
+            ),
+        )
         return output, lse
 
 

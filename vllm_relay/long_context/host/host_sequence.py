@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ from vllm_relay.long_context.host.mapped_memory import mapped_empty
 from vllm_relay.sparse.contexts.train_queries import TrainQueries
 from vllm_relay.sparse.index.elements import DTYPES, Elements, check_finite
 from vllm_relay.sparse.index.flat import FlatIndex
-from vllm_relay.sparse.index.sparse_layer import SparseLayer
+from vllm_relay.sparse.index.sparse_layer import SparseLayer, sparse_layer
 from vllm_relay.sparse.index.value_means import value_means
 
 SEGMENT_TOKENS = 8192
@@ -24,6 +25,37 @@ LAYER_LAG_TOKENS = 32
 """Each layer makes its indexes so many tokens later than the one before it, up to a granule later
 than the first: one step that makes those of all layers would keep all requests waiting."""
 TRAIN_QUERIES_PER_KEY = 0.4
+STEP_TOKENS = 4096
+"""Of one layer: with 8 kv heads, two cores encode them in less than 0.1 s."""
+
+
+@dataclass
+class EncodingBudget:
+    """Tokens that a step may encode: of all layers and requests together, each layer's counted.
+
+    A step makes one index in any case, more within `step_tokens` and the tokens of prompts that it
+    computes: so indexes keep up with prompts, and a step that generates is never much longer.
+    """
+
+    step_tokens: float = STEP_TOKENS
+    _earned_tokens: int = 0
+    _taken_tokens: int = 0
+
+    def renew(self) -> None:
+        """A step begins."""
+        self._earned_tokens = self._taken_tokens = 0
+
+    def earn(self, num_tokens: int) -> None:
+        """So many tokens of a prompt are written in a layer."""
+        self._earned_tokens += num_tokens
+
+    def take(self, num_tokens: int) -> bool:
+        """Whether an index of so many tokens of a layer is made in this step."""
+        taken_tokens = self._taken_tokens + num_tokens
+        if self._taken_tokens and taken_tokens > self.step_tokens + self._earned_tokens:
+            return False
+        self._taken_tokens = taken_tokens
+        return True
 
 
 @dataclass(eq=False)
@@ -76,6 +108,7 @@ class HostLayer:
     Args:
         place: of the sequence.
         lag_tokens: an index is made when so many tokens are behind its last one.
+        budget: of the step; None: all is encoded at once.
     """
 
     def __init__(
@@ -85,6 +118,7 @@ class HostLayer:
         head_size: int,
         dtype: torch.dtype,
         lag_tokens: int = 0,
+        budget: EncodingBudget | None = None,
     ) -> None:
         self.begin = self.end = place.begin
         shape = num_kv_heads, place.capacity, head_size
@@ -96,6 +130,7 @@ class HostLayer:
         self.index_begin = max(place.begin, place.sink_end)
         self._prompt_end, self._window_tokens = place.prompt_end, place.window_tokens
         self._lag_tokens = lag_tokens
+        self._budget = budget or EncodingBudget(math.inf)
         self.segments: dict[tuple[int, int], Segment] = {}
 
     def write(self, position: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -108,6 +143,8 @@ class HostLayer:
         self.values[:, first:last] = values.transpose(0, 1)
         self.end = position + keys.shape[0]
         if position < self._prompt_end:
+            # of more, at once, others have computed most
+            self._budget.earn(min(keys.shape[0], SEGMENT_TOKENS))
             self._index_ahead()
 
     def _truncate(self, end: int) -> None:
@@ -123,8 +160,8 @@ class HostLayer:
     def segments_up_to(self, end: int) -> list[Segment]:
         """Adjacent, in order, from the first token on that is not always read.
 
-        Which positions they have follows from `end` and the layer, and a segment never changes: few
-        tokens are encoded at a time, in the steps that compute them.
+        Which positions they may have follows from `end` and the layer, and a segment never changes:
+        few tokens are encoded at a time, in the steps that compute them or soon after.
         """
         segments, at = [], self.index_begin
         end -= self._lag_tokens
@@ -132,6 +169,9 @@ class HostLayer:
             while at + num_tokens <= end:
                 key = at, at + num_tokens
                 if key not in self.segments:
+                    awaits_segment = num_tokens < SEGMENT_TOKENS <= end - at
+                    if awaits_segment or not self._budget.take(num_tokens):
+                        break
                     self.segments[key] = self._flat(*key)
                 segments.append(self.segments[key])
                 at += num_tokens
@@ -158,25 +198,29 @@ class HostLayer:
         self.segments_up_to(begin + num_tokens)
 
     def _flat(self, begin: int, end: int) -> Segment:
-        keys, values = self.rows(begin, end)
+        keys, values = ([*map(as_elements_of, part)] for part in self.rows(begin, end))
         # not as many as the cores this thread may use: vLLM binds it to one of them
         threads = torch.get_num_threads()
-        heads = [as_elements_of(head) for head in values]
-        means = [value_means(head, threads) for head in heads]
+        means = [value_means(head, threads) for head in values]
         try:
             for head in means:  # finite exactly where the values are
                 check_finite("values", head)
-            indexes = [FlatIndex().build(as_elements_of(head), threads=threads) for head in keys]
+            indexes = [FlatIndex().build(head, threads=threads) for head in keys]
         except ValueError:
             return Segment(begin, end, None)
-        return Segment(begin, end, SparseLayer(indexes, heads, value_means=means))
+        return Segment(begin, end, sparse_layer(indexes, values, means))
 
 
 class HostSequence:
-    """All layers of a request. Layers are made when they are first written."""
+    """All layers of a request. Layers are made when they are first written.
 
-    def __init__(self, place: SequencePlace) -> None:
+    Args:
+        budget: as of its layers.
+    """
+
+    def __init__(self, place: SequencePlace, budget: EncodingBudget | None = None) -> None:
         self.place = place
+        self._budget = budget
         self.begin = place.begin
         self.layers: dict[str, HostLayer] = {}
 
@@ -185,7 +229,9 @@ class HostSequence:
         if name not in self.layers:
             _, num_kv_heads, head_size = keys.shape
             lag = len(self.layers) * LAYER_LAG_TOKENS % GRANULE_TOKENS
-            self.layers[name] = HostLayer(self.place, num_kv_heads, head_size, keys.dtype, lag)
+            self.layers[name] = HostLayer(
+                self.place, num_kv_heads, head_size, keys.dtype, lag, self._budget
+            )
         return self.layers[name]
 
 

@@ -24,8 +24,8 @@ from vllm_relay.sparse.contexts.tensors import to_elements
 from vllm_relay.sparse.index.compiled_index import CompiledIndex
 from vllm_relay.sparse.index.elements import Elements
 from vllm_relay.sparse.index.key_codes import row_bytes
-from vllm_relay.sparse.index.sparse_layer import SparseLayer
-from vllm_relay.sparse.index.value_means import MEAN_TOKENS, value_means
+from vllm_relay.sparse.index.sparse_layer import SparseLayer, sparse_layer
+from vllm_relay.sparse.index.value_means import MEAN_TOKENS
 from vllm_relay.sparse.plan.head_plan import HeadPlan
 
 
@@ -97,8 +97,9 @@ class SequenceContext(StoredContext):
         """Indexes of a layer, which take the place of what was encoded before."""
         heads = range(self.shape.num_kv_heads)
         values = [self.own_rows(layer, head, 0, self._num_own_tokens)[1] for head in heads]
-        means = [value_means(each, threads=1) for each in values]
-        self._whole[layer] = SparseLayer(list(indexes), values, value_means=means)
+        whole = sparse_layer(indexes, values)
+        assert whole is not None
+        self._whole[layer] = whole
         self._layers[layer].segments = {}
 
     def plan(self, layer: int, head: int) -> HeadPlan | None:

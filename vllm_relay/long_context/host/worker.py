@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_relay.config import RelayConfig
-from vllm_relay.long_context.host.host_sequence import HostSequence, SequencePlace
+from vllm_relay.long_context.host.host_sequence import EncodingBudget, HostSequence, SequencePlace
 from vllm_relay.long_context.host.index_builders import start_builders
 from vllm_relay.long_context.host.mapped_memory import return_free_memory
 from vllm_relay.long_context.host.model_identity import fingerprint_of
@@ -124,6 +124,7 @@ class LongContextWorker:
     readers: dict[str, LongRequest] = field(default_factory=dict)
     contexts: WorkerContexts | None = None
     pending_writes: PendingWrites = field(default_factory=PendingWrites)
+    encoding: EncodingBudget = field(default_factory=EncodingBudget)
     stats: SessionStats = field(default_factory=SessionStats)
     host_seconds: float = 0.0
     device_seconds: float = 0.0
@@ -203,6 +204,7 @@ class LongContextWorker:
         self._runner = worker.model_runner
         self.max_model_len = worker.model_config.max_model_len
         self.pending_writes.finish()
+        self.encoding.renew()
         orders = orders_of(scheduler_output)
         self._reads_contexts |= bool(self.readers)
         frees_memory = bool(orders.deleted or orders.dropped)
@@ -299,7 +301,8 @@ class LongContextWorker:
                 window_tokens=policy.window_tokens,
                 # where nothing is searched, nothing is encoded ahead
                 prompt_end=request.num_prompt_tokens if self._is_searched else 0,
-            )
+            ),
+            self.encoding,
         )
 
     @property

@@ -17,7 +17,6 @@ from vllm_relay.sparse.files.damage import IndexDamagedError
 from vllm_relay.sparse.index.elements import Elements
 from vllm_relay.sparse.index.key_index import KeyIndex
 from vllm_relay.sparse.index.sparse_layer import SparseLayer, sparse_layer
-from vllm_relay.sparse.index.value_means import value_means
 from vllm_relay.sparse.plan.head_plan import HeadPlan
 
 
@@ -284,7 +283,11 @@ class MemoryContext(StoredContext):
         self.parent = parent
         self.shape = shape_of(layers)
         self._layers = [list(heads) for heads in layers]
-        self._sparse_layers: dict[int, SparseLayer | None] = {}
+        # at once: the step that reads it first would wait for the means of its values
+        self._sparse_layers = [
+            sparse_layer([head.index for head in heads], [head.values for head in heads])
+            for heads in layers
+        ]
         self._num_bytes = tokens.nbytes + sum(
             num_bytes_of(head) for heads in layers for head in heads
         )
@@ -307,12 +310,6 @@ class MemoryContext(StoredContext):
         return self._layers[layer][head].index
 
     def layer(self, layer: int) -> SparseLayer | None:
-        if layer not in self._sparse_layers:
-            heads = self._layers[layer]
-            indexes = [head.index for head in heads]
-            values = [head.values for head in heads]
-            means = [value_means(each, threads=1) for each in values]
-            self._sparse_layers[layer] = sparse_layer(indexes, values, means)
         return self._sparse_layers[layer]
 
     def plan(self, layer: int, head: int) -> HeadPlan | None:

@@ -4,6 +4,7 @@ whole numbers.  Softmax does not see the centre: it adds the same to every score
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -91,9 +92,9 @@ def encode(keys: Elements, threads: int) -> tuple[KeyCodes, np.ndarray]:
     sample = keys.data[np.linspace(0, n - 1, min(n, _SAMPLE_KEYS)).astype(np.int64)]
     # one dimension after the other: numpy takes several times as long for columns
     values = np.ascontiguousarray(Elements(sample, keys.dtype).to_float32().T)
-    median = np.median(values, axis=1)
+    median = _quantile(values, 0.5)
     distances = np.abs(values - median[:, None])
-    half, most = np.quantile(distances, [0.5, 0.9], axis=1).astype(np.float32)
+    half, most = _quantile(distances, 0.5), _quantile(distances, 0.9)
     # the second tells where more than half of all values are the same
     deviation = np.maximum(half / np.float32(0.6745), most / np.float32(3.3))
     centre = np.where(np.abs(mean - median) <= deviation, mean, median)
@@ -131,6 +132,14 @@ def encode_rows(
     return _C.index.encode(
         "auto", keys.data, DTYPES.index(keys.dtype), mean, step, begin, end, codes, outside, threads
     )
+
+
+def _quantile(values: np.ndarray, share: float) -> np.ndarray:
+    """Of each row, float32; sorts the rows, which is several times as fast as numpy's selection."""
+    values.sort(axis=1)
+    at = share * (values.shape[1] - 1)
+    low, high = values[:, math.floor(at)], values[:, math.ceil(at)]
+    return low + np.float32(at - math.floor(at)) * (high - low)
 
 
 def _moments(keys: Elements) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -16,6 +16,7 @@ from vllm_relay.sparse.index.compiled_index import CompiledIndex
 from vllm_relay.sparse.index.elements import DTYPES, Elements, as_elements
 from vllm_relay.sparse.index.key_index import KeyIndex
 from vllm_relay.sparse.index.query_types import Dipr, QueryType
+from vllm_relay.sparse.index.value_means import value_means
 
 
 class AttentionState(NamedTuple):
@@ -230,14 +231,20 @@ class SparseLayer:
 def sparse_layer(
     indexes: Sequence[KeyIndex],
     values: Sequence[Elements],
-    value_means: Sequence[Elements],
-    value_guards: Sequence[PageGuard | None] | None = None,
+    means: Sequence[Elements] | None = None,
+    guards: Sequence[PageGuard | None] | None = None,
 ) -> SparseLayer | None:
-    """None: an index of the user's own."""
+    """With means of its values. None: an index of the user's own.
+
+    Args:
+        means: `value_means` of the values, if they are known.
+    """
     compiled = [index for index in indexes if isinstance(index, CompiledIndex)]
     if len(compiled) < len(indexes):
         return None
-    return SparseLayer(compiled, values, value_guards, value_means)
+    if means is None:
+        means = [value_means(each, threads=1) for each in values]
+    return SparseLayer(compiled, values, guards, means)
 
 
 def merge_states(states: Sequence[AttentionState]) -> AttentionState:
