@@ -11,6 +11,7 @@ Liu et al., "Optimizing LLM Queries in Relational Workloads", 2024.
     ordering/            the order of rows and fields with which the prefix cache finds most
     jobs/                a question asked of every distinct row of a table
     engines/             what answers: vLLM in this process, or a server
+    semantic/            questions about groups, pairs and whole tables
     sql/                 llm() in DuckDB's SQL
     shell/               vllm-relay sql
 """
@@ -29,9 +30,11 @@ if TYPE_CHECKING:
     from vllm_relay.tables.outputs import Output
     from vllm_relay.tables.question import Question
     from vllm_relay.tables.request_options import RequestOptions
+    from vllm_relay.tables.semantic.aggregate import AggregateResult, llm_agg
     from vllm_relay.tables.sql.connection import connect
 
 __all__ = [
+    "AggregateResult",
     "JobOptions",
     "MapBudgetError",
     "MapResult",
@@ -41,11 +44,13 @@ __all__ = [
     "RequestOptions",
     "RowsFailedError",
     "connect",
+    "llm_agg",
     "llm_map",
     "open_engine",
 ]
 
 _MODULES = {
+    "AggregateResult": "semantic.aggregate",
     "JobOptions": "jobs.options",
     "MapBudgetError": "map_result",
     "MapResult": "map_result",
@@ -55,6 +60,7 @@ _MODULES = {
     "RequestOptions": "request_options",
     "RowsFailedError": "map_result",
     "connect": "sql.connection",
+    "llm_agg": "semantic.aggregate",
     "llm_map": "dataframes",
     "open_engine": "engines.opening",
 }

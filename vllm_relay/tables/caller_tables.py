@@ -45,6 +45,14 @@ class CallerTable(Protocol):
         """One value for each row, in the kind of the table."""
         ...
 
+    def rows(self, places: Sequence[int]) -> Any:
+        """Some rows as a table of this kind, with its types and its index."""
+        ...
+
+    def groups(self, places: Sequence[int], names: Sequence[str], column: pa.ChunkedArray) -> Any:
+        """Some columns of some rows as a table of this kind, and a column `ANSWER_NAME`."""
+        ...
+
 
 class _ArrowTable:
     def __init__(self, table: pa.Table) -> None:
@@ -60,6 +68,16 @@ class _ArrowTable:
 
     def values(self, column: pa.ChunkedArray) -> pa.ChunkedArray:
         return column
+
+    def rows(self, places: Sequence[int]) -> pa.Table:
+        return self._table.take(pa.array(places, pa.int64()))
+
+    def groups(
+        self, places: Sequence[int], names: Sequence[str], column: pa.ChunkedArray
+    ) -> pa.Table:
+        kept = self._table.select(list(names)).take(pa.array(places, pa.int64()))
+        columns = [*kept.columns, column]
+        return pa.table(columns, names=[*names, ANSWER_NAME])
 
 
 class _PandasTable:
@@ -86,6 +104,16 @@ class _PandasTable:
         series.index = self._frame.index
         return series.rename(ANSWER_NAME)
 
+    def rows(self, places: Sequence[int]) -> Any:
+        return self._frame.iloc[list(places)]
+
+    def groups(self, places: Sequence[int], names: Sequence[str], column: pa.ChunkedArray) -> Any:
+        if names:
+            kept = self._frame[list(names)].iloc[list(places)].reset_index(drop=True)
+        else:
+            kept = sys.modules["pandas"].DataFrame(index=range(len(column)))
+        return kept.assign(**{ANSWER_NAME: _PandasTable(kept).values(column)})
+
 
 class _PolarsTable:
     def __init__(self, frame: Any) -> None:
@@ -108,6 +136,15 @@ class _PolarsTable:
         import polars as pl
 
         return pl.Series(ANSWER_NAME, column)
+
+    def rows(self, places: Sequence[int]) -> Any:
+        return self._frame[list(places)]
+
+    def groups(self, places: Sequence[int], names: Sequence[str], column: pa.ChunkedArray) -> Any:
+        made = self.values(column)
+        if not names:
+            return made.to_frame()
+        return self._frame.select(list(names))[list(places)].with_columns(made)
 
 
 def caller_table(table: Any) -> CallerTable:

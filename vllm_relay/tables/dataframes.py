@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
@@ -101,17 +101,17 @@ def llm_map(
     types = answer_type(output, choices)
     question = Question(
         prompt,
-        _fields_of(prompt, rows, _names("fields", fields)),
+        fields_of(prompt, rows, names_of("fields", fields)),
         types.output,
         max_tokens,
         temperature,
         seed,
-        _names("reorder", reorder) or (),
+        names_of("reorder", reorder) or (),
         RequestOptions(system_prompt, sampling, chat_template_kwargs, extra_body),
     )
     options = JobOptions(
         order,
-        _names("rules", rules) or (),
+        names_of("rules", rules) or (),
         None if checkpoint is None else Path(checkpoint),
         max_total_tokens,
         show_progress,
@@ -121,7 +121,7 @@ def llm_map(
     )
     columns = arrow_columns(rows, question.fields)
     _check_lists(question, columns)
-    texts = _json_texts(question.fields, columns)
+    texts = json_texts(question.fields, columns)
     report = JobReport()
     spent: TokenBudgetError | None = None
     with ExitStack() as cleanup:
@@ -133,7 +133,7 @@ def llm_map(
             answers = ask(texts, question, opened, options, report)
         except TokenBudgetError as error:
             answers, spent = error.answers, error
-    result = _result(rows, answers, types, report)
+    result = map_result(rows.values, answers, types, report)
     if spent is not None:
         raise MapBudgetError(spent, result, options.checkpoint)
     if on_error == "raise" and result.missing_rows:
@@ -141,7 +141,12 @@ def llm_map(
     return result
 
 
-def _names(argument: str, given: Sequence[str] | None) -> tuple[str, ...] | None:
+def names_of(argument: str, given: Sequence[str] | None) -> tuple[str, ...] | None:
+    """What a list of names holds; a name alone is one of them.
+
+    Raises:
+        TypeError: it holds something else.
+    """
     if given is None:
         return None
     names = (given,) if isinstance(given, str) else tuple(given)
@@ -151,7 +156,12 @@ def _names(argument: str, given: Sequence[str] | None) -> tuple[str, ...] | None
     return names
 
 
-def _fields_of(prompt: str, table: CallerTable, fields: tuple[str, ...] | None) -> tuple[str, ...]:
+def fields_of(prompt: str, table: CallerTable, fields: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Those that the prompt holds: None means those that it refers to, or all columns.
+
+    Raises:
+        ValueError: a column cannot be one of them.
+    """
     if fields is None:
         fields = tuple(placeholders_of(prompt)) or _all_names(table)
     if "" in fields:
@@ -187,7 +197,7 @@ def _check_lists(question: Question, columns: Sequence[pa.ChunkedArray]) -> None
             )
 
 
-def _json_texts(names: Sequence[str], columns: Sequence[pa.ChunkedArray]) -> pa.Table:
+def json_texts(names: Sequence[str], columns: Sequence[pa.ChunkedArray]) -> pa.Table:
     """The JSON of all values, as DuckDB writes it.
 
     Raises:
@@ -211,9 +221,17 @@ def _json_texts(names: Sequence[str], columns: Sequence[pa.ChunkedArray]) -> pa.
     return pa.table(found, names=list(names))
 
 
-def _result(
-    table: CallerTable, answers: pa.Table, types: AnswerType, report: JobReport
+def map_result(
+    values_of: Callable[[pa.ChunkedArray], Any],
+    answers: pa.Table,
+    types: AnswerType,
+    report: JobReport,
 ) -> MapResult:
+    """
+    Args:
+        values_of: the values of `MapResult` from an Arrow array.
+        answers: the columns ``answer``, ``error`` and ``is_cut`` of each row.
+    """
     values = answers["answer"]
     failed = pc.indices_nonzero(pc.is_valid(answers["error"]))
     errors = dict(zip(failed.to_pylist(), answers["error"].take(failed).to_pylist(), strict=True))
@@ -226,4 +244,4 @@ def _result(
         values = pa.chunked_array([pa.array(texts, pa.string())])
     report.num_errors = len(errors)
     cut = pc.indices_nonzero(answers["is_cut"]).to_pylist()
-    return MapResult(table.values(values), dict(sorted(errors.items())), cut, report, types, values)
+    return MapResult(values_of(values), dict(sorted(errors.items())), cut, report, types, values)

@@ -16,10 +16,10 @@ from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.engines.opening import is_engine, open_engine
 from vllm_relay.tables.identifiers import literal, quoted
 from vllm_relay.tables.jobs.estimates.estimate import JobReport
-from vllm_relay.tables.jobs.job_runner import JobRunner
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.sql.errors import SqlError
 from vllm_relay.tables.sql.explain import Explanation
+from vllm_relay.tables.sql.groups import GroupRunner
 from vllm_relay.tables.sql.jobs import JobAsker
 from vllm_relay.tables.sql.replay.answers import Answers
 from vllm_relay.tables.sql.replay.estimates import estimates
@@ -67,7 +67,7 @@ def connect(
         if connection is not database:
             on_close.callback(connection.close)
         opened = engine if is_engine(engine) else LazyEngine(lambda: open_engine(engine))
-        runner = JobRunner(connection, opened, options or JobOptions())
+        runner = GroupRunner(connection, opened, options or JobOptions())
         on_close.callback(runner.close)
         made = Connection(connection, runner, on_error, on_close)
         for name, table in (tables or {}).items():

@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions that are not about one row: about groups, pairs and whole tables. See
+docs/semantic-operators.md.
+
+Patel et al., "Semantic Operators: A Declarative Model for Rich, AI-based Data Processing", 2024.
+
+    record_lists.py, packs.py, tree.py   one answer for each list of records, however long
+    session.py           the jobs of one operator
+    aggregate.py         llm_agg of data frames                                        (DuckDB)
+"""
