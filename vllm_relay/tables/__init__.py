@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     from vllm_relay.tables.question import Question
     from vllm_relay.tables.request_options import RequestOptions
     from vllm_relay.tables.semantic.aggregate import AggregateResult, llm_agg
+    from vllm_relay.tables.semantic.filter import FilterResult, llm_filter
     from vllm_relay.tables.sql.connection import connect
 
 __all__ = [
     "AggregateResult",
+    "FilterResult",
     "JobOptions",
     "MapBudgetError",
     "MapResult",
@@ -45,12 +47,14 @@ __all__ = [
     "RowsFailedError",
     "connect",
     "llm_agg",
+    "llm_filter",
     "llm_map",
     "open_engine",
 ]
 
 _MODULES = {
     "AggregateResult": "semantic.aggregate",
+    "FilterResult": "semantic.filter",
     "JobOptions": "jobs.options",
     "MapBudgetError": "map_result",
     "MapResult": "map_result",
@@ -61,6 +65,7 @@ _MODULES = {
     "RowsFailedError": "map_result",
     "connect": "sql.connection",
     "llm_agg": "semantic.aggregate",
+    "llm_filter": "semantic.filter",
     "llm_map": "dataframes",
     "open_engine": "engines.opening",
 }

@@ -6,5 +6,7 @@ Patel et al., "Semantic Operators: A Declarative Model for Rich, AI-based Data P
 
     record_lists.py, packs.py, tree.py   one answer for each list of records, however long
     session.py           the jobs of one operator
-    aggregate.py         llm_agg of data frames                                        (DuckDB)
+    calibration.py       thresholds of scores, from a labelled sample                   (numpy)
+    scores.py            how likely a model takes a statement for true
+    aggregate.py, filter.py   llm_agg and llm_filter of data frames                    (DuckDB)
 """
