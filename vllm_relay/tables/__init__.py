@@ -31,13 +31,17 @@ if TYPE_CHECKING:
     from vllm_relay.tables.question import Question
     from vllm_relay.tables.request_options import RequestOptions
     from vllm_relay.tables.semantic.aggregate import AggregateResult, llm_agg
+    from vllm_relay.tables.semantic.embeddings import ServerEmbeddings
     from vllm_relay.tables.semantic.filter import FilterResult, llm_filter
+    from vllm_relay.tables.semantic.join import JoinResult, llm_join
+    from vllm_relay.tables.semantic.top_k import TopKResult, llm_top_k
     from vllm_relay.tables.sql.connection import connect
 
 __all__ = [
     "AggregateResult",
     "FilterResult",
     "JobOptions",
+    "JoinResult",
     "MapBudgetError",
     "MapResult",
     "Output",
@@ -45,10 +49,14 @@ __all__ = [
     "Question",
     "RequestOptions",
     "RowsFailedError",
+    "ServerEmbeddings",
+    "TopKResult",
     "connect",
     "llm_agg",
     "llm_filter",
+    "llm_join",
     "llm_map",
+    "llm_top_k",
     "open_engine",
 ]
 
@@ -56,6 +64,7 @@ _MODULES = {
     "AggregateResult": "semantic.aggregate",
     "FilterResult": "semantic.filter",
     "JobOptions": "jobs.options",
+    "JoinResult": "semantic.join",
     "MapBudgetError": "map_result",
     "MapResult": "map_result",
     "Output": "outputs",
@@ -63,10 +72,14 @@ _MODULES = {
     "Question": "question",
     "RequestOptions": "request_options",
     "RowsFailedError": "map_result",
+    "ServerEmbeddings": "semantic.embeddings",
+    "TopKResult": "semantic.top_k",
     "connect": "sql.connection",
     "llm_agg": "semantic.aggregate",
     "llm_filter": "semantic.filter",
+    "llm_join": "semantic.join",
     "llm_map": "dataframes",
+    "llm_top_k": "semantic.top_k",
     "open_engine": "engines.opening",
 }
 

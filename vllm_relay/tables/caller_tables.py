@@ -147,6 +147,29 @@ class _PolarsTable:
         return self._frame.select(list(names))[list(places)].with_columns(made)
 
 
+def beside(left: Any, right: Any) -> Any:
+    """Two tables of one kind with as many rows, side by side; names of both end with ":left" and
+    ":right"."""
+    names = [list(caller_table(each).names) for each in (left, right)]
+    both = set(names[0]) & set(names[1])
+    renamed = [
+        [f"{name}:{side}" if name in both else name for name in each]
+        for side, each in zip(("left", "right"), names, strict=True)
+    ]
+    if isinstance(left, pa.Table):
+        return pa.table([*left.columns, *right.columns], names=[*renamed[0], *renamed[1]])
+    if hasattr(left, "hstack"):
+        columns = [*left.get_columns(), *right.get_columns()]
+        return type(left)(
+            [each.rename(name) for each, name in zip(columns, sum(renamed, []), strict=True)]
+        )
+    frames = [
+        each.reset_index(drop=True).set_axis(own, axis=1)
+        for each, own in zip((left, right), renamed, strict=True)
+    ]
+    return sys.modules["pandas"].concat(frames, axis=1)
+
+
 def caller_table(table: Any) -> CallerTable:
     """
     Raises:

@@ -111,10 +111,10 @@ class MapBudgetError(TokenBudgetError):
         checkpoint: the file that keeps the answers too; None if there is none.
 
     Attributes:
-        result: with the answers that came.
+        result: of the operator, with the answers that came: a `MapResult` of `llm_map`.
     """
 
-    def __init__(self, spent: TokenBudgetError, result: MapResult, checkpoint: Path | None) -> None:
+    def __init__(self, spent: TokenBudgetError, result: Any, checkpoint: Path | None) -> None:
         if checkpoint is not None:
             advice = (
                 f"their answers are in this error's result, and the checkpoint {checkpoint} keeps "

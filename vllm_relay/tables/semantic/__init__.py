@@ -8,5 +8,6 @@ Patel et al., "Semantic Operators: A Declarative Model for Rich, AI-based Data P
     session.py           the jobs of one operator
     calibration.py       thresholds of scores, from a labelled sample                   (numpy)
     scores.py            how likely a model takes a statement for true
-    aggregate.py, filter.py   llm_agg and llm_filter of data frames                    (DuckDB)
+    embeddings.py        vectors of texts
+    aggregate.py, filter.py, join.py, top_k.py   the operators                     (DuckDB)
 """

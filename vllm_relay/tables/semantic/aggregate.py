@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from vllm_relay.tables.map_result import MapBudgetError, MapResult
 from vllm_relay.tables.question import Question, placeholders_of
 from vllm_relay.tables.request_options import RequestOptions
 from vllm_relay.tables.semantic.packs import Packer
-from vllm_relay.tables.semantic.record_lists import RECORDS, record_question
+from vllm_relay.tables.semantic.record_lists import RECORDS, record_question, records_of_table
 from vllm_relay.tables.semantic.session import Session, answer_table
 from vllm_relay.tables.semantic.tree import answer_groups
 
@@ -112,7 +111,10 @@ def llm_agg(
         numbers = ArrowRows(json_texts(keys, arrow_columns(rows, keys))).number_of_row
         firsts = np.unique(numbers, return_index=True)[1].tolist()
     num_groups = len(firsts) if keys else 1
-    groups = _grouped(texts, numbers.tolist(), num_groups)
+    groups: list[list[str]] = [[] for _ in range(num_groups)]
+    for number, record in zip(numbers.tolist(), records_of_table(texts), strict=True):
+        if record is not None:
+            groups[number].append(record)
     with Session(options) as session:
         opened = session.open(engine)
 
@@ -136,20 +138,3 @@ def llm_agg(
     if session.spent is not None:
         raise MapBudgetError(session.spent, result, session.options.checkpoint)
     return result
-
-
-def _grouped(texts: pa.Table, numbers: Sequence[int], num_groups: int) -> list[list[str]]:
-    """The JSON of each group's records, as DuckDB writes structs.
-
-    Args:
-        texts: JSON of the records' fields, or NULL.
-        numbers: of the group of each row.
-    """
-    names = [json.dumps(name, ensure_ascii=False) for name in texts.column_names]
-    groups: list[list[str]] = [[] for _ in range(num_groups)]
-    columns = [column.to_pylist() for column in texts.columns]
-    for number, values in zip(numbers, zip(*columns, strict=True), strict=True):
-        if any(value is not None for value in values):
-            pairs = (f"{name}:{value or 'null'}" for name, value in zip(names, values, strict=True))
-            groups[number].append(f"{{{','.join(pairs)}}}")
-    return groups

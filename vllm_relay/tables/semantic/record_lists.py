@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pyarrow as pa
+
 from vllm_relay.tables.jobs.prompts.set_fields import list_elements
 from vllm_relay.tables.outputs import AnswerValue, Output
 from vllm_relay.tables.question import Question, placeholders_of
@@ -35,11 +37,19 @@ def record_question(text: str, names: Sequence[str], output: Output, **others: A
     Raises:
         ValueError: the text refers to no field, or as for `Question`.
     """
-    # the text and the names are checked by a question about one record
-    Question(text, tuple(names), output)
-    escaped = _BRACES.sub(lambda found: found[0] if found[1] is None else f"{{{found[0]}}}", text)
     sentence = _ALL + _NAMES * bool(placeholders_of(text))
-    return Question(escaped + sentence, (RECORDS,), output, **others)
+    return Question(escaped(text, names) + sentence, (RECORDS,), output, **others)
+
+
+def escaped(text: str, names: Sequence[str]) -> str:
+    """The text of a question about a record, for one whose fields are records: braces around names
+    are text there.
+
+    Raises:
+        ValueError: the text refers to no field, or as for `Question`.
+    """
+    Question(text, tuple(names))
+    return _BRACES.sub(lambda found: found[0] if found[1] is None else f"{{{found[0]}}}", text)
 
 
 def about_partial_answers(question: Question) -> Question:
@@ -60,6 +70,22 @@ def known_records(records: str | None) -> list[str]:
     if elements is None:
         raise ValueError(f"{records!r} given, expected a JSON list of records")
     return [each for each in elements if _is_known(each)]
+
+
+def records_of_table(texts: pa.Table) -> list[str | None]:
+    """The JSON of each row, as DuckDB writes structs; None where nothing is known of it.
+
+    Args:
+        texts: JSON of the fields, or NULL.
+    """
+    names = [json.dumps(name, ensure_ascii=False) for name in texts.column_names]
+    columns = [column.to_pylist() for column in texts.columns]
+    found: list[str | None] = []
+    for values in zip(*columns, strict=True):
+        pairs = (f"{name}:{value or 'null'}" for name, value in zip(names, values, strict=True))
+        is_known = any(value is not None for value in values)
+        found.append(f"{{{','.join(pairs)}}}" if is_known else None)
+    return found
 
 
 def record_list(records: Sequence[str]) -> str:
