@@ -13,11 +13,12 @@ from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS, save_model
 from tests.support.servers import API_KEY, ask, serving
 from tests.tables.engines.server.test_engine import WordTokenizer
 from vllm_relay.tables.engines.base import EngineError, Prompt
-from vllm_relay.tables.engines.server.engine import ServerEngine
+from vllm_relay.tables.engines.server.engine import Mode, ServerEngine
 from vllm_relay.tables.ordering.cached_tokens import BlockCache, cached_tokens
 from vllm_relay.tables.ordering.sequences import TokenSequences
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import Question
+from vllm_relay.tables.semantic.scores import probability_of_true
 
 pytestmark = pytest.mark.integration
 
@@ -61,6 +62,22 @@ def test_choices(server: str, model: Path) -> None:
     planned = cached_tokens(TokenSequences.from_lists(token_ids), engine.cache)
     assert [each.num_cached_tokens for each in completions] == planned.tolist()
     assert sum(planned) > 0
+
+
+@pytest.mark.parametrize("mode", ["completions", "chat"])
+def test_probabilities_of_the_first_token(server: str, mode: Mode) -> None:
+    engine = ServerEngine(server, api_key=API_KEY, mode=mode)
+    question = Question("?", ("place",), Output("bool"), max_tokens=8)
+    prompts = [Prompt(row, f"river {row}", [9 + row] * 30) for row in range(6)]
+    completions = list(engine.generate_scored(prompts, question))
+    assert not any(each.error for each in completions)
+    for each in completions:
+        score = probability_of_true(each.first_logprobs or {})
+        assert score is not None and 0 <= score <= 1
+        likeliest = max(each.first_logprobs.items(), key=lambda one: one[1])[0]
+        assert each.text.startswith(likeliest)
+    plain = next(engine.generate(iter(prompts), question))
+    assert plain.first_logprobs is None
 
 
 def test_many_at_once_and_one_that_is_too_long(server: str) -> None:
