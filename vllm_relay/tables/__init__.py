@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vllm_relay.tables.semantic.embeddings import ServerEmbeddings
     from vllm_relay.tables.semantic.filter import FilterResult, llm_filter
     from vllm_relay.tables.semantic.join import JoinResult, llm_join
+    from vllm_relay.tables.semantic.near_duplicates import NearDuplicates
     from vllm_relay.tables.semantic.top_k import TopKResult, llm_top_k
     from vllm_relay.tables.sql.connection import connect
 
@@ -44,6 +45,7 @@ __all__ = [
     "JoinResult",
     "MapBudgetError",
     "MapResult",
+    "NearDuplicates",
     "Output",
     "PromptTemplate",
     "Question",
@@ -67,6 +69,7 @@ _MODULES = {
     "JoinResult": "semantic.join",
     "MapBudgetError": "map_result",
     "MapResult": "map_result",
+    "NearDuplicates": "semantic.near_duplicates",
     "Output": "outputs",
     "PromptTemplate": "jobs.prompts.format",
     "Question": "question",

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -28,6 +29,7 @@ from vllm_relay.tables.map_result import MapBudgetError, MapResult, RowsFailedEr
 from vllm_relay.tables.ordering.order import OrderChoice
 from vllm_relay.tables.question import Question, placeholders_of
 from vllm_relay.tables.request_options import RequestOptions
+from vllm_relay.tables.semantic.near_duplicates import NearDuplicates
 
 OnError = Literal["null", "raise"]
 
@@ -53,6 +55,7 @@ def llm_map(
     on_error: OnError = "null",
     template: PromptTemplate | None = None,
     bucket_rows: int = DEFAULT_BUCKET_ROWS,
+    near_duplicates: float | NearDuplicates | None = None,
     system_prompt: str = "",
     sampling: Mapping[str, Any] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -81,6 +84,8 @@ def llm_map(
             order.
         rules, retry_errors, checkpoint, max_total_tokens, show_progress, template, bucket_rows: see
             `JobOptions`.
+        near_duplicates: the similarity from which on rows share one answer, or `NearDuplicates`;
+            None holds only equal rows for equal.
         on_error: what becomes of a row without an answer: a missing value, or an exception when all
             rows are done.
         system_prompt, sampling, chat_template_kwargs, extra_body: see `RequestOptions`.
@@ -122,6 +127,13 @@ def llm_map(
     columns = arrow_columns(rows, question.fields)
     _check_lists(question, columns)
     texts = json_texts(question.fields, columns)
+    num_near = 0
+    if near_duplicates is not None:
+        if not isinstance(near_duplicates, NearDuplicates):
+            near_duplicates = NearDuplicates(near_duplicates)
+        shared = texts.take(near_duplicates.representatives(texts, _text_names(question, columns)))
+        num_near = sum(row != own for row, own in zip(_rows(texts), _rows(shared), strict=True))
+        texts = shared
     report = JobReport()
     spent: TokenBudgetError | None = None
     with ExitStack() as cleanup:
@@ -134,11 +146,29 @@ def llm_map(
         except TokenBudgetError as error:
             answers, spent = error.answers, error
     result = map_result(rows.values, answers, types, report)
+    result = replace(result, num_near_duplicates=num_near)
     if spent is not None:
         raise MapBudgetError(spent, result, options.checkpoint)
     if on_error == "raise" and result.missing_rows:
         raise RowsFailedError(result)
     return result
+
+
+def _text_names(question: Question, columns: Sequence[pa.ChunkedArray]) -> list[str]:
+    types = [
+        each.type.value_type if pa.types.is_dictionary(each.type) else each.type for each in columns
+    ]
+    return [
+        name
+        for name, type in zip(question.fields, types, strict=True)
+        if pa.types.is_string(type)
+        or pa.types.is_large_string(type)
+        or pa.types.is_string_view(type)
+    ]
+
+
+def _rows(texts: pa.Table) -> Iterator[tuple[str | None, ...]]:
+    return zip(*(column.to_pylist() for column in texts.columns), strict=True)
 
 
 def names_of(argument: str, given: Sequence[str] | None) -> tuple[str, ...] | None:

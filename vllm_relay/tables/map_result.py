@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ class MapResult:
         report: what the job took.
         answer_type: of the values.
         arrow_values: the same values as an Arrow array.
+        num_near_duplicates: rows with the answer of a row that is not equal to them, see
+            `NearDuplicates`.
     """
 
     values: Any
@@ -45,6 +47,7 @@ class MapResult:
     report: JobReport
     answer_type: AnswerType
     arrow_values: pa.ChunkedArray
+    num_near_duplicates: int = field(default=0, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.arrow_values)

@@ -8,6 +8,6 @@ Patel et al., "Semantic Operators: A Declarative Model for Rich, AI-based Data P
     session.py           the jobs of one operator
     calibration.py       thresholds of scores, from a labelled sample                   (numpy)
     scores.py            how likely a model takes a statement for true
-    embeddings.py        vectors of texts
+    embeddings.py, near_duplicates.py   vectors of texts; rows that are nearly equal
     aggregate.py, filter.py, join.py, top_k.py   the operators                     (DuckDB)
 """
