@@ -115,6 +115,20 @@ def test_recall_and_precision_are_missed_no_more_often_than_allowed(
     assert failures(population, targets, chosen) <= allowed
 
 
+@pytest.mark.parametrize("population", [calibrated, hidden, inverted])
+def test_recall_alone_is_missed_no_more_often_than_allowed(population: Population) -> None:
+    def low_only(scores: Floats, labels: Floats, seed: int, targets: Targets) -> Thresholds:
+        label_of = lambda rows: labels[rows]  # noqa: E731
+        found = calibrate(
+            scores, scores, label_of, targets, most_draws=800, seed=seed, accepts=False
+        )
+        assert found.high == math.inf
+        return found
+
+    targets = Targets(0.8, 1.0, 0.8)
+    assert failures(population, targets, low_only) <= most_failures(SEEDS, 0.2)
+
+
 def test_without_bounds_they_are_missed_more_often() -> None:
     targets = Targets(0.9, 0.9, 0.8)
     assert failures(calibrated, targets, uncertain) > most_failures(SEEDS, 1 - targets.confidence)

@@ -157,8 +157,8 @@ class ServerEngine:
         return self._generate(prompts, question, 0)
 
     def generate_scored(self, prompts: Iterable[Prompt], question: Question) -> Completions:
-        """See `Engine`."""
-        return self._generate(prompts, question, NUM_LOGPROBS)
+        """See `Engine`; other servers than vLLM put the answer into JSON, or refuse to say."""
+        return self._generate(prompts, question, NUM_LOGPROBS if self._model.is_vllm else 0)
 
     def _generate(
         self, prompts: Iterable[Prompt], question: Question, num_logprobs: int
