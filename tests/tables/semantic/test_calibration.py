@@ -24,8 +24,8 @@ from vllm_relay.tables.semantic.calibration import (
 Floats = npt.NDArray[np.float64]
 Population = Callable[[np.random.Generator, int], tuple[Floats, Floats]]
 
-SEEDS = cases(40)
-ROWS = 2000
+SEEDS = cases(200)
+ROWS = 1200
 
 
 def calibrated(rng: np.random.Generator, size: int) -> tuple[Floats, Floats]:
@@ -90,12 +90,12 @@ def failures(population: Population, targets: Targets, choose: Callable[..., Thr
 
 def chosen(scores: Floats, labels: Floats, seed: int, targets: Targets) -> Thresholds:
     label_of = lambda rows: labels[rows]  # noqa: E731
-    return calibrate(scores, np.sqrt(scores), label_of, targets, most_draws=800, seed=seed)
+    return calibrate(scores, np.sqrt(scores), label_of, targets, most_draws=600, seed=seed)
 
 
 def uncertain(scores: Floats, labels: Floats, seed: int, targets: Targets) -> Thresholds:
     """What the sample says of each threshold, taken for the truth."""
-    draws = draw_rows(np.sqrt(scores), 800, seed)
+    draws = draw_rows(np.sqrt(scores), 600, seed)
     own, weights, sampled = scores[draws.rows], draws.weights[draws.rows], labels[draws.rows]
     values = np.unique(own)
     total = (weights * sampled).sum()
@@ -120,7 +120,7 @@ def test_recall_alone_is_missed_no_more_often_than_allowed(population: Populatio
     def low_only(scores: Floats, labels: Floats, seed: int, targets: Targets) -> Thresholds:
         label_of = lambda rows: labels[rows]  # noqa: E731
         found = calibrate(
-            scores, scores, label_of, targets, most_draws=800, seed=seed, accepts=False
+            scores, scores, label_of, targets, most_draws=600, seed=seed, accepts=False
         )
         assert found.high == math.inf
         return found

@@ -29,7 +29,7 @@ _UNIFORM_SHARE = 0.8
 """Of the draws: no row's weight is above its inverse, and what a row may hide decides how many
 draws are needed."""
 _FIRST_DRAWS = 200
-_MOST_THRESHOLDS = 200
+_MOST_THRESHOLDS = 100
 _NUM_ACCEPTING = 16
 _LARGEST_ACCEPTED_SHARE, _NEXT_ACCEPTED = 0.95, 0.75
 """Of the rows, that thresholds for precision accept: each accepts this part of the one before."""
@@ -179,11 +179,12 @@ def _low(scores: Floats, draws: Draws, labels: Floats, recall: float, failure: f
     thresholds = values[places.astype(np.int64)]
     if not len(thresholds):
         return -math.inf
+    # the others gain and lose nothing
+    true = draws.rows[labels == 1]
     # the sum of these over all rows is 0 or more exactly where the recall is kept
-    found = scores[draws.rows] >= thresholds[:, None]
-    gains = np.nan_to_num(labels) * (found - recall)
+    gains = (scores[true] >= thresholds[:, None]) - recall
     losses = recall * _largest_weights(scores, draws.weights, thresholds, above=False)
-    certain = _capitals(gains * draws.weights[draws.rows], losses) >= 1 / failure
+    certain = _capitals(gains * draws.weights[true], losses) >= 1 / failure
     num_certain = len(certain) if certain.all() else int(np.argmin(certain))
     return float(thresholds[num_certain - 1]) if num_certain else -math.inf
 
