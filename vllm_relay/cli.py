@@ -425,6 +425,16 @@ def sql(
     max_running: Annotated[
         int | None, typer.Option(min=1, help="Prompts that the engine or server has at once.")
     ] = None,
+    image_folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder below which paths of images may lead.", exists=True, file_okay=False
+        ),
+    ] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(help="Send OpenTelemetry's spans there, those of a model started here too."),
+    ] = None,
     system_prompt: Annotated[
         str | None, typer.Option(help="What the system says before each question.")
     ] = None,
@@ -460,6 +470,7 @@ def sql(
             "checkpoint": checkpoint,
             "max_total_tokens": max_total_tokens,
             "retry_errors": retry_errors,
+            "otlp_traces_endpoint": otlp_traces_endpoint,
         },
         request={
             "system_prompt": system_prompt,
@@ -468,6 +479,7 @@ def sql(
             "extra_body": extra_body,
         },
         on_error=on_error,
+        image_folder=image_folder,
         server_arguments={
             "api_key_env": api_key_env,
             "api_key_over_http": api_key_over_http,

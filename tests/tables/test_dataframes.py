@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 from tests.support.depth import cases
 from tests.tables.recording_engine import RecordingEngine, Refusal, Row
@@ -200,17 +200,68 @@ def test_a_pydantic_model_checks_every_answer() -> None:
     result, _ = ask(table, lambda row: texts[row["n"]], output=Film)
     film = Film(title="a", year=1999)
     assert result.objects == [film, None, None, film]
-    assert listed(result.values) == [texts[1], None, None, texts[1]]
+    row = film.model_dump()
+    assert listed(result.values) == [row, None, None, row]
     assert list(result.errors) == [1, 2]
-    assert "Film: year: Input should be greater" in result.errors[1]
-    assert "not of type json" in result.errors[2]
+    assert "$.year: 3 is less than the minimum of 1888" in result.errors[1]
+    assert "not of type struct" in result.errors[2]
+    assert result.report.num_errors == 2
 
 
-def test_a_schema_means_json() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    result, engine = ask(pa.table({"n": [1]}), lambda row: '{"a": 1}', output=schema)
-    assert result.objects == [{"a": 1}]
+class Review(BaseModel):
+    stars: int = 3
+    tags: list[str] = Field(default_factory=lambda: ["none"])
+    note: str | None = None
+    seen: datetime.date
+
+    @field_validator("stars")
+    @classmethod
+    def _odd(cls, stars: int) -> int:
+        if stars % 2 == 0:
+            raise ValueError("stars are odd")
+        return stars
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_what_a_model_alone_knows_counts_too(kind: str) -> None:
+    texts = {1: '{"seen": "2024-02-29"}', 2: '{"stars": 4, "seen": "2024-02-29"}'}
+    table = KINDS[kind](pa.table({"n": [1, 2]}))
+    result, _ = ask(table, lambda row: texts[row["n"]], output=Review)
+    day = datetime.date(2024, 2, 29)
+    assert result.objects == [Review(seen=day), None]
+    # a schema knows no default that is made when it is needed
+    row = {"stars": 3, "tags": None, "note": None, "seen": day}
+    assert listed(result.values) == [row, None]
+    assert list(result.errors) == [1] and "stars are odd" in result.errors[1]
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_schema_means_structs(kind: str) -> None:
+    schema = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
+    table = KINDS[kind](pa.table({"n": [1, 2]}))
+    texts = {1: '{"b": 1}', 2: '{"b": "1"}'}
+    result, engine = ask(table, lambda row: texts[row["n"]], output=schema)
+    assert listed(result.values) == result.objects == [{"b": 1, "a": None}, None]
+    assert result.errors[1].endswith("does not fit its type: $.b: '1' is not of type 'integer'")
     assert '"properties"' in engine.messages[0]
+    # in the schema's order
+    assert result.arrow_values.type == pa.struct([("b", pa.int64()), ("a", pa.string())])
+
+
+def test_a_type_that_is_written_out_means_structs() -> None:
+    table = pa.table({"n": [1, 2]})
+    result, _ = ask(table, lambda row: f"[{row['n']}, 200]", output="UTINYINT[]")
+    assert result.values.to_pylist() == result.objects == [[1, 200], [2, 200]]
+    assert result.values.type.value_type == pa.uint8()
+
+
+def test_a_schema_that_leaves_types_open_may_give_texts() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": ["integer", "string"]}}}
+    table = pa.table({"n": [1]})
+    with pytest.raises(ValueError, match=r"at \$.a given, a union .* output=Output.of\('json'"):
+        ask(table, output=schema)
+    result, _ = ask(table, lambda row: '{"a": 1}', output=Output.of("json", schema=schema))
+    assert result.values.to_pylist() == ['{"a": 1}'] and result.objects == [{"a": 1}]
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,9 @@ def test_a_schema_without_a_type_means_json() -> None:
         ({"schema": "[]"}, "not an object"),
         ({"schema": {"a": object()}}, "JSON schema"),
         ({"schema": {}, "type": "int"}, "a schema goes with 'json'"),
+        ({"type": "struct"}, "without a JSON schema: give one, or write the type"),
+        ({"schema": {"type": "object"}, "type": "INTEGER[]"}, "give one of them"),
+        ({"choices": ["a"], "type": "INTEGER[]"}, "choices are texts"),
     ],
 )
 def test_bad_outputs_are_refused(arguments: dict[str, Any], message: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from vllm_relay.commands.errors import CommandError
@@ -88,7 +88,7 @@ def tokens_of(llm: Any, prompt: Prompt) -> list[int]:
             return _tokens_of_text(renderer, renderer.render_cmpl(_texts(prompt)))
     conversations = continued_conversations(prompt)
     with refusals("these messages", *_OF_STRANGE_PROMPTS):
-        return common_tokens(_render_conversations(llm, renderer, conversations))
+        return common_tokens(render_conversations(llm, renderer, conversations))
 
 
 async def text_tokens_async(renderer: Any, text: str) -> list[int]:
@@ -144,8 +144,14 @@ def _tokens_of_text(renderer: Any, prompts: Sequence[Any]) -> list[int]:
     return token_ids
 
 
-def _render_conversations(llm: Any, renderer: Any, conversations: Any) -> Any:
-    """Render as LLM.chat does by default."""
+def render_conversations(
+    llm: Any, renderer: Any, conversations: Any, template_kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Prompts of vLLM, rendered as LLM.chat does by default.
+
+    Args:
+        template_kwargs: further variables of the chat template.
+    """
     from vllm.renderers.params import ChatParams
     from vllm.utils.mistral import is_mistral_tokenizer
 
@@ -156,6 +162,7 @@ def _render_conversations(llm: Any, renderer: Any, conversations: Any) -> Any:
             "continue_final_message": False,
             "tools": None,
             "tokenize": is_mistral_tokenizer(renderer.tokenizer),
+            **(template_kwargs or {}),
         },
     )
     tok_params = renderer.default_chat_tok_params.with_kwargs(add_special_tokens=False)

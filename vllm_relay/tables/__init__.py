@@ -6,8 +6,10 @@ Liu et al., "Optimizing LLM Queries in Relational Workloads", 2024.
 
     question.py, request_options.py   what is asked of a row                           (pure)
     outputs.py, reading.py    what answers are, and how their texts are read           (pure)
+    images/              fields that are images
+    structs/             JSON answers as columns of structs and lists
     dataframes.py, map_result.py, caller_tables.py, answer_types.py   llm_map          (DuckDB)
-    identifiers.py, texts.py   names in SQL; long texts in messages
+    identifiers.py, texts.py, tracing.py   names in SQL; long texts in messages; OpenTelemetry
     ordering/            the order of rows and fields with which the prefix cache finds most
     jobs/                a question asked of every distinct row of a table
     engines/             what answers: vLLM in this process, or a server

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,18 +21,27 @@ class AnswerType:
     """
     Attributes:
         output: what the model is asked for.
-        model: that answers of type "json" are instances of; None where there is none.
+        model: that answers are instances of; None where there is none.
     """
 
     output: Output
     model: type[BaseModel] | None = None
 
+    def instance(self, text: str) -> BaseModel:
+        """The instance that the text of an answer stands for.
+
+        Raises:
+            ValidationError: it is none.
+        """
+        assert self.model is not None and self.output.struct is not None
+        return self.model.model_validate_json(json.dumps(self.output.struct.answered(text)))
+
     def check(self, text: str) -> str:
-        """Why a JSON text is no instance of the model; "" if it is one."""
+        """Why the text of an answer is no instance of the model; "" if it is one."""
         if self.model is None:
             return ""
         try:
-            self.model.model_validate_json(text)
+            self.instance(text)
         except ValidationError as error:
             problems = "; ".join(
                 f"{'.'.join(map(str, each['loc']))}: {each['msg']}".removeprefix(": ")
@@ -44,13 +54,14 @@ class AnswerType:
 def answer_type(output: Any, choices: Sequence[str] | None) -> AnswerType:
     """
     Args:
-        output: a type's name, a type of Python, a pydantic model, a JSON schema or an `Output`;
-            None means "text".
+        output: a type's name, a type of DuckDB of structs or lists, a type of Python, a pydantic
+            model, a JSON schema or an `Output`; None means "text".
         choices: the texts that are allowed; None allows all.
 
     Raises:
         TypeError: `output` or `choices` is nothing of these.
-        ValueError: the type is not known, or choices or a schema do not go with it.
+        ValueError: the type is not known, choices or a schema do not go with it, or a schema or a
+            model determines no type of a column.
     """
     if isinstance(choices, str):
         raise TypeError(f"choices={choices!r} given, expected a list of texts")
@@ -61,10 +72,9 @@ def answer_type(output: Any, choices: Sequence[str] | None) -> AnswerType:
             raise ValueError(f"choices={choices!r} given beside an Output: put them in there")
         return AnswerType(output)
     if isinstance(output, type) and issubclass(output, BaseModel):
-        made = Output.of("json", choices, output.model_json_schema())
-        return AnswerType(made, output)
+        return AnswerType(Output.of("struct", choices, output.model_json_schema()), output)
     if isinstance(output, Mapping):
-        return AnswerType(Output.of("json", choices, output))
+        return AnswerType(Output.of("struct", choices, output))
     if isinstance(output, type) and output in _NAMES_OF_TYPES:
         return AnswerType(Output.of(_NAMES_OF_TYPES[output], choices))
     raise TypeError(

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
+from vllm_relay.tables.images.columns import referred
+from vllm_relay.tables.images.fields import ImageFields
 from vllm_relay.tables.outputs import well_formed
 from vllm_relay.tables.texts import shortened
 
@@ -193,15 +195,20 @@ def caller_table(table: Any) -> CallerTable:
     )
 
 
-def arrow_columns(table: CallerTable, fields: Sequence[str]) -> list[pa.ChunkedArray]:
+def arrow_columns(
+    table: CallerTable, fields: Sequence[str], images: ImageFields | None = None
+) -> list[pa.ChunkedArray]:
     """
+    Args:
+        images: those of the fields that are images: their columns are of references.
+
     Raises:
-        ValueError: a field is no column or several, or its values have no text.
+        ValueError: a field is no column or several, or its values have no text or are no images.
     """
-    return [_arrow_column(table, name) for name in fields]
+    return [_arrow_column(table, name, images) for name in fields]
 
 
-def _arrow_column(table: CallerTable, name: str) -> pa.ChunkedArray:
+def _arrow_column(table: CallerTable, name: str, images: ImageFields | None) -> pa.ChunkedArray:
     names = table.names
     # names may be anything in pandas, also what cannot be compared
     places = [i for i, each in enumerate(names) if isinstance(each, str) and each == name]
@@ -224,6 +231,9 @@ def _arrow_column(table: CallerTable, name: str) -> pa.ChunkedArray:
             f"({shortened(str(error))}): convert it to text or to one type, or leave it out of "
             f"fields"
         ) from None
+    kind = None if images is None else images.kind_of(name)
+    if images is not None and kind is not None:
+        return referred(name, column, kind, images.store)
     reason = _reason_against(column.type)
     if reason:
         raise ValueError(
@@ -255,7 +265,7 @@ def _reason_against(type: pa.DataType, *, is_nested: bool = False) -> str:
         or types.is_fixed_size_binary(type)
         or types.is_binary_view(type)
     ):
-        return "bytes are no text; decode them"
+        return "bytes are no text; decode them, or give images=[...] if they are images"
     if types.is_decimal256(type):
         return f"decimals have up to {_MAX_DECIMAL_DIGITS} digits; cast it to decimal128"
     if types.is_union(type) or (is_nested and types.is_float16(type)):

@@ -20,6 +20,8 @@ from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.engines.opening import is_engine, open_engine
 from vllm_relay.tables.identifiers import json_text
+from vllm_relay.tables.images.fields import image_fields
+from vllm_relay.tables.images.store import ImageStore
 from vllm_relay.tables.jobs.asking import ask
 from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.options import DEFAULT_BUCKET_ROWS, JobOptions
@@ -60,6 +62,9 @@ def llm_map(
     sampling: Mapping[str, Any] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     extra_body: Mapping[str, Any] | None = None,
+    images: Mapping[str, str] | Sequence[str] | None = None,
+    image_folder: str | PathLike[str] | None = None,
+    otlp_traces_endpoint: str | None = None,
 ) -> MapResult:
     """Ask a question of every row; rows whose fields are equal are asked once.
 
@@ -73,8 +78,9 @@ def llm_map(
         engine: see `open_engine`. What is opened here is closed here: open a model first if it is
             to answer more than one question.
         output: what answers are: "text", "int", "float", "bool" or "json"; str, int, float or bool;
-            a pydantic model; a JSON schema; or an `Output`. Answers that a pydantic model refuses
-            are errors. A schema is what the model is held to, answers are not checked again.
+            a type of DuckDB of structs or lists, such as ``STRUCT(title VARCHAR, year INTEGER)``; a
+            pydantic model or a JSON schema, which determine such a type; or an `Output`. Answers
+            that do not fit a type, a schema or a model are errors.
         choices: the only texts that are allowed.
         order: of rows and fields in the prompts, see `JobOptions`; values are in the table's order.
         max_tokens: of an answer; None chooses by the type of the answers and the model's context.
@@ -82,13 +88,16 @@ def llm_map(
         seed: of a temperature above 0.
         reorder: those of the fields whose value is a list, and whose elements may be put in any
             order.
-        rules, retry_errors, checkpoint, max_total_tokens, show_progress, template, bucket_rows: see
-            `JobOptions`.
+        rules, retry_errors, checkpoint, max_total_tokens, show_progress, template, bucket_rows,
+            otlp_traces_endpoint: see `JobOptions`.
         near_duplicates: the similarity from which on rows share one answer, or `NearDuplicates`;
             None holds only equal rows for equal.
         on_error: what becomes of a row without an answer: a missing value, or an exception when all
             rows are done.
         system_prompt, sampling, chat_template_kwargs, extra_body: see `RequestOptions`.
+        images: those of the fields that are images, with what their values are: "bytes" of files,
+            which is meant by a list of names, a "path" below `image_folder`, or a "url".
+        image_folder: below which paths may lead, links followed.
 
     Raises:
         TypeError: the table, the engine or the output is none of the above.
@@ -104,6 +113,7 @@ def llm_map(
         raise ValueError(f"on_error={on_error!r} given, expected one of {list(get_args(OnError))}")
     rows = caller_table(table)
     types = answer_type(output, choices)
+    store = ImageStore(None if image_folder is None else Path(image_folder))
     question = Question(
         prompt,
         fields_of(prompt, rows, names_of("fields", fields)),
@@ -113,6 +123,7 @@ def llm_map(
         seed,
         names_of("reorder", reorder) or (),
         RequestOptions(system_prompt, sampling, chat_template_kwargs, extra_body),
+        image_fields(images, store),
     )
     options = JobOptions(
         order,
@@ -123,20 +134,23 @@ def llm_map(
         template or PromptTemplate(),
         bucket_rows,
         retry_errors=retry_errors,
+        otlp_traces_endpoint=otlp_traces_endpoint,
     )
-    columns = arrow_columns(rows, question.fields)
-    _check_lists(question, columns)
-    texts = json_texts(question.fields, columns)
-    num_near = 0
-    if near_duplicates is not None:
-        if not isinstance(near_duplicates, NearDuplicates):
-            near_duplicates = NearDuplicates(near_duplicates)
-        shared = texts.take(near_duplicates.representatives(texts, _text_names(question, columns)))
-        num_near = sum(row != own for row, own in zip(_rows(texts), _rows(shared), strict=True))
-        texts = shared
     report = JobReport()
     spent: TokenBudgetError | None = None
+    num_near = 0
     with ExitStack() as cleanup:
+        cleanup.callback(store.close)
+        columns = arrow_columns(rows, question.fields, question.images)
+        _check_lists(question, columns)
+        texts = json_texts(question.fields, columns)
+        if near_duplicates is not None:
+            if not isinstance(near_duplicates, NearDuplicates):
+                near_duplicates = NearDuplicates(near_duplicates)
+            names = _text_names(question, columns)
+            shared = texts.take(near_duplicates.representatives(texts, names))
+            num_near = sum(row != own for row, own in zip(_rows(texts), _rows(shared), strict=True))
+            texts = shared
         opened: Engine = engine
         if not is_engine(engine):
             opened = LazyEngine(lambda: open_engine(engine))
@@ -161,9 +175,12 @@ def _text_names(question: Question, columns: Sequence[pa.ChunkedArray]) -> list[
     return [
         name
         for name, type in zip(question.fields, types, strict=True)
-        if pa.types.is_string(type)
-        or pa.types.is_large_string(type)
-        or pa.types.is_string_view(type)
+        if (question.images is None or question.images.kind_of(name) is None)
+        and (
+            pa.types.is_string(type)
+            or pa.types.is_large_string(type)
+            or pa.types.is_string_view(type)
+        )
     ]
 
 
@@ -262,16 +279,18 @@ def map_result(
         values_of: the values of `MapResult` from an Arrow array.
         answers: the columns ``answer``, ``error`` and ``is_cut`` of each row.
     """
-    values = answers["answer"]
+    texts = answers["answer"]
     failed = pc.indices_nonzero(pc.is_valid(answers["error"]))
     errors = dict(zip(failed.to_pylist(), answers["error"].take(failed).to_pylist(), strict=True))
     if types.model is not None:
-        refused = {text: types.check(text) for text in values.unique().to_pylist() if text}
-        texts = values.to_pylist()
-        for place, text in enumerate(texts):
+        refused = {text: types.check(text) for text in texts.unique().to_pylist() if text}
+        checked = texts.to_pylist()
+        for place, text in enumerate(checked):
             if text and refused[text]:
-                errors[place], texts[place] = refused[text], None
-        values = pa.chunked_array([pa.array(texts, pa.string())])
+                errors[place], checked[place] = refused[text], None
+        texts = pa.chunked_array([pa.array(checked, pa.string())])
+    values = texts if types.output.struct is None else types.output.struct.arrow(texts)
     report.num_errors = len(errors)
     cut = pc.indices_nonzero(answers["is_cut"]).to_pylist()
-    return MapResult(values_of(values), dict(sorted(errors.items())), cut, report, types, values)
+    shown = values_of(values)
+    return MapResult(shown, dict(sorted(errors.items())), cut, report, types, values, texts)

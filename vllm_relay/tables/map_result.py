@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,8 +28,8 @@ class MapResult:
 
     Attributes:
         values: an answer for each row of the table, missing where there is none: a pandas Series
-            with the table's index, a Polars Series or an Arrow ChunkedArray, named "answer". JSON
-            is given as its text.
+            with the table's index, a Polars Series or an Arrow ChunkedArray, named "answer". A
+            model or a schema gives structs, type "json" gives texts.
         errors: why a row has no answer, or that its text was cut, by the row's place in the table,
             from 0.
         cut_rows: places of the rows whose answer ended at `max_tokens`; their texts are values as
@@ -37,6 +37,7 @@ class MapResult:
         report: what the job took.
         answer_type: of the values.
         arrow_values: the same values as an Arrow array.
+        answers: the same, with structs as texts of JSON.
         num_near_duplicates: rows with the answer of a row that is not equal to them, see
             `NearDuplicates`.
     """
@@ -47,6 +48,7 @@ class MapResult:
     report: JobReport
     answer_type: AnswerType
     arrow_values: pa.ChunkedArray
+    answers: pa.ChunkedArray
     num_near_duplicates: int = field(default=0, kw_only=True)
 
     def __len__(self) -> int:
@@ -77,13 +79,14 @@ class MapResult:
     @cached_property
     def objects(self) -> list[Any]:
         """The values as Python has them, None where there is none: instances of the pydantic model,
-        dictionaries where the output is JSON, else texts and numbers."""
-        values = self.arrow_values.to_pylist()
-        if self.answer_type.output.type != "json":
-            return values
-        model = self.answer_type.model
-        parse = json.loads if model is None else model.model_validate_json
-        return [None if value is None else parse(value) for value in values]
+        dictionaries and lists where the output is JSON, else texts and numbers."""
+        if self.answer_type.model is not None:
+            parse: Callable[[str], Any] = self.answer_type.instance
+        elif self.answer_type.output.type == "json":
+            parse = json.loads
+        else:
+            return self.arrow_values.to_pylist()
+        return [None if text is None else parse(text) for text in self.answers.to_pylist()]
 
 
 class RowsFailedError(RuntimeError):

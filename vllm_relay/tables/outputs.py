@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from os.path import commonprefix
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from vllm_relay.tables.reading import bare, chosen, truth, without_fence
 
-OutputType = Literal["text", "int", "float", "bool", "json"]
+if TYPE_CHECKING:
+    from vllm_relay.tables.structs.columns import StructColumn
+
+OutputType = Literal["text", "int", "float", "bool", "json", "struct"]
 
 AnswerValue: TypeAlias = "str | int | float | bool"
 
@@ -24,8 +28,10 @@ _SQL_TYPES: dict[OutputType, str] = {
     "float": "DOUBLE",
     "bool": "BOOLEAN",
     "json": "JSON",
+    "struct": "JSON",
 }
 _BOOLS = ("true", "false")
+_WRITTEN_TYPE = re.compile(r"[(\[]")
 # what a BIGINT and a DOUBLE can hold, without leading zeros, so that an answer ends
 _INT_PATTERN = r"-?(0|[1-9][0-9]{0,17})"
 _FLOAT_PATTERN = _INT_PATTERN + r"(\.[0-9]{1,12})?"
@@ -39,9 +45,11 @@ class AnswerError(ValueError):
 class Output:
     """
     Attributes:
-        type: of the values. "json" is given back as its text.
+        type: of the values. "json" and "struct" are given back as their text.
         choices: the texts that are allowed, for "text"; any text if empty.
-        schema_json: the JSON schema that answers follow, as JSON, for "json"; "" allows any object.
+        schema_json: the JSON schema that answers follow, as JSON, for "json" and "struct"; ""
+            allows any object. That of a "struct" determines the type of a column, and its answers
+            are checked against it.
 
     Raises:
         ValueError: the type is not known, or a choice or a schema does not go with it.
@@ -54,14 +62,19 @@ class Output:
     def __post_init__(self) -> None:
         if self.type not in get_args(OutputType):
             raise ValueError(
-                f"return type {self.type!r} given, expected one of {list(get_args(OutputType))}"
+                f"return type {self.type!r} given, expected one of {list(get_args(OutputType))} or "
+                f"a type of structs or lists such as 'STRUCT(title VARCHAR, score INTEGER)'"
             )
         if self.choices:
             _check_choices(self.type, self.choices)
-        if self.schema_json and self.type != "json":
+        if self.schema_json and not self.is_json:
             raise ValueError(
-                f"a JSON schema and return type {self.type!r} given: a schema goes with 'json'"
+                f"a JSON schema and return type {self.type!r} given: a schema goes with 'json' or "
+                f"'struct'"
             )
+        if self.type == "struct":
+            # refused before anything is asked
+            _ = self.struct
 
     @classmethod
     def of(
@@ -72,6 +85,9 @@ class Output:
     ) -> Output:
         """What a user asks for; a schema without a type means "json".
 
+        Args:
+            type: its name, or a type of DuckDB of structs or lists, such as ``STRUCT(n INTEGER)``.
+
         Raises:
             ValueError: as for the class, or the schema is not one.
         """
@@ -79,13 +95,44 @@ class Output:
             raise _one_text(choices)
         if choices is not None and not choices:
             raise ValueError("an empty list of choices was given, expected at least one text")
-        schema_json = "" if schema is None else _schema_json(schema)
+        if type is not None and _WRITTEN_TYPE.search(type):
+            if schema is not None:
+                raise ValueError(
+                    f"return type {type!r} and a JSON schema given: give one of them, or the type "
+                    f"'struct', which the schema determines"
+                )
+            from vllm_relay.tables.structs.duckdb_types import schema_of_type
+
+            type, schema = "struct", schema_of_type(type)
+        # models write properties in the schema's order, which is that of a struct's fields
+        is_sorted = type != "struct"
+        schema_json = "" if schema is None else _schema_json(schema, is_sorted)
         name: Any = type or ("json" if schema_json else "text")
         return cls(name, tuple(choices or ()), schema_json)
 
     @property
+    def is_json(self) -> bool:
+        """Whether answers are JSON."""
+        return self.type in ("json", "struct")
+
+    @cached_property
+    def struct(self) -> StructColumn | None:
+        """The column that a "struct" determines; None of other types."""
+        if self.type != "struct":
+            return None
+        if not self.schema_json:
+            raise ValueError(
+                "return type 'struct' given without a JSON schema: give one, or write the type, as "
+                "in 'STRUCT(title VARCHAR, score INTEGER)'"
+            )
+        # takes time to import
+        from vllm_relay.tables.structs.columns import StructColumn
+
+        return StructColumn(json.loads(self.schema_json))
+
+    @property
     def sql_type(self) -> str:
-        """DuckDB's name of the type of the values."""
+        """DuckDB's name of the type of the values as `parse` gives them."""
         return _SQL_TYPES[self.type]
 
     @cached_property
@@ -97,7 +144,7 @@ class Output:
             return {"regex": _INT_PATTERN}
         if self.type == "float":
             return {"regex": _FLOAT_PATTERN}
-        if self.type == "json":
+        if self.is_json:
             return {"json": self.schema_json} if self.schema_json else {"json_object": True}
         return {}
 
@@ -121,14 +168,14 @@ class Output:
         """What the model is told of it, a sentence; empty where any text is allowed."""
         if self.choices:
             return f"Answer with one of: {', '.join(self.choices)}."
+        if self.schema_json:
+            return f"Answer with JSON of this schema: {self.schema_json}"
         return {
             "text": "",
             "int": "Answer with an integer.",
             "float": "Answer with a number.",
             "bool": "Answer with true or false.",
-            "json": f"Answer with JSON of this schema: {self.schema_json}"
-            if self.schema_json
-            else "Answer with a JSON object.",
+            "json": "Answer with a JSON object.",
         }[self.type]
 
     def completed(self, beginning: str) -> str | None:
@@ -156,15 +203,24 @@ class Output:
                 if (value := truth(text)) is None:
                     raise ValueError
                 return value
-            if self.type == "json":
+            if self.is_json:
                 stripped = without_fence(text)
                 parsed = json.loads(stripped, parse_constant=_no_constant)
                 # DuckDB's JSON has no half of a surrogate pair
                 json.dumps(parsed, ensure_ascii=False).encode()
-                return stripped
+                return stripped if self.struct is None else self._stored(parsed, stripped)
             return _int_of(bare(text)) if self.type == "int" else _float_of(bare(text))
+        except AnswerError:
+            raise
         except (ValueError, RecursionError):
             raise AnswerError(f"answer {text!r} is not of type {self.type}") from None
+
+    def _stored(self, answer: Any, text: str) -> str:
+        assert self.struct is not None
+        try:
+            return self.struct.text(answer)
+        except ValueError as error:
+            raise AnswerError(f"answer {text!r} does not fit its type: {error}") from None
 
 
 def well_formed(text: str) -> str:
@@ -231,11 +287,11 @@ def _check_choices(type: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"choices {list(choices)} given, expected different ones")
 
 
-def _schema_json(schema: Mapping[str, Any] | str) -> str:
+def _schema_json(schema: Mapping[str, Any] | str, is_sorted: bool) -> str:
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else dict(schema)
         if not isinstance(parsed, dict):
             raise ValueError("it is not an object")
-        return json.dumps(parsed, sort_keys=True)
+        return json.dumps(parsed, sort_keys=is_sorted)
     except (ValueError, TypeError) as error:
         raise ValueError(f"JSON schema {schema!r} given: {error}") from None

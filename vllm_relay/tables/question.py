@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from vllm_relay.tables.images.fields import ImageFields
 from vllm_relay.tables.outputs import Output, well_formed
 from vllm_relay.tables.request_options import RequestOptions
 
@@ -29,11 +30,12 @@ class Question:
         set_fields: those of `fields` whose value is a list, and whose elements may be put in any
             order.
         request: what else the model is told.
+        images: those of `fields` that are images, whose values are references; None without any.
 
     Raises:
         ValueError: there is no text or no field, a text stands for a list, a name is there twice,
-            a text cannot be UTF-8, the text or `set_fields` refer to a field that is not there, or
-            a number is out of its range.
+            a text cannot be UTF-8, the text, `set_fields` or `images` refer to a field that is not
+            there, or a number is out of its range.
     """
 
     text: str
@@ -44,6 +46,7 @@ class Question:
     seed: int | None = None
     set_fields: tuple[str, ...] = ()
     request: RequestOptions = RequestOptions()
+    images: ImageFields | None = None
 
     def __post_init__(self) -> None:
         if not self.text.strip():
@@ -67,7 +70,9 @@ class Question:
                 raise ValueError(
                     f"{text!r} given as question or field, expected a text that can be UTF-8"
                 )
-        for what, names in (("text", self.placeholders), ("set_fields", self.set_fields)):
+        images = self.images.names if self.images is not None else []
+        named = (("text", self.placeholders), ("set_fields", self.set_fields), ("images", images))
+        for what, names in named:
             unknown = [name for name in names if name not in self.fields]
             if unknown:
                 braces = "; braces that are no field are written {{ and }}" * (what == "text")

@@ -40,6 +40,7 @@ _STRUCTURED = {
             "additionalProperties": False,
         }
     ),
+    "struct": Output.of("STRUCT(kind ENUM('a', 'b'), day DATE, parts STRUCT(ok BOOLEAN))"),
 }
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import subprocess
 from typing import Any
@@ -101,6 +102,18 @@ def test_an_answer_that_may_go_on_as_several_choices_is_an_error(found: dict[str
 def test_a_model_that_reasons_writes_its_whole_answer(found: dict[str, Any]) -> None:
     assert found["decided"]["limit with parser 'qwen3'"] == 64
     assert found["decided"]["limit with parser ''"] == 1
+
+
+def test_structs_fit_their_types(found: dict[str, Any]) -> None:
+    values, errors = found["structured"]["struct"]
+    for value, error in zip(values, errors, strict=True):
+        if value is None:
+            # not every month has 31 days, and white space may have no end
+            assert "is not a 'date'" in error or "not of type struct" in error
+            continue
+        row = json.loads(value)
+        assert row["kind"] in ("a", "b") and type(row["parts"]["ok"]) is bool
+        datetime.date.fromisoformat(row["day"])
 
 
 def test_structured_json_follows_its_schema(found: dict[str, Any]) -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from typer.testing import CliRunner
 
 from tests.tables.fake_engine import FakeEngine
 from vllm_relay.cli import app
+from vllm_relay.tables import tracing
 from vllm_relay.tables.request_options import RequestOptions
 from vllm_relay.tables.shell import command as shell_command
 from vllm_relay.tables.shell.engine_arguments import split_arguments
@@ -89,6 +91,28 @@ def test_a_model_is_started_with_them(tmp_path: Path, opened: list[Any]) -> None
     result = sql(tmp_path, "--model", "a/b", "--tensor-parallel-size", "2", "--max-running", "7")
     assert result.exit_code == 0, result.output
     assert opened == [("a/b", {"tensor_parallel_size": 2, "max_num_seqs": 7})]
+
+
+def test_traces_are_those_of_the_model_too(
+    tmp_path: Path, opened: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "span_exporter", lambda endpoint: InMemorySpanExporter())
+    given = ("--otlp-traces-endpoint", "http://collector:9")
+    assert sql(tmp_path, "--model", "a/b", *given).exit_code == 0
+    assert opened == [("a/b", {"otlp_traces_endpoint": "http://collector:9"})]
+    opened.clear()
+    assert sql(tmp_path, "--server", "http://127.0.0.1:1", *given).exit_code == 0
+    assert "otlp_traces_endpoint" not in opened[0][1]
+
+
+def test_images_may_lead_below_their_folder(tmp_path: Path, opened: list[Any]) -> None:
+    statement = "SELECT llm('What is {name}?', images := {name: 'path'}) FROM films"
+    for given, message in (
+        ((), "give image_folder"),
+        (("--image-folder", str(tmp_path)), "images given, but"),
+    ):
+        result = sql(tmp_path, "--model", "a/b", "-c", statement, *given)
+        assert result.exit_code == 1 and message in " ".join(result.output.split())
 
 
 def test_a_server_is_opened_with_its_own(tmp_path: Path, opened: list[Any]) -> None:

@@ -10,6 +10,7 @@ import duckdb
 import sqlglot
 from sqlglot import exp
 
+from vllm_relay.tables.images.store import ImageStore
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.calls import Field, read_call
 from vllm_relay.tables.sql.expressions import is_call
@@ -26,7 +27,7 @@ def plain_rows(
     for node in _calls_inside_first(tree):
         # one function per text, so that GROUP BY finds the expression of the select list
         written = node.sql("duckdb")
-        call = read_call(node, _no_star)
+        call = read_call(node, _no_star, ImageStore())
         if written not in names:
             names[written] = f"llm_{len(names)}"
             connection.create_function(

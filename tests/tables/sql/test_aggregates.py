@@ -317,3 +317,21 @@ def test_what_duckdb_refuses_of_aggregates_is_refused(
     with pytest.raises(duckdb.Error):
         Connection(connection, runner).sql(text)
     assert not runner.asked
+
+
+def test_partial_answers_may_be_structs() -> None:
+    def total(row: Row) -> str:
+        parts = [each.get("x", each.get("n")) for each in row["records"]]
+        return json.dumps({"n": sum(parts)})
+
+    engine = counting_engine(900, total)
+    text = "SELECT g, llm_agg('Sum {x}', {x}, return := 'STRUCT(n BIGINT)', max_tokens := 24) AS s "
+    with connect(engine=engine, tables={"t": TABLE}) as database:
+        rows = database.sql(f"{text} FROM t GROUP BY g ORDER BY g").fetchall()
+    assert rows == [("a", {"n": 109900}), ("b", {"n": 110000})]
+    assert any(map(is_combining, engine.messages))
+    frame = llm_agg(
+        TABLE, "Sum {x}", engine=engine, by="g", output="STRUCT(n BIGINT)", max_tokens=24
+    )
+    assert frame.objects == [{"n": 109900}, {"n": 110000}]
+    assert frame.table["answer"].to_pylist() == frame.objects

@@ -90,9 +90,10 @@ class PromptShape:
 
 
 class Engine(Protocol):
-    """An engine may also have an attribute ``modules_refusal``: None if it takes prompts with
-    modules, else the reason why it does not; ``reasons``: whether answers begin with a reasoning of
-    any length; and a method ``generate_scored``: `generate` with `Completion.first_logprobs`.
+    """An engine may also have attributes ``modules_refusal`` and ``images_refusal``: None if it
+    takes prompts with modules or with references to images, else the reason why it does not; and
+    ``reasons``: whether answers begin with a reasoning of any length; ``model_name``; and a method
+    ``generate_scored``: `generate` with `Completion.first_logprobs`.
 
     Attributes:
         identity: the model and what else changes answers but is no part of a question.
@@ -145,3 +146,8 @@ def generate_scored(engine: Engine, prompts: Iterable[Prompt], question: Questio
 def modules_refusal(engine: Engine) -> str | None:
     """Why an engine takes no prompts with modules; None if it does."""
     return getattr(engine, "modules_refusal", "prompt modules run in vLLM in this process only")
+
+
+def images_refusal(engine: Engine) -> str | None:
+    """Why an engine takes no prompts with images; None if it does."""
+    return getattr(engine, "images_refusal", "this engine takes none")

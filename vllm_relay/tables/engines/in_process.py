@@ -19,6 +19,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_relay.commands.prompts import render_conversations
 from vllm_relay.modules.engine.requests import unsupported_reason, with_plan
 from vllm_relay.tables.engines.base import (
     NUM_LOGPROBS,
@@ -30,8 +31,13 @@ from vllm_relay.tables.engines.base import (
 )
 from vllm_relay.tables.engines.model_identity import model_identity
 from vllm_relay.tables.engines.reasoning import answer_in, without_reasoning
+from vllm_relay.tables.images.content import content_parts
+from vllm_relay.tables.images.store import ImageError
+from vllm_relay.tables.jobs.prompts.format import conversation
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.question import Question
+from vllm_relay.tables.request_options import RequestOptions
+from vllm_relay.tables.tracing import trace_headers
 
 _WINDOW_PER_RUNNING = 2
 """Requests handed over, per request that runs: so that none waits for the planner."""
@@ -61,12 +67,15 @@ class InProcessEngine:
             )
         if config.model_config.skip_tokenizer_init:
             raise ValueError("an LLM without a tokenizer given: leave skip_tokenizer_init out")
+        self.model_name: str = config.model_config.served_model_name
         self.tokenizer = llm.get_tokenizer()
         self.max_model_len: int | None = config.model_config.max_model_len
         self.max_running: int = config.scheduler_config.max_num_seqs
         self.cache = _cache_of(config)
         self.reasons = bool(config.structured_outputs_config.reasoning_parser)
         self.modules_refusal = unsupported_reason(config)
+        takes_images = config.model_config.is_multimodal_model
+        self.images_refusal = None if takes_images else f"the model {self.model_name} takes none"
         self._reader = AnswerReader(_reasoning_parser(config, self.tokenizer), self.tokenizer)
 
     @cached_property
@@ -76,7 +85,7 @@ class InProcessEngine:
 
     def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
         """See `Engine`."""
-        return self._run(prompts, self._params(question), self._read(question))
+        return self._run(prompts, self._params(question), self._read(question), question)
 
     def generate_scored(self, prompts: Iterable[Prompt], question: Question) -> Completions:
         """See `Engine`."""
@@ -86,7 +95,7 @@ class InProcessEngine:
         def read_scored(number: int, output: Any) -> Completion:
             return replace(read(number, output), first_logprobs=_first_logprobs(output))
 
-        return self._run(prompts, params, read_scored)
+        return self._run(prompts, params, read_scored, question)
 
     def _params(self, question: Question) -> SamplingParams:
         params = sampling_params(question)
@@ -142,9 +151,15 @@ class InProcessEngine:
         prompts: Iterable[Prompt],
         params: SamplingParams,
         read: Callable[[int, Any], Completion],
+        question: Question | None = None,
     ) -> Completions:
+        """
+        Args:
+            question: of the prompts; None where these are tokens alone.
+        """
         engine = self.llm.llm_engine
         waiting = iter(prompts)
+        headers = trace_headers() or None
         running: dict[str, int] = {}
         is_done = False
         try:
@@ -158,7 +173,8 @@ class InProcessEngine:
                     # known before it is added: whatever ends this loop aborts it
                     running[request_id] = prompt.number
                     try:
-                        engine.add_request(request_id, *self._request(prompt, params))
+                        request = self._request(prompt, params, question)
+                        engine.add_request(request_id, *request, trace_headers=headers)
                     except (ValueError, VLLMValidationError) as error:
                         del running[request_id]
                         yield Completion(prompt.number, error=str(error))
@@ -201,11 +217,35 @@ class InProcessEngine:
         )
         return replace(completion, error=error)
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> tuple[Any, SamplingParams]:
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, question: Question | None
+    ) -> tuple[Any, SamplingParams]:
+        """
+        Raises:
+            ValueError: an image is not there, or vLLM does not take it.
+        """
+        if question is not None and question.images is not None:
+            parts = content_parts(prompt.message, question.images.store)
+            return self._chat(parts, question.request), params
         if prompt.modules is None:
             return tokens_input(prompt.token_ids), params
         params = with_plan(params, prompt.modules, self.max_model_len)
         return tokens_input(prompt.modules.token_ids), params
+
+    def _chat(self, parts: list[dict[str, Any]], request: RequestOptions) -> Any:
+        """What vLLM makes of a message with images, as of one that a server gets.
+
+        Raises:
+            ImageError: it reads none there.
+        """
+        messages: Any = conversation(request.system_prompt, parts)
+        renderer = self.llm.llm_engine.renderer
+        told = request.chat_template_kwargs
+        try:
+            [rendered] = render_conversations(self.llm, renderer, [messages], told)
+        except Exception as error:  # whoever reads images, or fetches them, has errors of its own
+            raise ImageError(f"vLLM takes no such prompt: {error}") from error
+        return rendered
 
     def _ordinary_tokens(self) -> list[int]:
         """Those that stand for text: others may begin an image, say."""

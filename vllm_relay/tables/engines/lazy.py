@@ -13,6 +13,7 @@ from vllm_relay.tables.engines.base import (
     Prompt,
     PromptShape,
     generate_scored,
+    images_refusal,
     modules_refusal,
 )
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
@@ -57,6 +58,16 @@ class LazyEngine:
     def modules_refusal(self) -> str | None:
         """See `Engine`."""
         return modules_refusal(self._engine)
+
+    @property
+    def images_refusal(self) -> str | None:
+        """See `Engine`."""
+        return images_refusal(self._engine)
+
+    @property
+    def model_name(self) -> str:
+        """See `Engine`."""
+        return getattr(self._engine, "model_name", "")
 
     @property
     def reasons(self) -> bool:

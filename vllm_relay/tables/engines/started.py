@@ -32,6 +32,9 @@ def start_engine(model: str, **arguments: Any) -> StartedEngine:
         ValueError: vLLM refuses the model or an argument.
     """
     chosen = {"enable_prefix_caching": True, "attention_backend": "relay", **arguments}
+    if arguments.get("otlp_traces_endpoint"):
+        # vLLM's spans hold its statistics
+        chosen.setdefault("disable_log_stats", False)
     if "scheduler_cls" not in arguments:
         given = arguments.get("additional_config") or {}
         chosen["additional_config"] = {"relay": {"scheduler": True}, **given}

@@ -83,7 +83,7 @@ def likely_cut(question: Question, engine: Engine, longest_prompt_tokens: int) -
 
 
 def _needed_tokens(output: Output) -> int:
-    if output.type == "json" and output.schema_json:
+    if output.schema_json:
         return max(_num_properties(json.loads(output.schema_json)), 1) * _TOKENS_PER_PROPERTY
     return DEFAULT_MAX_TOKENS if output.type in ("text", "json") and not output.choices else 1
 

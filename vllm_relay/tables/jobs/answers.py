@@ -17,6 +17,7 @@ ARROW_TYPES: dict[OutputType, pa.DataType] = {
     "float": pa.float64(),
     "bool": pa.bool_(),
     "json": pa.string(),
+    "struct": pa.string(),
 }
 """Of the values of answers."""
 
@@ -78,4 +79,4 @@ def _is_whole(output: Output, value: AnswerValue) -> bool:
         begin = str(value).casefold()
         others = [each for each in output.choices if each != value]
         return not any(each.casefold().startswith(begin) for each in others)
-    return output.type == "bool" or (output.type == "json" and str(value)[-1:] in ("}", "]", '"'))
+    return output.type == "bool" or (output.is_json and str(value)[-1:] in ("}", "]", '"'))

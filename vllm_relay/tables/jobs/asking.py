@@ -22,6 +22,7 @@ from vllm_relay.tables.jobs.rows.arrow_rows import ArrowAnswers, ArrowRows
 from vllm_relay.tables.jobs.token_budget import TokenBudget, TokenBudgetError
 from vllm_relay.tables.ordering.order import OrderChoice
 from vllm_relay.tables.question import Question
+from vllm_relay.tables.tracing import of_question, of_report, span
 
 
 def ask(
@@ -113,8 +114,16 @@ class Asker:
         """
         plan = self._plan(rows, self._told(question), self._checkpoint)
         run = JobRun(plan, self._engine, answers, self._checkpoint, self._budget, self.report)
+        before = replace(self.report)
         self.report.num_rows += rows.num_rows
-        run.run(rows.num_distinct, self._options.show_progress)
+        name = getattr(self._engine, "model_name", "")
+        attributes = of_question(plan.question, name)
+        endpoint = self._options.otlp_traces_endpoint
+        with span(endpoint, f"chat {name}".strip(), attributes, is_request=True) as record:
+            try:
+                run.run(rows.num_distinct, self._options.show_progress)
+            finally:
+                record(of_report(self.report.since(before)))
 
     def estimate(self, rows: SourceRows, question: Question) -> Estimate:
         """What `ask` would take; asks the engine for no answer."""

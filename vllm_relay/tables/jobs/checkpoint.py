@@ -8,7 +8,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from vllm_relay.tables.engines.base import Completion
@@ -184,8 +184,9 @@ class Keys:
         order_is_kept: bool,
         modules: ModuleMode = "off",
     ) -> None:
-        told = {**asdict(question), "max_tokens": question.most_tokens}
-        del told["request"]
+        # references among the values say which images there are
+        told = {**asdict(replace(question, images=None)), "max_tokens": question.most_tokens}
+        del told["request"], told["images"]
         if request := question.request.as_json():
             told["request"] = request
         asked = [identity, told, asdict(template), order_is_kept]

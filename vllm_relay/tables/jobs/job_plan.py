@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import pyarrow as pa
 
-from vllm_relay.tables.engines.base import Engine, modules_refusal
+from vllm_relay.tables.engines.base import Engine, images_refusal, modules_refusal
 from vllm_relay.tables.jobs.answer_length import with_max_tokens
 from vllm_relay.tables.jobs.answers import Answer, read_answer
 from vllm_relay.tables.jobs.checkpoint import Checkpoint, Keys, KnownAnswer
@@ -139,7 +139,8 @@ class JobPlan:
         num_by_rules: rows that are left out only because rules make their texts equal.
 
     Raises:
-        ValueError: the options ask for modules, and the engine takes none.
+        ValueError: the options ask for modules, or the question for images, and the engine takes
+            none; or there are images and modules, or images and a budget.
     """
 
     def __init__(
@@ -156,6 +157,8 @@ class JobPlan:
                 f'{reason}. Give LLM(..., attention_backend="relay", '
                 f'additional_config={{"relay": {{"scheduler": True}}}}), or modules="off"'
             )
+        if question.images is not None:
+            _check_images(engine, options)
         self._buckets = buckets
         self.question = with_max_tokens(question, engine)
         self._options = options
@@ -284,3 +287,20 @@ class JobPlan:
         for rule in self._options.rules:
             text = RULES[rule](text)
         return json.dumps(text)
+
+
+def _check_images(engine: Engine, options: JobOptions) -> None:
+    if reason := images_refusal(engine):
+        raise ValueError(
+            f"images given, but {reason}: give a model that takes images, or the address of a "
+            f"server that has one, http://..."
+        )
+    if options.modules != "off":
+        raise ValueError(
+            f"modules={options.modules!r} given with images, whose prompts have none: give 'off'"
+        )
+    if options.max_total_tokens is not None:
+        raise ValueError(
+            f"max_total_tokens={options.max_total_tokens} given with images, whose tokens only the "
+            f"server knows, afterwards: leave one of them out"
+        )

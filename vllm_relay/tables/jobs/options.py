@@ -43,6 +43,8 @@ class JobOptions:
             modules come first, in every order. Needs an engine that takes modules. Where the prefix
             cache saves about as much, prompts have none.
         request: what the model is told in all questions that do not say otherwise.
+        otlp_traces_endpoint: of OpenTelemetry, to which spans of statements and jobs are sent; None
+            makes none.
 
     Raises:
         ValueError: an order, a rule or a mode of modules is not known, or a number is below 1.
@@ -58,6 +60,7 @@ class JobOptions:
     modules: ModuleMode = "off"
     retry_errors: bool = True
     request: RequestOptions = RequestOptions()
+    otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         choices = (("order", get_args(OrderChoice)), ("modules", get_args(ModuleMode)))

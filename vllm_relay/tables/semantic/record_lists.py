@@ -95,7 +95,7 @@ def record_list(records: Sequence[str]) -> str:
 
 def value_record(output: Output, value: AnswerValue) -> str:
     """The JSON of an answer."""
-    if output.type == "json":
+    if output.is_json:
         return json.dumps(json.loads(str(value)), ensure_ascii=False, separators=(",", ":"))
     return json.dumps(value, ensure_ascii=False)
 

@@ -45,6 +45,7 @@ def run_sql(
     options: dict[str, Any],
     request: dict[str, str | None],
     on_error: Any,
+    image_folder: Path | None = None,
     server_arguments: dict[str, Any],
     max_running: int | None,
     output_path: Path | None,
@@ -59,7 +60,7 @@ def run_sql(
         command: statements; None reads them from the standard input.
         options: of `JobOptions`.
         request: `RequestOptions` of all questions, as JSON but for the system prompt.
-        on_error: see `connect`.
+        on_error, image_folder: see `connect`.
         server_arguments: of `ServerEngine`, and ``api_key_env``, the variable with its key; those
             that are None are left out.
         max_running: prompts that the engine has at once.
@@ -86,6 +87,8 @@ def run_sql(
             opening = llm_arguments
             if max_running is not None:
                 opening.setdefault("max_num_seqs", max_running)
+            if endpoint := options.get("otlp_traces_endpoint"):
+                opening.setdefault("otlp_traces_endpoint", endpoint)
             if model is not None:
                 check_model(model)
         if output_path is not None:
@@ -93,7 +96,11 @@ def run_sql(
             check_writable("--output", output_path)
         job_options = JobOptions(**options, request=_request_options(request))
         connection = connect(
-            open_files(paths), engine=engine, options=job_options, on_error=on_error
+            open_files(paths),
+            engine=engine,
+            options=job_options,
+            on_error=on_error,
+            image_folder=image_folder,
         )
     except _FAILURES as error:
         errors.print(f"error: {error}", style="red", markup=False, highlight=False)

@@ -12,6 +12,8 @@ from typing import Any
 from sqlglot import exp
 
 from vllm_relay.tables.identifiers import ANSWER, ERROR
+from vllm_relay.tables.images.fields import image_fields
+from vllm_relay.tables.images.store import ImageStore
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import Question, placeholders_of
 from vllm_relay.tables.request_options import RequestOptions
@@ -32,6 +34,7 @@ PARAMETERS = (
     "sampling",
     "chat_template_kwargs",
     "extra_body",
+    "images",
 )
 _OBJECTS = ("sampling", "chat_template_kwargs", "extra_body")
 _DOTTED = re.compile(r"[^\W\d]\w*\.[^\W\d]\w*")
@@ -62,26 +65,32 @@ class LlmCall:
     fields: tuple[Field, ...]
 
 
-def read_call(node: exp.Anonymous, star_fields: Callable[[exp.Expr], list[Field]]) -> LlmCall:
+def read_call(
+    node: exp.Anonymous, star_fields: Callable[[exp.Expr], list[Field]], images: ImageStore
+) -> LlmCall:
     """
     Args:
         node: a call of llm().
         star_fields: the fields that ``*`` or ``t.*`` stands for.
+        images: of its fields.
 
     Raises:
         SqlError: it is not called as it should be.
     """
-    return _read(node, star_fields, Question)
+    return _read(node, star_fields, images, Question)
 
 
-def read_aggregate(node: exp.Anonymous, star_fields: Callable[[exp.Expr], list[Field]]) -> LlmCall:
+def read_aggregate(
+    node: exp.Anonymous, star_fields: Callable[[exp.Expr], list[Field]], images: ImageStore
+) -> LlmCall:
     """As `read_call`, of llm_agg(): its question is about a list of records with these fields."""
-    return _read(node, star_fields, record_question)
+    return _read(node, star_fields, images, record_question)
 
 
 def _read(
     node: exp.Anonymous,
     star_fields: Callable[[exp.Expr], list[Field]],
+    images: ImageStore,
     question_of: Callable[..., Question],
 ) -> LlmCall:
     text, fields_node, named = _arguments(node)
@@ -100,6 +109,7 @@ def _read(
             request=RequestOptions(
                 parameters.get("system_prompt", ""), *map(parameters.get, _OBJECTS)
             ),
+            images=image_fields(parameters.get("images"), images),
         )
     except ValueError as error:
         raise error_at(node, str(error)) from None
@@ -239,6 +249,12 @@ def _value(call: exp.Anonymous, name: str, node: exp.Expr) -> Any:
     if name in ("choices", "reorder"):
         expected = "a list of texts, as in ['a', 'b']"
         is_right = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    elif name == "images":
+        expected = (
+            "fields with the bytes of images, ['a'], or what they hold, {a: 'path', b: 'url'}"
+        )
+        texts = list(value.values()) if isinstance(value, dict) else value
+        is_right = isinstance(texts, list) and all(isinstance(item, str) for item in texts)
     elif name in _OBJECTS:
         expected = "an object of constants, as in {top_p: 0.9}, or its JSON in single quotes"
         value = _parsed(value)

@@ -6,8 +6,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import replace
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import duckdb
@@ -15,7 +16,7 @@ import duckdb
 from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.engines.opening import is_engine, open_engine
 from vllm_relay.tables.identifiers import literal, quoted
-from vllm_relay.tables.jobs.estimates.estimate import JobReport
+from vllm_relay.tables.images.store import ImageStore
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.sql.errors import SqlError
 from vllm_relay.tables.sql.explain import Explanation
@@ -36,6 +37,7 @@ from vllm_relay.tables.sql.runner import Runner
 from vllm_relay.tables.sql.temporary_tables import TemporaryTables
 from vllm_relay.tables.sql.text.call_sites import Site
 from vllm_relay.tables.sql.text.edited import Edited
+from vllm_relay.tables.tracing import of_report, span
 
 OnError = Literal["null", "column", "raise"]
 
@@ -47,6 +49,7 @@ def connect(
     options: JobOptions | None = None,
     tables: Mapping[str, Any] | None = None,
     on_error: OnError = "null",
+    image_folder: str | PathLike[str] | None = None,
 ) -> Connection:
     """
     Args:
@@ -56,6 +59,7 @@ def connect(
         tables: by name, data frames of pandas or Polars, Arrow tables, or files that DuckDB reads.
         on_error: what a row without an answer gives: NULL, NULL and its error in a column after
             the others, for calls that stand alone in the select list, or an exception.
+        image_folder: below which paths of images may lead; None takes no paths.
     """
     if isinstance(database, duckdb.DuckDBPyConnection):
         connection = database
@@ -67,9 +71,14 @@ def connect(
         if connection is not database:
             on_close.callback(connection.close)
         opened = engine if is_engine(engine) else LazyEngine(lambda: open_engine(engine))
-        runner = GroupRunner(connection, opened, options or JobOptions())
+        options = options or JobOptions()
+        runner = GroupRunner(connection, opened, options)
         on_close.callback(runner.close)
-        made = Connection(connection, runner, on_error, on_close)
+        images = ImageStore(None if image_folder is None else Path(image_folder))
+        on_close.callback(images.close)
+        made = Connection(
+            connection, runner, on_error, on_close, images, options.otlp_traces_endpoint
+        )
         for name, table in (tables or {}).items():
             _register(connection, name, table)
         if isinstance(opened, LazyEngine) and opened is not engine:
@@ -94,6 +103,8 @@ class Connection:
         runner: of the jobs on it.
         on_error: see `connect`.
         on_close: what `close` closes.
+        images: that statements refer to.
+        otlp_traces_endpoint: see `JobOptions`.
 
     Raises:
         ValueError: `on_error` is not known.
@@ -105,6 +116,8 @@ class Connection:
         runner: Runner,
         on_error: OnError = "null",
         on_close: ExitStack | None = None,
+        images: ImageStore | None = None,
+        otlp_traces_endpoint: str | None = None,
     ) -> None:
         if on_error not in get_args(OnError):
             raise ValueError(
@@ -114,7 +127,8 @@ class Connection:
         self._runner = runner
         self._on_error = on_error
         self._on_close = on_close or ExitStack()
-        self._functions = Functions(duckdb_connection)
+        self._otlp_traces_endpoint = otlp_traces_endpoint
+        self._functions = Functions(duckdb_connection, images or ImageStore())
         # tables of results that nobody has any more; a finalizer may not use the connection
         self._left_over: list[TemporaryTables] = []
 
@@ -164,8 +178,17 @@ class Connection:
                 )
                 result = Result(relation)
             else:
-                result = self._replay(given)
+                result = self._traced(given)
         return result
+
+    def _traced(self, given: Given) -> Result | None:
+        before = replace(self._runner.report)
+        attributes = {"db.system.name": "duckdb"}
+        with span(self._otlp_traces_endpoint, "llm statement", attributes) as record:
+            try:
+                return self._replay(given)
+            finally:
+                record(of_report(self._runner.report.since(before)))
 
     def explain(self, text: str) -> Explanation:
         """What a statement that calls llm() would take; the model is not asked.
@@ -204,7 +227,7 @@ class Connection:
     def _replay(self, given: Given) -> Result | None:
         connection = self.duckdb_connection
         tables = self._new_tables()
-        before = JobReport(**vars(self._runner.report))
+        before = replace(self._runner.report)
         asker = JobAsker(connection, self._runner, self._on_error == "raise")
 
         def ask(source: str, site: Site, target: str) -> None:
@@ -243,8 +266,7 @@ class Connection:
             # later, as a transaction of the caller may be broken now
             self._left_over.append(tables)
             raise
-        report = _difference(self._runner.report, before)
-        result = Result(relation, asker.errors, report)
+        result = Result(relation, asker.errors, self._runner.report.since(before))
         if kind == "query" or edited.structure.word(0) == "SUMMARIZE":
             weakref.finalize(result, self._left_over.append, tables)
         else:
@@ -255,8 +277,3 @@ class Connection:
         while self._left_over:
             self._left_over.pop().drop_all()
         return TemporaryTables(self.duckdb_connection)
-
-
-def _difference(after: JobReport, before: JobReport) -> JobReport:
-    names = [field.name for field in fields(JobReport)]
-    return JobReport(**{name: getattr(after, name) - getattr(before, name) for name in names})

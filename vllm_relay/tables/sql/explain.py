@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_relay.tables.identifiers import literal
+from vllm_relay.tables.identifiers import literal, quoted
 from vllm_relay.tables.jobs.estimates.estimate import Estimate
 from vllm_relay.tables.outputs import Output
+from vllm_relay.tables.structs.types import ColumnType, Enum, ListOf, StructOf
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ def stand_in(output: Output, fields: str) -> str:
     if output.choices:
         listed = ", ".join(map(literal, output.choices))
         return f"[{listed}][1 + ({number} % {len(output.choices)})::BIGINT]"
+    if output.struct is not None:
+        return f"to_json({_struct_stand_in(output.struct.type, number)})"
     return {
         "text": f"{number}::VARCHAR",
         "int": f"({number} % 10)::BIGINT",
@@ -100,3 +103,21 @@ def stand_in(output: Output, fields: str) -> str:
         "bool": f"({number} % 2 = 0)",
         "json": f"('{{\"number\": ' || {number}::VARCHAR || '}}')::JSON",
     }[output.type]
+
+
+def _struct_stand_in(type: ColumnType, number: str) -> str:
+    if isinstance(type, StructOf):
+        fields = (
+            f"{quoted(each.name)}: {_struct_stand_in(each.type, number)}"
+            for each in type.properties
+        )
+        return f"{{{', '.join(fields)}}}"
+    if isinstance(type, ListOf):
+        return f"[{_struct_stand_in(type.element, number)}]"
+    if isinstance(type, Enum):
+        return f"{literal(type.texts[0])}::{type.sql}"
+    return {
+        "VARCHAR": f"{number}::VARCHAR",
+        "BOOLEAN": f"({number} % 2 = 0)",
+        "DATE": f"(DATE '2000-01-01' + ({number} % 10)::INTEGER)",
+    }.get(type.sql, f"({number} % 10)::{type.sql}")

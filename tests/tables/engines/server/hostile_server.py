@@ -82,9 +82,7 @@ class HostileServer:
         message = json.loads(body)["messages"][-1]["content"]
         kind = self._kind(message)
         if kind in MANNERS:
-            stays = await self._answer(writer, message, kind)
-            self.num_answered[message] += 1
-            return stays
+            return await self._answer(writer, message, kind)
         return self._fail(writer, message, kind)
 
     def _kind(self, message: str) -> str:
@@ -98,24 +96,27 @@ class HostileServer:
 
     async def _answer(self, writer: asyncio.StreamWriter, message: str, manner: str) -> bool:
         page = _reply(answer_to(message))
+        whole = _page(page, content_type="text/plain" if manner == "text" else "")
+        pieces = [whole]
         if manner == "trickle":
-            whole = _page(page)
-            for begin in range(0, len(whole), 40):
-                writer.write(whole[begin : begin + 40])
-                await writer.drain()
-                await asyncio.sleep(0.001)
+            pieces = [whole[begin : begin + 40] for begin in range(0, len(whole), 40)]
         elif manner == "chunks":
-            writer.write(b"HTTP/1.1 200 -\r\nTransfer-Encoding: chunked\r\n\r\n")
-            for piece in (page[:30], page[30:]):
-                writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
-            writer.write(b"0\r\n\r\n")
+            chunks = (b"%x\r\n%s\r\n" % (len(each), each) for each in (page[:30], page[30:]))
+            pieces = [
+                b"HTTP/1.1 200 -\r\nTransfer-Encoding: chunked\r\n\r\n%s%s0\r\n\r\n" % (*chunks,)
+            ]
         elif manner == "close":
-            writer.write(b"HTTP/1.1 200 -\r\nConnection: close\r\n\r\n" + page)
+            pieces = [b"HTTP/1.1 200 -\r\nConnection: close\r\n\r\n" + page]
         elif manner == "twice":
             # the second one is not the reply to whatever is asked next
-            writer.write(_page(page) + _page(_reply("-1")))
-        else:
-            writer.write(_page(page, content_type="text/plain" if manner == "text" else ""))
+            pieces = [whole + _page(_reply("-1"))]
+        for piece in pieces[:-1]:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.001)
+        # before it is sent: who has the whole answer may be gone before this goes on
+        self.num_answered[message] += 1
+        writer.write(pieces[-1])
         await writer.drain()
         return manner != "close"
 

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from tests.tables.engines.server.fake_server import (
     OTHER_MODEL,
@@ -123,6 +124,7 @@ def test_what_would_change_answers_is_not_left_out(words: str) -> None:
         (Output("int"), 12345678901234567, "12345678901234567"),
         (Output("float"), 0.1, "0.1"),
         (Output.of(schema={"type": "array"}), ["ä", 1], '["ä", 1]'),
+        (Output.of("VARCHAR[]"), ["ä"], '["ä"]'),
     ],
 )
 def test_answers_are_taken_out_of_their_objects(output: Output, value: Any, text: str) -> None:
@@ -136,5 +138,20 @@ def test_answers_are_taken_out_of_their_objects(output: Output, value: Any, text
 
 def test_objects_that_were_asked_for_stay() -> None:
     text = '{"answer": 1}'
-    for output in (Output("json"), SCHEMA, Output("text")):
+    struct = Output.of("STRUCT(answer INTEGER)")
+    for output in (Output("json"), SCHEMA, struct, Output("text")):
         assert Dialect().unwrapped(text, output) == text
+
+
+def test_definitions_stay_where_references_find_them() -> None:
+    schema = {
+        "type": "array",
+        "items": {"$ref": "#/$defs/Part"},
+        "$defs": {"Part": {"enum": ["a"]}},
+    }
+    told = Dialect().response_format(Output.of("struct", schema=schema))
+    assert told is not None
+    sent = told["json_schema"]["schema"]
+    validator = Draft202012Validator(sent)
+    assert validator.is_valid({"answer": ["a"]})
+    assert not validator.is_valid({"answer": ["b"]})

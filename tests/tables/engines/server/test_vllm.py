@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,11 @@ import pytest
 from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS, save_model
 from tests.support.servers import API_KEY, ask, serving
 from tests.tables.engines.server.test_engine import WordTokenizer
+from tests.tables.images.pictures import picture
 from vllm_relay.tables.engines.base import EngineError, Prompt
 from vllm_relay.tables.engines.server.engine import Mode, ServerEngine
+from vllm_relay.tables.images.fields import image_fields
+from vllm_relay.tables.images.store import ImageStore
 from vllm_relay.tables.ordering.cached_tokens import BlockCache, cached_tokens
 from vllm_relay.tables.ordering.sequences import TokenSequences
 from vllm_relay.tables.outputs import Output
@@ -129,3 +133,14 @@ def test_the_tokenizer_of_another_model(server: str) -> None:
 def test_a_wrong_key(server: str) -> None:
     with pytest.raises(EngineError, match="lets nobody in with this api_key: HTTP 401"):
         ServerEngine(server, api_key="wrong")
+
+
+def test_a_model_without_images_says_so(server: str) -> None:
+    with ExitStack() as cleanup:
+        store = ImageStore()
+        cleanup.callback(store.close)
+        question = Question("?", ("photo",), images=image_fields(["photo"], store))
+        message = f'"photo": "{store.reference("bytes", picture(1))}"'
+        engine = ServerEngine(server, api_key=API_KEY)
+        with pytest.raises(EngineError, match="takes no images .*multimodal"):
+            list(engine.generate([Prompt(0, message, [9, 10])], question))

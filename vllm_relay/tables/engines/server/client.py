@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from contextlib import nullcontext
 from itertools import count
 
@@ -20,12 +21,14 @@ from vllm_relay.tables.engines.server.http import (
 from vllm_relay.tables.engines.server.messages import ReplyError, Requests
 from vllm_relay.tables.engines.server.models import ServedModel, served_models
 from vllm_relay.tables.engines.server.retries import RetryPolicy
+from vllm_relay.tables.images.store import ImageError
 
 logger = logging.getLogger("vllm.relay")
 
 MODELS_PATH = "/v1/models"
 _NUM_BROKEN_OF_SUSPECTS = 2
 _MAX_DOUBLINGS = 4
+_IMAGE_WORDS = re.compile(r"image|\bvision|multi-?modal", re.IGNORECASE)
 
 
 class ServerClient:
@@ -63,6 +66,7 @@ class ServerClient:
         self._turns = count()
         self._num_failed_in_a_row = 0
         self._may_be_restarted = False
+        self._takes_images = False
         self._checking = asyncio.Lock()
         self._probing = asyncio.Lock()
         self._running_suspect = asyncio.Lock()
@@ -70,14 +74,18 @@ class ServerClient:
     async def answer(self, prompt: Prompt) -> Completion:
         """
         Returns:
-            With an error, if the server refuses the prompt or fails on it again and again.
+            With an error, if the server refuses the prompt or fails on it again and again, or an
+            image of it is not there.
 
         Raises:
-            EngineError: the server is gone, or broken, or lets nobody in, or refuses everything.
+            EngineError: the server is gone, or broken, or lets nobody in, or refuses everything, or
+                images.
             ValueError: the prompt has no tokens, but tokens are to be sent.
         """
         try:
             return await self._answer(prompt)
+        except ImageError as error:
+            return Completion(prompt.number, error=str(error))
         except EngineError:
             self._admission.close()
             raise
@@ -132,6 +140,8 @@ class ServerClient:
         while True:
             if self._may_be_restarted:
                 await self._check_model()
+            if self._requests.has_images and not self._takes_images:
+                await self._check_images(prompt)
             dialect = self.dialect
             try:
                 reply = await self._http.post_json(
@@ -177,6 +187,22 @@ class ServerClient:
                     f"{[each.identity for each in models]}: {RESUME}"
                 )
             self._may_be_restarted = False
+
+    async def _check_images(self, prompt: Prompt) -> None:
+        """Ask about a small image before any other; one request checks for all."""
+        async with self._checking:
+            if self._takes_images:
+                return
+            probe = self._requests.body(prompt, self.dialect, is_probe=True)
+            try:
+                await self._http.post_json(self._requests.path, probe)
+            except RequestRefused as error:
+                if error.status != 404 and _IMAGE_WORDS.search(str(error)):
+                    raise EngineError(
+                        f"the server's model {self._model.name!r} takes no images ({error}): serve "
+                        f"one that does, or leave images out"
+                    ) from error
+            self._takes_images = True
 
     async def _check_whether_all_are_refused(self, prompt: Prompt, error: RequestRefused) -> None:
         async with self._probing:

@@ -18,6 +18,7 @@ from vllm_relay.tables.outputs import Output
 Format = Literal["schema", "object", "none"]
 
 _WRAPPER = "answer"
+_DEFINITIONS = ("$defs", "definitions")
 _TYPES = {"int": "integer", "float": "number", "bool": "boolean"}
 _FORMAT_WORDS = re.compile(
     r"response_?format|json_?schema|json_object|\bschema|structured|guided|grammar|json mode", re.I
@@ -49,7 +50,7 @@ class Dialect:
         if self.limit_name == "max_tokens" and "max_tokens" in words and _LIMIT_WORDS.search(words):
             return replace(self, limit_name="max_completion_tokens")
         if self.response_format(output) and _FORMAT_WORDS.search(words):
-            has_less = self.format == "schema" and output.type == "json" and output.schema_json
+            has_less = self.format == "schema" and output.is_json and output.schema_json
             return replace(self, format="object" if has_less else "none")
         return None
 
@@ -57,15 +58,18 @@ class Dialect:
         """The field of this name; None if there is none."""
         if self.format == "none" or not output.constraint:
             return None
-        if output.type == "json" and (self.format == "object" or not output.schema_json):
+        if output.is_json and (self.format == "object" or not output.schema_json):
             return {"type": "json_object"}
         schema = _schema_of(output)
         if not _is_object(schema):
+            # what it refers to by its place stays there
+            definitions = {name: schema.pop(name) for name in _DEFINITIONS if name in schema}
             schema = {
                 "type": "object",
                 "properties": {_WRAPPER: schema},
                 "required": [_WRAPPER],
                 "additionalProperties": False,
+                **definitions,
             }
         return {"type": "json_schema", "json_schema": {"name": _WRAPPER, "schema": schema}}
 
@@ -82,7 +86,7 @@ class Dialect:
         if not isinstance(found, dict) or list(found) != [_WRAPPER]:
             return text
         value = found[_WRAPPER]
-        if isinstance(value, str) and output.type != "json":
+        if isinstance(value, str) and not output.is_json:
             return value
         return json.dumps(json.loads(text)[_WRAPPER], ensure_ascii=False)
 
@@ -92,7 +96,7 @@ class _Written(str):
 
 
 def _schema_of(output: Output) -> dict[str, Any]:
-    if output.type == "json":
+    if output.is_json:
         return json.loads(output.schema_json or "{}")
     if output.choices:
         return {"type": "string", "enum": list(output.choices)}

@@ -49,6 +49,7 @@ from vllm_relay.tables.engines.server.tokenizer import (
 )
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.question import Question
+from vllm_relay.tables.tracing import trace_headers
 
 logger = logging.getLogger("vllm.relay")
 
@@ -78,7 +79,7 @@ class ServerEngine:
 
     vLLM is sent the tokens of prompts (mode "completions"), so that it computes exactly those that
     were planned. Other servers are sent messages (mode "chat"), as is vLLM if its tokenizer is not
-    at hand.
+    at hand, and for prompts with images in any mode.
 
     A server that is away, or turns requests away, is waited for. When it is back it must have the
     same model. One that refuses every prompt ends the job after a few of them. What it takes is
@@ -104,6 +105,8 @@ class ServerEngine:
         ValueError: an argument is out of its range, the model is not there or one of several, or
             the tokenizer is not the model's, or the key would be sent in the open.
     """
+
+    images_refusal: str | None = None
 
     def __init__(
         self,
@@ -132,6 +135,7 @@ class ServerEngine:
         with loop_in_thread() as loop:
             server = loop.run(_ask_server(self._address, model))
         self._model = server.model
+        self.model_name = server.model.name
         self.cache = server.cache
         self.max_model_len = server.model.max_model_len
         self.max_running = max_running
@@ -199,6 +203,7 @@ class ServerEngine:
     ) -> Iterator[ServerClient]:
         model, retries = self._model, self._retries
         is_chat = self.mode == "chat"
+        headers = trace_headers()
         requests = Requests(
             model.name,
             question,
@@ -209,7 +214,7 @@ class ServerEngine:
 
         async def opened() -> tuple[ServerClient, AsyncExitStack]:
             async with AsyncExitStack() as cleanup:
-                http = open_http_client(self._address, self._timeout_s)
+                http = open_http_client(self._address, self._timeout_s, headers)
                 client = ServerClient(
                     await cleanup.enter_async_context(http),
                     model,

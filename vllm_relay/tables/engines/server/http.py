@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -181,16 +181,19 @@ class HttpClient:
 
 
 @asynccontextmanager
-async def open_http_client(address: ServerAddress, timeout_s: float) -> AsyncIterator[HttpClient]:
+async def open_http_client(
+    address: ServerAddress, timeout_s: float, headers: Mapping[str, str] | None = None
+) -> AsyncIterator[HttpClient]:
     """A client whose connections end with the context.
 
     Args:
         timeout_s: of a request, from its start to the end of its reply.
+        headers: of every request, beside the address's.
     """
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
         timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S),
-        headers=address.headers,
+        headers={**(headers or {}), **address.headers},
         proxy=address.proxy,
     ) as session:
         yield HttpClient(session, address, timeout_s)

@@ -10,6 +10,7 @@ from typing import Any
 from vllm_relay.tables.engines.base import Completion, Prompt
 from vllm_relay.tables.engines.reasoning import UNFINISHED, without_reasoning
 from vllm_relay.tables.engines.server.dialect import Dialect
+from vllm_relay.tables.images.content import content_parts, probe_parts
 from vllm_relay.tables.jobs.prompts.format import conversation
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.texts import shortened
@@ -31,8 +32,11 @@ class Requests:
     Args:
         model_name: that they give.
         is_vllm: whether vLLM gets them.
-        is_chat: whether messages are sent, not tokens.
+        is_chat: whether messages are sent, not tokens. Images need messages.
         num_logprobs: of the first token of an answer, see `Completion.first_logprobs`.
+
+    Attributes:
+        has_images: whether prompts refer to images.
     """
 
     def __init__(
@@ -45,7 +49,8 @@ class Requests:
         num_logprobs: int = 0,
     ) -> None:
         self._question = question
-        self._is_chat = is_chat
+        self.has_images = question.images is not None
+        is_chat = self._is_chat = is_chat or self.has_images
         self._has_formats = is_chat and not is_vllm
         self._fields: dict[str, Any] = {"model": model_name, "temperature": question.temperature}
         if question.seed is not None:
@@ -70,6 +75,7 @@ class Requests:
         """The request of a prompt, or of a short one in its place that has no data.
 
         Raises:
+            ImageError: the prompt refers to an image that is not there.
             ValueError: tokens are to be sent, but the prompt has none.
         """
         # vLLM refuses prompts whose answer might end beyond the context
@@ -78,7 +84,7 @@ class Requests:
         if self._has_formats and (found := dialect.response_format(self._question.output)):
             body["response_format"] = found
         if self._is_chat:
-            message = _PROBE if is_probe else prompt.message
+            message = self._probe if is_probe else self._content(prompt.message)
             body["messages"] = conversation(self._question.request.system_prompt, message)
             return body
         if not prompt.token_ids:
@@ -88,6 +94,14 @@ class Requests:
             )
         body["prompt"] = prompt.token_ids[:_PROBE_TOKENS] if is_probe else prompt.token_ids
         return body
+
+    def _content(self, message: str) -> str | list[dict[str, Any]]:
+        images = self._question.images
+        return message if images is None else content_parts(message, images.store)
+
+    @property
+    def _probe(self) -> str | list[dict[str, Any]]:
+        return probe_parts(_PROBE) if self.has_images else _PROBE
 
     def after_refusal(self, dialect: Dialect, words: str) -> Dialect | None:
         """See `Dialect`."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,11 @@ class JobReport:
     def planning_seconds(self) -> float:
         """All but waiting for the engine."""
         return self.seconds - self.waiting_seconds
+
+    def since(self, before: JobReport) -> JobReport:
+        """What was added to a copy that was made before."""
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        return JobReport(**{name: found[name] - getattr(before, name) for name in found})
 
     @contextmanager
     def timed(self) -> Iterator[None]:

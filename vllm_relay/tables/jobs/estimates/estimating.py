@@ -43,7 +43,7 @@ def estimate_of(plan: JobPlan, question: Question, engine: Engine, num_rows: int
         output_tokens=output_tokens,
         order=plan.order_name,
         seconds=_seconds(counted, plan.question, engine, cached or 0, output_tokens),
-        tokens_are_exact=engine.tokenizer is not None,
+        tokens_are_exact=engine.tokenizer is not None and question.images is None,
         num_refused=counted.num_refused,
         num_modular=counted.num_modular,
         warning=likely_cut(question, engine, counted.longest_prompt_tokens),

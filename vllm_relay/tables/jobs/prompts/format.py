@@ -204,8 +204,12 @@ class PromptFormat:
         return head, tail
 
 
-def conversation(system_prompt: str, message: str) -> list[dict[str, str]]:
-    """The messages of a prompt."""
+def conversation(system_prompt: str, message: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of a prompt.
+
+    Args:
+        message: of the user, a text or parts of text and images.
+    """
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     return [*system, {"role": "user", "content": message}]
 

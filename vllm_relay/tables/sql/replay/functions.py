@@ -10,6 +10,9 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
+from vllm_relay.tables.images.columns import DUCKDB_TYPES, referring
+from vllm_relay.tables.images.fields import ImageKind
+from vllm_relay.tables.images.store import ImageStore
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.sql.replay.answers import Answers
 
@@ -30,13 +33,15 @@ class Functions:
     """
     Args:
         connection: on which they are made, and stay.
+        images: that fields refer to.
 
     Attributes:
         answers: that they give; None: they give NULL.
     """
 
-    def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
+    def __init__(self, connection: duckdb.DuckDBPyConnection, images: ImageStore) -> None:
         self._connection = connection
+        self.images = images
         self._prefix = f"relay_{next(_numbers)}_"
         self.answers: Answers | None = None
 
@@ -52,6 +57,14 @@ class Functions:
         self._prefix = f"relay_{next(_numbers)}_"
         for name, (sql_type, arrow_type) in _TYPES.items():
             self._make(name, sql_type, arrow_type, lambda value: value[0], True)
+        for kind, parameter in DUCKDB_TYPES.items():
+            self._connection.create_function(
+                f"{self._prefix}image_{kind}",
+                referring(kind, self.images),
+                [parameter],
+                "VARCHAR",
+                **_OPTIONS,
+            )
         self._make("error", "VARCHAR", pa.string(), lambda value: value[1], False)
         self._make("missing", "BIGINT", pa.int64(), None, False)
 
@@ -96,8 +109,15 @@ class Functions:
             is_counted: what is missing counts as that; it does not where it is looked at beside.
         """
         given = site if is_counted else ~site
-        text = f"{self._prefix}{output.type}({given}, {key}, {anchors})"
-        return f"({text}::JSON)" if output.type == "json" else text
+        kind = "json" if output.is_json else output.type
+        text = f"{self._prefix}{kind}({given}, {key}, {anchors})"
+        if output.struct is not None:
+            return f"({text}::JSON::{output.struct.sql_type})"
+        return f"({text}::JSON)" if output.is_json else text
+
+    def image(self, kind: ImageKind, value: str) -> str:
+        """A reference to the image that a value stands for."""
+        return f"{self._prefix}image_{kind}({value})"
 
     def error(self, site: int, key: str) -> str:
         return f"{self._prefix}error({site}, {key}, [])"

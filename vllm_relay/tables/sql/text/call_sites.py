@@ -13,6 +13,7 @@ from sqlglot.errors import ParseError
 from sqlglot.tokens import TokenType
 
 from vllm_relay.tables.identifiers import quoted
+from vllm_relay.tables.images.store import ImageStore
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.semantic.record_lists import RECORDS
 from vllm_relay.tables.sql.calls import Field, read_aggregate, read_call
@@ -105,11 +106,12 @@ def find_calls(structure: Structure) -> list[Range]:
     return found
 
 
-def read_calls(structure: Structure, star_names: StarNames) -> Iterator[Call]:
+def read_calls(structure: Structure, star_names: StarNames, images: ImageStore) -> Iterator[Call]:
     """The calls, in the order in which they can be asked.
 
     Args:
         star_names: columns that ``*`` (or ``t.*``, if given ``t.``) of a SELECT stands for.
+        images: of the fields.
 
     Raises:
         SqlError: a call is not called as it should be.
@@ -122,7 +124,7 @@ def read_calls(structure: Structure, star_names: StarNames) -> Iterator[Call]:
         # those in the fields of others first
         for own in sorted(inside, key=lambda other: (other[1], -other[0])):
             placed.add(own)
-            yield _read(structure, own, sites, star_names)
+            yield _read(structure, own, sites, star_names, images)
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,11 @@ def _modified(structure: Structure, begin: int, closed: int) -> _Modified:
 
 
 def _read(
-    structure: Structure, tokens: Range, sites: dict[str, Site], star_names: StarNames
+    structure: Structure,
+    tokens: Range,
+    sites: dict[str, Site],
+    star_names: StarNames,
+    images: ImageStore,
 ) -> Call:
     closed = structure.match[tokens[0] + 1] + 1
     modified = _modified(structure, tokens[0], closed)
@@ -196,7 +202,7 @@ def _read(
 
     function = node.name.lower()
     read = read_aggregate if function == AGGREGATE else read_call
-    call = read(node, star_fields)
+    call = read(node, star_fields, images)
     written = " ".join(token.text for token in structure.tokens[tokens[0] : tokens[1]])
     text = sql_of(node) if function != AGGREGATE else structure.text_of(tokens)
     site = sites.setdefault(written, Site(len(sites), text, call.question, function))

@@ -65,7 +65,7 @@ class Edited:
         # conditions that are only evaluated
         self.lets_all_through: set[Range] = set()
         self.conditions: dict[tuple[int, int], Condition] = {}
-        for call in read_calls(self.structure, self._star_names):
+        for call in read_calls(self.structure, self._star_names, functions.images):
             self.calls.append(call)
             splice = self._add(call.range, _CALL_RANK, self._call_render(call))
             self.call_splices[id(call)] = splice
@@ -182,12 +182,15 @@ class Edited:
     def key(self, call: Call, inside: Splice | None = None) -> str:
         if call.key is not None:
             return call.key
-        return key_text([self._field(part, inside) for part in call.fields])
+        return key_text([self._field(call, part, inside) for part in call.fields])
 
-    def _field(self, field: FieldText, inside: Splice | None) -> str:
-        return "".join(
+    def _field(self, call: Call, field: FieldText, inside: Splice | None) -> str:
+        value = "".join(
             part if isinstance(part, str) else self.text(part, inside) for part in field.parts
         )
+        images = call.site.question.images
+        kind = None if images is None else images.kind_of(field.name)
+        return value if kind is None else self.functions.image(kind, value)
 
     def _call_render(self, call: Call) -> Callable[[Splice], str]:
         def render(splice: Splice) -> str:
