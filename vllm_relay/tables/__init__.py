@@ -15,6 +15,7 @@ Liu et al., "Optimizing LLM Queries in Relational Workloads", 2024.
     hosts/               tables that Ray Data, Spark and Daft hold
     jobs/                a question asked of every distinct row of a table
     engines/             what answers: vLLM in this process, or a server
+    semantic/            questions about groups, pairs and whole tables
     sql/                 llm() in DuckDB's SQL
     shell/               vllm-relay sql
 """
@@ -36,40 +37,66 @@ if TYPE_CHECKING:
     from vllm_relay.tables.outputs import Output
     from vllm_relay.tables.question import Question
     from vllm_relay.tables.request_options import RequestOptions
+    from vllm_relay.tables.semantic.aggregate import AggregateResult, llm_agg
+    from vllm_relay.tables.semantic.embeddings import ServerEmbeddings
+    from vllm_relay.tables.semantic.filter import FilterResult, llm_filter
+    from vllm_relay.tables.semantic.join import JoinResult, llm_join
+    from vllm_relay.tables.semantic.near_duplicates import NearDuplicates
+    from vllm_relay.tables.semantic.top_k import TopKResult, llm_top_k
     from vllm_relay.tables.sql.connection import connect
 
 __all__ = [
+    "AggregateResult",
+    "FilterResult",
     "JobOptions",
+    "JoinResult",
     "MapBudgetError",
     "MapResult",
+    "NearDuplicates",
     "Output",
     "PromptTemplate",
     "Question",
     "RequestOptions",
     "RowsFailedError",
+    "ServerEmbeddings",
+    "TopKResult",
     "ask",
     "connect",
+    "llm_agg",
+    "llm_filter",
+    "llm_join",
     "llm_map",
     "llm_map_async",
     "llm_map_file",
+    "llm_top_k",
     "open_engine",
     "plan_prompts",
 ]
 
 _MODULES = {
+    "AggregateResult": "semantic.aggregate",
+    "FilterResult": "semantic.filter",
     "JobOptions": "jobs.options",
+    "JoinResult": "semantic.join",
     "MapBudgetError": "map_result",
     "MapResult": "map_result",
+    "NearDuplicates": "semantic.near_duplicates",
     "Output": "outputs",
     "PromptTemplate": "jobs.prompts.format",
     "Question": "question",
     "RequestOptions": "request_options",
     "RowsFailedError": "map_result",
+    "ServerEmbeddings": "semantic.embeddings",
+    "TopKResult": "semantic.top_k",
     "ask": "jobs.asking",
     "connect": "sql.connection",
+    "llm_agg": "semantic.aggregate",
+    "llm_filter": "semantic.filter",
+    "llm_join": "semantic.join",
     "llm_map": "dataframes",
     "llm_map_async": "dataframes",
     "llm_map_file": "map_files",
+    "llm_top_k": "semantic.top_k",
     "open_engine": "engines.opening",
     "plan_prompts": "jobs.prompts.planner",
 }

@@ -47,6 +47,14 @@ class CallerTable(Protocol):
         """One value for each row, in the kind of the table."""
         ...
 
+    def rows(self, places: Sequence[int]) -> Any:
+        """Some rows as a table of this kind, with its types and its index."""
+        ...
+
+    def groups(self, places: Sequence[int], names: Sequence[str], column: pa.ChunkedArray) -> Any:
+        """Some columns of some rows as a table of this kind, and a column `ANSWER_NAME`."""
+        ...
+
 
 class _ArrowTable:
     def __init__(self, table: pa.Table) -> None:
@@ -62,6 +70,16 @@ class _ArrowTable:
 
     def values(self, column: pa.ChunkedArray) -> pa.ChunkedArray:
         return column
+
+    def rows(self, places: Sequence[int]) -> pa.Table:
+        return self._table.take(pa.array(places, pa.int64()))
+
+    def groups(
+        self, places: Sequence[int], names: Sequence[str], column: pa.ChunkedArray
+    ) -> pa.Table:
+        kept = self._table.select(list(names)).take(pa.array(places, pa.int64()))
+        columns = [*kept.columns, column]
+        return pa.table(columns, names=[*names, ANSWER_NAME])
 
 
 class _PandasTable:
@@ -88,6 +106,16 @@ class _PandasTable:
         series.index = self._frame.index
         return series.rename(ANSWER_NAME)
 
+    def rows(self, places: Sequence[int]) -> Any:
+        return self._frame.iloc[list(places)]
+
+    def groups(self, places: Sequence[int], names: Sequence[str], column: pa.ChunkedArray) -> Any:
+        if names:
+            kept = self._frame[list(names)].iloc[list(places)].reset_index(drop=True)
+        else:
+            kept = sys.modules["pandas"].DataFrame(index=range(len(column)))
+        return kept.assign(**{ANSWER_NAME: _PandasTable(kept).values(column)})
+
 
 class _PolarsTable:
     def __init__(self, frame: Any) -> None:
@@ -110,6 +138,38 @@ class _PolarsTable:
         import polars as pl
 
         return pl.Series(ANSWER_NAME, column)
+
+    def rows(self, places: Sequence[int]) -> Any:
+        return self._frame[list(places)]
+
+    def groups(self, places: Sequence[int], names: Sequence[str], column: pa.ChunkedArray) -> Any:
+        made = self.values(column)
+        if not names:
+            return made.to_frame()
+        return self._frame.select(list(names))[list(places)].with_columns(made)
+
+
+def beside(left: Any, right: Any) -> Any:
+    """Two tables of one kind with as many rows, side by side; names of both end with ":left" and
+    ":right"."""
+    names = [list(caller_table(each).names) for each in (left, right)]
+    both = set(names[0]) & set(names[1])
+    renamed = [
+        [f"{name}:{side}" if name in both else name for name in each]
+        for side, each in zip(("left", "right"), names, strict=True)
+    ]
+    if isinstance(left, pa.Table):
+        return pa.table([*left.columns, *right.columns], names=[*renamed[0], *renamed[1]])
+    if hasattr(left, "hstack"):
+        columns = [*left.get_columns(), *right.get_columns()]
+        return type(left)(
+            [each.rename(name) for each, name in zip(columns, sum(renamed, []), strict=True)]
+        )
+    frames = [
+        each.reset_index(drop=True).set_axis(own, axis=1)
+        for each, own in zip((left, right), renamed, strict=True)
+    ]
+    return sys.modules["pandas"].concat(frames, axis=1)
 
 
 def caller_table(table: Any) -> CallerTable:

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -31,6 +32,7 @@ from vllm_relay.tables.map_result import MapBudgetError, MapResult, RowsFailedEr
 from vllm_relay.tables.ordering.order import OrderChoice
 from vllm_relay.tables.question import Question, placeholders_of
 from vllm_relay.tables.request_options import RequestOptions
+from vllm_relay.tables.semantic.near_duplicates import NearDuplicates
 
 OnError = Literal["null", "raise"]
 
@@ -56,6 +58,7 @@ def llm_map(
     on_error: OnError = "null",
     template: PromptTemplate | None = None,
     bucket_rows: int = DEFAULT_BUCKET_ROWS,
+    near_duplicates: float | NearDuplicates | None = None,
     system_prompt: str = "",
     sampling: Mapping[str, Any] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -88,6 +91,8 @@ def llm_map(
             order.
         rules, retry_errors, checkpoint, max_total_tokens, show_progress, template, bucket_rows,
             otlp_traces_endpoint: see `JobOptions`.
+        near_duplicates: the similarity from which on rows share one answer, or `NearDuplicates`;
+            None holds only equal rows for equal.
         on_error: what becomes of a row without an answer: a missing value, or an exception when all
             rows are done.
         system_prompt, sampling, chat_template_kwargs, extra_body: see `RequestOptions`.
@@ -112,18 +117,18 @@ def llm_map(
     store = ImageStore(None if image_folder is None else Path(image_folder))
     question = Question(
         prompt,
-        _fields_of(prompt, rows, _names("fields", fields)),
+        fields_of(prompt, rows, names_of("fields", fields)),
         types.output,
         max_tokens,
         temperature,
         seed,
-        _names("reorder", reorder) or (),
+        names_of("reorder", reorder) or (),
         RequestOptions(system_prompt, sampling, chat_template_kwargs, extra_body),
         image_fields(images, store),
     )
     options = JobOptions(
         order,
-        _names("rules", rules) or (),
+        names_of("rules", rules) or (),
         None if checkpoint is None else Path(checkpoint),
         max_total_tokens,
         show_progress,
@@ -134,11 +139,19 @@ def llm_map(
     )
     report = JobReport()
     spent: TokenBudgetError | None = None
+    num_near = 0
     with ExitStack() as cleanup:
         cleanup.callback(store.close)
         columns = arrow_columns(rows, question.fields, question.images)
         _check_lists(question, columns)
-        texts = _json_texts(question.fields, columns)
+        texts = json_texts(question.fields, columns)
+        if near_duplicates is not None:
+            if not isinstance(near_duplicates, NearDuplicates):
+                near_duplicates = NearDuplicates(near_duplicates)
+            names = _text_names(question, columns)
+            shared = texts.take(near_duplicates.representatives(texts, names))
+            num_near = sum(row != own for row, own in zip(_rows(texts), _rows(shared), strict=True))
+            texts = shared
         opened: Engine = engine
         if not is_engine(engine):
             opened = LazyEngine(lambda: open_engine(engine))
@@ -147,7 +160,8 @@ def llm_map(
             answers = ask(texts, question, opened, options, report)
         except TokenBudgetError as error:
             answers, spent = error.answers, error
-    result = _result(rows, answers, types, report)
+    result = map_result(rows.values, answers, types, report)
+    result = replace(result, num_near_duplicates=num_near)
     if spent is not None:
         raise MapBudgetError(spent, result, options.checkpoint)
     if on_error == "raise" and result.missing_rows:
@@ -184,7 +198,32 @@ async def llm_map_async(
     return await in_thread(asked, stoppable.stop)
 
 
-def _names(argument: str, given: Sequence[str] | None) -> tuple[str, ...] | None:
+def _text_names(question: Question, columns: Sequence[pa.ChunkedArray]) -> list[str]:
+    types = [
+        each.type.value_type if pa.types.is_dictionary(each.type) else each.type for each in columns
+    ]
+    return [
+        name
+        for name, type in zip(question.fields, types, strict=True)
+        if (question.images is None or question.images.kind_of(name) is None)
+        and (
+            pa.types.is_string(type)
+            or pa.types.is_large_string(type)
+            or pa.types.is_string_view(type)
+        )
+    ]
+
+
+def _rows(texts: pa.Table) -> Iterator[tuple[str | None, ...]]:
+    return zip(*(column.to_pylist() for column in texts.columns), strict=True)
+
+
+def names_of(argument: str, given: Sequence[str] | None) -> tuple[str, ...] | None:
+    """What a list of names holds; a name alone is one of them.
+
+    Raises:
+        TypeError: it holds something else.
+    """
     if given is None:
         return None
     names = (given,) if isinstance(given, str) else tuple(given)
@@ -194,7 +233,12 @@ def _names(argument: str, given: Sequence[str] | None) -> tuple[str, ...] | None
     return names
 
 
-def _fields_of(prompt: str, table: CallerTable, fields: tuple[str, ...] | None) -> tuple[str, ...]:
+def fields_of(prompt: str, table: CallerTable, fields: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Those that the prompt holds: None means those that it refers to, or all columns.
+
+    Raises:
+        ValueError: a column cannot be one of them.
+    """
     if fields is None:
         fields = tuple(placeholders_of(prompt)) or _all_names(table)
     if "" in fields:
@@ -230,7 +274,7 @@ def _check_lists(question: Question, columns: Sequence[pa.ChunkedArray]) -> None
             )
 
 
-def _json_texts(names: Sequence[str], columns: Sequence[pa.ChunkedArray]) -> pa.Table:
+def json_texts(names: Sequence[str], columns: Sequence[pa.ChunkedArray]) -> pa.Table:
     """The JSON of all values, as DuckDB writes it.
 
     Raises:
@@ -254,9 +298,17 @@ def _json_texts(names: Sequence[str], columns: Sequence[pa.ChunkedArray]) -> pa.
     return pa.table(found, names=list(names))
 
 
-def _result(
-    table: CallerTable, answers: pa.Table, types: AnswerType, report: JobReport
+def map_result(
+    values_of: Callable[[pa.ChunkedArray], Any],
+    answers: pa.Table,
+    types: AnswerType,
+    report: JobReport,
 ) -> MapResult:
+    """
+    Args:
+        values_of: the values of `MapResult` from an Arrow array.
+        answers: the columns ``answer``, ``error`` and ``is_cut`` of each row.
+    """
     texts = answers["answer"]
     failed = pc.indices_nonzero(pc.is_valid(answers["error"]))
     errors = dict(zip(failed.to_pylist(), answers["error"].take(failed).to_pylist(), strict=True))
@@ -270,5 +322,5 @@ def _result(
     values = texts if types.output.struct is None else types.output.struct.arrow(texts)
     report.num_errors = len(errors)
     cut = pc.indices_nonzero(answers["is_cut"]).to_pylist()
-    shown = table.values(values)
+    shown = values_of(values)
     return MapResult(shown, dict(sorted(errors.items())), cut, report, types, values, texts)

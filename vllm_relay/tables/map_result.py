@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ class MapResult:
         answer_type: of the values.
         arrow_values: the same values as an Arrow array.
         answers: the same, with structs as texts of JSON.
+        num_near_duplicates: rows with the answer of a row that is not equal to them, see
+            `NearDuplicates`.
     """
 
     values: Any
@@ -47,6 +49,7 @@ class MapResult:
     answer_type: AnswerType
     arrow_values: pa.ChunkedArray
     answers: pa.ChunkedArray
+    num_near_duplicates: int = field(default=0, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.arrow_values)
@@ -114,10 +117,10 @@ class MapBudgetError(TokenBudgetError):
         checkpoint: the file that keeps the answers too; None if there is none.
 
     Attributes:
-        result: with the answers that came.
+        result: of the operator, with the answers that came: a `MapResult` of `llm_map`.
     """
 
-    def __init__(self, spent: TokenBudgetError, result: MapResult, checkpoint: Path | None) -> None:
+    def __init__(self, spent: TokenBudgetError, result: Any, checkpoint: Path | None) -> None:
         if checkpoint is not None:
             advice = (
                 f"their answers are in this error's result, and the checkpoint {checkpoint} keeps "

@@ -128,6 +128,12 @@ def run_choices(engine: Recorded) -> dict[str, Any]:
     return found
 
 
+def run_scored(engine: Recorded) -> list[dict[str, Any]]:
+    question = Question("Which?", ("id",), _STRUCTURED["bool"])
+    prompts = [Prompt(number, "", [5 + number] * 20) for number in range(24)]
+    return [asdict(each) for each in engine.generate_scored(prompts, question)]
+
+
 def run_poisoned(engine: Recorded) -> Sequence[Any]:
     connection = duckdb.connect()
     connection.execute(
@@ -205,6 +211,7 @@ def main(model: str, folder: str) -> None:
     found = run_jobs(engine)
     found["structured"] = run_structured(engine)
     found["decided"] = run_choices(engine)
+    found["scored"] = run_scored(engine)
     found["poisoned"] = run_poisoned(engine)
     found["refused"] = run_refused(engine)
     found |= run_interrupted(engine)

@@ -13,6 +13,7 @@ import pytest
 from tests.integration.tiny_models import save_model
 from tests.support import vllm_processes
 from tests.tables.byte_tokenizer import byte_tokenizer
+from vllm_relay.tables.semantic.scores import probability_of_true
 
 pytestmark = pytest.mark.integration
 
@@ -78,6 +79,18 @@ def test_answers_with_choices_end_when_the_choice_is_certain(
     assert decided["values"] == decided["whole"]
     assert len(set(decided["values"])) > 1
     assert max(decided["num_tokens"]) == most
+
+
+def test_the_likelier_of_true_and_false_is_the_answer(found: dict[str, Any]) -> None:
+    assert len(found["scored"]) == 24
+    scores = [probability_of_true(each["first_logprobs"]) for each in found["scored"]]
+    answers = [each["text"] == "true" for each in found["scored"]]
+    # of tokens that begin either, the likeliest one was taken
+    for each, answer in zip(found["scored"], answers, strict=True):
+        likeliest = max(each["first_logprobs"].items(), key=lambda one: one[1])[0]
+        assert str(answer).lower().startswith(likeliest)
+    assert all(score is not None and 0 < score < 1 for score in scores)
+    assert len(set(scores)) > 4
 
 
 def test_an_answer_that_may_go_on_as_several_choices_is_an_error(found: dict[str, Any]) -> None:

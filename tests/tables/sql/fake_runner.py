@@ -87,6 +87,12 @@ class FakeRunner:
             self._connection.executemany(f"INSERT INTO {target} VALUES ({marks})", lines)
         self.report.num_rows += len(rows)
 
+    def answer_groups(self, source: str, question: Question, target: str) -> None:
+        self.answer(source, question, target)
+
+    def estimate_groups(self, source: str, question: Question) -> Estimate:
+        return self.estimate(source, question)
+
     def _answer(self, question: Question, row: tuple[Any, ...]) -> tuple[Any, str | None]:
         key = (question, tuple(map(repr, row)))
         if key not in self._known:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -47,6 +47,8 @@ class Completion:
         num_cached_tokens: of the prompt, found in the engine's prefix cache.
         num_output_tokens: of the answer, its end included.
         is_cut: whether the answer ended at the engine's `max_answer_tokens`.
+        first_logprobs: of `generate_scored`: what the first token of the answer might be, and the
+            logarithm of its probability, of the likeliest ones.
     """
 
     number: int
@@ -56,9 +58,13 @@ class Completion:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     is_cut: bool = False
+    first_logprobs: Mapping[str, float] | None = None
 
 
 Completions: TypeAlias = Generator[Completion, None, None]
+
+NUM_LOGPROBS = 20
+"""Of `Completion.first_logprobs`, as many as vLLM and OpenAI's API give by default."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,8 @@ class PromptShape:
 class Engine(Protocol):
     """An engine may also have attributes ``modules_refusal`` and ``images_refusal``: None if it
     takes prompts with modules or with references to images, else the reason why it does not; and
-    ``reasons``: whether answers begin with a reasoning of any length; ``model_name``.
+    ``reasons``: whether answers begin with a reasoning of any length; ``model_name``; and a method
+    ``generate_scored``: `generate` with `Completion.first_logprobs`.
 
     Attributes:
         identity: the model and what else changes answers but is no part of a question.
@@ -128,6 +135,12 @@ class Engine(Protocol):
     def close(self) -> None:
         """Let go of the engine, if it was started for this."""
         ...
+
+
+def generate_scored(engine: Engine, prompts: Iterable[Prompt], question: Question) -> Completions:
+    """`generate` with `Completion.first_logprobs`, where the engine has them."""
+    method: Callable[..., Completions] = getattr(engine, "generate_scored", engine.generate)
+    return method(prompts, question)
 
 
 def modules_refusal(engine: Engine) -> str | None:

@@ -22,6 +22,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_relay.commands.prompts import render_conversations
 from vllm_relay.modules.engine.requests import unsupported_reason, with_plan
 from vllm_relay.tables.engines.base import (
+    NUM_LOGPROBS,
     Completion,
     Completions,
     EngineError,
@@ -84,12 +85,27 @@ class InProcessEngine:
 
     def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
         """See `Engine`."""
+        return self._run(prompts, self._params(question), self._read(question), question)
+
+    def generate_scored(self, prompts: Iterable[Prompt], question: Question) -> Completions:
+        """See `Engine`."""
+        params, read = self._params(question), self._read(question)
+        params.logprobs = NUM_LOGPROBS
+
+        def read_scored(number: int, output: Any) -> Completion:
+            return replace(read(number, output), first_logprobs=_first_logprobs(output))
+
+        return self._run(prompts, params, read_scored, question)
+
+    def _params(self, question: Question) -> SamplingParams:
         params = sampling_params(question)
         params.max_tokens = self.max_answer_tokens(question)
-        read = self._reader.read
+        return params
+
+    def _read(self, question: Question) -> Callable[[int, Any], Completion]:
         if self._deciding_tokens(question) is not None:
-            read = partial(self._decided, question)
-        return self._run(prompts, params, read, question)
+            return partial(self._decided, question)
+        return self._reader.read
 
     def max_answer_tokens(self, question: Question) -> int:
         """See `Engine`: with choices, as many as tell any two of them apart."""
@@ -314,6 +330,13 @@ def _completion(number: int, output: Any) -> Completion:
         num_output_tokens=len(answer.token_ids),
         is_cut=answer.finish_reason == "length",
     )
+
+
+def _first_logprobs(output: Any) -> dict[str, float] | None:
+    tokens = output.outputs[0].logprobs
+    if not tokens:
+        return None
+    return {each.decoded_token or "": each.logprob for each in tokens[0].values()}
 
 
 def _cache_of(config: Any) -> BlockCache | None:

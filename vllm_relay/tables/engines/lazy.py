@@ -12,6 +12,7 @@ from vllm_relay.tables.engines.base import (
     Engine,
     Prompt,
     PromptShape,
+    generate_scored,
     images_refusal,
     modules_refusal,
 )
@@ -76,6 +77,10 @@ class LazyEngine:
     def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
         """See `Engine`."""
         return self._engine.generate(prompts, question)
+
+    def generate_scored(self, prompts: Iterable[Prompt], question: Question) -> Completions:
+        """See `Engine`."""
+        return generate_scored(self._engine, prompts, question)
 
     def max_answer_tokens(self, question: Question) -> int:
         """See `Engine`."""

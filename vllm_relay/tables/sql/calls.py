@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call of llm() in a statement: the question it asks, and the expressions of its fields."""
+"""A call of llm() or llm_agg(): the question it asks, and the expressions of its fields."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from vllm_relay.tables.images.store import ImageStore
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import Question, placeholders_of
 from vllm_relay.tables.request_options import RequestOptions
+from vllm_relay.tables.semantic.record_lists import record_question
 from vllm_relay.tables.sql.errors import error_at
 from vllm_relay.tables.sql.expressions import sql_of
 from vllm_relay.tables.sql.texts import text_of
@@ -76,12 +77,28 @@ def read_call(
     Raises:
         SqlError: it is not called as it should be.
     """
+    return _read(node, star_fields, images, Question)
+
+
+def read_aggregate(
+    node: exp.Anonymous, star_fields: Callable[[exp.Expr], list[Field]], images: ImageStore
+) -> LlmCall:
+    """As `read_call`, of llm_agg(): its question is about a list of records with these fields."""
+    return _read(node, star_fields, images, record_question)
+
+
+def _read(
+    node: exp.Anonymous,
+    star_fields: Callable[[exp.Expr], list[Field]],
+    images: ImageStore,
+    question_of: Callable[..., Question],
+) -> LlmCall:
     text, fields_node, named = _arguments(node)
     fields = _fields(node, fields_node, star_fields)
     parameters = _parameters(node, named)
     output = _output(node, parameters)
     try:
-        question = Question(
+        question = question_of(
             text,
             tuple(field.name for field in fields),
             output,
@@ -106,16 +123,17 @@ def _arguments(node: exp.Anonymous) -> tuple[str, exp.Expr, list[exp.Expr]]:
     if len(positional) not in (1, 2):
         raise error_at(
             node,
-            f"llm() has {len(positional)} arguments without a name, expected two, as in {USAGE}, "
-            f"or a text that names its fields in braces",
+            f"{_named(node)} has {len(positional)} arguments without a name, expected two, as in "
+            f"{USAGE}, or a text that names its fields in braces",
         )
     first = positional[0]
     text = text_of(first)
     if text is None:
         raise error_at(
             node,
-            f"the first argument of llm() is {sql_of(first)}, expected a text in single quotes: it "
-            f"is the same for every row; what differs by row belongs to the fields, as in {USAGE}",
+            f"the first argument of {_named(node)} is {sql_of(first)}, expected a text in single "
+            f"quotes: it is the same for every row; what differs by row belongs to the fields, as "
+            f"in {USAGE}",
         )
     fields = positional[1] if len(positional) == 2 else _named_fields(node, text)
     return text, fields, named
@@ -127,8 +145,8 @@ def _named_fields(call: exp.Anonymous, text: str) -> exp.Struct:
     if not names:
         raise error_at(
             call,
-            f"llm() has 1 arguments without a name, and this text names no field in braces: give "
-            f"fields, as in {USAGE}, or * for all columns",
+            f"{_named(call)} has 1 arguments without a name, and this text names no field in "
+            f"braces: give fields, as in {USAGE}, or * for all columns",
         )
     fields = []
     for name in names:
@@ -145,6 +163,11 @@ def _output(node: exp.Anonymous, parameters: dict[str, Any]) -> Output:
         )
     except ValueError as error:
         raise error_at(node, str(error)) from None
+
+
+def _named(call: exp.Anonymous) -> str:
+    """The function that is called, for messages."""
+    return f"{call.name.lower()}()"
 
 
 def _is_named(node: exp.Expr) -> bool:
@@ -168,8 +191,8 @@ def _fields(
     else:
         raise error_at(
             call,
-            f"the second argument of llm() is {sql_of(node)}, expected its fields: {{a, b}}, "
-            f"{{name: expression}}, * or t.*",
+            f"the second argument of {_named(call)} is {sql_of(node)}, expected its fields: "
+            f"{{a, b}}, {{name: expression}}, * or t.*",
         )
     seen: dict[str, str] = {}
     for field in fields:
@@ -199,7 +222,8 @@ def _field(call: exp.Anonymous, node: exp.Expr) -> Field:
     if isinstance(node, exp.Dot):
         return Field(node.name, node)
     raise error_at(
-        call, f"field {sql_of(node)} of llm() has no name: write {{name: {sql_of(node)}}}"
+        call,
+        f"field {sql_of(node)} of {_named(call)} has no name: write {{name: {sql_of(node)}}}",
     )
 
 
@@ -210,10 +234,11 @@ def _parameters(call: exp.Anonymous, named: list[exp.Expr]) -> dict[str, Any]:
         if name not in PARAMETERS:
             raise error_at(
                 call,
-                f"llm() has no parameter {node.this.name!r}, expected some of {list(PARAMETERS)}",
+                f"{_named(call)} has no parameter {node.this.name!r}, expected some of "
+                f"{list(PARAMETERS)}",
             )
         if name in values:
-            raise error_at(call, f"parameter {name!r} of llm() is given twice")
+            raise error_at(call, f"parameter {name!r} of {_named(call)} is given twice")
         values[name] = _value(call, name, node.expression)
     return values
 
@@ -244,7 +269,9 @@ def _value(call: exp.Anonymous, name: str, node: exp.Expr) -> Any:
         expected = "an integer"
         is_right = isinstance(value, int) and not isinstance(value, bool)
     if not is_right:
-        raise error_at(call, f"{name} := {sql_of(node)} given to llm(), expected {expected}")
+        raise error_at(
+            call, f"{name} := {sql_of(node)} given to {_named(call)}, expected {expected}"
+        )
     return value
 
 

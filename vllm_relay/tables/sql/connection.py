@@ -18,10 +18,10 @@ from vllm_relay.tables.engines.opening import is_engine, open_engine
 from vllm_relay.tables.engines.stoppable import StoppableEngine, in_thread
 from vllm_relay.tables.identifiers import literal, quoted
 from vllm_relay.tables.images.store import ImageStore
-from vllm_relay.tables.jobs.job_runner import JobRunner
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.sql.errors import SqlError
 from vllm_relay.tables.sql.explain import Explanation
+from vllm_relay.tables.sql.groups import GroupRunner
 from vllm_relay.tables.sql.jobs import JobAsker
 from vllm_relay.tables.sql.replay.answers import Answers
 from vllm_relay.tables.sql.replay.estimates import estimates
@@ -74,7 +74,7 @@ def connect(
         opened = engine if is_engine(engine) else LazyEngine(lambda: open_engine(engine))
         options = options or JobOptions()
         stoppable = StoppableEngine(lambda: opened)
-        runner = JobRunner(connection, stoppable, options)
+        runner = GroupRunner(connection, stoppable, options)
         on_close.callback(runner.close)
         images = ImageStore(None if image_folder is None else Path(image_folder))
         on_close.callback(images.close)

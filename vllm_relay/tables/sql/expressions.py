@@ -9,6 +9,8 @@ from sqlglot import exp
 
 DIALECT = "duckdb"
 FUNCTION = "llm"
+AGGREGATE = "llm_agg"
+FUNCTIONS = (FUNCTION, AGGREGATE)
 # names that the rewritten statements use for themselves
 RESERVED = "__llm_"
 _LOWER = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
@@ -24,7 +26,7 @@ def fold(name: str) -> str:
 
 
 def is_call(node: exp.Expr | None) -> bool:
-    return isinstance(node, exp.Anonymous) and node.name.lower() == FUNCTION
+    return isinstance(node, exp.Anonymous) and node.name.lower() in FUNCTIONS
 
 
 def has_call(node: exp.Expr | None) -> bool:

@@ -47,7 +47,8 @@ class JobAsker:
         self._errors: dict[tuple[str, str], CallError] = {}
 
     def answer(self, source: str, site: Site, target: str) -> None:
-        self._runner.answer(source, site.question, target)
+        answer = self._runner.answer_groups if site.is_aggregate else self._runner.answer
+        answer(source, site.question, target)
         names = site.question.fields
         columns = ", ".join(quoted(name) for name in (*names, ERROR))
         is_missing = f"{ANSWER} IS NULL"

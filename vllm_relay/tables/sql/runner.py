@@ -10,12 +10,16 @@ from vllm_relay.tables.question import Question
 
 
 class Runner(Protocol):
-    """What of `JobRunner` is used."""
+    """What of `GroupRunner` is used."""
 
     report: JobReport
 
     def answer(self, source: str, question: Question, target: str) -> None: ...
 
     def estimate(self, source: str, question: Question) -> Estimate: ...
+
+    def answer_groups(self, source: str, question: Question, target: str) -> None: ...
+
+    def estimate_groups(self, source: str, question: Question) -> Estimate: ...
 
     def tokens_per_prompt(self, source: str, question: Question) -> float: ...

@@ -158,7 +158,7 @@ class FakeServer:
             name.lower(): value for name, value in (line.split(": ", 1) for line in lines)
         }
         body = await reader.readexactly(int(self.headers.get("content-length", 0)))
-        if method == "POST" and path.endswith("completions"):
+        if method == "POST" and path.endswith(("completions", "embeddings")):
             self.bodies.append(json.loads(body))
             with self._changed:
                 self.num_running += 1

@@ -15,7 +15,7 @@ from tests.support.servers import API_KEY, ask, serving
 from tests.tables.engines.server.test_engine import WordTokenizer
 from tests.tables.images.pictures import picture
 from vllm_relay.tables.engines.base import EngineError, Prompt
-from vllm_relay.tables.engines.server.engine import ServerEngine
+from vllm_relay.tables.engines.server.engine import Mode, ServerEngine
 from vllm_relay.tables.images.fields import image_fields
 from vllm_relay.tables.images.store import ImageStore
 from vllm_relay.tables.ordering.cached_tokens import BlockCache, cached_tokens
@@ -65,6 +65,21 @@ def test_choices(server: str, model: Path) -> None:
     planned = cached_tokens(TokenSequences.from_lists(token_ids), engine.cache)
     assert [each.num_cached_tokens for each in completions] == planned.tolist()
     assert sum(planned) > 0
+
+
+@pytest.mark.parametrize("mode", ["completions", "chat"])
+def test_probabilities_of_the_first_token(server: str, mode: Mode) -> None:
+    engine = ServerEngine(server, api_key=API_KEY, mode=mode)
+    prompts = [Prompt(row, f"river {row}", [9 + row] * 30) for row in range(6)]
+    completions = list(engine.generate_scored(prompts, QUESTION))
+    assert [each.error for each in completions] == [""] * 6
+    for each in completions:
+        assert each.first_logprobs is not None
+        likeliest, logprob = max(each.first_logprobs.items(), key=lambda one: one[1])
+        assert logprob <= 0
+        assert likeliest.strip() == each.text.strip()
+    plain = next(engine.generate(iter(prompts), QUESTION))
+    assert plain.first_logprobs is None
 
 
 def test_many_at_once_and_one_that_is_too_long(server: str) -> None:

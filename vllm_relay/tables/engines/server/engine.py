@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from typing import Any, Literal, get_args
 
 from vllm_relay.tables.engines.base import (
+    NUM_LOGPROBS,
     Completion,
     Completions,
     EngineError,
@@ -157,11 +158,20 @@ class ServerEngine:
                 resumed.
             ValueError: a prompt has no tokens in mode "completions".
         """
+        return self._generate(prompts, question, 0)
+
+    def generate_scored(self, prompts: Iterable[Prompt], question: Question) -> Completions:
+        """See `Engine`; other servers than vLLM put the answer into JSON, or refuse to say."""
+        return self._generate(prompts, question, NUM_LOGPROBS if self._model.is_vllm else 0)
+
+    def _generate(
+        self, prompts: Iterable[Prompt], question: Question, num_logprobs: int
+    ) -> Completions:
         max_outstanding = self.max_running + max(1, self.max_running // 4)
         source = iter(prompts)
         answers: SimpleQueue[Future[Completion]] = SimpleQueue()
         num_outstanding = 0
-        with loop_in_thread() as loop, self._open_client(loop, question) as client:
+        with loop_in_thread() as loop, self._open_client(loop, question, num_logprobs) as client:
             while True:
                 for prompt in islice(source, max_outstanding - num_outstanding):
                     loop.start(client.answer(prompt)).add_done_callback(answers.put)
@@ -188,11 +198,19 @@ class ServerEngine:
         """Nothing is held between calls of `generate`."""
 
     @contextmanager
-    def _open_client(self, loop: LoopThread, question: Question) -> Iterator[ServerClient]:
+    def _open_client(
+        self, loop: LoopThread, question: Question, num_logprobs: int
+    ) -> Iterator[ServerClient]:
         model, retries = self._model, self._retries
         is_chat = self.mode == "chat"
         headers = trace_headers()
-        requests = Requests(model.name, question, is_vllm=model.is_vllm, is_chat=is_chat)
+        requests = Requests(
+            model.name,
+            question,
+            is_vllm=model.is_vllm,
+            is_chat=is_chat,
+            num_logprobs=num_logprobs,
+        )
 
         async def opened() -> tuple[ServerClient, AsyncExitStack]:
             async with AsyncExitStack() as cleanup:

@@ -33,13 +33,20 @@ class Requests:
         model_name: that they give.
         is_vllm: whether vLLM gets them.
         is_chat: whether messages are sent, not tokens. Images need messages.
+        num_logprobs: of the first token of an answer, see `Completion.first_logprobs`.
 
     Attributes:
         has_images: whether prompts refer to images.
     """
 
     def __init__(
-        self, model_name: str, question: Question, *, is_vllm: bool, is_chat: bool
+        self,
+        model_name: str,
+        question: Question,
+        *,
+        is_vllm: bool,
+        is_chat: bool,
+        num_logprobs: int = 0,
     ) -> None:
         self._question = question
         self.has_images = question.images is not None
@@ -52,6 +59,9 @@ class Requests:
             self._fields |= _NEUTRAL_SAMPLING
             if question.output.constraint:
                 self._fields["structured_outputs"] = question.output.constraint
+        if num_logprobs:
+            asked = {"logprobs": True, "top_logprobs": num_logprobs}
+            self._fields |= asked if is_chat else {"logprobs": num_logprobs}
         request = question.request
         if is_chat and request.chat_template_kwargs:
             self._fields["chat_template_kwargs"] = request.chat_template_kwargs
@@ -131,6 +141,7 @@ def read_completion(number: int, reply: Any, is_chat: bool) -> Completion:
             num_cached_tokens=int(cached or 0),
             num_output_tokens=int(usage.get("completion_tokens") or 0),
             is_cut=choice.get("finish_reason") == "length",
+            first_logprobs=_first_logprobs(choice.get("logprobs"), is_chat),
         )
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         raise ReplyError(
@@ -151,6 +162,16 @@ def read_completion(number: int, reply: Any, is_chat: bool) -> Completion:
         if completion.is_cut:
             error += ": give more max_tokens"
     return replace(completion, text="", error=error) if error else completion
+
+
+def _first_logprobs(found: Any, is_chat: bool) -> dict[str, float] | None:
+    if not found:
+        return None
+    if is_chat:
+        [first, *_] = found["content"] or [{"top_logprobs": []}]
+        return {each["token"]: float(each["logprob"]) for each in first["top_logprobs"]}
+    [first, *_] = found["top_logprobs"] or [{}]
+    return {token: float(logprob) for token, logprob in (first or {}).items()}
 
 
 def _reasoning(message: dict[str, Any]) -> Any:

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import duckdb
 
+from vllm_relay.tables.sql.expressions import AGGREGATE
+
 
 def aggregate_names(connection: duckdb.DuckDBPyConnection) -> frozenset[str]:
-    """In small letters."""
+    """In small letters, llm_agg among them."""
     rows = connection.execute(
         "SELECT DISTINCT lower(function_name) FROM duckdb_functions() "
         "WHERE function_type = 'aggregate'"
     ).fetchall()
-    return frozenset(name for (name,) in rows)
+    return frozenset([AGGREGATE, *(name for (name,) in rows)])

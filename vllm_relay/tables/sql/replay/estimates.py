@@ -118,7 +118,8 @@ def _estimated(
     found: list[Estimate] = []
     for group in answers.by_types(counts):
         source, table = answers.source(site.number, group)
-        found.append(runner.estimate(source, site.question))
+        estimate_of = runner.estimate_groups if site.is_aggregate else runner.estimate
+        found.append(estimate_of(source, site.question))
         tables.drop(table)
     estimate = found[0]
     for other in found[1:]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import duckdb
 from sqlglot.tokens import TokenType
 
-from vllm_relay.tables.sql.expressions import FUNCTION, fold
+from vllm_relay.tables.sql.expressions import FUNCTIONS, fold
 from vllm_relay.tables.sql.replay.answers import Answers, Ask
 from vllm_relay.tables.sql.temporary_tables import TemporaryTables
 from vllm_relay.tables.sql.text.binding import is_valid
@@ -97,7 +97,7 @@ def _number(edited: Edited, tokens: Range) -> int:
 
 def _orders_by_answers(edited: Edited, order: Range, items: list[Range]) -> bool:
     structure = edited.structure
-    names = {FUNCTION}
+    names = {*FUNCTIONS}
     for item in items:
         if structure.is_type(item[1] - 1, TokenType.VAR, TokenType.IDENTIFIER):
             names.add(fold(structure.tokens[item[1] - 1].text))

@@ -16,7 +16,7 @@ from sqlglot.tokens import Token, TokenType
 from vllm_relay.tables.sql.copied_files import check_file
 from vllm_relay.tables.sql.created_tables import check_name, existing_kind
 from vllm_relay.tables.sql.errors import SqlError
-from vllm_relay.tables.sql.expressions import DIALECT, FUNCTION
+from vllm_relay.tables.sql.expressions import DIALECT, FUNCTIONS
 from vllm_relay.tables.sql.text.binding import columns
 from vllm_relay.tables.sql.text.edited import Edited
 from vllm_relay.tables.sql.text.structure import Query
@@ -189,7 +189,7 @@ def _calls(tokens: list[Token]) -> bool:
             if is_command and _calls(sqlglot.tokenize(token.text, dialect=DIALECT)):
                 return True
         elif (
-            token.text.lower() == FUNCTION
+            token.text.lower() in FUNCTIONS
             and after is not None
             and after.token_type == TokenType.L_PAREN
         ):

@@ -6,7 +6,6 @@ from __future__ import annotations
 from sqlglot.tokens import TokenType
 
 from vllm_relay.tables.identifiers import quoted
-from vllm_relay.tables.sql.expressions import FUNCTION
 from vllm_relay.tables.sql.text.edited import Edited
 from vllm_relay.tables.sql.text.structure import select_items
 
@@ -35,7 +34,7 @@ def add_error_columns(edited: Edited) -> None:
             continue
         rest = (call.range[1], item[1])
         if rest[0] == rest[1]:
-            name = FUNCTION
+            name = call.site.function
         elif rest[1] - rest[0] <= 2:
             name = structure.tokens[rest[1] - 1].text
         else:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from sqlglot.tokens import TokenType
 
 from vllm_relay.tables.identifiers import quoted
-from vllm_relay.tables.sql.expressions import FUNCTION, fold
+from vllm_relay.tables.sql.expressions import fold
 from vllm_relay.tables.sql.text.call_sites import Call
 from vllm_relay.tables.sql.text.edited import Edited
 from vllm_relay.tables.sql.text.sources import Source, sources
@@ -109,7 +109,7 @@ def _bare_calls(edited: Edited, select: Select) -> Iterator[tuple[str, Call]]:
                     continue
                 own = list(call.names)
             elif rest[0] == rest[1]:
-                own = [call.column or FUNCTION]
+                own = [call.column or call.site.function]
             elif (
                 rest[1] - rest[0] == 1
                 or structure.is_type(rest[0], TokenType.ALIAS)

@@ -12,7 +12,7 @@ from sqlglot.errors import SqlglotError
 from sqlglot.tokens import TokenType
 
 from vllm_relay.tables.identifiers import quoted
-from vllm_relay.tables.sql.expressions import DIALECT, FUNCTION, has_call, is_call, sql_of
+from vllm_relay.tables.sql.expressions import DIALECT, has_call, sql_of
 from vllm_relay.tables.sql.replay.answers import key_text
 from vllm_relay.tables.sql.replay.functions import Functions
 from vllm_relay.tables.sql.text.binding import columns
@@ -185,7 +185,9 @@ class Edited:
         return key_text([self._field(call, part, inside) for part in call.fields])
 
     def _field(self, call: Call, field: FieldText, inside: Splice | None) -> str:
-        value = field.text if field.range is None else self.text(field.range, inside)
+        value = "".join(
+            part if isinstance(part, str) else self.text(part, inside) for part in field.parts
+        )
         images = call.site.question.images
         kind = None if images is None else images.kind_of(field.name)
         return value if kind is None else self.functions.image(kind, value)
@@ -266,10 +268,11 @@ class Edited:
         if opening is None or self.asks(condition) or opening in self._guarded:
             return
         self._guarded.add(opening)
-        for call in self.calls_of((opening + 1, closing)):
+        inner = self.calls_of((opening + 1, closing))
+        for call in inner:
             if not any(
                 other is not call and other.range[0] < call.range[0] < other.range[1]
-                for other in self.calls
+                for other in inner
             ):
 
                 def render(splice: Splice) -> str:
@@ -321,7 +324,9 @@ class Edited:
         for tokens in select_items(self.structure, select):
             if tokens[0] >= tokens[1] or not self.asks(tokens):
                 continue
-            name = _name(self.structure.text_of(tokens))
+            alone = next((call for call in self.calls if call.range == tokens), None)
+            name = alone and alone.site.function
+            name = name or _name(self.structure.text_of(tokens))
             if name is None:
                 continue
 
@@ -395,4 +400,4 @@ def _name(text: str) -> str | None:
         return None
     if isinstance(items[0], exp.Star) or not isinstance(items[0], exp.Expr):
         return None
-    return FUNCTION if is_call(items[0]) else sql_of(items[0])
+    return sql_of(items[0])
