@@ -38,6 +38,7 @@ def llm_map(
     fields: Sequence[str] | None = None,
     *,
     engine: Any,
+    replicas: int | None = None,
     output: Any = None,
     choices: Sequence[str] | None = None,
     order: OrderChoice = "auto",
@@ -69,6 +70,7 @@ def llm_map(
             all columns if it refers to none.
         engine: see `open_engine`. What is opened here is closed here: open a model first if it is
             to answer more than one question.
+        replicas: of a model that is opened here, see `open_engine`.
         output: what answers are: "text", "int", "float", "bool" or "json"; str, int, float or bool;
             a pydantic model; a JSON schema; or an `Output`. Answers that a pydantic model refuses
             are errors. A schema is what the model is held to, answers are not checked again.
@@ -126,8 +128,8 @@ def llm_map(
     spent: TokenBudgetError | None = None
     with ExitStack() as cleanup:
         opened: Engine = engine
-        if not is_engine(engine):
-            opened = LazyEngine(lambda: open_engine(engine))
+        if not is_engine(engine) or replicas is not None:
+            opened = LazyEngine(lambda: open_engine(engine, replicas=replicas))
             cleanup.callback(opened.close)
         try:
             answers = ask(texts, question, opened, options, report)

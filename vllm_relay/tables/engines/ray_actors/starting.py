@@ -109,7 +109,7 @@ def start_actors(
         actors = []
         for _ in names:
             actors.append(actor_class.remote(open_engine))
-            on_failure.callback(ray.kill, actors[-1])
+            on_failure.callback(_kill, actors[-1])
         starting = [actor.start.remote() for actor in actors]
         found = [reply_of(each, name) for each, name in zip(starting, names, strict=True)]
         _check_versions(dict(zip(names, found, strict=True)))
@@ -119,6 +119,11 @@ def start_actors(
             for actor, facts, name in zip(actors, found, names, strict=True)
         ]
         return RayReplicas(engines, names, on_failure.pop_all())
+
+
+def _kill(actor: Any) -> None:
+    if ray.is_initialized():
+        ray.kill(actor)
 
 
 def _connect(on_close: ExitStack) -> bool:
