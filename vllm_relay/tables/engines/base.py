@@ -18,6 +18,11 @@ class EngineError(RuntimeError):
     """The engine cannot go on: no prompt after this one has a chance."""
 
 
+class JobOver(BaseException):
+    """Raised where an engine asks for prompts that nobody waits for any more: it aborts what runs,
+    and is raised again."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """

@@ -18,6 +18,7 @@ from vllm_relay.tables.engines.base import (
     Completions,
     Engine,
     EngineError,
+    JobOver,
     Prompt,
     PromptShape,
 )
@@ -211,6 +212,8 @@ class _ReplicaJob:
                                 return
                             running.pop(completion.number, None)
                         self._came.put((number, completion))
+        except JobOver:
+            return
         except BaseException as error:
             self._came.put((number, error))
 
@@ -225,6 +228,8 @@ class _ReplicaJob:
 
     def _next(self, number: int) -> Prompt | None:
         with self._changed:
+            if self._is_over:
+                raise JobOver
             return self._take(number)
 
     def _take(self, number: int) -> Prompt | None:

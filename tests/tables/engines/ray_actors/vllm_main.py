@@ -23,19 +23,14 @@ ARGUMENTS: dict[str, Any] = {
     "num_gpu_blocks_override": 200,
     "max_num_seqs": 4,
 }
-ROWS = pa.table(
-    {
-        "text": [
-            f"a text of group {row // 6} that is long " * 3 + str(row) for row in range(NUM_ROWS)
-        ]
-    }
-)
+TEXTS = [f"a text of group {row // 6} that is long " * 3 + str(row) for row in range(NUM_ROWS)]
+ROWS = pa.table({"text": TEXTS})
 
 
 def answers(engine: Any) -> dict[str, Any]:
-    found = llm_map(ROWS, "What of {text}?", engine=engine, max_tokens=8, show_progress=False)
-    chosen = llm_map(ROWS, "Is {text} good?", engine=engine, choices=["yes", "no"],
-                     show_progress=False)  # fmt: skip
+    options: dict[str, Any] = {"engine": engine, "show_progress": False}
+    found = llm_map(ROWS, "What of {text}?", max_tokens=8, **options)
+    chosen = llm_map(ROWS, "Is {text} good?", choices=["yes", "no"], **options)
     return {
         "texts": found.values.to_pylist(),
         "chosen": chosen.values.to_pylist(),

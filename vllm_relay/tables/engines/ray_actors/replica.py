@@ -19,6 +19,7 @@ from vllm_relay.tables.engines.base import (
     Completion,
     Engine,
     EngineError,
+    JobOver,
     Prompt,
     PromptShape,
 )
@@ -131,10 +132,6 @@ class Replica:
             self._thread.submit(self._engine.close).result()
 
 
-class _JobOver(BaseException):
-    """Raised within an engine where it asks for prompts, so that it aborts what runs."""
-
-
 class _Job:
     """One question; an iterator of the prompts that wait, which goes on when there are more."""
 
@@ -156,7 +153,7 @@ class _Job:
                         with self._changed:
                             self._done.append(completion)
                             self._changed.notify_all()
-        except _JobOver:
+        except JobOver:
             pass
         except BaseException as error:
             with self._changed:
@@ -174,7 +171,7 @@ class _Job:
     def __next__(self) -> Prompt:
         with self._changed:
             if self._is_over:
-                raise _JobOver
+                raise JobOver
             if not self._waiting:
                 raise StopIteration
             return self._waiting.popleft()
