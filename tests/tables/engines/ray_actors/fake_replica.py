@@ -10,10 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from tests.tables.fake_engine import FakeEngine
 from vllm_relay.tables.engines.base import Completions, Prompt
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.question import Question
+
+ROWS = pa.table({"text": [f"group {number // 20} " * 30 + str(number) for number in range(200)]})
 
 
 @dataclass

@@ -5,17 +5,27 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pytest
 
-from tests.tables.engines.ray_actors.fake_replica import FailsAt, logs, open_logged, wait_for
+from tests.tables.engines.ray_actors.fake_replica import (
+    ROWS,
+    FailsAt,
+    logs,
+    open_logged,
+    wait_for,
+)
 from tests.tables.fake_engine import FakeEngine
 from vllm_relay.tables import Question, llm_map
 from vllm_relay.tables.engines.base import EngineError, Prompt
@@ -25,7 +35,6 @@ ray = pytest.importorskip("ray")
 from vllm_relay.tables.engines.ray_actors import starting  # noqa: E402
 from vllm_relay.tables.engines.ray_actors.starting import RayReplicas, start_actors  # noqa: E402
 
-ROWS = pa.table({"text": [f"group {number // 20} " * 30 + str(number) for number in range(200)]})
 QUESTION = Question("Which {text}?", ("text",))
 
 
@@ -203,6 +212,28 @@ def test_a_job_goes_on_where_it_was(start: Any, tmp_path: Path) -> None:
     assert result.report.num_known >= 3 * 8
 
 
+def test_a_killed_driver_leaves_no_process_and_its_job_goes_on(start: Any, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "job.db"
+    command = [sys.executable, "-m", "tests.tables.engines.ray_actors.driver_main"]
+    driver = subprocess.Popen([*command, str(tmp_path), str(checkpoint)])
+    wait_for(lambda: sum(map(len, logs(tmp_path, "taken").values())) > 60 or driver.poll())
+    driver.kill()
+    assert driver.wait() == -signal.SIGKILL
+    pids = list(logs(tmp_path, "taken"))
+    for pid in pids:
+        wait_for(lambda pid=pid: not is_running(pid))
+    result = ask(start(2), checkpoint=checkpoint)
+    assert result.values.to_pylist() == expected()
+    # those that were on their way are asked again
+    assert 60 - 2 * (5 + 5) < result.report.num_known < len(ROWS)
+
+
+def is_running(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def test_replicas_of_different_versions_are_refused(
     start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,7 +256,26 @@ def test_closing_ends_engines_and_processes(start: Any, tmp_path: Path) -> None:
     engine.close()
     assert set(logs(tmp_path, "closed")) >= set(pids)
     for pid in pids:
-        wait_for(lambda pid=pid: not Path(f"/proc/{pid}").exists())
+        wait_for(lambda pid=pid: not is_running(pid))
     assert ray.is_initialized(), "it was there before"
     with pytest.raises(EngineError, match="no replica is left"):
         ask(engine)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "num_replicas", "each", "expected"),
+    [([0, 0], 9, 2, 0), ([8], 4, 2, 2), ([3, 3], 2, 2, 2), ([1], 1, 1, 1)],
+)
+def test_gpus_of_a_replica(
+    gpus: list[int], num_replicas: int, each: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [{"Alive": True, "Resources": {"GPU": float(count)} if count else {}} for count in gpus]
+    nodes.append({"Alive": False, "Resources": {"GPU": 64.0}})
+    monkeypatch.setattr(starting.ray, "nodes", lambda: nodes)
+    assert starting.checked_gpus(num_replicas, each, is_cluster=False) == expected
+    if expected:
+        # those of one replica are on one machine
+        refusal = f"{num_replicas + 1} replicas with {each} GPUs each given, and Ray has GPUs for"
+        with pytest.raises(ValueError, match=refusal):
+            starting.checked_gpus(num_replicas + 1, each, is_cluster=False)
+        assert starting.checked_gpus(num_replicas + 1, each, is_cluster=True) == each

@@ -99,7 +99,7 @@ def start_actors(
     names = [f"replica {number}" for number in range(num_replicas)]
     with ExitStack() as on_failure:
         is_cluster = _connect(on_failure)
-        num_gpus = _checked_gpus(num_replicas, num_gpus, is_cluster)
+        num_gpus = checked_gpus(num_replicas, num_gpus, is_cluster)
         actor_class: Any = ray.remote(Replica).options(
             num_cpus=0,
             num_gpus=num_gpus,
@@ -143,7 +143,7 @@ def _connect(on_close: ExitStack) -> bool:
     return bool(address)
 
 
-def _checked_gpus(num_replicas: int, num_gpus: int, is_cluster: bool) -> int:
+def checked_gpus(num_replicas: int, num_gpus: int, is_cluster: bool) -> int:
     """Of each replica: none where Ray knows of none.
 
     Raises:
