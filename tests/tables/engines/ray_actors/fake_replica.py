@@ -62,6 +62,13 @@ def open_logged(folder: Path, **options: Any) -> FakeEngine:
     return engine
 
 
+def open_unlike(folder: Path) -> FakeEngine:
+    """One whose context has another length in each process: its number."""
+    engine = open_logged(folder, max_model_len=os.getpid())
+    engine.log("opened").touch()
+    return engine
+
+
 @dataclass
 class FailsAt:
     """A step that fails in the process that is the first to be there.

@@ -24,6 +24,7 @@ from tests.tables.engines.ray_actors.fake_replica import (
     FailsAt,
     logs,
     open_logged,
+    open_unlike,
     wait_for,
 )
 from tests.tables.fake_engine import FakeEngine
@@ -241,6 +242,16 @@ def test_replicas_of_different_versions_are_refused(
     refusal = "different versions given .this process: vllm 0.1, vllm-relay 2; replica 0: vllm "
     with pytest.raises(ValueError, match=refusal):
         start(1)
+
+
+def test_replicas_that_are_not_alike_are_refused_and_ended(tmp_path: Path) -> None:
+    refusal = "different longest prompts given .replica 0: [0-9]+, replica 1: [0-9]+"
+    with pytest.raises(ValueError, match=refusal):
+        start_actors(partial(open_unlike, tmp_path), 2)
+    opened = logs(tmp_path, "opened")
+    assert len(opened) == 2
+    for pid in opened:
+        wait_for(lambda pid=pid: not is_running(pid))
 
 
 def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ class RayEngine:
                 num_outstanding -= len(completions)
                 yield from completions
         finally:
-            with suppress(RayError):
+            if ray.is_initialized():
                 self._actor.end.remote(job)
 
     def max_answer_tokens(self, question: Question) -> int:
@@ -93,6 +93,9 @@ class RayEngine:
             EngineError: the actor or its engine is gone.
             ValueError: the engine refuses the question.
         """
+        if not ray.is_initialized():
+            # which asking would start anew
+            raise EngineError(f"{self._name} is gone: Ray was ended")
         reply = getattr(self._actor, method).remote(*arguments)
         timeout_s = None if method == "prompts_per_s" else self._reply_timeout_s
         return reply_of(reply, self._name, timeout_s)

@@ -115,7 +115,9 @@ class Replica:
 
     def end(self, job: int) -> None:
         """What runs of a job is aborted."""
-        self._jobs.pop(job).end()
+        ended = self._jobs.pop(job, None)
+        if ended is not None:
+            ended.end()
 
     def prompts_per_s(self, shape: PromptShape, question: Question) -> float | None:
         """See `Engine`."""

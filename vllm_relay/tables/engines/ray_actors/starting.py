@@ -98,7 +98,9 @@ def start_actors(
     """
     names = [f"replica {number}" for number in range(num_replicas)]
     with ExitStack() as on_failure:
-        is_cluster = _connect(on_failure)
+        on_close = ExitStack()
+        on_failure.callback(on_close.close)
+        is_cluster = _connect(on_close)
         num_gpus = checked_gpus(num_replicas, num_gpus, is_cluster)
         actor_class: Any = ray.remote(Replica).options(
             num_cpus=0,
@@ -109,7 +111,7 @@ def start_actors(
         actors = []
         for _ in names:
             actors.append(actor_class.remote(open_engine))
-            on_failure.callback(_kill, actors[-1])
+            on_close.callback(_kill, actors[-1])
         starting = [actor.start.remote() for actor in actors]
         found = [reply_of(each, name) for each, name in zip(starting, names, strict=True)]
         _check_versions(dict(zip(names, found, strict=True)))
@@ -118,7 +120,9 @@ def start_actors(
             RayEngine(actor, facts, tokenizer, name, REPLY_TIMEOUT_S)
             for actor, facts, name in zip(actors, found, names, strict=True)
         ]
-        return RayReplicas(engines, names, on_failure.pop_all())
+        opened = RayReplicas(engines, names, on_close)
+        on_failure.pop_all()
+        return opened
 
 
 def _kill(actor: Any) -> None:
