@@ -103,6 +103,9 @@ class ThreadActor:
             for each in self._pending:
                 each.set_exception(self._errors.ActorDiedError())
             self._pending.clear()
+        self._end_jobs()
+
+    def _end_jobs(self) -> None:
         for job in list(self.replica._jobs):
             self.replica.end(job)
 
@@ -128,6 +131,8 @@ class ThreadActor:
             found = getattr(self.replica, method)(*pickle.loads(sent))
         except Exception as error:
             found = self._errors.RayTaskError(method, "its traceback", error)
+        if self._is_dead:
+            self._end_jobs()  # one may have begun meanwhile, and its thread would stay
         with self._lock:
             if reply not in self._pending:
                 return
