@@ -43,6 +43,7 @@ MODULES = [
     "vllm_relay.sparse.contexts.contexts_command",
     "vllm_relay.sparse.plan.index_choice",
     "vllm_relay.tables",
+    "vllm_relay.tables.engines.ray_actors.starting",
     "vllm_relay.tables.engines.server.engine",
     "vllm_relay.tables.jobs.job_runner",
     "vllm_relay.vllm_changes.contract.table",

@@ -383,7 +383,23 @@ def sql(
         str | None, typer.Option(help="A model folder or hub id; with --server its name there.")
     ] = None,
     server: Annotated[
-        str | None, typer.Option(help="Address of a server with OpenAI's API, http://...")
+        list[str] | None,
+        typer.Option(
+            help="Address of a server with OpenAI's API, http://...; again for each further one "
+            "with the same model."
+        ),
+    ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Start the model so many times, with Ray: here, or at RAY_ADDRESS."
+        ),
+    ] = None,
+    data_parallel_ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Of each server: prompts go to the rank of vLLM that knows their beginning."
+        ),
     ] = None,
     command: Annotated[
         str | None,
@@ -513,6 +529,8 @@ def sql(
         },
         max_running=max_running,
         output_path=output_path,
+        replicas=replicas,
+        data_parallel_ranks=data_parallel_ranks,
     )
     raise typer.Exit(status)
 

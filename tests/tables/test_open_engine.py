@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.vllm_processes import run_module
+from tests.tables.fake_engine import FakeEngine
 from tests.tables.recording_engine import RecordingEngine
 from vllm_relay.limits import RelayUnsupportedError
 from vllm_relay.tables import open_engine
@@ -129,6 +130,82 @@ def test_a_model_that_relay_cannot_serve_starts_without(
     assert caplog.messages == [f"vllm-relay: {refusal}; m starts with vLLM's own attention backend"]
     with pytest.raises(ValueError, match="heads of size 20"):
         open_engine("m", attention_backend="relay")
+
+
+SERVER_LIST = ["http://a", "http://b"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "arguments", "message"),
+    [
+        ([], {}, "an empty list of engines"),
+        (["http://a", "a/model"], {}, "a list of engines with 'a/model' given, .* replicas="),
+        (["http://a", RecordingEngine()], {}, "a list of engines with RecordingEngine"),
+        (["http://a", "http://b", "http://a"], {}, r"servers \['http://a'\] given twice"),
+        ("http://a", {"replicas": 2}, "replicas=2 given, which is for a model that is started"),
+        (SERVER_LIST, {"replicas": 2}, "replicas=2 given, .* list of their addresses"),
+        (RecordingEngine(), {"replicas": 2}, "replicas=2 given, which is for a model"),
+        ("m", {"replicas": 0}, "replicas=0 given, expected at least 1"),
+        ("m", {"data_parallel_ranks": 2}, "data_parallel_ranks=2 given, which is for servers"),
+        ("http://a", {"data_parallel_ranks": 0}, "data_parallel_ranks=0 given, expected at least"),
+        ("m", {"replicas": 2, "data_parallel_size": 2}, "data_parallel_size=2 and replicas=2"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    engine: Any, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_engine(engine, **arguments)
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stands for ``ServerEngine``."""
+
+    class Server(FakeEngine):
+        def __init__(self, base_url: str, **arguments: Any) -> None:
+            super().__init__(tokenizer="a tokenizer")
+            self.given = base_url, {**arguments, "patience_s": arguments.pop("retries").patience_s}
+            self.given[1].pop("retries")
+
+    monkeypatch.setattr("vllm_relay.tables.engines.server.engine.ServerEngine", Server)
+    return Server
+
+
+def test_several_servers_are_one_engine(servers: Any) -> None:
+    opened: Any = open_engine(SERVER_LIST, model="m")
+    given: dict[str, Any] = {"model": "m", "patience_s": 60.0}
+    assert [each.given for each in opened.engines] == [
+        ("http://a", given),
+        # loaded once
+        ("http://b", {**given, "tokenizer": "a tokenizer"}),
+    ]
+
+
+def test_ranks_of_servers_are_engines(servers: Any) -> None:
+    opened: Any = open_engine(SERVER_LIST, data_parallel_ranks=2)
+    found = [(each.given[0], each.given[1]["data_parallel_rank"]) for each in opened.engines]
+    assert found == [("http://a", 0), ("http://a", 1), ("http://b", 0), ("http://b", 1)]
+
+
+def test_ray_starts_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = type(sys)("vllm_relay.tables.engines.ray_actors.starting")
+    module.start_replicas = lambda *given, **arguments: (given, arguments)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert open_engine("m", replicas=3, dtype="float32") == (("m", 3), {"dtype": "float32"})
+
+
+def test_without_ray_the_way_to_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for name in ("starting", "engine"):
+        module = f"vllm_relay.tables.engines.ray_actors.{name}"
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(ValueError, match=r"run pip install 'vllm-relay\[ray\]'"):
+        open_engine("m", replicas=2)
+
+
+def test_one_replica_is_started_in_this_process(started: Any) -> None:
+    assert open_engine("m", replicas=1).given["model"] == "m"  # type: ignore[attr-defined]
 
 
 def test_the_package_imports_what_is_asked_for_only() -> None:

@@ -16,9 +16,7 @@ import pyarrow.compute as pc
 
 from vllm_relay.tables.answer_types import AnswerType, answer_type
 from vllm_relay.tables.caller_tables import CallerTable, arrow_columns, caller_table
-from vllm_relay.tables.engines.base import Engine
-from vllm_relay.tables.engines.lazy import LazyEngine
-from vllm_relay.tables.engines.opening import is_engine, open_engine
+from vllm_relay.tables.engines.lazy import engine_of
 from vllm_relay.tables.engines.stoppable import StoppableEngine, in_thread
 from vllm_relay.tables.identifiers import json_text
 from vllm_relay.tables.images.fields import image_fields
@@ -43,6 +41,7 @@ def llm_map(
     fields: Sequence[str] | None = None,
     *,
     engine: Any,
+    replicas: int | None = None,
     output: Any = None,
     choices: Sequence[str] | None = None,
     order: OrderChoice = "auto",
@@ -78,6 +77,7 @@ def llm_map(
             all columns if it refers to none.
         engine: see `open_engine`. What is opened here is closed here: open a model first if it is
             to answer more than one question.
+        replicas: of a model that is opened here, see `open_engine`.
         output: what answers are: "text", "int", "float", "bool" or "json"; str, int, float or bool;
             a type of DuckDB of structs or lists, such as ``STRUCT(title VARCHAR, year INTEGER)``; a
             pydantic model or a JSON schema, which determine such a type; or an `Output`. Answers
@@ -152,10 +152,7 @@ def llm_map(
             shared = texts.take(near_duplicates.representatives(texts, names))
             num_near = sum(row != own for row, own in zip(_rows(texts), _rows(shared), strict=True))
             texts = shared
-        opened: Engine = engine
-        if not is_engine(engine):
-            opened = LazyEngine(lambda: open_engine(engine))
-            cleanup.callback(opened.close)
+        opened = engine_of(engine, cleanup, replicas)
         try:
             answers = ask(texts, question, opened, options, report)
         except TokenBudgetError as error:
@@ -175,6 +172,7 @@ async def llm_map_async(
     fields: Sequence[str] | None = None,
     *,
     engine: Any,
+    replicas: int | None = None,
     **options: Any,
 ) -> MapResult:
     """`llm_map` in a thread of its own: other tasks run meanwhile.
@@ -186,16 +184,12 @@ async def llm_map_async(
     Args:
         options: the others of `llm_map`.
     """
-    stoppable = StoppableEngine(lambda: engine if is_engine(engine) else open_engine(engine))
-
-    def asked() -> MapResult:
-        try:
-            return llm_map(table, prompt, fields, engine=stoppable, **options)
-        finally:
-            if not is_engine(engine):
-                stoppable.close()
-
-    return await in_thread(asked, stoppable.stop)
+    with ExitStack() as cleanup:
+        opened = engine_of(engine, cleanup, replicas)
+        stoppable = StoppableEngine(lambda: opened)
+        return await in_thread(
+            lambda: llm_map(table, prompt, fields, engine=stoppable, **options), stoppable.stop
+        )
 
 
 def _text_names(question: Question, columns: Sequence[pa.ChunkedArray]) -> list[str]:

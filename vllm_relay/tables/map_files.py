@@ -15,9 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vllm_relay.tables.dataframes import llm_map
-from vllm_relay.tables.engines.base import Engine
-from vllm_relay.tables.engines.lazy import LazyEngine
-from vllm_relay.tables.engines.opening import is_engine, open_engine
+from vllm_relay.tables.engines.lazy import engine_of
 from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.options import DEFAULT_BUCKET_ROWS
 from vllm_relay.tables.jobs.token_budget import TokenBudgetError
@@ -33,6 +31,7 @@ def llm_map_file(
     fields: Sequence[str] | None = None,
     *,
     engine: Any,
+    replicas: int | None = None,
     checkpoint: str | PathLike[str] | None = None,
     max_total_tokens: int | None = None,
     batch_rows: int = DEFAULT_BUCKET_ROWS,
@@ -50,7 +49,7 @@ def llm_map_file(
         source: a Parquet file, or a reader, which is read to its end.
         output_path: a Parquet file with all columns of the source, and ``answer`` and ``error``.
         batch_rows: of a part.
-        prompt, fields, engine, checkpoint, max_total_tokens: see `llm_map`.
+        prompt, fields, engine, replicas, checkpoint, max_total_tokens: see `llm_map`.
         options: the others of `llm_map`. With ``on_error="raise"`` the first part that has a row
             without an answer is the last.
 
@@ -78,10 +77,7 @@ def llm_map_file(
             raise ValueError(
                 f"a source with columns {taken} given, which the output has of its own: rename them"
             )
-        opened: Engine = engine
-        if not is_engine(engine):
-            opened = LazyEngine(lambda: open_engine(engine))
-            cleanup.callback(opened.close)
+        opened = engine_of(engine, cleanup, replicas)
         if checkpoint is None:
             folder = cleanup.enter_context(TemporaryDirectory(prefix="relay-answers-"))
             kept = Path(folder, "answers")

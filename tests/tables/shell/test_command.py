@@ -252,6 +252,12 @@ def test_statements_without_llm_need_no_model(
         ({"server": "http://"}, "and a host, as in http://localhost:8000"),
         ({"server": "http://host:port"}, "and a host, as in"),
         ({"server": "http://[::1"}, "and a host, as in"),
+        ({"server": ["http://a", "b:80"]}, "--server 'b:80' given, expected an address"),
+        ({"replicas": 2}, "--replicas given with --server"),
+        (
+            {"server": None, "model": "m", "data_parallel_ranks": 2},
+            "--data-parallel-ranks given without --server",
+        ),
     ],
 )
 def test_what_is_refused_is_told(
@@ -265,6 +271,46 @@ def test_what_is_refused_is_told(
     assert (status, printed) == (1, "")
     assert message in " ".join(capsys.readouterr().err.split())
     assert not engine.prompts
+
+
+def opened_with(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What engines are opened with from now on."""
+    found: list[Any] = []
+
+    def open_engine(engine: Any, **arguments: Any) -> FakeEngine:
+        found.append((engine, arguments))
+        return FakeEngine()
+
+    monkeypatch.setattr(shell_command, "open_engine", open_engine)
+    return found
+
+
+def test_several_servers_and_their_ranks(films: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = opened_with(monkeypatch)
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    servers = ["http://localhost:1", "http://localhost:2"]
+    assert run([films], server=servers, command=QUERY, data_parallel_ranks=2)[0] == 0
+    [(engine, arguments)] = found
+    assert engine == servers
+    assert arguments["data_parallel_ranks"] == 2 and arguments["api_key"].value == "secret"
+
+
+def test_keys_that_differ_are_refused(
+    films: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("OPENAI_API_KEY", "other")
+    servers = ["http://localhost:1", "https://api.openai.com"]
+    assert run([films], server=servers, command=QUERY)[0] == 1
+    assert "servers that are sent different keys" in capsys.readouterr().err
+
+
+def test_replicas_of_a_model(films: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = opened_with(monkeypatch)
+    (tmp_path / "config.json").write_text("{}")
+    given = {"server": None, "model": str(tmp_path), "command": QUERY}
+    assert run([films], replicas=2, **given)[0] == run([films], **given)[0] == 0
+    assert found == [(str(tmp_path), {"replicas": 2}), (str(tmp_path), {})]
 
 
 def test_a_statement_that_fails_ends_a_script(

@@ -5,6 +5,7 @@ base.py              the contract
 in_process.py, started.py, model_identity.py   vLLM's LLM in this process           (vLLM)
 server/              a server with OpenAI's API                                     (aiohttp)
 replicas.py          several of these as one
+ray_actors/          vLLM in several processes, on any machine                      (Ray)
 reasoning.py         what is thought before an answer
 lazy.py, opening.py  an engine from a name, opened when it is needed
 stoppable.py         an engine whose jobs end when another thread says so

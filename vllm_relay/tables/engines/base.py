@@ -18,6 +18,11 @@ class EngineError(RuntimeError):
     """The engine cannot go on: no prompt after this one has a chance."""
 
 
+class JobOver(BaseException):
+    """Raised where an engine asks for prompts that nobody waits for any more: it aborts what runs,
+    and is raised again."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """
@@ -115,8 +120,9 @@ class Engine(Protocol):
     def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
         """Answer prompts, in their order as far as the engine follows it.
 
-        Prompts are taken when there is room for them. A prompt that the engine refuses has a
-        completion with an error. Closing the generator aborts what runs.
+        Prompts are taken when there is room for them. Where there are no more, more are asked for
+        as long as some run: an iterator that has ended may go on. A prompt that the engine refuses
+        has a completion with an error. Closing the generator aborts what runs.
 
         Raises:
             EngineError: the engine is gone.

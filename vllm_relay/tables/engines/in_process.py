@@ -30,7 +30,12 @@ from vllm_relay.tables.engines.base import (
     PromptShape,
 )
 from vllm_relay.tables.engines.model_identity import model_identity
-from vllm_relay.tables.engines.reasoning import answer_in, without_reasoning
+from vllm_relay.tables.engines.reasoning import (
+    answer_in,
+    deciding_tokens,
+    most_answer_tokens,
+    without_reasoning,
+)
 from vllm_relay.tables.images.content import content_parts
 from vllm_relay.tables.images.store import ImageError
 from vllm_relay.tables.jobs.prompts.format import conversation
@@ -103,14 +108,13 @@ class InProcessEngine:
         return params
 
     def _read(self, question: Question) -> Callable[[int, Any], Completion]:
-        if self._deciding_tokens(question) is not None:
+        if deciding_tokens(question, reasons=self.reasons) is not None:
             return partial(self._decided, question)
         return self._reader.read
 
     def max_answer_tokens(self, question: Question) -> int:
         """See `Engine`: with choices, as many as tell any two of them apart."""
-        enough = self._deciding_tokens(question)
-        return question.most_tokens if enough is None else min(enough, question.most_tokens)
+        return most_answer_tokens(question, reasons=self.reasons)
 
     def prompts_per_s(self, shape: PromptShape, question: Question) -> float:
         """Measured with tokens drawn at random; the prefix cache is emptied afterwards."""
@@ -161,13 +165,11 @@ class InProcessEngine:
         waiting = iter(prompts)
         headers = trace_headers() or None
         running: dict[str, int] = {}
-        is_done = False
         try:
-            while running or not is_done:
-                while not is_done and len(running) < _WINDOW_PER_RUNNING * self.max_running:
+            while True:
+                while len(running) < _WINDOW_PER_RUNNING * self.max_running:
                     prompt = next(waiting, None)
                     if prompt is None:
-                        is_done = True
                         break
                     request_id = f"table-{next(self._numbers)}"
                     # known before it is added: whatever ends this loop aborts it
@@ -179,7 +181,7 @@ class InProcessEngine:
                         del running[request_id]
                         yield Completion(prompt.number, error=str(error))
                 if not running:
-                    continue
+                    return
                 for output in engine.step():
                     number = running.get(output.request_id) if output.finished else None
                     if number is not None:
@@ -193,10 +195,6 @@ class InProcessEngine:
                 # one that was interrupted may be dead as well
                 with suppress(EngineDeadError):
                     engine.abort_request(list(running))
-
-    def _deciding_tokens(self, question: Question) -> int | None:
-        # a model that reasons is held to the choices only afterwards
-        return None if self.reasons else question.output.num_deciding_tokens
 
     def _decided(self, question: Question, number: int, output: Any) -> Completion:
         """With the whole text of the choice that a cut answer begins."""

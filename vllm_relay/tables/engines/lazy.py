@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
@@ -16,8 +17,22 @@ from vllm_relay.tables.engines.base import (
     images_refusal,
     modules_refusal,
 )
+from vllm_relay.tables.engines.opening import is_engine, open_engine
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.question import Question
+
+
+def engine_of(given: Any, cleanup: ExitStack, replicas: int | None = None) -> Engine:
+    """An engine as it is, or one that is opened when it is needed, see `open_engine`.
+
+    Args:
+        cleanup: closes what is opened here.
+    """
+    if is_engine(given) and replicas is None:
+        return given
+    opened = LazyEngine(lambda: open_engine(given, replicas=replicas))
+    cleanup.callback(opened.close)
+    return opened
 
 
 class LazyEngine:

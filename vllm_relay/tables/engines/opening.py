@@ -15,6 +15,8 @@ from vllm_relay.tables.engines.base import Engine
 _ENGINE_METHODS = ("generate", "max_answer_tokens", "prompts_per_s", "close")
 
 _SCHEMES = ("http://", "https://")
+_PATIENCE_OF_SEVERAL_S = 60.0
+"""How long a server may be away where others have its prompts if it is not waited for."""
 _HOST_AND_PORT = re.compile(r"[^/\s]+:\d+(/.*)?")
 
 
@@ -23,32 +25,49 @@ def is_engine(value: Any) -> bool:
     return not isinstance(value, type) and all(hasattr(value, name) for name in _ENGINE_METHODS)
 
 
-def open_engine(engine: Any, **arguments: Any) -> Engine:
+def open_engine(
+    engine: Any,
+    *,
+    replicas: int | None = None,
+    data_parallel_ranks: int | None = None,
+    **arguments: Any,
+) -> Engine:
     """
     Args:
         engine: an `Engine`, which is given back; a ``vllm.LLM``; the address of a server with
-            OpenAI's API, "http://..." or "https://..."; or a model, a folder or hub id, which is
-            started in this process with prefix caching, and with relay where that can serve it.
-        arguments: of a server, see `ServerEngine`, or of a model, those of ``vllm.LLM``.
+            OpenAI's API, "http://..." or "https://...", or a list of several with the same model;
+            or a model, a folder or hub id, which is started in this process with prefix caching,
+            and with relay where that can serve it.
+        replicas: of the model, started by Ray if there are more than one, see `start_replicas`.
+        data_parallel_ranks: of each server, with which ``vllm serve --data-parallel-size`` started
+            it: each rank has a prefix cache of its own, and gets the prompts that it knows.
+        arguments: of a server, see `ServerEngine`, or of a model, those of ``vllm.LLM``; of all of
+            them, if there are several.
 
     Returns:
-        An engine. Its `close` ends a model that was started here, and leaves an LLM alone.
+        An engine; one over all, where there are several, see `ReplicaEngine`. Its `close` ends a
+        model that was started here, and leaves an LLM alone.
 
     Raises:
         TypeError: `engine` is nothing of these.
-        ValueError: there are arguments without effect, or the model or the server refuses them.
-        EngineError: the server does not answer.
+        ValueError: there are arguments without effect, or the model or the server refuses them, or
+            replicas are not alike.
+        EngineError: a server does not answer, or a replica does not start.
     """
     if isinstance(engine, (str, Path)) and not str(engine).strip():
         raise ValueError(
             "an empty engine was given, expected a model or a server's address, http://..."
         )
-    if isinstance(engine, str) and _is_address(engine):
-        from vllm_relay.tables.engines.server.engine import ServerEngine
-
-        return ServerEngine(engine, **arguments)
-    if isinstance(engine, (str, Path)):
+    addresses = _addresses(engine)
+    is_model = not addresses and isinstance(engine, (str, Path))
+    _check_count("replicas", replicas, "a model that is started here", is_model)
+    _check_count("data_parallel_ranks", data_parallel_ranks, "servers", bool(addresses))
+    if addresses:
+        return _open_servers(addresses, data_parallel_ranks, arguments)
+    if is_model:
         _check_model(str(engine), arguments)
+        if replicas is not None and replicas > 1:
+            return _start_replicas(str(engine), replicas, arguments)
         from vllm_relay.tables.engines.started import start_engine
 
         return start_engine(str(engine), **arguments)
@@ -65,7 +84,7 @@ def open_engine(engine: Any, **arguments: Any) -> Engine:
         return engine
     raise TypeError(
         f"engine {engine!r} given, expected a model (a folder or hub id), a server's address "
-        f"(http://...), a vllm.LLM or an Engine"
+        f"(http://...) or a list of several, a vllm.LLM or an Engine"
     )
 
 
@@ -93,6 +112,84 @@ def check_address(name: str, address: str) -> None:
 
 def _is_address(text: str) -> bool:
     return text.lower().startswith(_SCHEMES)
+
+
+def _addresses(engine: Any) -> list[str]:
+    """Of servers; none if it is something else."""
+    if isinstance(engine, str):
+        return [engine] if _is_address(engine) else []
+    if not isinstance(engine, (list, tuple)):
+        return []
+    if not engine:
+        raise ValueError("an empty list of engines was given, expected servers' addresses")
+    for each in engine:
+        if not isinstance(each, str) or not _is_address(each):
+            raise ValueError(
+                f"a list of engines with {each!r} given, expected servers' addresses, http://...: "
+                f"for a model that is to be started several times give it alone, and replicas="
+            )
+    twice = {each for each in engine if engine.count(each) > 1}
+    if twice:
+        raise ValueError(f"servers {sorted(twice)} given twice: give each once")
+    return list(engine)
+
+
+def _check_count(name: str, count: int | None, whose: str, is_theirs: bool) -> None:
+    if count is None:
+        return
+    if not is_theirs:
+        other = {
+            "replicas": "several servers are given as a list of their addresses",
+            "data_parallel_ranks": "a model that is started here has replicas=",
+        }
+        raise ValueError(f"{name}={count} given, which is for {whose}: {other[name]}")
+    if count < 1:
+        raise ValueError(f"{name}={count} given, expected at least 1")
+
+
+def _open_servers(addresses: list[str], ranks: int | None, arguments: dict[str, Any]) -> Engine:
+    from vllm_relay.tables.engines.replicas import ReplicaEngine
+    from vllm_relay.tables.engines.server.engine import ServerEngine
+    from vllm_relay.tables.engines.server.retries import RetryPolicy
+
+    places: list[tuple[str, dict[str, Any]]]
+    places = [(address, {}) for address in addresses]
+    if ranks is not None:
+        named = [{"data_parallel_rank": rank} for rank in range(ranks)]
+        places = [(address, each) for address in addresses for each in named]
+    if len(places) == 1:
+        [(address, rank)] = places
+        return ServerEngine(address, **arguments, **rank)
+    arguments = {"retries": RetryPolicy(patience_s=_PATIENCE_OF_SEVERAL_S), **arguments}
+    engines: list[Engine] = []
+    for address, rank in places:
+        engines.append(ServerEngine(address, **arguments, **rank))
+        if engines[0].tokenizer is not None:
+            # loaded once; the others compare it with their server's
+            arguments = {**arguments, "tokenizer": engines[0].tokenizer}
+    names = [
+        address + "".join(f", rank {number}" for number in rank.values())
+        for address, rank in places
+    ]
+    return ReplicaEngine(engines, names)
+
+
+def _start_replicas(model: str, num_replicas: int, arguments: dict[str, Any]) -> Engine:
+    if (arguments.get("data_parallel_size") or 1) > 1:
+        raise ValueError(
+            f"data_parallel_size={arguments['data_parallel_size']} and replicas={num_replicas} "
+            f"given, which mean the same: give replicas alone"
+        )
+    try:
+        from vllm_relay.tables.engines.ray_actors.starting import start_replicas
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ValueError(
+            f"replicas={num_replicas} given, which Ray starts, and Ray is not installed: run "
+            f"pip install 'vllm-relay[ray]', or give the addresses of servers that run"
+        ) from None
+    return start_replicas(model, num_replicas, **arguments)
 
 
 def _check_model(model: str, arguments: dict[str, Any]) -> None:

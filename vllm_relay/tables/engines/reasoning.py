@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from vllm_relay.tables.engines.base import Completion
+from vllm_relay.tables.question import Question
 
 UNFINISHED = "the model was still reasoning where its answer was cut: give more max_tokens"
 
@@ -38,3 +39,15 @@ def without_reasoning(completion: Completion, read: ReadAnswer = answer_in) -> C
     if answer is None:
         return replace(completion, text="", error=UNFINISHED)
     return replace(completion, text=answer)
+
+
+def deciding_tokens(question: Question, *, reasons: bool) -> int | None:
+    """As many as tell any two of a question's choices apart; None if it has none, or if the model
+    reasons: it is held to the choices only afterwards."""
+    return None if reasons else question.output.num_deciding_tokens
+
+
+def most_answer_tokens(question: Question, *, reasons: bool) -> int:
+    """Those that vLLM is told to write at most: the question's, or those that decide."""
+    enough = deciding_tokens(question, reasons=reasons)
+    return question.most_tokens if enough is None else min(enough, question.most_tokens)

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import islice
 from queue import SimpleQueue
 from threading import Condition, Thread
@@ -17,8 +18,10 @@ from vllm_relay.tables.engines.base import (
     Completions,
     Engine,
     EngineError,
+    JobOver,
     Prompt,
     PromptShape,
+    images_refusal,
 )
 from vllm_relay.tables.jobs.prompts.format import text_pieces
 from vllm_relay.tables.ordering.cached_tokens import BlockCache, block_hashes
@@ -30,7 +33,6 @@ logger = logging.getLogger("vllm.relay")
 DEFAULT_MAX_BUFFERED = 5000
 _UNKNOWN_CACHE = BlockCache(16, 65_536)
 _BATCH = 64
-_FEED_WAIT_S = 0.05
 
 
 class ReplicaEngine:
@@ -60,7 +62,7 @@ class ReplicaEngine:
             raise ValueError("no engines given, expected at least one replica")
         if max_buffered < 1:
             raise ValueError(f"max_buffered={max_buffered} given, expected at least 1")
-        self._engines = list(engines)
+        self.engines = list(engines)
         self._names = list(names or (f"replica {number}" for number in range(len(engines))))
         self._max_buffered = max_buffered
         for what, values in (
@@ -81,30 +83,49 @@ class ReplicaEngine:
         self.tokenizer = engines[0].tokenizer
         self.max_model_len = engines[0].max_model_len
         self.reasons = getattr(engines[0], "reasons", False)
+        self.model_name: str = getattr(engines[0], "model_name", "")
+        self.images_refusal = images_refusal(engines[0])
 
     @property
     def cache(self) -> BlockCache | None:
         """Of the replica with the smallest: no prompt is known to more than one."""
-        caches = [each.cache for each in self._engines if each.cache is not None]
+        caches = [each.cache for each in self.engines if each.cache is not None]
         return min(caches, key=lambda each: each.num_blocks or 1 << 62, default=None)
 
     def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
         """See `Engine`: ends with an `EngineError` when no replica is left."""
-        return _ReplicaJob(self._engines, self._names, question, self._max_buffered).run(prompts)
+        return _ReplicaJob(self.engines, self._names, question, self._max_buffered).run(prompts)
 
     def max_answer_tokens(self, question: Question) -> int:
         """See `Engine`."""
-        return max(each.max_answer_tokens(question) for each in self._engines)
+        return max(each.max_answer_tokens(question) for each in self.engines)
 
     def prompts_per_s(self, shape: PromptShape, question: Question) -> float | None:
         """As many times what the first replica has, as there are replicas."""
-        one = self._engines[0].prompts_per_s(shape, question)
-        return None if one is None else one * len(self._engines)
+        one = self.engines[0].prompts_per_s(shape, question)
+        return None if one is None else one * len(self.engines)
 
     def close(self) -> None:
         """Close all replicas."""
-        for engine in self._engines:
+        for engine in self.engines:
             engine.close()
+
+
+class _Feed:
+    """Prompts of a replica; where there is none for it now, there may be one later."""
+
+    def __init__(self, first: Prompt, take: Callable[[], Prompt | None]) -> None:
+        self._first: Prompt | None = first
+        self._take = take
+
+    def __iter__(self) -> _Feed:
+        return self
+
+    def __next__(self) -> Prompt:
+        prompt, self._first = self._first or self._take(), None
+        if prompt is None:
+            raise StopIteration
+        return prompt
 
 
 class _ReplicaJob:
@@ -186,7 +207,7 @@ class _ReplicaJob:
         running = self._running[number]
         try:
             while (first := self._wait_for_prompt(number)) is not None:
-                feed = self._feed(number, first)
+                feed = _Feed(first, partial(self._next, number))
                 with closing(self._engines[number].generate(feed, self._question)) as completions:
                     for completion in completions:
                         with self._changed:
@@ -194,6 +215,8 @@ class _ReplicaJob:
                                 return
                             running.pop(completion.number, None)
                         self._came.put((number, completion))
+        except JobOver:
+            return
         except BaseException as error:
             self._came.put((number, error))
 
@@ -206,17 +229,11 @@ class _ReplicaJob:
                 self._changed.wait()
             return None
 
-    def _feed(self, number: int, first: Prompt) -> Iterator[Prompt]:
-        """Prompts of a replica; ends when there is none for it for a moment, so that the answers to
-        those that it has are not waited for."""
-        prompt: Prompt | None = first
-        while prompt is not None:
-            yield prompt
-            with self._changed:
-                prompt = self._take(number)
-                if prompt is None and not self._is_read:
-                    self._changed.wait(_FEED_WAIT_S)
-                    prompt = self._take(number)
+    def _next(self, number: int) -> Prompt | None:
+        with self._changed:
+            if self._is_over:
+                raise JobOver
+            return self._take(number)
 
     def _take(self, number: int) -> Prompt | None:
         found = None if self._is_over else self._buckets.next(number)

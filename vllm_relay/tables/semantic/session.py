@@ -13,8 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from vllm_relay.tables.engines.base import Engine
-from vllm_relay.tables.engines.lazy import LazyEngine
-from vllm_relay.tables.engines.opening import is_engine, open_engine
+from vllm_relay.tables.engines.lazy import engine_of
 from vllm_relay.tables.jobs.answers import Answer
 from vllm_relay.tables.jobs.asking import ask
 from vllm_relay.tables.jobs.estimates.estimate import JobReport
@@ -53,11 +52,7 @@ class Session:
 
     def open(self, engine: Any) -> Engine:
         """See `open_engine`; what is opened here is closed with the session."""
-        if is_engine(engine):
-            return engine
-        opened = LazyEngine(lambda: open_engine(engine))
-        self._cleanup.callback(opened.close)
-        return opened
+        return engine_of(engine, self._cleanup)
 
     def report(self, name: str = "") -> JobReport:
         return self.reports.setdefault(name, JobReport())

@@ -40,7 +40,7 @@ def run_sql(
     arguments: Sequence[str],
     *,
     model: str | None,
-    server: str | None,
+    server: str | Sequence[str] | None,
     command: str | None,
     options: dict[str, Any],
     request: dict[str, str | None],
@@ -49,6 +49,8 @@ def run_sql(
     server_arguments: dict[str, Any],
     max_running: int | None,
     output_path: Path | None,
+    replicas: int | None = None,
+    data_parallel_ranks: int | None = None,
     console: Console | None = None,
 ) -> int:
     """Run statements from the command line, a pipe or a terminal.
@@ -56,7 +58,7 @@ def run_sql(
     Args:
         arguments: files that become tables, and options of vLLM's engine.
         model: a folder or hub id, or the server's name for it.
-        server: its address; None starts the model in this process when it is first asked.
+        server: its address, or those of several; None starts the model when it is first asked.
         command: statements; None reads them from the standard input.
         options: of `JobOptions`.
         request: `RequestOptions` of all questions, as JSON but for the system prompt.
@@ -67,6 +69,7 @@ def run_sql(
         output_path: where the rows of the last statement are written instead of shown; of
             statements that are typed at a terminal, those of each that gives rows, in place of
             those before.
+        replicas, data_parallel_ranks: see `open_engine`.
         console: where results are shown; the standard output if None.
 
     Returns:
@@ -77,14 +80,21 @@ def run_sql(
     given = {name: value for name, value in server_arguments.items() if value}
     try:
         paths, llm_arguments = split_arguments([str(each) for each in arguments])
-        engine = LazyEngine(lambda: _open(model, server, opening))
-        if server is not None:
-            check_address("--server", server)
-            opening = _of_server(server, given, llm_arguments, max_running)
+        servers = [server] if isinstance(server, str) else list(server or ())
+        engine = LazyEngine(lambda: _open(model, servers, opening))
+        if servers:
+            if replicas is not None:
+                raise ValueError(
+                    "--replicas given with --server: it starts a model several times; give "
+                    "--server once for each server, or --data-parallel-ranks for the ranks of one"
+                )
+            opening = _of_servers(servers, given, llm_arguments, max_running)
+            opening |= {"data_parallel_ranks": data_parallel_ranks}
         else:
+            given |= {"data_parallel_ranks": data_parallel_ranks} if data_parallel_ranks else {}
             if given:
                 raise ValueError(f"{_shown(given)} given without --server, which it is for")
-            opening = llm_arguments
+            opening = llm_arguments | ({"replicas": replicas} if replicas is not None else {})
             if max_running is not None:
                 opening.setdefault("max_num_seqs", max_running)
             if endpoint := options.get("otlp_traces_endpoint"):
@@ -125,13 +135,25 @@ def run_sql(
         engine.close()
 
 
-def _of_server(
-    server: str, given: dict[str, Any], llm_arguments: dict[str, Any], max_running: int | None
+def _of_servers(
+    servers: Sequence[str],
+    given: dict[str, Any],
+    llm_arguments: dict[str, Any],
+    max_running: int | None,
 ) -> dict[str, Any]:
     arguments = dict(given)
     variable = arguments.pop("api_key_env", None)
     over_http = arguments.get("api_key_over_http", False)
-    arguments["api_key"] = key_from_environment(server, variable, over_http=over_http)
+    keys = []
+    for server in servers:
+        check_address("--server", server)
+        keys.append(key_from_environment(server, variable, over_http=over_http))
+    if len({key.value for key in keys}) > 1:
+        raise ValueError(
+            "servers that are sent different keys given: give those with the same, or name one "
+            "with --api-key-env"
+        )
+    arguments["api_key"] = keys[0]
     if max_running is not None:
         arguments["max_running"] = max_running
     others = {name: value for name, value in llm_arguments.items() if name != "tokenizer"}
@@ -161,9 +183,9 @@ def _request_options(given: dict[str, str | None]) -> RequestOptions:
     return RequestOptions(**found)
 
 
-def _open(model: str | None, server: str | None, arguments: dict[str, Any]) -> Any:
-    if server is not None:
-        return open_engine(server, model=model, **arguments)
+def _open(model: str | None, servers: Sequence[str], arguments: dict[str, Any]) -> Any:
+    if servers:
+        return open_engine(list(servers), model=model, **arguments)
     if model is None:
         raise ValueError("a statement calls llm(), but no model is given: give --model or --server")
     # read when vLLM is imported; the standard output is for rows

@@ -47,6 +47,7 @@ def connect(
     database: str | PathLike[str] | duckdb.DuckDBPyConnection = ":memory:",
     *,
     engine: Any,
+    replicas: int | None = None,
     options: JobOptions | None = None,
     tables: Mapping[str, Any] | None = None,
     on_error: OnError = "null",
@@ -56,6 +57,7 @@ def connect(
     Args:
         database: a file, or an open connection, which stays open.
         engine: that answers, see `open_engine`; what is opened here is closed with the connection.
+        replicas: of a model that is opened here, see `open_engine`.
         options: of the jobs.
         tables: by name, data frames of pandas or Polars, Arrow tables, or files that DuckDB reads.
         on_error: what a row without an answer gives: NULL, NULL and its error in a column after
@@ -71,7 +73,9 @@ def connect(
         on_failure.callback(on_close.close)
         if connection is not database:
             on_close.callback(connection.close)
-        opened = engine if is_engine(engine) else LazyEngine(lambda: open_engine(engine))
+        opened = engine
+        if not is_engine(engine) or replicas is not None:
+            opened = LazyEngine(lambda: open_engine(engine, replicas=replicas))
         options = options or JobOptions()
         stoppable = StoppableEngine(lambda: opened)
         runner = GroupRunner(connection, stoppable, options)

@@ -65,6 +65,7 @@ class FakeServer:
         metrics: the page of /metrics; None has none.
         token_ids: of /tokenize; None has no such path.
         bodies: of the POSTs for prompts, in the order in which they arrived.
+        ranks: the data-parallel rank that each of these was meant for, "" if none was said.
         headers: of the latest request, names in lower case.
         num_model_checks: requests of /v1/models.
         num_running: prompts that it has now.
@@ -78,6 +79,7 @@ class FakeServer:
         self.metrics: str | None = None
         self.token_ids: list[int] | None = None
         self.bodies: list[dict[str, Any]] = []
+        self.ranks: list[str] = []
         self.headers: dict[str, str] = {}
         self.num_model_checks = 0
         self.most_running = 0
@@ -160,6 +162,7 @@ class FakeServer:
         body = await reader.readexactly(int(self.headers.get("content-length", 0)))
         if method == "POST" and path.endswith(("completions", "embeddings")):
             self.bodies.append(json.loads(body))
+            self.ranks.append(self.headers.get("x-data-parallel-rank", ""))
             with self._changed:
                 self.num_running += 1
                 self.most_running = max(self.most_running, self.num_running)

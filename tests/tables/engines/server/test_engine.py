@@ -24,10 +24,12 @@ from tests.tables.engines.server.fake_server import (
     failure,
     fake_server,
 )
+from vllm_relay.tables import open_engine
 from vllm_relay.tables.engines.base import Completion, EngineError, Prompt
 from vllm_relay.tables.engines.server.engine import ServerEngine
 from vllm_relay.tables.engines.server.http import HttpClient, ServerAddress
 from vllm_relay.tables.engines.server.keys import ServerKey
+from vllm_relay.tables.engines.server.retries import RetryPolicy
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import Question
@@ -185,6 +187,103 @@ def test_no_cache(metrics: str) -> None:
     with fake_server() as server:
         server.metrics = metrics
         assert engine_for(server.url).cache is None
+
+
+def test_a_rank_of_a_server_gets_all_prompts() -> None:
+    with fake_server() as server:
+        server.metrics = CACHE_METRICS % 100
+        engine = engine_for(server.url, data_parallel_rank=1)
+        assert len(list(engine.generate(prompts(5), QUESTION))) == 5
+        assert server.ranks == ["1"] * 5
+        assert len(list(engine_for(server.url).generate(prompts(1), QUESTION))) == 1
+        assert server.ranks[5:] == [""]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (VLLM_MODEL, "data_parallel_rank=2 given, and http.* has 2 ranks: give as many as it was"),
+        (OTHER_MODEL, "data_parallel_rank=2 given, and http.* is not vLLM"),
+    ],
+)
+def test_a_rank_that_is_not_there_is_refused(model: dict[str, Any], message: str) -> None:
+    with fake_server(model=model) as server:
+        server.metrics = CACHE_METRICS % 100
+        with pytest.raises(ValueError, match=message):
+            engine_for(server.url, data_parallel_rank=2)
+
+
+def test_servers_and_ranks_share_the_prompts_of_a_job() -> None:
+    groups = [[group] * 64 + [row] for group in range(1, 5) for row in range(20)]
+    with (
+        fake_server(lambda body: replace(answer(), delay_s=0.002)) as first,
+        fake_server(lambda body: replace(answer(), delay_s=0.002)) as second,
+    ):
+        for each in (first, second):
+            each.metrics = CACHE_METRICS % 100
+        opened = open_engine(
+            [first.url, second.url],
+            data_parallel_ranks=2,
+            tokenizer=WordTokenizer(),
+            max_running=2,
+        )
+        asked = (Prompt(number, "", tokens) for number, tokens in enumerate(groups))
+        found = [each.number for each in opened.generate(asked, QUESTION)]
+        assert sorted(found) == list(range(len(groups)))
+        homes: dict[int, set[tuple[str, str]]] = {}
+        for each in (first, second):
+            for prompt, rank in zip(each.prompts, each.ranks, strict=True):
+                homes.setdefault(prompt[0], set()).add((each.url, rank))
+        # those that come last may be shared out
+        assert sum(map(len, homes.values())) <= 4 + 3
+        assert len(set().union(*homes.values())) == 4
+
+
+def test_a_server_that_goes_leaves_its_prompts_to_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with (
+        fake_server(lambda body: replace(answer(), delay_s=0.005)) as stays,
+        fake_server(lambda body: replace(answer(), delay_s=0.005)) as goes,
+    ):
+        retries = RetryPolicy(patience_s=0.2, first_delay_s=0.01)
+        options: Any = {"tokenizer": WordTokenizer(), "max_running": 4, "retries": retries}
+        opened = open_engine([stays.url, goes.url], **options)
+        found = []
+        for completion in opened.generate(prompts(100), QUESTION):
+            found.append(completion)
+            if len(found) == 20:
+                goes.stop()
+        assert sorted(each.number for each in found) == list(range(100))
+        assert not any(each.error for each in found)
+        assert any(f"{goes.url} is gone" in message for message in caplog.messages)
+
+
+def test_prompts_that_come_late_are_taken_while_others_run() -> None:
+    class Late:
+        """The second prompt comes when the first runs, after the iterator has ended."""
+
+        def __init__(self) -> None:
+            self.num_given = 0
+
+        def __iter__(self) -> Late:
+            return self
+
+        def __next__(self) -> Prompt:
+            if self.num_given == 2 or (self.num_given == 1 and not server.num_running):
+                raise StopIteration
+            self.num_given += 1
+            return Prompt(self.num_given, "", [self.num_given])
+
+    def behaviour(body: dict[str, Any]) -> Reply:
+        if body["prompt"] == [2]:
+            server._loop.call_soon(second_came.set)
+        return replace(answer(), held_until=second_came)
+
+    second_came = asyncio.Event()
+    with fake_server(behaviour) as server:
+        found = {each.number for each in engine_for(server.url).generate(Late(), QUESTION)}
+        assert found == {1, 2}
 
 
 def test_without_its_tokenizer_vllm_is_sent_messages(caplog: pytest.LogCaptureFixture) -> None:

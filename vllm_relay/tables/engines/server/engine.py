@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Literal, get_args
 
 from vllm_relay.tables.engines.base import (
@@ -39,6 +39,7 @@ from vllm_relay.tables.engines.server.models import (
     ServedModel,
     block_cache,
     choose_model,
+    num_data_parallel_ranks,
     served_models,
 )
 from vllm_relay.tables.engines.server.retries import RetryPolicy
@@ -59,6 +60,7 @@ DEFAULT_MAX_RUNNING = 64
 DEFAULT_TIMEOUT_S = 600.0
 
 _START_TIMEOUT_S = 60.0
+_WAIT_WITH_ROOM_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,13 @@ class _Server:
     """What a server says of itself when a job starts.
 
     Attributes:
+        num_ranks: data-parallel engines behind it; 0 if it does not say.
         probe_token_ids: its tokens of `TOKENIZER_PROBE`; None if it does not say.
     """
 
     model: ServedModel
     cache: BlockCache | None
+    num_ranks: int
     probe_token_ids: list[int] | None
 
 
@@ -99,6 +103,8 @@ class ServerEngine:
         timeout_s: of a request, the time that it waits in the server included.
         mode: "auto" chooses as above.
         retries: None has `RetryPolicy`'s defaults.
+        data_parallel_rank: of ``vllm serve --data-parallel-size N``, which of its engines, from 0
+            to N - 1, gets all prompts; None leaves it to the server.
 
     Raises:
         EngineError: the server does not answer, or not as expected.
@@ -120,6 +126,7 @@ class ServerEngine:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         mode: Mode = "auto",
         retries: RetryPolicy | None = None,
+        data_parallel_rank: int | None = None,
     ) -> None:
         if mode not in get_args(Mode):
             raise ValueError(f"mode={mode!r} given, expected one of {list(get_args(Mode))}")
@@ -128,12 +135,19 @@ class ServerEngine:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s={timeout_s} given, expected a number above 0")
         key = api_key if isinstance(api_key, ServerKey) else ServerKey(api_key)
-        self._address = ServerAddress.of(base_url, key, key_over_http=api_key_over_http)
+        self._address = ServerAddress.of(
+            base_url,
+            key,
+            key_over_http=api_key_over_http,
+            data_parallel_rank=data_parallel_rank,
+        )
         self._timeout_s = timeout_s
         self._retries = retries or RetryPolicy()
         self._dialect = Dialect()
         with loop_in_thread() as loop:
             server = loop.run(_ask_server(self._address, model))
+        if data_parallel_rank is not None:
+            _check_rank(server, data_parallel_rank, base_url)
         self._model = server.model
         self.model_name = server.model.name
         self.cache = server.cache
@@ -180,7 +194,12 @@ class ServerEngine:
                         break
                 if not num_outstanding:
                     return
-                answer = answers.get()
+                # prompts that came meanwhile may have room
+                has_room = num_outstanding < max_outstanding
+                try:
+                    answer = answers.get(timeout=_WAIT_WITH_ROOM_S if has_room else None)
+                except Empty:
+                    continue
                 if answer.exception() is not None:
                     # what was answered until then is not asked again
                     yield from _answered(answers)
@@ -252,15 +271,19 @@ async def _ask_server(address: ServerAddress, model_name: str | None) -> _Server
             ) from error
         model = choose_model(models, model_name)
         if not model.is_vllm:
-            return _Server(model, None, None)
-        return _Server(model, await _cache(http), await _probe_token_ids(http, model.name))
+            return _Server(model, None, 0, None)
+        metrics = await _metrics(http)
+        probe_token_ids = await _probe_token_ids(http, model.name)
+        return _Server(
+            model, block_cache(metrics), num_data_parallel_ranks(metrics), probe_token_ids
+        )
 
 
-async def _cache(http: HttpClient) -> BlockCache | None:
+async def _metrics(http: HttpClient) -> str:
     try:
-        return block_cache((await http.get("/metrics")).decode(errors="replace"))
+        return (await http.get("/metrics")).decode(errors="replace")
     except (EngineError, ServerAway, RequestFailed, RequestRefused):
-        return None
+        return ""
 
 
 async def _probe_token_ids(http: HttpClient, model_name: str) -> list[int] | None:
@@ -269,6 +292,19 @@ async def _probe_token_ids(http: HttpClient, model_name: str) -> list[int] | Non
         return (await http.post_json("/tokenize", body))["tokens"]
     except (EngineError, ServerAway, RequestFailed, RequestRefused, KeyError, TypeError):
         return None
+
+
+def _check_rank(server: _Server, rank: int, base_url: str) -> None:
+    if not server.model.is_vllm:
+        raise ValueError(
+            f"data_parallel_rank={rank} given, and {base_url} is not vLLM, which has ranks: leave "
+            "it out"
+        )
+    if server.num_ranks and not 0 <= rank < server.num_ranks:
+        raise ValueError(
+            f"data_parallel_rank={rank} given, and {base_url} has {server.num_ranks} ranks: give "
+            f"as many as it was started with, its --data-parallel-size"
+        )
 
 
 def _choose_tokenizer(server: _Server, given: Any | None, mode: Mode) -> Any | None:

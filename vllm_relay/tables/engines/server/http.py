@@ -77,17 +77,27 @@ class ServerAddress:
     Attributes:
         root_url: where /v1 and /metrics are.
         key: for it.
+        data_parallel_rank: of the engine behind it that is meant; None leaves that to the server.
     """
 
     root_url: str
     key: ServerKey = ServerKey()
+    data_parallel_rank: int | None = None
 
     @classmethod
-    def of(cls, base_url: str, key: ServerKey, *, key_over_http: bool = False) -> ServerAddress:
+    def of(
+        cls,
+        base_url: str,
+        key: ServerKey,
+        *,
+        key_over_http: bool = False,
+        data_parallel_rank: int | None = None,
+    ) -> ServerAddress:
         """
         Args:
             base_url: with or without /v1 at its end.
             key_over_http: whether the key may be sent to another machine without encryption.
+            data_parallel_rank: see above.
 
         Raises:
             ValueError: it is no address, or the key may not be sent there.
@@ -103,12 +113,17 @@ class ServerAddress:
             )
         if key.value is not None and not key_over_http and not is_safe(base_url):
             raise ValueError(unsafe_key(base_url, "api_key"))
-        return cls(base_url.rstrip("/").removesuffix("/v1").rstrip("/"), key)
+        root_url = base_url.rstrip("/").removesuffix("/v1").rstrip("/")
+        return cls(root_url, key, data_parallel_rank)
 
     @property
     def headers(self) -> dict[str, str]:
-        key = self.key.value
-        return {} if key is None else {"Authorization": f"Bearer {key}"}
+        found = {}
+        if self.key.value is not None:
+            found["Authorization"] = f"Bearer {self.key.value}"
+        if self.data_parallel_rank is not None:
+            found["X-data-parallel-rank"] = str(self.data_parallel_rank)
+        return found
 
     @property
     def proxy(self) -> str | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 
@@ -80,21 +81,33 @@ def choose_model(models: Sequence[ServedModel], name: str | None) -> ServedModel
     return models[0]
 
 
+def num_data_parallel_ranks(metrics: str) -> int:
+    """The engines that a page of vLLM's /metrics describes; 0 if it describes none."""
+    return len({sample.labels.get("engine") for sample in _cache_samples(metrics)})
+
+
 def block_cache(metrics: str) -> BlockCache | None:
     """The prefix cache that a page of vLLM's /metrics describes; None if it describes none.
 
     Of several engines behind one server, each of which has its own cache, the smallest.
     """
-    lines = [line for line in metrics.splitlines() if line.startswith(_CACHE_METRIC)]
     caches = []
     try:
-        for family in text_string_to_metric_families("\n".join(lines) + "\n"):
-            for sample in family.samples:
-                if sample.labels.get("enable_prefix_caching") == "False":
-                    return None
-                # vLLM keeps one block back
-                num_blocks = int(sample.labels["num_gpu_blocks"]) - 1
-                caches.append(BlockCache(int(sample.labels["block_size"]), num_blocks))
+        for sample in _cache_samples(metrics):
+            if sample.labels.get("enable_prefix_caching") == "False":
+                return None
+            # vLLM keeps one block back
+            num_blocks = int(sample.labels["num_gpu_blocks"]) - 1
+            caches.append(BlockCache(int(sample.labels["block_size"]), num_blocks))
     except (ValueError, KeyError):
         return None
     return min(caches, key=lambda cache: cache.num_blocks or 0, default=None)
+
+
+def _cache_samples(metrics: str) -> list[Sample]:
+    lines = [line for line in metrics.splitlines() if line.startswith(_CACHE_METRIC)]
+    try:
+        families = list(text_string_to_metric_families("\n".join(lines) + "\n"))
+    except ValueError:
+        return []
+    return [sample for family in families for sample in family.samples]

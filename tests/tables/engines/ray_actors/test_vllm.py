@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two real engines that Ray runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.integration.tiny_models import save_model
+from tests.support.vllm_processes import run_module
+from tests.tables.byte_tokenizer import byte_tokenizer
+
+pytestmark = pytest.mark.integration
+
+
+def test_two_vllms_answer_as_one_does(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    model = save_model("llama", tmp_path / "model")
+    byte_tokenizer().save_pretrained(model)
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
+    done = run_module(
+        "tests.tables.engines.ray_actors.vllm_main", [str(model), str(tmp_path)], environment
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    several, one = found["several"], found["one"]
+    assert found["identity"] == found["identity_of_one"]
+    assert several["texts"] == one["texts"] and len(set(one["texts"])) > 1
+    assert several["chosen"] == one["chosen"]
+    assert several["prompt_tokens"] == one["prompt_tokens"]
+    assert several["cached_tokens"] > 0
+    assert not found["is_ray_left"]

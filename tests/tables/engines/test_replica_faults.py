@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever fails, a prompt is answered once, as long as one replica is left."""
+
+from __future__ import annotations
+
+import os
+import random
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from tests.support.depth import cases
+from tests.tables.engines.replica_faults import (
+    QUESTION,
+    ThreadActor,
+    check,
+    faulty_engine,
+    prompts,
+)
+from vllm_relay.tables.engines.base import EngineError
+from vllm_relay.tables.engines.replicas import ReplicaEngine
+
+pytest.importorskip("ray")
+
+from ray import exceptions  # noqa: E402
+
+from vllm_relay.tables.engines.ray_actors import engine as ray_engine  # noqa: E402
+from vllm_relay.tables.engines.ray_actors.replica import ReplicaFacts  # noqa: E402
+
+
+def open_replica(rng: random.Random, can_die: bool) -> Any:
+    """An engine, or one behind an actor."""
+    dies_at = rng.randrange(40) if can_die and rng.random() < 0.5 else None
+    engine = faulty_engine(rng, dies_at)
+    if rng.random() < 0.4:
+        return engine
+    is_killed = can_die and dies_at is None and rng.random() < 0.7
+    actor = ThreadActor(
+        engine, exceptions, random.Random(rng.random()), rng.randrange(1, 30) if is_killed else None
+    )
+    return ray_engine.RayEngine(actor, ReplicaFacts.of(engine), None, "an actor", 30.0)
+
+
+@pytest.fixture
+def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_engine.ray, "get", lambda reply, timeout=None: reply.result(timeout))
+    monkeypatch.setattr(ray_engine.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray_engine.ray, "kill", lambda actor: actor.kill())
+    monkeypatch.setattr(ray_engine, "_WAIT_WITH_ROOM_S", 0.005)
+
+
+def run_case(seed: int) -> None:
+    rng = random.Random(seed)
+    replicas = [open_replica(rng, number > 0) for number in range(rng.randint(1, 5))]
+    rng.shuffle(replicas)
+    with closing(ReplicaEngine(replicas, max_buffered=rng.choice([1, 10, 5000]))) as engine:
+        for _ in range(2):
+            count = rng.choice([1, 30, 150])
+            source = prompts(count, random.Random(rng.random()))
+            if rng.random() < 0.2:
+                # somebody stops waiting: the next question begins anew
+                completions = engine.generate(source, QUESTION)
+                for _ in range(rng.randrange(count)):
+                    next(completions)
+                completions.close()
+            else:
+                check(list(engine.generate(source, QUESTION)), count)
+
+
+@pytest.mark.parametrize("seed", range(cases(50)))
+def test_nothing_is_lost_and_nothing_is_answered_twice(in_threads: None, seed: int) -> None:
+    run_case(seed)
+
+
+@pytest.mark.soak
+def test_soak(in_threads: None) -> None:
+    for seed in range(10_000, 10_000 + int(os.environ.get("RELAY_SOAK_CASES", "20000")) // 40):
+        try:
+            run_case(seed)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+def test_when_all_die_what_was_answered_was_answered_once(in_threads: None) -> None:
+    rng = random.Random(0)
+    engines = [faulty_engine(rng, 3), faulty_engine(rng, 9)]
+    found = []
+    with pytest.raises(EngineError, match="no replica is left"):
+        for completion in ReplicaEngine(engines).generate(prompts(200, rng), QUESTION):
+            found.append(completion.number)
+    assert len(found) == len(set(found))
