@@ -59,7 +59,7 @@ def assert_same_completions(
         assert ours["token_ids"][:end] == theirs["token_ids"][:end]
         compared += end
     total = sum(len(theirs["token_ids"]) for theirs in expected)
-    assert compared > least_compared * total, (
+    assert compared >= least_compared * total, (
         f"only {compared} of {total} tokens were far enough apart"
     )
 
