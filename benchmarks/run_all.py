@@ -47,6 +47,7 @@ ROOMS = {
     "tables": [
         "bench_tables",
         "bench_table_queries",
+        "bench_table_queries_learned",
         "bench_table_rivals",
     ],
     "cluster": [

@@ -2,13 +2,13 @@
 """Queries with llm() over tables: time of the whole job.
 
 The five kinds of queries of Liu et al., 2024, with a model of Qwen2.5-0.5B's size and random
-weights, and with SmolLM2-135M-Instruct. "keep" asks stock vLLM with its prefix cache, in the order
-of the table's rows and fields; "auto" asks vLLM with relay attention and the relay scheduler in the
-order that is chosen. Both ask equal prompts once. Queries with something to push down are compared
-with prompts for every row of the table, one after the other, asked of stock vLLM; choices are then
-written to their end, where both others stop when one is certain. Times are those of the whole
-query: planning, SQL, the model. Before each the prefix cache is emptied. EXPLAIN is what it says
-before the query runs the first time.
+weights. "keep" asks stock vLLM with its prefix cache, in the order of the table's rows and fields;
+"auto" asks vLLM with relay attention and the relay scheduler in the order that is chosen. Both ask
+equal prompts once. Queries with something to push down are compared with prompts for every row of
+the table, one after the other, asked of stock vLLM; choices are then written to their end, where
+both others stop when one is certain. Times are those of the whole query: planning, SQL, the model.
+Before each the prefix cache is emptied. EXPLAIN is what it says before the query runs the first
+time.
 """
 
 import statistics
@@ -30,7 +30,6 @@ from benchmarks.tables.database import Database
 from benchmarks.tables.dummy_model import HALF_BILLION, TINY, save_model
 from benchmarks.tables.queries import ANSWER, PUSHED_DOWN, QUERIES, SENTIMENT, Call, TableQuery
 from vllm_relay.demo.engine_process import wait_until_workers_sleep
-from vllm_relay.demo.smollm2.download import smollm2_folder
 from vllm_relay.tables.engines.base import Prompt
 from vllm_relay.tables.engines.in_process import InProcessEngine
 from vllm_relay.tables.jobs.estimates.estimate import JobReport
@@ -198,56 +197,54 @@ def measure(
     relay_llm = start(model, options, **arguments, **relay)
     keep = Contender(stock_llm, "keep", database)
     auto = Contender(relay_llm, "auto", database)
-    measured = measure_orders(keep, auto, options), measure_pushdown(keep, auto, database, options)
-    for llm in (stock_llm, relay_llm):
-        llm.llm_engine.engine_core.shutdown()
-    return measured
+    return measure_orders(keep, auto, options), measure_pushdown(keep, auto, database, options)
 
 
-def main() -> None:
-    parser = argument_parser(__doc__, rounds=2, threads=2)
+def options_of(description: str, rows: int) -> Namespace:
+    parser = argument_parser(description, rounds=2, threads=2)
     parser.add_argument("--data", type=Path, help="folder with the papers' tables")
-    parser.add_argument("--rows", type=int, default=200, help="of a table (%(default)s)")
-    parser.add_argument(
-        "--learned-rows", type=int, default=400, help="with learned weights (%(default)s)"
-    )
+    parser.add_argument("--rows", type=int, default=rows, help="of a table (%(default)s)")
     parser.add_argument("--requests", type=int, default=64, help="at once (%(default)s)")
     parser.add_argument("--block-size", type=int, default=32, help="tokens (%(default)s)")
     options = parser.parse_args()
     if options.smoke:
-        options.rows, options.learned_rows, options.rounds = 24, 0, 1
+        options.rows, options.rounds = 24, 1
     options.tables = "given" if options.data else "made"
+    return options
+
+
+def main() -> None:
+    options = options_of(__doc__, rows=200)
     result = Result.begin(__file__, __doc__, options)
     with tempfile.TemporaryDirectory(prefix="relay-bench-") as name:
         folder = Path(name)
         database = Database(folder, options.data, options.rows)
         texts = [*database.texts, SENTIMENT.text, ANSWER.text]
         model = save_model(TINY if options.smoke else HALF_BILLION, texts, folder)
-        add(result, "", *measure(model, "dummy", database, options))
-        if options.learned_rows:
-            database = Database(folder, options.data, options.learned_rows)
-            model = str(smollm2_folder())
-            add(result, "SmolLM2-135M: ", *measure(model, "auto", database, options))
+        add_measured(result, model, "dummy", database, options)
     result.end(options)
 
 
-def add(result: Result, model: str, orders: list[Row], pushed: list[Row]) -> None:
-    result.add_table(f"{model}Whole queries: the table's order against the chosen one", orders)
-    result.add_table(f"{model}Whole queries: every row against what has to be asked", pushed)
+def add_measured(
+    result: Result, model: str, load_format: str, database: Database, options: Namespace
+) -> None:
+    orders, pushed = measure(model, load_format, database, options)
+    result.add_table("Whole queries: the table's order against the chosen one", orders)
+    result.add_table("Whole queries: every row against what has to be asked", pushed)
     ratios = [row["keep over auto"] for row in orders]
-    result.add_goal(Goal(f"{model}keep over auto, least of the queries", min(ratios), EACH_BAR))
+    result.add_goal(Goal("keep over auto, least of the queries", min(ratios), EACH_BAR))
     median = statistics.median(ratios)
-    result.add_goal(Goal(f"{model}keep over auto, median", median, MEDIAN_BAR, MEDIAN_AIM))
+    result.add_goal(Goal("keep over auto, median", median, MEDIAN_BAR, MEDIAN_AIM))
     least = min(row["every row over auto"] for row in pushed)
-    result.add_goal(Goal(f"{model}every row over auto, least", least, PUSHED_BAR, PUSHED_AIM))
+    result.add_goal(Goal("every row over auto, least", least, PUSHED_BAR, PUSHED_AIM))
     tokens = max(abs(row["EXPLAIN: prompt tokens off"]) for row in orders)
-    result.add_goal(Goal(f"{model}EXPLAIN: prompt tokens off", tokens, 0, None, True, "tokens"))
+    result.add_goal(Goal("EXPLAIN: prompt tokens off", tokens, 0, None, True, "tokens"))
     points = max(abs(row["EXPLAIN: hit rate, points off"]) for row in orders)
-    result.add_goal(Goal(f"{model}EXPLAIN: hit rate, points off", points, 1, 0.2, True, "points"))
+    result.add_goal(Goal("EXPLAIN: hit rate, points off", points, 1, 0.2, True, "points"))
     seconds = max(abs(row["EXPLAIN: seconds off"]) for row in orders)
-    result.add_goal(Goal(f"{model}EXPLAIN: seconds off", 100 * seconds, 20, 10, True, "%"))
+    result.add_goal(Goal("EXPLAIN: seconds off", 100 * seconds, 20, 10, True, "%"))
     planning = max(row["planning"] for row in orders)
-    result.add_goal(Goal(f"{model}planning and bookkeeping", 100 * planning, 2, 1, True, "%"))
+    result.add_goal(Goal("planning and bookkeeping", 100 * planning, 2, 1, True, "%"))
 
 
 if __name__ == "__main__":
