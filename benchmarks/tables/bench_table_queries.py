@@ -2,13 +2,13 @@
 """Queries with llm() over tables: time of the whole job.
 
 The five kinds of queries of Liu et al., 2024, with a model of Qwen2.5-0.5B's size and random
-weights, and with SmolLM2-135M-Instruct. "keep" asks stock vLLM with its prefix cache, in the order of the table's rows and fields;
-"auto" asks vLLM with relay attention and the relay scheduler in the order that is chosen. Both ask
-equal prompts once. Queries with something to push down are compared with prompts for every row of
-the table, one after the other, asked of stock vLLM; choices are then written to their end, where
-both others stop when one is certain. Times are those of the whole query: planning,
-SQL, the model. Before each the prefix cache is emptied. EXPLAIN is what it says before the query
-runs the first time.
+weights, and with SmolLM2-135M-Instruct. "keep" asks stock vLLM with its prefix cache, in the order
+of the table's rows and fields; "auto" asks vLLM with relay attention and the relay scheduler in the
+order that is chosen. Both ask equal prompts once. Queries with something to push down are compared
+with prompts for every row of the table, one after the other, asked of stock vLLM; choices are then
+written to their end, where both others stop when one is certain. Times are those of the whole
+query: planning, SQL, the model. Before each the prefix cache is emptied. EXPLAIN is what it says
+before the query runs the first time.
 """
 
 import statistics
