@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from tests.tables.engines.server.fake_server import OTHER_MODEL, chat_answer, fake_server
 from tests.tables.recording_engine import RecordingEngine, Refusal, Row
-from vllm_relay.tables import JobOptions, connect, llm_map, tracing
+from vllm_relay.tables import JobOptions, connect, llm_map, llm_map_async, tracing
 from vllm_relay.tables.engines.server.engine import ServerEngine
 from vllm_relay.tables.sql import AnswerFailedError
 
@@ -124,6 +125,25 @@ def test_requests_carry_the_span_of_their_job(exporter: InMemorySpanExporter) ->
         llm_map(table, "What else?", engine=engine)
         assert "traceparent" not in server.headers
         assert len(spans_of(exporter)) == 1
+
+
+def test_jobs_of_tasks_belong_to_the_span_around_them(exporter: InMemorySpanExporter) -> None:
+    table = pa.table({"n": [1]})
+    options = JobOptions(otlp_traces_endpoint=ENDPOINT)
+
+    async def run() -> None:
+        engine = RecordingEngine(is_even)
+        with tracing.span(ENDPOINT, "application", {}):
+            await llm_map_async(table, "Is {n} even?", engine=engine, otlp_traces_endpoint=ENDPOINT)
+            with connect(engine=engine, options=options, tables={"t": table}) as database:
+                await database.sql_async(f"SELECT {CALL} FROM t")
+
+    asyncio.run(run())
+    job, _, statement, application = spans_of(exporter)
+    assert application.context is not None
+    for each in (job, statement):
+        assert each.parent is not None
+        assert each.parent.span_id == application.context.span_id
 
 
 NOTHING_IMPORTED = """
