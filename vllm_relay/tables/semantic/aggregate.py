@@ -89,6 +89,8 @@ def llm_agg(
     rows = caller_table(table)
     types = answer_type(output, choices)
     keys = names_of("by", by) or ()
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"by={list(keys)} given, expected each name once")
     if ANSWER_NAME in keys:
         raise ValueError(f"by={list(keys)} given, but {ANSWER_NAME!r} names the answers: rename it")
     given = names_of("fields", fields)
