@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from vllm_relay.arguments import check_count
 from vllm_relay.tables.answer_types import answer_type
 from vllm_relay.tables.caller_tables import arrow_columns, caller_table
 from vllm_relay.tables.dataframes import fields_of, json_texts, map_result, names_of
@@ -100,8 +101,8 @@ def llm_filter(
         EngineError: an engine is gone.
     """
     targets = Targets(recall, precision, confidence)
-    if labels is not None and labels < 1:
-        raise ValueError(f"labels={labels} given, expected at least 1")
+    if labels is not None:
+        check_count("labels", labels)
     rows = caller_table(table)
     names = fields_of(prompt, rows, names_of("fields", fields))
     question = Question(prompt, names, TRUTH, request=request or RequestOptions())
