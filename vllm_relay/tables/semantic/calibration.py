@@ -57,7 +57,8 @@ class Targets:
     def __post_init__(self) -> None:
         for name, most in (("recall", 1.0), ("precision", 1.0), ("confidence", 0.9999)):
             value = getattr(self, name)
-            if not isinstance(value, Real) or not 0 < value <= most:
+            is_number = isinstance(value, Real)
+            if not is_number or not 0 < value <= most:
                 raise ValueError(
                     f"{name}={value!r} given, expected a share above 0, {most} at most"
                 )
