@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -21,7 +22,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from tests.tables.engines.server.fake_server import OTHER_MODEL, chat_answer, fake_server
 from tests.tables.recording_engine import RecordingEngine, Refusal, Row
-from vllm_relay.tables import JobOptions, connect, llm_map, llm_map_async, tracing
+from vllm_relay.tables import JobOptions, connect, llm_filter, llm_map, llm_map_async, tracing
 from vllm_relay.tables.engines.server.engine import ServerEngine
 from vllm_relay.tables.sql import AnswerFailedError
 
@@ -144,6 +145,19 @@ def test_jobs_of_tasks_belong_to_the_span_around_them(exporter: InMemorySpanExpo
     for each in (job, statement):
         assert each.parent is not None
         assert each.parent.span_id == application.context.span_id
+
+
+@dataclass
+class NamedEngine(RecordingEngine):
+    model_name: str = ""
+
+
+def test_jobs_of_a_filter_name_their_models(exporter: InMemorySpanExporter) -> None:
+    large, small = (NamedEngine(is_even, model_name=each) for each in ("large", "small"))
+    options = JobOptions(otlp_traces_endpoint=ENDPOINT)
+    table = pa.table({"n": [1, 2]})
+    llm_filter(table, "Is {n} even?", engine=large, proxy=small, options=options)
+    assert [each.name for each in spans_of(exporter)] == ["chat small", "chat large"]
 
 
 NOTHING_IMPORTED = """
