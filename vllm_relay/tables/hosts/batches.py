@@ -7,6 +7,7 @@ import atexit
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
@@ -94,7 +95,7 @@ class BatchQuestion:
         """That are asked about."""
         return tuple(placeholders_of(self.prompt)) if self.fields is None else self.fields
 
-    @property
+    @cached_property
     def answer_fields(self) -> list[pa.Field]:
         """The columns that come with the answers."""
         output = answer_type(self.options.get("output"), self.options.get("choices")).output
