@@ -161,24 +161,20 @@ def _plain(type: pa.DataType) -> pa.DataType:
     return type.value_type if pa.types.is_dictionary(type) else type
 
 
-def leading_field(sample: pa.Table, fields: Sequence[str]) -> str:
+def leading_field(sample: pa.Table, fields: Sequence[str]) -> str | None:
     """The column whose values save most where they come first, of rows that are sorted by it: its
-    bytes, over how many different ones there are (Liu et al., 2024, Algorithm 1)."""
+    bytes, over how many different ones there are (Liu et al., 2024, Algorithm 1). Lists and structs
+    are none that all hosts can sort by; None if there are no others."""
 
     def savings(name: str) -> float:
-        texts = (
-            sample[name].cast(pa.string(), safe=False)
-            if _is_simple(sample[name])
-            else _texts(sample[name])
-        )
+        column = sample[name]
+        is_bytes = pa.types.is_binary(column.type)
+        texts = _texts(column) if is_bytes else column.cast(pa.string(), safe=False)
         num_bytes = pc.sum(pc.binary_length(texts)).as_py() or 0
         return num_bytes / max(pc.count_distinct(texts, mode="all").as_py(), 1)
 
-    return max(dict.fromkeys(fields), key=savings)
-
-
-def _is_simple(column: pa.ChunkedArray) -> bool:
-    return not pa.types.is_nested(column.type) and not pa.types.is_binary(column.type)
+    sortable = [name for name in fields if not pa.types.is_nested(sample[name].type)]
+    return max(dict.fromkeys(sortable), key=savings, default=None)
 
 
 def _texts(column: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -69,7 +69,7 @@ def llm_map(
             [each.asDict() for each in rows.limit(SAMPLE_ROWS).collect()]
             or [dict.fromkeys(columns)]
         )
-        sort_by = leading_field(sample, columns)
+        sort_by = leading_field(sample, columns) or columns[0]
     count = partitions or frame.sparkSession.sparkContext.defaultParallelism
     others = [name for name in columns if name != sort_by]
     order = [_quoted(name) for name in (sort_by, *others)]
