@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from pathlib import Path
 
 
@@ -38,6 +39,16 @@ def check_model(model: str) -> None:
             f"--model {model}: no config.json there; expected a Hugging Face model folder or a "
             "hub id"
         )
+
+
+def check_count(name: str, given: object) -> None:
+    """Refuse what is no number of things, of which there is one at least.
+
+    Raises:
+        ValueError: names it.
+    """
+    if not isinstance(given, Integral) or isinstance(given, bool) or given < 1:
+        raise ValueError(f"{name}={given!r} given, expected at least 1, an integer")
 
 
 def is_integer(value: object) -> bool:

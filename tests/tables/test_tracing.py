@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -20,7 +22,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from tests.tables.engines.server.fake_server import OTHER_MODEL, chat_answer, fake_server
 from tests.tables.recording_engine import RecordingEngine, Refusal, Row
-from vllm_relay.tables import JobOptions, connect, llm_map, tracing
+from vllm_relay.tables import JobOptions, connect, llm_filter, llm_map, llm_map_async, tracing
 from vllm_relay.tables.engines.server.engine import ServerEngine
 from vllm_relay.tables.sql import AnswerFailedError
 
@@ -124,6 +126,38 @@ def test_requests_carry_the_span_of_their_job(exporter: InMemorySpanExporter) ->
         llm_map(table, "What else?", engine=engine)
         assert "traceparent" not in server.headers
         assert len(spans_of(exporter)) == 1
+
+
+def test_jobs_of_tasks_belong_to_the_span_around_them(exporter: InMemorySpanExporter) -> None:
+    table = pa.table({"n": [1]})
+    options = JobOptions(otlp_traces_endpoint=ENDPOINT)
+
+    async def run() -> None:
+        engine = RecordingEngine(is_even)
+        with tracing.span(ENDPOINT, "application", {}):
+            await llm_map_async(table, "Is {n} even?", engine=engine, otlp_traces_endpoint=ENDPOINT)
+            with connect(engine=engine, options=options, tables={"t": table}) as database:
+                await database.sql_async(f"SELECT {CALL} FROM t")
+
+    asyncio.run(run())
+    job, _, statement, application = spans_of(exporter)
+    assert application.context is not None
+    for each in (job, statement):
+        assert each.parent is not None
+        assert each.parent.span_id == application.context.span_id
+
+
+@dataclass
+class NamedEngine(RecordingEngine):
+    model_name: str = ""
+
+
+def test_jobs_of_a_filter_name_their_models(exporter: InMemorySpanExporter) -> None:
+    large, small = (NamedEngine(is_even, model_name=each) for each in ("large", "small"))
+    options = JobOptions(otlp_traces_endpoint=ENDPOINT)
+    table = pa.table({"n": [1, 2]})
+    llm_filter(table, "Is {n} even?", engine=large, proxy=small, options=options)
+    assert [each.name for each in spans_of(exporter)] == ["chat small", "chat large"]
 
 
 NOTHING_IMPORTED = """

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 from vllm_relay.cluster.replica_index import Block, PredictedCaches
+from vllm_relay.prefix_cache.chains import common_depth
 from vllm_relay.ranked import Ranked
 
 T = TypeVar("T")
@@ -191,10 +192,7 @@ class PrefixBuckets(Generic[T]):
                 for replica in self._caches.held.holders(child.first_block):
                     node.held_by.setdefault(replica, {})[child] = None
             else:
-                end = min(child.depth, len(chain))
-                depth = node.depth + 1
-                while depth < end and chain[depth] == child.chain[depth]:
-                    depth += 1
+                depth = common_depth(chain, child.chain, child.depth, node.depth + 1)
                 if depth < child.depth:
                     child = self._split(child, depth)
             node = child

@@ -12,7 +12,7 @@ BlockName = bytes | tuple[bytes, bytes]
 
 
 def common_depth(
-    left: Sequence[BlockName], right: Sequence[BlockName], end: int, known: int = 0
+    left: Sequence[BlockName | int], right: Sequence[BlockName | int], end: int, known: int = 0
 ) -> int:
     """How many of their first `end` blocks two chains have in common, at least `known`."""
     depths = range(min(len(left), len(right), end))

@@ -149,22 +149,36 @@ class _PolarsTable:
         return self._frame.select(list(names))[list(places)].with_columns(made)
 
 
+def names_beside(left: CallerTable, right: CallerTable) -> tuple[list[Any], list[Any]]:
+    """The names of two tables' columns side by side: those of both end with ":left" and ":right".
+
+    Raises:
+        ValueError: such a name is there already.
+    """
+    both = set(left.names) & set(right.names)
+    for name in both:
+        for taken in (f"{name}:left", f"{name}:right"):
+            if taken in left.names or taken in right.names:
+                raise ValueError(
+                    f"tables given that both have a column {name!r}, and one of them {taken!r}, "
+                    f"which the result needs: rename it"
+                )
+    named = (
+        [f"{name}:{side}" if name in both else name for name in table.names]
+        for side, table in (("left", left), ("right", right))
+    )
+    return next(named), next(named)
+
+
 def beside(left: Any, right: Any) -> Any:
-    """Two tables of one kind with as many rows, side by side; names of both end with ":left" and
-    ":right"."""
-    names = [list(caller_table(each).names) for each in (left, right)]
-    both = set(names[0]) & set(names[1])
-    renamed = [
-        [f"{name}:{side}" if name in both else name for name in each]
-        for side, each in zip(("left", "right"), names, strict=True)
-    ]
+    """Two tables of one kind with as many rows, side by side, see `names_beside`."""
+    renamed = names_beside(caller_table(left), caller_table(right))
     if isinstance(left, pa.Table):
         return pa.table([*left.columns, *right.columns], names=[*renamed[0], *renamed[1]])
     if hasattr(left, "hstack"):
         columns = [*left.get_columns(), *right.get_columns()]
-        return type(left)(
-            [each.rename(name) for each, name in zip(columns, sum(renamed, []), strict=True)]
-        )
+        names = [*renamed[0], *renamed[1]]
+        return type(left)([each.rename(name) for each, name in zip(columns, names, strict=True)])
     frames = [
         each.reset_index(drop=True).set_axis(own, axis=1)
         for each, own in zip((left, right), renamed, strict=True)

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from vllm_relay.arguments import check_count
 from vllm_relay.tables.dataframes import llm_map
 from vllm_relay.tables.engines.lazy import engine_of
 from vllm_relay.tables.jobs.estimates.estimate import JobReport
@@ -64,8 +65,7 @@ def llm_map_file(
             is that of the last part.
         TokenBudgetError: there are not enough tokens for all prompts.
     """
-    if batch_rows < 1:
-        raise ValueError(f"batch_rows={batch_rows} given, expected at least 1")
+    check_count("batch_rows", batch_rows)
     target = Path(output_path)
     part = target.with_name(f"{target.name}.part")
     report = JobReport()

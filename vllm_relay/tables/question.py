@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from vllm_relay.arguments import check_count
 from vllm_relay.tables.images.fields import ImageFields
 from vllm_relay.tables.outputs import Output, well_formed
 from vllm_relay.tables.request_options import RequestOptions
@@ -80,8 +81,8 @@ class Question:
                     f"{what} of question {self.text!r} names {unknown}, expected some of its "
                     f"fields {list(self.fields)}{braces}"
                 )
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens} given, expected at least 1")
+        if self.max_tokens is not None:
+            check_count("max_tokens", self.max_tokens)
         if not 0 <= self.temperature <= 2:
             raise ValueError(f"temperature={self.temperature} given, expected 0 to 2")
 

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import json
 import pickle
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pytest
+from pydantic import BaseModel
 
 from tests.tables.engines.server.fake_server import OTHER_MODEL, Reply, chat_answer, fake_server
 from vllm_relay.tables.hosts.batches import BatchQuestion, leading_field
+from vllm_relay.tables.outputs import Output
 
 ADDRESS = "http://localhost:1"
 
@@ -45,10 +48,41 @@ def test_errors_stand_beside_their_rows() -> None:
     assert "'x'" in found["why"][0].as_py()
 
 
+class Film(BaseModel):
+    year: int
+    tags: list[Literal["old", "new"]]
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        Film,
+        Film.model_json_schema(),
+        "STRUCT(year BIGINT, tags ENUM('old', 'new')[])",
+        Output.of("STRUCT(year BIGINT, tags ENUM('old', 'new')[])"),
+    ],
+)
+def test_structs_are_columns_of_texts_and_numbers(output: Any) -> None:
+    answer = {"year": 1927, "tags": ["old"]}
+    with fake_server(lambda body: chat_answer(json.dumps(answer)), model=OTHER_MODEL) as server:
+        sent = pickle.loads(pickle.dumps(question(engine=server.url, options={"output": output})))
+        found = sent.ask(pa.table({"x": ["a", None]}))
+        nothing = sent.ask(pa.table({"x": pa.array([], pa.string())}))
+    assert found["answer"].to_pylist() == [answer, None]
+    # neither Spark nor Daft has dictionaries in structs
+    element = found["answer"].type.field("tags").type.value_type
+    assert (found["answer"].type.field("year").type, element) == (pa.int64(), pa.string())
+    assert nothing.schema == found.schema
+    assert sent.answer_fields == [found.schema.field("answer")]
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
         ({"engine": object()}, TypeError, "each worker opens its own"),
+        ({"engine": []}, TypeError, "each worker opens its own"),
+        ({"options": {"max_token": 5}}, TypeError, r"\['max_token'\].*no options.*'max_tokens'"),
+        ({"options": {"show_progress": True}}, ValueError, "show_progress.*one process"),
         ({"options": {"checkpoint": "f"}}, ValueError, "checkpoint.*one table in one process"),
         ({"prompt": "What?"}, ValueError, "names no column"),
         ({"options": {"output": "number"}}, (TypeError, ValueError), "number"),
@@ -79,5 +113,7 @@ def test_the_leading_field_saves_most() -> None:
     )
     assert leading_field(table, ["id", "title", "text"]) == "text"
     assert leading_field(table, ["id", "title"]) == "title"
-    assert leading_field(table, ["id", "tags"]) == "tags"
+    # Ray cannot sort by lists
+    assert leading_field(table, ["id", "tags"]) == "id"
+    assert leading_field(table, ["tags"]) is None
     assert leading_field(table.slice(0, 0), ["id", "title"]) in ("id", "title")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -35,10 +36,23 @@ def rows() -> pa.Table:
 
 
 def last_field(body: dict[str, Any]) -> Reply:
-    """The review, wherever it stands."""
+    """The review, wherever it stands; as a struct if a schema is given."""
     lines = body["messages"][-1]["content"].split("\n")
     (review,) = (line for line in lines if line.startswith('"review": '))
-    return chat_answer(review.removeprefix('"review": ').strip('"'))
+    text = review.removeprefix('"review": ').strip('"')
+    return chat_answer(struct_of(text) if "response_format" in body else text)
+
+
+def struct_of(review: str) -> str:
+    return json.dumps({"kinds": ["new", "new"], "about": {"review": review, "stars": 3}})
+
+
+STRUCT = "STRUCT(kinds ENUM('new', 'old')[], about STRUCT(review VARCHAR, stars INTEGER))"
+
+
+@pytest.fixture(params=["text", STRUCT], ids=["texts", "structs"])
+def output(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture
@@ -47,14 +61,15 @@ def server() -> Iterator[FakeServer]:
         yield found
 
 
-def check(found: pa.Table) -> None:
+def check(found: pa.Table, output: str) -> None:
     assert found.num_rows == NUM_ROWS
     listed = sorted(found.to_pylist(), key=lambda row: row["number"])
     given = rows().to_pylist()
     assert [row["number"] for row in listed] == list(range(NUM_ROWS))
     for row, expected in zip(listed, given, strict=True):
         assert row["product"] == expected["product"] and row["review"] == expected["review"]
-        assert row["answer"] == ("null" if expected["review"] is None else expected["review"])
+        text = "null" if expected["review"] is None else expected["review"]
+        assert row["answer"] == (text if output == "text" else json.loads(struct_of(text)))
         assert row["why"] is None
 
 
@@ -62,7 +77,7 @@ QUESTION = "Is {review} of {product}?"
 NUM_DIFFERENT = len({(row["product"], row["review"]) for row in rows().to_pylist()})
 
 
-def test_ray_data(server: FakeServer) -> None:
+def test_ray_data(server: FakeServer, output: str) -> None:
     ray = pytest.importorskip("ray")
     from vllm_relay.tables.hosts.ray_data import llm_map
 
@@ -71,10 +86,11 @@ def test_ray_data(server: FakeServer) -> None:
     ray.init(num_cpus=2, include_dashboard=False, runtime_env=environment, log_to_driver=False)
     try:
         dataset = ray.data.from_arrow(rows()).repartition(4)
-        answered = llm_map(dataset, QUESTION, engine=server.url, errors_into="why", batch_rows=32)
+        options = {"errors_into": "why", "output": output}
+        answered = llm_map(dataset, QUESTION, engine=server.url, batch_rows=32, **options)
         assert server.bodies == [], "nothing is asked before it is read"
         tables = [ray.get(each) for each in answered.to_arrow_refs()]
-        check(pa.concat_tables(tables))
+        check(pa.concat_tables(tables), output)
         with pytest.raises(ValueError, match="are no columns"):
             llm_map(dataset, "{nothing}", engine=server.url)
     finally:
@@ -83,19 +99,19 @@ def test_ray_data(server: FakeServer) -> None:
     assert NUM_DIFFERENT <= len(server.bodies) <= NUM_DIFFERENT + 4
 
 
-def test_daft(server: FakeServer) -> None:
+def test_daft(server: FakeServer, output: str) -> None:
     daft = pytest.importorskip("daft")
     from vllm_relay.tables.hosts.daft import llm_map
 
     frame = daft.from_arrow(rows())
-    answered = llm_map(frame, QUESTION, engine=server.url, errors_into="why")
-    check(answered.to_arrow())
+    answered = llm_map(frame, QUESTION, engine=server.url, errors_into="why", output=output)
+    check(answered.to_arrow(), output)
     with pytest.raises(ValueError, match="'number' is there already"):
         llm_map(frame, QUESTION, engine=server.url, into="number")
     assert len(server.bodies) >= NUM_DIFFERENT
 
 
-def test_spark(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spark(server: FakeServer, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sql = pytest.importorskip("pyspark.sql")
     from vllm_relay.tables.hosts.spark import llm_map
 
@@ -109,9 +125,10 @@ def test_spark(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     try:
         frame = session.createDataFrame(rows().to_pandas())
-        answered = llm_map(frame, QUESTION, engine=server.url, errors_into="why", partitions=2)
+        options = {"errors_into": "why", "output": output}
+        answered = llm_map(frame, QUESTION, engine=server.url, partitions=2, **options)
         assert answered.columns == ["number", "product", "review", "answer", "why"]
-        check(pa.Table.from_pylist([each.asDict() for each in answered.collect()]))
+        check(pa.Table.from_pylist([each.asDict(True) for each in answered.collect()]), output)
     finally:
         session.stop()
     assert len(server.bodies) == NUM_DIFFERENT, "equal rows are asked once in the whole frame"

@@ -273,6 +273,7 @@ def test_a_template_counts() -> None:
         ({"fields": ["nothing"]}, "field 'nothing' given, which is no column"),
         ({"by": ["answer"]}, "'answer' names the answers"),
         ({"pack_tokens": 0}, "pack_tokens=0 given, expected at least 1"),
+        ({"by": ["x", "x"]}, r"by=\['x', 'x'\] given, expected each name once"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:

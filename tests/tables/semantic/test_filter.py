@@ -170,6 +170,8 @@ def test_a_budget_is_one_of_both_models_and_a_checkpoint_too(tmp_path: Path) -> 
         ({"recall": 1.5}, "recall=1.5 given, expected a share"),
         ({"confidence": 1.0}, "confidence=1.0 given, expected a share"),
         ({"labels": 0}, "labels=0 given, expected at least 1"),
+        ({"labels": 2.5}, "labels=2.5 given, expected at least 1, an integer"),
+        ({"recall": "0.9"}, "recall='0.9' given, expected a share"),
         ({"fields": ["i", "k"]}, "field 'k' given, which is no column"),
     ],
 )

@@ -190,6 +190,11 @@ def test_what_does_not_fit_is_refused() -> None:
         llm_join(LEFT, RIGHT, "{a} {b}?", engine=engine, embeddings=3)
     with pytest.raises(ValueError, match=r"array of shape \[2\] for 2 texts"):
         llm_join(LEFT, RIGHT, "{a} {b}?", engine=engine, embeddings=lambda texts: [1.0, 2.0])
+    with pytest.raises(ValueError, match=r"no array for 2 texts .* one vector of numbers for each"):
+        llm_join(LEFT, RIGHT, "{a} {b}?", engine=engine, embeddings=lambda texts: [[1.0], [1.0, 2]])
+    with pytest.raises(ValueError, match="both have a column 'b', and one of them 'b:left'"):
+        both = RIGHT.append_column("b:left", RIGHT["b"])
+        llm_join(RIGHT, both, "{n:left} {n:right}?", engine=engine)
     with pytest.raises(ValueError, match="labels=0"):
         llm_join(LEFT, RIGHT, "{a} {b}?", engine=engine, labels=0)
     assert not engine.messages

@@ -84,10 +84,24 @@ def test_vectors_are_compared_too() -> None:
     assert (len(engine.messages), result.num_near_duplicates) == (3, 2)
 
 
-@pytest.mark.parametrize("given_similarity", [0, 1.5, -1, True])
+@pytest.mark.parametrize("given_similarity", [0, 1.5, -1, True, "0.9"])
 def test_a_similarity_is_a_share(given_similarity: Any) -> None:
     with pytest.raises(ValueError, match="expected a similarity above 0, 1 at most"):
         NearDuplicates(given_similarity)
+
+
+def test_texts_of_several_columns_are_in_the_order_of_the_columns() -> None:
+    names = list("abcdefgh")
+    shown: list[str] = []
+
+    def embed(texts: list[str]) -> list[list[float]]:
+        shown.extend(texts)
+        return [[1.0]] * len(texts)
+
+    table = pa.table({name: [f"{name} 0", f"{name} 1"] for name in names})
+    llm_map(table, "q", engine=RecordingEngine(), near_duplicates=NearDuplicates(0.9, embed))
+    # which rows share an answer is the same in every process
+    assert shown == ["\n".join(f"{name} {row}" for name in names) for row in range(2)]
 
 
 def test_embeddings_are_checked_first() -> None:

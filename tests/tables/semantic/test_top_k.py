@@ -138,6 +138,8 @@ def test_a_budget_and_a_checkpoint(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"k": 0}, "k=0 given, expected at least 1"),
+        ({"k": 1.5}, "k=1.5 given, expected at least 1, an integer"),
+        ({"embeddings": len, "candidates": 2.5}, "candidates=2.5 given, .* an integer"),
         ({"embeddings": len}, "embeddings and candidates go together"),
         ({"embeddings": len, "candidates": 1}, "candidates=1 given, expected at least k=2"),
         ({"fields": ["z"]}, "field 'z' given, which is no column"),

@@ -289,6 +289,7 @@ def test_types_of_fields_come_through() -> None:
         ("SELECT llm_agg('q', id) FROM movies", r"the second argument of llm_agg\(\) is id"),
         ("SELECT llm_agg('{x}', {id}) FROM movies", r"names \['x'\]"),
         ("SELECT llm_agg('q', {id}, size := 3) FROM movies", "no parameter 'size'"),
+        ("SELECT llm_agg('q', {id}, images := ['records']) FROM movies", "no parameter 'images'"),
         ("SELECT id,\n  llm_agg('q', {id + 1}) FROM movies", "line 2, column 3: field id"),
         ("SELECT llm_agg('q', {id}, reorder := ['id']) FROM movies", r"names \['id'\]"),
     ],

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from contextvars import copy_context
 from typing import TypeVar
 
 from vllm_relay.tables.engines.base import Completions, Engine, Prompt
@@ -64,13 +65,14 @@ class StoppableEngine(LazyEngine):
 
 
 async def in_thread(call: Callable[[], Found], stop: Callable[[], None]) -> Found:
-    """What a call gives that runs in a thread of its own.
+    """What a call gives that runs in a thread of its own, with the task's context variables: the
+    span around it is one.
 
     Where the task is cancelled, `stop` is called, and the cancellation goes on when the call has
     ended.
     """
     executor = ThreadPoolExecutor(1, "relay-job")
-    running = asyncio.get_running_loop().run_in_executor(executor, call)
+    running = asyncio.get_running_loop().run_in_executor(executor, copy_context().run, call)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
@@ -20,7 +22,12 @@ from vllm_relay.tables.question import placeholders_of
 
 SAMPLE_ROWS = 1000
 """Of which the column is chosen that rows are sorted by."""
-_HERE_ONLY = frozenset({"checkpoint", "max_total_tokens", "on_error", "engine", "fields"})
+_HERE_ONLY = frozenset({"checkpoint", "max_total_tokens", "on_error", "show_progress"})
+_OPTIONS = [
+    name
+    for name, each in inspect.signature(llm_map).parameters.items()
+    if each.kind is each.KEYWORD_ONLY and name != "engine"
+]
 
 _opened: dict[str, Engine] = {}
 """Of this process, by what they are opened with."""
@@ -41,7 +48,8 @@ class BatchQuestion:
         options: others of `llm_map`.
 
     Raises:
-        TypeError: the engine is none that another process could open.
+        TypeError: the engine is none that another process could open, or an option is none of
+            `llm_map`.
         ValueError: an option is none that holds for batches, or the prompt names no column.
     """
 
@@ -55,13 +63,19 @@ class BatchQuestion:
 
     def __post_init__(self) -> None:
         is_named = isinstance(self.engine, str) or (
-            isinstance(self.engine, Sequence) and all(isinstance(each, str) for each in self.engine)
+            isinstance(self.engine, Sequence)
+            and len(self.engine) > 0
+            and all(isinstance(each, str) for each in self.engine)
         )
         if not is_named:
             raise TypeError(
                 f"engine {self.engine!r} given, expected a model or a server's address: each "
                 "worker opens its own"
             )
+        unknown = sorted(self.options.keys() - set(_OPTIONS))
+        if unknown:
+            known = sorted(set(_OPTIONS) - _HERE_ONLY)
+            raise TypeError(f"{unknown} given, which are no options, expected some of {known}")
         refused = sorted(_HERE_ONLY & self.options.keys())
         if refused:
             raise ValueError(
@@ -81,11 +95,14 @@ class BatchQuestion:
         """That are asked about."""
         return tuple(placeholders_of(self.prompt)) if self.fields is None else self.fields
 
-    @property
+    @cached_property
     def answer_fields(self) -> list[pa.Field]:
         """The columns that come with the answers."""
         output = answer_type(self.options.get("output"), self.options.get("choices")).output
-        fields = [pa.field(self.into, ARROW_TYPES[output.type])]
+        type = ARROW_TYPES[output.type]
+        if output.struct is not None:
+            type = _plain(output.struct.arrow_type)
+        fields = [pa.field(self.into, type)]
         if self.errors_into is not None:
             fields.append(pa.field(self.errors_into, pa.string()))
         return fields
@@ -121,7 +138,8 @@ class BatchQuestion:
                 **self.options,
             )
             errors = [found.errors.get(row) for row in range(batch.num_rows)]
-            result = [found.arrow_values, pa.array(errors, pa.string())][: len(self.answer_fields)]
+            values = found.arrow_values.cast(self.answer_fields[0].type)
+            result = [values, pa.array(errors, pa.string())][: len(self.answer_fields)]
         for each, column in zip(self.answer_fields, result, strict=True):
             batch = batch.append_column(each, column)
         return batch
@@ -134,24 +152,29 @@ class BatchQuestion:
         return _opened[key]
 
 
-def leading_field(sample: pa.Table, fields: Sequence[str]) -> str:
+def _plain(type: pa.DataType) -> pa.DataType:
+    """A type with texts instead of dictionaries, which not all hosts have within others."""
+    if pa.types.is_struct(type):
+        return pa.struct([pa.field(each.name, _plain(each.type)) for each in type])
+    if pa.types.is_list(type):
+        return pa.list_(type.value_field.with_type(_plain(type.value_type)))
+    return type.value_type if pa.types.is_dictionary(type) else type
+
+
+def leading_field(sample: pa.Table, fields: Sequence[str]) -> str | None:
     """The column whose values save most where they come first, of rows that are sorted by it: its
-    bytes, over how many different ones there are (Liu et al., 2024, Algorithm 1)."""
+    bytes, over how many different ones there are (Liu et al., 2024, Algorithm 1). Lists and structs
+    are none that all hosts can sort by; None if there are no others."""
 
     def savings(name: str) -> float:
-        texts = (
-            sample[name].cast(pa.string(), safe=False)
-            if _is_simple(sample[name])
-            else _texts(sample[name])
-        )
+        column = sample[name]
+        is_bytes = pa.types.is_binary(column.type)
+        texts = _texts(column) if is_bytes else column.cast(pa.string(), safe=False)
         num_bytes = pc.sum(pc.binary_length(texts)).as_py() or 0
         return num_bytes / max(pc.count_distinct(texts, mode="all").as_py(), 1)
 
-    return max(dict.fromkeys(fields), key=savings)
-
-
-def _is_simple(column: pa.ChunkedArray) -> bool:
-    return not pa.types.is_nested(column.type) and not pa.types.is_binary(column.type)
+    sortable = [name for name in fields if not pa.types.is_nested(sample[name].type)]
+    return max(dict.fromkeys(sortable), key=savings, default=None)
 
 
 def _texts(column: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from vllm_relay.arguments import check_count
 from vllm_relay.tables.hosts.batches import SAMPLE_ROWS, BatchQuestion, leading_field
 from vllm_relay.tables.jobs.options import DEFAULT_BUCKET_ROWS
 
@@ -54,8 +55,7 @@ def llm_map(
     """
     import daft
 
-    if batch_rows < 1:
-        raise ValueError(f"batch_rows={batch_rows} given, expected at least 1")
+    check_count("batch_rows", batch_rows)
     names = None if fields is None else tuple(fields)
     question = BatchQuestion(
         prompt, names, engine, dict(engine_arguments or {}), into, errors_into, options

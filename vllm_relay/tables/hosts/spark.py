@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from vllm_relay.arguments import check_count
 from vllm_relay.tables.hosts.batches import SAMPLE_ROWS, BatchQuestion, leading_field
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ def llm_map(
     from pyspark.sql.pandas.types import from_arrow_type
     from pyspark.sql.types import StructField, StructType
 
-    if partitions is not None and partitions < 1:
-        raise ValueError(f"partitions={partitions} given, expected at least 1")
+    if partitions is not None:
+        check_count("partitions", partitions)
     names = None if fields is None else tuple(fields)
     question = BatchQuestion(
         prompt, names, engine, dict(engine_arguments or {}), into, errors_into, options
@@ -68,7 +69,7 @@ def llm_map(
             [each.asDict() for each in rows.limit(SAMPLE_ROWS).collect()]
             or [dict.fromkeys(columns)]
         )
-        sort_by = leading_field(sample, columns)
+        sort_by = leading_field(sample, columns) or columns[0]
     count = partitions or frame.sparkSession.sparkContext.defaultParallelism
     others = [name for name in columns if name != sort_by]
     order = [_quoted(name) for name in (sort_by, *others)]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +36,17 @@ class Answer:
     value: AnswerValue | None = None
     error: str | None = None
     is_cut: bool = False
+
+
+def answer_table(answers: Sequence[Answer], output: Output) -> pa.Table:
+    """The columns ``answer``, of the output's type, ``error`` and ``is_cut``."""
+    return pa.table(
+        {
+            "answer": pa.array([each.value for each in answers], ARROW_TYPES[output.type]),
+            "error": pa.array([each.error for each in answers], pa.string()),
+            "is_cut": pa.array([each.is_cut for each in answers], pa.bool_()),
+        }
+    )
 
 
 class Answers(Protocol):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
+from vllm_relay.arguments import check_count
 from vllm_relay.tables.jobs.prompts.format import PromptTemplate
 from vllm_relay.tables.jobs.prompts.modules.prompts import ModuleMode
 from vllm_relay.tables.ordering.order import OrderChoice
@@ -73,5 +74,5 @@ class JobOptions:
             raise ValueError(f"rules {unknown} given, expected some of {list(RULES)}")
         for name in ("max_total_tokens", "bucket_rows"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} given, expected at least 1")
+            if value is not None:
+                check_count(name, value)

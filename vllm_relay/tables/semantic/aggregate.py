@@ -13,7 +13,7 @@ import pyarrow as pa
 from vllm_relay.tables.answer_types import answer_type
 from vllm_relay.tables.caller_tables import ANSWER_NAME, arrow_columns, caller_table
 from vllm_relay.tables.dataframes import fields_of, json_texts, map_result, names_of
-from vllm_relay.tables.jobs.answers import ARROW_TYPES, Answer
+from vllm_relay.tables.jobs.answers import Answer, answer_table
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.jobs.rows.arrow_rows import ArrowRows
 from vllm_relay.tables.map_result import MapBudgetError, MapResult
@@ -21,7 +21,7 @@ from vllm_relay.tables.question import Question, placeholders_of
 from vllm_relay.tables.request_options import RequestOptions
 from vllm_relay.tables.semantic.packs import Packer
 from vllm_relay.tables.semantic.record_lists import RECORDS, record_question, records_of_table
-from vllm_relay.tables.semantic.session import Session, answer_table
+from vllm_relay.tables.semantic.session import Session
 from vllm_relay.tables.semantic.tree import answer_groups
 
 
@@ -89,6 +89,8 @@ def llm_agg(
     rows = caller_table(table)
     types = answer_type(output, choices)
     keys = names_of("by", by) or ()
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"by={list(keys)} given, expected each name once")
     if ANSWER_NAME in keys:
         raise ValueError(f"by={list(keys)} given, but {ANSWER_NAME!r} names the answers: rename it")
     given = names_of("fields", fields)
@@ -128,7 +130,7 @@ def llm_agg(
         # without records there is no need of an engine
         if any(groups):
             answers = answer_groups(groups, question, packer_of, ask)
-    made = answer_table(answers, ARROW_TYPES[types.output.type])
+    made = answer_table(answers, types.output)
 
     def table_of(values: pa.ChunkedArray) -> Any:
         return rows.groups(firsts, keys, values)

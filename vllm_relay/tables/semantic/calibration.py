@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 import numpy.typing as npt
@@ -56,8 +57,11 @@ class Targets:
     def __post_init__(self) -> None:
         for name, most in (("recall", 1.0), ("precision", 1.0), ("confidence", 0.9999)):
             value = getattr(self, name)
-            if not 0 < value <= most:
-                raise ValueError(f"{name}={value} given, expected a share above 0, {most} at most")
+            is_number = isinstance(value, Real)
+            if not is_number or not 0 < value <= most:
+                raise ValueError(
+                    f"{name}={value!r} given, expected a share above 0, {most} at most"
+                )
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,14 @@ def unit_vectors(embed: Embed, texts: Sequence[str]) -> Vectors:
         ValueError: the function gives something else than a vector for each text.
     """
     distinct = list(dict.fromkeys(texts))
-    found = np.asarray(embed(distinct), np.float32) if distinct else np.zeros((0, 1), np.float32)
+    given = embed(distinct) if distinct else np.zeros((0, 1))
+    try:
+        found = np.asarray(given, np.float32)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"embeddings gave no array for {len(distinct)} texts ({error}), expected one vector of "
+            f"numbers for each, all as long"
+        ) from None
     if found.ndim != 2 or len(found) != len(distinct) or not np.isfinite(found).all():
         raise ValueError(
             f"embeddings gave an array of shape {list(found.shape)} for {len(distinct)} texts, "

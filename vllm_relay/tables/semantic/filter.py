@@ -11,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from vllm_relay.arguments import check_count
 from vllm_relay.tables.answer_types import answer_type
 from vllm_relay.tables.caller_tables import arrow_columns, caller_table
 from vllm_relay.tables.dataframes import fields_of, json_texts, map_result, names_of
 from vllm_relay.tables.engines.base import Engine
-from vllm_relay.tables.jobs.answers import ARROW_TYPES, Answer
+from vllm_relay.tables.jobs.answers import Answer, answer_table
 from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.map_result import MapBudgetError, MapResult
@@ -23,7 +24,7 @@ from vllm_relay.tables.question import Question
 from vllm_relay.tables.request_options import RequestOptions
 from vllm_relay.tables.semantic.calibration import Targets, Thresholds, calibrate
 from vllm_relay.tables.semantic.scores import TRUTH, ScoringEngine
-from vllm_relay.tables.semantic.session import Session, answer_table
+from vllm_relay.tables.semantic.session import Session
 
 _LABELLED_SHARE = 0.25
 """Of the rows, where nobody says how many are labelled at most."""
@@ -100,8 +101,8 @@ def llm_filter(
         EngineError: an engine is gone.
     """
     targets = Targets(recall, precision, confidence)
-    if labels is not None and labels < 1:
-        raise ValueError(f"labels={labels} given, expected at least 1")
+    if labels is not None:
+        check_count("labels", labels)
     rows = caller_table(table)
     names = fields_of(prompt, rows, names_of("fields", fields))
     question = Question(prompt, names, TRUTH, request=request or RequestOptions())
@@ -124,7 +125,7 @@ def llm_filter(
             if row not in asked.answers
         }
     answers = [by_proxy.get(row) or asked.answers[row] for row in range(rows.num_rows)]
-    made = answer_table(answers, ARROW_TYPES["bool"])
+    made = answer_table(answers, TRUTH)
     found = map_result(rows.values, made, answer_type("bool", None), session.report())
     kept = [place for place, value in enumerate(found.arrow_values.to_pylist()) if value]
     result = FilterResult(

@@ -11,7 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from vllm_relay.tables.caller_tables import CallerTable, arrow_columns, beside, caller_table
+from vllm_relay.arguments import check_count
+from vllm_relay.tables.caller_tables import (
+    CallerTable,
+    arrow_columns,
+    beside,
+    caller_table,
+    names_beside,
+)
 from vllm_relay.tables.dataframes import json_texts
 from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.jobs.answers import Answer
@@ -103,8 +110,8 @@ def llm_join(
         EngineError: the engine or the server is gone.
     """
     targets = Targets(recall, 1.0, confidence)
-    if labels is not None and labels < 1:
-        raise ValueError(f"labels={labels} given, expected at least 1")
+    if labels is not None:
+        check_count("labels", labels)
     if type(left) is not type(right):
         raise TypeError(
             f"tables of type {type(left).__qualname__} and {type(right).__qualname__} given, "
@@ -112,6 +119,7 @@ def llm_join(
         )
     tables = caller_table(left), caller_table(right)
     sides = _sides(prompt, *tables)
+    names_beside(*tables)
     names = tuple(placeholders_of(prompt))
     question = Question(prompt, names, TRUTH, request=request or RequestOptions())
     texts = [_texts(table, side) for table, side in zip(tables, sides, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ class NearDuplicates:
             and containment of documents", 1997; the library datasketch): a few may be missed.
 
     Raises:
-        ValueError: the similarity is not above 0, or above 1.
+        ValueError: the similarity is no number above 0, or above 1.
         TypeError: the embeddings are none of the above.
     """
 
@@ -41,7 +42,8 @@ class NearDuplicates:
     embeddings: Any = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.similarity, bool) or not 0 < self.similarity <= 1:
+        is_number = isinstance(self.similarity, Real) and not isinstance(self.similarity, bool)
+        if not is_number or not 0 < self.similarity <= 1:
             raise ValueError(
                 f"near_duplicates={self.similarity!r} given, expected a similarity above 0, 1 at "
                 f"most, as in 0.9"
@@ -66,7 +68,8 @@ class NearDuplicates:
             ImportError: datasketch is not installed.
         """
         columns = {name: texts[name].to_pylist() for name in texts.column_names}
-        names = set(text_names)
+        # in an order that is the same in every process
+        names = [name for name in columns if name in set(text_names)]
         firsts: dict[tuple[str | None, ...], int] = {}
         equal = [
             firsts.setdefault(row, place)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from vllm_relay.arguments import check_count
 from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.jobs.answer_length import with_max_tokens
 from vllm_relay.tables.jobs.options import JobOptions
@@ -56,8 +57,8 @@ class Packer:
         pack_tokens: int | None,
         least_records: int = 1,
     ) -> None:
-        if pack_tokens is not None and pack_tokens < 1:
-            raise ValueError(f"pack_tokens={pack_tokens} given, expected at least 1")
+        if pack_tokens is not None:
+            check_count("pack_tokens", pack_tokens)
         told = replace(question, request=question.request.over(options.request))
         asked = with_max_tokens(told, engine)
         self._format = PromptFormat(asked, engine.tokenizer, options.template)
@@ -100,7 +101,6 @@ class Packer:
             while end < len(records) and num_tokens + lengths[end] <= self._most_tokens:
                 num_tokens += lengths[end]
                 end += 1
-            # pieces are counted alone: the whole may have a token more
             # what follows decides: pieces are counted alone, the whole may have a token more
             end = min(max(end, begin + self._least_records), len(records))
             while self._num_tokens_of_prompt(records[begin:end]) > self._most_prompt_tokens:

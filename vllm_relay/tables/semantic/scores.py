@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import replace
-from typing import Any
 
 from vllm_relay.tables.engines.base import (
     Completion,
@@ -14,17 +14,16 @@ from vllm_relay.tables.engines.base import (
     Engine,
     Prompt,
     PromptShape,
-    generate_scored,
 )
+from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.jobs.answer_length import with_max_tokens
-from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.outputs import AnswerError, Output
 from vllm_relay.tables.question import Question
 
 TRUTH = Output("bool")
 
 
-class ScoringEngine:
+class ScoringEngine(LazyEngine):
     """An `Engine` whose answers are probabilities that the answer is true, as decimal numbers.
 
     They come from the probabilities of the answer's first token, or are 0 or 1 by the answer where
@@ -34,11 +33,13 @@ class ScoringEngine:
         engine: that answers with true or false.
     """
 
-    modules_refusal = "scores need no prompt modules"
-    reasons = False
-
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        super().__init__(lambda: engine)
+
+    @property
+    def modules_refusal(self) -> str:
+        """See `Engine`."""
+        return "scores need no prompt modules"
 
     def question(self, question: Question) -> Question:
         """What this engine is asked instead of a question with an answer of type "bool"."""
@@ -50,34 +51,19 @@ class ScoringEngine:
     def identity(self) -> str:
         return f"{self._engine.identity} scores"
 
-    @property
-    def tokenizer(self) -> Any | None:
-        return self._engine.tokenizer
-
-    @property
-    def cache(self) -> BlockCache | None:
-        return self._engine.cache
-
-    @property
-    def max_model_len(self) -> int | None:
-        return self._engine.max_model_len
-
     def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
         """See `Engine`."""
-        completions = generate_scored(self._engine, prompts, self._inner(question))
-        try:
+        with closing(super().generate_scored(prompts, self._inner(question))) as completions:
             for completion in completions:
                 yield _scored(completion)
-        finally:
-            completions.close()
 
     def max_answer_tokens(self, question: Question) -> int:
         """See `Engine`."""
-        return self._engine.max_answer_tokens(self._inner(question))
+        return super().max_answer_tokens(self._inner(question))
 
     def prompts_per_s(self, shape: PromptShape, question: Question) -> float | None:
         """See `Engine`."""
-        return self._engine.prompts_per_s(shape, self._inner(question))
+        return super().prompts_per_s(shape, self._inner(question))
 
     def close(self) -> None:
         """The engine is its owner's."""

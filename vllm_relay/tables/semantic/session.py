@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -104,14 +103,3 @@ def _is_unasked(answer: Answer, error: TokenBudgetError) -> bool:
 def _answers(table: pa.Table) -> list[Answer]:
     columns = [table[name].to_pylist() for name in ("answer", "error", "is_cut")]
     return [Answer(*each) for each in zip(*columns, strict=True)]
-
-
-def answer_table(answers: Sequence[Answer], type: pa.DataType) -> pa.Table:
-    """What `asking.ask` gives of answers."""
-    return pa.table(
-        {
-            "answer": pa.array([each.value for each in answers], type),
-            "error": pa.array([each.error for each in answers], pa.string()),
-            "is_cut": pa.array([each.is_cut for each in answers], pa.bool_()),
-        }
-    )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from vllm_relay.arguments import check_count
 from vllm_relay.tables.caller_tables import arrow_columns, caller_table
 from vllm_relay.tables.dataframes import fields_of, json_texts, names_of
 from vllm_relay.tables.engines.base import Engine
@@ -88,12 +89,13 @@ def llm_top_k(
             those that were not compared to the end, too.
         EngineError: the engine or the server is gone.
     """
-    if k < 1:
-        raise ValueError(f"k={k} given, expected at least 1")
+    check_count("k", k)
     if (embeddings is None) != (candidates is None):
         raise ValueError("embeddings and candidates go together: give both, or none")
-    if candidates is not None and candidates < k:
-        raise ValueError(f"candidates={candidates} given, expected at least k={k}")
+    if candidates is not None:
+        check_count("candidates", candidates)
+        if candidates < k:
+            raise ValueError(f"candidates={candidates} given, expected at least k={k}")
     rows = caller_table(table)
     names = fields_of(prompt, rows, names_of("fields", fields))
     text = (

@@ -19,7 +19,7 @@ from vllm_relay.tables.question import Question, placeholders_of
 from vllm_relay.tables.request_options import RequestOptions
 from vllm_relay.tables.semantic.record_lists import record_question
 from vllm_relay.tables.sql.errors import error_at
-from vllm_relay.tables.sql.expressions import sql_of
+from vllm_relay.tables.sql.expressions import AGGREGATE, sql_of
 from vllm_relay.tables.sql.texts import text_of
 
 PARAMETERS = (
@@ -228,14 +228,16 @@ def _field(call: exp.Anonymous, node: exp.Expr) -> Field:
 
 
 def _parameters(call: exp.Anonymous, named: list[exp.Expr]) -> dict[str, Any]:
+    # records are JSON, which holds no images
+    is_aggregate = call.name.lower() == AGGREGATE
+    known = [name for name in PARAMETERS if name != "images" or not is_aggregate]
     values: dict[str, Any] = {}
     for node in named:
         name = node.this.name.lower()
-        if name not in PARAMETERS:
+        if name not in known:
             raise error_at(
                 call,
-                f"{_named(call)} has no parameter {node.this.name!r}, expected some of "
-                f"{list(PARAMETERS)}",
+                f"{_named(call)} has no parameter {node.this.name!r}, expected some of {known}",
             )
         if name in values:
             raise error_at(call, f"parameter {name!r} of {_named(call)} is given twice")

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.identifiers import ANSWER, ERROR
-from vllm_relay.tables.jobs.answers import ARROW_TYPES, Answer
+from vllm_relay.tables.jobs.answers import Answer, answer_table
 from vllm_relay.tables.jobs.estimates.estimate import Estimate
 from vllm_relay.tables.jobs.job_runner import JobRunner
 from vllm_relay.tables.jobs.options import JobOptions
@@ -55,19 +55,12 @@ class GroupRunner(JobRunner):
         lists = self._lists(source)
         groups = list(map(known_records, lists))
         answers = answer_groups(groups, question, self._packer, self._ask_level)
-        made = pa.table(
-            {
-                RECORDS: pa.array(lists, pa.string()),
-                ANSWER: pa.array(
-                    [each.value for each in answers], ARROW_TYPES[question.output.type]
-                ),
-                ERROR: pa.array([each.error for each in answers], pa.string()),
-            }
-        )
+        made = answer_table(answers, question.output)
+        made = made.append_column(RECORDS, pa.array(lists, pa.string()))
         with self._registered(made) as name:
             self._duckdb.execute(
                 f"CREATE TEMP TABLE {target} AS SELECT {RECORDS}::JSON AS {RECORDS}, "
-                f"{ANSWER}::{question.output.sql_type} AS {ANSWER}, {ERROR} FROM {name}"
+                f"answer::{question.output.sql_type} AS {ANSWER}, error AS {ERROR} FROM {name}"
             )
 
     def estimate_groups(self, source: str, question: Question) -> Estimate:

@@ -32,6 +32,7 @@ class StructColumn:
     """
 
     def __init__(self, schema: dict[str, Any]) -> None:
+        self._schema = schema
         validator = validator_for(schema, default=Draft202012Validator)
         try:
             validator.check_schema(schema)
@@ -44,6 +45,10 @@ class StructColumn:
         self.type = column_type(
             schema, lambda part, value: self._validator.evolve(schema=part).is_valid(value)
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # validators cannot be sent to other processes
+        return StructColumn, (self._schema,)
 
     @property
     def sql_type(self) -> str:
@@ -69,6 +74,13 @@ class StructColumn:
         """The answer that a text of `text` was made from, but for defaults; null where the answer
         left out what may be null."""
         return answered(self.type, json.loads(text))
+
+    @property
+    def arrow_type(self) -> pa.DataType:
+        """Of what `arrow` gives."""
+        import pyarrow
+
+        return self.arrow(pyarrow.chunked_array([], pyarrow.string())).type
 
     def arrow(self, texts: pa.ChunkedArray) -> pa.ChunkedArray:
         """The column of texts that were made by `text`, or are missing."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from vllm_relay.tables.jobs.answers import ARROW_TYPES, Answer
+from vllm_relay.tables.jobs.answers import Answer, answer_table
 from vllm_relay.tables.jobs.arrow_texts import distinct_values
 from vllm_relay.tables.jobs.job_plan import NULL, Bucket, bucket_bounds
 from vllm_relay.tables.ordering.duplicates import distinct_rows
@@ -69,7 +69,7 @@ class ArrowAnswers:
 
     def __init__(self, rows: ArrowRows, output: Output) -> None:
         self._number_of_row = rows.number_of_row
-        self._type = ARROW_TYPES[output.type]
+        self._output = output
         self._of_distinct: list[Answer | None] = [None] * rows.num_distinct
 
     def add(self, numbers: list[int], answer: Answer) -> None:
@@ -85,14 +85,7 @@ class ArrowAnswers:
         """
         others = Answer(error=error_of_others)
         answers = [each or others for each in self._of_distinct]
-        distinct = pa.table(
-            {
-                "answer": pa.array([each.value for each in answers], self._type),
-                "error": pa.array([each.error for each in answers], pa.string()),
-                "is_cut": pa.array([each.is_cut for each in answers], pa.bool_()),
-            }
-        )
-        return distinct.take(self._number_of_row)
+        return answer_table(answers, self._output).take(self._number_of_row)
 
 
 def _savings(column: pa.ChunkedArray, codes: npt.NDArray[np.int32]) -> float:
