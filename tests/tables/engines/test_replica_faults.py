@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterable
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,13 +15,17 @@ import pytest
 from tests.support.depth import cases
 from tests.tables.engines.replica_faults import (
     QUESTION,
+    FaultyEngine,
     ThreadActor,
+    answer,
     check,
     faulty_engine,
     prompts,
 )
-from vllm_relay.tables.engines.base import EngineError
+from vllm_relay.tables.engines import replicas as replica_engine
+from vllm_relay.tables.engines.base import Completions, EngineError, Prompt, generate_scored
 from vllm_relay.tables.engines.replicas import ReplicaEngine
+from vllm_relay.tables.question import Question
 
 pytest.importorskip("ray")
 
@@ -48,6 +54,8 @@ def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_engine.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray_engine.ray, "kill", lambda actor: actor.kill())
     monkeypatch.setattr(ray_engine, "_WAIT_WITH_ROOM_S", 0.005)
+    monkeypatch.setattr(replica_engine, "_WAIT_S", 0.002)
+    monkeypatch.setattr(replica_engine, "_PAUSE_S", 0.01)
 
 
 def run_case(seed: int) -> None:
@@ -81,6 +89,25 @@ def test_soak(in_threads: None) -> None:
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
+
+
+class ScoredEngine(FaultyEngine):
+    def generate_scored(self, prompts: Iterable[Prompt], question: Question) -> Completions:
+        for completion in self.generate(prompts, question):
+            yield replace(completion, first_logprobs={"yes": -float(completion.number)})
+
+
+def test_scores_come_through(in_threads: None) -> None:
+    engines: list[Any] = [ScoredEngine(answer=answer, step_s=0.001) for _ in range(2)]
+    actor = ThreadActor(engines[1], exceptions, random.Random(0))
+    facts = ReplicaFacts.of(engines[1])
+    engines[1] = ray_engine.RayEngine(actor, facts, None, "an actor", 30.0)
+    with closing(ReplicaEngine(engines)) as engine:
+        found = list(generate_scored(engine, prompts(60, random.Random(0)), QUESTION))
+        check(found, 60)
+        assert all(each.first_logprobs == {"yes": -float(each.number)} for each in found)
+        plain = list(engine.generate(prompts(60, random.Random(0)), QUESTION))
+        assert all(each.first_logprobs is None for each in plain)
 
 
 def test_when_all_die_what_was_answered_was_answered_once(in_threads: None) -> None:

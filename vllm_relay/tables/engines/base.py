@@ -143,6 +143,11 @@ class Engine(Protocol):
         ...
 
 
+def generate(engine: Engine, prompts: Iterable[Prompt], question: Question) -> Completions:
+    """`Engine.generate`."""
+    return engine.generate(prompts, question)
+
+
 def generate_scored(engine: Engine, prompts: Iterable[Prompt], question: Question) -> Completions:
     """`generate` with `Completion.first_logprobs`, where the engine has them."""
     method: Callable[..., Completions] = getattr(engine, "generate_scored", engine.generate)

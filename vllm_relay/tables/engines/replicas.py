@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from functools import partial
 from itertools import islice
 from queue import SimpleQueue
 from threading import Condition, Thread
@@ -21,6 +22,8 @@ from vllm_relay.tables.engines.base import (
     JobOver,
     Prompt,
     PromptShape,
+    generate,
+    generate_scored,
     images_refusal,
 )
 from vllm_relay.tables.jobs.prompts.format import text_pieces
@@ -33,6 +36,8 @@ logger = logging.getLogger("vllm.relay")
 DEFAULT_MAX_BUFFERED = 5000
 _UNKNOWN_CACHE = BlockCache(16, 65_536)
 _BATCH = 64
+_WAIT_S = 0.05
+_PAUSE_S = 0.5
 
 
 class ReplicaEngine:
@@ -94,7 +99,16 @@ class ReplicaEngine:
 
     def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
         """See `Engine`: ends with an `EngineError` when no replica is left."""
-        return _ReplicaJob(self.engines, self._names, question, self._max_buffered).run(prompts)
+        return self._job(question).run(prompts)
+
+    def generate_scored(self, prompts: Iterable[Prompt], question: Question) -> Completions:
+        """See `Engine`."""
+        return self._job(question, is_scored=True).run(prompts)
+
+    def _job(self, question: Question, *, is_scored: bool = False) -> _ReplicaJob:
+        return _ReplicaJob(
+            self.engines, self._names, question, self._max_buffered, is_scored=is_scored
+        )
 
     def max_answer_tokens(self, question: Question) -> int:
         """See `Engine`."""
@@ -112,11 +126,20 @@ class ReplicaEngine:
 
 
 class _Feed:
-    """Prompts of a replica; where there is none for it now, there may be one later."""
+    """Prompts of a replica; where there is none for it now, there may be one later.
 
-    def __init__(self, first: Prompt, take: Callable[[], Prompt | None]) -> None:
+    Where all that waits is better asked elsewhere, that is not asked again at once: what comes next
+    may begin like what this replica had, and another one may be about to take what is left.
+    """
+
+    def __init__(self, first: Prompt, job: _ReplicaJob, number: int) -> None:
         self._first: Prompt | None = first
-        self._take = take
+        self._job = job
+        self._number = number
+        self._is_enough = -1
+        """As long as so many prompts run, at least, none is taken,"""
+        self._until_s = 0.0
+        """until then."""
 
     def __iter__(self) -> _Feed:
         return self
@@ -125,6 +148,16 @@ class _Feed:
         prompt, self._first = self._first or self._take(), None
         if prompt is None:
             raise StopIteration
+        return prompt
+
+    def _take(self) -> Prompt | None:
+        now_s, num_running = time.monotonic(), self._job.num_running(self._number)
+        if now_s < self._until_s and num_running >= self._is_enough:
+            return None
+        prompt = self._job.take(self._number)
+        if prompt is None:
+            self._is_enough = num_running // 2 + 1
+            self._until_s = math.inf if self._job.is_read else now_s + _PAUSE_S
         return prompt
 
 
@@ -137,7 +170,10 @@ class _ReplicaJob:
         names: Sequence[str],
         question: Question,
         max_buffered: int,
+        *,
+        is_scored: bool,
     ) -> None:
+        self._generate = generate_scored if is_scored else generate
         self._engines = engines
         self._names = names
         self._question = question
@@ -151,7 +187,7 @@ class _ReplicaJob:
         )
         self._running: list[dict[int, BucketPrompt[Prompt]]] = [{} for _ in engines]
         self._changed = Condition()
-        self._is_read = False
+        self.is_read = False
         """Whether no prompt comes any more but those of lost replicas."""
         self._is_over = False
         self._came: SimpleQueue[tuple[int, Completion | BaseException]] = SimpleQueue()
@@ -169,7 +205,7 @@ class _ReplicaJob:
                 thread.start()
             while True:
                 num_open += self._read(source)
-                if self._is_read and not num_open:
+                if self.is_read and not num_open:
                     return
                 number, came = self._came.get()
                 if isinstance(came, Completion):
@@ -188,7 +224,7 @@ class _ReplicaJob:
     def _read(self, source: Iterator[Prompt]) -> int:
         """Fill the buffer, but for answers that came; returns how many prompts were read."""
         num_read = 0
-        while not self._is_read:
+        while not self.is_read:
             room = self._max_buffered - len(self._buckets)
             if room < 1 or (num_read and not self._came.empty()):
                 break
@@ -197,7 +233,7 @@ class _ReplicaJob:
             with self._changed:
                 for prompt in waiting:
                     self._buckets.add(prompt)
-                self._is_read = len(batch) < min(room, _BATCH)
+                self.is_read = len(batch) < min(room, _BATCH)
                 self._changed.notify_all()
             num_read += len(batch)
         return num_read
@@ -207,8 +243,9 @@ class _ReplicaJob:
         running = self._running[number]
         try:
             while (first := self._wait_for_prompt(number)) is not None:
-                feed = _Feed(first, partial(self._next, number))
-                with closing(self._engines[number].generate(feed, self._question)) as completions:
+                feed = _Feed(first, self, number)
+                engine = self._engines[number]
+                with closing(self._generate(engine, feed, self._question)) as completions:
                     for completion in completions:
                         with self._changed:
                             if self._is_over:
@@ -229,11 +266,24 @@ class _ReplicaJob:
                 self._changed.wait()
             return None
 
-    def _next(self, number: int) -> Prompt | None:
+    def take(self, number: int) -> Prompt | None:
+        """A prompt for a replica, if there is one; waits for a moment where more may come.
+
+        Raises:
+            JobOver: nobody waits for more.
+        """
         with self._changed:
             if self._is_over:
                 raise JobOver
-            return self._take(number)
+            prompt = self._take(number)
+            if prompt is None and not self.is_read:
+                self._changed.wait(_WAIT_S)
+                prompt = self._take(number)
+            return prompt
+
+    def num_running(self, number: int) -> int:
+        """Prompts that a replica has."""
+        return len(self._running[number])
 
     def _take(self, number: int) -> Prompt | None:
         found = None if self._is_over else self._buckets.next(number)

@@ -48,15 +48,25 @@ class RayEngine:
         self.max_model_len = facts.max_model_len
         self.max_running = facts.max_running
         self.reasons = facts.reasons
+        self.model_name = facts.model_name
         self.tokenizer = tokenizer
 
     def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
         """See `Engine`. Beyond `max_running`, a quarter as many prompts are given ahead of time:
         few enough that replicas end together."""
+        return self._run(prompts, question, is_scored=False)
+
+    def generate_scored(self, prompts: Iterable[Prompt], question: Question) -> Completions:
+        """See `Engine`."""
+        return self._run(prompts, question, is_scored=True)
+
+    def _run(
+        self, prompts: Iterable[Prompt], question: Question, *, is_scored: bool
+    ) -> Completions:
         max_outstanding = self.max_running + max(1, self.max_running // 4)
         source = iter(prompts)
         num_outstanding = 0
-        job = self._ask("begin", question)
+        job = self._ask("begin", question, is_scored)
         try:
             while True:
                 batch = list(islice(source, max_outstanding - num_outstanding))

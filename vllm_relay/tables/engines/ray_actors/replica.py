@@ -6,10 +6,11 @@ from __future__ import annotations
 import os
 import pickle
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from threading import Condition
@@ -17,11 +18,14 @@ from typing import Any
 
 from vllm_relay.tables.engines.base import (
     Completion,
+    Completions,
     Engine,
     EngineError,
     JobOver,
     Prompt,
     PromptShape,
+    generate,
+    generate_scored,
 )
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.question import Question
@@ -35,7 +39,7 @@ class ReplicaFacts:
     Attributes:
         versions: of what computes answers.
         max_running: prompts that the engine has at once.
-        reasons: whether answers begin with a reasoning of any length.
+        reasons, model_name: see `Engine`.
         pickled_tokenizer: None if there is none, or it cannot be pickled.
         tokenizer_root: where it was loaded from; "" if there is none.
 
@@ -48,6 +52,7 @@ class ReplicaFacts:
     max_model_len: int | None
     max_running: int
     reasons: bool
+    model_name: str
     pickled_tokenizer: bytes | None
     tokenizer_root: str
 
@@ -61,6 +66,7 @@ class ReplicaFacts:
             engine.max_model_len,
             engine.max_running,
             getattr(engine, "reasons", False),
+            getattr(engine, "model_name", ""),
             _pickled(engine.tokenizer),
             getattr(engine.tokenizer, "name_or_path", ""),
         )
@@ -96,10 +102,11 @@ class Replica:
         self._engine = self._open_engine()
         return ReplicaFacts.of(self._engine)
 
-    def begin(self, question: Question) -> int:
-        """The number of a new job."""
+    def begin(self, question: Question, is_scored: bool) -> int:
+        """The number of a new job, of `generate` or `generate_scored`."""
         number = next(self._numbers)
-        job = self._jobs[number] = _Job(self._engine, question)
+        answer = generate_scored if is_scored else generate
+        job = self._jobs[number] = _Job(partial(answer, self._engine, question=question))
         self._thread.submit(job.run)
         return number
 
@@ -137,9 +144,8 @@ class Replica:
 class _Job:
     """One question; an iterator of the prompts that wait, which goes on when there are more."""
 
-    def __init__(self, engine: Engine, question: Question) -> None:
-        self._engine = engine
-        self._question = question
+    def __init__(self, answer: Callable[[Iterable[Prompt]], Completions]) -> None:
+        self._answer = answer
         self._changed = Condition()
         self._waiting: deque[Prompt] = deque()
         self._done: list[Completion] = []
@@ -150,7 +156,7 @@ class _Job:
         """In the engine's thread, until the job is over or has failed."""
         try:
             while self._wait_for_prompts():
-                with closing(self._engine.generate(self, self._question)) as completions:
+                with closing(self._answer(self)) as completions:
                     for completion in completions:
                         with self._changed:
                             self._done.append(completion)
