@@ -23,6 +23,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 from tests.tables.engines.server.fake_server import OTHER_MODEL, chat_answer, fake_server
 from tests.tables.recording_engine import RecordingEngine, Refusal, Row
 from vllm_relay.tables import JobOptions, connect, llm_filter, llm_map, llm_map_async, tracing
+from vllm_relay.tables.engines.base import Engine
+from vllm_relay.tables.engines.replicas import ReplicaEngine
 from vllm_relay.tables.engines.server.engine import ServerEngine
 from vllm_relay.tables.sql import AnswerFailedError
 
@@ -106,11 +108,16 @@ def test_a_failure_is_told_without_what_rows_hold(exporter: InMemorySpanExporter
         assert "secret" not in each.to_json() and "Is {n}" not in each.to_json()
 
 
-def test_requests_carry_the_span_of_their_job(exporter: InMemorySpanExporter) -> None:
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_requests_carry_the_span_of_their_job(
+    exporter: InMemorySpanExporter, replicas: int
+) -> None:
     table = pa.table({"n": [1, 2]})
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     with fake_server(lambda body: chat_answer('{"a": 1}'), OTHER_MODEL) as server:
-        engine = ServerEngine(server.url)
+        engine: Engine = ServerEngine(server.url)
+        if replicas > 1:
+            engine = ReplicaEngine([ServerEngine(server.url) for _ in range(replicas)])
         assert "traceparent" not in server.headers
         result = llm_map(
             table, "What?", engine=engine, output=schema, otlp_traces_endpoint=ENDPOINT

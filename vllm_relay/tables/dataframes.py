@@ -184,12 +184,15 @@ async def llm_map_async(
     Args:
         options: the others of `llm_map`.
     """
-    with ExitStack() as cleanup:
-        opened = engine_of(engine, cleanup, replicas)
-        stoppable = StoppableEngine(lambda: opened)
-        return await in_thread(
-            lambda: llm_map(table, prompt, fields, engine=stoppable, **options), stoppable.stop
-        )
+    cleanup = ExitStack()
+    opened = engine_of(engine, cleanup, replicas)
+    stoppable = StoppableEngine(lambda: opened)
+
+    def asked() -> MapResult:
+        with cleanup:  # ending a model takes a while
+            return llm_map(table, prompt, fields, engine=stoppable, **options)
+
+    return await in_thread(asked, stoppable.stop)
 
 
 def _text_names(question: Question, columns: Sequence[pa.ChunkedArray]) -> list[str]:

@@ -83,6 +83,7 @@ def test_structs_are_columns_of_texts_and_numbers(output: Any) -> None:
         ({"engine": []}, TypeError, "each worker opens its own"),
         ({"options": {"max_token": 5}}, TypeError, r"\['max_token'\].*no options.*'max_tokens'"),
         ({"options": {"show_progress": True}}, ValueError, "show_progress.*one process"),
+        ({"options": {"replicas": 2}}, ValueError, "replicas.*one table in one process"),
         ({"options": {"checkpoint": "f"}}, ValueError, "checkpoint.*one table in one process"),
         ({"prompt": "What?"}, ValueError, "names no column"),
         ({"options": {"output": "number"}}, (TypeError, ValueError), "number"),

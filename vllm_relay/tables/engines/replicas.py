@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
+from contextvars import copy_context
 from itertools import islice
 from queue import SimpleQueue
 from threading import Condition, Thread
@@ -75,6 +76,7 @@ class ReplicaEngine:
             ("longest prompts", [each.max_model_len for each in engines]),
             ("block sizes", [each.cache and each.cache.block_size_tokens for each in engines]),
             ("tokenizers", [each.tokenizer is not None for each in engines]),
+            ("kinds of prompts", [images_refusal(each) is None for each in engines]),
         ):
             if len(set(values)) > 1:
                 listed = ", ".join(
@@ -195,7 +197,8 @@ class _ReplicaJob:
     def run(self, prompts: Iterable[Prompt]) -> Completions:
         source = iter(prompts)
         threads = [
-            Thread(target=self._ask, args=(number,), name=name, daemon=True)
+            # with the span around the job, which is a context variable
+            Thread(target=copy_context().run, args=(self._ask, number), name=name, daemon=True)
             for number, name in enumerate(self._names)
         ]
         num_left = len(threads)

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from threading import Lock
 from typing import Any
 
 import pyarrow as pa
@@ -22,13 +23,14 @@ from vllm_relay.tables.question import placeholders_of
 
 SAMPLE_ROWS = 1000
 """Of which the column is chosen that rows are sorted by."""
-_HERE_ONLY = frozenset({"checkpoint", "max_total_tokens", "on_error", "show_progress"})
+_HERE_ONLY = frozenset({"checkpoint", "max_total_tokens", "on_error", "replicas", "show_progress"})
 _OPTIONS = [
     name
     for name, each in inspect.signature(llm_map).parameters.items()
     if each.kind is each.KEYWORD_ONLY and name != "engine"
 ]
 
+_opening = Lock()
 _opened: dict[str, Engine] = {}
 """Of this process, by what they are opened with."""
 
@@ -146,10 +148,11 @@ class BatchQuestion:
 
     def _engine(self) -> Engine:
         key = repr((self.engine, sorted(self.engine_arguments.items())))
-        if key not in _opened:
-            _opened[key] = opened = open_engine(self.engine, **self.engine_arguments)
-            atexit.register(opened.close)
-        return _opened[key]
+        with _opening:
+            if key not in _opened:
+                _opened[key] = opened = open_engine(self.engine, **self.engine_arguments)
+                atexit.register(opened.close)
+            return _opened[key]
 
 
 def _plain(type: pa.DataType) -> pa.DataType:
