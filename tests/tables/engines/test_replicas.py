@@ -57,14 +57,14 @@ def test_answers_are_those_of_one_engine(count: int, max_buffered: int) -> None:
 
 
 def test_rows_that_share_a_text_go_to_one_replica() -> None:
-    # so few that all are known at the beginning, and slower than they become prompts
+    # slower than rows become prompts: a replica that runs dry is given what begins differently
     replicas = engines(3, step_s=0.02)
-    ask(ReplicaEngine(replicas), table(12, 10))
+    ask(ReplicaEngine(replicas), table(12, 20))
     homes = [set(groups_of(each)) for each in replicas]
     # those that are asked last may be shared out
     num_visits = sum(map(len, homes))
     assert num_visits <= 12 + 3
-    assert all(len(each.prompts) > 20 for each in replicas)
+    assert all(len(each.prompts) > 40 for each in replicas)
 
 
 def test_a_slow_replica_gets_less() -> None:
