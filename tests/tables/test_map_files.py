@@ -102,6 +102,16 @@ def test_refused_before_there_is_a_file(
     assert not engine.messages and not list(tmp_path.iterdir())
 
 
+def test_the_source_is_not_written_over(tmp_path: Path) -> None:
+    file = tmp_path / "t.parquet"
+    pq.write_table(names(3), file)
+    with pytest.raises(ValueError, match="given as source and output"):
+        ask(str(file), tmp_path / "." / "t.parquet", RecordingEngine())
+    assert pq.read_table(file).equals(names(3))
+    with pytest.raises(TypeError, match="a source of type Table given.*use llm_map"):
+        ask(names(3), tmp_path / "out.parquet", RecordingEngine())
+
+
 def test_a_budget_is_one_of_all_parts(tmp_path: Path) -> None:
     engine = RecordingEngine(lambda row: row["name"])
     target = tmp_path / "out.parquet"

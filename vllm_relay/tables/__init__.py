@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from vllm_relay.tables.jobs.options import JobOptions
     from vllm_relay.tables.jobs.prompts.format import PromptTemplate
     from vllm_relay.tables.jobs.prompts.planner import plan_prompts
+    from vllm_relay.tables.jobs.token_budget import TokenBudgetError
     from vllm_relay.tables.map_files import llm_map_file
     from vllm_relay.tables.map_result import MapBudgetError, MapResult, RowsFailedError
     from vllm_relay.tables.outputs import Output
@@ -59,6 +60,7 @@ __all__ = [
     "RequestOptions",
     "RowsFailedError",
     "ServerEmbeddings",
+    "TokenBudgetError",
     "TopKResult",
     "ask",
     "connect",
@@ -87,6 +89,7 @@ _MODULES = {
     "RequestOptions": "request_options",
     "RowsFailedError": "map_result",
     "ServerEmbeddings": "semantic.embeddings",
+    "TokenBudgetError": "jobs.token_budget",
     "TopKResult": "semantic.top_k",
     "ask": "jobs.asking",
     "connect": "sql.connection",

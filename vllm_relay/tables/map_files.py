@@ -67,6 +67,14 @@ def llm_map_file(
     """
     check_count("batch_rows", batch_rows)
     target = Path(output_path)
+    if not isinstance(source, (str, PathLike, pa.RecordBatchReader)):
+        raise TypeError(
+            f"a source of type {type(source).__name__} given, expected a Parquet file or a "
+            "pyarrow.RecordBatchReader: for a table in memory use llm_map"
+        )
+    is_file = not isinstance(source, pa.RecordBatchReader)
+    if is_file and target.exists() and Path(source).exists() and target.samefile(source):
+        raise ValueError(f"{target} given as source and output: give the output another name")
     part = target.with_name(f"{target.name}.part")
     report = JobReport()
     with ExitStack() as cleanup:

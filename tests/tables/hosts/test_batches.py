@@ -12,7 +12,12 @@ import pytest
 from pydantic import BaseModel
 
 from tests.tables.engines.server.fake_server import OTHER_MODEL, Reply, chat_answer, fake_server
-from vllm_relay.tables.hosts.batches import BatchQuestion, leading_field
+from vllm_relay.tables.hosts.batches import (
+    BatchQuestion,
+    check_sort_field,
+    host_module,
+    leading_field,
+)
 from vllm_relay.tables.outputs import Output
 
 ADDRESS = "http://localhost:1"
@@ -101,6 +106,17 @@ def test_columns_are_checked() -> None:
         question().check(["a", "b"])
     with pytest.raises(ValueError, match="column 'answer' is there already"):
         question().check(["x", "answer"])
+
+
+def test_names_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="into and errors_into are both 'y'"):
+        question(into="y", errors_into="y").check(["x"])
+    with pytest.raises(ValueError, match="sort_by='z' given"):
+        check_sort_field("z", ["x", "y"])
+    for each in (None, "auto", "y"):
+        check_sort_field(each, ["x", "y"])
+    with pytest.raises(ImportError, match=r"pip install 'vllm-relay\[spark\]'"):
+        host_module("no_such_package", "spark")
 
 
 def test_the_leading_field_saves_most() -> None:

@@ -93,6 +93,8 @@ def test_ray_data(server: FakeServer, output: str) -> None:
         check(pa.concat_tables(tables), output)
         with pytest.raises(ValueError, match="are no columns"):
             llm_map(dataset, "{nothing}", engine=server.url)
+        nothing = ray.data.from_arrow(rows().slice(0, 0))
+        assert llm_map(nothing, QUESTION, engine=server.url).take_all() == []
     finally:
         ray.shutdown()
     # sorted: equal rows meet in a batch but for those at the edges

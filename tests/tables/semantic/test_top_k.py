@@ -81,8 +81,37 @@ def test_everything_fails() -> None:
     def failing(row: Row) -> str:
         raise Refusal("down")
 
-    result = llm_top_k(pa.table({"x": [1, 2, 3]}), "q", 2, engine=RecordingEngine(failing))
-    assert len(result.errors) == 2 and len(result.places) == 1
+    for count in (2, 3, 12):
+        table = pa.table({"x": list(range(count))})
+        result = llm_top_k(table, "q", 2, engine=RecordingEngine(failing))
+        assert result.places == []
+        assert result.errors == dict.fromkeys(range(count), "down")
+
+
+@settings(max_examples=cases(40), deadline=None)
+@given(
+    st.lists(st.integers(0, 30), min_size=2, max_size=20, unique=True),
+    st.sets(st.integers(0, 30)),
+    st.integers(0, 3),
+)
+def test_only_what_was_compared_is_a_result(
+    values: list[int], refused: set[int], seed: int
+) -> None:
+    def refusing(row: Row) -> str:
+        if {row["A"]["x"], row["B"]["x"]} & refused:
+            raise Refusal("not this one")
+        return larger(row)
+
+    engine = RecordingEngine(refusing)
+    table = pa.table({"x": values})
+    result = llm_top_k(table, "Which is larger?", len(values), engine=engine, pivot_seed=seed)
+    allowed = sorted(set(values) - refused, reverse=True)
+    # one that is alone was compared with nobody
+    expected = allowed if len(allowed) > 1 else []
+    assert [values[place] for place in result.places] == expected
+    assert sorted(result.errors) == [
+        place for place, value in enumerate(values) if value not in expected
+    ]
 
 
 def test_the_prompt() -> None:

@@ -124,7 +124,7 @@ def test_a_server_is_opened_with_its_own(tmp_path: Path, opened: list[Any]) -> N
     )
     assert result.exit_code == 0, result.output
     [(address, arguments)] = opened
-    assert address == "https://far"
+    assert address == ["https://far"]
     assert arguments.pop("api_key").value == "secret"
     assert arguments == {
         "model": "m",

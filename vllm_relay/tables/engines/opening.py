@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from vllm_relay.arguments import check_count
 from vllm_relay.tables.engines.base import Engine
 
 # its other attributes may open it
@@ -60,8 +61,8 @@ def open_engine(
         )
     addresses = _addresses(engine)
     is_model = not addresses and isinstance(engine, (str, Path))
-    _check_count("replicas", replicas, "a model that is started here", is_model)
-    _check_count("data_parallel_ranks", data_parallel_ranks, "servers", bool(addresses))
+    _check_option("replicas", replicas, "a model that is started here", is_model)
+    _check_option("data_parallel_ranks", data_parallel_ranks, "servers", bool(addresses))
     if addresses:
         return _open_servers(addresses, data_parallel_ranks, arguments)
     if is_model:
@@ -128,23 +129,23 @@ def _addresses(engine: Any) -> list[str]:
                 f"a list of engines with {each!r} given, expected servers' addresses, http://...: "
                 f"for a model that is to be started several times give it alone, and replicas="
             )
-    twice = {each for each in engine if engine.count(each) > 1}
+    same = [each.rstrip("/").removesuffix("/v1").rstrip("/").lower() for each in engine]
+    twice = sorted({each for each in same if same.count(each) > 1})
     if twice:
-        raise ValueError(f"servers {sorted(twice)} given twice: give each once")
+        raise ValueError(f"servers {twice} given twice: give each once")
     return list(engine)
 
 
-def _check_count(name: str, count: int | None, whose: str, is_theirs: bool) -> None:
+def _check_option(name: str, count: int | None, whose: str, is_theirs: bool) -> None:
     if count is None:
         return
+    check_count(name, count)
     if not is_theirs:
         other = {
             "replicas": "several servers are given as a list of their addresses",
             "data_parallel_ranks": "a model that is started here has replicas=",
         }
         raise ValueError(f"{name}={count} given, which is for {whose}: {other[name]}")
-    if count < 1:
-        raise ValueError(f"{name}={count} given, expected at least 1")
 
 
 def _open_servers(addresses: list[str], ranks: int | None, arguments: dict[str, Any]) -> Engine:

@@ -8,7 +8,9 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import import_module
 from threading import Lock
+from types import ModuleType
 from typing import Any
 
 import pyarrow as pa
@@ -120,6 +122,8 @@ class BatchQuestion:
         unknown = [name for name in self.columns if name not in names]
         if unknown:
             raise ValueError(f"{unknown} are no columns, expected some of {list(names)}")
+        if self.into == self.errors_into:
+            raise ValueError(f"into and errors_into are both {self.into!r}: give two names")
         taken = [each.name for each in self.answer_fields if each.name in names]
         if taken:
             raise ValueError(
@@ -162,6 +166,33 @@ def _plain(type: pa.DataType) -> pa.DataType:
     if pa.types.is_list(type):
         return pa.list_(type.value_field.with_type(_plain(type.value_type)))
     return type.value_type if pa.types.is_dictionary(type) else type
+
+
+def check_sort_field(sort_by: str | None, names: Sequence[str]) -> None:
+    """
+    Args:
+        sort_by: a column, "auto" or None.
+        names: of the host's columns.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if sort_by not in (None, "auto", *names):
+        raise ValueError(f"sort_by={sort_by!r} given, expected one of {list(names)}, or 'auto'")
+
+
+def host_module(name: str, extra: str) -> ModuleType:
+    """A host's package.
+
+    Raises:
+        ImportError: it is not installed; says how it is.
+    """
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"{name} is not installed: run pip install 'vllm-relay[{extra}]'"
+        ) from error
 
 
 def leading_field(sample: pa.Table, fields: Sequence[str]) -> str | None:

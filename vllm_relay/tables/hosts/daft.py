@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from vllm_relay.arguments import check_count
-from vllm_relay.tables.hosts.batches import SAMPLE_ROWS, BatchQuestion, leading_field
+from vllm_relay.tables.hosts.batches import (
+    SAMPLE_ROWS,
+    BatchQuestion,
+    check_sort_field,
+    host_module,
+    leading_field,
+)
 from vllm_relay.tables.jobs.options import DEFAULT_BUCKET_ROWS
 
 if TYPE_CHECKING:
@@ -53,14 +59,14 @@ def llm_map(
         TypeError: the engine is none that another process could open.
         ValueError: a field is no column, or an argument does not fit.
     """
-    import daft
-
+    daft = host_module("daft", "daft")
     check_count("batch_rows", batch_rows)
     names = None if fields is None else tuple(fields)
     question = BatchQuestion(
         prompt, names, engine, dict(engine_arguments or {}), into, errors_into, options
     )
     question.check(frame.column_names)
+    check_sort_field(sort_by, frame.column_names)
     columns = list(dict.fromkeys(question.columns))
     if sort_by == "auto":
         sample = frame.select(*columns).limit(SAMPLE_ROWS).to_arrow()

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from vllm_relay.arguments import check_count
-from vllm_relay.tables.hosts.batches import SAMPLE_ROWS, BatchQuestion, leading_field
+from vllm_relay.tables.hosts.batches import (
+    SAMPLE_ROWS,
+    BatchQuestion,
+    check_sort_field,
+    leading_field,
+)
 from vllm_relay.tables.jobs.options import DEFAULT_BUCKET_ROWS
 
 if TYPE_CHECKING:
@@ -63,12 +68,15 @@ def llm_map(
     question = BatchQuestion(
         prompt, names, engine, dict(engine_arguments or {}), into, errors_into, options
     )
-    question.check(dataset.columns() or [])
+    if gpus_per_replica < 0:
+        raise ValueError(f"gpus_per_replica={gpus_per_replica} given, expected 0 or more")
+    columns = dataset.columns() or []
+    question.check(columns)
+    check_sort_field(sort_by, columns)
     if sort_by == "auto":
-        sample = dataset.select_columns(list(dict.fromkeys(question.columns))).take_batch(
-            SAMPLE_ROWS, batch_format="pyarrow"
-        )
-        sort_by = leading_field(sample, question.columns)
+        fields_only = dataset.select_columns(list(dict.fromkeys(question.columns)))
+        sample = fields_only.take(SAMPLE_ROWS)
+        sort_by = leading_field(pa.Table.from_pylist(sample), question.columns) if sample else None
     if sort_by is not None:
         dataset = dataset.sort(sort_by)
     return dataset.map_batches(

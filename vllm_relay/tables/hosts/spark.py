@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from vllm_relay.arguments import check_count
-from vllm_relay.tables.hosts.batches import SAMPLE_ROWS, BatchQuestion, leading_field
+from vllm_relay.tables.hosts.batches import (
+    SAMPLE_ROWS,
+    BatchQuestion,
+    check_sort_field,
+    host_module,
+    leading_field,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -52,6 +58,7 @@ def llm_map(
         TypeError: the engine is none that another process could open.
         ValueError: a field is no column, or an argument does not fit.
     """
+    host_module("pyspark.sql", "spark")
     from pyspark.sql.pandas.types import from_arrow_type
     from pyspark.sql.types import StructField, StructType
 
@@ -62,9 +69,10 @@ def llm_map(
         prompt, names, engine, dict(engine_arguments or {}), into, errors_into, options
     )
     question.check(frame.columns)
+    check_sort_field(sort_by, question.columns)
     columns = list(dict.fromkeys(question.columns))
     rows = frame.select(*(_quoted(name) for name in columns)).distinct()
-    if sort_by is None:
+    if sort_by in (None, "auto"):
         sample = pa.Table.from_pylist(
             [each.asDict() for each in rows.limit(SAMPLE_ROWS).collect()]
             or [dict.fromkeys(columns)]

@@ -155,6 +155,8 @@ class _Search:
         self._random = np.random.default_rng(seed)
         self.errors: dict[int, str] = {}
         self.num_rounds = 0
+        self._compared: set[int] = set()
+        """Rows of which a comparison has an answer."""
 
     def first(self, rows: list[int], k: int) -> list[int]:
         """The first of some rows, in their order."""
@@ -201,19 +203,27 @@ class _Search:
 
     def _divided(self, part: list[int], pivot: int, answers: dict[Any, Any]) -> list[list[int]]:
         compared = [row for row in part if (pivot, row) in answers]
+        same = [row for row in part if (pivot, row) not in answers]
         failed = [row for row in compared if answers[pivot, row].value is None]
-        if len(failed) == len(compared) > 1:
-            # it is about the pivot
-            equal = [row for row in part if row not in compared]
-            for row in equal:
-                self.errors[row] = answers[pivot, failed[0]].error or "there is no answer"
-            return [compared]
+        if len(failed) == len(compared) and self._is_about_pivot(pivot, compared):
+            self._leave_out(same, answers[pivot, failed[0]].error)
+            if len(compared) > 1 or compared[0] in self._compared:
+                return [compared]
+        self._compared.update({pivot, *compared} if len(failed) < len(compared) else ())
+        self._compared.difference_update(failed)
         for row in failed:
-            self.errors[row] = answers[pivot, row].error or "there is no answer"
+            self._leave_out([row], answers[pivot, row].error)
         sides: dict[str, list[int]] = {PIVOT: [], OTHER: []}
         for row in compared:
             if row not in self.errors:
                 sides[answers[pivot, row].value].append(row)
-        same = [row for row in part if (pivot, row) not in answers]
         # the answer is the one that comes first
-        return [sides[OTHER], same, sides[PIVOT]]
+        return [sides[OTHER], [row for row in same if row not in self.errors], sides[PIVOT]]
+
+    def _is_about_pivot(self, pivot: int, compared: list[int]) -> bool:
+        """Of a pivot for which no comparison has an answer."""
+        return len(compared) > 1 or pivot not in self._compared
+
+    def _leave_out(self, rows: list[int], error: str | None) -> None:
+        for row in rows:
+            self.errors[row] = error or "there is no answer"
