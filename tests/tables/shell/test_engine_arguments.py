@@ -127,6 +127,7 @@ def test_a_server_is_opened_with_its_own(tmp_path: Path, opened: list[Any]) -> N
     assert address == ["https://far"]
     assert arguments.pop("api_key").value == "secret"
     assert arguments == {
+        "data_parallel_ranks": None,
         "model": "m",
         "tokenizer": "org/t",
         "max_running": 7,
