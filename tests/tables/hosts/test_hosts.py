@@ -83,7 +83,14 @@ def test_ray_data(server: FakeServer, output: str) -> None:
 
     # workers import the package from where this process has it
     environment = {"env_vars": {"PYTHONPATH": ":".join(filter(None, sys.path))}}
-    ray.init(num_cpus=2, include_dashboard=False, runtime_env=environment, log_to_driver=False)
+    # one of its own, whatever runs beside it
+    ray.init(
+        "local",
+        num_cpus=2,
+        include_dashboard=False,
+        runtime_env=environment,
+        log_to_driver=False,
+    )
     try:
         dataset = ray.data.from_arrow(rows()).repartition(4)
         options = {"errors_into": "why", "output": output}

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import psutil
 import ray
 from ray.cluster_utils import Cluster
 
@@ -32,7 +34,13 @@ def main(folder: str) -> None:
 
     def end_other() -> None:
         wait_for(lambda: sum(map(len, logs(Path(folder), "taken").values())) > 60)
+        [raylet] = other.all_processes["raylet"]
+        workers = psutil.Process(raylet.process.pid).children(recursive=True)
         cluster.remove_node(other, allow_graceful=False)
+        # with the machine all of its processes go, and not when they notice
+        for worker in workers:
+            with suppress(psutil.NoSuchProcess):
+                worker.kill()
 
     ending = Thread(target=end_other)
     ending.start()
