@@ -15,7 +15,6 @@ from typing import Any
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vllm_relay.tables.engines.base import Engine, EngineError
 from vllm_relay.tables.engines.ray_actors.engine import RayEngine, reply_of
@@ -103,16 +102,15 @@ def start_actors(
         on_failure.callback(on_close.close)
         is_cluster = _connect(on_close)
         num_gpus = checked_gpus(num_replicas, num_gpus, is_cluster)
-        actor_class: Any = ray.remote(Replica)
+        actor_class: Any = ray.remote(Replica).options(
+            num_cpus=0,
+            num_gpus=num_gpus,
+            max_concurrency=_CALLS_AT_ONCE,
+            scheduling_strategy="SPREAD",
+        )
         actors = []
-        for strategy in _places(num_replicas, num_gpus):
-            placed = actor_class.options(
-                num_cpus=0,
-                num_gpus=num_gpus,
-                max_concurrency=_CALLS_AT_ONCE,
-                scheduling_strategy=strategy,
-            )
-            actors.append(placed.remote(open_engine))
+        for _ in names:
+            actors.append(actor_class.remote(open_engine))
             on_close.callback(_kill, actors[-1])
         starting = [actor.start.remote() for actor in actors]
         found = [reply_of(each, name) for each, name in zip(starting, names, strict=True)]
@@ -125,18 +123,6 @@ def start_actors(
         opened = RayReplicas(engines, names, on_close)
         on_failure.pop_all()
         return opened
-
-
-def _places(num_replicas: int, num_gpus: int) -> list[Any]:
-    """Where replicas are scheduled: GPUs have their places; without, one machine after the other,
-    as Ray puts what takes no resource anywhere."""
-    if num_gpus:
-        return ["SPREAD"] * num_replicas
-    machines = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
-    return [
-        NodeAffinitySchedulingStrategy(machines[number % len(machines)], soft=True)
-        for number in range(num_replicas)
-    ]
 
 
 def _kill(actor: Any) -> None:
