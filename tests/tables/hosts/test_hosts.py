@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from tests.support.one_ray import one_ray
 from tests.tables.engines.server.fake_server import (
     OTHER_MODEL,
     FakeServer,
@@ -56,6 +57,12 @@ def output(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def alone_with_ray() -> Iterator[None]:
+    with one_ray():
+        yield
+
+
+@pytest.fixture
 def server() -> Iterator[FakeServer]:
     with fake_server(last_field, model=OTHER_MODEL) as found:
         yield found
@@ -77,7 +84,7 @@ QUESTION = "Is {review} of {product}?"
 NUM_DIFFERENT = len({(row["product"], row["review"]) for row in rows().to_pylist()})
 
 
-def test_ray_data(server: FakeServer, output: str) -> None:
+def test_ray_data(server: FakeServer, alone_with_ray: None, output: str) -> None:
     ray = pytest.importorskip("ray")
     from vllm_relay.tables.hosts.ray_data import llm_map
 
