@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.integration.tiny_models import save_model
-from tests.support.vllm_processes import run_module
 from tests.tables.byte_tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.integration
@@ -19,9 +21,12 @@ def test_two_vllms_answer_as_one_does(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     model = save_model("llama", tmp_path / "model")
     byte_tokenizer().save_pretrained(model)
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
-    done = run_module(
-        "tests.tables.engines.ray_actors.vllm_main", [str(model), str(tmp_path)], environment
+    # a process whose surroundings know of no Ray of other tests
+    environment = {name: value for name, value in os.environ.items() if "RAY" not in name}
+    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
+    main = [sys.executable, "-m", "tests.tables.engines.ray_actors.vllm_main"]
+    done = subprocess.run(
+        [*main, str(model), str(tmp_path)], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads((tmp_path / "found.json").read_text())
