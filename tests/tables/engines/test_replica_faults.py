@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from ray import exceptions
 
 from tests.support.depth import cases
 from tests.tables.engines.replica_faults import (
@@ -24,15 +25,10 @@ from tests.tables.engines.replica_faults import (
 )
 from vllm_relay.tables.engines import replicas as replica_engine
 from vllm_relay.tables.engines.base import Completions, EngineError, Prompt, generate_scored
+from vllm_relay.tables.engines.ray_actors import engine as ray_engine
+from vllm_relay.tables.engines.ray_actors.replica import ReplicaFacts
 from vllm_relay.tables.engines.replicas import ReplicaEngine
 from vllm_relay.tables.question import Question
-
-pytest.importorskip("ray")
-
-from ray import exceptions  # noqa: E402
-
-from vllm_relay.tables.engines.ray_actors import engine as ray_engine  # noqa: E402
-from vllm_relay.tables.engines.ray_actors.replica import ReplicaFacts  # noqa: E402
 
 
 def open_replica(rng: random.Random, can_die: bool) -> Any:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 from tests.tables.byte_tokenizer import byte_tokenizer
 from tests.tables.recording_engine import RecordingEngine, Row
@@ -19,7 +20,7 @@ def joined(row: Row) -> str:
     return "".join(each["s"] if isinstance(each, dict) else each for each in row["records"])
 
 
-def counting_engine(max_model_len: int, answer=summed) -> RecordingEngine:  # type: ignore[no-untyped-def]
+def counting_engine(max_model_len: int, answer: Callable[[Row], str] = summed) -> RecordingEngine:
     """An engine whose tokens are bytes, nearly."""
     return RecordingEngine(answer, tokenizer=byte_tokenizer(), max_model_len=max_model_len)
 

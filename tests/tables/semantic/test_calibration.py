@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from random import Random
 
 import numpy as np
 import numpy.typing as npt
@@ -89,8 +90,9 @@ def failures(population: Population, targets: Targets, choose: Callable[..., Thr
 
 
 def chosen(scores: Floats, labels: Floats, seed: int, targets: Targets) -> Thresholds:
-    label_of = lambda rows: labels[rows]  # noqa: E731
-    return calibrate(scores, np.sqrt(scores), label_of, targets, most_draws=600, seed=seed)
+    return calibrate(
+        scores, np.sqrt(scores), labels.__getitem__, targets, most_draws=600, seed=seed
+    )
 
 
 def uncertain(scores: Floats, labels: Floats, seed: int, targets: Targets) -> Thresholds:
@@ -118,9 +120,8 @@ def test_recall_and_precision_are_missed_no_more_often_than_allowed(
 @pytest.mark.parametrize("population", [calibrated, hidden, inverted])
 def test_recall_alone_is_missed_no_more_often_than_allowed(population: Population) -> None:
     def low_only(scores: Floats, labels: Floats, seed: int, targets: Targets) -> Thresholds:
-        label_of = lambda rows: labels[rows]  # noqa: E731
         found = calibrate(
-            scores, scores, label_of, targets, most_draws=600, seed=seed, accepts=False
+            scores, scores, labels.__getitem__, targets, most_draws=600, seed=seed, accepts=False
         )
         assert found.high == math.inf
         return found
@@ -161,8 +162,8 @@ def test_scores_that_tell_spare_rows(population: Population, most: float) -> Non
     st.randoms(use_true_random=False),
 )
 def test_few_rows_and_equal_scores(
-    given_scores: list[float], num_draws: int, seed: int, accepts: bool, random
-) -> None:  # type: ignore[no-untyped-def]
+    given_scores: list[float], num_draws: int, seed: int, accepts: bool, random: Random
+) -> None:
     scores = np.array(given_scores)
     labels = np.array([random.choice([0.0, 1.0, np.nan]) for _ in given_scores])
     found = calibrate(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import duckdb
 import pyarrow as pa
@@ -243,12 +244,14 @@ def test_a_group_without_an_answer_is_null_and_told() -> None:
         [error] = result.errors
         assert error.error == "no" and error.call.startswith("llm_agg('Sum {x}'")
         assert result.report.num_errors == 1
-    with connect(engine=engine, tables={"t": TABLE}, on_error="raise") as database:  # noqa: SIM117
-        with pytest.raises(AnswerFailedError, match="1 rows have no answer to llm_agg"):
-            database.sql(SUM)
+    with (
+        connect(engine=engine, tables={"t": TABLE}, on_error="raise") as database,
+        pytest.raises(AnswerFailedError, match="1 rows have no answer to llm_agg"),
+    ):
+        database.sql(SUM)
 
 
-def test_answers_are_kept_and_limited(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_answers_are_kept_and_limited(tmp_path: Path) -> None:
     path = tmp_path / "answers.db"
     for num_prompts in (2, 0):
         engine = RecordingEngine(summed)

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pyarrow as pa
 import pytest
+import ray
 
 from tests.tables.engines.ray_actors.fake_replica import (
     ROWS,
@@ -30,11 +31,8 @@ from tests.tables.engines.ray_actors.fake_replica import (
 from tests.tables.fake_engine import FakeEngine
 from vllm_relay.tables import Question, llm_map
 from vllm_relay.tables.engines.base import EngineError, Prompt
-
-ray = pytest.importorskip("ray")
-
-from vllm_relay.tables.engines.ray_actors import starting  # noqa: E402
-from vllm_relay.tables.engines.ray_actors.starting import RayReplicas, start_actors  # noqa: E402
+from vllm_relay.tables.engines.ray_actors import starting
+from vllm_relay.tables.engines.ray_actors.starting import RayReplicas, start_actors
 
 QUESTION = Question("Which {text}?", ("text",))
 
