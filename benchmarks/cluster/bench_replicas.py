@@ -63,11 +63,11 @@ def lower_bound_s(replicas: SimulatedReplicas, outcome: Outcome, costs: StepCost
 
 def measure_streams(model: str, options: Namespace) -> list[Row]:
     rows: list[Row] = []
-    for name, make in options.workloads.items():
+    for name in options.workloads:
         for rule, source in STREAMED.items():
             found: list[tuple[float, float, float, float]] = []
             for seed in range(options.rounds):
-                workload = make(options.replicas, options.stream_requests, seed, 32)
+                workload = WORKLOADS[name](options.replicas, options.stream_requests, seed, 32)
                 with replicas_of(model, workload, options.replicas, L4, False) as replicas:
                     outcome = replicas.run(source(replicas), MAX_WAITING)
                     bound_s = lower_bound_s(replicas, outcome, L4)
@@ -99,13 +99,13 @@ def measure_streams(model: str, options: Namespace) -> list[Row]:
 
 def measure_arrivals(model: str, options: Namespace) -> list[Row]:
     rows: list[Row] = []
-    for name, make in options.workloads.items():
+    for name in options.workloads:
         capacity_per_s = 0.0
         for load in LOADS:
             for rule, router in ONLINE.items():
                 hit_rates, imbalances, first_token_s, decided_s = [], [], [], []
                 for seed in range(options.rounds):
-                    workload = make(options.replicas, options.arrivals, seed, 32)
+                    workload = WORKLOADS[name](options.replicas, options.arrivals, seed, 32)
                     count = len(workload.requests)
                     if not capacity_per_s:
                         with replicas_of(model, workload, options.replicas, H100, True) as replicas:
@@ -161,9 +161,9 @@ def main() -> None:
     )
     parser.add_argument("--arrivals", type=int, default=250, help="for each replica (%(default)s)")
     options = parser.parse_args()
-    options.workloads = dict(WORKLOADS)
+    options.workloads = list(WORKLOADS)
     if options.smoke:
-        options.workloads = {"skewed": WORKLOADS["skewed"]}
+        options.workloads = ["skewed"]
         options.replicas, options.stream_requests, options.arrivals, options.rounds = 2, 24, 16, 1
     result = Result.begin(__file__, __doc__, options)
     with tempfile.TemporaryDirectory(prefix="relay-bench-") as folder:
