@@ -74,7 +74,8 @@ def check(result: Any, rows: pa.Table = ROWS) -> None:
 
 
 def test_actors_answer_as_one_engine_does(start: Any, tmp_path: Path) -> None:
-    engine = start(2)
+    # slow enough that neither has them all before the other one asks
+    engine = start(2, step_s=0.05)
     check(ask(engine))
     taken = logs(tmp_path, "taken")
     assert len(taken) == 2 and min(map(len, taken.values())) > 20

@@ -101,8 +101,8 @@ class Admission:
 
     @property
     def is_suspended(self) -> bool:
-        """Whether so many were refused in a row that perhaps all are."""
-        return self._num_refused_in_a_row >= self._max_refused_in_a_row
+        """Whether so many were refused in a row that perhaps all are; not when that is known."""
+        return not self._is_closed and self._num_refused_in_a_row >= self._max_refused_in_a_row
 
     def resume(self, has_answered: bool) -> None:
         """
