@@ -73,9 +73,11 @@ class DaftBuckets(Sorted):
     """Buckets of a sorted buffer, the largest first, go where the prefix was seen last, of the
     replicas with few prompts. They are sent as soon as they leave the buffer."""
 
-    match, least, slack, remembered = 0.33, 16, 256, 8
+    match, slack, remembered = 0.33, 256, 8
 
-    def __init__(self, replicas: SimulatedReplicas, max_buffered: int = MAX_BUFFERED) -> None:
+    def __init__(
+        self, replicas: SimulatedReplicas, max_buffered: int = MAX_BUFFERED, least: int = 16
+    ) -> None:
         count = len(replicas)
         self._parts = [deque() for _ in range(count)]
         self._loads = [0] * count
@@ -84,7 +86,7 @@ class DaftBuckets(Sorted):
         for request in replicas.requests:
             buffer.append(request)
             if len(buffer) > max_buffered:
-                buffer = self._send(buffer, self.least)
+                buffer = self._send(buffer, least)
         while buffer:
             buffer = self._send(buffer, 1)
 

@@ -24,11 +24,14 @@ class Workload:
     cache_blocks: int
 
 
-def repetition(replicas: int, per_replica: int, seed: int, output_tokens: int) -> Workload:
+def repetition(
+    replicas: int, per_replica: int, seed: int, output_tokens: int, num_prefixes: int | None = None
+) -> Workload:
     """The experiment of Wang, 2025: prompts of 512 tokens, half of them one of four prefixes for
     each replica, in random order; a cache as a GPU with 24 GB has beside an 8B model."""
     rng = np.random.default_rng(seed)
-    prefixes = rng.integers(3, _VOCABULARY, (4 * replicas, 256)).tolist()
+    num_prefixes = num_prefixes or 4 * replicas
+    prefixes = rng.integers(3, _VOCABULARY, (num_prefixes, 256)).tolist()
     count = replicas * per_replica
     chosen = rng.permutation(np.arange(count) % len(prefixes))
     return Workload("repetition", _under(prefixes, chosen, 256, output_tokens, rng), 1750)
