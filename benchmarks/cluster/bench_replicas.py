@@ -4,8 +4,9 @@
 Each replica is vLLM's own engine core with the relay scheduler and a stub for the model; a clock
 moves by what a step would take of an 8B model on an L4 (streams) or an H100 (arrivals). All routers
 get the same requests at the same times. Streams are read as far as a buffer of 5,000 reaches; a
-replica takes requests while fewer than 80 of its own wait or run, 64 of them at once. Figures are
-simulated.
+replica takes requests while fewer than 80 of its own wait or run, 64 of them at once. "bursts" are
+32 requests at a time. Of traces (`--data`, see `bench_traces`) a token and a step stand for 32.
+Figures are simulated.
 """
 
 import statistics
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cluster.rivals import ONLINE, STREAMED
-from benchmarks.cluster.workloads import WORKLOADS, Workload
+from benchmarks.cluster.workloads import Workload, workloads
 from benchmarks.scheduler.bench_scheduler import MODEL
 from benchmarks.support.formatting import Row
 from benchmarks.support.options import argument_parser
@@ -31,7 +32,12 @@ L4 = StepCosts(55e-3, 270e-6)
 H100 = StepCosts(8e-3, 35e-6)
 BLOCK_TOKENS = 16
 MAX_WAITING, MAX_RUNNING = 80, 64
-LOADS = (0.8, 0.95)
+LOADS = (("poisson", 0.8), ("poisson", 0.95), ("bursts", 0.8))
+BURST = 32
+
+
+def scaled(costs: StepCosts, workload: Workload) -> StepCosts:
+    return StepCosts(costs.step_s * workload.scale, costs.token_s * workload.scale)
 
 
 def replicas_of(model: str, workload: Workload, count: int, costs: StepCosts, online: bool) -> Any:
@@ -41,7 +47,7 @@ def replicas_of(model: str, workload: Workload, count: int, costs: StepCosts, on
         block_size=BLOCK_TOKENS,
         max_num_seqs=MAX_RUNNING,
         max_num_batched_tokens=2048,
-        max_model_len=1024,
+        max_model_len=max(1024, workload.longest_tokens),
         dtype="bfloat16",
     )
     size = CacheSize(blocks=workload.cache_blocks)
@@ -64,13 +70,15 @@ def lower_bound_s(replicas: SimulatedReplicas, outcome: Outcome, costs: StepCost
 def measure_streams(model: str, options: Namespace) -> list[Row]:
     rows: list[Row] = []
     for name in options.workloads:
+        make = workloads(options)[name]
         for rule, source in STREAMED.items():
             found: list[tuple[float, float, float, float]] = []
             for seed in range(options.rounds):
-                workload = WORKLOADS[name](options.replicas, options.stream_requests, seed, 32)
-                with replicas_of(model, workload, options.replicas, L4, False) as replicas:
+                workload = make(options.replicas, options.stream_requests, seed, 32)
+                costs = scaled(L4, workload)
+                with replicas_of(model, workload, options.replicas, costs, False) as replicas:
                     outcome = replicas.run(source(replicas), MAX_WAITING)
-                    bound_s = lower_bound_s(replicas, outcome, L4)
+                    bound_s = lower_bound_s(replicas, outcome, costs)
                 found.append(
                     (
                         outcome.hit_rate,
@@ -100,22 +108,27 @@ def measure_streams(model: str, options: Namespace) -> list[Row]:
 def measure_arrivals(model: str, options: Namespace) -> list[Row]:
     rows: list[Row] = []
     for name in options.workloads:
+        make = workloads(options)[name]
         capacity_per_s = 0.0
-        for load in LOADS:
+        for kind, load in LOADS:
             for rule, router in ONLINE.items():
                 hit_rates, imbalances, first_token_s, decided_s = [], [], [], []
                 for seed in range(options.rounds):
-                    workload = WORKLOADS[name](options.replicas, options.arrivals, seed, 32)
+                    workload = make(options.replicas, options.arrivals, seed, 32)
+                    costs = scaled(H100, workload)
                     count = len(workload.requests)
                     if not capacity_per_s:
-                        with replicas_of(model, workload, options.replicas, H100, True) as replicas:
-                            at_once = replicas.serve(ONLINE["relay"](replicas, H100), [0.0] * count)
+                        with replicas_of(
+                            model, workload, options.replicas, costs, True
+                        ) as replicas:
+                            at_once = replicas.serve(
+                                ONLINE["relay"](replicas, costs), [0.0] * count
+                            )
                         capacity_per_s = count / at_once.makespan_s
-                    with replicas_of(model, workload, options.replicas, H100, True) as replicas:
-                        chosen = Timed(router(replicas, H100))
-                        outcome = replicas.serve(
-                            chosen, poisson_s(load * capacity_per_s, count, seed)
-                        )
+                    arrivals_s = ARRIVALS[kind](load * capacity_per_s, count, seed)
+                    with replicas_of(model, workload, options.replicas, costs, True) as replicas:
+                        chosen = Timed(router(replicas, costs))
+                        outcome = replicas.serve(chosen, arrivals_s)
                     hit_rates.append(outcome.hit_rate)
                     imbalances.append(outcome.imbalance)
                     first_token_s += [each.first_token_after_s(0.0) for each in outcome.courses]
@@ -125,6 +138,7 @@ def measure_arrivals(model: str, options: Namespace) -> list[Row]:
                     {
                         "requests": name,
                         "replicas": options.replicas,
+                        "arrivals": kind,
                         "load": load,
                         "rule": rule,
                         "hit rate": statistics.mean(hit_rates),
@@ -136,6 +150,15 @@ def measure_arrivals(model: str, options: Namespace) -> list[Row]:
                 )
                 print(rows[-1], flush=True)
     return rows
+
+
+def bursts_s(per_s: float, count: int, seed: int) -> list[float]:
+    """`BURST` requests at a time, these at random."""
+    begins_s = poisson_s(per_s / BURST, -(-count // BURST), seed)
+    return [begins_s[number // BURST] for number in range(count)]
+
+
+ARRIVALS = {"poisson": poisson_s, "bursts": bursts_s}
 
 
 class Timed:
@@ -160,8 +183,13 @@ def main() -> None:
         "--stream-requests", type=int, default=800, help="for each replica (%(default)s)"
     )
     parser.add_argument("--arrivals", type=int, default=250, help="for each replica (%(default)s)")
+    parser.add_argument("--workloads", nargs="+", help="(all)")
+    parser.add_argument(
+        "--data", type=Path, metavar="FOLDER", help="with *.jsonl of a trace (made conversations)"
+    )
     options = parser.parse_args()
-    options.workloads = list(WORKLOADS)
+    options.requests = options.replicas * max(options.stream_requests, options.arrivals)
+    options.workloads = options.workloads or list(workloads(options))
     if options.smoke:
         options.workloads = ["skewed"]
         options.replicas, options.stream_requests, options.arrivals, options.rounds = 2, 24, 16, 1
@@ -185,16 +213,16 @@ def main() -> None:
         result.add_goal(
             Goal(f"{name}, streamed: makespan, best rival's over relay's", best, 1.1, 1.25)
         )
-        for load in LOADS:
+        for kind, load in LOADS:
             by_rule = {
                 row["rule"]: row
                 for row in arrivals
-                if (row["requests"], row["load"]) == (name, load)
+                if (row["requests"], row["arrivals"], row["load"]) == (name, kind, load)
             }
             relay = by_rule.pop("relay")
             p99 = relay["first token p99 ms"]
             ray = by_rule["prefix affinity"]["first token p99 ms"] / p99
-            what = f"{name}, load {load:g}: p99 to first token"
+            what = f"{name}, {kind}, load {load:g}: p99 to first token"
             result.add_goal(Goal(f"{what}, prefix affinity's over relay's", ray, 1.3, 2))
             best = min(row["first token p99 ms"] for row in by_rule.values()) / p99
             result.add_goal(Goal(f"{what}, best rival's over relay's", best, 1.0, 1.3))

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests for many replicas: the paper's, skewed ones, and chats that go on."""
+"""Requests for many replicas: the paper's, skewed ones, chats that go on, and a server's trace."""
 
-from dataclasses import dataclass
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
+from benchmarks.scheduler.bench_traces import SCALE, read_traces
 from vllm_relay.prefix_cache.predict.input import PredictedRequest
 
 _VOCABULARY = 30_000
@@ -17,11 +21,17 @@ class Workload:
         name: for tables.
         requests: in the order in which they come.
         cache_blocks: of 16 tokens, of each replica.
+        scale: how many tokens and steps of a server one of these stands for.
     """
 
     name: str
     requests: list[PredictedRequest]
     cache_blocks: int
+    scale: int = 1
+
+    @property
+    def longest_tokens(self) -> int:
+        return max(len(each.prompt_token_ids) + each.output_tokens for each in self.requests)
 
 
 def repetition(
@@ -69,6 +79,30 @@ def chats(replicas: int, per_replica: int, seed: int, output_tokens: int) -> Wor
     return Workload("chats", requests, 1750)
 
 
+def answers_differ(replicas: int, per_replica: int, seed: int, output_tokens: int) -> Workload:
+    """Groups of 16 prompts that nobody has seen before, and answers of very different lengths."""
+    rng = np.random.default_rng(seed)
+    count = replicas * per_replica
+    prefixes = rng.integers(3, _VOCABULARY, (max(count // 16, 1), 512)).tolist()
+    chosen = rng.permutation(np.arange(count) % len(prefixes))
+    lengths = rng.lognormal(np.log(output_tokens) - 0.5, 1.0, count).clip(1, 400).astype(int)
+    requests = [
+        replace(request, output_tokens=length)
+        for request, length in zip(
+            _under(prefixes, chosen, 64, 0, rng), lengths.tolist(), strict=True
+        )
+    ]
+    return Workload("answers differ", requests, 1750)
+
+
+def trace(options: Namespace, replicas: int, per_replica: int, *_: int) -> Workload:
+    """The first requests of a trace, see `bench_traces`, in its order; a cache has room for about
+    as much as 50 GB hold for an 8B model."""
+    rows = read_traces(options)
+    requests = rows[min(rows)].requests[: replicas * per_replica]
+    return Workload("trace", requests, 800, SCALE)
+
+
 def _under(prefixes, chosen, own_tokens, output_tokens, rng) -> list[PredictedRequest]:
     return [
         PredictedRequest(
@@ -80,4 +114,15 @@ def _under(prefixes, chosen, own_tokens, output_tokens, rng) -> list[PredictedRe
     ]
 
 
-WORKLOADS = {"repetition": repetition, "skewed": skewed, "chats": chats}
+Maker = Callable[[int, int, int, int], Workload]
+
+
+def workloads(options: Namespace) -> dict[str, Maker]:
+    """Of replicas, requests for each, a seed, and tokens of answers where these are alike."""
+    return {
+        "repetition": repetition,
+        "skewed": skewed,
+        "chats": chats,
+        "answers differ": answers_differ,
+        "trace": partial(trace, options),
+    }
