@@ -87,9 +87,25 @@ def test_demo_has_an_option_for_each_of_run_demo() -> None:
     from vllm_relay.demo.run import run_demo
 
     options = {parameter.name for parameter in typer.main.get_command(app).commands["demo"].params}
-    options -= {"long", "document_tokens", "with_modules", "with_tables"}
+    options -= {"long", "document_tokens", "with_modules", "with_tables", "num_replicas"}
     parameters = {*inspect.signature(run_demo).parameters, *DemoOptions.__annotations__}
     assert options == parameters - {"options", "console"}
+
+
+def test_demo_with_replicas_is_one_of_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def run_tables_demo(options: DemoOptions, **sizes: Any) -> int:
+        given.update(sizes)
+        return 0
+
+    monkeypatch.setattr("vllm_relay.demo.tables.run.run_tables_demo", run_tables_demo)
+    for option in ([], ["--tables"]):
+        assert runner.invoke(app, ["demo", "--replicas", "2", *option]).exit_code == 0
+        assert given == {"num_rows": 480, "num_replicas": 2}
+    for refused in (["--long"], ["--model", "m"]):
+        assert runner.invoke(app, ["demo", "--replicas", "2", *refused]).exit_code == 2
+    assert runner.invoke(app, ["demo", "--replicas", "1"]).exit_code == 2
 
 
 def test_demo_of_modules_has_sizes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

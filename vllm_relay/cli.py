@@ -111,6 +111,15 @@ def demo(
             "plain text; 24 questions and 4 tokens of each answer if not said.",
         ),
     ] = False,
+    num_replicas: Annotated[
+        int | None,
+        typer.Option(
+            "--replicas",
+            min=2,
+            help="With --tables, which it implies: also ask so many engines, started by Ray, each "
+            "the rows whose prefixes it knows.",
+        ),
+    ] = None,
     with_tables: Annotated[
         bool,
         typer.Option(
@@ -131,6 +140,7 @@ def demo(
     """
     # so that the engines are stopped and their files removed, as after Ctrl-C
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with_tables |= num_replicas is not None
     kinds = {"--long": long, "--modules": with_modules, "--tables": with_tables}
     given = [option for option, is_given in kinds.items() if is_given]
     if len(given) > 1:
@@ -164,7 +174,7 @@ def demo(
 
         _refuse_given(context, "has no effect with --tables", _NOT_WITH_TABLES)
         num_rows = _given_or(context, "questions_per_prompt", 480)
-        status = run_tables_demo(options, num_rows=num_rows)
+        status = run_tables_demo(options, num_rows=num_rows, num_replicas=num_replicas)
     else:
         from vllm_relay.demo.run import run_demo
         from vllm_relay.demo.smollm2.download import NAME

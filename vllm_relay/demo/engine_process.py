@@ -143,11 +143,20 @@ def wait_until_workers_sleep() -> None:
     time.sleep(_POLLING_S)
 
 
-def serve(descriptor: int, start: Callable[[Any], Any], answer: Callable[..., Any]) -> None:
+def _shut_down(llm: Any) -> None:
+    llm.llm_engine.engine_core.shutdown()
+
+
+def serve(
+    descriptor: int,
+    start: Callable[[Any], T],
+    answer: Callable[..., Any],
+    stop: Callable[[T], None] = _shut_down,
+) -> None:
     """In the process of the engine: answer orders until told to stop or the other end is gone.
 
     Args:
-        start: of the settings; returns an LLM, or what has its `llm_engine`.
+        start: of the settings; returns an LLM, or what has its `llm_engine`, or what `stop` ends.
     """
     connection = Connection(descriptor)
     llm = None
@@ -162,4 +171,4 @@ def serve(descriptor: int, start: Callable[[Any], Any], answer: Callable[..., An
             connection.send((f"{type(error).__name__}: {error}", None))
         finally:
             if llm is not None:
-                llm.llm_engine.engine_core.shutdown()
+                stop(llm)

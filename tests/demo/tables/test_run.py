@@ -63,7 +63,9 @@ class EngineWithoutModel:
         return TableAnswers(texts, len(texts), 100, 50, 10, 2.0 if way == "row_by_row" else 1.0, 0)
 
 
-@pytest.mark.parametrize("wrong", [(), ("llm_map",), ("row_by_row",), ("llm_map", "row_by_row")])
+@pytest.mark.parametrize(
+    "wrong", [(), ("llm_map",), ("row_by_row",), ("replicas",), ("llm_map", "row_by_row")]
+)
 def test_a_wrong_answer_is_a_failure(
     wrong: tuple[Way, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -72,9 +74,10 @@ def test_a_wrong_answer_is_a_failure(
     console = recording_console()
     path = tmp_path / "numbers.json"
     options = DemoOptions(keep=tmp_path, json_path=path, console=console)
-    status = run_tables_demo(options, num_rows=40)
+    status = run_tables_demo(options, num_rows=40, num_replicas=2)
     text = console.export_text()
     numbers = json.loads(path.read_text())
+    assert numbers["num_replicas"] == 2 and numbers["replicas"]["answers"] == 80
     assert status == (1 if wrong else 0)
     assert text.count("2 of 80 answers are wrong") == len(wrong)
     assert ("2.00 times as fast" in text) == (not wrong)

@@ -11,7 +11,7 @@ from vllm_relay.demo.engine import EngineSettings
 from vllm_relay.demo.engine_process import EngineProcess
 from vllm_relay.tables.question import Question
 
-Way = Literal["row_by_row", "llm_map"]
+Way = Literal["row_by_row", "llm_map", "replicas"]
 
 BLOCK_SIZE_TOKENS = 32
 NUM_BLOCKS = 400
@@ -39,11 +39,19 @@ class TableAnswers:
     planning_seconds: float
 
 
+@dataclass(frozen=True)
+class ReplicaSettings(EngineSettings):
+    """So many engines, all with these settings."""
+
+    num_replicas: int
+
+
 class TablesEngine(EngineProcess):
-    """An engine of `engine_main`."""
+    """An engine of `engine_main`; of `replicas_main` if there are replicas."""
 
     def __init__(self, name: str, settings: EngineSettings, log_path: Path) -> None:
-        super().__init__(name, "vllm_relay.demo.tables.engine_main", settings, log_path)
+        main = "replicas_main" if isinstance(settings, ReplicaSettings) else "engine_main"
+        super().__init__(name, f"vllm_relay.demo.tables.{main}", settings, log_path)
 
     def ask(self, way: Way, columns: dict[str, list[str]], question: Question) -> TableAnswers:
         """Ask a question of every row, beginning with an empty prefix cache.

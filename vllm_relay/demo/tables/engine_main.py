@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from typing import Any
 
 import pyarrow as pa
 from vllm import LLM
@@ -36,7 +37,7 @@ def start(settings: EngineSettings) -> LLM:
 def ask(llm: LLM, way: Way, columns: dict[str, list[str]], question: Question) -> TableAnswers:
     """One question to every row."""
     llm.reset_prefix_cache()
-    return (_row_by_row if way == "row_by_row" else _llm_map)(llm, columns, question)
+    return (_row_by_row if way == "row_by_row" else ask_with_llm_map)(llm, columns, question)
 
 
 def _row_by_row(llm: LLM, columns: dict[str, list[str]], question: Question) -> TableAnswers:
@@ -69,13 +70,16 @@ def _row_by_row(llm: LLM, columns: dict[str, list[str]], question: Question) -> 
     )
 
 
-def _llm_map(llm: LLM, columns: dict[str, list[str]], question: Question) -> TableAnswers:
+def ask_with_llm_map(
+    engine: Any, columns: dict[str, list[str]], question: Question
+) -> TableAnswers:
+    """As a user would, of any engine."""
     begun_s = time.perf_counter()
     result = llm_map(
         pa.table(columns),
         question.text,
         question.fields,
-        engine=llm,
+        engine=engine,
         choices=question.output.choices or None,
         max_tokens=question.max_tokens,
         template=TEMPLATE,

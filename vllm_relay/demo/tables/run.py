@@ -2,11 +2,12 @@
 """`vllm-relay demo --tables`: a table asked row by row and with `llm_map`, answers checked.
 
 One engine answers both, vLLM as it is: what differs is which prompts it gets, and in which order.
+With `--replicas` several share this machine and are asked with `llm_map` too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -14,19 +15,24 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_relay.demo.engine import EngineSettings
-from vllm_relay.demo.engine_process import in_turn, running_engines
+from vllm_relay.demo.engine_process import in_turn, running_engines, wait_until_workers_sleep
 from vllm_relay.demo.options import DemoOptions
 from vllm_relay.demo.recall_model import build_recall_model
 from vllm_relay.demo.tables.engine import (
     BLOCK_SIZE_TOKENS,
     NUM_BLOCKS,
+    ReplicaSettings,
     TableAnswers,
     TablesEngine,
     Way,
 )
 from vllm_relay.demo.tables.workload import TablesWorkload, tables_workload
 
-_WAYS: dict[Way, str] = {"row_by_row": "row by row", "llm_map": "llm_map"}
+_WAYS: dict[Way, str] = {
+    "row_by_row": "row by row",
+    "llm_map": "llm_map",
+    "replicas": "llm_map with replicas",
+}
 _MAX_MODEL_LEN_TOKENS = 1024
 _MAX_NUM_SEQS = 12
 _WARM_UP_ROWS = 12
@@ -55,17 +61,18 @@ class WayReport:
         return self.cached_tokens / self.prompt_tokens
 
 
-def run_tables_demo(options: DemoOptions, *, num_rows: int) -> int:
+def run_tables_demo(options: DemoOptions, *, num_rows: int, num_replicas: int | None = None) -> int:
     """Run the comparison, print a table and return the exit status.
 
     Args:
         num_rows: of the table, from 1 on.
+        num_replicas: that Ray starts, from 2 on; None for one engine only.
 
     Returns:
         0, or 1 if a setting is out of its range, the engine failed or answers are wrong; the reason
         is printed.
     """
-    reports = options.run(lambda: _run(options, num_rows))
+    reports = options.run(lambda: _run(options, num_rows, num_replicas))
     if reports is None:
         return 1
     options.console.print(_table(reports))
@@ -74,6 +81,7 @@ def run_tables_demo(options: DemoOptions, *, num_rows: int) -> int:
             "dtype": options.dtype,
             "seed": options.seed,
             "num_rows": num_rows,
+            "num_replicas": num_replicas,
             **{way: {**asdict(each), "hit_rate": each.hit_rate} for way, each in reports.items()},
         }
     )
@@ -89,7 +97,7 @@ def run_tables_demo(options: DemoOptions, *, num_rows: int) -> int:
     )
 
 
-def _run(options: DemoOptions, num_rows: int) -> dict[Way, WayReport]:
+def _run(options: DemoOptions, num_rows: int, num_replicas: int | None) -> dict[Way, WayReport]:
     workload = tables_workload(num_rows=num_rows, seed=options.seed)
     with options.folder() as folder:
         model = build_recall_model(folder / "recall-model", dtype=options.dtype, seed=options.seed)
@@ -106,28 +114,48 @@ def _run(options: DemoOptions, num_rows: int) -> dict[Way, WayReport]:
             max_model_len=_MAX_MODEL_LEN_TOKENS,
             max_num_seqs=_MAX_NUM_SEQS,
         )
-        answers = _answers(workload, settings, folder, options.console)
+        warm_up = tables_workload(num_rows=_WARM_UP_ROWS, seed=options.seed + 1).columns
+        engines: dict[str, EngineSettings] = {"vllm.log": settings}
+        if num_replicas is not None:
+            of_each = ReplicaSettings(**asdict(settings), num_replicas=num_replicas)
+            engines["replicas.log"] = of_each
+        answers = _answers(workload, warm_up, engines, folder, options.console)
     return {way: _report(workload, of_way) for way, of_way in answers.items()}
 
 
 def _answers(
-    workload: TablesWorkload, settings: EngineSettings, folder: Path, console: Console
+    workload: TablesWorkload,
+    warm_up: dict[str, list[str]],
+    settings: Mapping[str, EngineSettings],
+    folder: Path,
+    console: Console,
 ) -> dict[Way, list[TableAnswers]]:
-    """To each question. Which way begins changes with every question."""
-    answers: dict[Way, list[TableAnswers]] = {way: [] for way in _WAYS}
+    """To each question. Which way begins changes with every question.
+
+    Args:
+        warm_up: columns of another table.
+        settings: of one vLLM, and of replicas if there are any, by the names of their logs.
+    """
     with (
         console.status("starting vLLM") as status,
-        running_engines([TablesEngine("vLLM", settings, folder / "vllm.log")]) as [engine],
+        running_engines(
+            TablesEngine(log.partition(".")[0], each, folder / log)
+            for log, each in settings.items()
+        ) as [one, *several],
     ):
+        asked: dict[Way, TablesEngine] = {"row_by_row": one, "llm_map": one}
+        for engine in several:
+            asked["replicas"] = engine
+        answers: dict[Way, list[TableAnswers]] = {way: [] for way in asked}
         status.update("warming up")
-        few = {name: cells[:_WARM_UP_ROWS] for name, cells in workload.columns.items()}
         for question in workload.questions:
-            for way in _WAYS:
-                engine.ask(way, few, question.question)
+            for way, engine in asked.items():
+                engine.ask(way, warm_up, question.question)
         for i, question in enumerate(workload.questions):
-            for way in in_turn(_WAYS, i):
+            for way in in_turn(asked, i):
                 status.update(f"{_WAYS[way]}: question {i + 1} of {len(workload.questions)}")
-                answers[way].append(engine.ask(way, workload.columns, question.question))
+                wait_until_workers_sleep()
+                answers[way].append(asked[way].ask(way, workload.columns, question.question))
     return answers
 
 
@@ -153,21 +181,21 @@ def _report(workload: TablesWorkload, answers: Sequence[TableAnswers]) -> WayRep
 
 def _table(reports: dict[Way, WayReport]) -> Table:
     rows, ours = reports["row_by_row"], reports["llm_map"]
-    both = rows, ours
     table = Table("", title="The same questions to the same table, asked")
-    table.add_column("row by row", justify="right")
-    table.add_column("with llm_map", justify="right")
+    for way in reports:
+        table.add_column(_WAYS[way], justify="right")
     table.add_column("llm_map / row by row", justify="right")
-    table.add_row("answers right", *(f"{r.answers_right:,} / {r.answers:,}" for r in both))
-    for name, of_rows, of_ours in [
-        ("prompts run", rows.prompts, ours.prompts),
-        ("prompt tokens", rows.prompt_tokens, ours.prompt_tokens),
-        ("tokens computed", rows.computed_tokens, ours.computed_tokens),
+    every = reports.values()
+    table.add_row("answers right", *(f"{r.answers_right:,} / {r.answers:,}" for r in every))
+    for name, count in [
+        ("prompts run", lambda report: report.prompts),
+        ("prompt tokens", lambda report: report.prompt_tokens),
+        ("tokens computed", lambda report: report.computed_tokens),
     ]:
-        table.add_row(name, f"{of_rows:,}", f"{of_ours:,}", f"{of_ours / of_rows:.3g}")
-    table.add_row("prefix-cache hit rate", *(f"{r.hit_rate:.1%}" for r in both))
-    table.add_row("planning time", *(f"{r.planning_seconds:.2f} s" for r in both))
-    table.add_row(
-        "job time", *(f"{r.seconds:.2f} s" for r in both), f"{ours.seconds / rows.seconds:.3g}"
-    )
+        ratio = f"{count(ours) / count(rows):.3g}"
+        table.add_row(name, *(f"{count(r):,}" for r in every), ratio)
+    table.add_row("prefix-cache hit rate", *(f"{r.hit_rate:.1%}" for r in every))
+    table.add_row("planning time", *(f"{r.planning_seconds:.2f} s" for r in every))
+    ratio = f"{ours.seconds / rows.seconds:.3g}"
+    table.add_row("job time", *(f"{r.seconds:.2f} s" for r in every), ratio)
     return table

@@ -59,6 +59,9 @@ class LoggedEngine(FakeEngine):
 def open_logged(folder: Path, **options: Any) -> FakeEngine:
     engine = LoggedEngine(**{"cache": BlockCache(16, 1000), **options})
     engine.folder = folder
+    engine.log("cores").write_text(
+        os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "").replace(",", " ")
+    )
     return engine
 
 

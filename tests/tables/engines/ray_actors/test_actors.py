@@ -32,6 +32,7 @@ from tests.tables.fake_engine import FakeEngine
 from vllm_relay.tables import Question, llm_map
 from vllm_relay.tables.engines.base import EngineError, Prompt
 from vllm_relay.tables.engines.ray_actors import starting
+from vllm_relay.tables.engines.ray_actors.replica import share_of_cores
 from vllm_relay.tables.engines.ray_actors.starting import RayReplicas, start_actors
 
 QUESTION = Question("Which {text}?", ("text",))
@@ -82,6 +83,9 @@ def test_actors_answer_as_one_engine_does(start: Any, tmp_path: Path) -> None:
     assert Counter(number for each in taken.values() for number in each) == Counter(range(200))
     # they are there for the next question
     check(ask(engine))
+    cores = [core for each in logs(tmp_path, "cores").values() for core in each]
+    there = sorted(os.sched_getaffinity(0))
+    assert sorted(cores) == (there if len(there) > 1 else [])
 
 
 def prompts(count: int) -> Iterator[Prompt]:
@@ -270,6 +274,22 @@ def test_closing_ends_engines_and_processes(start: Any, tmp_path: Path) -> None:
     assert ray.is_initialized(), "it was there before"
     with pytest.raises(EngineError, match="no replica is left"):
         ask(engine)
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "count", "expected"),
+    [
+        (8, 2, ["0,1,2,3", "4,5,6,7"]),
+        (7, 3, ["0,1", "2,3", "4,5,6"]),
+        (2, 3, [None]),
+        (4, 1, [None]),
+    ],
+)
+def test_replicas_of_a_machine_share_its_cores(
+    num_cores: int, count: int, expected: list[str | None]
+) -> None:
+    found = [share_of_cores(range(num_cores), number, count) for number in range(count)]
+    assert found == expected
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from itertools import count
 from threading import Condition
 from typing import Any
 
+import ray
+
 from vllm_relay.tables.engines.base import (
     Completion,
     Completions,
@@ -86,13 +88,23 @@ class Replica:
         self._jobs: dict[int, _Job] = {}
         self._numbers = count()
 
-    def start(self) -> ReplicaFacts:
+    def machine(self) -> str:
+        """Where it is."""
+        return ray.get_runtime_context().get_node_id()
+
+    def start(self, number: int, count: int) -> ReplicaFacts:
         """Open the engine.
+
+        Args:
+            number: from 0 on, of this one among those that share its machine's cores.
+            count: of these.
 
         Raises:
             ValueError: it refuses the model or an argument.
             EngineError: it does not start.
         """
+        if (cores := share_of_cores(sorted(os.sched_getaffinity(0)), number, count)) is not None:
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
         try:
             return self._thread.submit(self._start).result()
         except Exception as error:
@@ -207,6 +219,15 @@ def portable(error: BaseException) -> ValueError | EngineError:
     if isinstance(error, ValueError):
         return ValueError(str(error))
     return EngineError(f"{type(error).__name__}: {error}")
+
+
+def share_of_cores(cores: Sequence[int], number: int, count: int) -> str | None:
+    """As vLLM's variable for a CPU wants them; None if all have all: one is alone, or there are too
+    few."""
+    if count < 2 or len(cores) < count:
+        return None
+    begin, end = (len(cores) * each // count for each in (number, number + 1))
+    return ",".join(map(str, cores[begin:end]))
 
 
 def start_vllm(model: str, arguments: dict[str, Any]) -> Engine:

@@ -112,8 +112,12 @@ def start_actors(
         for _ in names:
             actors.append(actor_class.remote(open_engine))
             on_close.callback(_kill, actors[-1])
-        starting = [actor.start.remote() for actor in actors]
-        found = [reply_of(each, name) for each, name in zip(starting, names, strict=True)]
+        machines = _replies([actor.machine.remote() for actor in actors], names)
+        starting = [
+            actor.start.remote(machines[:number].count(machine), machines.count(machine))
+            for number, (actor, machine) in enumerate(zip(actors, machines, strict=True))
+        ]
+        found = _replies(starting, names)
         _check_versions(dict(zip(names, found, strict=True)))
         tokenizer = _tokenizer(found[0])
         engines = [
@@ -123,6 +127,10 @@ def start_actors(
         opened = RayReplicas(engines, names, on_close)
         on_failure.pop_all()
         return opened
+
+
+def _replies(replies: Sequence[Any], names: Sequence[str]) -> list[Any]:
+    return [reply_of(each, name) for each, name in zip(replies, names, strict=True)]
 
 
 def _kill(actor: Any) -> None:
