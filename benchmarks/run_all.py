@@ -53,6 +53,7 @@ ROOMS = {
     "cluster": [
         "bench_replicas",
         "bench_bucketing",
+        "bench_real_replicas",
     ],
     "sparse": [
         "bench_index_build",
