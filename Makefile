@@ -31,12 +31,12 @@ ifdef VLLM
 	@$(BIN)/python scripts/vllm_overlay.py $(VLLM)
 endif
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
-	  --no-loadscope-reorder $(if $(VLLM),-m "vllm and not soak") $(ARGS)
+	  --no-loadscope-reorder $(if $(VLLM),-m "vllm and not soak and not hosts") $(ARGS)
 
 host-tests:  ## Ray Data, Spark (needs Java) and Daft ask a server, in an environment of their own
 	test -x $(VENV)-hosts/bin/python || $(PYTHON) -m venv $(VENV)-hosts
 	$(VENV)-hosts/bin/python -m pip install --quiet -r tests/tables/hosts/requirements.txt
-	PYTHONPATH=$(CURDIR) $(VENV)-hosts/bin/python -m pytest --noconftest tests/tables/hosts $(ARGS)
+	PYTHONPATH=$(CURDIR) $(VENV)-hosts/bin/python -m pytest --noconftest -m hosts tests/tables/hosts $(ARGS)
 
 upstream-tests: setup  ## vLLM's own tests of its schedulers, with relay's in their place
 ifdef VLLM
