@@ -27,6 +27,7 @@ from vllm_relay.tables import (
     Output,
     PromptTemplate,
     RowsFailedError,
+    llm_agg,
     llm_map,
 )
 from vllm_relay.tables.engines.base import Completions, Prompt
@@ -516,6 +517,15 @@ def test_other_columns_do_not_matter() -> None:
 def test_a_prompt_of_unknown_placeholders_is_refused() -> None:
     with pytest.raises(ValueError, match="'title' given, which is no column"):
         llm_map(PAIR, "Is {title} good?", engine=RecordingEngine())
+
+
+@pytest.mark.parametrize("prompt", ["Is {a good?", "Is a} good?"])
+@pytest.mark.parametrize("ask_of", [llm_map, llm_agg])
+def test_a_forgotten_brace_does_not_ask_about_all_columns(ask_of: Any, prompt: str) -> None:
+    engine = RecordingEngine()
+    with pytest.raises(ValueError, match="without its"):
+        ask_of(pa.table({"a": ["x"], "b": ["y"]}), prompt, engine=engine)
+    assert not engine.messages
 
 
 def test_lists_may_be_reordered() -> None:

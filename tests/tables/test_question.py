@@ -10,7 +10,7 @@ from vllm_relay.tables.question import Question
 
 def test_placeholders_are_the_fields_that_the_text_names() -> None:
     question = Question(
-        'Does {review} fit {title}, as in {{"a": 1}} or {{}}? {review} {', ("title", "review")
+        'Does {review} fit {title}, as in {{"a": 1}} or {{}}? {review} {{', ("title", "review")
     )
     assert question.placeholders == ["review", "title"]
     assert question.prompt_text == ('Does {review} fit {title}, as in {"a": 1} or {}? {review} {')
@@ -32,6 +32,11 @@ def test_any_name_stands_in_braces(name: str) -> None:
         ({"text": "Is {b} good?"}, r"names \['b'\], expected some of its fields \['a'\]"),
         ({"text": "Is {b c.d} good?"}, r"names \['b c.d'\], .* written \{\{ and \}\}"),
         ({"text": "Is it {}?"}, r"names \[''\]"),
+        ({"text": "Is {a good?"}, r"'\{' without its '\}' in 'Is \{a good\?': .* \{\{ and \}\}"),
+        ({"text": "Is a} good?"}, r"'\}' without its '\{'"),
+        ({"text": "Is {{a} good?"}, r"'\}' without its '\{'"),
+        ({"text": "Is {a{a} good?"}, r"'\{' without its '\}'"),
+        ({"text": "Is {a} like {b"}, r"'\{' without its '\}'"),
         ({"text": "Is \ud800 good?"}, "UTF-8"),
         ({"fields": ("a", "\udc00")}, "UTF-8"),
         ({"set_fields": ("b",)}, r"set_fields .* names \['b'\]"),

@@ -14,7 +14,10 @@ from vllm_relay.tables.request_options import RequestOptions
 DEFAULT_MAX_TOKENS = 64
 """Of an answer, where nobody has chosen by the model and the type of the answers."""
 
-_BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
+BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
+"""In a question's text: those that are text, or the name of a field in those around it."""
+
+_SHOWN_CHARS = 20
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ class Question:
 
     Raises:
         ValueError: there is no text or no field, a text stands for a list, a name is there twice,
-            a text cannot be UTF-8, the text, `set_fields` or `images` refer to a field that is not
-            there, or a number is out of its range.
+            a text cannot be UTF-8, a brace has no other one, the text, `set_fields` or `images`
+            refer to a field that is not there, or a number is out of its range.
     """
 
     text: str
@@ -94,7 +97,7 @@ class Question:
     @property
     def prompt_text(self) -> str:
         """The text as the model reads it."""
-        return _BRACES.sub(lambda found: found[0][:1] if found[1] is None else found[0], self.text)
+        return BRACES.sub(lambda found: found[0][:1] if found[1] is None else found[0], self.text)
 
     @property
     def most_tokens(self) -> int:
@@ -103,6 +106,28 @@ class Question:
 
 
 def placeholders_of(text: str) -> list[str]:
-    """The names that a question's text refers to, each once."""
-    names = (found[1] for found in _BRACES.finditer(text))
+    """The names that a question's text refers to, each once.
+
+    Raises:
+        ValueError: a brace opens or closes nothing.
+    """
+    names, end = [], 0
+    for found in BRACES.finditer(text):
+        _check_no_brace(text, end, found.start())
+        names.append(found[1])
+        end = found.end()
+    _check_no_brace(text, end, len(text))
     return list(dict.fromkeys(name for name in names if name is not None))
+
+
+def _check_no_brace(text: str, begin: int, end: int) -> None:
+    lone = re.compile("[{}]").search(text, begin, end)
+    if lone is None:
+        return
+    other = "}" if lone[0] == "{" else "{"
+    place = max(lone.start() - _SHOWN_CHARS, 0)
+    raise ValueError(
+        f"question {text!r} has a {lone[0]!r} without its {other!r} in "
+        f"{text[place : lone.end() + _SHOWN_CHARS]!r}: a field is written {{name}}, and braces "
+        f"that are text {{{{ and }}}}"
+    )

@@ -55,4 +55,7 @@ def test_names_that_are_no_column_are_refused_with_those_there_are(runner: FakeR
         sql.sql("SELECT llm('Is {Wildlife Speces} a raptor?') FROM birds")
     with pytest.raises(SqlError, match=r"names \['x y'\], expected some of its fields \['id'\]"):
         sql.sql("SELECT llm('Is {x y} good?', {id}) FROM birds")
+    for fields in ("", ", {id}"):
+        with pytest.raises(SqlError, match=r"line 1, column 8: .*'\{' without its '\}'"):
+            sql.sql(f"SELECT llm('Is {{id good?'{fields}) FROM birds")
     assert not runner.asked

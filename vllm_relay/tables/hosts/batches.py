@@ -97,7 +97,8 @@ class BatchQuestion:
     @property
     def columns(self) -> tuple[str, ...]:
         """That are asked about."""
-        return tuple(placeholders_of(self.prompt)) if self.fields is None else self.fields
+        named = tuple(placeholders_of(self.prompt))
+        return named if self.fields is None else self.fields
 
     @cached_property
     def answer_fields(self) -> list[pa.Field]:

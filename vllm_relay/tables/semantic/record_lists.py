@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,12 +12,11 @@ import pyarrow as pa
 
 from vllm_relay.tables.jobs.prompts.set_fields import list_elements
 from vllm_relay.tables.outputs import AnswerValue, Output
-from vllm_relay.tables.question import Question, placeholders_of
+from vllm_relay.tables.question import BRACES, Question, placeholders_of
 
 RECORDS = "records"
 """The name of the field."""
 
-_BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 _NAMES = " Names in braces are fields of its records."
 _ALL = "\nThe question is about all records of the list together."
 _PARTIAL = (
@@ -49,7 +47,7 @@ def escaped(text: str, names: Sequence[str]) -> str:
         ValueError: the text refers to no field, or as for `Question`.
     """
     Question(text, tuple(names))
-    return _BRACES.sub(lambda found: found[0] if found[1] is None else f"{{{found[0]}}}", text)
+    return BRACES.sub(lambda found: found[0] if found[1] is None else f"{{{found[0]}}}", text)
 
 
 def about_partial_answers(question: Question) -> Question:

@@ -141,7 +141,10 @@ def _arguments(node: exp.Anonymous) -> tuple[str, exp.Expr, list[exp.Expr]]:
 
 def _named_fields(call: exp.Anonymous, text: str) -> exp.Struct:
     """The columns that a question names in braces: ``{title}``, ``{t.title}`` or any other name."""
-    names = placeholders_of(text)
+    try:
+        names = placeholders_of(text)
+    except ValueError as error:
+        raise error_at(call, str(error)) from None
     if not names:
         raise error_at(
             call,
