@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -27,6 +28,7 @@ from vllm_relay.tables.jobs.options import DEFAULT_BUCKET_ROWS, JobOptions
 from vllm_relay.tables.jobs.prompts.format import PromptTemplate
 from vllm_relay.tables.jobs.token_budget import TokenBudgetError
 from vllm_relay.tables.map_result import MapBudgetError, MapResult, RowsFailedError
+from vllm_relay.tables.ordering.duplicates import DistinctRows, distinct_rows
 from vllm_relay.tables.ordering.order import OrderChoice
 from vllm_relay.tables.question import Question, placeholders_of
 from vllm_relay.tables.request_options import RequestOptions
@@ -277,22 +279,46 @@ def json_texts(names: Sequence[str], columns: Sequence[pa.ChunkedArray]) -> pa.T
     Raises:
         ValueError: DuckDB has no type for a column.
     """
+
+    def query(type: object) -> str:
+        return f"SELECT {json_text('value', type)} FROM given"
+
+    return pa.table(_queried(names, columns, query), names=list(names))
+
+
+def group_rows(names: Sequence[str], columns: Sequence[pa.ChunkedArray]) -> DistinctRows:
+    """Rows with equal values, as GROUP BY of DuckDB has it: 0.0 is -0.0, and NaN is NaN.
+
+    Raises:
+        ValueError: DuckDB has no type for a column.
+    """
+    first_rows = "SELECT min(row) OVER (PARTITION BY value) FROM given ORDER BY row"
+    found = _queried(names, columns, lambda _: first_rows)
+    return distinct_rows([each.to_numpy() for each in found])
+
+
+def _queried(
+    names: Sequence[str],
+    columns: Sequence[pa.ChunkedArray],
+    query: Callable[[object], str],
+) -> list[pa.ChunkedArray]:
+    """What a query by the type of a column gives for each, where it is ``value`` of ``given``."""
     found: list[pa.ChunkedArray] = []
     with duckdb.connect() as connection:
         # what timestamps with a time zone look like
         connection.execute("SET TimeZone = 'UTC'")
         for name, column in zip(names, columns, strict=True):
             try:
-                connection.register("given", pa.table({"value": column}))
-                [type] = connection.sql("FROM given").types
-                shown = connection.sql(f"SELECT {json_text('value', type)} AS value FROM given")
-                found.append(shown.to_arrow_table()["value"])
+                rows = pa.array(np.arange(len(column)))
+                connection.register("given", pa.table({"value": column, "row": rows}))
+                type = connection.sql("FROM given").types[0]
+                found.append(connection.sql(query(type)).to_arrow_table().column(0))
             except duckdb.Error as error:
                 raise ValueError(
                     f"column {name!r} of type {column.type} given, which DuckDB does not take "
                     f"({error}): convert it, or leave it out of fields"
                 ) from None
-    return pa.table(found, names=list(names))
+    return found
 
 
 def map_result(

@@ -3,9 +3,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pandas as pd
 import polars as pl
 import pyarrow as pa
@@ -126,6 +128,32 @@ def test_tables_are_of_the_kind_that_was_given(kind: str) -> None:
     assert type(result.table) is type(given)
     rows = result.table.to_pylist() if kind == "arrow" else result.table.rows(named=True)
     assert rows == [{"g": "b", "h": 1.5, "answer": 5}, {"g": "a", "h": None, "answer": 2}]
+
+
+NUMBERS = [0.0, -0.0, math.nan, -math.nan, 1.5, None]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"g": pa.array(NUMBERS * 2)},
+        {"g": pa.array(NUMBERS * 2, pa.float32()), "h": pa.array([1, 1, 2] * 4)},
+        {"g": pa.array([[each] for each in NUMBERS] * 2)},
+        {"g": pa.array([{"a": each} for each in NUMBERS] * 2)},
+        {"g": pa.array([(1, 0, 0), (0, 30, 0), (0, 0, 0)] * 4, pa.month_day_nano_interval())},
+    ],
+)
+def test_groups_are_those_of_duckdb(keys: dict[str, pa.Array]) -> None:
+    table = pa.table({**keys, "x": list(range(12))})
+    engine = RecordingEngine(lambda row: json.dumps([each["x"] for each in row["records"]]))
+    result = llm_agg(table, "q {x}", by=list(keys), engine=engine)
+    with duckdb.connect() as connection:
+        connection.register("given", table)
+        expected = connection.execute(
+            f"SELECT list(x ORDER BY x) FROM given GROUP BY {', '.join(keys)} ORDER BY min(x)"
+        ).fetchall()
+    assert [json.loads(each) for each in result.objects] == [rows for (rows,) in expected]
+    assert result.table["g"].to_pylist()[0] == keys["g"][0].as_py()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,10 +12,9 @@ import pyarrow as pa
 
 from vllm_relay.tables.answer_types import answer_type
 from vllm_relay.tables.caller_tables import ANSWER_NAME, arrow_columns, caller_table
-from vllm_relay.tables.dataframes import fields_of, json_texts, map_result, names_of
+from vllm_relay.tables.dataframes import fields_of, group_rows, json_texts, map_result, names_of
 from vllm_relay.tables.jobs.answers import Answer, answer_table
 from vllm_relay.tables.jobs.options import JobOptions
-from vllm_relay.tables.jobs.rows.arrow_rows import ArrowRows
 from vllm_relay.tables.map_result import MapBudgetError, MapResult
 from vllm_relay.tables.question import Question, placeholders_of
 from vllm_relay.tables.request_options import RequestOptions
@@ -68,6 +67,7 @@ def llm_agg(
             not among `by`. Records whose fields are all missing are left out.
         engine: see `open_engine`. What is opened here is closed here.
         by: columns whose values make a group, missing ones too; none makes one group of all rows.
+            Values are equal where DuckDB's ``GROUP BY`` has them so.
         output, choices, max_tokens, temperature, seed: of all answers, partial ones too, see
             `llm_map`.
         any_order: whether records may stand in any order, so that lists that share some begin
@@ -110,8 +110,8 @@ def llm_agg(
     texts = json_texts(names, arrow_columns(rows, names))
     numbers, firsts = np.zeros(rows.num_rows, np.int64), []
     if keys:
-        numbers = ArrowRows(json_texts(keys, arrow_columns(rows, keys))).number_of_row
-        firsts = np.unique(numbers, return_index=True)[1].tolist()
+        same = group_rows(keys, arrow_columns(rows, keys))
+        numbers, firsts = same.number_of_row, same.first_rows.tolist()
     num_groups = len(firsts) if keys else 1
     groups: list[list[str]] = [[] for _ in range(num_groups)]
     for number, record in zip(numbers.tolist(), records_of_table(texts), strict=True):
