@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -141,8 +142,7 @@ SERVER_LIST = ["http://a", "http://b"]
         ([], {}, "an empty list of engines"),
         (["http://a", "a/model"], {}, "a list of engines with 'a/model' given, .* replicas="),
         (["http://a", RecordingEngine()], {}, "a list of engines with RecordingEngine"),
-        (["http://a", "http://b", "http://a"], {}, r"servers \['http://a'\] given twice"),
-        (["http://a", "http://A/v1/"], {}, r"servers \['http://a'\] given twice"),
+        (["http://a", "http://b", "http://a"], {}, "servers 'http://a' and 'http://a' given"),
         ("m", {"replicas": "2"}, "replicas='2' given, expected at least 1, an integer"),
         ("http://a", {"replicas": 0}, "replicas=0 given, expected at least 1"),
         ("http://a", {"replicas": 2}, "replicas=2 given, which is for a model that is started"),
@@ -173,6 +173,63 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr("vllm_relay.tables.engines.server.engine.ServerEngine", Server)
     return Server
+
+
+NAMES = {
+    "localhost": ["::1", "127.0.0.1"],
+    "gpu1": ["10.0.0.1"],
+    "gpu1.cluster": ["10.0.0.1", "fd00::1"],
+    "one.proxy": ["10.0.0.9"],
+    "two.proxy": ["10.0.0.9"],
+}
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> None:
+    def getaddrinfo(host: str, port: None) -> list[Any]:
+        if host not in NAMES and not host[0].isdigit() and ":" not in host:
+            raise socket.gaierror(socket.EAI_NONAME, "unknown")
+        return [(0, 0, 0, "", (found, 0)) for found in NAMES.get(host, [host])]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("http://localhost:8000", "http://127.0.0.1:8000"),
+        ("http://localhost:8000", "http://[::1]:8000/v1"),
+        ("http://0.0.0.0:8000", "http://localhost:8000"),
+        ("http://a", "http://A/v1/"),
+        ("http://a", "http://a:80"),
+        ("https://a./llm", "https://a:443/llm/v1"),
+        ("http://gpu1:8000", "http://10.0.0.1:8000"),
+        ("http://gpu1:8000", "http://gpu1.cluster:8000"),
+        ("http://gpu1.cluster:8000", "http://gpu1:8000"),
+    ],
+)
+def test_one_server_under_two_names_is_no_two(names: None, one: str, other: str) -> None:
+    with pytest.raises(ValueError, match="which are one: give each server once") as refused:
+        open_engine(["http://b", one, other])
+    assert one in str(refused.value) and other in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("http://localhost:8000", "http://127.0.0.1:8001"),
+        ("http://localhost:8000/one", "http://127.0.0.1:8000/two"),
+        ("http://localhost:8000", "http://gpu1:8000"),
+        ("http://localhost:8000", "http://unknown:8000"),
+        ("http://unknown:8000", "http://unknown.cluster:8000"),
+        ("http://gpu1:8000", "http://10.0.0.2:8000"),
+        ("https://one.proxy", "https://two.proxy"),
+        ("http://a", "https://a"),
+    ],
+)
+def test_servers_that_may_be_two_are(names: None, servers: Any, one: str, other: str) -> None:
+    opened: Any = open_engine([one, other])
+    assert [each.given[0] for each in opened.engines] == [one, other]
 
 
 def test_several_servers_are_one_engine(servers: Any) -> None:

@@ -250,6 +250,7 @@ def test_statements_without_llm_need_no_model(
         ({"server": ""}, "--server '' given, expected an address"),
         ({"server": "ftp://host"}, "begins with http:// or https://"),
         ({"server": "http://"}, "and a host, as in http://localhost:8000"),
+        ({"server": ["http://127.0.0.1:1", "http://127.0.0.1:1/v1"]}, "which are one"),
         ({"server": "http://host:port"}, "and a host, as in"),
         ({"server": "http://[::1"}, "and a host, as in"),
         ({"server": ["http://a", "b:80"]}, "--server 'b:80' given, expected an address"),

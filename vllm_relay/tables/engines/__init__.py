@@ -8,5 +8,6 @@ replicas.py          several of these as one
 ray_actors/          vLLM in several processes, on any machine                      (Ray)
 reasoning.py         what is thought before an answer
 lazy.py, opening.py  an engine from a name, opened when it is needed
+addresses.py         addresses of servers, and which are the same server
 stoppable.py         an engine whose jobs end when another thread says so
 """

@@ -3,22 +3,19 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from vllm_relay.arguments import check_count
+from vllm_relay.tables.engines.addresses import addresses_of, lacks_scheme
 from vllm_relay.tables.engines.base import Engine
 
 # its other attributes may open it
 _ENGINE_METHODS = ("generate", "max_answer_tokens", "prompts_per_s", "close")
 
-_SCHEMES = ("http://", "https://")
 _PATIENCE_OF_SEVERAL_S = 60.0
 """How long a server may be away where others have its prompts if it is not waited for."""
-_HOST_AND_PORT = re.compile(r"[^/\s]+:\d+(/.*)?")
 
 
 def is_engine(value: Any) -> bool:
@@ -59,7 +56,7 @@ def open_engine(
         raise ValueError(
             "an empty engine was given, expected a model or a server's address, http://..."
         )
-    addresses = _addresses(engine)
+    addresses = addresses_of(engine)
     is_model = not addresses and isinstance(engine, (str, Path))
     _check_option("replicas", replicas, "a model that is started here", is_model)
     _check_option("data_parallel_ranks", data_parallel_ranks, "servers", bool(addresses))
@@ -87,53 +84,6 @@ def open_engine(
         f"engine {engine!r} given, expected a model (a folder or hub id), a server's address "
         f"(http://...) or a list of several, a vllm.LLM or an Engine"
     )
-
-
-def check_address(name: str, address: str) -> None:
-    """
-    Args:
-        name: of the argument, for the message.
-        address: of a server.
-
-    Raises:
-        ValueError: it is none.
-    """
-    given = f"{name} {address!r} given, expected an address that begins with http:// or https://"
-    if not _is_address(address):
-        better = f"http://{address}" if _HOST_AND_PORT.fullmatch(address) else "http://host:8000"
-        raise ValueError(f"{given}: give {better}")
-    try:
-        parts = urlsplit(address)
-        is_whole = bool(parts.hostname) and parts.port != 0 and not parts.query
-    except ValueError:
-        is_whole = False
-    if not is_whole:
-        raise ValueError(f"{given} and a host, as in http://localhost:8000")
-
-
-def _is_address(text: str) -> bool:
-    return text.lower().startswith(_SCHEMES)
-
-
-def _addresses(engine: Any) -> list[str]:
-    """Of servers; none if it is something else."""
-    if isinstance(engine, str):
-        return [engine] if _is_address(engine) else []
-    if not isinstance(engine, (list, tuple)):
-        return []
-    if not engine:
-        raise ValueError("an empty list of engines was given, expected servers' addresses")
-    for each in engine:
-        if not isinstance(each, str) or not _is_address(each):
-            raise ValueError(
-                f"a list of engines with {each!r} given, expected servers' addresses, http://...: "
-                f"for a model that is to be started several times give it alone, and replicas="
-            )
-    same = [each.rstrip("/").removesuffix("/v1").rstrip("/").lower() for each in engine]
-    twice = sorted({each for each in same if same.count(each) > 1})
-    if twice:
-        raise ValueError(f"servers {twice} given twice: give each once")
-    return list(engine)
 
 
 def _check_option(name: str, count: int | None, whose: str, is_theirs: bool) -> None:
@@ -195,8 +145,7 @@ def _start_replicas(model: str, num_replicas: int, arguments: dict[str, Any]) ->
 
 def _check_model(model: str, arguments: dict[str, Any]) -> None:
     """Refuse what is a server's address but for its beginning."""
-    is_address = _HOST_AND_PORT.fullmatch(model) and not Path(model).exists()
-    if is_address or "model" in arguments:
+    if (lacks_scheme(model) and not Path(model).exists()) or "model" in arguments:
         raise ValueError(
             f"engine {model!r} given"
             + (f" with model={arguments['model']!r}" if "model" in arguments else "")

@@ -15,9 +15,10 @@ import duckdb
 from rich.console import Console
 
 from vllm_relay.arguments import check_model, check_writable
+from vllm_relay.tables.engines.addresses import addresses_of, check_address
 from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.engines.lazy import LazyEngine
-from vllm_relay.tables.engines.opening import check_address, open_engine
+from vllm_relay.tables.engines.opening import open_engine
 from vllm_relay.tables.engines.server.keys import key_from_environment
 from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.options import JobOptions
@@ -148,6 +149,7 @@ def _of_servers(
     for server in servers:
         check_address("--server", server)
         keys.append(key_from_environment(server, variable, over_http=over_http))
+    addresses_of(servers)
     if len({key.value for key in keys}) > 1:
         raise ValueError(
             "servers that are sent different keys given: give those with the same, or name one "
