@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.tables.fake_engine import FakeEngine, Fields
+from tests.tables.fake_engine import FakeEngine, Fields, RefusedPrompt
 from vllm_relay.tables.shell import command as shell_command
 from vllm_relay.tables.shell.command import run_sql
 
@@ -225,6 +225,55 @@ def test_explain_asks_nothing(films: Path, engine: FakeEngine) -> None:
     engine.answer = refuse
     status, printed = run([films], command=f"EXPLAIN {QUERY}")
     assert status == 0 and "2 different" in printed
+
+
+@pytest.mark.parametrize("is_piped", [False, True])
+@pytest.mark.parametrize(
+    ("refused", "condition", "status"),
+    [
+        (["ab", "cd"], "", 1),
+        (["ab"], "", 0),
+        (["ab"], "WHERE id <> 2", 1),
+        (["ab"], "WHERE id > 3", 0),
+        (["ab", "cd"], "WHERE llm('Is {id} known?', return := 'bool')", 0),
+    ],
+)
+def test_a_statement_without_any_answer_has_failed(
+    refused: list[str],
+    condition: str,
+    status: int,
+    is_piped: bool,
+    films: Path,
+    engine: FakeEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def answer(fields: Fields) -> str:
+        if "name" not in fields:
+            return "true"
+        name = fields["name"].strip('"')
+        if name in refused:
+            raise RefusedPrompt("no")
+        return name
+
+    engine.answer = answer
+    text = f"CREATE TABLE made AS {QUERY} {condition}; SELECT 'the next one' AS x"
+    given = give(text, is_piped, monkeypatch)
+    found, printed = run([films], **given)
+    assert (found, "the next one" in printed) == (status, status == 0)
+    number = 1 if condition else 2
+    error = f"error: {number} of {number} different rows have no answer"
+    assert (error in capsys.readouterr().err.splitlines()) == (status == 1)
+
+
+def test_rows_without_answers_are_written(
+    films: Path, engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out.csv"
+    query = "SELECT id, llm('{name}?', return := 'int') AS answer FROM films"
+    assert run([films], command=query, output_path=output)[0] == 1
+    assert output.read_text() == "id,answer\n1,\n2,\n3,\n"
 
 
 def test_statements_without_llm_need_no_model(

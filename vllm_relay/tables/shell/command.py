@@ -74,7 +74,8 @@ def run_sql(
         console: where results are shown; the standard output if None.
 
     Returns:
-        The exit status: 0, or 1 if something was refused or failed; the reason is printed.
+        The exit status: 0, or 1 if something was refused or failed, also where none of the rows
+        of a statement got an answer; the reason is printed.
     """
     console = console or Console()
     errors = Console(stderr=True)
@@ -280,8 +281,13 @@ class _Shell:
 
     def _run(self, text: str, output: Path | None) -> None:
         result = self._connection.sql(text)
-        if result is not None:
-            self._show(result, output)
+        if result is None:
+            return
+        self._show(result, output)
+        if result.num_lost:
+            raise RuntimeError(
+                f"{result.num_lost:,} of {result.num_lost:,} different rows have no answer"
+            )
 
     def _show(self, result: Result, output: Path | None) -> None:
         if result.has_rows:

@@ -296,7 +296,9 @@ class Connection:
             # later, as a transaction of the caller may be broken now
             self._left_over.append(tables)
             raise
-        result = Result(relation, asker.errors, self._runner.report.since(before))
+        report = self._runner.report.since(before)
+        num_lost = 0 if asker.num_answered else asker.num_failed
+        result = Result(relation, asker.errors, report, num_lost)
         if kind == "query" or edited.structure.word(0) == "SUMMARIZE":
             weakref.finalize(result, self._left_over.append, tables)
         else:

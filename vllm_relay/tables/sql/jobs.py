@@ -38,6 +38,10 @@ class JobAsker:
         connection: of DuckDB.
         runner: of jobs on it.
         raises: a row without an answer ends the query; one whose answer was cut does not.
+
+    Attributes:
+        num_answered: rows with an answer, different ones of each job.
+        num_failed: rows with an error and no answer.
     """
 
     def __init__(self, connection: duckdb.DuckDBPyConnection, runner: Runner, raises: bool) -> None:
@@ -45,27 +49,31 @@ class JobAsker:
         self._runner = runner
         self._raises = raises
         self._errors: dict[tuple[str, str], CallError] = {}
+        self.num_answered = self.num_failed = 0
 
     def answer(self, source: str, site: Site, target: str) -> None:
         answer = self._runner.answer_groups if site.is_aggregate else self._runner.answer
         answer(source, site.question, target)
         names = site.question.fields
         columns = ", ".join(quoted(name) for name in (*names, ERROR))
-        is_missing = f"{ANSWER} IS NULL"
+        [(num_answered, num_failed)] = self._connection.execute(
+            f"SELECT count({ANSWER}), count({ERROR}) FILTER ({ANSWER} IS NULL) FROM {target}"
+        ).fetchall()
         rows = self._connection.execute(
-            f"SELECT {is_missing}, {columns} FROM {target} WHERE {ERROR} IS NOT NULL "
-            f"ORDER BY {is_missing} DESC LIMIT {MOST_ERRORS}"
+            f"SELECT {columns} FROM {target} WHERE {ERROR} IS NOT NULL "
+            f"ORDER BY {ANSWER} IS NULL DESC LIMIT {MOST_ERRORS}"
         ).fetchall()
         found = [
             CallError(site.text, dict(zip(names, values, strict=False)), values[-1])
-            for _, *values in rows
+            for values in rows
         ]
-        num_missing = sum(row[0] for row in rows)
-        if num_missing and self._raises:
+        if num_failed and self._raises:
             raise AnswerFailedError(
-                f"{_at_least(num_missing)} rows have no answer to {site.text}; the first is "
+                f"{num_failed:,} rows have no answer to {site.text}; the first is "
                 f"{row_text(found[0].fields)}: {found[0].error}"
             )
+        self.num_answered += num_answered
+        self.num_failed += num_failed
         self._errors.update({(error.call, repr(error.fields)): error for error in found})
 
     @property
@@ -75,7 +83,3 @@ class JobAsker:
 
     def cost_per_prompt(self, source: str, question: Question) -> float:
         return self._runner.tokens_per_prompt(source, question)
-
-
-def _at_least(count: int) -> str:
-    return f"at least {count:,}" if count == MOST_ERRORS else f"{count:,}"

@@ -28,6 +28,7 @@ class Result:
         errors: of distinct rows that have no answer, the first 10,000 of each job; `report` has
             their number.
         report: of the jobs.
+        num_lost: different rows that were asked about, where none of them has an answer.
     """
 
     def __init__(
@@ -35,10 +36,12 @@ class Result:
         relation: duckdb.DuckDBPyRelation | None,
         errors: list[CallError] | None = None,
         report: JobReport | None = None,
+        num_lost: int = 0,
     ) -> None:
         self._relation = relation
         self.errors = errors or []
         self.report = report or JobReport()
+        self.num_lost = num_lost
         self._one_by_one: Iterator[tuple[Any, ...]] | None = None
 
     def __repr__(self) -> str:
