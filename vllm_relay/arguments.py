@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import re
 from numbers import Integral
 from pathlib import Path
+
+_HUB_ID = re.compile(r"([\w.-]+/)?[\w.-]+")
 
 
 def check_writable(option: str, path: Path | None, source: Path | None = None) -> None:
@@ -26,19 +29,27 @@ def check_writable(option: str, path: Path | None, source: Path | None = None) -
         path.unlink()
 
 
-def check_model(model: str) -> None:
-    """Refuse what looks like a folder and holds no model; anything else may be a hub id.
+def check_model(model: str, name: str = "--model") -> None:
+    """Refuse what is no folder with a model and cannot be a hub id. Addresses and single files
+    (GGUF) are left to vLLM.
+
+    Args:
+        name: of the argument, for the message.
 
     Raises:
         ValueError: says what was expected.
     """
     path = Path(model)
-    looks_local = path.exists() or path.is_absolute() or model.startswith(".")
-    if looks_local and not (path / "config.json").is_file():
-        raise ValueError(
-            f"--model {model}: no config.json there; expected a Hugging Face model folder or a "
-            "hub id"
-        )
+    if "://" in model or path.suffix == ".gguf":
+        return
+    if any((path / file).is_file() for file in ("config.json", "params.json")):
+        return
+    expected = "expected a Hugging Face model folder or a hub id"
+    if path.exists() or path.is_absolute() or model.startswith((".", "~")):
+        raise ValueError(f"{name} {model}: no config.json there; {expected}")
+    # some formats have a quantization behind a colon
+    if not _HUB_ID.fullmatch(model.partition(":")[0]):
+        raise ValueError(f"{name} {model}: no such folder; {expected}, name or owner/name")
 
 
 def check_count(name: str, given: object) -> None:

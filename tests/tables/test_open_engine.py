@@ -46,6 +46,9 @@ def test_a_server_is_reached_by_its_address(monkeypatch: pytest.MonkeyPatch) -> 
         ("", {}, ValueError, "an empty engine"),
         ("host:80", {}, ValueError, "engine 'host:80' given, expected .* give 'http://host:80'"),
         ("10.0.0.1:80/v1", {}, ValueError, "for a server give 'http://10.0.0.1:80/v1'"),
+        ("models/of/mine", {}, ValueError, "engine models/of/mine: no such folder; expected a Hug"),
+        ("/models/mine", {}, ValueError, "engine /models/mine: no config.json there; expected"),
+        (Path("~/mine"), {}, ValueError, "engine ~/mine: no config.json there; expected"),
         ("host", {"model": "m"}, ValueError, "'host' given with model='m', expected a model alone"),
         (
             RecordingEngine(),
@@ -131,6 +134,17 @@ def test_a_model_that_relay_cannot_serve_starts_without(
     assert caplog.messages == [f"vllm-relay: {refusal}; m starts with vLLM's own attention backend"]
     with pytest.raises(ValueError, match="heads of size 20"):
         open_engine("m", attention_backend="relay")
+
+
+def test_a_model_that_is_not_there_is_told_in_a_sentence(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: FakeLLM, model: str, **_: Any) -> None:
+        raise FileNotFoundError("Cannot find a snap\nand outgoing traffic is disabled.")
+
+    monkeypatch.setattr(FakeLLM, "__init__", refuse)
+    with pytest.raises(ValueError, match=r"'a/model' cannot be loaded \(Cannot find a snap and"):
+        open_engine("a/model")
 
 
 SERVER_LIST = ["http://a", "http://b"]

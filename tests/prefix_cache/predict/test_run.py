@@ -108,6 +108,7 @@ def ids(tmp_path: Path) -> Path:
         ({"blocks": [9], "json_path": Path("/nowhere/x")}, "--json /nowhere/x: cannot write"),
         ({"blocks": [9], "plot_path": Path("/nowhere/x")}, "--plot /nowhere/x: cannot write"),
         ({"blocks": [9], "model": "/nowhere"}, "--model /nowhere: no config.json there"),
+        ({"blocks": [9], "model": "not/a/folder"}, "--model not/a/folder: no such folder"),
         (
             {"sweep": [1.0, 1e6], "block_size": 32, "kv_bytes_per_token": 8},
             "a KV cache of 1000000.0 GiB: expected",

@@ -294,6 +294,7 @@ def test_statements_without_llm_need_no_model(
         ({"output_path": Path("out.xlsx")}, "ends with one of"),
         ({"output_path": Path("nowhere/out.csv")}, "cannot write there"),
         ({"server": None, "model": "./nowhere"}, "no config.json"),
+        ({"server": None, "model": "not/a/folder"}, "--model not/a/folder: no such folder"),
         ({"server": "host:80"}, "--server 'host:80' given, expected an address"),
         ({"server": "10.0.0.1:80/v1", "model": "m"}, "give http://10.0.0.1:80/v1"),
         ({"server": ""}, "--server '' given, expected an address"),

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_relay.arguments import check_count
+from vllm_relay.arguments import check_count, check_model
 from vllm_relay.tables.engines.addresses import addresses_of, lacks_scheme
 from vllm_relay.tables.engines.base import Engine
 
@@ -66,6 +66,7 @@ def open_engine(
         _check_model(str(engine), arguments)
         if replicas is not None and replicas > 1:
             return _start_replicas(str(engine), replicas, arguments)
+        check_model(str(engine), "engine")
         from vllm_relay.tables.engines.started import start_engine
 
         return start_engine(str(engine), **arguments)

@@ -10,6 +10,7 @@ from typing import Any
 from vllm import LLM
 
 from vllm_relay.tables.engines.in_process import InProcessEngine
+from vllm_relay.tables.texts import shortened
 
 logger = logging.getLogger("vllm.relay")
 
@@ -29,8 +30,20 @@ def start_engine(model: str, **arguments: Any) -> StartedEngine:
         arguments: of ``vllm.LLM``; they win over relay's attention backend and scheduler.
 
     Raises:
-        ValueError: vLLM refuses the model or an argument.
+        ValueError: vLLM refuses the model or an argument, or the model is not there.
     """
+    try:
+        return _start(model, arguments)
+    except OSError as error:
+        # of the hub, which has other classes in each version
+        reason = shortened(" ".join(str(error).split()))
+        raise ValueError(
+            f"model {model!r} cannot be loaded ({reason}): give the folder of a Hugging Face "
+            f"model, or the hub id of one that was downloaded or can be from here"
+        ) from error
+
+
+def _start(model: str, arguments: dict[str, Any]) -> StartedEngine:
     chosen = {"enable_prefix_caching": True, "attention_backend": "relay", **arguments}
     if arguments.get("otlp_traces_endpoint"):
         # vLLM's spans hold its statistics
