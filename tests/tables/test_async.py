@@ -14,6 +14,7 @@ import pytest
 from tests.tables.recording_engine import RecordingEngine
 from vllm_relay.tables import JobOptions, connect, llm_map_async
 from vllm_relay.tables.engines.base import Completions, Prompt
+from vllm_relay.tables.engines.stoppable import JobStoppedError, StoppableEngine
 from vllm_relay.tables.question import Question
 
 NUM_ROWS = 60
@@ -61,6 +62,22 @@ def test_other_tasks_run_while_a_table_is_asked_about() -> None:
         return (await task).values.to_pylist()
 
     assert asyncio.run(run()) == [f"number {i}" for i in range(NUM_ROWS)]
+
+
+@pytest.mark.parametrize("method", ["generate", "generate_scored"])
+def test_a_job_ends_when_it_is_stopped(method: str) -> None:
+    engine = RecordingEngine()
+    stoppable = StoppableEngine(lambda: engine)
+    prompts = [Prompt(number, f'q\n\n"id": {number}\nAnswer:', []) for number in range(9)]
+    question = Question("q", ("id",))
+    completions = getattr(stoppable, method)(iter(prompts), question)
+    assert next(completions).number == 0
+    stoppable.stop()
+    with pytest.raises(JobStoppedError):
+        list(completions)
+    assert len(engine.messages) == 1
+    stoppable.resume()
+    assert len(list(getattr(stoppable, method)(iter(prompts), question))) == 9
 
 
 def test_errors_arrive() -> None:

@@ -236,6 +236,14 @@ def test_what_a_model_alone_knows_counts_too(kind: str) -> None:
     assert list(result.errors) == [1] and "stars are odd" in result.errors[1]
 
 
+def test_what_a_model_refuses_is_asked_again(tmp_path: Path) -> None:
+    table = pa.table({"n": [1]})
+    texts = ['{"stars": 5, "seen": "2024-02-29"}', '{"stars": 4, "seen": "2024-02-29"}']
+    for is_answered in (False, True):
+        result, _ = ask(table, lambda _: texts.pop(), output=Review, checkpoint=tmp_path / "a.db")
+        assert (result.report.num_errors, result.report.num_known) == (1 - is_answered, 0)
+
+
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_schema_means_structs(kind: str) -> None:
     schema = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}

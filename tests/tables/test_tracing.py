@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
+from pydantic import BaseModel, field_validator
 
 from tests.tables.engines.server.fake_server import OTHER_MODEL, chat_answer, fake_server
 from tests.tables.recording_engine import RecordingEngine, Refusal, Row
@@ -152,6 +153,24 @@ def test_jobs_of_tasks_belong_to_the_span_around_them(exporter: InMemorySpanExpo
     for each in (job, statement):
         assert each.parent is not None
         assert each.parent.span_id == application.context.span_id
+
+
+class Even(BaseModel):
+    n: int
+
+    @field_validator("n")
+    @classmethod
+    def _even(cls, n: int) -> int:
+        if n % 2:
+            raise ValueError("odd")
+        return n
+
+
+def test_answers_that_a_model_refuses_have_failed(exporter: InMemorySpanExporter) -> None:
+    table = pa.table({"n": [1, 2, 3, 3]})
+    llm_map(table, "n?", engine=RecordingEngine(), output=Even, otlp_traces_endpoint=ENDPOINT)
+    [job] = spans_of(exporter)
+    assert job.attributes is not None and job.attributes["relay.rows.failed"] == 3
 
 
 @dataclass

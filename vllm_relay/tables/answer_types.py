@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -20,7 +20,7 @@ _NAMES_OF_TYPES: dict[Any, str] = {str: "text", int: "int", float: "float", bool
 class AnswerType:
     """
     Attributes:
-        output: what the model is asked for.
+        output: what the model is asked for; its check is that of `model`.
         model: that answers are instances of; None where there is none.
     """
 
@@ -38,8 +38,7 @@ class AnswerType:
 
     def check(self, text: str) -> str:
         """Why the text of an answer is no instance of the model; "" if it is one."""
-        if self.model is None:
-            return ""
+        assert self.model is not None
         try:
             self.instance(text)
         except ValidationError as error:
@@ -72,7 +71,8 @@ def answer_type(output: Any, choices: Sequence[str] | None) -> AnswerType:
             raise ValueError(f"choices={choices!r} given beside an Output: put them in there")
         return AnswerType(output)
     if isinstance(output, type) and issubclass(output, BaseModel):
-        return AnswerType(Output.of("struct", choices, output.model_json_schema()), output)
+        types = AnswerType(Output.of("struct", choices, output.model_json_schema()), output)
+        return replace(types, output=replace(types.output, check=types.check))
     if isinstance(output, Mapping):
         return AnswerType(Output.of("struct", choices, output))
     if isinstance(output, type) and output in _NAMES_OF_TYPES:

@@ -335,13 +335,6 @@ def map_result(
     texts = answers["answer"]
     failed = pc.indices_nonzero(pc.is_valid(answers["error"]))
     errors = dict(zip(failed.to_pylist(), answers["error"].take(failed).to_pylist(), strict=True))
-    if types.model is not None:
-        refused = {text: types.check(text) for text in texts.unique().to_pylist() if text}
-        checked = texts.to_pylist()
-        for place, text in enumerate(checked):
-            if text and refused[text]:
-                errors[place], checked[place] = refused[text], None
-        texts = pa.chunked_array([pa.array(checked, pa.string())])
     values = texts if types.output.struct is None else types.output.struct.arrow(texts)
     report.num_errors = len(errors)
     cut = pc.indices_nonzero(answers["is_cut"]).to_pylist()

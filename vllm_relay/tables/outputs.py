@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from os.path import commonprefix
@@ -50,6 +50,7 @@ class Output:
         schema_json: the JSON schema that answers follow, as JSON, for "json" and "struct"; ""
             allows any object. That of a "struct" determines the type of a column, and its answers
             are checked against it.
+        check: of a "struct", why the JSON of an answer is none for another reason; "" if it is one.
 
     Raises:
         ValueError: the type is not known, or a choice or a schema does not go with it.
@@ -58,6 +59,7 @@ class Output:
     type: OutputType = "text"
     choices: tuple[str, ...] = ()
     schema_json: str = ""
+    check: Callable[[str], str] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.type not in get_args(OutputType):
@@ -218,9 +220,12 @@ class Output:
     def _stored(self, answer: Any, text: str) -> str:
         assert self.struct is not None
         try:
-            return self.struct.text(answer)
+            stored = self.struct.text(answer)
         except ValueError as error:
             raise AnswerError(f"answer {text!r} does not fit its type: {error}") from None
+        if self.check is not None and (reason := self.check(stored)):
+            raise AnswerError(reason)
+        return stored
 
 
 def well_formed(text: str) -> str:

@@ -191,6 +191,29 @@ def test_bad_images_are_refused_in_statements(parameter: str, message: str) -> N
         database.sql(f"SELECT llm('{QUESTION}', {{photo: 'x'::BLOB}}, {parameter})")
 
 
+@pytest.mark.parametrize("images", [5, ["photo", 5], {5: "bytes"}, True])
+def test_images_that_are_no_names_are_refused(images: Any) -> None:
+    with pytest.raises(ValueError, match=r"images=.* given, expected a list .* give \['photo'\]"):
+        llm_map(pa.table({"photo": [b""]}), QUESTION, engine=RecordingEngine(), images=images)
+
+
+def test_images_are_kept_until_their_statement_is_over(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    table = pa.table({"photo": [picture(3)]})
+    with connect(engine=engine_of(server), tables={"t": table}) as database:
+        for question in ("Is {photo} sharp?", "Is {photo} dark?"):
+            call = f"llm('{question}', images := ['photo'])"
+            database.explain(f"SELECT {call} FROM t")
+            result = database.sql(f"SELECT {call} FROM t")
+            assert result is not None and result.fetchall() == [("3",)]
+            assert not list(tmp_path.glob("relay-images-*"))
+        with pytest.raises(duckdb.Error, match="never"):
+            database.sql(f"SELECT CASE WHEN {call} = '3' THEN error('never') END FROM t")
+        assert not list(tmp_path.glob("relay-images-*"))
+
+
 def test_texts_are_no_bytes() -> None:
     with (
         connect(engine=RecordingEngine()) as database,

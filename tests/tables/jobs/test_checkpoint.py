@@ -15,7 +15,7 @@ import pytest
 from tests.tables.fake_engine import FakeEngine, Fields, RefusedPrompt
 from tests.tables.jobs.job_cases import NUMBERS, NUMBERS_SQL, answered, numbers_table, runner
 from vllm_relay.tables.engines.base import Completion
-from vllm_relay.tables.jobs.checkpoint import Checkpoint, CheckpointError, KnownAnswer
+from vllm_relay.tables.jobs.checkpoint import Checkpoint, CheckpointError, Keys, KnownAnswer
 from vllm_relay.tables.jobs.prompts.format import PromptTemplate
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import Question
@@ -78,6 +78,14 @@ def test_other_models_and_templates_use_none(tmp_path: Path) -> None:
     assert num_asked(checkpoint, identity="another") == 50
     assert num_asked(checkpoint, template=PromptTemplate(chat=False)) == 50
     assert num_asked(checkpoint) == 0
+
+
+def test_answers_of_earlier_files_are_known() -> None:
+    schema = '{"type": "object", "properties": {"n": {"type": "integer"}}}'
+    output = Output("struct", schema_json=schema)
+    for each in (output, replace(output, check=lambda text: "")):
+        keys = Keys("m", Question("Is {a} good?", ("a",), each), PromptTemplate(), False)
+        assert keys.of(['"x"']).hex() == "ee8087b7677fcc7c7bd5e6b9c2cf29de"
 
 
 def test_errors_are_not_kept(tmp_path: Path) -> None:

@@ -48,8 +48,14 @@ class StoppableEngine(LazyEngine):
         Raises:
             JobStoppedError: it was stopped.
         """
-        taken = self._until_stopped(prompts)
-        with closing(super().generate(taken, question)) as completions:
+        return self._checked(super().generate(self._until_stopped(prompts), question))
+
+    def generate_scored(self, prompts: Iterable[Prompt], question: Question) -> Completions:
+        """See `generate`."""
+        return self._checked(super().generate_scored(self._until_stopped(prompts), question))
+
+    def _checked(self, completions: Completions) -> Completions:
+        with closing(completions):
             for completion in completions:
                 yield completion
                 self._check()

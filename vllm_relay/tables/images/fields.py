@@ -63,5 +63,11 @@ def image_fields(
         return None
     if isinstance(given, str):
         raise ValueError(f"images={given!r} given, expected a list of fields: give {[given]}")
+    has_names = isinstance(given, (Mapping, Sequence))
+    if not has_names or not all(isinstance(each, str) for each in given):
+        raise ValueError(
+            f"images={given!r} given, expected a list of the fields with the bytes of images, or "
+            f"an object of what fields hold: give ['photo'] or {{'photo': 'path'}}"
+        )
     named = given if isinstance(given, Mapping) else dict.fromkeys(given, "bytes")
     return ImageFields(tuple(named.items()), store)  # type: ignore[arg-type]  # checked there

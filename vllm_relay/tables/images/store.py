@@ -48,7 +48,8 @@ class _Image:
 
 
 class ImageStore:
-    """Bytes are kept in a temporary folder until `close`; any thread may use it.
+    """Bytes are kept in a temporary folder until `close`, behind which it may be used again; any
+    thread may use it.
 
     A value that stands for no image has a reference too, and an error when its image is asked for.
 

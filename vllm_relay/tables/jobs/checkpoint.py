@@ -186,7 +186,7 @@ class Keys:
     ) -> None:
         # references among the values say which images there are
         told = {**asdict(replace(question, images=None)), "max_tokens": question.most_tokens}
-        del told["request"], told["images"]
+        del told["request"], told["images"], told["output"]["check"]
         if request := question.request.as_json():
             told["request"] = request
         asked = [identity, told, asdict(template), order_is_kept]

@@ -197,6 +197,7 @@ class Connection:
             try:
                 return self._replay(given)
             finally:
+                self._functions.images.close()
                 record(of_report(self._runner.report.since(before)))
 
     async def sql_async(
@@ -252,6 +253,7 @@ class Connection:
         try:
             return estimates(connection, tables, edited, answers, self._runner, kind)
         finally:
+            self._functions.images.close()
             self._left_over.append(tables)
 
     def _replay(self, given: Given) -> Result | None:

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from tests.tables.engines.ray_actors.fake_replica import (
     wait_for,
 )
 from tests.tables.fake_engine import FakeEngine
-from vllm_relay.tables import Question, llm_map
+from vllm_relay.tables import Output, Question, llm_map
 from vllm_relay.tables.engines.base import EngineError, Prompt
 from vllm_relay.tables.engines.ray_actors import starting
 from vllm_relay.tables.engines.ray_actors.replica import share_of_cores
@@ -103,8 +104,10 @@ def test_few_prompts_are_taken_ahead_of_time(start: Any) -> None:
             taken += 1
             yield prompt
 
+    lock = threading.Lock()  # cannot be sent to another process
+    checked = Output("struct", schema_json="{}", check=lambda _: str(lock))
     num_answered = 0
-    for _ in engine.generate(counted(), QUESTION):
+    for _ in engine.generate(counted(), replace(QUESTION, output=checked)):
         num_answered += 1
         assert taken - num_answered < 8 + 2
     assert num_answered == 100

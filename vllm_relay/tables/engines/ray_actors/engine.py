@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -66,6 +67,8 @@ class RayEngine:
         max_outstanding = self.max_running + max(1, self.max_running // 4)
         source = iter(prompts)
         num_outstanding = 0
+        # answers are checked here; the model of a check may not be known there
+        question = replace(question, output=replace(question.output, check=None))
         job = self._ask("begin", question, is_scored)
         try:
             while True:
