@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,6 +63,33 @@ def test_every_prompt_is_given_once(
     prompts = [prompt(number, chain) for number, chain in enumerate(chains)]
     given_to = drain(prompts, PredictedCaches([num_blocks] * replicas), max_buffered)
     assert sorted(sum(given_to, [])) == list(range(len(chains)))
+
+
+@pytest.mark.parametrize(
+    ("assumed", "came", "joins"),
+    [
+        # four prompts are left with 8 tokens of their own and answers, in a prefix of 320 tokens
+        (0, [], False),
+        (71, [], False),
+        (73, [], True),
+        (1024, [], True),
+        (1024, [1] * 20, False),
+        (64, [1, 2, 3], False),
+        (64, [200] * 2, True),
+        (1, [64, 200], True),
+        (1, [64, 140], False),
+    ],
+)
+def test_what_answers_take_is_the_mean_of_those_that_came(
+    assumed: int, came: list[int], joins: bool
+) -> None:
+    buckets: PrefixBuckets[int] = PrefixBuckets(PredictedCaches([64, 64]), BLOCK, assumed)
+    for number in range(5):
+        buckets.add(prompt(number, list(range(20))))
+    assert buckets.next(0) is not None
+    for num_tokens in came:
+        buckets.answered(num_tokens)
+    assert (buckets.next(1) is not None) == joins
 
 
 @given(

@@ -31,7 +31,7 @@ class BucketPrompt(Generic[T]):
     Attributes:
         item: that is given to a replica.
         chain: the full blocks of the prompt.
-        num_tokens: of the prompt, and what its answer costs, as tokens of a prompt.
+        num_tokens: of the prompt, and of its answer where that is known.
     """
 
     item: T
@@ -68,11 +68,17 @@ class PrefixBuckets(Generic[T]):
     Args:
         caches: of the replicas.
         block_size_tokens: of a KV block.
+        answer_tokens: what prompts cost beside their own tokens, until `answered` says more.
     """
 
-    def __init__(self, caches: PredictedCaches, block_size_tokens: int) -> None:
+    def __init__(
+        self, caches: PredictedCaches, block_size_tokens: int, answer_tokens: float = 0.0
+    ) -> None:
         self._caches = caches
         self._block_size_tokens = block_size_tokens
+        self._answer_tokens = answer_tokens
+        self._num_answers = 1
+        """With the one that was assumed."""
         self._root: _Node[T] = _Node(None, 0, ())
         self._places = [self._root] * caches.held.num_replicas
         """Where each replica works."""
@@ -105,6 +111,11 @@ class PrefixBuckets(Generic[T]):
         self._caches.sent(replica, prompt.chain)
         return prompt
 
+    def answered(self, num_tokens: int) -> None:
+        """An answer has come: prompts cost the mean of those so far from the next choice on."""
+        self._num_answers += 1
+        self._answer_tokens += (num_tokens - self._answer_tokens) / self._num_answers
+
     def lose(self, replica: int) -> None:
         """A replica is gone, or its cache is empty."""
         self._work_in(self._root, replica)
@@ -135,7 +146,7 @@ class PrefixBuckets(Generic[T]):
         # everybody's children have workers: join where most is left for each
         size = self._block_size_tokens
         edge_tokens = (best.depth - node.depth) * size
-        own_tokens = best.num_tokens - best.size * best.depth * size
+        own_tokens = self._cost(best) - best.size * best.depth * size
         return best if own_tokens / others.bit_count() > edge_tokens else None
 
     def _work_in(self, node: _Node[T], replica: int) -> None:
@@ -175,11 +186,15 @@ class PrefixBuckets(Generic[T]):
             return
         num_workers = node.workers.bit_count()
         if num_workers:
-            rank = True, False, -node.num_tokens // (num_workers + 1)
+            rank = True, False, -self._cost(node) // (num_workers + 1)
         else:
             saving = (node.depth - parent.depth) * (node.size - 1)
             rank = False, self._caches.held.is_held(node.first_block), -saving
         parent.queue.add(node, rank)
+
+    def _cost(self, node: _Node[T]) -> float:
+        """Of the prompts of a subtree and their answers, in tokens."""
+        return node.num_tokens + node.size * self._answer_tokens
 
     def _node_of(self, chain: Sequence[Block]) -> _Node[T]:
         """The node at the end of a chain, made where there is none."""

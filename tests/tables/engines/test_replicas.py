@@ -11,7 +11,9 @@ import pyarrow as pa
 import pytest
 
 from tests.tables.fake_engine import FakeEngine
+from vllm_relay.cluster.buckets import PrefixBuckets
 from vllm_relay.tables import llm_map
+from vllm_relay.tables.engines import replicas as replicas_module
 from vllm_relay.tables.engines.base import EngineError
 from vllm_relay.tables.engines.replicas import ReplicaEngine
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
@@ -65,6 +67,30 @@ def test_rows_that_share_a_text_go_to_one_replica() -> None:
     num_visits = sum(map(len, homes))
     assert num_visits <= 12 + 3
     assert all(len(each.prompts) > 40 for each in replicas)
+
+
+def test_answers_count_as_long_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+
+    class Told(PrefixBuckets[Any]):
+        def __init__(self, caches: Any, size: int, answer_tokens: float) -> None:
+            super().__init__(caches, size, answer_tokens)
+            told.append(answer_tokens)
+
+        def add(self, prompt: Any) -> None:
+            super().add(prompt)
+            assert prompt.num_tokens < 1000
+
+        def answered(self, num_tokens: int) -> None:
+            super().answered(num_tokens)
+            told.append(num_tokens)
+
+    monkeypatch.setattr(replicas_module, "PrefixBuckets", Told)
+    rows = table(2, 3)
+    for max_tokens, assumed in ((1024, 64), (5, 5)):
+        told.clear()
+        ask(ReplicaEngine(engines(2, num_answer_tokens=3)), rows, max_tokens=max_tokens)
+        assert told == [assumed, *[3] * len(rows)]
 
 
 def test_a_slow_replica_gets_less() -> None:

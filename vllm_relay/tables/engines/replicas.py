@@ -30,7 +30,7 @@ from vllm_relay.tables.engines.base import (
 from vllm_relay.tables.jobs.prompts.format import text_pieces
 from vllm_relay.tables.ordering.cached_tokens import BlockCache, block_hashes
 from vllm_relay.tables.ordering.sequences import TokenSequences
-from vllm_relay.tables.question import Question
+from vllm_relay.tables.question import DEFAULT_MAX_TOKENS, Question
 
 logger = logging.getLogger("vllm.relay")
 
@@ -180,12 +180,13 @@ class _ReplicaJob:
         self._names = names
         self._question = question
         self._max_buffered = max_buffered
-        self._answer_tokens = engines[0].max_answer_tokens(question)
         caches = [each.cache or _UNKNOWN_CACHE for each in engines]
         self._block_size_tokens = caches[0].block_size_tokens
         num_blocks = [each.num_blocks or _UNKNOWN_CACHE.num_blocks or 1 for each in caches]
         self._buckets: PrefixBuckets[Prompt] = PrefixBuckets(
-            PredictedCaches(num_blocks), self._block_size_tokens
+            PredictedCaches(num_blocks),
+            self._block_size_tokens,
+            min(engines[0].max_answer_tokens(question), DEFAULT_MAX_TOKENS),
         )
         self._running: list[dict[int, BucketPrompt[Prompt]]] = [{} for _ in engines]
         self._changed = Condition()
@@ -254,6 +255,9 @@ class _ReplicaJob:
                             if self._is_over:
                                 return
                             running.pop(completion.number, None)
+                            # servers need not say how many there were
+                            if completion.num_output_tokens:
+                                self._buckets.answered(completion.num_output_tokens)
                         self._came.put((number, completion))
         except JobOver:
             return
@@ -317,6 +321,6 @@ class _ReplicaJob:
         found, begin = [], 0
         for prompt, each in zip(prompts, tokens, strict=True):
             end = begin + len(each) // size
-            found.append(BucketPrompt(prompt, hashes[begin:end], len(each) + self._answer_tokens))
+            found.append(BucketPrompt(prompt, hashes[begin:end], len(each)))
             begin = end
         return found
