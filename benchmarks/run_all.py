@@ -49,6 +49,7 @@ ROOMS = {
         "bench_table_queries",
         "bench_table_queries_learned",
         "bench_table_rivals",
+        "bench_semantic_operators",
     ],
     "cluster": [
         "bench_replicas",
