@@ -13,8 +13,7 @@ from typing import Any, Literal, get_args
 
 import duckdb
 
-from vllm_relay.tables.engines.lazy import LazyEngine
-from vllm_relay.tables.engines.opening import is_engine, open_engine
+from vllm_relay.tables.engines.lazy import LazyEngine, engine_of
 from vllm_relay.tables.engines.stoppable import StoppableEngine, in_thread
 from vllm_relay.tables.identifiers import literal, quoted
 from vllm_relay.tables.images.store import ImageStore
@@ -73,9 +72,7 @@ def connect(
         on_failure.callback(on_close.close)
         if connection is not database:
             on_close.callback(connection.close)
-        opened = engine
-        if not is_engine(engine) or replicas is not None:
-            opened = LazyEngine(lambda: open_engine(engine, replicas=replicas))
+        opened = engine_of(engine, on_close, replicas)
         options = options or JobOptions()
         stoppable = StoppableEngine(lambda: opened)
         runner = GroupRunner(connection, stoppable, options)
@@ -88,7 +85,6 @@ def connect(
         for name, table in (tables or {}).items():
             _register(connection, name, table)
         if isinstance(opened, LazyEngine) and opened is not engine:
-            on_close.callback(opened.close)
             opened.open()  # last of all: it may take minutes
         on_failure.pop_all()
     return made
