@@ -321,9 +321,8 @@ def measure_near_duplicates(tokenizer: Any, options: Namespace) -> list[Row]:
 def add_goals(result: Result, filters: list[Row], joins: list[Row], tops: list[Row]) -> None:
     for name, rows in (("llm_filter", filters), ("llm_join", joins)):
         for every, own in zip(rows[::2], rows[1::2], strict=True):
-            what = f"{name}, {own['case']}: prompt tokens without it over its"
-            ratio = every["prompt tokens"] / max(own["prompt tokens"], 1)
-            result.add_goal(Goal(what, ratio, 1))
+            what = f"{name}, {own['case']}: prompts without it over its"
+            result.add_goal(Goal(what, every["prompts"] / max(own["prompts"], 1), 1))
         for promise in ("recall", "precision"):
             below = [row[f"{promise} below"] for row in rows[1::2] if f"{promise} below" in row]
             if below:
