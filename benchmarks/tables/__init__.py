@@ -3,11 +3,8 @@
 
 bench_tables.py           hits of each order of rows and fields
 bench_table_queries.py, bench_table_queries_learned.py    time of the whole job
-bench_table_rivals.py     what LOTUS, Daft and a loop send for the same queries
+bench_table_rivals.py, rivals/    what LOTUS, Daft and a loop send for the same queries
 bench_semantic_operators.py, semantic/    what filters, joins, first rows and groups ask
-prefix_cache_server.py    the server that they all ask
-oracle.py                 what it answers
-rivals_main.py            their queries
 data.py, database.py      the tables
 queries.py                the questions asked of them
 retrieval.py              the texts to find answers in

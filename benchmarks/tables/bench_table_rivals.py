@@ -35,8 +35,6 @@ from benchmarks.support.options import argument_parser
 from benchmarks.support.result import Goal, Result
 from benchmarks.tables.database import Database
 from benchmarks.tables.dummy_model import TINY, save_model
-from benchmarks.tables.oracle import Oracle, Results, expected_results
-from benchmarks.tables.prefix_cache_server import Asked, prefix_cache_server
 from benchmarks.tables.queries import (
     ANSWER,
     QUERIES,
@@ -46,6 +44,8 @@ from benchmarks.tables.queries import (
     SENTIMENT,
     Call,
 )
+from benchmarks.tables.rivals.oracle import Oracle, Results, expected_results
+from benchmarks.tables.rivals.prefix_cache_server import Asked, prefix_cache_server
 from vllm_relay.tables.engines.server.engine import ServerEngine
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.sql.connection import connect
@@ -180,7 +180,7 @@ class Rival:
     def _run(self, urls: Urls) -> Results:
         try:
             done = subprocess.run(
-                [self._python, Path(__file__).with_name("rivals_main.py")],
+                [self._python, Path(__file__).with_name("rivals") / "rivals_main.py"],
                 input=json.dumps({**self._given, "urls": urls}),
                 text=True,
                 capture_output=True,

@@ -8,7 +8,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables.prefix_cache_server import (
+from benchmarks.tables.rivals.prefix_cache_server import (
     BLOCK_SIZE_TOKENS,
     prefix_cache_server,
 )
