@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import pytest
 import ray
 from ray import serve
 
+from tests.cluster.ray.endpoints import connected, free_port, wait_for
 from tests.cluster.ray.fake_app import FakeReplica
 from tests.support.one_ray import one_ray
 from vllm_relay.cluster.ray.endpoint import one_endpoint
@@ -25,9 +23,7 @@ PREFIXES = [f"prefix {number} " * 100 for number in range(8)]
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     options: Any = {"include_dashboard": False, "object_store_memory": 100 << 20}
     with one_ray():
         ray.init("local", num_cpus=2, log_to_driver=False, **options)
@@ -40,13 +36,6 @@ def port() -> Iterator[int]:
         ray.shutdown()
 
 
-def connected(port: int, body: Any, path: str = "/v1/completions") -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection("127.0.0.1", port)
-    text = body if isinstance(body, bytes) else json.dumps(body).encode()
-    connection.request("POST", path, text, {"x-given": "kept"})
-    return connection.getresponse()
-
-
 def ask(port: int, prompt: str = "", **more: Any) -> int:
     """The process that answers."""
     answer = connected(port, {"model": "fake", "prompt": prompt, **more})
@@ -57,13 +46,6 @@ def ask(port: int, prompt: str = "", **more: Any) -> int:
 def both_work(port: int) -> None:
     """Waits until the endpoint knows of two replicas: equal ones take turns."""
     wait_for(lambda: len({ask(port, str(number)) for number in range(2)}) == 2)
-
-
-def wait_for(condition: Callable[[], Any], timeout_s: float = 120.0) -> None:
-    until_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until_s, "waited in vain"
-        time.sleep(0.01)
 
 
 def test_each_prefix_has_one_home_and_all_replicas_work(port: int) -> None:

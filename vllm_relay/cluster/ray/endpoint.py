@@ -86,7 +86,7 @@ class Endpoint:
             message = f"{path} is not served here: it is no route, or one replica's own"
             return JSONResponse(_error(message, "NotFoundError", 404), 404)
         body = await request.body()
-        return _Forwarded(
+        return Forwarded(
             self._replicas,
             HttpRequest(
                 request.method, path, request.scope["query_string"], request.headers.raw, body
@@ -94,7 +94,7 @@ class Endpoint:
         )
 
 
-class _Forwarded(Response):
+class Forwarded(Response):
     """The answer of a replica, sent as it comes."""
 
     def __init__(self, replicas: Any, request: HttpRequest) -> None:

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ray import serve
 from vllm.platforms import current_platform
 
+from vllm_relay.arguments import check_model
 from vllm_relay.cluster.ray.endpoint import one_endpoint
 from vllm_relay.cluster.ray.replica import VllmReplica, parsed, serve_arguments
 
@@ -35,16 +37,19 @@ def app(args: dict[str, Any]) -> serve.Application:
     num_endpoints = _count(options, "endpoints", 1)
     if not options.get("model"):
         raise ValueError("no model given: add model=FOLDER_OR_HUB_ID")
+    check_model(options["model"])
     for name in _NOT_HERE.keys() & options.keys():
         raise ValueError(f"{name}={options[name]} given: {_NOT_HERE[name]}")
     gpus = options.pop("gpus", None)
+    if gpus is not None:
+        gpus = _number("gpus", gpus)
     given = parsed(serve_arguments(options))
-    num_gpus = given.tensor_parallel_size * given.pipeline_parallel_size
+    num_gpus: float = given.tensor_parallel_size * given.pipeline_parallel_size
     if num_gpus > 1:
         # not Ray's, which vLLM may choose inside an actor
         options.setdefault("distributed_executor_backend", "mp")
     if gpus is not None:
-        num_gpus = float(gpus)
+        num_gpus = gpus
     elif current_platform.is_cpu():
         num_gpus = 0
     return one_endpoint(
@@ -61,3 +66,13 @@ def _count(options: dict[str, Any], name: str, default: int) -> int:
     if not str(given).isdecimal() or int(given) < 1:
         raise ValueError(f"{name}={given} given, expected at least 1, an integer")
     return int(given)
+
+
+def _number(name: str, given: Any) -> float:
+    try:
+        number = float(given)
+    except (TypeError, ValueError):
+        number = -1
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{name}={given} given, expected a number, 0 or more")
+    return number
