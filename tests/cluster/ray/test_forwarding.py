@@ -97,6 +97,16 @@ def test_what_ends_every_replica_is_given_up() -> None:
     assert len(handle.asked) == MAX_TRIES and handle.load_tokens == 0
 
 
+def test_what_fails_is_asked_for_once() -> None:
+    for failure in ([RuntimeError("a detail")], []):
+        handle = Handle(failure)
+        status, body, is_complete = sent(handle)
+        assert (status, is_complete, len(handle.asked)) == (500, True, 1)
+        error = json.loads(body)["error"]
+        assert error["type"] == "InternalServerError" and "detail" not in error["message"]
+        assert handle.load_tokens == 0
+
+
 def test_what_has_begun_is_asked_for_once() -> None:
     handle = Handle([begin(b"one\n\n"), RayActorError()])
     status, body, is_complete = sent(handle)

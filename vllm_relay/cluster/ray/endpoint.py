@@ -30,6 +30,8 @@ MAX_TRIES = 3
 # they wait in vLLM, which knows what it has room for and orders them by prefix
 _NO_LIMIT = 100_000
 
+_KINDS = {404: "NotFoundError", 500: "InternalServerError", 503: "ServiceUnavailableError"}
+
 # what all replicas answer alike
 _FORWARDED = re.compile(
     "/v1/(?!(un)?load_lora_adapter|responses/).*|/v2/(embed|rerank)|/cohere/.*|/inference/v1/.*"
@@ -83,8 +85,7 @@ class Endpoint:
     async def __call__(self, request: Request) -> Response:
         path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
         if not _FORWARDED.fullmatch(path):
-            message = f"{path} is not served here: it is no route, or one replica's own"
-            return JSONResponse(_error(message, "NotFoundError", 404), 404)
+            return _refusal(f"{path} is not served here: it is no route, or one replica's own", 404)
         body = await request.body()
         return Forwarded(
             self._replicas,
@@ -116,10 +117,13 @@ class Forwarded(Response):
                         "vllm-relay: a replica is gone, its request is %s: %s",
                         "asked elsewhere" if tries_left else "given up", error,
                     )  # fmt: skip
+                except Exception:
+                    logger.exception("vllm-relay: a request failed")
+                    failure = "the request failed, the endpoint's log says why"
+                    return await _refusal(failure, 500)(scope, receive, send)
             else:
-                message = f"{MAX_TRIES} replicas ended before they answered: ask again later"
-                unavailable = JSONResponse(_error(message, "ServiceUnavailableError", 503), 503)
-                return await unavailable(scope, receive, send)
+                gone = f"{MAX_TRIES} replicas ended before they answered: ask again later"
+                return await _refusal(gone, 503)(scope, receive, send)
             asked.answered()
             await send(
                 {"type": "http.response.start", "status": begin.status, "headers": begin.headers}
@@ -147,7 +151,7 @@ async def _rest(answer: Any, begin: HttpAnswer) -> AsyncIterator[bytes]:
     except RayActorError:
         if not dict(begin.headers).get(b"content-type", b"").startswith(b"text/event-stream"):
             raise
-        error = _error("the replica ended in the middle of the answer", "InternalServerError", 500)
+        error = _error("the replica ended in the middle of the answer", 500)
         yield f"data: {json.dumps(error)}\n\ndata: [DONE]\n\n".encode()
 
 
@@ -155,5 +159,11 @@ async def _send_body(send: Send, body: bytes, has_more: bool) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": has_more})
 
 
-def _error(message: str, kind: str, status: int) -> dict[str, Any]:
+def _refusal(message: str, status: int) -> JSONResponse:
+    return JSONResponse(_error(message, status), status)
+
+
+def _error(message: str, status: int) -> dict[str, Any]:
+    """As OpenAI's API and vLLM say it."""
+    kind = _KINDS[status]
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}

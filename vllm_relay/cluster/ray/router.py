@@ -73,9 +73,12 @@ class PrefixRouter(RequestRouter):
     def _count(self, routed: RoutedRequest[ReplicaID], asked: Asked) -> None:
         tags = _tags(routed.replica)
         self._load.set(self._gateway.load_tokens(routed.replica), tags)
-        self._prompt.inc(max(1, asked.prompt.prompt_tokens), tags)
-        if routed.num_cached_tokens:
-            self._cached.inc(routed.num_cached_tokens, tags)
+        for counter, tokens in (
+            (self._prompt, asked.prompt.prompt_tokens),
+            (self._cached, routed.num_cached_tokens),
+        ):
+            if tokens:
+                counter.inc(tokens, tags)
 
 
 def _tags(replica_id: ReplicaID) -> dict[str, str]:
