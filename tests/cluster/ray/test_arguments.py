@@ -35,6 +35,7 @@ def test_options_are_those_of_vllm() -> None:
         ({"model": "m", "endpoints": 0}, "endpoints=0 given, expected at least 1, an integer"),
         ({"model": "m", "port": "80"}, "port=80 given: Ray Serve listens: serve start --http-port"),
         ({"model": "m", "data_parallel_size": 2}, "data_parallel_size=2 given: give replicas"),
+        ({"model": "m", "data-parallel-size": 2}, "data_parallel_size=2 given"),
         ({"model": "m", "nosuch": 1}, "--nosuch 1 given, which vLLM refuses: .*nosuch"),
         ({"model": "m", "max_num_seqs": "x"}, "which vLLM refuses: argument --max-num-seqs"),
         ({"model": "m", "gpus": "x"}, "gpus=x given, expected a number"),
@@ -46,13 +47,15 @@ def test_what_is_refused(args: dict[str, Any], message: str) -> None:
         app(args)
 
 
-def test_an_application(tmp_path: Path) -> None:
+def test_an_application(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text("{}")
-    args = {"model": str(tmp_path), "replicas": "3", "endpoints": 2, "tensor_parallel_size": "2"}
+    monkeypatch.chdir(tmp_path)
+    args = {"model": ".", "replicas": "3", "endpoints": 2, "tensor_parallel_size": "2"}
     endpoint = app(args)._bound_deployment
     (replicas,) = (each._bound_deployment for each in endpoint.init_args)
     assert (endpoint.num_replicas, replicas.num_replicas) == (2, 3)
     (arguments,) = replicas.init_args
+    assert parsed(arguments).model == str(tmp_path.resolve())
     assert parsed(arguments).distributed_executor_backend == "mp"
     assert replicas.ray_actor_options == {"num_cpus": 0, "num_gpus": 0}
     args["gpus"] = "0.5"

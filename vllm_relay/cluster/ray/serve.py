@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 from ray import serve
@@ -22,7 +23,7 @@ _NOT_HERE = {
 
 
 def app(args: dict[str, Any]) -> serve.Application:
-    """What `serve run` and `serve build` start.
+    """What `serve run` and `serve deploy` start.
 
     Args:
         args: `model`, `replicas`, and options of `vllm serve` by their names. `endpoints` is the
@@ -32,12 +33,15 @@ def app(args: dict[str, Any]) -> serve.Application:
     Raises:
         ValueError: an argument is missing, or vLLM refuses one.
     """
-    options = dict(args)
+    options = {name.replace("-", "_"): value for name, value in args.items()}
     num_replicas = _count(options, "replicas", 1)
     num_endpoints = _count(options, "endpoints", 1)
     if not options.get("model"):
         raise ValueError("no model given: add model=FOLDER_OR_HUB_ID")
     check_model(options["model"])
+    if Path(options["model"]).exists():
+        # replicas have another working directory
+        options["model"] = str(Path(options["model"]).resolve())
     for name in _NOT_HERE.keys() & options.keys():
         raise ValueError(f"{name}={options[name]} given: {_NOT_HERE[name]}")
     gpus = options.pop("gpus", None)
