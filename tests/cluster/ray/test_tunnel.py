@@ -58,6 +58,24 @@ def test_a_stream_is_several() -> None:
     assert begin.body + b"".join(rest) == b"0 1 2 3 4 "  # type: ignore[arg-type]
 
 
+def test_work_after_the_answer_is_done() -> None:
+    done = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"a"})
+        await asyncio.sleep(0)
+        done.append(True)
+
+    async def read_and_wait() -> None:
+        assert len(await all_of(app, request("/"))) == 1
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    asyncio.run(read_and_wait())
+    assert done
+
+
 def test_no_route() -> None:
     (found,) = asyncio.run(all_of(APP, request("/none")))
     assert isinstance(found, HttpAnswer) and found.status == 404

@@ -30,6 +30,9 @@ class HttpAnswer:
     has_more: bool
 
 
+_running: set[asyncio.Future[None]] = set()
+
+
 async def answer_of(app: Any, request: HttpRequest) -> AsyncGenerator[HttpAnswer | bytes, None]:
     """What an application answers: the beginning with the first bytes of the body, then more bytes.
     Whoever stops reading cancels the request.
@@ -39,6 +42,9 @@ async def answer_of(app: Any, request: HttpRequest) -> AsyncGenerator[HttpAnswer
     """
     sent: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
     task = asyncio.ensure_future(_run(app, request, sent))
+    _running.add(task)
+    task.add_done_callback(_running.discard)
+    is_complete = False
     try:
         start: dict[str, Any] | None = None
         is_begun = False
@@ -53,6 +59,7 @@ async def answer_of(app: Any, request: HttpRequest) -> AsyncGenerator[HttpAnswer
                 has_more = more.get("more_body", False)
             if not body and has_more:
                 continue
+            is_complete = not has_more
             if is_begun:
                 yield body
             else:
@@ -60,12 +67,13 @@ async def answer_of(app: Any, request: HttpRequest) -> AsyncGenerator[HttpAnswer
                 headers = [(bytes(name), bytes(value)) for name, value in start["headers"]]
                 yield HttpAnswer(start["status"], headers, body, has_more)
                 is_begun = True
-            if not has_more:
+            if is_complete:
                 return
         await task
         raise RuntimeError("the application ended without a complete answer")
     finally:
-        task.cancel()
+        if not is_complete:  # else it may have work to do after its answer
+            task.cancel()
 
 
 async def _run(app: Any, request: HttpRequest, sent: asyncio.Queue[dict[str, Any] | None]) -> None:
