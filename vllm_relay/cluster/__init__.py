@@ -3,6 +3,9 @@
 
 replica_index.py   which replica holds which KV blocks
 routing.py         where a request goes that arrives by itself
+requests.py        what a router reads in a request of OpenAI's API
+gateway.py         both, with replicas that come and go, for gateways
+ray/               one endpoint over vLLMs that Ray Serve runs             (Ray, vLLM)
 buckets.py         what a replica gets that has room, of prompts that stream in
 simulate.py        replicas in virtual time, with vLLM's own schedulers    (vLLM)
 rules.py           both for these, beside the usual rules                  (vLLM)

@@ -140,6 +140,11 @@ class PredictedCaches:
         """See `ReplicaIndex`."""
         return self.held.depths(chain)
 
+    def resize(self, replica: int, num_blocks: int) -> None:
+        """A replica's cache has another size, and is empty."""
+        self.clear(replica)
+        self._num_blocks[replica] = num_blocks
+
     def sent(self, replica: int, chain: Sequence[Block]) -> None:
         """See `ReplicaIndex`."""
         used = self._used[replica]

@@ -79,11 +79,16 @@ class Router:
     locality: float = 2.0
     _loads_s: list[float] = field(init=False)
     _num_running: list[int] = field(init=False)
+    _num_routed: int = field(init=False)
+    _last_routed: list[int] = field(init=False)
     _running: dict[Hashable, _Running] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._loads_s = [0.0] * self.num_replicas
         self._num_running = [0] * self.num_replicas
+        self._num_routed = 0
+        self._last_routed = [0] * self.num_replicas
+        """Of each replica, its last request's number: where all is equal they take turns."""
 
     @property
     def loads_s(self) -> Sequence[float]:
@@ -126,6 +131,7 @@ class Router:
                 loads_s[each] - token_s * depths[each],
                 -depths[each],
                 self._num_running[each],
+                self._last_routed[each],
             ),
         )
         cached = depths[replica] * size
@@ -135,6 +141,8 @@ class Router:
         self._running[request] = work
         self._loads_s[replica] += work.prompt_s + work.output_s
         self._num_running[replica] += 1
+        self._num_routed += 1
+        self._last_routed[replica] = self._num_routed
         self.index.sent(replica, chain)
         return Routed(replica, cached)
 

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to an endpoint on this machine."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def connected(port: int, body: Any, path: str = "/v1/completions") -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    text = body if isinstance(body, bytes) else json.dumps(body).encode()
+    connection.request("POST", path, text, {"x-given": "kept"})
+    return connection.getresponse()
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 120.0) -> None:
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until_s, "waited in vain"
+        time.sleep(0.01)

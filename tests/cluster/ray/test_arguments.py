@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `serve run` is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_relay.cluster.ray.replica import parsed, serve_arguments
+from vllm_relay.cluster.ray.serve import app
+
+
+def test_options_are_those_of_vllm() -> None:
+    options = {
+        "model": "a/b",
+        "max_model_len": "512",
+        "max-num-seqs": 4,
+        "enforce_eager": "true",
+        "enable_prefix_caching": False,
+        "additional_config": {"relay": {"routes": True}},
+    }
+    found = parsed(serve_arguments(options))
+    assert (found.model, found.max_model_len, found.max_num_seqs) == ("a/b", 512, 4)
+    assert found.enforce_eager is True and found.enable_prefix_caching is False
+    assert found.additional_config == {"relay": {"routes": True}}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({}, "no model given: add model="),
+        ({"model": "m", "replicas": "two"}, "replicas=two given, expected at least 1, an integer"),
+        ({"model": "m", "endpoints": 0}, "endpoints=0 given, expected at least 1, an integer"),
+        ({"model": "m", "port": "80"}, "port=80 given: Ray Serve listens: serve start --http-port"),
+        ({"model": "m", "data_parallel_size": 2}, "data_parallel_size=2 given: give replicas"),
+        ({"model": "m", "data-parallel-size": 2}, "data_parallel_size=2 given"),
+        ({"model": "m", "nosuch": 1}, "--nosuch 1 given, which vLLM refuses: .*nosuch"),
+        ({"model": "m", "max_num_seqs": "x"}, "which vLLM refuses: argument --max-num-seqs"),
+        ({"model": "m", "gpus": "x"}, "gpus=x given, expected a number"),
+        ({"model": "/no/such/folder"}, "/no/such/folder: no config.json there"),
+    ],
+)
+def test_what_is_refused(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        app(args)
+
+
+def test_an_application(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    args = {"model": ".", "replicas": "3", "endpoints": 2, "tensor_parallel_size": "2"}
+    endpoint = app(args)._bound_deployment
+    (replicas,) = (each._bound_deployment for each in endpoint.init_args)
+    assert (endpoint.num_replicas, replicas.num_replicas) == (2, 3)
+    (arguments,) = replicas.init_args
+    assert parsed(arguments).model == str(tmp_path.resolve())
+    assert parsed(arguments).distributed_executor_backend == "mp"
+    assert replicas.ray_actor_options == {"num_cpus": 0, "num_gpus": 0}
+    args["gpus"] = "0.5"
+    (replicas,) = (each._bound_deployment for each in app(args)._bound_deployment.init_args)
+    assert replicas.ray_actor_options["num_gpus"] == 0.5

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`serve run vllm_relay.cluster.ray.serve:app model=MODEL replicas=2`."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from vllm.platforms import current_platform
+
+from vllm_relay.arguments import check_model
+from vllm_relay.cluster.ray.endpoint import one_endpoint
+from vllm_relay.cluster.ray.replica import VllmReplica, parsed, serve_arguments
+
+_NOT_HERE = {
+    **dict.fromkeys(("host", "port", "uds"), "Ray Serve listens: serve start --http-port"),
+    "api_server_count": "give endpoints, the processes that route",
+    "data_parallel_size": "give replicas",
+    "headless": "give replicas",
+}
+
+
+def app(args: dict[str, Any]) -> serve.Application:
+    """What `serve run` and `serve deploy` start.
+
+    Args:
+        args: `model`, `replicas`, and options of `vllm serve` by their names. `endpoints` is the
+            number of processes that route, 1 unless it is given; `gpus` those of a replica,
+            its tensor and pipeline parallel sizes unless it is given.
+
+    Raises:
+        ValueError: an argument is missing, or vLLM refuses one.
+    """
+    options = {name.replace("-", "_"): value for name, value in args.items()}
+    num_replicas = _count(options, "replicas", 1)
+    num_endpoints = _count(options, "endpoints", 1)
+    if not options.get("model"):
+        raise ValueError("no model given: add model=FOLDER_OR_HUB_ID")
+    check_model(options["model"])
+    if Path(options["model"]).exists():
+        # replicas have another working directory
+        options["model"] = str(Path(options["model"]).resolve())
+    for name in _NOT_HERE.keys() & options.keys():
+        raise ValueError(f"{name}={options[name]} given: {_NOT_HERE[name]}")
+    gpus = options.pop("gpus", None)
+    if gpus is not None:
+        gpus = _number("gpus", gpus)
+    given = parsed(serve_arguments(options))
+    num_gpus: float = given.tensor_parallel_size * given.pipeline_parallel_size
+    if num_gpus > 1:
+        # not Ray's, which vLLM may choose inside an actor
+        options.setdefault("distributed_executor_backend", "mp")
+    if gpus is not None:
+        num_gpus = gpus
+    elif current_platform.is_cpu():
+        num_gpus = 0
+    return one_endpoint(
+        VllmReplica,
+        serve_arguments(options),
+        num_replicas=num_replicas,
+        num_endpoints=num_endpoints,
+        ray_actor_options={"num_cpus": 0, "num_gpus": num_gpus},
+    )
+
+
+def _count(options: dict[str, Any], name: str, default: int) -> int:
+    given = options.pop(name, default)
+    if not str(given).isdecimal() or int(given) < 1:
+        raise ValueError(f"{name}={given} given, expected at least 1, an integer")
+    return int(given)
+
+
+def _number(name: str, given: Any) -> float:
+    try:
+        number = float(given)
+    except (TypeError, ValueError):
+        number = -1
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{name}={given} given, expected a number, 0 or more")
+    return number
