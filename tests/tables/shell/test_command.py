@@ -255,6 +255,25 @@ def test_statements_without_llm_need_no_model(
         ({"server": ["http://a", "b:80"]}, "--server 'b:80' given, expected an address"),
         ({"replicas": 2}, "--replicas given with --server"),
         (
+            {"server": None, "model": "m", "server_arguments": {"kv_events": ["tcp://a:1"]}},
+            "--kv-events given without",
+        ),
+        (
+            {"server": ["http://a"], "server_arguments": {"kv_events": ["tcp://a:1"]}},
+            "given for one engine",
+        ),
+        (
+            {"server": ["http://a", "http://b"], "server_arguments": {"kv_events": ["tcp://a:1"]}},
+            "expected those of 2",
+        ),
+        (
+            {
+                "server": ["http://a", "http://b"],
+                "server_arguments": {"kv_events": ["tcp://a:1", "b:1"]},
+            },
+            "KV events at 'b:1' given, expected tcp://HOST:PORT",
+        ),
+        (
             {"server": None, "model": "m", "data_parallel_ranks": 2},
             "--data-parallel-ranks given without --server",
         ),
