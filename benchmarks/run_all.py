@@ -52,6 +52,7 @@ ROOMS = {
     ],
     "cluster": [
         "bench_replicas",
+        "bench_replica_index",
     ],
     "sparse": [
         "bench_index_build",

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -76,11 +76,12 @@ class HeldBlocks:
         """A replica holds these blocks no longer."""
         holders, bit = self._holders, self._bits[replica]
         for block in blocks:
-            left = holders.get(block, 0) & ~bit
-            if left:
-                holders[block] = self._bits[left.bit_length() - 1] if not left & left - 1 else left
-            else:
-                holders.pop(block, None)
+            held = holders.get(block, 0)
+            if held == bit:
+                del holders[block]
+            elif held & bit:
+                left = held ^ bit
+                holders[block] = left if left & left - 1 else self._bits[left.bit_length() - 1]
 
     def clear(self, replica: int) -> None:
         """A replica holds no blocks any more."""
@@ -89,6 +90,11 @@ class HeldBlocks:
 
     def holds(self, replica: int, block: Block) -> bool:
         return bool(self._holders.get(block, 0) & self._bits[replica])
+
+    def missing(self, replica: int, blocks: Iterable[Block]) -> list[Block]:
+        """Those of some blocks that a replica does not hold."""
+        get, bit = self._holders.get, self._bits[replica]
+        return [block for block in blocks if not get(block, 0) & bit]
 
     def is_held(self, block: Block) -> bool:
         """Whether any replica holds a block."""
@@ -169,14 +175,11 @@ class PredictedCaches:
     def sent(self, replica: int, chain: Sequence[Block]) -> None:
         """See `ReplicaIndex`."""
         sent, held = self._sent[replica], self.held
-        new = []
-        for block in reversed(chain):
-            if block in sent:
-                sent.move_to_end(block)
-            elif not held.holds(replica, block):
-                sent[block] = None
-                new.append(block)
+        known = list(filter(sent.__contains__, chain))
+        new = held.missing(replica, chain) if len(known) < len(chain) else []
         held.add(replica, new)
+        sent.update(dict.fromkeys(reversed(new)))
+        deque(map(sent.move_to_end, reversed(known)), maxlen=0)  # each
         left = [sent.popitem(last=False)[0] for _ in range(len(sent) - self._num_blocks[replica])]
         held.discard(replica, left)
 
