@@ -35,7 +35,7 @@ SIZE = 2
 PROMPT = [1, 2, 3, 4]
 
 
-def stored(names: list[int], tokens: list[int], after: int | None = None, **more: Any) -> Any:
+def stored(names: list[Any], tokens: list[int], after: int | None = None, **more: Any) -> Any:
     given = {
         "block_size": SIZE,
         "lora_id": None,
@@ -169,8 +169,10 @@ def test_rubbish_is_told_once_and_what_came_before_is_forgotten(
 
         with publisher:
             wait_until(lambda: hears(1))
+            mixed = msgspec.msgpack.encode(KVEventBatch(0.0, [stored([1, b"1"], PROMPT)]))
             for rubbish in (
                 (b"", number.to_bytes(8, "big"), b"rubbish"),
+                (b"", (number + 1).to_bytes(8, "big"), mixed),
                 (b"", b"1", b""),
                 (b"rubbish",),
                 (b"", (1 << 40).to_bytes(8, "big"), msgspec.msgpack.encode({"a": 1})),

@@ -23,7 +23,7 @@ replicas = st.integers(0, REPLICAS - 1)
 blocks = st.lists(st.integers(0, 30), max_size=8)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["add", "discard", "clear"]), replicas, blocks)), blocks)
+@given(st.lists(st.tuples(st.sampled_from(["add", "discard"]), replicas, blocks)), blocks)
 def test_held_blocks_are_those_of_a_set_for_each_replica(
     changes: list[tuple[str, int, list[int]]], chain: list[int]
 ) -> None:
@@ -34,12 +34,9 @@ def test_held_blocks_are_those_of_a_set_for_each_replica(
             before = held.add(replica, set(given_blocks))
             assert set(before) == sets[replica] & set(given_blocks)
             sets[replica] |= set(given_blocks)
-        elif what == "discard":
+        else:
             held.discard(replica, given_blocks)
             sets[replica] -= set(given_blocks)
-        else:
-            held.clear(replica)
-            sets[replica].clear()
     assert len(held) == len(set().union(*sets))
     for block in range(31):
         assert list(held.holders(block)) == [r for r in range(REPLICAS) if block in sets[r]]

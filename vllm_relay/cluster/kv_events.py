@@ -187,7 +187,7 @@ class _Replica:
                     f"events of rank {batch.data_parallel_rank}, expected {self._rank}"
                 )
             self._teller.tell(batch.events)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             self._refuse(str(error))
 
     def _refuse(self, reason: str) -> None:

@@ -83,11 +83,6 @@ class HeldBlocks:
                 left = held ^ bit
                 holders[block] = left if left & left - 1 else self._bits[left.bit_length() - 1]
 
-    def clear(self, replica: int) -> None:
-        """A replica holds no blocks any more."""
-        bit = self._bits[replica]
-        self.discard(replica, [block for block, held in self._holders.items() if held & bit])
-
     def holds(self, replica: int, block: Block) -> bool:
         return bool(self._holders.get(block, 0) & self._bits[replica])
 

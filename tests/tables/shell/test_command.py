@@ -308,10 +308,12 @@ def test_several_servers_and_their_ranks(films: Path, monkeypatch: pytest.Monkey
     found = opened_with(monkeypatch)
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     servers = ["http://localhost:1", "http://localhost:2"]
-    assert run([films], server=servers, command=QUERY, data_parallel_ranks=2)[0] == 0
+    given = {"server_arguments": {"kv_events": ["tcp://a:1", "tcp://b:1,tcp://b:9"]}}
+    assert run([films], server=servers, command=QUERY, data_parallel_ranks=2, **given)[0] == 0
     [(engine, arguments)] = found
     assert engine == servers
     assert arguments["data_parallel_ranks"] == 2 and arguments["api_key"].value == "secret"
+    assert arguments["kv_events"] == given["server_arguments"]["kv_events"]
 
 
 def test_keys_that_differ_are_refused(
