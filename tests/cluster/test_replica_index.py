@@ -20,7 +20,7 @@ from vllm_relay.cluster.replica_index import (
 
 REPLICAS = 5
 replicas = st.integers(0, REPLICAS - 1)
-blocks = st.lists(st.integers(0, 30), max_size=8)
+blocks = st.lists(st.integers(0, 30), max_size=7)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "discard"]), replicas, blocks)), blocks)
@@ -51,6 +51,18 @@ def test_held_blocks_are_those_of_a_set_for_each_replica(
     assert [depth for depth, _ in ends] == sorted(set(depths))
     found = {replica: depth for depth, bits in ends for replica in numbers_of(bits)}
     assert found == dict(enumerate(depths))
+
+
+@given(st.lists(st.integers(0, 40), min_size=REPLICAS, max_size=REPLICAS), st.integers(0, 40))
+def test_beginnings_of_long_prompts(num_held: list[int], length: int) -> None:
+    held = HeldBlocks(REPLICAS)
+    chain = list(range(100, 140))
+    for replica, count in enumerate(num_held):
+        held.add(replica, chain[:count])
+    found = {
+        replica: depth for depth, bits in held.ends(chain[:length]) for replica in numbers_of(bits)
+    }
+    assert found == {replica: min(count, length) for replica, count in enumerate(num_held)}
 
 
 def naive_lru(num_blocks: int, chains: list[list[int]]) -> set[int]:

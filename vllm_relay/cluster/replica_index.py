@@ -12,6 +12,8 @@ Block = int
 in 32 bytes, and 64 bits in 48."""
 
 BLOCK_MASK = (1 << 60) - 1
+_STRIDE = 8
+
 NO_BLOCK: Block = 0
 """What the first block of a prompt comes after."""
 
@@ -102,22 +104,28 @@ class HeldBlocks:
     def ends(self, chain: Sequence[Block]) -> list[tuple[int, int]]:
         """How much of a chain the replicas hold without a gap.
 
+        Caches lose the last blocks of a prompt first: of eight blocks only the last one is looked
+        at where nobody ends before it.
+
         Returns:
             How many of its first blocks, ascending, and a bit for each replica that holds just
             these. Every replica is in one of them.
         """
         ends = []
         get, alive = self._holders.get, self._all
-        depth = 0
-        for block in chain:
-            held = get(block, 0) & alive
-            if held != alive:
-                ends.append((depth, alive ^ held))
-                alive = held
-                if not alive:
-                    return ends
-            depth += 1
-        ends.append((depth, alive))
+        begin, most = 0, len(chain)
+        while begin < most:
+            end = begin + _STRIDE
+            if end > most or get(chain[end - 1], 0) & alive != alive:
+                for depth, block in enumerate(chain[begin:end], begin):
+                    held = get(block, 0) & alive
+                    if held != alive:
+                        ends.append((depth, alive ^ held))
+                        alive = held
+                        if not alive:
+                            return ends
+            begin = end
+        ends.append((most, alive))
         return ends
 
 
@@ -138,8 +146,8 @@ class ReplicaIndex(Protocol):
 
     held: HeldBlocks
 
-    def sent(self, replica: int, chain: Sequence[Block]) -> None:
-        """A prompt with these full blocks was sent to a replica."""
+    def sent(self, replica: int, chain: Sequence[Block], num_held: int = 0) -> None:
+        """A prompt with these full blocks was sent to a replica, which holds the first of them."""
         ...
 
     def clear(self, replica: int) -> None:
@@ -167,11 +175,11 @@ class PredictedCaches:
         self._sent: list[OrderedDict[Block, None]] = [OrderedDict() for _ in num_blocks]
         """Of each replica, the next to leave first."""
 
-    def sent(self, replica: int, chain: Sequence[Block]) -> None:
+    def sent(self, replica: int, chain: Sequence[Block], num_held: int = 0) -> None:
         """See `ReplicaIndex`."""
         sent, held = self._sent[replica], self.held
-        known = list(filter(sent.__contains__, chain))
-        new = held.missing(replica, chain) if len(known) < len(chain) else []
+        known = list(filter(sent.__contains__, chain)) if sent else []
+        new = held.missing(replica, chain[num_held:])
         held.add(replica, new)
         sent.update(dict.fromkeys(reversed(new)))
         deque(map(sent.move_to_end, reversed(known)), maxlen=0)  # each

@@ -126,7 +126,7 @@ class Router:
         self._running[request] = work
         self._loads_s[replica] += work.prompt_s + work.output_s
         self._num_running[replica] += 1
-        self.index.sent(replica, chain)
+        self.index.sent(replica, chain, depth)
         return Routed(replica, cached)
 
     def _best(

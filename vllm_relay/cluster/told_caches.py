@@ -55,10 +55,10 @@ class ToldCaches(PredictedCaches):
         self._told = [_Told() for _ in num_blocks]
         self._lock = Lock()
 
-    def sent(self, replica: int, chain: Sequence[Block]) -> None:
+    def sent(self, replica: int, chain: Sequence[Block], num_held: int = 0) -> None:
         """See `ReplicaIndex`."""
         with self._lock:
-            super().sent(replica, chain)
+            super().sent(replica, chain, num_held)
 
     def clear(self, replica: int) -> None:
         """See `ReplicaIndex`."""
