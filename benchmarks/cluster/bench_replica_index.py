@@ -3,10 +3,10 @@
 
 Every replica holds as many blocks, nearly all of them its own: prompts of 2,048 tokens whose first
 quarter is one of eight that all have, blocks of 16 tokens. Decisions are `Router`'s, for a prompt
-that one replica knows but for its last quarter, with all loads different; each is heard of when it
-has ended. Events are vLLM's own, as they come over ZeroMQ: of steps that store 4 prompts without
-their first quarter and remove as many blocks, one event for each; and of steps in which 64
-requests store a block of their answers. The time of decoding them is in it.
+that one replica knows but for its last quarter, and gets; all loads differ. Events are vLLM's own,
+as they come over ZeroMQ: of steps that store 4 prompts without their first quarter and remove as
+many blocks, one event for each; and of steps in which 64 requests store a block of their answers.
+The time of decoding them is in it.
 """
 
 import gc
@@ -117,16 +117,18 @@ def decisions_us(caches: PredictedCaches, workload: Workload, count: int) -> lis
     router = Router(caches, COSTS, BLOCK_TOKENS, workload.replicas)
     # nobody's load is like another's
     for replica in range(workload.replicas):
-        router.route(f"load {replica}", [], 1 + 7 * replica, replica, among=[replica])
+        router.route(f"load {replica}", [], 1 + 7 * replica, replica // 4, among=[replica])
     found = []
     for number in range(count):
-        known = workload.chain(workload.rng.randrange(len(workload.seeds)))
+        which = workload.rng.randrange(len(workload.seeds))
+        known = workload.chain(which)
         own = workload.tokens(PROMPT_BLOCKS // 4)
         kept = known[: -PROMPT_BLOCKS // 4]
         chain = kept + chain_of(own, BLOCK_TOKENS, kept[-1])
         began_s = time.perf_counter()
-        router.route(number, chain, PROMPT_BLOCKS * BLOCK_TOKENS + 5, 100)
+        routed = router.route(number, chain, PROMPT_BLOCKS * BLOCK_TOKENS + 5, 100)
         found.append(1e6 * (time.perf_counter() - began_s))
+        assert routed.replica == workload.home(which)
         router.ended(number)
     return found
 

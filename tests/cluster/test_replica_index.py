@@ -31,8 +31,10 @@ def test_held_blocks_are_those_of_a_set_for_each_replica(
     sets: list[set[int]] = [set() for _ in range(REPLICAS)]
     for what, replica, given_blocks in changes:
         if what == "add":
-            before = held.add(replica, set(given_blocks))
-            assert set(before) == sets[replica] & set(given_blocks)
+            new = held.add(replica, given_blocks)
+            assert new == [
+                each for each in dict.fromkeys(given_blocks) if each not in sets[replica]
+            ]
             sets[replica] |= set(given_blocks)
         else:
             held.discard(replica, given_blocks)

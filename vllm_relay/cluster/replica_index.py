@@ -61,18 +61,19 @@ class HeldBlocks:
         return len(self._holders)
 
     def add(self, replica: int, blocks: Iterable[Block]) -> list[Block]:
-        """A replica holds these blocks now; returns those that it held before."""
+        """A replica holds these blocks now; returns those that it did not before."""
         holders, bit = self._holders, self._bits[replica]
-        before = []
+        new = []
         for block in blocks:
             known = holders.get(block)
             if known is None:
                 holders[block] = bit
             elif known & bit:
-                before.append(block)
+                continue
             else:
                 holders[block] = known | bit
-        return before
+            new.append(block)
+        return new
 
     def discard(self, replica: int, blocks: Iterable[Block]) -> None:
         """A replica holds these blocks no longer."""
@@ -87,11 +88,6 @@ class HeldBlocks:
 
     def holds(self, replica: int, block: Block) -> bool:
         return bool(self._holders.get(block, 0) & self._bits[replica])
-
-    def missing(self, replica: int, blocks: Iterable[Block]) -> list[Block]:
-        """Those of some blocks that a replica does not hold."""
-        get, bit = self._holders.get, self._bits[replica]
-        return [block for block in blocks if not get(block, 0) & bit]
 
     def is_held(self, block: Block) -> bool:
         """Whether any replica holds a block."""
@@ -179,9 +175,8 @@ class PredictedCaches:
         """See `ReplicaIndex`."""
         sent, held = self._sent[replica], self.held
         known = list(filter(sent.__contains__, chain)) if sent else []
-        new = held.missing(replica, chain[num_held:])
-        held.add(replica, new)
-        sent.update(dict.fromkeys(reversed(new)))
+        for block in reversed(held.add(replica, chain[num_held:])):
+            sent[block] = None
         deque(map(sent.move_to_end, reversed(known)), maxlen=0)  # each
         left = [sent.popitem(last=False)[0] for _ in range(len(sent) - self._num_blocks[replica])]
         held.discard(replica, left)

@@ -101,7 +101,7 @@ class ToldCaches(PredictedCaches):
                     told.blocks[name] = block
                     new.append(block)
             sent = self._sent[replica]
-            for block in self.held.add(replica, new):
+            for block in set(new).difference(self.held.add(replica, new)):
                 if block in sent:
                     del sent[block]
                 else:
