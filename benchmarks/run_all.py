@@ -55,6 +55,7 @@ ROOMS = {
         "bench_replicas",
         "bench_bucketing",
         "bench_real_replicas",
+        "bench_replica_index",
     ],
     "sparse": [
         "bench_index_build",

@@ -22,6 +22,8 @@ MODULES = [
     "vllm_relay.attention_backends.gpu_plan",
     "vllm_relay.attention_backends.step_rows",
     "vllm_relay.cluster.gateway",
+    "vllm_relay.cluster.routing",
+    "vllm_relay.cluster.told_caches",
     "vllm_relay.commands.engine",
     "vllm_relay.long_context.scheduling.host_memory",
     "vllm_relay.config.long_contexts",

@@ -411,6 +411,14 @@ def sql(
             min=1, help="Of each server: prompts go to the rank of vLLM that knows their beginning."
         ),
     ] = None,
+    kv_events: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="tcp://HOST:PORT[,tcp://HOST:PORT]",
+            help="Of each server in their order, where it publishes KV events, and replays them: "
+            "prompts go by what caches hold.",
+        ),
+    ] = None,
     command: Annotated[
         str | None,
         typer.Option("--command", "-c", help="Statements; read from the input if not said."),
@@ -534,6 +542,7 @@ def sql(
         server_arguments={
             "api_key_env": api_key_env,
             "api_key_over_http": api_key_over_http,
+            "kv_events": kv_events,
             "mode": server_mode,
             "timeout_s": timeout_s,
         },

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many replicas in virtual time.
+"""Many replicas, most in virtual time.
 
-bench_replicas.py    streams and arrivals, by router
-workloads.py         what is asked
-rivals.py            other routers' rules
+bench_replicas.py        streams and arrivals, by router
+bench_bucketing.py       dynamic prefix bucketing, by buffer and bucket size
+bench_real_replicas.py   two real ones, beside one engine and beside their simulation
+bench_replica_index.py   what it costs to know which replica holds which blocks
+workloads.py             what is asked
+rivals.py                other routers' rules
 """

@@ -12,7 +12,7 @@ each replica.
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
-from vllm_relay.cluster.replica_index import PredictedCaches
+from vllm_relay.cluster.replica_index import PredictedCaches, numbers_of
 from vllm_relay.cluster.rules import (
     MAX_BUFFERED,
     Buckets,
@@ -34,10 +34,8 @@ class PrefixAffinity(FewestRequests):
         self.sent = PredictedCaches([1 << 20] * self.num_replicas)
 
     def pick(self, request: SimulatedRequest) -> int:
-        depths = self.sent.depths(request.chain)
-        replica = max(
-            range(self.num_replicas), key=lambda each: (depths[each], -self.num_running[each])
-        )
+        _, longest = self.sent.held.ends(request.chain)[-1]
+        replica = min(numbers_of(longest), key=self.num_running.__getitem__)
         if self.num_running[replica] > min(self.num_running) + self.slack:
             replica = super().pick(request)
         self.sent.sent(replica, request.chain)

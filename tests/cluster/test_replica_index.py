@@ -9,14 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_relay.cluster.replica_index import HeldBlocks, PredictedCaches, block_of
+from vllm_relay.cluster.replica_index import (
+    NO_BLOCK,
+    HeldBlocks,
+    PredictedCaches,
+    block_of,
+    chain_of,
+    numbers_of,
+)
 
 REPLICAS = 5
 replicas = st.integers(0, REPLICAS - 1)
-blocks = st.lists(st.integers(0, 30), max_size=8)
+blocks = st.lists(st.integers(0, 30), max_size=7)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["add", "discard", "clear"]), replicas, blocks)), blocks)
+@given(st.lists(st.tuples(st.sampled_from(["add", "discard"]), replicas, blocks)), blocks)
 def test_held_blocks_are_those_of_a_set_for_each_replica(
     changes: list[tuple[str, int, list[int]]], chain: list[int]
 ) -> None:
@@ -24,14 +31,14 @@ def test_held_blocks_are_those_of_a_set_for_each_replica(
     sets: list[set[int]] = [set() for _ in range(REPLICAS)]
     for what, replica, given_blocks in changes:
         if what == "add":
-            held.add(replica, given_blocks)
+            new = held.add(replica, given_blocks)
+            assert new == [
+                each for each in dict.fromkeys(given_blocks) if each not in sets[replica]
+            ]
             sets[replica] |= set(given_blocks)
-        elif what == "discard":
+        else:
             held.discard(replica, given_blocks)
             sets[replica] -= set(given_blocks)
-        else:
-            held.clear(replica)
-            sets[replica].clear()
     assert len(held) == len(set().union(*sets))
     for block in range(31):
         assert list(held.holders(block)) == [r for r in range(REPLICAS) if block in sets[r]]
@@ -42,7 +49,22 @@ def test_held_blocks_are_those_of_a_set_for_each_replica(
         while depth < len(chain) and chain[depth] in each:
             depth += 1
         depths.append(depth)
-    assert held.depths(chain) == depths
+    ends = held.ends(chain)
+    assert [depth for depth, _ in ends] == sorted(set(depths))
+    found = {replica: depth for depth, bits in ends for replica in numbers_of(bits)}
+    assert found == dict(enumerate(depths))
+
+
+@given(st.lists(st.integers(0, 40), min_size=REPLICAS, max_size=REPLICAS), st.integers(0, 40))
+def test_beginnings_of_long_prompts(num_held: list[int], length: int) -> None:
+    held = HeldBlocks(REPLICAS)
+    chain = list(range(100, 140))
+    for replica, count in enumerate(num_held):
+        held.add(replica, chain[:count])
+    found = {
+        replica: depth for depth, bits in held.ends(chain[:length]) for replica in numbers_of(bits)
+    }
+    assert found == {replica: min(count, length) for replica, count in enumerate(num_held)}
 
 
 def naive_lru(num_blocks: int, chains: list[list[int]]) -> set[int]:
@@ -80,13 +102,28 @@ def test_predicted_caches_keep_what_was_sent_last(
 def test_a_prompt_that_does_not_fit_keeps_its_beginning() -> None:
     caches = PredictedCaches([3])
     caches.sent(0, [1, 2, 3, 4, 5])
-    assert caches.depths([1, 2, 3, 4, 5]) == [3]
+    assert caches.held.ends([1, 2, 3, 4, 5]) == [(3, 1)]
 
 
 def test_blocks_of_hashes() -> None:
     assert block_of(b"\x01" + bytes(31)) == 1
+    assert block_of(b"\xff" * 32) == 2**60 - 1
     assert block_of(2**64 + 7) == 7
-    assert block_of(-1) == 2**64 - 1
+    assert block_of(-1) == 2**60 - 1
+
+
+@given(st.lists(st.integers(0, 3), max_size=12), st.integers(1, 4), st.integers(0, 12))
+def test_a_block_tells_its_whole_prefix(tokens: list[int], size: int, changed: int) -> None:
+    chain = chain_of(tokens, size)
+    assert len(chain) == len(set(chain)) == len(tokens) // size
+    assert all(0 < block < 2**60 for block in chain)
+    half = len(chain) // 2
+    after = chain[half - 1] if half else NO_BLOCK
+    assert chain_of(tokens[half * size :], size, after) == chain[half:]
+    if changed < len(chain) * size:
+        other = [*tokens[:changed], 9, *tokens[changed + 1 :]]
+        same = [a == b for a, b in zip(chain, chain_of(other, size), strict=True)]
+        assert same == [depth < changed // size for depth in range(len(chain))]
 
 
 def test_caches_without_blocks_are_refused() -> None:

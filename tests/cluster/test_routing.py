@@ -66,6 +66,48 @@ def test_loads_are_the_work_that_is_left(steps: list[tuple[str, int]]) -> None:
         assert router.loads_s[replica] == pytest.approx(left)
 
 
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 3),  # prefix
+            st.integers(0, 4),  # blocks of it
+            st.none() | st.lists(st.integers(0, 4), min_size=1, max_size=4, unique=True),
+            st.booleans(),
+        ),
+        max_size=40,
+    ),
+    st.sampled_from([0.0, 0.25]),
+)
+def test_no_replica_is_better_than_the_one_chosen(
+    steps: list[tuple[int, int, list[int] | None, bool]], prompt_token_s: float
+) -> None:
+    # powers of two: sums are exact
+    costs = ServingCosts(prompt_token_s, 0.5)
+    router = Router(PredictedCaches([8] * 5), costs, BLOCK, 5)
+    running: list[list[str]] = [[] for _ in range(5)]
+    last_routed = [-1] * 5
+    for number, (prefix, depth, among, ends) in enumerate(steps):
+        chain = [100 * prefix + level + 1 for level in range(depth)]
+        candidates = among or list(range(5))
+        keys = {}
+        for each in candidates:
+            held = 0
+            while held < depth and router.index.held.holds(each, chain[held]):
+                held += 1
+            saved_s = 2 * prompt_token_s * BLOCK * held
+            expected_s = router.loads_s[each] - saved_s
+            keys[each] = (expected_s, -held, len(running[each]), last_routed[each])
+        routed = router.route(str(number), chain, depth * BLOCK + 1, 1, among)
+        assert routed.replica == min(candidates, key=keys.__getitem__) or (
+            among and keys[routed.replica] == min(keys.values())
+        )
+        assert routed.num_cached_tokens == -keys[routed.replica][1] * BLOCK
+        running[routed.replica].append(str(number))
+        last_routed[routed.replica] = number
+        if ends:
+            router.ended(running[routed.replica].pop(0))
+
+
 def test_a_lost_replica_gives_its_requests_back_and_is_empty() -> None:
     router = a_router(2)
     chain = list(range(10))

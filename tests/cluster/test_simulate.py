@@ -4,17 +4,22 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
 
 from tests.integration.tiny_models import save_model
 from vllm_relay.cli import app
 from vllm_relay.cluster.rules import ONLINE, offline
 from vllm_relay.cluster.simulate import Outcome, simulated_replicas
 from vllm_relay.prefix_cache.predict.engine import CacheSize, PredictorSettings
+from vllm_relay.prefix_cache.predict.executor import StubExecutor
 from vllm_relay.prefix_cache.predict.input import PredictedRequest
 from vllm_relay.prefix_cache.predict.load import Load, StepCosts, poisson_s
 from vllm_relay.prefix_cache.predict.predictor import Predictor
@@ -63,6 +68,30 @@ def test_one_replica_is_the_predictor(
     assert alone.waits is not None
     waits_s = [each.first_token_after_s(0.0) for each in outcome.courses]
     assert waits_s == pytest.approx(alone.waits.first_token_s)
+
+
+def test_engines_end_and_what_they_share_once(
+    settings: PredictorSettings,
+    requests: list[PredictedRequest],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: Counter[str] = Counter()
+
+    def counted(owner: Any, name: str) -> None:
+        shutdown = owner.shutdown
+        monkeypatch.setattr(owner, "shutdown", lambda self: ended.update([name]) or shutdown(self))
+
+    counted(EngineCore, "cores")
+    counted(StubExecutor, "executors")
+    counted(Scheduler, "schedulers")
+    finished: list[int] = []
+    for _ in range(2):  # those that come later find nothing of the first
+        with simulated_replicas(
+            settings, SIZE, 3, COSTS, requests, online=False, on_progress=finished.append
+        ) as replicas:
+            check_whole(replicas.run(offline("relay", replicas, COSTS), 8), requests)
+    assert ended == {"cores": 2, "executors": 6, "schedulers": 6}
+    assert finished.count(REQUESTS) >= 2 and max(finished) == REQUESTS
 
 
 def test_requests_that_share_go_together(

@@ -166,6 +166,13 @@ SERVER_LIST = ["http://a", "http://b"]
         ("m", {"data_parallel_ranks": 2}, "data_parallel_ranks=2 given, which is for servers"),
         ("http://a", {"data_parallel_ranks": 0}, "data_parallel_ranks=0 given, expected at least"),
         ("m", {"replicas": 2, "data_parallel_size": 2}, "data_parallel_size=2 and replicas=2"),
+        ("m", {"kv_events": ["tcp://a:1"]}, "kv_events given, which are those of servers"),
+        (SERVER_LIST, {"kv_events": "tcp://a:1"}, "of 1 servers given, expected those of 2"),
+        (
+            "http://a",
+            {"data_parallel_ranks": 2, "kv_events": ["ipc:///a"]},
+            "'ipc:///a' given with ranks",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(

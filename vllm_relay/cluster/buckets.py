@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic, TypeVar
 
-from vllm_relay.cluster.replica_index import Block, PredictedCaches
+from vllm_relay.cluster.replica_index import Block, ReplicaIndex
 from vllm_relay.prefix_cache.chains import common_depth
 from vllm_relay.ranked import Ranked
 
@@ -72,7 +72,7 @@ class PrefixBuckets(Generic[T]):
     """
 
     def __init__(
-        self, caches: PredictedCaches, block_size_tokens: int, answer_tokens: float = 0.0
+        self, caches: ReplicaIndex, block_size_tokens: int, answer_tokens: float = 0.0
     ) -> None:
         self._caches = caches
         self._block_size_tokens = block_size_tokens

@@ -45,8 +45,7 @@ def replica_rows(num_replicas: int, router: str | None) -> ReplicaRows:
         rows = []
         for size in sizes:
             for rule in rules:
-                show(f"{num_replicas} KV caches of {size}, {rule}")
-                rows.append(_row(settings, requests, size, load, rule, num_replicas))
+                rows.append(_row(settings, requests, size, load, rule, num_replicas, show))
         return rows
 
     return predict
@@ -59,11 +58,18 @@ def _row(
     load: Load | None,
     rule: str,
     num_replicas: int,
+    show: Callable[[str], None],
 ) -> dict[str, Any]:
+    def show_finished(finished: int) -> None:
+        show(f"{num_replicas} KV caches of {size}, {rule}: {finished:,} requests finished")
+
+    show_finished(0)
     costs = DEFAULT_COSTS if load is None else load.costs
     arrivals_s = None if load is None else load.arrivals_s
     online = arrivals_s is not None
-    with simulated_replicas(settings, size, num_replicas, costs, requests, online=online) as found:
+    with simulated_replicas(
+        settings, size, num_replicas, costs, requests, online=online, on_progress=show_finished
+    ) as found:
         if arrivals_s is None:
             outcome = found.run(
                 offline(rule, found, costs), _WINDOW_PER_RUNNING * found.max_running

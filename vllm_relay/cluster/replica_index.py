@@ -1,25 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which replica holds which KV blocks: as its engine tells, else as its cache is expected to."""
+"""Which replica holds which KV blocks, and what is expected of those that do not tell."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 Block = int
-"""Of a block's chained hash 64 bits, so that a block tells its whole prefix, see `block_of`."""
+"""Of a block's chained hash 60 bits, so that a block tells its whole prefix. Python keeps so many
+in 32 bytes, and 64 bits in 48."""
+
+BLOCK_MASK = (1 << 60) - 1
+_STRIDE = 8
+
+NO_BLOCK: Block = 0
+"""What the first block of a prompt comes after."""
 
 
 def block_of(block_hash: bytes | int) -> Block:
-    """The block of one of vLLM's hashes, which are bytes, or numbers in events of old."""
+    """The block of one of vLLM's hashes, which are bytes, or numbers of 64 bits in events."""
     if isinstance(block_hash, int):
-        return block_hash & 0xFFFF_FFFF_FFFF_FFFF
-    return int.from_bytes(block_hash[:8], "little")
+        return block_hash & BLOCK_MASK
+    return int.from_bytes(block_hash[:8], "little") & BLOCK_MASK
+
+
+def chain_of(
+    token_ids: Sequence[int], block_size_tokens: int, after: Block = NO_BLOCK
+) -> list[Block]:
+    """The full blocks of a prompt, for this process: others hash differently.
+
+    Args:
+        token_ids: or numbers of the pieces of its text.
+        after: the block before the first one.
+    """
+    chain = []
+    for content in zip(*[iter(token_ids)] * block_size_tokens, strict=False):
+        after = hash((after, content)) & BLOCK_MASK
+        chain.append(after)
+    return chain
 
 
 class HeldBlocks:
-    """The blocks of every replica. Takes about 90 bytes for each block that any replica holds.
+    """The blocks of every replica. Takes about 75 bytes for each block that any replica holds.
 
     Args:
         num_replicas: known by their numbers, from 0.
@@ -37,27 +60,31 @@ class HeldBlocks:
         """Different blocks that are held anywhere."""
         return len(self._holders)
 
-    def add(self, replica: int, blocks: Iterable[Block]) -> None:
-        """A replica holds these blocks now."""
+    def add(self, replica: int, blocks: Iterable[Block]) -> list[Block]:
+        """A replica holds these blocks now; returns those that it did not before."""
         holders, bit = self._holders, self._bits[replica]
+        new = []
         for block in blocks:
             known = holders.get(block)
-            holders[block] = bit if known is None else known | bit
+            if known is None:
+                holders[block] = bit
+            elif known & bit:
+                continue
+            else:
+                holders[block] = known | bit
+            new.append(block)
+        return new
 
     def discard(self, replica: int, blocks: Iterable[Block]) -> None:
         """A replica holds these blocks no longer."""
         holders, bit = self._holders, self._bits[replica]
         for block in blocks:
-            left = holders.get(block, 0) & ~bit
-            if left:
-                holders[block] = self._bits[left.bit_length() - 1] if not left & left - 1 else left
-            else:
-                holders.pop(block, None)
-
-    def clear(self, replica: int) -> None:
-        """A replica holds no blocks any more."""
-        bit = self._bits[replica]
-        self.discard(replica, [block for block, held in self._holders.items() if held & bit])
+            held = holders.get(block, 0)
+            if held == bit:
+                del holders[block]
+            elif held & bit:
+                left = held ^ bit
+                holders[block] = left if left & left - 1 else self._bits[left.bit_length() - 1]
 
     def holds(self, replica: int, block: Block) -> bool:
         return bool(self._holders.get(block, 0) & self._bits[replica])
@@ -68,32 +95,38 @@ class HeldBlocks:
 
     def holders(self, block: Block) -> Iterator[int]:
         """The replicas that hold a block."""
-        return _numbers(self._holders.get(block, 0))
+        return numbers_of(self._holders.get(block, 0))
 
-    def depths(self, chain: Sequence[Block]) -> list[int]:
-        """Of each replica, how many of a chain's first blocks it holds without a gap."""
-        depths = [0] * self.num_replicas
-        holders, alive = self._holders, self._all
-        depth = 0
-        for block in chain:
-            held = holders.get(block, 0) & alive
-            if held != alive:
-                _set(depths, alive ^ held, depth)
-                alive = held
-                if not alive:
-                    return depths
-            depth += 1
-        _set(depths, alive, depth)
-        return depths
+    def ends(self, chain: Sequence[Block]) -> list[tuple[int, int]]:
+        """How much of a chain the replicas hold without a gap.
+
+        Caches lose the last blocks of a prompt first: of eight blocks only the last one is looked
+        at where nobody ends before it.
+
+        Returns:
+            How many of its first blocks, ascending, and a bit for each replica that holds just
+            these. Every replica is in one of them.
+        """
+        ends = []
+        get, alive = self._holders.get, self._all
+        begin, most = 0, len(chain)
+        while begin < most:
+            end = begin + _STRIDE
+            if end > most or get(chain[end - 1], 0) & alive != alive:
+                for depth, block in enumerate(chain[begin:end], begin):
+                    held = get(block, 0) & alive
+                    if held != alive:
+                        ends.append((depth, alive ^ held))
+                        alive = held
+                        if not alive:
+                            return ends
+            begin = end
+        ends.append((most, alive))
+        return ends
 
 
-def _set(depths: list[int], bits: int, depth: int) -> None:
-    if depth:
-        for replica in _numbers(bits):
-            depths[replica] = depth
-
-
-def _numbers(bits: int) -> Iterator[int]:
+def numbers_of(bits: int) -> Iterator[int]:
+    """Which bits are set, the lowest first."""
     while bits:
         lowest = bits & -bits
         yield lowest.bit_length() - 1
@@ -101,14 +134,16 @@ def _numbers(bits: int) -> Iterator[int]:
 
 
 class ReplicaIndex(Protocol):
-    """What a router knows of the replicas' caches."""
+    """What is known of the replicas' caches.
 
-    def depths(self, chain: Sequence[Block]) -> list[int]:
-        """Of each replica, how many of a chain's first blocks it holds without a gap."""
-        ...
+    Attributes:
+        held: the blocks in them.
+    """
 
-    def sent(self, replica: int, chain: Sequence[Block]) -> None:
-        """A prompt with these full blocks was sent to a replica."""
+    held: HeldBlocks
+
+    def sent(self, replica: int, chain: Sequence[Block], num_held: int = 0) -> None:
+        """A prompt with these full blocks was sent to a replica, which holds the first of them."""
         ...
 
     def clear(self, replica: int) -> None:
@@ -133,33 +168,25 @@ class PredictedCaches:
             raise ValueError(f"caches of {list(num_blocks)} blocks given, expected at least 1 each")
         self.held = HeldBlocks(len(num_blocks))
         self._num_blocks = list(num_blocks)
-        self._used: list[OrderedDict[Block, None]] = [OrderedDict() for _ in num_blocks]
+        self._sent: list[OrderedDict[Block, None]] = [OrderedDict() for _ in num_blocks]
         """Of each replica, the next to leave first."""
 
-    def depths(self, chain: Sequence[Block]) -> list[int]:
+    def sent(self, replica: int, chain: Sequence[Block], num_held: int = 0) -> None:
         """See `ReplicaIndex`."""
-        return self.held.depths(chain)
+        sent, held = self._sent[replica], self.held
+        known = list(filter(sent.__contains__, chain)) if sent else []
+        for block in reversed(held.add(replica, chain[num_held:])):
+            sent[block] = None
+        deque(map(sent.move_to_end, reversed(known)), maxlen=0)  # each
+        left = [sent.popitem(last=False)[0] for _ in range(len(sent) - self._num_blocks[replica])]
+        held.discard(replica, left)
 
     def resize(self, replica: int, num_blocks: int) -> None:
         """A replica's cache has another size, and is empty."""
         self.clear(replica)
         self._num_blocks[replica] = num_blocks
 
-    def sent(self, replica: int, chain: Sequence[Block]) -> None:
-        """See `ReplicaIndex`."""
-        used = self._used[replica]
-        new = []
-        for block in reversed(chain):
-            if block in used:
-                used.move_to_end(block)
-            else:
-                used[block] = None
-                new.append(block)
-        self.held.add(replica, new)
-        left = [used.popitem(last=False)[0] for _ in range(len(used) - self._num_blocks[replica])]
-        self.held.discard(replica, left)
-
     def clear(self, replica: int) -> None:
         """See `ReplicaIndex`."""
-        self.held.discard(replica, self._used[replica])
-        self._used[replica].clear()
+        self.held.discard(replica, self._sent[replica])
+        self._sent[replica].clear()

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
-from vllm_relay.cluster.replica_index import Block, ReplicaIndex
+from vllm_relay.cluster.replica_index import Block, ReplicaIndex, numbers_of
 
 
 @dataclass(frozen=True)
@@ -116,25 +117,14 @@ class Router:
         """
         if request in self._running:
             raise ValueError(f"request {request!r} was routed before and has not ended")
-        candidates = range(self.num_replicas) if among is None else among
-        if not candidates:
+        if among is not None and not among:
             raise ValueError(f"no replica can be had for request {request!r}: wait for one")
         size = self.block_size_tokens
         # the last token is always computed
         most = max(prompt_tokens - 1, 0) // size
-        depths = self.index.depths(chain[:most])
-        costs, loads_s = self.costs, self._loads_s
-        token_s = costs.prompt_token_s * size * self.locality
-        replica = min(
-            candidates,
-            key=lambda each: (
-                loads_s[each] - token_s * depths[each],
-                -depths[each],
-                self._num_running[each],
-                self._last_routed[each],
-            ),
-        )
-        cached = depths[replica] * size
+        replica, depth = self._best(self.index.held.ends(chain[:most]), among)
+        costs = self.costs
+        cached = depth * size
         work = _Running(
             replica, costs.prompt_s(prompt_tokens - cached), costs.output_s(output_tokens)
         )
@@ -143,8 +133,50 @@ class Router:
         self._num_running[replica] += 1
         self._num_routed += 1
         self._last_routed[replica] = self._num_routed
-        self.index.sent(replica, chain)
+        self.index.sent(replica, chain, depth)
         return Routed(replica, cached)
+
+    def _best(
+        self, ends: Sequence[tuple[int, int]], among: Collection[int] | None
+    ) -> tuple[int, int]:
+        """Where a request is expected to be finished first, and how many of its blocks are there.
+
+        Args:
+            ends: see `HeldBlocks.ends`.
+        """
+        loads_s, num_running = self._loads_s, self._num_running
+        block_s = self.costs.prompt_token_s * self.block_size_tokens * self.locality
+        least = self._least_loaded(among)
+        allowed = -1 if among is None else sum(1 << each for each in among)
+        best, found = (inf, 0, 0, 0), (least, 0)
+        for depth, bits in reversed(ends):
+            # who holds no more than the one with the least load cannot be better
+            is_last = bits >> least & 1
+            for each in (least,) if is_last else numbers_of(bits & allowed):
+                rank = (
+                    loads_s[each] - block_s * depth,
+                    -depth,
+                    num_running[each],
+                    self._last_routed[each],
+                )
+                if rank < best:
+                    best, found = rank, (each, depth)
+            if is_last:
+                break
+        return found
+
+    def _least_loaded(self, among: Collection[int] | None) -> int:
+        """Of equal loads, the one with the fewest requests."""
+        loads_s, candidates = self._loads_s, among
+        if candidates is None:
+            least_s = min(loads_s)
+            if loads_s.count(least_s) == 1:
+                return loads_s.index(least_s)
+            candidates = range(self.num_replicas)
+        return min(
+            candidates,
+            key=lambda each: (loads_s[each], self._num_running[each], self._last_routed[each]),
+        )
 
     def answered(self, request: Hashable) -> None:
         """The first token of a request's answer came: its prompt is computed."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -23,6 +23,7 @@ from vllm_relay.prefix_cache.predict.engine import (
     PredictorSettings,
     create_config,
     create_core,
+    shut_down,
 )
 from vllm_relay.prefix_cache.predict.input import PredictedRequest
 from vllm_relay.prefix_cache.predict.load import StepCosts
@@ -122,6 +123,7 @@ class SimulatedReplicas:
         size: of every KV cache.
         costs: of a step.
         requests: in the order in which they arrive or are planned.
+        on_progress: called after every step with the number of finished requests.
 
     Raises:
         ValueError: vLLM refuses the settings.
@@ -136,7 +138,10 @@ class SimulatedReplicas:
         requests: Sequence[PredictedRequest],
         *,
         online: bool,
+        on_progress: Callable[[int], None] = lambda finished: None,
     ) -> None:
+        self._on_progress = on_progress
+        self._num_finished = 0
         config = create_config(settings, online=online)
         self._given = requests
         self._engine_requests = EngineRequests(requests)
@@ -159,8 +164,7 @@ class SimulatedReplicas:
 
     def close(self) -> None:
         """End the engines."""
-        for replica in self._replicas:
-            replica.core.shutdown()
+        shut_down([replica.core for replica in self._replicas])
 
     def serve(self, router: OnlineRouter, arrivals_s: Sequence[float]) -> Outcome:
         """Serve requests that arrive one by one.
@@ -253,6 +257,8 @@ class SimulatedReplicas:
         ]
         replica.has_answered.update(answered)
         ended = [each.request_id for each in outputs if each.finished]
+        self._num_finished += len(ended)
+        self._on_progress(self._num_finished)
         replica.has_answered.difference_update(ended)
         replica.is_stepping = True
         heapq.heappush(events, (replica.server.now_s, serial, number, answered, ended))

@@ -306,6 +306,25 @@ def test_statements_without_llm_need_no_model(
         ({"server": ["http://a", "b:80"]}, "--server 'b:80' given, expected an address"),
         ({"replicas": 2}, "--replicas given with --server"),
         (
+            {"server": None, "model": "m", "server_arguments": {"kv_events": ["tcp://a:1"]}},
+            "--kv-events given without",
+        ),
+        (
+            {"server": ["http://a"], "server_arguments": {"kv_events": ["tcp://a:1"]}},
+            "given for one engine",
+        ),
+        (
+            {"server": ["http://a", "http://b"], "server_arguments": {"kv_events": ["tcp://a:1"]}},
+            "expected those of 2",
+        ),
+        (
+            {
+                "server": ["http://a", "http://b"],
+                "server_arguments": {"kv_events": ["tcp://a:1", "b:1"]},
+            },
+            "KV events at 'b:1' given, expected tcp://HOST:PORT",
+        ),
+        (
             {"server": None, "model": "m", "data_parallel_ranks": 2},
             "--data-parallel-ranks given without --server",
         ),
@@ -340,10 +359,12 @@ def test_several_servers_and_their_ranks(films: Path, monkeypatch: pytest.Monkey
     found = opened_with(monkeypatch)
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     servers = ["http://localhost:1", "http://localhost:2"]
-    assert run([films], server=servers, command=QUERY, data_parallel_ranks=2)[0] == 0
+    given = {"server_arguments": {"kv_events": ["tcp://a:1", "tcp://b:1,tcp://b:9"]}}
+    assert run([films], server=servers, command=QUERY, data_parallel_ranks=2, **given)[0] == 0
     [(engine, arguments)] = found
     assert engine == servers
     assert arguments["data_parallel_ranks"] == 2 and arguments["api_key"].value == "secret"
+    assert arguments["kv_events"] == given["server_arguments"]["kv_events"]
 
 
 def test_keys_that_differ_are_refused(

@@ -151,6 +151,7 @@ def test_other_servers_never_have_the_key_of_openai(
     ("given", "message"),
     [
         (["--server", "https://far", "--dtype", "float16"], "--dtype given with --server"),
+        (["--server", "https://far", "--kv-events", "tcp://far:1"], "given for one engine"),
         (["--model", "a/b", "--api-key-env", "MINE"], "--api-key-env given without --server"),
         (["--server", "http://far", "--api-key-env", "MINE"], "MINE is not sent to far without"),
         (

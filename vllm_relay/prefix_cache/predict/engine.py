@@ -146,3 +146,13 @@ def create_core(config: VllmConfig, size: CacheSize) -> EngineCore:
         ) from error
     finally:
         envs.disable_envs_cache()  # this process may start other engines
+
+
+def shut_down(cores: Sequence[EngineCore]) -> None:
+    """End engine cores of this process: what they share, once, which looks through the whole heap
+    for garbage."""
+    for core in cores[1:]:
+        core.model_executor.shutdown()
+        core.scheduler.shutdown()
+    for core in cores[:1]:
+        core.shutdown()

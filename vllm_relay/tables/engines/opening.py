@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_relay.arguments import check_count, check_model
+from vllm_relay.cluster.event_stream import EventEndpoints
 from vllm_relay.tables.engines.addresses import addresses_of, lacks_scheme
 from vllm_relay.tables.engines.base import Engine
 
@@ -28,6 +30,7 @@ def open_engine(
     *,
     replicas: int | None = None,
     data_parallel_ranks: int | None = None,
+    kv_events: Sequence[str] | None = None,
     **arguments: Any,
 ) -> Engine:
     """
@@ -39,6 +42,9 @@ def open_engine(
         replicas: of the model, started by Ray if there are more than one, see `start_replicas`.
         data_parallel_ranks: of each server, with which ``vllm serve --data-parallel-size`` started
             it: each rank has a prefix cache of its own, and gets the prompts that it knows.
+        kv_events: of each server, in their order, where it publishes KV events of vLLM,
+            "tcp://host:port", and with a comma where it replays them: prompts go by what caches
+            hold, not by what they were sent. Ranks have the next ports.
         arguments: of a server, see `ServerEngine`, or of a model, those of ``vllm.LLM``; of all of
             them, if there are several.
 
@@ -60,8 +66,11 @@ def open_engine(
     is_model = not addresses and isinstance(engine, (str, Path))
     _check_option("replicas", replicas, "a model that is started here", is_model)
     _check_option("data_parallel_ranks", data_parallel_ranks, "servers", bool(addresses))
+    if kv_events and not addresses:
+        raise ValueError("kv_events given, which are those of servers: leave them out")
+    endpoints = check_kv_events(kv_events or (), len(addresses), data_parallel_ranks)
     if addresses:
-        return _open_servers(addresses, data_parallel_ranks, arguments)
+        return _open_servers(addresses, data_parallel_ranks, endpoints, arguments)
     if is_model:
         _check_model(str(engine), arguments)
         if replicas is not None and replicas > 1:
@@ -87,6 +96,35 @@ def open_engine(
     )
 
 
+def check_kv_events(
+    given: Sequence[str], num_servers: int, data_parallel_ranks: int | None
+) -> list[EventEndpoints]:
+    """
+    Args:
+        given: of each server; none, if there are none.
+
+    Raises:
+        ValueError: they are not one for each server, or of no use.
+    """
+    if not given:
+        return []
+    if isinstance(given, str) or len(given) != num_servers:
+        number = 1 if isinstance(given, str) else len(given)
+        raise ValueError(
+            f"KV events of {number} servers given, expected those of {num_servers}: give one "
+            f"endpoint for each server, in their order"
+        )
+    if num_servers * (data_parallel_ranks or 1) == 1:
+        raise ValueError(
+            "KV events given for one engine, which all prompts go to: they are for several "
+            "servers, or for the ranks of one"
+        )
+    endpoints = [EventEndpoints.of(each) for each in given]
+    if data_parallel_ranks and any("ipc:" in each for each in given):
+        raise ValueError(f"KV events at {given[0]!r} given with ranks, which have ports: give tcp:")
+    return endpoints
+
+
 def _check_option(name: str, count: int | None, whose: str, is_theirs: bool) -> None:
     if count is None:
         return
@@ -99,7 +137,12 @@ def _check_option(name: str, count: int | None, whose: str, is_theirs: bool) -> 
         raise ValueError(f"{name}={count} given, which is for {whose}: {other[name]}")
 
 
-def _open_servers(addresses: list[str], ranks: int | None, arguments: dict[str, Any]) -> Engine:
+def _open_servers(
+    addresses: list[str],
+    ranks: int | None,
+    endpoints: list[EventEndpoints],
+    arguments: dict[str, Any],
+) -> Engine:
     from vllm_relay.tables.engines.replicas import ReplicaEngine
     from vllm_relay.tables.engines.server.engine import ServerEngine
     from vllm_relay.tables.engines.server.retries import RetryPolicy
@@ -123,7 +166,11 @@ def _open_servers(addresses: list[str], ranks: int | None, arguments: dict[str, 
         address + "".join(f", rank {number}" for number in rank.values())
         for address, rank in places
     ]
-    return ReplicaEngine(engines, names)
+    engine = ReplicaEngine(engines, names)
+    if endpoints:
+        each_rank = [each for each in endpoints for _ in range(ranks or 1)]
+        engine.hear(each_rank, [rank.get("data_parallel_rank") for _, rank in places])
+    return engine
 
 
 def _start_replicas(model: str, num_replicas: int, arguments: dict[str, Any]) -> Engine:

@@ -12,9 +12,12 @@ from contextvars import copy_context
 from itertools import islice
 from queue import SimpleQueue
 from threading import Condition, Thread
+from typing import TYPE_CHECKING
 
 from vllm_relay.cluster.buckets import BucketPrompt, PrefixBuckets
-from vllm_relay.cluster.replica_index import PredictedCaches
+from vllm_relay.cluster.event_stream import EventEndpoints
+from vllm_relay.cluster.replica_index import PredictedCaches, ReplicaIndex, chain_of
+from vllm_relay.cluster.told_caches import ToldCaches
 from vllm_relay.tables.engines.base import (
     Completion,
     Completions,
@@ -28,14 +31,18 @@ from vllm_relay.tables.engines.base import (
     images_refusal,
 )
 from vllm_relay.tables.jobs.prompts.format import text_pieces
-from vllm_relay.tables.ordering.cached_tokens import BlockCache, block_hashes
-from vllm_relay.tables.ordering.sequences import TokenSequences
+from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.question import DEFAULT_MAX_TOKENS, Question
+
+if TYPE_CHECKING:
+    from vllm_relay.cluster.kv_events import KvEventListener
 
 logger = logging.getLogger("vllm.relay")
 
 DEFAULT_MAX_BUFFERED = 5000
 _UNKNOWN_CACHE = BlockCache(16, 65_536)
+_MAX_BLOCKS = 1 << 20
+"""Of a cache that tells, and does not say how large it is."""
 _BATCH = 64
 _WAIT_S = 0.05
 _PAUSE_S = 0.5
@@ -92,6 +99,31 @@ class ReplicaEngine:
         self.reasons = getattr(engines[0], "reasons", False)
         self.model_name: str = getattr(engines[0], "model_name", "")
         self.images_refusal = images_refusal(engines[0])
+        self._heard: KvEventListener | None = None
+
+    def hear(self, endpoints: Sequence[EventEndpoints], ranks: Sequence[int | None]) -> None:
+        """Know from vLLM's KV events what the engines' caches hold, see `KvEventListener`.
+
+        Raises:
+            ValueError: the events would say nothing of the prompts, or vLLM is not installed.
+        """
+        caches = [each.cache for each in self.engines if each.cache is not None]
+        missing = "" if self.tokenizer else "its tokenizer is not at hand: give tokenizer="
+        if len(caches) < len(self.engines):
+            missing = "it does not say its block size in /metrics, as vLLM does"
+        if missing:
+            raise ValueError(f"kv_events given for {self._names[0]}, but {missing}")
+        try:
+            from vllm_relay.cluster.kv_events import KvEventListener
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"kv_events given, which are read as vLLM writes them, and {error.name} is not "
+                f"installed: pip install vllm, or leave kv_events out"
+            ) from error
+        told = ToldCaches(
+            [each.num_blocks or _MAX_BLOCKS for each in caches], caches[0].block_size_tokens
+        )
+        self._heard = KvEventListener(told, endpoints, ranks)
 
     @property
     def cache(self) -> BlockCache | None:
@@ -109,7 +141,12 @@ class ReplicaEngine:
 
     def _job(self, question: Question, *, is_scored: bool = False) -> _ReplicaJob:
         return _ReplicaJob(
-            self.engines, self._names, question, self._max_buffered, is_scored=is_scored
+            self.engines,
+            self._names,
+            question,
+            self._max_buffered,
+            None if self._heard is None else self._heard.caches,
+            is_scored=is_scored,
         )
 
     def max_answer_tokens(self, question: Question) -> int:
@@ -123,6 +160,8 @@ class ReplicaEngine:
 
     def close(self) -> None:
         """Close all replicas."""
+        if self._heard is not None:
+            self._heard.close()
         for engine in self.engines:
             engine.close()
 
@@ -172,6 +211,7 @@ class _ReplicaJob:
         names: Sequence[str],
         question: Question,
         max_buffered: int,
+        held: ReplicaIndex | None,
         *,
         is_scored: bool,
     ) -> None:
@@ -184,7 +224,7 @@ class _ReplicaJob:
         self._block_size_tokens = caches[0].block_size_tokens
         num_blocks = [each.num_blocks or _UNKNOWN_CACHE.num_blocks or 1 for each in caches]
         self._buckets: PrefixBuckets[Prompt] = PrefixBuckets(
-            PredictedCaches(num_blocks),
+            held or PredictedCaches(num_blocks),
             self._block_size_tokens,
             min(engines[0].max_answer_tokens(question), DEFAULT_MAX_TOKENS),
         )
@@ -316,11 +356,11 @@ class _ReplicaJob:
     def _bucket_prompts(self, prompts: Sequence[Prompt]) -> list[BucketPrompt[Prompt]]:
         """With the full blocks of each; without tokens, of what it says."""
         tokens = [prompt.token_ids or text_pieces(prompt.message) for prompt in prompts]
-        size = self._block_size_tokens
-        hashes = block_hashes(TokenSequences.from_lists(tokens), size).tolist()
-        found, begin = [], 0
-        for prompt, each in zip(prompts, tokens, strict=True):
-            end = begin + len(each) // size
-            found.append(BucketPrompt(prompt, hashes[begin:end], len(each)))
-            begin = end
-        return found
+        return [
+            BucketPrompt(
+                prompt,
+                chain_of(each, self._block_size_tokens),
+                len(each),
+            )
+            for prompt, each in zip(prompts, tokens, strict=True)
+        ]

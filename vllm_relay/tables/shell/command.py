@@ -18,7 +18,7 @@ from vllm_relay.arguments import check_model, check_writable
 from vllm_relay.tables.engines.addresses import addresses_of, check_address
 from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.engines.lazy import LazyEngine
-from vllm_relay.tables.engines.opening import open_engine
+from vllm_relay.tables.engines.opening import check_kv_events, open_engine
 from vllm_relay.tables.engines.server.keys import key_from_environment
 from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.options import JobOptions
@@ -64,8 +64,8 @@ def run_sql(
         options: of `JobOptions`.
         request: `RequestOptions` of all questions, as JSON but for the system prompt.
         on_error, image_folder: see `connect`.
-        server_arguments: of `ServerEngine`, and ``api_key_env``, the variable with its key; those
-            that are None are left out.
+        server_arguments: of `ServerEngine`, ``kv_events`` of `open_engine`, and ``api_key_env``,
+            the variable with its key; those that are None are left out.
         max_running: prompts that the engine has at once.
         output_path: where the rows of the last statement are written instead of shown; of
             statements that are typed at a terminal, those of each that gives rows, in place of
@@ -92,6 +92,7 @@ def run_sql(
                 )
             opening = _of_servers(servers, given, llm_arguments, max_running)
             opening |= {"data_parallel_ranks": data_parallel_ranks}
+            check_kv_events(opening.get("kv_events", ()), len(servers), data_parallel_ranks)
         else:
             given |= {"data_parallel_ranks": data_parallel_ranks} if data_parallel_ranks else {}
             if given:
