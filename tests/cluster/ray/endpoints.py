@@ -20,7 +20,7 @@ def free_port() -> int:
 def connected(port: int, body: Any, path: str = "/v1/completions") -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection("127.0.0.1", port)
     text = body if isinstance(body, bytes) else json.dumps(body).encode()
-    connection.request("POST", path, text, {"x-given": "kept"})
+    connection.request("POST", path, text, {"x-given": "kept", "content-type": "application/json"})
     return connection.getresponse()
 
 
