@@ -12,10 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.sparse.stored_contexts import FINGERPRINT
+from vllm_relay.long_context.host import index_builders
 from vllm_relay.long_context.host.host_sequence import HostSequence, SequencePlace
 from vllm_relay.long_context.host.index_builders import start_builders
 from vllm_relay.long_context.host.worker_contexts import WorkerContexts
@@ -62,7 +64,7 @@ class PausingStore(MemoryContextStore):
 def contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerContexts:
     contexts = WorkerContexts(tmp_path, FINGERPRINT, ["layer"], DBOptions(), start_builders(1))
     contexts._store = PausingStore()
-    monkeypatch.setattr(contexts, "_indexed", lambda build, context, begin: [])
+    monkeypatch.setattr(contexts, "_index", lambda build, begin: True)
     return contexts
 
 
@@ -139,3 +141,42 @@ def test_a_context_that_is_deleted_while_it_waits_leaves_its_memory(
     store.may_go_on.set()
     wait_until(lambda: contexts.num_queued == 0)
     assert store.num_added == 1
+
+
+def test_a_context_that_is_deleted_while_it_is_indexed_leaves_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All but the keys and values of the head that is being built."""
+    builds, may_go_on = threading.Event(), threading.Event()
+    build_index, indexes = index_builders.build_index, []
+
+    def build(*args: Any) -> Any:
+        if indexes:
+            builds.set()
+            assert may_go_on.wait(TIMEOUT_S)
+        built = build_index(*args)
+        indexes.append(weakref.ref(built[0]))
+        return built
+
+    monkeypatch.setattr(index_builders, "build_index", build)
+    options = DBOptions(index="flat")
+    names = ["first", "second", "third"]
+    contexts = WorkerContexts(None, FINGERPRINT, names, options, start_builders(1))
+    tokens = list(range(5))
+    sequence = HostSequence(SequencePlace(0, len(tokens), 0, 0, len(tokens)))
+    for name in names:
+        states = torch.randn(len(tokens), 1, 8)
+        sequence.layer(name, states).write(0, states, states)
+    left = [weakref.ref(layer) for layer in sequence.layers.values()]
+    contexts.keep(KeptContext("context", tokens), sequence, None)
+    del sequence
+    assert builds.wait(TIMEOUT_S)
+    left.append(weakref.ref(contexts.get(context_id_of(np.arange(5)))))
+    contexts.delete(context_id_of(np.arange(5)))
+    gc.collect()
+    still_there = [each() is not None for each in (*left, *indexes)]
+    may_go_on.set()
+    wait_until(lambda: contexts.num_queued == 0)
+    contexts.close()
+    assert still_there == [False] * 5
+    assert contexts.reports() == []
