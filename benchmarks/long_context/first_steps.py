@@ -82,7 +82,8 @@ def computed_by_itself(
         end = min(begin + chunk_tokens, num_tokens)
         began_s = time.perf_counter()
         budget.renew()
-        layer.write(begin, keys[begin:end], values[begin:end])
+        is_copied = end - begin > CHUNK_TOKENS
+        layer.write(begin, keys[begin:end], values[begin:end], is_copied=is_copied)
         chunks_s.append(time.perf_counter() - began_s)
     scale = HEAD_SIZE**-0.5
     query = Dipr(alpha=ALPHA, scale=scale, estimate=True)

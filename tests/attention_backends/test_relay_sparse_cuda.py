@@ -97,8 +97,10 @@ def test_layers_that_read_the_cache_of_another() -> None:
 def test_tokens_of_hit_blocks_are_copied_from_the_device(
     num_hits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In pieces, of blocks that others get in the next step."""
+    """In pieces, of blocks that others get in the next step; no prompt is computed by that."""
     monkeypatch.setattr(mirroring, "GATHERED_TOKENS", 64)
+    copied: list[int] = []
+    monkeypatch.setattr(host_sequence.EncodingBudget, "copy", lambda self, num: copied.append(num))
     run = CudaWorker(torch.bfloat16, alpha=1e-37)
     first = run.sequence("first", 300, 224)
     run.step((first, 224))
@@ -114,6 +116,8 @@ def test_tokens_of_hit_blocks_are_copied_from_the_device(
     run.preempt(first)
     assert run.long_contexts.requests["third"].sequence is None
     run.check_copy(second)
+    layers = run.long_contexts.requests["second"].sequence.layers
+    assert sum(copied) == hit_tokens * len(layers)
 
 
 def test_a_request_that_hits_all_of_its_prompt_reads_the_host_at_once() -> None:

@@ -188,12 +188,21 @@ def pack_kv_cache(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return kv_cache
 
 
+def unpack_tokens(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `unpack_kv_cache`, both [num_blocks * block_size, num_kv_heads, head_size]."""
+    num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
+    num_tokens = num_blocks * block_size
+    key, value = (
+        slot_view.reshape(num_tokens, num_kv_heads, -1) for slot_view in _slot_views(kv_cache)
+    )
+    return key, value
+
+
 def unpack_kv_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys and values of a KV cache, both [num_blocks, num_kv_heads, block_size, head_size]."""
-    num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
     key, value = (
-        slot_view.reshape(num_blocks, block_size, num_kv_heads, -1).transpose(1, 2).contiguous()
-        for slot_view in _slot_views(kv_cache)
+        tokens.unflatten(0, (len(kv_cache), -1)).transpose(1, 2).contiguous()
+        for tokens in unpack_tokens(kv_cache)
     )
     return key, value
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from vllm_relay.long_context.host import worker_contexts
+from vllm_relay.long_context.host import index_builders
 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """No index is built before it is set."""
-    may_build, build_index = threading.Event(), worker_contexts.build_index
+    may_build, build_index = threading.Event(), index_builders.build_index
 
     def build_slowly(*args: Any) -> Any:
         assert may_build.wait(timeout=60)
         return build_index(*args)
 
-    monkeypatch.setattr(worker_contexts, "build_index", build_slowly)
+    monkeypatch.setattr(index_builders, "build_index", build_slowly)
     yield may_build
     may_build.set()

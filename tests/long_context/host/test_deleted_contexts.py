@@ -12,10 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.sparse.stored_contexts import FINGERPRINT
+from vllm_relay.long_context.host import index_builders
 from vllm_relay.long_context.host.host_sequence import HostSequence, SequencePlace
 from vllm_relay.long_context.host.index_builders import start_builders
 from vllm_relay.long_context.host.worker_contexts import WorkerContexts
@@ -62,7 +64,7 @@ class PausingStore(MemoryContextStore):
 def contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerContexts:
     contexts = WorkerContexts(tmp_path, FINGERPRINT, ["layer"], DBOptions(), start_builders(1))
     contexts._store = PausingStore()
-    monkeypatch.setattr(contexts, "_indexed", lambda build, context, begin: [])
+    monkeypatch.setattr(contexts, "_index", lambda build, begin: True)
     return contexts
 
 
@@ -139,3 +141,84 @@ def test_a_context_that_is_deleted_while_it_waits_leaves_its_memory(
     store.may_go_on.set()
     wait_until(lambda: contexts.num_queued == 0)
     assert store.num_added == 1
+
+
+class PausingBuilds:
+    """Builds indexes, and stops before one.
+
+    Attributes:
+        indexes: that were built.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_before: int) -> None:
+        self.indexes: list[weakref.ref[Any]] = []
+        self.stops, self.may_go_on = threading.Event(), threading.Event()
+        self._num_before, self._build_index = num_before, index_builders.build_index
+        monkeypatch.setattr(index_builders, "build_index", self._build)
+
+    def _build(self, *args: Any) -> Any:
+        if len(self.indexes) == self._num_before:
+            self.stops.set()
+            assert self.may_go_on.wait(TIMEOUT_S)
+        index, plan = self._build_index(*args)
+        self.indexes.append(weakref.ref(index))
+        return index, plan
+
+
+def sequence_of(begin: int, end: int, *names: str) -> HostSequence:
+    """The tokens `begin` to `end` of a request, with layers of these names."""
+    sequence = HostSequence(SequencePlace(begin, end - begin, 0, 0, end))
+    for name in names:
+        states = torch.randn(end - begin, 1, 8)
+        sequence.layer(name, states).write(begin, states, states)
+    return sequence
+
+
+def test_a_context_that_is_deleted_while_it_is_indexed_leaves_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All but the keys and values of the head that is being built."""
+    builds, names = PausingBuilds(monkeypatch, 1), ["first", "second", "third"]
+    options = DBOptions(index="flat")
+    contexts = WorkerContexts(None, FINGERPRINT, names, options, start_builders(1))
+    sequence = sequence_of(0, 5, *names)
+    left = [weakref.ref(layer) for layer in sequence.layers.values()]
+    contexts.keep(KeptContext("context", list(range(5))), sequence, None)
+    del sequence
+    assert builds.stops.wait(TIMEOUT_S)
+    context_id = context_id_of(np.arange(5))
+    left.append(weakref.ref(contexts.get(context_id)))
+    contexts.delete(context_id)
+    gc.collect()
+    still_there = [each() is not None for each in (*left, *builds.indexes)]
+    builds.may_go_on.set()
+    wait_until(lambda: contexts.num_queued == 0)
+    contexts.close()
+    assert still_there == [False] * 5
+    assert contexts.reports() == []
+
+
+def test_what_a_deleted_context_continues_leaves_its_memory_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    builds = PausingBuilds(monkeypatch, 1)
+    options = DBOptions(index="flat")
+    contexts = WorkerContexts(None, FINGERPRINT, ["layer"], options, start_builders(1))
+    parent_id, child_id = (context_id_of(np.arange(each)) for each in (300, 310))
+    contexts.keep(KeptContext(parent_id, list(range(300))), sequence_of(0, 300, "layer"), None)
+    wait_until(lambda: contexts.num_queued == 0)
+    parent = weakref.ref(contexts.get(parent_id))
+    child = sequence_of(300, 310, "layer")
+    contexts.keep(KeptContext(child_id, list(range(310))), child, parent())
+    del child
+    assert builds.stops.wait(TIMEOUT_S)
+    contexts.delete(parent_id)
+    gc.collect()
+    continued = parent() is not None
+    contexts.delete(child_id)
+    gc.collect()
+    still_there = parent() is not None
+    builds.may_go_on.set()
+    wait_until(lambda: contexts.num_queued == 0)
+    contexts.close()
+    assert (continued, still_there) == (True, False)

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_relay.attention_backends import cpu
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
-from vllm_relay.attention_backends.reference import unpack_kv_cache
+from vllm_relay.attention_backends.reference import unpack_tokens
 from vllm_relay.attention_backends.relay import (
     RelayBackend,
     RelayImpl,
@@ -41,6 +41,9 @@ from vllm_relay.long_context.host.host_attention import (
 )
 from vllm_relay.long_context.host.host_sequence import HostLayer
 from vllm_relay.long_context.host.worker import MirroredRow
+
+COPIED_TOKENS = 2048
+"""Of blocks that others have computed, so many are unpacked at once, to bound the memory."""
 
 
 class RelaySparseBackend(RelayBackend):
@@ -204,15 +207,12 @@ def _mirror(
 ) -> None:
     """Copies the step's keys and values to the host, and those before that are not there yet: of
     blocks that other requests have computed, and of a request that was short so far."""
-    if host.end < row.num_computed_tokens:
+    while host.end < row.num_computed_tokens:
         size = kv_cache.shape[2]
-        first, last = host.end // size, -(-row.num_computed_tokens // size)
-        blocks = torch.from_numpy(row.blocks[first:last].astype(np.int64))
-        keys, values = (
-            part.transpose(1, 2).flatten(0, 1)[
-                host.end - first * size : row.num_computed_tokens - first * size
-            ]
-            for part in unpack_kv_cache(kv_cache[blocks])
-        )
-        host.write(host.end, keys, values)
+        first = host.end // size
+        end = min(row.num_computed_tokens, (first + max(1, COPIED_TOKENS // size)) * size)
+        blocks = torch.from_numpy(row.blocks[first : -(-end // size)].astype(np.int64))
+        at = slice(host.end - first * size, end - first * size)
+        keys, values = (part[at] for part in unpack_tokens(kv_cache[blocks]))
+        host.write(host.end, keys, values, is_copied=True)
     host.write(row.num_computed_tokens, key, value)

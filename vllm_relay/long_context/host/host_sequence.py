@@ -27,14 +27,17 @@ than the first: one step that makes those of all layers would keep all requests 
 TRAIN_QUERIES_PER_KEY = 0.4
 STEP_TOKENS = 4096
 """Of one layer: with 8 kv heads, two cores encode them in less than 0.1 s."""
+COPIED_TOKENS_PER_ENCODED = 16
+"""So many are copied in about the time in which one is encoded."""
 
 
 @dataclass
 class EncodingBudget:
     """Tokens that a step may encode: of all layers and requests together, each layer's counted.
 
-    A step makes one index in any case, more within `step_tokens` and the tokens of prompts that it
-    computes: so indexes keep up with prompts, and a step that generates is never much longer.
+    A step makes one index in any case, unless it copies much that others have computed, and more
+    within `step_tokens` and the tokens of prompts that it computes: so indexes keep up with
+    prompts, and a step that generates is never much longer.
     """
 
     step_tokens: float = STEP_TOKENS
@@ -48,6 +51,10 @@ class EncodingBudget:
     def earn(self, num_tokens: int) -> None:
         """So many tokens of a prompt are written in a layer."""
         self._earned_tokens += num_tokens
+
+    def copy(self, num_tokens: int) -> None:
+        """So many tokens that others have computed are copied in a layer."""
+        self._taken_tokens += num_tokens // COPIED_TOKENS_PER_ENCODED
 
     def take(self, num_tokens: int) -> bool:
         """Whether an index of so many tokens of a layer is made in this step."""
@@ -133,8 +140,20 @@ class HostLayer:
         self._budget = budget or EncodingBudget(math.inf)
         self.segments: dict[tuple[int, int], Segment] = {}
 
-    def write(self, position: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Args: keys, values: [tokens, kv_heads, size], of `position` and after."""
+    def write(
+        self,
+        position: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        is_copied: bool = False,
+    ) -> None:
+        """
+        Args:
+            keys, values: [tokens, kv_heads, size], of `position` and after.
+            is_copied: others have computed them. Nothing is encoded ahead then: copying takes long
+                enough.
+        """
         if position < self.end:
             self._truncate(position)
         first = position - self.begin
@@ -142,9 +161,10 @@ class HostLayer:
         self.keys[:, first:last] = keys.transpose(0, 1)
         self.values[:, first:last] = values.transpose(0, 1)
         self.end = position + keys.shape[0]
-        if position < self._prompt_end:
-            # of more, at once, others have computed most
-            self._budget.earn(min(keys.shape[0], SEGMENT_TOKENS))
+        if is_copied:
+            self._budget.copy(keys.shape[0])
+        elif position < self._prompt_end:
+            self._budget.earn(keys.shape[0])
             self._index_ahead()
 
     def _truncate(self, end: int) -> None:

@@ -45,7 +45,7 @@ def mirror(
     query, key, value = step
     for row, layer in zip(rows, layers, strict=True):
         for position, states in _states_of_blocks(row, layer.end, kv_cache):
-            add(states, functools.partial(_write, layer, position))
+            add(states, functools.partial(_write, layer, position, is_copied=True))
     states = torch.cat([each.index_select(0, tokens) for each in (key, value)], -1)
     add(states, functools.partial(_write_rows, list(zip(rows, layers, strict=True))))
     training = [
@@ -72,8 +72,10 @@ def _states_of_blocks(
         end += len(states)
 
 
-def _write(layer: HostLayer, position: int, states: torch.Tensor) -> None:
-    layer.write(position, *states.chunk(2, -1))
+def _write(
+    layer: HostLayer, position: int, states: torch.Tensor, *, is_copied: bool = False
+) -> None:
+    layer.write(position, *states.chunk(2, -1), is_copied=is_copied)
 
 
 def _write_rows(rows: list[tuple[MirroredRow, HostLayer]], states: torch.Tensor) -> None:

@@ -7,8 +7,8 @@ import contextlib
 import logging
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from vllm_relay.config import RelayConfig
 from vllm_relay.long_context.host.chain_length import own_begin
 from vllm_relay.long_context.host.host_sequence import HostSequence
-from vllm_relay.long_context.host.index_builders import process_ends
+from vllm_relay.long_context.host.index_builders import Build, UnusableStatesError, index_heads
 from vllm_relay.long_context.host.sequence_context import SequenceContext
 from vllm_relay.long_context.orders import DELETED, ContextReport, KeptContext
 from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint
@@ -30,34 +30,11 @@ from vllm_relay.sparse.contexts.context_store import (
     StoredContext,
 )
 from vllm_relay.sparse.contexts.disk.disk_context_store import DiskContext, DiskContextStore
-from vllm_relay.sparse.index.elements import check_finite
-from vllm_relay.sparse.index.flat import FlatIndex
 from vllm_relay.sparse.index.query_types import Dipr
-from vllm_relay.sparse.plan.index_choice import build_index
 from vllm_relay.sparse.plan.options import DBOptions
 from vllm_relay.sparse.plan.search_cost import SearchCost, load_costs
 
 logger = logging.getLogger("vllm.relay")
-
-
-class UnusableStatesError(ValueError):
-    """A key or value that no index can have: NaN, infinite, or too large."""
-
-
-@dataclass(eq=False)
-class Build:
-    """A request that became a context, until that is stored.
-
-    Attributes:
-        context: None as soon as it is deleted or refused: it leaves its memory at once.
-        problem: why it stays in memory, or is refused.
-    """
-
-    context_id: str
-    tokens: np.ndarray
-    context: SequenceContext | None
-    problem: str | None = None
-    future: Future[None] | None = None
 
 
 class WorkerContexts:
@@ -139,7 +116,7 @@ class WorkerContexts:
             if known is not None and known.context is not None:
                 return True
             context = SequenceContext(tokens, sequence, self.layer_names, parent)
-            build = Build(context.id, tokens, context)
+            build = Build(context.id, tokens, self._lock, context)
             self._kept[build.context_id] = build
             self._building.append(build)
         build.future = self._builders.submit(self._run, build)
@@ -154,7 +131,8 @@ class WorkerContexts:
         with self._lock:
             build = self._kept.pop(context_id, None)
             if build is not None:
-                build.context = None
+                build.let_go()
+                self._built.notify_all()
             self._delete_stored(context_id)
             return self._undeleted.get(context_id)
 
@@ -240,13 +218,14 @@ class WorkerContexts:
         )
 
     def _refuse(self, build: Build, problem: str) -> None:
-        build.context, build.problem = None, f"is not kept: {problem}"
+        build.let_go()
+        build.problem = f"is not kept: {problem}"
+        self._built.notify_all()
 
     def _run(self, build: Build) -> None:
         try:
-            context = build.context
-            if context is not None:
-                self._build(build, context)
+            if build.context is not None:
+                self._build(build)
         finally:
             with self._lock:
                 self._building.remove(build)
@@ -256,50 +235,74 @@ class WorkerContexts:
     def _is_needed(self, build: Build) -> bool:
         return build.context is not None and not self._is_closed
 
-    def _build(self, build: Build, context: SequenceContext) -> None:
+    def _build(self, build: Build) -> None:
+        context_id = build.context_id
         try:
-            while not self._is_stored(build, context):
-                logger.info("context %s: what it continues was deleted", context.id)
+            while not self._is_stored(build):
+                logger.info("context %s: what it continues was deleted", context_id)
             with self._storing, self._lock:
                 if build.context is not None:
-                    del self._kept[context.id]
+                    del self._kept[context_id]
                 elif self._is_last(build):
-                    self._delete_stored(context.id)
+                    self._delete_stored(context_id)
         except UnusableStatesError as error:
-            logger.warning("context %s is not kept: %s", context.id, error)
+            logger.warning("context %s is not kept: %s", context_id, error)
             with self._lock:
                 if self._is_needed(build):
                     self._refuse(build, str(error))
         except Exception as error:
-            logger.exception("context %s stays in memory", context.id)
+            logger.exception("context %s stays in memory", context_id)
             with self._lock:
                 if self._is_needed(build):
                     build.problem = f"{type(error).__name__}: {error}"
+                    build.parent, build.heads = None, []
                 elif self._is_last(build):
-                    self._delete_stored(context.id)
+                    self._delete_stored(context_id)
 
-    def _is_stored(self, build: Build, context: SequenceContext) -> bool:
+    def _is_stored(self, build: Build) -> bool:
         """Stores it, if it is wanted. False: what it was to continue was deleted meanwhile."""
-        parent = self._parent_of(context)
-        built = self._indexed(build, context, 0 if parent is None else parent.num_tokens)
+        begin = self._find_parent(build)
+        is_indexed = self._index(build, begin)
         with self._storing:
-            if built is not None and self._is_needed(build):
+            with self._lock:
+                parent, heads = build.parent, build.heads
+            if is_indexed and self._is_needed(build):
                 try:
-                    self.add(context.tokens, built, parent)
+                    self.add(build.tokens, heads, parent)
                 except ParentGoneError:
                     return False
         return True
 
-    def _parent_of(self, context: SequenceContext) -> Parent | None:
+    def _index(self, build: Build, begin: int) -> bool:
+        """Its tokens from `begin` on. False: nobody wants it any more."""
+        if self._costs is None:
+            self._costs = load_costs()
+        return index_heads(build, begin, self.options, self._costs, lambda: not self._is_closed)
+
+    def _find_parent(self, build: Build) -> int:
+        """Finds what it continues in the store; where what it has itself begins."""
+        with self._lock:  # the parent's thread has begun before this one
+            self._built.wait_for(lambda: build.context is None or not self._continues_build(build))
+            context = build.context
+        parent = self._parent_of(context)
+        with self._lock:
+            if build.context is not None:
+                build.parent, build.heads = parent, []
+        return 0 if parent is None else parent.num_tokens
+
+    def _continues_build(self, build: Build) -> bool:
+        """Whether what it continues is being built."""
+        assert build.context is not None
+        continued = build.context.parent
+        return continued is not None and any(
+            each.context is continued.context for each in self._building
+        )
+
+    def _parent_of(self, context: SequenceContext | None) -> Parent | None:
         """What it continues in the store. None: it has to have all of its tokens itself."""
-        continued = context.parent
-        if continued is None:
+        if context is None or context.parent is None:
             return None
-        with self._lock:  # its thread has begun before this one
-            self._built.wait_for(
-                lambda: all(each.context is not continued.context for each in self._building)
-            )
-        parent = self._store.parent_here(continued)
+        parent = self._store.parent_here(context.parent)
         if parent is None:
             return None
         links = parent.context.links(parent.num_tokens)
@@ -314,43 +317,6 @@ class WorkerContexts:
         except OSError as error:
             logger.warning("context %s cannot be deleted: %s", context_id, error)
             self._undeleted[context_id] = f"cannot be deleted: {error}"
-
-    def _indexed(
-        self, build: Build, context: SequenceContext, begin: int
-    ) -> list[list[HeadStates]] | None:
-        """Its tokens from `begin` on. None: nobody wants it any more."""
-        if self._costs is None:
-            self._costs = load_costs()
-        built: list[list[HeadStates]] = []
-        for layer in range(context.shape.num_layers):
-            built.append([])
-            for head in range(context.shape.num_kv_heads):
-                if not self._is_needed(build) or process_ends():
-                    return None
-                try:
-                    built[-1].append(self._head(context, layer, head, begin))
-                except ValueError as error:
-                    raise UnusableStatesError(f"layer {layer}, kv head {head}: {error}") from error
-            flat = [each.index for each in built[-1] if isinstance(each.index, FlatIndex)]
-            if len(flat) == len(built[-1]) and begin == context.own_begin:
-                context.take_flat(layer, flat)
-        return built
-
-    def _head(self, context: SequenceContext, layer: int, head: int, begin: int) -> HeadStates:
-        """Of the tokens from `begin` on.
-
-        Raises:
-            ValueError: no index can have its keys or values.
-        """
-        keys, values = context.rows(layer, head, begin, context.num_tokens)
-        check_finite("keys", keys)
-        check_finite("values", values)
-        train = context.queries(layer, head, begin, context.num_tokens)
-        group, last = context.group_size(layer), context.last_queries(layer, head)
-        index, plan = build_index(
-            layer, keys, values, train, group, self.options, self._costs, last
-        )
-        return HeadStates(keys, values, index, train, plan)
 
 
 def _refusal(build: Build) -> ContextReport:
