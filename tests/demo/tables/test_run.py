@@ -9,8 +9,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tests.tables.fake_engine import FakeEngine
 from vllm_relay.cli import app
 from vllm_relay.demo.options import DemoOptions
+from vllm_relay.demo.tables import replicas_main
 from vllm_relay.demo.tables.engine import TableAnswers, Way
 from vllm_relay.demo.tables.run import run_tables_demo
 from vllm_relay.demo.tables.workload import tables_workload
@@ -36,6 +38,12 @@ def test_both_ways_answer_right_and_llm_map_computes_less(tmp_path: Path) -> Non
     assert ours["computed_tokens"] < rows["computed_tokens"] / 2
     assert ours["hit_rate"] > rows["hit_rate"]
     assert "answers right" in console.export_text()
+
+
+def test_replicas_end_with_their_process() -> None:
+    engine = FakeEngine()
+    replicas_main.stop(engine)
+    assert engine.is_closed
 
 
 class EngineWithoutModel:

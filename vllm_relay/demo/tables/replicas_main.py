@@ -43,5 +43,10 @@ def ask(
     return ask_with_llm_map(engine, columns, question)
 
 
+def stop(engine: Engine) -> None:
+    """Its processes end too."""
+    engine.close()
+
+
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), start, ask, Engine.close)
+    serve(int(sys.argv[1]), start, ask, stop)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,10 +73,13 @@ def open_engine(
     if addresses:
         return _open_servers(addresses, data_parallel_ranks, endpoints, arguments)
     if is_model:
-        _check_model(str(engine), arguments)
-        if replicas is not None and replicas > 1:
-            return _start_replicas(str(engine), replicas, arguments)
-        check_model(str(engine), "engine")
+        _check_no_address(str(engine), arguments)
+        num_replicas = replicas or 1
+        if num_replicas == 1 or not os.environ.get("RAY_ADDRESS"):
+            # other machines may have other folders
+            check_model(str(engine), "engine")
+        if num_replicas > 1:
+            return _start_replicas(str(engine), num_replicas, arguments)
         from vllm_relay.tables.engines.started import start_engine
 
         return start_engine(str(engine), **arguments)
@@ -191,7 +195,7 @@ def _start_replicas(model: str, num_replicas: int, arguments: dict[str, Any]) ->
     return start_replicas(model, num_replicas, **arguments)
 
 
-def _check_model(model: str, arguments: dict[str, Any]) -> None:
+def _check_no_address(model: str, arguments: dict[str, Any]) -> None:
     """Refuse what is a server's address but for its beginning."""
     if (lacks_scheme(model) and not Path(model).exists()) or "model" in arguments:
         raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
+from pathlib import Path
 from typing import Any
 
 from vllm import LLM
@@ -35,6 +36,8 @@ def start_engine(model: str, **arguments: Any) -> StartedEngine:
     try:
         return _start(model, arguments)
     except OSError as error:
+        if Path(model).is_dir():
+            raise
         # of the hub, which has other classes in each version
         reason = shortened(" ".join(str(error).split()))
         raise ValueError(

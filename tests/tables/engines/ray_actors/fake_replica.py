@@ -95,6 +95,27 @@ class FailsAt:
             raise self.error
 
 
+@dataclass
+class WaitsFor:
+    """Steps of all processes that wait until there are files.
+
+    Attributes:
+        folder: of all processes.
+        files: a pattern of names.
+        count: of these.
+        step: the first that waits.
+    """
+
+    folder: Path
+    files: str
+    count: int = 1
+    step: int = 0
+
+    def __call__(self, step: int) -> None:
+        if step >= self.step:
+            wait_for(lambda: len(list(self.folder.glob(self.files))) >= self.count)
+
+
 def logs(folder: Path, what: str) -> dict[int, list[int]]:
     """The numbers in the files of all processes, by process."""
     return {
