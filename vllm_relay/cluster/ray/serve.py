@@ -16,6 +16,13 @@ from vllm_relay.cluster.ray.replica import VllmReplica, parsed, serve_arguments
 
 _NOT_HERE = {
     **dict.fromkeys(("host", "port", "uds"), "Ray Serve listens: serve start --http-port"),
+    **dict.fromkeys(
+        ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"),
+        "Ray Serve listens: give ssl_keyfile and ssl_certfile in its HTTP options",
+    ),
+    "enable_ssl_refresh": "Ray Serve listens, and does not reload certificates",
+    "root_path": "Ray Serve listens: give root_path in its HTTP options",
+    "uvicorn_log_level": "Ray Serve listens: give logging_config to the application",
     "api_server_count": "give endpoints, the processes that route",
     "data_parallel_size": "give replicas",
     "headless": "give replicas",
