@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,6 +70,11 @@ def test_an_application(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert parsed(arguments).model == str(tmp_path.resolve())
     assert parsed(arguments).distributed_executor_backend == "mp"
     assert replicas.ray_actor_options == {"num_cpus": 0, "num_gpus": 0}
+    args["prefill_context_parallel_size"] = 3
+    platform = SimpleNamespace(is_cpu=lambda: False)
+    monkeypatch.setattr("vllm_relay.cluster.ray.serve.current_platform", platform)
+    (replicas,) = (each._bound_deployment for each in app(args)._bound_deployment.init_args)
+    assert replicas.ray_actor_options["num_gpus"] == 6
     args["gpus"] = "0.5"
     (replicas,) = (each._bound_deployment for each in app(args)._bound_deployment.init_args)
     assert replicas.ray_actor_options["num_gpus"] == 0.5

@@ -11,6 +11,7 @@ from ray import serve
 from vllm.platforms import current_platform
 
 from vllm_relay.arguments import check_model
+from vllm_relay.cluster.ray.actor_options import fit_into_actor
 from vllm_relay.cluster.ray.endpoint import one_endpoint
 from vllm_relay.cluster.ray.replica import VllmReplica, parsed, serve_arguments
 
@@ -35,7 +36,7 @@ def app(args: dict[str, Any]) -> serve.Application:
     Args:
         args: `model`, `replicas`, and options of `vllm serve` by their names. `endpoints` is the
             number of processes that route, 1 unless it is given; `gpus` those of a replica,
-            its tensor and pipeline parallel sizes unless it is given.
+            the product of its parallel sizes unless it is given.
 
     Raises:
         ValueError: an argument is missing, or vLLM refuses one.
@@ -54,11 +55,7 @@ def app(args: dict[str, Any]) -> serve.Application:
     gpus = options.pop("gpus", None)
     if gpus is not None:
         gpus = _number("gpus", gpus)
-    given = parsed(serve_arguments(options))
-    num_gpus: float = given.tensor_parallel_size * given.pipeline_parallel_size
-    if num_gpus > 1:
-        # not Ray's, which vLLM may choose inside an actor
-        options.setdefault("distributed_executor_backend", "mp")
+    num_gpus: float = fit_into_actor(options, vars(parsed(serve_arguments(options))))
     if gpus is not None:
         num_gpus = gpus
     elif current_platform.is_cpu():
