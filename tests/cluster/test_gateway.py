@@ -82,6 +82,9 @@ def test_bad_arguments() -> None:
         Gateway().route(SHORT)
     with pytest.raises(ValueError, match="cache_tokens=0 given"):
         Gateway(cache_tokens=0)
+    for cache_tokens in (-5, 0):
+        with pytest.raises(ValueError, match=f"cache_tokens={cache_tokens} given"):
+            Gateway[int]().add(1, cache_tokens=cache_tokens)
     gateway = Gateway(range(MAX_REPLICAS))
     gateway.add(3)
     with pytest.raises(ValueError, match="replica 9999 given, expected at most 1024"):

@@ -259,6 +259,16 @@ def test_what_does_not_fit_is_told(
     assert misfits(needed(vllm, ours), vllm, ours) == [expected]
 
 
+def test_annotations_of_a_class_that_is_no_dataclass_are_no_arguments(tmp_path: Path) -> None:
+    classes = "class Command:\n    name: str\n\nclass Serve(Command):\n    name = 'serve'\n"
+    vllm = write(tmp_path / "vllm", {"__init__.py": "", "cli.py": classes})
+    use = "from vllm.cli import Serve\n\nServe()\n"
+    ours = write(tmp_path / "vllm_relay", {"__init__.py": "", "use.py": use})
+    assert misfits(needed(vllm, ours), vllm, ours) == []
+    (vllm / "cli.py").write_text(f"@dataclass\n{classes}")
+    assert len(misfits(needed(vllm, ours), vllm, ours)) == 1
+
+
 def test_an_attribute_that_is_not_there_is_told(tmp_path: Path) -> None:
     vllm = write(tmp_path / "vllm", VLLM)
     text = OURS["ours.py"].replace("cache.block_size", "cache.num_blocks")

@@ -85,15 +85,18 @@ class Gateway(Generic[Name]):
         """A replica can be had, its cache empty; one that is known already stays as it is.
 
         Raises:
-            ValueError: there are too many.
+            ValueError: there are too many, or `cache_tokens` is no number of tokens.
         """
+        if cache_tokens is not None:
+            check_count("cache_tokens", cache_tokens)
+        num_blocks = self._num_blocks if cache_tokens is None else _blocks(cache_tokens)
         with self._lock:
             if replica in self._places:
                 return
             if not self._free:
                 raise ValueError(f"replica {replica} given, expected at most {MAX_REPLICAS}")
             place = self._places[replica] = heappop(self._free)
-            self._caches.resize(place, _blocks(cache_tokens) if cache_tokens else self._num_blocks)
+            self._caches.resize(place, num_blocks)
 
     def lost(self, replica: Name) -> None:
         """A replica is gone with its cache and its requests, until it is added again."""

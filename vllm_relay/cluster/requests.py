@@ -27,6 +27,10 @@ _FIELDS = (
 
 _MOST_CHOICES = 128
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_WITHOUT_OUTPUT = re.compile(
+    ".*/(embed|embeddings|pooling|classify|score|generative_scoring|rerank"
+    "|tokenize|detokenize|count_tokens|render|derender)"
+)
 # images and sound in base64: their content counts, not their length
 _MEDIA = re.compile(rb'"[A-Za-z0-9+/=:;,._-]{1024,}"')
 
@@ -45,8 +49,12 @@ class RoutablePrompt:
     output_tokens: int
 
 
-def prompt_of(body: bytes) -> RoutablePrompt:
-    """What the body of a request asks; of one that is no JSON object, nothing."""
+def prompt_of(body: bytes, path: str = "/v1/completions") -> RoutablePrompt:
+    """What the body of a request asks; of one that is no JSON object, nothing.
+
+    Args:
+        path: of its URL; embeddings, scores and the like have no output.
+    """
     try:
         request = json.loads(body)
         if not isinstance(request, dict):
@@ -58,7 +66,8 @@ def prompt_of(body: bytes) -> RoutablePrompt:
     text = rendered.encode("utf-8", "surrogatepass")
     text = _MEDIA.sub(lambda found: _digest(found[0]).hexdigest().encode(), text)
     prompt_tokens = -(-len(text) // BYTES_PER_TOKEN)
-    return RoutablePrompt(_chain(text), prompt_tokens, _output_tokens(request))
+    output_tokens = 0 if _WITHOUT_OUTPUT.fullmatch(path) else _output_tokens(request)
+    return RoutablePrompt(_chain(text), prompt_tokens, output_tokens)
 
 
 def _output_tokens(request: dict[str, Any]) -> int:

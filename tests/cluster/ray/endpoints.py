@@ -10,15 +10,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+ANSWER_TIMEOUT_S = 120.0
+
 
 def free_port() -> int:
+    """Nobody's now: take it at once, another process may."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
 
 
 def connected(port: int, body: Any, path: str = "/v1/completions") -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection("127.0.0.1", port)
+    """The answer, whose parts each come in `ANSWER_TIMEOUT_S`."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_TIMEOUT_S)
     text = body if isinstance(body, bytes) else json.dumps(body).encode()
     connection.request("POST", path, text, {"x-given": "kept", "content-type": "application/json"})
     return connection.getresponse()

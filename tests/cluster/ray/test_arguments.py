@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +21,16 @@ def test_options_are_those_of_vllm() -> None:
         "enforce_eager": "true",
         "enable_prefix_caching": False,
         "additional_config": {"relay": {"routes": True}},
+        "served_model_name": ["one", "two"],
+        "cudagraph_capture_sizes": [1, 2],
+        "quantization": None,
     }
     found = parsed(serve_arguments(options))
     assert (found.model, found.max_model_len, found.max_num_seqs) == ("a/b", 512, 4)
     assert found.enforce_eager is True and found.enable_prefix_caching is False
     assert found.additional_config == {"relay": {"routes": True}}
+    assert found.served_model_name == ["one", "two"] and found.quantization is None
+    assert found.cudagraph_capture_sizes == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -34,6 +40,12 @@ def test_options_are_those_of_vllm() -> None:
         ({"model": "m", "replicas": "two"}, "replicas=two given, expected at least 1, an integer"),
         ({"model": "m", "endpoints": 0}, "endpoints=0 given, expected at least 1, an integer"),
         ({"model": "m", "port": "80"}, "port=80 given: Ray Serve listens: serve start --http-port"),
+        ({"model": "m", "ssl_keyfile": "k"}, "ssl_keyfile=k given: Ray Serve listens: give ssl_"),
+        (
+            {"model": "m", "root-path": "/a"},
+            "root_path=/a given: Ray Serve listens",
+        ),
+        ({"model": "m", "uvicorn_log_level": "info"}, "uvicorn_log_level=info given: Ray Serve"),
         ({"model": "m", "data_parallel_size": 2}, "data_parallel_size=2 given: give replicas"),
         ({"model": "m", "data-parallel-size": 2}, "data_parallel_size=2 given"),
         ({"model": "m", "nosuch": 1}, "--nosuch 1 given, which vLLM refuses: .*nosuch"),
@@ -58,6 +70,11 @@ def test_an_application(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert parsed(arguments).model == str(tmp_path.resolve())
     assert parsed(arguments).distributed_executor_backend == "mp"
     assert replicas.ray_actor_options == {"num_cpus": 0, "num_gpus": 0}
+    args["prefill_context_parallel_size"] = 3
+    platform = SimpleNamespace(is_cpu=lambda: False)
+    monkeypatch.setattr("vllm_relay.cluster.ray.serve.current_platform", platform)
+    (replicas,) = (each._bound_deployment for each in app(args)._bound_deployment.init_args)
+    assert replicas.ray_actor_options["num_gpus"] == 6
     args["gpus"] = "0.5"
     (replicas,) = (each._bound_deployment for each in app(args)._bound_deployment.init_args)
     assert replicas.ray_actor_options["num_gpus"] == 0.5

@@ -23,17 +23,19 @@ PREFIXES = [f"prefix {number} " * 100 for number in range(8)]
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    port = free_port()
     options: Any = {"include_dashboard": False, "object_store_memory": 100 << 20}
     with one_ray():
         ray.init("local", num_cpus=2, log_to_driver=False, **options)
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        no_cpu = {"num_cpus": 0}
-        serve.run(one_endpoint(FakeReplica, num_replicas=2, ray_actor_options=no_cpu))
-        both_work(port)
-        yield port
-        serve.shutdown()
-        ray.shutdown()
+        try:
+            port = free_port()
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            no_cpu = {"num_cpus": 0}
+            serve.run(one_endpoint(FakeReplica, num_replicas=2, ray_actor_options=no_cpu))
+            both_work(port)
+            yield port
+        finally:
+            serve.shutdown()
+            ray.shutdown()
 
 
 def ask(port: int, prompt: str = "", **more: Any) -> int:
@@ -59,19 +61,23 @@ def test_a_replica_that_works_is_given_less(port: int, tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         more = {"began": str(began), "until": str(until), "cancelled": "", "max_tokens": 200}
         held = pool.submit(ask, port, "a prompt that is long " * 100, **more)
-        wait_for(began.exists)
-        others = {ask(port, f"{number} short", max_tokens=1) for number in range(4)}
-        until.touch()
+        try:
+            wait_for(began.exists)
+            others = {ask(port, f"{number} short", max_tokens=1) for number in range(4)}
+        finally:
+            until.touch()
         assert len(others) == 1 and held.result() not in others
 
 
 def test_answers_stream(port: int, tmp_path: Path) -> None:
     until = tmp_path / "until"
     more = {"stream": True, "until": str(until), "cancelled": ""}
-    answer = connected(port, {"model": "fake", "prompt": "x", **more})
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    assert answer.readline().startswith(b'data: {"process"')
-    until.touch()
+    try:
+        answer = connected(port, {"model": "fake", "prompt": "x", **more})
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.readline().startswith(b'data: {"process"')
+    finally:
+        until.touch()
     assert answer.read().strip() == b"data: [DONE]"
 
 
@@ -94,12 +100,15 @@ def test_routes_of_one_replica_are_refused(port: int, path: str) -> None:
 
 
 def test_who_leaves_is_waited_for_no_longer(port: int, tmp_path: Path) -> None:
-    cancelled = tmp_path / "cancelled"
-    more = {"stream": True, "until": str(tmp_path / "never"), "cancelled": str(cancelled)}
+    cancelled, until = tmp_path / "cancelled", tmp_path / "until"
+    more = {"stream": True, "until": str(until), "cancelled": str(cancelled)}
     answer = connected(port, {"model": "fake", **more})
-    answer.readline()
-    answer.close()
-    wait_for(cancelled.exists)
+    try:
+        answer.readline()
+        answer.close()
+        wait_for(cancelled.exists)
+    finally:
+        until.touch()
 
 
 def test_a_replica_that_dies_is_left(port: int, tmp_path: Path) -> None:
@@ -112,9 +121,11 @@ def test_a_replica_that_dies_is_left(port: int, tmp_path: Path) -> None:
 def test_a_stream_whose_replica_dies_ends_with_an_error(port: int, tmp_path: Path) -> None:
     until = tmp_path / "until"
     more = {"stream": True, "until": str(until), "dies": str(tmp_path / "dies")}
-    answer = connected(port, {"model": "fake", **more})
-    assert b"process" in answer.readline()
-    until.touch()
+    try:
+        answer = connected(port, {"model": "fake", **more})
+        assert b"process" in answer.readline()
+    finally:
+        until.touch()
     error, end = answer.read().strip().split(b"\n\n")
     assert end == b"data: [DONE]"
     assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 500

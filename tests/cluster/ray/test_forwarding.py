@@ -7,14 +7,19 @@ import asyncio
 import json
 import pickle
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from ray.exceptions import RayActorError
+from ray.serve._private.common import DeploymentID
+from ray.serve.request_router import ReplicaID
 
 from vllm_relay.cluster.gateway import Gateway
 from vllm_relay.cluster.ray.asked import Asked
 from vllm_relay.cluster.ray.endpoint import MAX_TRIES, Forwarded
+from vllm_relay.cluster.ray.router import PrefixRouter
 from vllm_relay.cluster.ray.tunnel import HttpAnswer, HttpRequest
 from vllm_relay.cluster.requests import RoutablePrompt
 
@@ -141,6 +146,22 @@ def test_who_leaves_before_a_replica_is_chosen_leaves_no_load() -> None:
     asked.ended()
     asked.route(gateway, {"a"})
     assert gateway.load_tokens("a") == 0
+
+
+def test_tokens_of_a_request_are_counted_once() -> None:
+    router = object.__new__(PrefixRouter)
+    router._gateway = Gateway(map(replica_id, "ab"))
+    router._load, router._prompt, router._cached = Mock(), Mock(), Mock()
+    replicas: Any = [SimpleNamespace(replica_id=replica_id(name)) for name in "ab"]
+    pending: Any = SimpleNamespace(args=[Asked(PROMPT)], kwargs={}, routing_context=Mock())
+    chosen = [asyncio.run(router.choose_replicas(replicas, pending))[0][0] for _ in range(3)]
+    assert {each.replica_id.unique_id for each in chosen} == {"a", "b"}
+    router._prompt.inc.assert_called_once_with(8, {"to_replica": chosen[0].replica_id.unique_id})
+    assert router._load.set.call_count == 3
+
+
+def replica_id(name: str) -> ReplicaID:
+    return ReplicaID(name, DeploymentID("replica"))
 
 
 def test_replicas_are_not_sent_what_routers_know() -> None:

@@ -89,6 +89,22 @@ def test_an_application_that_fails() -> None:
         asyncio.run(all_of(app, request("/")))
 
 
+def test_an_application_that_fails_after_it_has_begun() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        raise KeyError("no more")
+
+    async def read() -> None:
+        async with aclosing(answer_of(app, request("/"))) as answer:
+            begin = await anext(answer)
+            assert isinstance(begin, HttpAnswer) and begin.body == b"a"
+            with pytest.raises(KeyError, match="no more"):
+                await anext(answer)
+
+    asyncio.run(asyncio.wait_for(read(), 30))
+
+
 def test_who_stops_reading_cancels() -> None:
     cancelled = []
 

@@ -25,7 +25,7 @@ def test_two_servers_answer_as_one(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if "RAY" not in name}
     environment |= {"TORCHDYNAMO_DISABLE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     main = [sys.executable, "-m", "tests.cluster.ray.vllm_main", str(model), str(tmp_path)]
-    done = subprocess.run(main, env=environment, capture_output=True, text=True)
+    done = subprocess.run(main, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads((tmp_path / "found.json").read_text())
 
@@ -38,6 +38,10 @@ def test_two_servers_answer_as_one(tmp_path: Path) -> None:
     for name in ("no_json", "no_model", "too_long"):
         assert found[name][1]["error"]["code"] == found[name][0]
 
+    # whole, or told that they are not
+    for last, end in found["ends_of_streams"]:
+        last = json.loads(last)
+        assert end == "[DONE]" and ("choices" in last or last["error"]["code"] == 500), last
     assert found["statuses_after_kill"] == [200] * len(found["statuses_after_kill"])
     assert found["whole_after_kill"] == found["whole"]
     assert not found["left_of_the_killed"]

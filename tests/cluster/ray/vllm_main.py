@@ -82,16 +82,23 @@ def questions(port: int, asked: Any) -> dict[str, Any]:
 
 
 def after_kill(port: int, asked: Any) -> dict[str, Any]:
-    """Some requests run in each replica when one is killed."""
+    """Some answers have begun and others not when a replica is killed."""
     killed = replicas()[0]
     left = killed.children(recursive=True)
-    long = [chat(f"{number} " * 40, "go on", max_tokens=200) for number in range(8)]
+    long = [
+        chat(f"{number} " * 40, "go on", max_tokens=200, ignore_eos=True) for number in range(8)
+    ]
+    streams = [connected(port, {**body, "stream": True}, CHAT) for body in long]
+    for each in streams:
+        assert each.readline().startswith(b"data: ")
     with ThreadPoolExecutor(len(long)) as pool:
         answers = [pool.submit(ask, port, body) for body in long]
         killed.kill()
         statuses = [each.result()[0] for each in answers]
+    ends = [each.read().decode().strip().split("\n\n")[-2:] for each in streams]
     psutil.wait_procs(left, 60)
     return {
+        "ends_of_streams": [[each.removeprefix("data: ") for each in end] for end in ends],
         "statuses_after_kill": statuses,
         "whole_after_kill": tokens_of(port, asked),
         "left_of_the_killed": [each.pid for each in left if each.is_running()],
@@ -99,17 +106,19 @@ def after_kill(port: int, asked: Any) -> dict[str, Any]:
 
 
 def main(model: str, folder: str) -> None:
-    port = free_port()
     with one_ray():
         ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100 << 20)
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(app({"model": model, **ARGUMENTS}))
-        found: dict[str, Any] = {"replicas": [each.pid for each in replicas()]}
-        asked = chat(SYSTEMS[0], "and now?", return_token_ids=True)
-        found |= questions(port, asked)
-        found |= after_kill(port, asked)
-        serve.shutdown()
-        ray.shutdown()
+        try:
+            port = free_port()
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            serve.run(app({"model": model, **ARGUMENTS}))
+            found: dict[str, Any] = {"replicas": [each.pid for each in replicas()]}
+            asked = chat(SYSTEMS[0], "and now?", return_token_ids=True)
+            found |= questions(port, asked)
+            found |= after_kill(port, asked)
+        finally:
+            serve.shutdown()
+            ray.shutdown()
     Path(folder, "found.json").write_text(json.dumps(found))
 
 

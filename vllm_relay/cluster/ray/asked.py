@@ -10,7 +10,8 @@ from vllm_relay.cluster.gateway import Gateway, Name, RoutedRequest
 from vllm_relay.cluster.requests import RoutablePrompt
 
 CACHE_TOKENS = "cache_tokens"
-"""What replicas tell by this name in `record_replica_metadata`: the size of their KV cache."""
+"""What replicas tell by this name in `record_replica_metadata`: the size of their KV cache,
+None where they have none."""
 
 
 class Asked(Generic[Name]):
@@ -18,10 +19,14 @@ class Asked(Generic[Name]):
 
     Args:
         prompt: of the request.
+
+    Attributes:
+        num_routed: how often a replica was chosen for it.
     """
 
     def __init__(self, prompt: RoutablePrompt) -> None:
         self.prompt = prompt
+        self.num_routed = 0
         self._tried: set[Name] = set()
         self._routed: RoutedRequest[Name] | None = None
         self._is_over = False
@@ -34,6 +39,7 @@ class Asked(Generic[Name]):
                 self._routed.ended()
             routed = self._routed = gateway.route(self.prompt, among - self._tried or among)
             self._tried.add(routed.replica)
+            self.num_routed += 1
             if self._is_over:
                 routed.ended()
             return routed

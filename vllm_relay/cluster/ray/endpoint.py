@@ -104,7 +104,7 @@ class Forwarded(Response):
         self._request = request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked: Asked[Any] = Asked(prompt_of(self._request.body))
+        asked: Asked[Any] = Asked(prompt_of(self._request.body, self._request.path))
         answer: Any = None
         try:
             for tries_left in reversed(range(MAX_TRIES)):

@@ -10,6 +10,7 @@ import os
 from argparse import Namespace
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, redirect_stderr
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -29,16 +30,24 @@ logger = logging.getLogger("vllm.relay")
 
 def serve_arguments(options: Mapping[str, Any]) -> list[str]:
     """Options as `vllm serve` takes them: ``max_model_len=512`` is ``--max-model-len 512``,
-    ``enforce_eager=true`` is ``--enforce-eager``, and false ``--no-enforce-eager``."""
+    ``enforce_eager=true`` is ``--enforce-eager``, and false ``--no-enforce-eager``; a list follows
+    its name, item by item, and None is left out."""
     found = []
     for name, value in options.items():
         name = name.replace("_", "-")
-        text = value if isinstance(value, str) else json.dumps(value)
-        if text.lower() in ("true", "false"):
+        if value is None:
+            continue
+        if isinstance(value, list):
+            found += [f"--{name}", *map(_text, value)]
+        elif (text := _text(value)).lower() in ("true", "false"):
             found.append(f"--{name}" if text.lower() == "true" else f"--no-{name}")
         else:
             found += [f"--{name}", text]
     return found
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def parsed(arguments: list[str]) -> Namespace:
@@ -80,6 +89,8 @@ class VllmReplica:
         tasks = await self._engine.get_supported_tasks()
         self._app = build_app(given, tasks, self._engine.model_config)
         await init_app_state(self._engine, self._app.state, given, tasks)
+        # vLLM tells a server to end when its engine has failed
+        self._app.state.server = SimpleNamespace(should_exit=False)
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()
 
@@ -87,15 +98,19 @@ class VllmReplica:
         self, request: HttpRequest, asked: Asked | None
     ) -> AsyncIterator[HttpAnswer | bytes]:
         """See `answer_of`."""
-        async with aclosing(answer_of(self._app, request)) as answer:
-            async for each in answer:
-                self._end_if_dead()
-                yield each
+        try:
+            async with aclosing(answer_of(self._app, request)) as answer:
+                async for each in answer:
+                    self._end_if_dead()
+                    yield each
+        except Exception:
+            self._end_if_dead()
+            raise
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """For the router."""
         cache = self._engine.vllm_config.cache_config
-        return {CACHE_TOKENS: (cache.num_gpu_blocks or 0) * cache.block_size}
+        return {CACHE_TOKENS: (cache.num_gpu_blocks or 0) * cache.block_size or None}
 
     async def check_health(self) -> None:
         """For Ray Serve."""

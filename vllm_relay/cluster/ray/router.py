@@ -73,6 +73,8 @@ class PrefixRouter(RequestRouter):
     def _count(self, routed: RoutedRequest[ReplicaID], asked: Asked) -> None:
         tags = _tags(routed.replica)
         self._load.set(self._gateway.load_tokens(routed.replica), tags)
+        if asked.num_routed > 1:  # a request is counted once, where it was sent first
+            return
         for counter, tokens in (
             (self._prompt, asked.prompt.prompt_tokens),
             (self._cached, routed.num_cached_tokens),

@@ -11,11 +11,19 @@ from ray import serve
 from vllm.platforms import current_platform
 
 from vllm_relay.arguments import check_model
+from vllm_relay.cluster.ray.actor_options import fit_into_actor
 from vllm_relay.cluster.ray.endpoint import one_endpoint
 from vllm_relay.cluster.ray.replica import VllmReplica, parsed, serve_arguments
 
 _NOT_HERE = {
     **dict.fromkeys(("host", "port", "uds"), "Ray Serve listens: serve start --http-port"),
+    **dict.fromkeys(
+        ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"),
+        "Ray Serve listens: give ssl_keyfile and ssl_certfile in its HTTP options",
+    ),
+    "enable_ssl_refresh": "Ray Serve listens, and does not reload certificates",
+    "root_path": "Ray Serve listens: give root_path in its HTTP options",
+    "uvicorn_log_level": "Ray Serve listens: give logging_config to the application",
     "api_server_count": "give endpoints, the processes that route",
     "data_parallel_size": "give replicas",
     "headless": "give replicas",
@@ -28,7 +36,7 @@ def app(args: dict[str, Any]) -> serve.Application:
     Args:
         args: `model`, `replicas`, and options of `vllm serve` by their names. `endpoints` is the
             number of processes that route, 1 unless it is given; `gpus` those of a replica,
-            its tensor and pipeline parallel sizes unless it is given.
+            the product of its parallel sizes unless it is given.
 
     Raises:
         ValueError: an argument is missing, or vLLM refuses one.
@@ -47,11 +55,7 @@ def app(args: dict[str, Any]) -> serve.Application:
     gpus = options.pop("gpus", None)
     if gpus is not None:
         gpus = _number("gpus", gpus)
-    given = parsed(serve_arguments(options))
-    num_gpus: float = given.tensor_parallel_size * given.pipeline_parallel_size
-    if num_gpus > 1:
-        # not Ray's, which vLLM may choose inside an actor
-        options.setdefault("distributed_executor_backend", "mp")
+    num_gpus: float = fit_into_actor(options, vars(parsed(serve_arguments(options))))
     if gpus is not None:
         num_gpus = gpus
     elif current_platform.is_cpu():

@@ -54,7 +54,11 @@ async def answer_of(app: Any, request: HttpRequest) -> AsyncGenerator[HttpAnswer
                 continue
             body, has_more = message.get("body", b""), message.get("more_body", False)
             # what has come meanwhile goes along
-            while has_more and not sent.empty() and (more := sent.get_nowait()) is not None:
+            while has_more and not sent.empty():
+                more = sent.get_nowait()
+                if more is None:  # for the loop outside
+                    sent.put_nowait(None)
+                    break
                 body += more.get("body", b"")
                 has_more = more.get("more_body", False)
             if not body and has_more:

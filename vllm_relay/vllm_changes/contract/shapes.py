@@ -103,6 +103,8 @@ def _class(source: PythonSources, owner: Definition) -> str:
 
 def _fields_as_parameters(source: PythonSources, owner: Definition) -> list[str]:
     """Of a class without ``__init__``, such as a dataclass: the last bases' come first."""
+    if _is_plain(source, owner):
+        return []
     fields: dict[str, tuple[bool, str]] = {}
     for each in reversed(source.with_bases(owner)):
         for name, found in source.own_members(each).items():
@@ -117,6 +119,18 @@ def _fields_as_parameters(source: PythonSources, owner: Definition) -> list[str]
         text + (" = ..." if has_default else "")
         for has_default, text in sorted(fields.values(), key=lambda each: each[0])
     ]
+
+
+def _is_plain(source: PythonSources, owner: Definition) -> bool:
+    """Whether no decorator, and no base from elsewhere, can make parameters of its fields."""
+    for each in source.with_bases(owner):
+        assert isinstance(each.node, ast.ClassDef)
+        names = [dotted_name(base) for base in each.node.bases]
+        if each.node.decorator_list or not all(
+            name and source.name_in(each.module, name) for name in names
+        ):
+            return False
+    return True
 
 
 def _annotation(node: ast.expr) -> str:

@@ -16,6 +16,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
 
+from vllm_relay.cluster.ray.actor_options import fit_into_actor
 from vllm_relay.tables.engines.base import Engine, EngineError
 from vllm_relay.tables.engines.ray_actors.engine import RayEngine, reply_of
 from vllm_relay.tables.engines.ray_actors.replica import (
@@ -34,11 +35,6 @@ REPLY_TIMEOUT_S = 300.0
 
 _CALLS_AT_ONCE = 16
 _OBJECT_STORE_BYTES = 256 << 20
-_PARALLEL_SIZES = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "prefill_context_parallel_size",
-)
 
 
 class RayReplicas(ReplicaEngine):
@@ -78,12 +74,7 @@ def start_replicas(model: str, num_replicas: int, **arguments: Any) -> RayReplic
             are not alike.
         EngineError: a replica does not start.
     """
-    num_gpus = 1
-    for name in _PARALLEL_SIZES:
-        num_gpus *= arguments.get(name) or 1
-    if num_gpus > 1:
-        # not Ray's, which vLLM may choose inside an actor
-        arguments.setdefault("distributed_executor_backend", "mp")
+    num_gpus = fit_into_actor(arguments, arguments)
     return start_actors(partial(start_vllm, model, arguments), num_replicas, num_gpus)
 
 
