@@ -33,9 +33,27 @@ def test_options_are_those_of_vllm() -> None:
     assert found.cudagraph_capture_sizes == [1, 2]
 
 
+def test_keys_of_an_option() -> None:
+    options = {
+        "additional_config.relay.scheduler": "true",
+        "additional_config.relay.sharing": False,
+        "additional-config.relay.log_every_s": 10,
+        "max_model_len": 512,
+    }
+    for given in (options, dict(reversed(options.items()))):
+        found = parsed(serve_arguments({"model": "m", **given}))
+        relay = {"scheduler": True, "sharing": False, "log_every_s": 10}
+        assert found.additional_config == {"relay": relay} and found.max_model_len == 512
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        ({"model": 5}, "model=5 given: add model="),
+        (
+            {"model": "m", "config": "/no/such.yaml"},
+            "/no/such.yaml given, which vLLM refuses: FileNotFound",
+        ),
         ({}, "no model given: add model="),
         ({"model": "m", "replicas": "two"}, "replicas=two given, expected at least 1, an integer"),
         ({"model": "m", "endpoints": 0}, "endpoints=0 given, expected at least 1, an integer"),

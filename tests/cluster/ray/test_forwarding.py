@@ -17,6 +17,7 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.request_router import ReplicaID
 
 from vllm_relay.cluster.gateway import Gateway
+from vllm_relay.cluster.ray import endpoint
 from vllm_relay.cluster.ray.asked import Asked
 from vllm_relay.cluster.ray.endpoint import MAX_TRIES, Forwarded
 from vllm_relay.cluster.ray.router import PrefixRouter
@@ -25,6 +26,9 @@ from vllm_relay.cluster.requests import RoutablePrompt
 
 PROMPT = RoutablePrompt((), 8, 10)
 REQUEST = HttpRequest("POST", "/v1/completions", b"", [], b'{"prompt": "a"}')
+
+
+NEVER = object()
 
 
 class Handle:
@@ -56,6 +60,8 @@ class Answer:
 
     async def __anext__(self) -> Any:
         item = next(self._items, StopAsyncIteration())
+        if item is NEVER:
+            await asyncio.Event().wait()
         if isinstance(item, Exception):
             raise item
         return item
@@ -64,7 +70,7 @@ class Answer:
         self._handle.num_cancelled += 1
 
 
-def sent(handle: Handle) -> tuple[int, bytes, bool]:
+def sent(handle: Handle, request: HttpRequest = REQUEST) -> tuple[int, bytes, bool]:
     """Status, body, and whether it is complete."""
     messages: list[Any] = []
 
@@ -74,7 +80,7 @@ def sent(handle: Handle) -> tuple[int, bytes, bool]:
     async def receive() -> Any:
         raise AssertionError("the body is read before")
 
-    asyncio.run(Forwarded(handle, REQUEST)({"type": "http"}, receive, send))
+    asyncio.run(Forwarded(handle, request)({"type": "http"}, receive, send))
     start, *rest = messages
     return (
         start["status"],
@@ -85,6 +91,14 @@ def sent(handle: Handle) -> tuple[int, bytes, bool]:
 
 def begin(body: bytes, kind: bytes = b"text/event-stream") -> HttpAnswer:
     return HttpAnswer(200, [(b"content-type", kind)], body, True)
+
+
+def test_whoever_asks_for_health_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "HEALTH_TIMEOUT_S", 0.01)
+    handle = Handle([NEVER])
+    status, body, is_complete = sent(handle, HttpRequest("GET", "/health", b"", [], b""))
+    assert (status, is_complete) == (503, True) and b"no replica has answered" in body
+    assert handle.num_cancelled == 1 and handle.load_tokens == 0
 
 
 def test_an_answer_that_has_not_begun_is_asked_for_elsewhere() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -23,6 +24,10 @@ from vllm_relay.cluster.ray.tunnel import HttpAnswer, HttpRequest
 from vllm_relay.cluster.requests import prompt_of
 
 logger = logging.getLogger("vllm.relay")
+
+HEALTH_TIMEOUT_S = 10.0
+"""Whoever asks whether anybody is there does not wait for a replica that is being started."""
+_HEALTH = "/health", "/ping"
 
 MAX_TRIES = 3
 """Replicas that may die of a request before it is given up."""
@@ -106,12 +111,16 @@ class Forwarded(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked: Asked[Any] = Asked(prompt_of(self._request.body, self._request.path))
         answer: Any = None
+        timeout_s = HEALTH_TIMEOUT_S if self._request.path in _HEALTH else None
         try:
             for tries_left in reversed(range(MAX_TRIES)):
                 answer = self._replicas.remote(self._request, asked)
                 try:
-                    begin: HttpAnswer = await anext(answer)
+                    begin: HttpAnswer = await asyncio.wait_for(anext(answer), timeout_s)
                     break
+                except TimeoutError:
+                    nobody = f"no replica has answered for {timeout_s:g} s"
+                    return await _refusal(nobody, 503)(scope, receive, send)
                 except RayActorError as error:
                     logger.warning(
                         "vllm-relay: a replica is gone, its request is %s: %s",

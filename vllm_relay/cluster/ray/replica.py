@@ -31,18 +31,20 @@ logger = logging.getLogger("vllm.relay")
 def serve_arguments(options: Mapping[str, Any]) -> list[str]:
     """Options as `vllm serve` takes them: ``max_model_len=512`` is ``--max-model-len 512``,
     ``enforce_eager=true`` is ``--enforce-eager``, and false ``--no-enforce-eager``; a list follows
-    its name, item by item, and None is left out."""
+    its name, item by item, and None is left out. What is behind a dot is a key in an option's
+    JSON, and has a value in any case."""
     found = []
     for name, value in options.items():
-        name = name.replace("_", "-")
+        option, dot, key = name.partition(".")
+        option = option.replace("_", "-") + dot + key
         if value is None:
             continue
-        if isinstance(value, list):
-            found += [f"--{name}", *map(_text, value)]
-        elif (text := _text(value)).lower() in ("true", "false"):
-            found.append(f"--{name}" if text.lower() == "true" else f"--no-{name}")
+        if isinstance(value, list) and not key:
+            found += [f"--{option}", *map(_text, value)]
+        elif (text := _text(value)).lower() in ("true", "false") and not key:
+            found.append(f"--{option}" if text.lower() == "true" else f"--no-{option}")
         else:
-            found += [f"--{name}", text]
+            found += [f"--{option}", text]
     return found
 
 
@@ -63,8 +65,8 @@ def parsed(arguments: list[str]) -> Namespace:
         with redirect_stderr(refusal):
             found = parser.parse_args(arguments)
             serve.validate(found)
-    except SystemExit as error:
-        reason = refusal.getvalue().strip().rpartition("error: ")[2]
+    except (SystemExit, OSError, IndexError) as error:
+        reason = refusal.getvalue().strip().rpartition("error: ")[2] or repr(error)
         raise ValueError(f"{' '.join(arguments)} given, which vLLM refuses: {reason}") from error
     return found
 
@@ -75,6 +77,9 @@ class VllmReplica:
     Args:
         arguments: of `vllm serve`.
     """
+
+    _engine: Any = None
+    _lifespan: Any = None
 
     async def __init__(self, arguments: list[str]) -> None:  # type: ignore[misc]
         given = parsed(arguments)
@@ -117,8 +122,10 @@ class VllmReplica:
         self._end_if_dead()
 
     async def __del__(self) -> None:
-        await self._lifespan.__aexit__(None, None, None)
-        self._engine.shutdown()
+        if self._lifespan is not None:
+            await self._lifespan.__aexit__(None, None, None)
+        if self._engine is not None:
+            self._engine.shutdown()
 
     def _end_if_dead(self) -> None:
         """Ray Serve starts another one, and what this one has not answered is asked elsewhere."""

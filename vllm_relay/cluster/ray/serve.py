@@ -41,15 +41,17 @@ def app(args: dict[str, Any]) -> serve.Application:
     Raises:
         ValueError: an argument is missing, or vLLM refuses one.
     """
-    options = {name.replace("-", "_"): value for name, value in args.items()}
+    options = {_underscored(name): value for name, value in args.items()}
     num_replicas = _count(options, "replicas", 1)
     num_endpoints = _count(options, "endpoints", 1)
-    if not options.get("model"):
-        raise ValueError("no model given: add model=FOLDER_OR_HUB_ID")
-    check_model(options["model"])
-    if Path(options["model"]).exists():
+    model = options.get("model")
+    if not isinstance(model, str) or not model:
+        given = "no model" if not model else f"model={model!r}"
+        raise ValueError(f"{given} given: add model=FOLDER_OR_HUB_ID")
+    check_model(model, "model")
+    if Path(model).exists():
         # replicas have another working directory
-        options["model"] = str(Path(options["model"]).resolve())
+        options["model"] = str(Path(model).resolve())
     for name in _NOT_HERE.keys() & options.keys():
         raise ValueError(f"{name}={options[name]} given: {_NOT_HERE[name]}")
     gpus = options.pop("gpus", None)
@@ -67,6 +69,11 @@ def app(args: dict[str, Any]) -> serve.Application:
         num_endpoints=num_endpoints,
         ray_actor_options={"num_cpus": 0, "num_gpus": num_gpus},
     )
+
+
+def _underscored(name: str) -> str:
+    option, dot, key = name.partition(".")
+    return option.replace("-", "_") + dot + key
 
 
 def _count(options: dict[str, Any], name: str, default: int) -> int:
