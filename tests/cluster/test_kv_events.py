@@ -123,6 +123,7 @@ def test_a_publisher_that_restarts_begins_with_an_empty_cache(publishers: Publis
         for number in range(5):
             publish(publisher, stored([number], [number, 0]))
         wait_until(lambda: len(caches.held) == 5)
+        caches.sent(0, [1])  # that is never told
         publishers.stop()
         wait_until(lambda: not len(caches.held))
         publisher = publishers.start()
