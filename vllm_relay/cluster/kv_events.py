@@ -33,8 +33,9 @@ _MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_
 class KvEventListener:
     """Hears what replicas tell, in a thread for each, until it is closed.
 
-    A publisher that is away is waited for, and its cache taken for empty. Where batches are lost they are asked for again, and
-    where that is not possible, what the replica told before is forgotten.
+    A publisher that is away is waited for; once it has gone, the replica's cache is taken for
+    empty. Where batches are lost they are asked for again, and where that is not possible, what the
+    replica told before is forgotten.
 
     Args:
         caches: that are told.
