@@ -65,6 +65,10 @@ class _Node(Generic[T]):
 
 class PrefixBuckets(Generic[T]):
     """
+    Caches may be told while prompts wait. Of the prefixes that begin at a node, a replica finds
+    those that it was told to hold among the 16 that wait longest. Others look at the best, and pass
+    over up to 16 that somebody was told to hold.
+
     Args:
         caches: of the replicas.
         block_size_tokens: of a KV block.
@@ -112,7 +116,9 @@ class PrefixBuckets(Generic[T]):
         return prompt
 
     def answered(self, num_tokens: int) -> None:
-        """An answer has come: prompts cost the mean of those so far from the next choice on."""
+        """An answer has come: prompts cost the mean of those so far, from the next choice on where
+        a replica may join others. Which of these it would join is ranked by what was known when a
+        prompt or a replica last came or left there; the first in rank is ranked again."""
         self._num_answers += 1
         self._answer_tokens += (num_tokens - self._answer_tokens) / self._num_answers
 

@@ -44,7 +44,8 @@ def open_engine(
             it: each rank has a prefix cache of its own, and gets the prompts that it knows.
         kv_events: of each server, in their order, where it publishes KV events of vLLM,
             "tcp://host:port", and with a comma where it replays them: prompts go by what caches
-            hold, not by what they were sent. Ranks have the next ports.
+            hold, not by what they were sent. Of many beginnings that wait, a server finds those
+            that it is told to hold among the 16 that wait longest. Ranks have the next ports.
         arguments: of a server, see `ServerEngine`, or of a model, those of ``vllm.LLM``; of all of
             them, if there are several.
 
