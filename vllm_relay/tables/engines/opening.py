@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -157,20 +158,23 @@ def _open_servers(
         [(address, rank)] = places
         return ServerEngine(address, **arguments, **rank)
     arguments = {"retries": RetryPolicy(patience_s=_PATIENCE_OF_SEVERAL_S), **arguments}
-    engines: list[Engine] = []
-    for address, rank in places:
-        engines.append(ServerEngine(address, **arguments, **rank))
-        if engines[0].tokenizer is not None:
-            # loaded once; the others compare it with their server's
-            arguments = {**arguments, "tokenizer": engines[0].tokenizer}
     names = [
         address + "".join(f", rank {number}" for number in rank.values())
         for address, rank in places
     ]
-    engine = ReplicaEngine(engines, names)
-    if endpoints:
-        each_rank = [each for each in endpoints for _ in range(ranks or 1)]
-        engine.hear(each_rank, [rank.get("data_parallel_rank") for _, rank in places])
+    engines: list[Engine] = []
+    with ExitStack() as opened:
+        for address, rank in places:
+            engines.append(ServerEngine(address, **arguments, **rank))
+            opened.callback(engines[-1].close)
+            if engines[0].tokenizer is not None:
+                # loaded once; the others compare it with their server's
+                arguments = {**arguments, "tokenizer": engines[0].tokenizer}
+        engine = ReplicaEngine(engines, names)
+        if endpoints:
+            each_rank = [each for each in endpoints for _ in range(ranks or 1)]
+            engine.hear(each_rank, [rank.get("data_parallel_rank") for _, rank in places])
+        opened.pop_all()
     return engine
 
 
