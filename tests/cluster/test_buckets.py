@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_relay.cluster.buckets import BucketPrompt, PrefixBuckets
-from vllm_relay.cluster.replica_index import PredictedCaches
+from vllm_relay.cluster.replica_index import PredictedCaches, chain_of
+from vllm_relay.cluster.told_caches import ToldCaches
 
 BLOCK = 16
 
@@ -146,3 +147,66 @@ def test_a_prefix_that_comes_again_goes_where_it_is_held() -> None:
     for before, after in zip(first, again, strict=True):
         assert before is not None and after is not None
         assert after.item == before.item + 10
+
+
+def token_prompt(prefix: int, number: int, num_blocks: int) -> BucketPrompt[tuple[int, int]]:
+    """Of a prefix of several blocks, and tokens of its own."""
+    tokens = [prefix] * BLOCK * num_blocks
+    return BucketPrompt((prefix, number), chain_of(tokens, BLOCK), len(tokens) + 8)
+
+
+def tell(caches: ToldCaches, replica: int, prefix: int, num_blocks: int) -> None:
+    names = [1000 * prefix + depth for depth in range(num_blocks)]
+    caches.stored(replica, names, None, [prefix] * BLOCK * num_blocks)
+
+
+@given(
+    st.permutations(range(12)),
+    st.integers(1, 12),
+    st.sets(st.integers(0, 11), min_size=1, max_size=11),
+)
+def test_what_is_told_while_prompts_wait_counts(
+    lengths: list[int], prompts_each: int, told: set[int]
+) -> None:
+    """All prefixes but one are worth more to a replica that holds none of them."""
+    caches = ToldCaches([1000, 1000], BLOCK)
+    buckets: PrefixBuckets[tuple[int, int]] = PrefixBuckets(caches, BLOCK)
+    for prefix in range(12):
+        for number in range(prompts_each):
+            buckets.add(token_prompt(prefix, number, 1 + lengths[prefix]))
+    for prefix in told:
+        tell(caches, 1, prefix, 1 + lengths[prefix])
+    other = buckets.next(0)
+    assert other is not None and other.item[0] not in told
+    visited = []
+    for _ in range(len(told) * prompts_each):
+        found = buckets.next(1)
+        assert found is not None
+        visited.append(found.item[0])
+    assert set(visited) == told
+    assert visited == sorted(visited, key=visited.index), "prefix by prefix"
+
+
+def test_of_many_that_wait_those_that_came_first_are_looked_at() -> None:
+    caches = ToldCaches([1000, 1000], BLOCK)
+    buckets: PrefixBuckets[tuple[int, int]] = PrefixBuckets(caches, BLOCK)
+    for prefix in range(100):
+        buckets.add(token_prompt(prefix, 0, 1))
+    tell(caches, 1, 15, 1)
+    tell(caches, 1, 99, 1)
+    given_to_1 = [found.item[0] for _ in range(85) if (found := buckets.next(1)) is not None]
+    # the last is seen when 16 are left
+    assert given_to_1 == [15, *(each for each in range(84) if each != 15), 99]
+
+
+def test_what_is_no_longer_held_is_given_to_anybody() -> None:
+    caches = ToldCaches([1000, 1000], BLOCK)
+    tell(caches, 1, 0, 4)
+    buckets: PrefixBuckets[tuple[int, int]] = PrefixBuckets(caches, BLOCK)
+    for prefix in range(2):
+        for number in range(3):
+            buckets.add(token_prompt(prefix, number, 4 - prefix))
+    caches.clear(1)
+    tell(caches, 1, 1, 3)
+    first = buckets.next(0)
+    assert first is not None and first.item[0] == 0

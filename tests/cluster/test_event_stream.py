@@ -20,7 +20,12 @@ class Publisher:
         self.sent: list[bytes] = []
         self.life = 0
         self.used: list[bytes] = []
-        self.stream = EventStream(self.used.append, self.used.clear, self.replay)
+        self.restarts = 0
+        self.stream = EventStream(self.used.append, self.used.clear, self.replay, self.restarted)
+
+    def restarted(self) -> None:
+        self.restarts += 1
+        self.used.clear()
 
     def replay(self, begin: int) -> Iterator[tuple[int, bytes]]:
         first = max(begin, len(self.sent) - self.kept)
@@ -61,6 +66,7 @@ def test_what_is_used_has_no_gap(steps: list[str], kept: int, room: int) -> None
     assert used == sent[len(sent) - len(used) :]
     if kept >= len(sent):
         assert used == sent
+    assert not publisher.restarts, "a gap is no restart"
 
 
 @given(st.lists(st.sampled_from(["arrives", "is lost", "late"]), max_size=30), st.integers(0, 5))
@@ -91,6 +97,7 @@ def test_of_a_publisher_that_restarts_all_is_forgotten(kept: int, missed: int) -
         publisher.send()
     publisher.stream.came(*publisher.send())
     assert publisher.used == (publisher.sent if kept else publisher.sent[-1:])
+    assert publisher.restarts == 1
 
 
 def test_of_a_publisher_that_is_gone_all_is_forgotten() -> None:
@@ -99,6 +106,7 @@ def test_of_a_publisher_that_is_gone_all_is_forgotten() -> None:
         publisher.stream.came(*publisher.send())
     publisher.stream.begin_anew()
     assert publisher.used == []
+    assert publisher.restarts == 1
     publisher.stream.catch_up()
     assert publisher.used == publisher.sent
 

@@ -23,7 +23,7 @@ from vllm.distributed.kv_events import (
 )
 
 from tests.cluster.test_told_caches import num_held
-from tests.tables.engines.server.fake_server import answer, fake_server
+from tests.tables.engines.server.fake_server import Reply, answer, fake_server
 from tests.tables.engines.server.test_engine import CACHE_METRICS, QUESTION, WordTokenizer
 from vllm_relay.cluster.event_stream import EventEndpoints
 from vllm_relay.cluster.kv_events import EventTeller, KvEventListener
@@ -123,6 +123,7 @@ def test_a_publisher_that_restarts_begins_with_an_empty_cache(publishers: Publis
         for number in range(5):
             publish(publisher, stored([number], [number, 0]))
         wait_until(lambda: len(caches.held) == 5)
+        caches.sent(0, [1])  # that is never told
         publishers.stop()
         wait_until(lambda: not len(caches.held))
         publisher = publishers.start()
@@ -138,10 +139,14 @@ def test_without_replays_what_is_told_from_now_on_counts(publishers: Publishers)
         wait_until(lambda: len(caches.held) == 1)  # it is sent
     number = 100
     with hearing(publishers, replays=False) as caches:
-        while not len(caches.held):  # until it is heard
+
+        def hears() -> bool:
+            nonlocal number
             number += 1
             publish(publisher, stored([12], [3, 4], after=11), stored([number], [number, 0]))
-            time.sleep(0.01)
+            return len(caches.held) > 0
+
+        wait_until(hears)
         assert num_held(caches, 0, PROMPT) == 0
 
 
@@ -266,7 +271,19 @@ def test_prompts_go_where_their_blocks_are(publishers: Publishers) -> None:
     for group in groups[3:]:
         names = [100 * group[0] + depth for depth in range(4)]
         publish(holding, stored(names, group, block_size=size))
-    with fake_server(lambda body: answer()) as first, fake_server(lambda body: answer()) as second:
+    both_asked = threading.Barrier(2, timeout=120)
+    waited: set[int] = set()
+
+    def answer_when_both_are_asked(number: int) -> Reply:
+        if number not in waited:
+            waited.add(number)
+            both_asked.wait()
+        return answer()
+
+    with (
+        fake_server(lambda body: answer_when_both_are_asked(0)) as first,
+        fake_server(lambda body: answer_when_both_are_asked(1)) as second,
+    ):
         for each in (first, second):
             each.metrics = CACHE_METRICS % 100
         opened: Any = open_engine(

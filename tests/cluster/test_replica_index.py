@@ -20,14 +20,14 @@ from vllm_relay.cluster.replica_index import (
 
 REPLICAS = 5
 replicas = st.integers(0, REPLICAS - 1)
-blocks = st.lists(st.integers(0, 30), max_size=7)
+blocks = st.lists(st.integers(0, 30), max_size=30)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "discard"]), replicas, blocks)), blocks)
 def test_held_blocks_are_those_of_a_set_for_each_replica(
     changes: list[tuple[str, int, list[int]]], chain: list[int]
 ) -> None:
-    held = HeldBlocks(REPLICAS)
+    held = HeldBlocks(REPLICAS, may_have_gaps=True)
     sets: list[set[int]] = [set() for _ in range(REPLICAS)]
     for what, replica, given_blocks in changes:
         if what == "add":
@@ -67,6 +67,16 @@ def test_beginnings_of_long_prompts(num_held: list[int], length: int) -> None:
     assert found == {replica: min(count, length) for replica, count in enumerate(num_held)}
 
 
+def test_chains_with_gaps() -> None:
+    """Where every eighth block is held, and one before it is not."""
+    chain = list(range(100, 140))
+    for missing in range(40):
+        held = HeldBlocks(2, may_have_gaps=True)
+        held.add(0, chain[:missing] + chain[missing + 1 :])
+        held.add(1, chain)
+        assert held.ends(chain) == [(missing, 1), (40, 2)]
+
+
 def naive_lru(num_blocks: int, chains: list[list[int]]) -> set[int]:
     used: OrderedDict[int, None] = OrderedDict()
     for chain in chains:
@@ -79,8 +89,8 @@ def naive_lru(num_blocks: int, chains: list[list[int]]) -> set[int]:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 4), st.integers(0, 6))),
-    st.integers(1, 12),
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 4), st.integers(0, 20))),
+    st.integers(1, 50),
 )
 def test_predicted_caches_keep_what_was_sent_last(
     sent: list[tuple[int, int, int]], num_blocks: int
@@ -93,10 +103,16 @@ def test_predicted_caches_keep_what_was_sent_last(
         chains[replica].append(chain)
     for replica in range(2):
         expected = naive_lru((replica + 1) * num_blocks, chains[replica])
-        every = {100 * prefix + level for prefix in range(5) for level in range(7)}
+        every = {100 * prefix + level for prefix in range(5) for level in range(20)}
         assert {block for block in every if caches.held.holds(replica, block)} == expected
+    for prefix in range(5):
+        chain = [100 * prefix + level for level in range(20)]
+        found = {r: depth for depth, bits in caches.held.ends(chain) for r in numbers_of(bits)}
+        for replica in range(2):
+            held = [caches.held.holds(replica, block) for block in chain]
+            assert held == [level < found[replica] for level in range(20)], "there are no gaps"
     caches.clear(0)
-    assert not any(caches.held.holds(0, 100 * p + d) for p in range(5) for d in range(7))
+    assert not any(caches.held.holds(0, 100 * p + d) for p in range(5) for d in range(20))
 
 
 def test_a_prompt_that_does_not_fit_keeps_its_beginning() -> None:

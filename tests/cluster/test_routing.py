@@ -11,7 +11,7 @@ from vllm_relay.cluster.replica_index import PredictedCaches
 from vllm_relay.cluster.routing import Router, ServingCosts
 
 BLOCK = 16
-COSTS = ServingCosts(prompt_token_s=1e-3, output_token_s=1e-2)
+COSTS = ServingCosts(prompt_token=1e-3, output_token=1e-2)
 
 
 def a_router(replicas: int = 3, num_blocks: int = 100) -> Router:
@@ -53,7 +53,7 @@ def test_loads_are_the_work_that_is_left(steps: list[tuple[str, int]]) -> None:
             replica, cached = route(router, str(number), [number, number + 100])
             tokens = 2 * BLOCK + 8 - cached
             homes[number] = replica
-            open_work[number] = [tokens * COSTS.prompt_token_s, 10 * COSTS.output_token_s]
+            open_work[number] = [tokens * COSTS.prompt_token, 10 * COSTS.output_token]
         elif what == "answered":
             router.answered(str(number))
             if number in open_work:
@@ -63,7 +63,7 @@ def test_loads_are_the_work_that_is_left(steps: list[tuple[str, int]]) -> None:
             open_work.pop(number, None)
     for replica in range(3):
         left = sum(sum(work) for number, work in open_work.items() if homes[number] == replica)
-        assert router.loads_s[replica] == pytest.approx(left)
+        assert router.loads[replica] == pytest.approx(left)
 
 
 @given(
@@ -79,10 +79,10 @@ def test_loads_are_the_work_that_is_left(steps: list[tuple[str, int]]) -> None:
     st.sampled_from([0.0, 0.25]),
 )
 def test_no_replica_is_better_than_the_one_chosen(
-    steps: list[tuple[int, int, list[int] | None, bool]], prompt_token_s: float
+    steps: list[tuple[int, int, list[int] | None, bool]], prompt_token: float
 ) -> None:
     # powers of two: sums are exact
-    costs = ServingCosts(prompt_token_s, 0.5)
+    costs = ServingCosts(prompt_token, 0.5)
     router = Router(PredictedCaches([8] * 5), costs, BLOCK, 5)
     running: list[list[str]] = [[] for _ in range(5)]
     last_routed = [-1] * 5
@@ -94,9 +94,9 @@ def test_no_replica_is_better_than_the_one_chosen(
             held = 0
             while held < depth and router.index.held.holds(each, chain[held]):
                 held += 1
-            saved_s = 2 * prompt_token_s * BLOCK * held
-            expected_s = router.loads_s[each] - saved_s
-            keys[each] = (expected_s, -held, len(running[each]), last_routed[each])
+            saved = 2 * prompt_token * BLOCK * held
+            expected = router.loads[each] - saved
+            keys[each] = (expected, -held, len(running[each]), last_routed[each])
         routed = router.route(str(number), chain, depth * BLOCK + 1, 1, among)
         assert routed.replica == min(candidates, key=keys.__getitem__) or (
             among and keys[routed.replica] == min(keys.values())
@@ -113,7 +113,7 @@ def test_a_lost_replica_gives_its_requests_back_and_is_empty() -> None:
     chain = list(range(10))
     home, _ = route(router, "a", chain)
     assert router.lost(home) == ["a"]
-    assert router.loads_s[home] == 0
+    assert router.loads[home] == 0
     replica, cached = route(router, "a", chain)
     assert cached == 0
     router.ended("a")
@@ -139,7 +139,7 @@ def test_the_last_token_is_always_computed() -> None:
 
 
 def test_costs_below_zero_are_refused() -> None:
-    with pytest.raises(ValueError, match="prompt_token_s=-1 given"):
+    with pytest.raises(ValueError, match="prompt_token=-1 given"):
         ServingCosts(-1, 0)
-    with pytest.raises(ValueError, match="output_token_s=nan given"):
+    with pytest.raises(ValueError, match="output_token=nan given"):
         ServingCosts(0, float("nan"))

@@ -16,14 +16,15 @@ from vllm_relay.cluster.told_caches import ToldCaches
 SIZE = 2
 REPLICAS = 2
 PROMPTS = [list(each) for each in product((7, 8), repeat=3 * SIZE)]
-prompts = st.sampled_from(PROMPTS).flatmap(
+LONG_PROMPTS = [[*each, *[9] * SIZE * 17] for each in PROMPTS[:3]]
+prompts = st.sampled_from(PROMPTS + LONG_PROMPTS).flatmap(
     lambda tokens: st.integers(0, len(tokens)).map(lambda end: tokens[:end])
 )
 changes = st.tuples(
     st.sampled_from(["store"] * 4 + ["evict"] * 3 + ["clear"]),
     st.integers(0, REPLICAS - 1),
     prompts,
-    st.integers(0, 20),
+    st.integers(0, 60),
 )
 
 
@@ -65,8 +66,9 @@ def test_what_is_told_is_what_the_engines_hold(steps: list[Any]) -> None:
         for event in engine.events[begin:]:
             tell(caches, step[1], event)
     for replica, engine in enumerate(engines):
-        assert [num_held(caches, replica, each) for each in PROMPTS] == [
-            engine.num_held(each) for each in PROMPTS
+        asked = PROMPTS + LONG_PROMPTS
+        assert [num_held(caches, replica, each) for each in asked] == [
+            engine.num_held(each) for each in asked
         ]
     assert len(caches.held) == len(set().union(*(+each.blocks for each in engines)))
 
@@ -84,6 +86,18 @@ def test_who_hears_late_knows_nothing_that_is_not_so(steps: list[Any], missed: i
     for event in engine.events[missed + 3 :]:
         tell(caches, 0, event)
     assert all(num_held(caches, 0, each) <= engine.num_held(each) for each in PROMPTS)
+
+
+def test_a_chain_ends_where_its_first_block_is_missing() -> None:
+    engine, caches = NaiveEngine(1, SIZE), ToldCaches([99], SIZE)
+    tokens = LONG_PROMPTS[0]
+    engine.store(tokens, 0)
+    tell(caches, 0, engine.events[0])
+    for blocks in reversed(range(20)):
+        tell(caches, 0, ("removed", [engine.name(tokens[: (blocks + 1) * SIZE])]))
+        assert num_held(caches, 0, tokens) == blocks
+        engine.store(tokens[: (blocks + 1) * SIZE], blocks)
+        tell(caches, 0, engine.events[-1])
 
 
 def test_what_was_sent_is_expected_until_it_is_told() -> None:

@@ -18,13 +18,20 @@ from vllm.inputs import tokens_input
 from tests.support.small_llm import small_relay_llm
 from vllm_relay.cluster.event_stream import EventEndpoints
 from vllm_relay.cluster.kv_events import KvEventListener
-from vllm_relay.cluster.replica_index import chain_of
+from vllm_relay.cluster.replica_index import Block, chain_of
 from vllm_relay.cluster.told_caches import ToldCaches
 
 SIZE = 32
 NUM_BLOCKS = 25
 PREFIXES, PREFIX_BLOCKS = 5, 6
 REQUESTS = 60
+
+
+def wait_until_held(caches: ToldCaches, chain: list[Block]) -> None:
+    deadline_s = time.monotonic() + 120
+    while caches.held.ends(chain) != [(len(chain), 1)]:
+        assert time.monotonic() < deadline_s, "the events did not come"
+        time.sleep(0.002)
 
 
 def main(model: str, folder: Path) -> None:
@@ -57,16 +64,12 @@ def main(model: str, folder: Path) -> None:
         [(expected, _)] = caches.held.ends(chain)
         [output] = llm.generate([tokens_input(prompt)], sampling, use_tqdm=False)
         rows.append((expected * SIZE, output.num_cached_tokens))
-        deadline_s = time.monotonic() + 120
-        while caches.held.ends(chain) != [(len(chain), 1)]:
-            assert time.monotonic() < deadline_s, "the events did not come"
-            time.sleep(0.002)
+        wait_until_held(caches, chain)
     held = len(caches.held)
     assert llm.reset_prefix_cache()
     # the next step tells of it
     llm.generate([tokens_input([9] * 40)], sampling, use_tqdm=False)
-    while caches.held.ends(chain_of([9] * 32, SIZE)) != [(1, 1)]:
-        time.sleep(0.002)
+    wait_until_held(caches, chain_of([9] * 32, SIZE))
     found = {"rows": rows, "held": held, "held_after_reset": len(caches.held)}
     (folder / "found.json").write_text(json.dumps(found))
     listener.close()

@@ -253,6 +253,32 @@ def test_servers_that_may_be_two_are(names: None, servers: Any, one: str, other:
     assert [each.given[0] for each in opened.engines] == [one, other]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kv_events": ["tcp://a:1", "tcp://b:1"]}, "does not say its block size"),
+        ({"identities": {"http://b": "other"}}, "different models given"),
+        ({"identities": {"http://b": None}}, "http://b is refused"),
+    ],
+)
+def test_servers_that_are_refused_together_are_closed(
+    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], message: str
+) -> None:
+    opened: list[FakeEngine] = []
+
+    def start(address: str, *, identities: Any = None, **_: Any) -> FakeEngine:
+        identity = (identities or {}).get(address, "m")
+        if identity is None:
+            raise ValueError(f"{address} is refused")
+        opened.append(FakeEngine(identity=identity, tokenizer="a tokenizer"))
+        return opened[-1]
+
+    monkeypatch.setattr("vllm_relay.tables.engines.server.engine.ServerEngine", start)
+    with pytest.raises(ValueError, match=message):
+        open_engine(SERVER_LIST, **arguments)
+    assert opened and all(each.is_closed for each in opened)
+
+
 def test_several_servers_are_one_engine(servers: Any) -> None:
     opened: Any = open_engine(SERVER_LIST, model="m")
     given: dict[str, Any] = {"model": "m", "patience_s": 60.0}

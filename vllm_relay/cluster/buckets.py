@@ -55,7 +55,7 @@ class _Node(Generic[T]):
     queue: Ranked[_Node[T]] = field(default_factory=Ranked)
     """Children, the best for a replica that holds none of them first."""
     held_by: dict[int, dict[_Node[T], None]] = field(default_factory=dict)
-    """Children by the replicas that hold their first block."""
+    """Children by the replicas that hold their first block, as far as that was seen."""
 
     @property
     def first_block(self) -> Block:
@@ -65,6 +65,10 @@ class _Node(Generic[T]):
 
 class PrefixBuckets(Generic[T]):
     """
+    Caches may be told while prompts wait. Of the prefixes that begin at a node, a replica finds
+    those that it was told to hold among the 16 that wait longest. Others look at the best, and pass
+    over up to 16 that somebody was told to hold.
+
     Args:
         caches: of the replicas.
         block_size_tokens: of a KV block.
@@ -112,7 +116,9 @@ class PrefixBuckets(Generic[T]):
         return prompt
 
     def answered(self, num_tokens: int) -> None:
-        """An answer has come: prompts cost the mean of those so far from the next choice on."""
+        """An answer has come: prompts cost the mean of those so far, from the next choice on where
+        a replica may join others. Which of these it would join is ranked by what was known when a
+        prompt or a replica last came or left there; the first in rank is ranked again."""
         self._num_answers += 1
         self._answer_tokens += (num_tokens - self._answer_tokens) / self._num_answers
 
@@ -132,15 +138,19 @@ class PrefixBuckets(Generic[T]):
 
     def _best_child(self, node: _Node[T], replica: int) -> _Node[T] | None:
         held = node.held_by.get(replica, {})
+        holds, is_other = self._caches.held.holds, ~(1 << replica)
         for child in list(islice(held, _MAX_LOOKED_AT)):
             is_there = node.children.get(child.first_block) is child
-            if not is_there or not self._caches.held.holds(replica, child.first_block):
+            if not is_there or not holds(replica, child.first_block):
                 del held[child]
-            elif not child.workers & ~(1 << replica):
+            elif not child.workers & is_other:
                 return child
-        best = node.queue.first()
-        assert best is not None
-        others = best.workers & ~(1 << replica)
+        # what was told since a child was made, of those that wait longest
+        for block, child in islice(node.children.items(), _MAX_LOOKED_AT):
+            if holds(replica, block) and not child.workers & is_other:
+                return child
+        best = self._first(node)
+        others = best.workers & is_other
         if not others:
             return best
         # everybody's children have workers: join where most is left for each
@@ -148,6 +158,18 @@ class PrefixBuckets(Generic[T]):
         edge_tokens = (best.depth - node.depth) * size
         own_tokens = self._cost(best) - best.size * best.depth * size
         return best if own_tokens / others.bit_count() > edge_tokens else None
+
+    def _first(self, node: _Node[T]) -> _Node[T]:
+        """The best child for a replica that holds none of them, by what is so now."""
+        for _ in range(_MAX_LOOKED_AT):
+            best = node.queue.first()
+            assert best is not None
+            self._queue(best)
+            if node.queue.first() is best:
+                break
+        best = node.queue.first()
+        assert best is not None
+        return best
 
     def _work_in(self, node: _Node[T], replica: int) -> None:
         """A replica works here from now on, and no longer where it did."""

@@ -50,6 +50,7 @@ class EventStream:
         forget: what came before no longer counts.
         replay: messages from a number on, as far as the publisher still has them, and their
             numbers, ascending.
+        restart: the publisher is gone, or another one.
     """
 
     def __init__(
@@ -57,10 +58,12 @@ class EventStream:
         use: Callable[[bytes], None],
         forget: Callable[[], None],
         replay: Callable[[int], Iterable[tuple[int, bytes]]],
+        restart: Callable[[], None],
     ) -> None:
         self._use = use
         self._forget = forget
         self._replay = replay
+        self._restart = restart
         self._next = 0
         """Number of the next message to be used."""
         self._next_live = 0
@@ -96,7 +99,7 @@ class EventStream:
 
     def begin_anew(self) -> None:
         """The publisher is gone, or another one."""
-        self._forget()
+        self._restart()
         self._next = self._next_live = 0
 
     def _go_on(self, number: int, message: bytes) -> None:

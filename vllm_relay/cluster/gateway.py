@@ -133,7 +133,7 @@ class Gateway(Generic[Name]):
         """That a replica has yet to compute; 0 for one that cannot be had."""
         with self._lock:
             place = self._places.get(replica)
-            return 0.0 if place is None else self._router.loads_s[place]
+            return 0.0 if place is None else self._router.loads[place]
 
     def _answered(self, number: int) -> None:
         with self._lock:

@@ -33,8 +33,9 @@ _MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_
 class KvEventListener:
     """Hears what replicas tell, in a thread for each, until it is closed.
 
-    A publisher that is away is waited for. Where batches are lost they are asked for again, and
-    where that is not possible, what the replica told before is forgotten.
+    A publisher that is away is waited for; once it has gone, the replica's cache is taken for
+    empty. Where batches are lost they are asked for again, and where that is not possible, what the
+    replica told before is forgotten.
 
     Args:
         caches: that are told.
@@ -138,7 +139,7 @@ class _Replica:
         self._context = context
         self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
         self._teller = EventTeller(caches, number)
-        self._stream = EventStream(self._use, self._forget, self._replay)
+        self._stream = EventStream(self._use, self._forget, self._replay, self._restart)
         self._warned: set[str] = set()
 
     def run(self) -> None:
@@ -196,6 +197,10 @@ class _Replica:
 
     def _forget(self) -> None:
         self._caches.forget(self._number)
+        self._teller = EventTeller(self._caches, self._number)
+
+    def _restart(self) -> None:
+        self._caches.clear(self._number)
         self._teller = EventTeller(self._caches, self._number)
 
     def _warn(self, message: str, *args: object) -> None:

@@ -46,10 +46,12 @@ class HeldBlocks:
 
     Args:
         num_replicas: known by their numbers, from 0.
+        may_have_gaps: whether a replica may hold a block and not the one before.
     """
 
-    def __init__(self, num_replicas: int) -> None:
+    def __init__(self, num_replicas: int, *, may_have_gaps: bool = False) -> None:
         self.num_replicas = num_replicas
+        self._may_have_gaps = may_have_gaps
         self._holders: dict[Block, int] = {}
         """Of each block, a bit for each replica that holds it."""
         # most blocks have one holder: these numbers are shared
@@ -100,8 +102,8 @@ class HeldBlocks:
     def ends(self, chain: Sequence[Block]) -> list[tuple[int, int]]:
         """How much of a chain the replicas hold without a gap.
 
-        Caches lose the last blocks of a prompt first: of eight blocks only the last one is looked
-        at where nobody ends before it.
+        Where caches lose the last blocks of a prompt first, of eight blocks only the last one is
+        looked at if nobody ends before it.
 
         Returns:
             How many of its first blocks, ascending, and a bit for each replica that holds just
@@ -110,8 +112,9 @@ class HeldBlocks:
         ends = []
         get, alive = self._holders.get, self._all
         begin, most = 0, len(chain)
+        stride = most + 1 if self._may_have_gaps else _STRIDE
         while begin < most:
-            end = begin + _STRIDE
+            end = begin + stride
             if end > most or get(chain[end - 1], 0) & alive != alive:
                 for depth, block in enumerate(chain[begin:end], begin):
                     held = get(block, 0) & alive
@@ -154,7 +157,8 @@ class ReplicaIndex(Protocol):
 class PredictedCaches:
     """What replicas hold that do not tell: of each, the blocks sent last, as many as fit.
 
-    As in vLLM the block that was used longest ago leaves first, of one prompt the last one.
+    As in vLLM the block that was used longest ago leaves first, of one prompt the last one, so that
+    there are no gaps.
 
     Args:
         num_blocks: of each replica's cache.
@@ -163,10 +167,13 @@ class PredictedCaches:
         ValueError: a replica's cache has no blocks.
     """
 
+    may_have_gaps = False
+    """See `HeldBlocks`."""
+
     def __init__(self, num_blocks: Sequence[int]) -> None:
         if not num_blocks or min(num_blocks) < 1:
             raise ValueError(f"caches of {list(num_blocks)} blocks given, expected at least 1 each")
-        self.held = HeldBlocks(len(num_blocks))
+        self.held = HeldBlocks(len(num_blocks), may_have_gaps=self.may_have_gaps)
         self._num_blocks = list(num_blocks)
         self._sent: list[OrderedDict[Block, None]] = [OrderedDict() for _ in num_blocks]
         """Of each replica, the next to leave first."""

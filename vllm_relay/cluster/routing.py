@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which replica gets a request: the one that is expected to finish it first.
 
-A replica's load is the work that it has not done yet, in seconds, and falls as answers come. A
+A replica's load is the work that it has not done yet, and falls as answers come. A
 request costs a replica what of its prompt is not in its cache, and its answer. So a prefix stays
 where it is known until waiting there costs more than computing it again, and then has two homes.
 The aim of dynamic prefix bucketing (Wang, 2025), whose router chooses among the replicas with the
@@ -19,26 +19,26 @@ from vllm_relay.cluster.replica_index import Block, ReplicaIndex, numbers_of
 
 @dataclass(frozen=True)
 class ServingCosts:
-    """What requests take of a replica, in seconds of its own.
+    """What requests take of a replica, in seconds of its own or in any other unit, such as tokens.
 
     Attributes:
-        prompt_token_s: a prompt's token that is not in the cache.
-        output_token_s: a token of an answer, its share of a step.
+        prompt_token: a prompt's token that is not in the cache.
+        output_token: a token of an answer, its share of a step.
     """
 
-    prompt_token_s: float
-    output_token_s: float
+    prompt_token: float
+    output_token: float
 
     def __post_init__(self) -> None:
-        for name in ("prompt_token_s", "output_token_s"):
+        for name in ("prompt_token", "output_token"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)} given, expected 0 or more")
 
-    def prompt_s(self, tokens: int) -> float:
-        return self.prompt_token_s * tokens
+    def of_prompt(self, tokens: int) -> float:
+        return self.prompt_token * tokens
 
-    def output_s(self, tokens: int) -> float:
-        return self.output_token_s * tokens
+    def of_output(self, tokens: int) -> float:
+        return self.output_token * tokens
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Routed:
 @dataclass
 class _Running:
     replica: int
-    prompt_s: float
-    output_s: float
+    prompt_cost: float
+    output_cost: float
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Router:
         index: what the replicas' caches hold.
         costs: of requests.
         block_size_tokens: of a KV block.
-        locality: what a second computed once more counts beside one waited: more than one, as it
+        locality: what work done once more counts beside work waited for: more than one, as it
             takes the replica's time from all and a place in its cache.
     """
 
@@ -78,23 +78,23 @@ class Router:
     block_size_tokens: int
     num_replicas: int
     locality: float = 2.0
-    _loads_s: list[float] = field(init=False)
+    _loads: list[float] = field(init=False)
     _num_running: list[int] = field(init=False)
     _num_routed: int = field(init=False)
     _last_routed: list[int] = field(init=False)
     _running: dict[Hashable, _Running] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._loads_s = [0.0] * self.num_replicas
+        self._loads = [0.0] * self.num_replicas
         self._num_running = [0] * self.num_replicas
         self._num_routed = 0
         self._last_routed = [0] * self.num_replicas
         """Of each replica, its last request's number: where all is equal they take turns."""
 
     @property
-    def loads_s(self) -> Sequence[float]:
-        """Work that each replica has yet to do, in seconds."""
-        return self._loads_s
+    def loads(self) -> Sequence[float]:
+        """Work that each replica has yet to do, in the unit of the costs."""
+        return self._loads
 
     def route(
         self,
@@ -126,10 +126,10 @@ class Router:
         costs = self.costs
         cached = depth * size
         work = _Running(
-            replica, costs.prompt_s(prompt_tokens - cached), costs.output_s(output_tokens)
+            replica, costs.of_prompt(prompt_tokens - cached), costs.of_output(output_tokens)
         )
         self._running[request] = work
-        self._loads_s[replica] += work.prompt_s + work.output_s
+        self._loads[replica] += work.prompt_cost + work.output_cost
         self._num_running[replica] += 1
         self._num_routed += 1
         self._last_routed[replica] = self._num_routed
@@ -144,8 +144,8 @@ class Router:
         Args:
             ends: see `HeldBlocks.ends`.
         """
-        loads_s, num_running = self._loads_s, self._num_running
-        block_s = self.costs.prompt_token_s * self.block_size_tokens * self.locality
+        loads, num_running = self._loads, self._num_running
+        block_cost = self.costs.prompt_token * self.block_size_tokens * self.locality
         least = self._least_loaded(among)
         allowed = -1 if among is None else sum(1 << each for each in among)
         best, found = (inf, 0, 0, 0), (least, 0)
@@ -154,7 +154,7 @@ class Router:
             is_last = bits >> least & 1
             for each in (least,) if is_last else numbers_of(bits & allowed):
                 rank = (
-                    loads_s[each] - block_s * depth,
+                    loads[each] - block_cost * depth,
                     -depth,
                     num_running[each],
                     self._last_routed[each],
@@ -167,23 +167,23 @@ class Router:
 
     def _least_loaded(self, among: Collection[int] | None) -> int:
         """Of equal loads, the one with the fewest requests."""
-        loads_s, candidates = self._loads_s, among
+        loads, candidates = self._loads, among
         if candidates is None:
-            least_s = min(loads_s)
-            if loads_s.count(least_s) == 1:
-                return loads_s.index(least_s)
+            least_load = min(loads)
+            if loads.count(least_load) == 1:
+                return loads.index(least_load)
             candidates = range(self.num_replicas)
         return min(
             candidates,
-            key=lambda each: (loads_s[each], self._num_running[each], self._last_routed[each]),
+            key=lambda each: (loads[each], self._num_running[each], self._last_routed[each]),
         )
 
     def answered(self, request: Hashable) -> None:
         """The first token of a request's answer came: its prompt is computed."""
         work = self._running.get(request)
         if work is not None:
-            self._loads_s[work.replica] -= work.prompt_s
-            work.prompt_s = 0.0
+            self._loads[work.replica] -= work.prompt_cost
+            work.prompt_cost = 0.0
 
     def ended(self, request: Hashable) -> None:
         """A request has its answer, or none will come."""
@@ -192,9 +192,9 @@ class Router:
             return
         replica = work.replica
         self._num_running[replica] -= 1
-        self._loads_s[replica] -= work.prompt_s + work.output_s
+        self._loads[replica] -= work.prompt_cost + work.output_cost
         if not self._num_running[replica]:
-            self._loads_s[replica] = 0.0  # without what rounding left
+            self._loads[replica] = 0.0  # without what rounding left
 
     def lost(self, replica: int) -> list[Hashable]:
         """A replica is gone with its cache; returns the requests that it had."""

@@ -36,7 +36,8 @@ class _Told:
 class ToldCaches(PredictedCaches):
     """As `PredictedCaches` for what was sent and is not told yet.
 
-    What comes after a block that is not known is left out. A replica has no more blocks than its
+    What comes after a block that is not known is left out; what comes after one that is removed
+    stays, as it does in vLLM. A replica has no more blocks than its
     cache: if it tells of more, something was missed, and all that it told is forgotten. Takes about
     75 bytes for each block of each replica more than `HeldBlocks`. May be told and asked in
     different threads.
@@ -48,6 +49,8 @@ class ToldCaches(PredictedCaches):
     Raises:
         ValueError: a replica's cache has no blocks.
     """
+
+    may_have_gaps = True
 
     def __init__(self, num_blocks: Sequence[int], block_size_tokens: int) -> None:
         super().__init__(num_blocks)

@@ -144,6 +144,20 @@ def test_no_thread_is_left() -> None:
     assert threading.active_count() <= before
 
 
+@pytest.mark.parametrize("failing", range(4))
+def test_all_are_closed_where_one_cannot_be(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise RuntimeError("it runs yet")
+
+    heard, *replicas = everything = engines(4)
+    engine = ReplicaEngine(replicas)
+    monkeypatch.setattr(engine, "_heard", heard)
+    monkeypatch.setattr(everything[failing], "close", fails)
+    with pytest.raises(RuntimeError, match="it runs yet"):
+        engine.close()
+    assert [each.is_closed for each in everything] == [n != failing for n in range(4)]
+
+
 @pytest.mark.parametrize(
     ("options", "what"),
     [

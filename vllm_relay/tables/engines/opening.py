@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ def open_engine(
             it: each rank has a prefix cache of its own, and gets the prompts that it knows.
         kv_events: of each server, in their order, where it publishes KV events of vLLM,
             "tcp://host:port", and with a comma where it replays them: prompts go by what caches
-            hold, not by what they were sent. Ranks have the next ports.
+            hold, not by what they were sent. Of many beginnings that wait, a server finds those
+            that it is told to hold among the 16 that wait longest. Ranks have the next ports.
         arguments: of a server, see `ServerEngine`, or of a model, those of ``vllm.LLM``; of all of
             them, if there are several.
 
@@ -160,20 +162,23 @@ def _open_servers(
         [(address, rank)] = places
         return ServerEngine(address, **arguments, **rank)
     arguments = {"retries": RetryPolicy(patience_s=_PATIENCE_OF_SEVERAL_S), **arguments}
-    engines: list[Engine] = []
-    for address, rank in places:
-        engines.append(ServerEngine(address, **arguments, **rank))
-        if engines[0].tokenizer is not None:
-            # loaded once; the others compare it with their server's
-            arguments = {**arguments, "tokenizer": engines[0].tokenizer}
     names = [
         address + "".join(f", rank {number}" for number in rank.values())
         for address, rank in places
     ]
-    engine = ReplicaEngine(engines, names)
-    if endpoints:
-        each_rank = [each for each in endpoints for _ in range(ranks or 1)]
-        engine.hear(each_rank, [rank.get("data_parallel_rank") for _, rank in places])
+    engines: list[Engine] = []
+    with ExitStack() as opened:
+        for address, rank in places:
+            engines.append(ServerEngine(address, **arguments, **rank))
+            opened.callback(engines[-1].close)
+            if engines[0].tokenizer is not None:
+                # loaded once; the others compare it with their server's
+                arguments = {**arguments, "tokenizer": engines[0].tokenizer}
+        engine = ReplicaEngine(engines, names)
+        if endpoints:
+            each_rank = [each for each in endpoints for _ in range(ranks or 1)]
+            engine.hear(each_rank, [rank.get("data_parallel_rank") for _, rank in places])
+        opened.pop_all()
     return engine
 
 

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from contextvars import copy_context
 from itertools import islice
 from queue import SimpleQueue
@@ -159,11 +159,12 @@ class ReplicaEngine:
         return None if one is None else one * len(self.engines)
 
     def close(self) -> None:
-        """Close all replicas."""
-        if self._heard is not None:
-            self._heard.close()
-        for engine in self.engines:
-            engine.close()
+        """Close all replicas, also where one of them raises."""
+        with ExitStack() as opened:
+            for engine in reversed(self.engines):
+                opened.callback(engine.close)
+            if self._heard is not None:
+                opened.callback(self._heard.close)
 
 
 class _Feed:
