@@ -168,6 +168,8 @@ SERVER_LIST = ["http://a", "http://b"]
         ("m", {"replicas": 2, "data_parallel_size": 2}, "data_parallel_size=2 and replicas=2"),
         ("m", {"kv_events": ["tcp://a:1"]}, "kv_events given, which are those of servers"),
         (SERVER_LIST, {"kv_events": "tcp://a:1"}, "of 1 servers given, expected those of 2"),
+        (SERVER_LIST, {"kv_events": [None, None]}, "of its own for each server"),
+        (SERVER_LIST, {"kv_events": ["tcp://a:1", "tcp://a:1"]}, "of its own for each server"),
         (
             "http://a",
             {"data_parallel_ranks": 2, "kv_events": ["ipc:///a"]},

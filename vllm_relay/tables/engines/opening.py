@@ -125,6 +125,12 @@ def check_kv_events(
             "KV events given for one engine, which all prompts go to: they are for several "
             "servers, or for the ranks of one"
         )
+    for each in given:
+        if not isinstance(each, str) or given.count(each) > 1:
+            raise ValueError(
+                f"KV events {list(given)!r} given, expected an endpoint tcp://HOST:PORT of its own "
+                f"for each server"
+            )
     endpoints = [EventEndpoints.of(each) for each in given]
     if data_parallel_ranks and any("ipc:" in each for each in given):
         raise ValueError(f"KV events at {given[0]!r} given with ranks, which have ports: give tcp:")
