@@ -86,7 +86,7 @@ class ThreadActor:
         self, engine: FakeEngine, errors: Any, rng: random.Random, dies_after: int | None = None
     ) -> None:
         self.replica = Replica(lambda: engine)
-        self.replica.start()
+        self.replica.start(0, 1)
         self._errors = errors
         self._rng = rng
         self._num_left = dies_after
