@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_relay.cluster.gateway import MAX_REPLICAS, Gateway
+from vllm_relay.cluster.gateway import MAX_REPLICAS, Gateway, RoutedRequest
 from vllm_relay.cluster.requests import BLOCK_SIZE_TOKENS, RoutablePrompt
 
 LONG = RoutablePrompt(range(100), 100 * BLOCK_SIZE_TOKENS, 10)
@@ -45,7 +45,7 @@ def test_prefixes_that_come_one_after_the_other_are_spread() -> None:
 @given(st.lists(st.tuples(st.sampled_from(["add", "lose", "route", "end"]), st.integers(0, 4))))
 def test_loads_are_those_of_requests_that_run(steps: list[tuple[str, int]]) -> None:
     gateway: Gateway[int] = Gateway()
-    running: dict[int, list[object]] = {}
+    running: dict[int, list[RoutedRequest[int]]] = {}
     for what, number in steps:
         if what == "add":
             gateway.add(number)
@@ -60,8 +60,8 @@ def test_loads_are_those_of_requests_that_run(steps: list[tuple[str, int]]) -> N
             assert len(running[routed.replica]) <= fewest + 1
         elif running.get(number):
             ended = running[number].pop()
-            ended.ended()  # type: ignore[attr-defined]
-            ended.ended()  # type: ignore[attr-defined]
+            ended.ended()
+            ended.ended()
     assert sorted(gateway.replicas) == sorted(running)
     for number in range(5):
         assert gateway.load_tokens(number) == len(running.get(number, ())) * 18

@@ -69,6 +69,8 @@ class Gateway(Generic[Name]):
         self._caches = PredictedCaches([self._num_blocks] * MAX_REPLICAS)
         self._router = Router(self._caches, _TOKENS, BLOCK_SIZE_TOKENS, MAX_REPLICAS)
         self._places: dict[Name, int] = {}
+        self._names: dict[int, Name] = {}
+        """By their places."""
         self._free = list(range(MAX_REPLICAS))
         self._requests = count()
         self._lock = Lock()
@@ -96,6 +98,7 @@ class Gateway(Generic[Name]):
             if not self._free:
                 raise ValueError(f"replica {replica} given, expected at most {MAX_REPLICAS}")
             place = self._places[replica] = heappop(self._free)
+            self._names[place] = replica
             self._caches.resize(place, num_blocks)
 
     def lost(self, replica: Name) -> None:
@@ -103,6 +106,7 @@ class Gateway(Generic[Name]):
         with self._lock:
             place = self._places.pop(replica, None)
             if place is not None:
+                del self._names[place]
                 self._router.lost(place)
                 heappush(self._free, place)
 
@@ -118,16 +122,15 @@ class Gateway(Generic[Name]):
             ValueError: none of them can be had.
         """
         with self._lock:
-            names = {
-                place: name
-                for name, place in self._places.items()
-                if among is None or name in among
-            }
+            places: Collection[int] = self._names
+            if among is not None:
+                places = [self._places[name] for name in among if name in self._places]
             number = next(self._requests)
             chosen = self._router.route(
-                number, prompt.chain, prompt.prompt_tokens, prompt.output_tokens, names
+                number, prompt.chain, prompt.prompt_tokens, prompt.output_tokens, places
             )
-            return RoutedRequest(self, number, names[chosen.replica], chosen.num_cached_tokens)
+            name = self._names[chosen.replica]
+            return RoutedRequest(self, number, name, chosen.num_cached_tokens)
 
     def load_tokens(self, replica: Name) -> float:
         """That a replica has yet to compute; 0 for one that cannot be had."""

@@ -8,11 +8,10 @@ their tokens and the name of the block before, so that names are learned here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from threading import Lock
 
 from vllm_relay.cluster.replica_index import (
-    BLOCK_MASK,
     NO_BLOCK,
     Block,
     PredictedCaches,
@@ -97,7 +96,7 @@ class ToldCaches(PredictedCaches):
                 return
             chain = chain_of(token_ids, self.block_size_tokens, before)
             new = []
-            for name, block in zip(_numbers(names), chain, strict=True):
+            for name, block in zip(map(block_of, names), chain, strict=True):
                 if name in told.blocks:
                     told.copies[name] = told.copies.get(name, 0) + 1
                 else:
@@ -117,7 +116,7 @@ class ToldCaches(PredictedCaches):
         told = self._told[replica]
         gone = []
         with self._lock:
-            for name in _numbers(names):
+            for name in map(block_of, names):
                 if name in told.copies:
                     _take_one(told.copies, name)
                     continue
@@ -134,12 +133,6 @@ class ToldCaches(PredictedCaches):
         told = self._told[replica]
         self.held.discard(replica, told.blocks.values())
         self._told[replica] = _Told()
-
-
-def _numbers(names: Sequence[bytes | int]) -> Iterable[int]:
-    if names and isinstance(names[0], int):
-        return [name & BLOCK_MASK for name in names]  # type: ignore[operator]
-    return map(block_of, names)
 
 
 def _take_one(counts: dict[int, int], key: int) -> None:

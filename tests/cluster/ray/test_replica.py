@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,13 +19,11 @@ class Ended(BaseException):
     """In place of the end of the process."""
 
 
-class Replica(VllmReplica):
-    def __init__(self, app: Any, has_failed: bool) -> None:
-        self._app = app
-        self._engine: Any = SimpleNamespace(errored=has_failed)
-
-    def __del__(self) -> None:  # type: ignore[override]
-        pass
+def replica_of(app: Any, has_failed: bool) -> Any:
+    """What `ask` needs of a replica, without an engine."""
+    replica = SimpleNamespace(_app=app, _engine=SimpleNamespace(errored=has_failed))
+    replica._end_if_dead = partial(VllmReplica._end_if_dead, replica)
+    return replica
 
 
 async def failing(scope: Any, receive: Any, send: Any) -> None:
@@ -43,7 +42,8 @@ def test_a_replica_ends_with_its_engine(app: Any, monkeypatch: pytest.MonkeyPatc
 
     async def ask(has_failed: bool) -> int:
         request = HttpRequest("POST", "/v1/completions", b"", [], b"")
-        return len([each async for each in Replica(app, has_failed).ask(request, None)])
+        answer = VllmReplica.ask(replica_of(app, has_failed), request, None)
+        return len([each async for each in answer])
 
     monkeypatch.setattr(os, "_exit", end)
     with pytest.raises(Ended):

@@ -81,6 +81,7 @@ class VllmReplica:
     _engine: Any = None
     _lifespan: Any = None
 
+    # Ray Serve waits for it
     async def __init__(self, arguments: list[str]) -> None:  # type: ignore[misc]
         given = parsed(arguments)
         engine_arguments = AsyncEngineArgs.from_cli_args(given)
