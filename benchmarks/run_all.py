@@ -56,6 +56,7 @@ ROOMS = {
         "bench_bucketing",
         "bench_real_replicas",
         "bench_replica_index",
+        "bench_ray_data",
     ],
     "sparse": [
         "bench_index_build",

@@ -5,6 +5,7 @@ bench_replicas.py        streams and arrivals, by router
 bench_bucketing.py       dynamic prefix bucketing, by buffer and bucket size
 bench_real_replicas.py   two real ones, beside one engine and beside their simulation
 bench_replica_index.py   what it costs to know which replica holds which blocks
+bench_ray_data.py        what the driver of Ray Data takes for millions of rows
 workloads.py             what is asked
 rivals.py                other routers' rules
 """
