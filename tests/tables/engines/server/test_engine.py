@@ -242,9 +242,20 @@ def test_servers_and_ranks_share_the_prompts_of_a_job() -> None:
 def test_a_server_that_goes_leaves_its_prompts_to_the_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    def answer_one(body: dict[str, Any]) -> Reply:
+        if len(goes.bodies) == 1:
+            return answer()
+        has_prompts.set()
+        return Reply(hangs=True)
+
+    def answer_when_the_other_has_prompts(body: dict[str, Any]) -> Reply:
+        assert has_prompts.wait(60)
+        return answer()
+
+    has_prompts = threading.Event()
     with (
-        fake_server(lambda body: replace(answer(), delay_s=0.005)) as stays,
-        fake_server(lambda body: replace(answer(), delay_s=0.005)) as goes,
+        fake_server(answer_when_the_other_has_prompts) as stays,
+        fake_server(answer_one) as goes,
     ):
         retries = RetryPolicy(patience_s=0.2, first_delay_s=0.01)
         options: Any = {"tokenizer": WordTokenizer(), "max_running": 4, "retries": retries}
