@@ -30,7 +30,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_relay import plugin
-from vllm_relay.attention_backends.relay import RelayBackend
+from vllm_relay.attention_backends.cpu.relay import RelayBackend
 from vllm_relay.config import SCHEDULER_PATH, RelayConfig
 from vllm_relay.limits import RelayUnsupportedError
 from vllm_relay.long_context.start_checks import check_context_dir
@@ -319,7 +319,7 @@ def test_both_backends_survive_pickling() -> None:
 def test_layers_on_cuda_get_the_class_whose_prompts_can_be_served(
     monkeypatch: pytest.MonkeyPatch, prefix: str
 ) -> None:
-    from vllm_relay.attention_backends import relay_cuda_choice
+    from vllm_relay.attention_backends.cuda import relay_choice as relay_cuda_choice
 
     broken: set[str] = set()
     monkeypatch.setattr(

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_relay.attention_backends.plan import PlanStats
+from vllm_relay.attention_backends.groups import PlanStats
 from vllm_relay.attention_backends.step_stats import COUNTERS, GAUGES, RelayStats, StepRecorder
 
 

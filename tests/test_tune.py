@@ -10,8 +10,9 @@ import torch
 from rich.console import Console
 
 from vllm_relay import tune
-from vllm_relay.attention_backends import gpu_config, gpu_tune
-from vllm_relay.attention_backends.gpu_config import KernelConfig
+from vllm_relay.attention_backends.cuda import config as gpu_config
+from vllm_relay.attention_backends.cuda import tune as gpu_tune
+from vllm_relay.attention_backends.cuda.config import KernelConfig
 
 OPTIONS = {
     "num_heads": 4,

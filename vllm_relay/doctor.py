@@ -22,7 +22,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from vllm_relay.attention_backends.gpu_config import read_tuned, tuned_path
+from vllm_relay.attention_backends.cuda.config import read_tuned, tuned_path
 from vllm_relay.limits import BACKEND_NAME, KERNELS, MIN_CAPABILITY
 from vllm_relay.plugin import SUPPORTED_VLLM, is_supported
 from vllm_relay.processor import cpu_name

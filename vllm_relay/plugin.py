@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from vllm_relay.config import RelayConfig
 
 SUPPORTED_VLLM = SpecifierSet(">=0.32,<0.34")
-CPU_BACKEND_PATH = "vllm_relay.attention_backends.relay.RelayBackend"
+CPU_BACKEND_PATH = "vllm_relay.attention_backends.cpu.relay.RelayBackend"
 SPARSE_BACKEND_PATH = "vllm_relay.attention_backends.sparse.cpu.RelaySparseBackend"
-CUDA_BACKEND_PATH = "vllm_relay.attention_backends.relay_cuda.RelayCudaBackend"
+CUDA_BACKEND_PATH = "vllm_relay.attention_backends.cuda.relay.RelayCudaBackend"
 SPARSE_CUDA_BACKEND_PATH = "vllm_relay.attention_backends.sparse.cuda.RelaySparseCudaBackend"
 
 
@@ -131,7 +131,7 @@ def cuda_backend_path(backend: Any, selector_config: Any) -> str:
     """
     from vllm.platforms import current_platform
 
-    from vllm_relay.attention_backends.relay_cuda_choice import path_for_layer
+    from vllm_relay.attention_backends.cuda.relay_choice import path_for_layer
 
     check_layer(selector_config, "cuda")
     capability = current_platform.get_device_capability()
@@ -294,7 +294,7 @@ def _check_extension() -> None:
 
 def _check_kernel(vllm_config: VllmConfig, options: RelayConfig) -> None:
     _check_extension()
-    from vllm_relay.attention_backends import cpu
+    from vllm_relay.attention_backends.cpu import kernels as cpu
 
     if vllm_config.model_config is None:
         return

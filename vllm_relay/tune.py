@@ -13,7 +13,7 @@ from rich.progress import track
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from vllm_relay.attention_backends.gpu_tune import Load, Result
+    from vllm_relay.attention_backends.cuda.tune import Load, Result
 
 DTYPES = ("bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "fp8")
@@ -36,7 +36,8 @@ def run_tune(
     try:
         import torch
 
-        from vllm_relay.attention_backends import gpu_config, gpu_tune
+        from vllm_relay.attention_backends.cuda import config as gpu_config
+        from vllm_relay.attention_backends.cuda import tune as gpu_tune
         from vllm_relay.limits import HEAD_SIZES, check_capability
     except ImportError as error:
         console.print(f"tune: {error}; `vllm-relay doctor` says what to do", style="red")

@@ -24,7 +24,7 @@ from benchmarks.support.machine import attention_ceiling_gflops, bf16_peak_gflop
 from benchmarks.support.options import argument_parser, run_as_vllm_worker
 from benchmarks.support.result import Goal, Result
 from benchmarks.support.timing import fraction, interleaved, ratio
-from vllm_relay.attention_backends import cpu
+from vllm_relay.attention_backends.cpu import kernels as cpu
 
 LLAMA_2_7B, LLAMA_3_8B, QWEN_2_7B = Heads(32, 32), Heads(32, 8), Heads(28, 4)
 CONTEXT_TOKENS = 128

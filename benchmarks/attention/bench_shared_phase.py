@@ -19,7 +19,7 @@ from benchmarks.support.machine import attention_ceiling_gflops, bf16_peak_gflop
 from benchmarks.support.options import argument_parser, run_as_vllm_worker
 from benchmarks.support.result import Goal, Result
 from benchmarks.support.timing import fraction, interleaved
-from vllm_relay.attention_backends import cpu
+from vllm_relay.attention_backends.cpu import kernels as cpu
 
 HEADS = Heads(32, 8)
 PREFIX_TOKENS = 8192

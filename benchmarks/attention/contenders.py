@@ -11,7 +11,8 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from benchmarks.attention.batches import BLOCK_SIZE_TOKENS, Batch, shared_prefix
-from vllm_relay.attention_backends import cpu, ops, reference
+from vllm_relay.attention_backends import ops, reference
+from vllm_relay.attention_backends.cpu import kernels as cpu
 from vllm_relay.attention_backends.plan import StepPlan, plan_step
 
 current_platform.import_kernels()

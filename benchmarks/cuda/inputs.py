@@ -11,8 +11,8 @@ import torch
 from benchmarks.attention.batches import Batch
 from benchmarks.cuda.geometry import PLAIN, Features, Geometry
 from benchmarks.cuda.limits import table_width
-from vllm_relay.attention_backends.gpu_config import KernelConfig
-from vllm_relay.attention_backends.gpu_planner import DevicePlanner, PlannerLimits
+from vllm_relay.attention_backends.cuda.config import KernelConfig
+from vllm_relay.attention_backends.cuda.planner import DevicePlanner, PlannerLimits
 
 FP8_SCALES = (0.75, 1.25)
 """Of keys and of values."""

@@ -17,7 +17,7 @@ from benchmarks.cuda.run import Run, geometric_mean
 from benchmarks.cuda.variants import Variant
 from benchmarks.support.formatting import Row
 from benchmarks.support.timing import ratio
-from vllm_relay.attention_backends.gpu_config import KernelConfig
+from vllm_relay.attention_backends.cuda.config import KernelConfig
 
 LLAMA = Geometry(32, 8)
 MakeBatch = Callable[[int], Batch]

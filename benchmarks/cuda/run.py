@@ -23,8 +23,8 @@ from benchmarks.cuda.result import CudaResult, without_folders
 from benchmarks.cuda.rivals import Rivals
 from benchmarks.cuda.variants import Variant
 from benchmarks.support.timing import Timing, ratio
-from vllm_relay.attention_backends.gpu_config import KernelConfig, config_for
-from vllm_relay.attention_backends.gpu_planner import PlannerLimits
+from vllm_relay.attention_backends.cuda.config import KernelConfig, config_for
+from vllm_relay.attention_backends.cuda.planner import PlannerLimits
 
 T = TypeVar("T")
 

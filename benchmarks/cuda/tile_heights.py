@@ -22,7 +22,7 @@ from benchmarks.cuda.inputs import DeviceBatch, Inputs, Relay
 from benchmarks.cuda.reference import rows_that_differ
 from benchmarks.cuda.run import Run
 from benchmarks.cuda.variants import Variant
-from vllm_relay.attention_backends.gpu_config import KernelConfig
+from vllm_relay.attention_backends.cuda.config import KernelConfig
 
 HEIGHTS: tuple[int, ...] = (64, 16, 32, 128)
 WARPS: tuple[int, ...] = (8, 4)

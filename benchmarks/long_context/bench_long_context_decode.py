@@ -43,7 +43,7 @@ from benchmarks.support.formatting import Row
 from benchmarks.support.options import argument_parser, run_as_vllm_worker
 from benchmarks.support.result import Goal, Result
 from benchmarks.support.timing import Timing, ratio
-from vllm_relay.attention_backends import cpu
+from vllm_relay.attention_backends.cpu import kernels as cpu
 from vllm_relay.attention_backends.plan import plan_step
 
 BLOCK_SIZE_TOKENS = 128

@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.support.formatting import Row
 from benchmarks.support.timing import Timing, interleaved, ratio
-from vllm_relay.attention_backends import cpu
+from vllm_relay.attention_backends.cpu import kernels as cpu
+from vllm_relay.attention_backends.cpu.unpacked import TokenRun, UnpackedRequest, unpacked_attention
 from vllm_relay.attention_backends.plan import plan_step
-from vllm_relay.attention_backends.unpacked import TokenRun, UnpackedRequest, unpacked_attention
 from vllm_relay.sparse.contexts.partial_attention import attention_state, merge
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE_TOKENS = 32, 8, 128, 128

@@ -65,7 +65,10 @@ NAMES: list[tuple[str, dict[str, str | tuple[str, ...]]]] = [
         r"(modules|long_context|vllm_changes|attention_backends)/",
         {"worker": "vllm.v1.worker.gpu_worker.Worker"},
     ),
-    (r"relay_cuda\w*\.py$", {"capability": "vllm.platforms.interface.DeviceCapability"}),
+    (
+        r"attention_backends/cuda/relay\w*\.py$",
+        {"capability": "vllm.platforms.interface.DeviceCapability"},
+    ),
 ]
 
 OWN_CONSTRUCTION = {

@@ -14,7 +14,7 @@ import triton
 from triton.backends.nvidia.compiler import CUDABackend
 
 from tests.attention_backends.kernel_variants import variants
-from vllm_relay.attention_backends.gpu_config import shipped_for
+from vllm_relay.attention_backends.cuda.config import shipped_for
 
 EVERY_FEATURE = {"soft_cap": True, "alibi": True, "window": True, "sinks": True}
 VARIANTS: dict[int, dict[str, dict[str, Any]]] = {

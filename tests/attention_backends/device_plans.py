@@ -11,10 +11,10 @@ import torch
 from tests.attention_backends.plan_checks import check_plan
 from tests.attention_backends.strategies import AttentionProblem
 from tests.attention_backends.triton_problems import TINY_CUTS, attend, hidden_runs
-from vllm_relay.attention_backends import triton_counts
-from vllm_relay.attention_backends.gpu_config import KernelConfig
-from vllm_relay.attention_backends.gpu_plan import GpuPlan
-from vllm_relay.attention_backends.gpu_planner import DevicePlanner, PlannerLimits
+from vllm_relay.attention_backends.cuda.config import KernelConfig
+from vllm_relay.attention_backends.cuda.kernels import counts as triton_counts
+from vllm_relay.attention_backends.cuda.plan import GpuPlan
+from vllm_relay.attention_backends.cuda.planner import DevicePlanner, PlannerLimits
 
 Groups = set[tuple[frozenset[int], int, int]]
 """{(members, begin, end)}"""

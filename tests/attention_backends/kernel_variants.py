@@ -10,14 +10,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vllm_relay.attention_backends import (
-    triton_attention,
-    triton_groups,
-    triton_kv_cache,
-    triton_merge,
-    triton_plan,
-)
-from vllm_relay.attention_backends.gpu_config import KernelConfig
+from vllm_relay.attention_backends.cuda.config import KernelConfig
+from vllm_relay.attention_backends.cuda.kernels import attention as triton_attention
+from vllm_relay.attention_backends.cuda.kernels import groups as triton_groups
+from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
+from vllm_relay.attention_backends.cuda.kernels import merge as triton_merge
+from vllm_relay.attention_backends.cuda.kernels import plan as triton_plan
 
 INT64_POINTERS = {"bits_ptr", "totals_ptr", "leaders_ptr", "hashes_ptr", "slot_mapping_ptr"}
 INT32_POINTERS = {

@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 
 from tests.attention_backends.strategies import AttentionProblem
-from vllm_relay.attention_backends.gpu_config import KernelConfig
-from vllm_relay.attention_backends.gpu_plan import (
+from vllm_relay.attention_backends.cuda.config import KernelConfig
+from vllm_relay.attention_backends.cuda.plan import (
     MODE_DIRECT,
     MODE_TILE_STATES,
     GpuPlan,

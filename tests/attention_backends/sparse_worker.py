@@ -17,7 +17,8 @@ from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_relay.attention_backends import relay, relay_cuda
+from vllm_relay.attention_backends.cpu import relay
+from vllm_relay.attention_backends.cuda import relay as relay_cuda
 from vllm_relay.attention_backends.sparse import common, cpu
 from vllm_relay.long_context.host import host_sequence
 from vllm_relay.long_context.host.worker import LongContextWorker, worker_of

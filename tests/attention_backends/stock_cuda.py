@@ -9,7 +9,8 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from tests.attention_backends.fake_device import on_host
-from vllm_relay.attention_backends import reference, triton_kv_cache
+from vllm_relay.attention_backends import reference
+from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
 
 
 class StockBuilder:

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from vllm_relay.attention_backends.gpu_config import (
+from vllm_relay.attention_backends.cuda.config import (
     SHIPPED,
     KernelConfig,
     config_for,

@@ -12,9 +12,8 @@ from tests.attention_backends.plan_checks import check_plan
 from tests.attention_backends.strategies import random_problem
 from tests.attention_backends.triton_problems import TINY_CUTS, fitting, plan_of, tree_problem
 from tests.support.depth import cases
-from vllm_relay.attention_backends.forest import Forest
-from vllm_relay.attention_backends.gpu_config import KernelConfig
-from vllm_relay.attention_backends.gpu_plan import (
+from vllm_relay.attention_backends.cuda.config import KernelConfig
+from vllm_relay.attention_backends.cuda.plan import (
     MAX_DEPTH,
     MODE_DIRECT,
     MODE_STATE,
@@ -23,6 +22,7 @@ from vllm_relay.attention_backends.gpu_plan import (
     pieces,
     plan_forest,
 )
+from vllm_relay.attention_backends.forest import Forest
 
 SEEDS = st.integers(0, 2**32 - 1)
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vllm_relay.attention_backends import gpu_tune
-from vllm_relay.attention_backends.gpu_config import KernelConfig
-from vllm_relay.attention_backends.gpu_tune import Load, Result, Sample, Shape
+from vllm_relay.attention_backends.cuda import tune as gpu_tune
+from vllm_relay.attention_backends.cuda.config import KernelConfig
+from vllm_relay.attention_backends.cuda.tune import Load, Result, Sample, Shape
 
 TINY = KernelConfig(
     tile_tokens=16, segment_tokens=32, section_tokens=64, small_rows=16, large_rows=16

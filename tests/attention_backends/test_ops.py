@@ -17,8 +17,9 @@ from tests.attention_backends.strategies import (
 )
 from tests.support.depth import cases
 from vllm_relay import _C, limits
-from vllm_relay.attention_backends import cpu, ops, reference
+from vllm_relay.attention_backends import ops, reference
 from vllm_relay.attention_backends.cost import KERNEL_COSTS
+from vllm_relay.attention_backends.cpu import kernels as cpu
 
 INF = float("inf")
 SEEDS = st.integers(0, 2**32 - 1)

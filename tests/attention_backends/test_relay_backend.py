@@ -12,7 +12,8 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_relay.attention_backends import reference, relay
+from vllm_relay.attention_backends import reference
+from vllm_relay.attention_backends.cpu import relay
 from vllm_relay.attention_backends.step_stats import recorder
 from vllm_relay.limits import RelayUnsupportedError
 

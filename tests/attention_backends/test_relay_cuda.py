@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.attention_backends.stock_cuda import StockBuilder, StockImpl, attend
-from vllm_relay.attention_backends import relay_cuda
+from vllm_relay.attention_backends.cuda import relay as relay_cuda
 from vllm_relay.attention_backends.step_stats import recorder
 from vllm_relay.limits import RelayUnsupportedError
 
@@ -253,9 +253,9 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         impl.forward(LAYER, ONE, ONE, ONE, ONE, None, ONE, output_scale=ONE)
 
 
-@pytest.mark.parametrize("name", ["relay_cuda_flash", "relay_cuda_triton"])
+@pytest.mark.parametrize("name", ["relay_flash", "relay_triton"])
 def test_stock_implementations_take_the_arguments_they_are_given(name: str) -> None:
-    module = importlib.import_module(f"vllm_relay.attention_backends.{name}")
+    module = importlib.import_module(f"vllm_relay.attention_backends.cuda.{name}")
     backend = next(
         cls
         for key, cls in vars(module).items()

@@ -25,8 +25,10 @@ from tests.attention_backends.test_relay_cuda import (
     make_builder,
     step,
 )
-from vllm_relay.attention_backends import gpu_prompts, reference, relay_cuda
-from vllm_relay.attention_backends.gpu_hidden import SEES_ALL
+from vllm_relay.attention_backends import reference
+from vllm_relay.attention_backends.cuda import prompts as gpu_prompts
+from vllm_relay.attention_backends.cuda import relay as relay_cuda
+from vllm_relay.attention_backends.cuda.hidden_bits import SEES_ALL
 from vllm_relay.attention_backends.hidden_tokens import Ranges
 from vllm_relay.modules.engine import worker
 

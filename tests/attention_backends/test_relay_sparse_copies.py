@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.depth import cases
-from vllm_relay.attention_backends import cpu
+from vllm_relay.attention_backends.cpu import kernels as cpu
 from vllm_relay.attention_backends.sparse import cpu as sparse_cpu
 from vllm_relay.long_context.host.host_sequence import EncodingBudget, HostLayer, SequencePlace
 

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from tests.attention_backends.fake_device import fake_device
 from tests.attention_backends.sparse_cuda_worker import CudaWorker
 from tests.attention_backends.sparse_worker import readings
-from vllm_relay.attention_backends import relay_cuda
+from vllm_relay.attention_backends.cuda import relay as relay_cuda
 from vllm_relay.attention_backends.sparse import common, cuda
 from vllm_relay.long_context.host import host_sequence, mirroring, pending_writes
 from vllm_relay.long_context.host.host_attention import attend_retrieved
@@ -304,7 +304,7 @@ def test_prompts_are_left_to_what_relay_leaves_them_to(name: str) -> None:
             for each, cls in vars(importlib.import_module(f"{PACKAGE}.{module}_{name}")).items()
             if each.startswith("Relay") and each.endswith("Backend") and "Cuda" not in each
         )
-        for module in ("sparse.cuda", "relay_cuda")
+        for module in ("sparse.cuda", "cuda.relay")
     )
     assert issubclass(sparse, cuda.RelaySparseCudaBackend)
     assert sparse.get_impl_cls().stock_impl_cls is dense.get_impl_cls().stock_impl_cls

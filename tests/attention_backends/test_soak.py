@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.attention_backends.strategies import ROUNDING_KERNELS, error_bounds, random_problem
-from vllm_relay.attention_backends import cpu, ops, reference
+from vllm_relay.attention_backends import ops, reference
+from vllm_relay.attention_backends.cpu import kernels as cpu
 
 
 @pytest.mark.soak

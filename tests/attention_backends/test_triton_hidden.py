@@ -24,8 +24,8 @@ from tests.attention_backends.triton_problems import (
     tree_problem,
 )
 from tests.support.depth import cases
+from vllm_relay.attention_backends.cuda.hidden_bits import SEES_ALL, HiddenBits, bits_of
 from vllm_relay.attention_backends.forest import Forest
-from vllm_relay.attention_backends.gpu_hidden import SEES_ALL, HiddenBits, bits_of
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -145,7 +145,7 @@ def test_one_planner_for_many_steps() -> None:
 
 
 def test_rows_are_uploaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_relay.attention_backends import gpu_hidden
+    from vllm_relay.attention_backends.cuda import hidden_bits as gpu_hidden
 
     uploads = []
     upload = gpu_hidden.upload

@@ -25,7 +25,7 @@ from tests.attention_backends.triton_problems import (
 )
 from tests.support.depth import cases
 from vllm_relay.attention_backends import reference
-from vllm_relay.attention_backends.triton_kv_cache import write_kv_cache
+from vllm_relay.attention_backends.cuda.kernels.kv_cache import write_kv_cache
 
 FP8 = torch.float8_e4m3fn
 ONE = torch.ones(())

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.depth import cases
-from vllm_relay.attention_backends.gpu_plan import MAX_DEPTH
-from vllm_relay.attention_backends.triton_merge import merge_kernel
+from vllm_relay.attention_backends.cuda.kernels.merge import merge_kernel
+from vllm_relay.attention_backends.cuda.plan import MAX_DEPTH
 
 TILE, SEGMENT, SECTION = 16, 32, 128
 EMPTY = -1.0e30

@@ -33,9 +33,10 @@ from tests.attention_backends.triton_problems import (
     tree_problem,
 )
 from tests.support.depth import cases
-from vllm_relay.attention_backends import gpu_plan, triton_plan
-from vllm_relay.attention_backends.gpu_planner import DevicePlanner
-from vllm_relay.attention_backends.gpu_totals import TotalsReader
+from vllm_relay.attention_backends.cuda import plan as gpu_plan
+from vllm_relay.attention_backends.cuda.kernels import plan as triton_plan
+from vllm_relay.attention_backends.cuda.planner import DevicePlanner
+from vllm_relay.attention_backends.cuda.totals import TotalsReader
 
 SEEDS = st.integers(0, 2**32 - 1)
 

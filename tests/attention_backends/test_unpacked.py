@@ -23,8 +23,9 @@ from tests.attention_backends.strategies import (
     random_problem,
 )
 from tests.support.depth import cases
-from vllm_relay.attention_backends import cpu, ops, reference
-from vllm_relay.attention_backends.unpacked import TokenRun, UnpackedRequest, unpacked_attention
+from vllm_relay.attention_backends import ops, reference
+from vllm_relay.attention_backends.cpu import kernels as cpu
+from vllm_relay.attention_backends.cpu.unpacked import TokenRun, UnpackedRequest, unpacked_attention
 
 SEEDS = st.integers(0, 2**32 - 1)
 every_kernel = pytest.mark.parametrize(

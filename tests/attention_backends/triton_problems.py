@@ -16,11 +16,12 @@ from tests.attention_backends.strategies import (
     problem_of_table,
     random_problem,
 )
-from vllm_relay.attention_backends import cuda, reference
+from vllm_relay.attention_backends import reference
+from vllm_relay.attention_backends.cuda import launch as cuda
+from vllm_relay.attention_backends.cuda.config import KernelConfig
+from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun, bits_and_rows
+from vllm_relay.attention_backends.cuda.plan import GpuPlan, plan_forest
 from vllm_relay.attention_backends.forest import Forest
-from vllm_relay.attention_backends.gpu_config import KernelConfig
-from vllm_relay.attention_backends.gpu_hidden import HiddenRun, bits_and_rows
-from vllm_relay.attention_backends.gpu_plan import GpuPlan, plan_forest
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 
 TINY_CUTS = KernelConfig(

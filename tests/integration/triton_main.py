@@ -23,7 +23,7 @@ def main() -> None:
 
     from tests.attention_backends.fake_device import DelayedCopies
     from tests.integration import engine_main
-    from vllm_relay.attention_backends import relay_cuda
+    from vllm_relay.attention_backends.cuda import relay as relay_cuda
     from vllm_relay.attention_backends.sparse import cuda as sparse_cuda
 
     sparse_cuda.make_copies = DelayedCopies

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from tests.attention_backends.stock_cuda import StockBuilder, StockImpl
-from vllm_relay.attention_backends.relay_cuda import (
+from vllm_relay.attention_backends.cuda.relay import (
     RelayCudaBackend,
     RelayCudaImpl,
     RelayCudaMetadataBuilder,

@@ -78,7 +78,7 @@ MUTATIONS = [
         ),
     ),
     *_of(
-        f"{_BACKENDS}/gpu_plan.py",
+        f"{_BACKENDS}/cuda/plan.py",
         "attention_backends/test_gpu_plan.py",
         ("-(-(segment_end - begin) // tile)", "(segment_end - begin) // tile"),
         (

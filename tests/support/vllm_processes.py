@@ -41,7 +41,7 @@ _IMPORTED = (
     "vllm.v1.core.sched.async_scheduler",
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
-    "vllm_relay.attention_backends.relay",
+    "vllm_relay.attention_backends.cpu.relay",
     "vllm_relay.long_context.scheduling.scheduler",
     "vllm_relay.metrics",
     "vllm_relay.modules.engine.worker",

@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_relay.attention_backends.plan import PlanStats
+from vllm_relay.attention_backends.groups import PlanStats
 from vllm_relay.attention_backends.step_stats import recorder
 from vllm_relay.vllm_changes.statistics import attach_to_worker_output
 

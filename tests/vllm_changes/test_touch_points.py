@@ -122,7 +122,7 @@ def test_calls_fit_and_replacements_pass_on_what_they_do_not_know(release: str) 
         ("vllm.v1.core.block_pool.BlockPool.touch", "prefix_cache/pins/table.py", "called"),
         (
             "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend",
-            "attention_backends/relay_cuda_choice.py",
+            "attention_backends/cuda/relay_choice.py",
             "named",
         ),
         (
@@ -133,7 +133,7 @@ def test_calls_fit_and_replacements_pass_on_what_they_do_not_know(release: str) 
         ("vllm.plugins.load_general_plugins", "doctor.py", "imported"),
         (
             "vllm.v1.attention.backend.CommonAttentionMetadata.seq_lens",
-            "attention_backends/relay.py",
+            "attention_backends/cpu/relay.py",
             "read",
         ),
         (

@@ -6,16 +6,9 @@
     cost.py, plan.py     what reading a range costs; the work list of one step         (numpy)
     reference.py         the public functions in plain float64 torch: the oracle       (torch)
     ops.py               the public functions: write_kv_cache, relay_attention, merge_states
-    cpu.py               tensors in, addresses and strides out                         (torch, _C)
-    unpacked_plan.py, unpacked.py   the same over tokens that are in no KV cache       (torch)
-    relay_base.py, relay.py   the RELAY backend on CPUs: vLLM's hooks, nothing else    (vLLM)
     step_stats.py        counters of a step and their merging
-    cuda.py, gpu_config.py, gpu_hidden.py, gpu_ops.py, gpu_plan.py, gpu_planner.py, gpu_prompts.py,
-    gpu_totals.py, gpu_tune.py   the same on NVIDIA GPUs (docs/cuda.md)                (torch)
-    triton_attention.py, triton_counts.py, triton_groups.py, triton_hidden.py, triton_items.py,
-    triton_kv_cache.py, triton_merge.py, triton_plan.py   its kernels                  (Triton)
-    relay_cuda.py, relay_cuda_choice.py, relay_cuda_flash.py, relay_cuda_prompts.py,
-    relay_cuda_triton.py   the RELAY backend on CUDA                                   (vLLM)
+    relay_base.py        what the backend is on every device                           (vLLM)
+    cpu/, cuda/          RELAY: hooks and kernels of a device
     sparse/              RELAY_SPARSE, above long_context/
 
 A step: `RelayMetadataBuilder.build` gets block table, lengths and query positions, once per KV

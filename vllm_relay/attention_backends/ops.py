@@ -15,7 +15,7 @@ import os
 import numpy as np
 import torch
 
-from vllm_relay.attention_backends import cpu
+from vllm_relay.attention_backends.cpu import kernels as cpu
 from vllm_relay.attention_backends.forest import Forest
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 from vllm_relay.attention_backends.plan import plan_step
@@ -68,7 +68,7 @@ def write_kv_cache(
         )
     slot_mapping = slot_mapping.contiguous()
     if on_gpu:
-        from vllm_relay.attention_backends import gpu_ops
+        from vllm_relay.attention_backends.cuda import ops as gpu_ops
 
         gpu_ops.write_kv_cache(key, value, kv_cache, slot_mapping, k_scale, v_scale)
         return
@@ -180,7 +180,7 @@ def relay_attention(
         if hidden is not None:
             hidden.check(lens - np.diff(starts))
     if on_gpu:
-        from vllm_relay.attention_backends import gpu_ops
+        from vllm_relay.attention_backends.cuda import ops as gpu_ops
 
         gpu_ops.relay_attention(
             query,

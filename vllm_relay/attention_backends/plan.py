@@ -17,11 +17,9 @@ from vllm_relay.attention_backends.forest import (
     LAST,
     REQUEST,
     Forest,
-    build_forest,
 )
+from vllm_relay.attention_backends.groups import PlanStats, check_forest, find_groups, plan_stats
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
-
-NULL_BLOCK = 0
 
 SEGMENT_TOKENS = 2048
 """A fold restarts at multiples of this; the C++ side has the same number."""
@@ -34,22 +32,6 @@ MAX_PARTIAL_ROWS = 1 << 18
 
 ITEMS_PER_THREAD = 4
 """Work is cut until no item is larger than a thread's share divided by this."""
-
-
-@dataclass(frozen=True)
-class PlanStats:
-    """What one step shares, or several summed up."""
-
-    steps: int = 1
-    requests: int = 0
-    requests_shared: int = 0
-    kv_tokens_logical: int = 0
-    """KV tokens attended to, summed over requests."""
-    kv_tokens_read: int = 0
-    """The same with a range that several requests share counted once."""
-    forest_depth: int = 0
-    groups: int = 0
-    planning_time_s: float = 0.0
 
 
 @dataclass(eq=False)
@@ -119,11 +101,16 @@ def plan_step(
         kept = forest
         check_forest(kept, block_table, query_lens, seq_lens, block_size)
     else:
-        # the first query token of a request sees this many tokens, and the others see more
-        shareable_tokens = np.where(query_lens > 0, seq_lens - query_lens + 1, 0)
-        ids = block_table if hidden is None else hidden.visible_block_ids(block_table, block_size)
-        kept = build_forest(ids, shareable_tokens, block_size)
-        kept = kept.without(_does_not_pay(kept, query_lens * group_size, cost, min_shared_tokens))
+        kept = find_groups(
+            block_table,
+            query_lens,
+            seq_lens,
+            block_size=block_size,
+            group_size=group_size,
+            cost=cost,
+            min_shared_tokens=min_shared_tokens,
+            hidden=hidden,
+        )
 
     lens = query_lens[kept.order]
     first_entry = np.concatenate(([0], np.cumsum(lens)))
@@ -158,87 +145,8 @@ def plan_step(
         num_partial_entries=num_partial_entries,
         num_threads=num_threads,
         hides_tokens=hidden is not None,
-        stats=_stats(kept, query_lens, seq_lens, hidden, time.perf_counter() - started_s),
+        stats=plan_stats(kept, query_lens, seq_lens, hidden, time.perf_counter() - started_s),
     )
-
-
-def check_forest(
-    forest: Forest,
-    block_table: np.ndarray,
-    query_lens: np.ndarray,
-    seq_lens: np.ndarray,
-    block_size: int,
-) -> None:
-    """Check that a forest describes requests with these block tables and lengths.
-
-    Raises:
-        ValueError: what the first inconsistency is.
-    """
-    if len(forest.order) != len(seq_lens):
-        raise ValueError(
-            f"forest: it orders {len(forest.order)} requests, the batch has {len(seq_lens)}"
-        )
-    forest.validate()
-    for index, (first, last, begin, end, request) in enumerate(forest.nodes.tolist()):
-        if end % block_size:
-            raise ValueError(
-                f"forest: node {index} ends at token {end}, expected a multiple of the block size "
-                f"{block_size}"
-            )
-        members = forest.order[first:last]
-        visible = int((seq_lens - query_lens + 1)[members].min())
-        if (query_lens[members] > 0).any() and end > visible:
-            raise ValueError(
-                f"forest: node {index} ends at token {end}, but a member's first query token sees "
-                f"only {visible} tokens"
-            )
-        blocks = slice(begin // block_size, end // block_size)
-        theirs, shared = block_table[members, blocks], block_table[request, blocks]
-        # a sliding window leaves null blocks where nobody looks
-        differing = ((theirs != shared) & (theirs != NULL_BLOCK)).any(axis=1)
-        if differing.any():
-            raise ValueError(
-                f"forest: requests {members[differing].tolist()} of node {index} do not have the "
-                f"blocks of request {request} for tokens {begin}..{end}"
-            )
-
-
-def _does_not_pay(
-    forest: Forest, rows_per_request: np.ndarray, cost: KernelCost, min_shared_tokens: int
-) -> np.ndarray:
-    """bool [nodes]: reading the range once costs more than reading it per child and member."""
-    nodes = forest.nodes
-    if not len(nodes):
-        return np.zeros(0, bool)
-    rows = rows_per_request[forest.order]
-    rows_before = np.concatenate(([0], np.cumsum(rows)))
-    tokens = nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]
-    node_rows = rows_before[nodes[:, LAST]] - rows_before[nodes[:, FIRST]]
-    parents = _parents(nodes)
-    children = np.flatnonzero(parents >= 0)
-
-    # apart: each child reads the range for its members, and members in no child read it alone; all
-    # of them go on to ranges of their own, so that none is started for this one
-    alone_before = np.concatenate(([0.0], np.cumsum(cost.token_ns(rows))))
-    apart_token_ns = alone_before[nodes[:, LAST]] - alone_before[nodes[:, FIRST]]
-    saved_ns = apart_token_ns[children] - cost.token_ns(node_rows[children])
-    np.subtract.at(apart_token_ns, parents[children], saved_ns)
-    does_not_pay = cost.range_ns(node_rows, tokens) >= apart_token_ns * tokens
-    return does_not_pay | (nodes[:, END_TOKENS] < min_shared_tokens)
-
-
-def _parents(nodes: np.ndarray) -> np.ndarray:
-    """int [nodes]: the index of each node's parent, or -1."""
-    parents = []
-    indices, lasts = [-1], [int(nodes[:, LAST].max(initial=0))]  # of the enclosing nodes
-    for index, (first, last) in enumerate(nodes[:, : LAST + 1].tolist()):
-        while lasts[-1] <= first:
-            indices.pop()
-            lasts.pop()
-        parents.append(indices[-1])
-        indices.append(index)
-        lasts.append(last)
-    return np.array(parents, np.int64)
 
 
 def _entries(
@@ -410,31 +318,3 @@ def _items(
         (split_blocks, items[first_item[is_split], 3], segments[split_blocks]), axis=1
     ).astype(np.int32)
     return items, merges, int(partial_entries.sum())
-
-
-def _stats(
-    forest: Forest,
-    query_lens: np.ndarray,
-    seq_lens: np.ndarray,
-    hidden: HiddenTokens | None,
-    planning_time_s: float,
-) -> PlanStats:
-    active = query_lens > 0
-    nodes = forest.nodes
-    members = nodes[:, LAST] - nodes[:, FIRST]
-    tokens = (nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]).astype(np.int64)
-    logical = int(seq_lens[active].sum(dtype=np.int64))
-    if hidden is not None:
-        logical -= sum(hidden.count(request) for request in np.flatnonzero(active).tolist())
-        ranges = nodes[:, BEGIN_TOKENS : REQUEST + 1].tolist()
-        counts = [hidden.count(request, begin, end) for begin, end, request in ranges]
-        tokens -= np.array(counts, np.int64)
-    return PlanStats(
-        requests=int(active.sum()),
-        requests_shared=int((forest.shared_tokens_per_request()[active] > 0).sum()),
-        kv_tokens_logical=logical,
-        kv_tokens_read=logical - int(((members - 1) * tokens).sum()),
-        forest_depth=forest.depth,
-        groups=len(nodes),
-        planning_time_s=planning_time_s,
-    )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_relay.vllm_changes.statistics import StepStats
 
 if TYPE_CHECKING:
-    from vllm_relay.attention_backends.plan import PlanStats
+    from vllm_relay.attention_backends.groups import PlanStats
 
 COUNTERS = {
     "steps": "Engine steps whose attention relay computed.",

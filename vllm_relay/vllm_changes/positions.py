@@ -32,15 +32,11 @@ def call_after_inputs(on_inputs: Callable[[Any, Any], None]) -> None:
     wrap(GPUModelRunner, "_prepare_inputs", make)
 
 
-def give_positions_to_model(
-    on_batch: Callable[[Any], None], on_inputs: Callable[[Any, Any], None]
-) -> None:
+def give_positions_to_model(on_inputs: Callable[[Any, Any], None]) -> None:
     """Let model runner V2 give models positions in a buffer of their own, written by
-    ``on_inputs(batch, positions)`` when those of the slots are there, and call ``on_batch(batch)``
-    before attention metadata is built.
+    ``on_inputs(batch, positions)`` when those of the slots are there.
 
-    Reason: as for ``call_after_inputs``; V2 keeps slots in the positions it samples with, and its
-    batch is new in each step.
+    Reason: as for ``call_after_inputs``; V2 keeps slots in the positions it samples with.
     CUDA graphs keep the address of the buffer, so dummy inputs have it from the first one on.
     Called in a worker process only, when its first RELAY layers are set up.
     Remove when: as for ``call_after_inputs``.
@@ -73,16 +69,8 @@ def give_positions_to_model(
 
         return prepare_dummy_inputs
 
-    def make_attn(original: Callable[..., Any]) -> Callable[..., Any]:
-        def prepare_attn(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-            on_batch(input_batch)
-            return original(self, input_batch, *args, **kwargs)
-
-        return prepare_attn
-
     wrap(DefaultModelState, "prepare_inputs", make_inputs)
     wrap(DefaultModelState, "prepare_dummy_inputs", make_dummy)
-    wrap(DefaultModelState, "prepare_attn", make_attn)
 
 
 def gives_positions(model_runner: Any) -> bool:

@@ -29,3 +29,26 @@ def call_before_each_step(name: str, on_step: Callable[[Any, Any], None]) -> Non
         return execute_model
 
     wrap(Worker, "execute_model", make, mark=f"_steps_are_reported_to_{name}")
+
+
+def call_before_attention(name: str, on_batch: Callable[[Any], None]) -> None:
+    """Call ``on_batch(input_batch)`` before model runner V2 builds the attention metadata of a
+    step.
+
+    Reason: as for ``call_before_each_step``; V2's batch is new in each step.
+    Called in a worker process only, when its first layers are set up.
+    Remove when: as for ``call_before_each_step``.
+
+    Args:
+        name: of who is told; once is enough.
+    """
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def prepare_attn(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            on_batch(input_batch)
+            return original(self, input_batch, *args, **kwargs)
+
+        return prepare_attn
+
+    wrap(DefaultModelState, "prepare_attn", make, mark=f"_batches_are_reported_to_{name}")

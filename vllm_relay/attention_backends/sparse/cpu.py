@@ -13,15 +13,15 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionLayer
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_relay.attention_backends import cpu
-from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
-from vllm_relay.attention_backends.reference import unpack_tokens
-from vllm_relay.attention_backends.relay import (
+from vllm_relay.attention_backends.cpu import kernels as cpu
+from vllm_relay.attention_backends.cpu.relay import (
     RelayBackend,
     RelayImpl,
     RelayMetadata,
     RelayMetadataBuilder,
 )
+from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
+from vllm_relay.attention_backends.reference import unpack_tokens
 from vllm_relay.attention_backends.sparse.common import (
     attend_by_context,
     host_part,

@@ -26,9 +26,9 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_relay.attention_backends import triton_kv_cache
-from vllm_relay.attention_backends.gpu_planner import DevicePlanner
-from vllm_relay.attention_backends.relay_cuda import (
+from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
+from vllm_relay.attention_backends.cuda.planner import DevicePlanner
+from vllm_relay.attention_backends.cuda.relay import (
     RelayCudaBackend,
     RelayCudaImpl,
     RelayCudaMetadata,

@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from vllm_relay import _C
-from vllm_relay.attention_backends.cpu import DTYPE_CODES
-from vllm_relay.attention_backends.unpacked import (
+from vllm_relay.attention_backends.cpu.kernels import DTYPE_CODES
+from vllm_relay.attention_backends.cpu.unpacked import (
     TokenRun,
     UnpackedRequest,
     unpacked_attention,

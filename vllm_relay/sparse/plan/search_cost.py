@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from vllm_relay.attention_backends.gpu_config import tuned_path
+from vllm_relay.attention_backends.cuda.config import tuned_path
 from vllm_relay.processor import cpu_name
 from vllm_relay.sparse.index.key_codes import row_bytes
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of the attention kernel for tokens that some rows of a tile do not see (`gpu_hidden.py`).
+"""Parts of the attention kernel for tokens that some rows of a tile do not see (`hidden_bits.py`).
 
 What a row hides are bits, 64 tokens in a word. A tile of tokens lies within one word.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_relay.attention_backends import gpu_hidden
+from vllm_relay.attention_backends.cuda import hidden_bits as gpu_hidden
 
 WORD: tl.constexpr = tl.constexpr(gpu_hidden.WORD_TOKENS)
 SEES_ALL: tl.constexpr = tl.constexpr(gpu_hidden.SEES_ALL)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_relay.attention_backends.triton_counts import (
+from vllm_relay.attention_backends.cuda.kernels.counts import (
     EPOCH,
     NUM_MEMBERS,
     STEP_NUMBERS,

@@ -11,10 +11,13 @@ from typing import Any
 import torch
 import triton
 
-from vllm_relay.attention_backends import gpu_plan, triton_counts, triton_groups, triton_plan
-from vllm_relay.attention_backends.cuda import PlanTensors, Workspace, relay_attention
-from vllm_relay.attention_backends.gpu_config import KernelConfig
-from vllm_relay.attention_backends.gpu_hidden import HiddenBits, HiddenRun
+from vllm_relay.attention_backends.cuda import plan as gpu_plan
+from vllm_relay.attention_backends.cuda.config import KernelConfig
+from vllm_relay.attention_backends.cuda.hidden_bits import HiddenBits, HiddenRun
+from vllm_relay.attention_backends.cuda.kernels import counts as triton_counts
+from vllm_relay.attention_backends.cuda.kernels import groups as triton_groups
+from vllm_relay.attention_backends.cuda.kernels import plan as triton_plan
+from vllm_relay.attention_backends.cuda.launch import PlanTensors, Workspace, relay_attention
 
 EMIT_LANES = 64
 

@@ -22,7 +22,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
-from vllm_relay.attention_backends import cpu
+from vllm_relay.attention_backends.cpu import kernels as cpu
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 from vllm_relay.attention_backends.plan import StepPlan, plan_step
 from vllm_relay.attention_backends.relay_base import RelayBackendBase

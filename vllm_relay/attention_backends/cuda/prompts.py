@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_relay.attention_backends.cuda import PlanTensors
+from vllm_relay.attention_backends.cuda.config import KernelConfig
+from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun, bits_and_rows
+from vllm_relay.attention_backends.cuda.launch import PlanTensors
+from vllm_relay.attention_backends.cuda.plan import plan_forest
 from vllm_relay.attention_backends.forest import Forest
-from vllm_relay.attention_backends.gpu_config import KernelConfig
-from vllm_relay.attention_backends.gpu_hidden import HiddenRun, bits_and_rows
-from vllm_relay.attention_backends.gpu_plan import plan_forest
 
 
 @dataclass(frozen=True)

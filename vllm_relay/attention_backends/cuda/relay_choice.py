@@ -18,8 +18,8 @@ _FLASH = f"{_STOCK}.flash_attn.FlashAttentionBackend"
 _TRITON = f"{_STOCK}.triton_attn.TritonAttentionBackend"
 CHOICES = {
     BACKEND_NAME: (
-        (f"{_HERE}.relay_cuda_flash.RelayFlashBackend", _FLASH),
-        (f"{_HERE}.relay_cuda_triton.RelayTritonBackend", _TRITON),
+        (f"{_HERE}.cuda.relay_flash.RelayFlashBackend", _FLASH),
+        (f"{_HERE}.cuda.relay_triton.RelayTritonBackend", _TRITON),
     ),
     SPARSE_BACKEND_NAME: (
         (f"{_HERE}.sparse.cuda_flash.RelaySparseFlashBackend", _FLASH),

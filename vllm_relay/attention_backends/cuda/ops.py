@@ -6,14 +6,15 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vllm_relay.attention_backends import cuda, triton_kv_cache
+from vllm_relay.attention_backends.cuda import launch as cuda
+from vllm_relay.attention_backends.cuda.config import KernelConfig, config_for
+from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun, bits_and_rows
+from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
+from vllm_relay.attention_backends.cuda.plan import plan_forest
+from vllm_relay.attention_backends.cuda.planner import DevicePlanner, PlannerLimits
 from vllm_relay.attention_backends.forest import Forest
-from vllm_relay.attention_backends.gpu_config import KernelConfig, config_for
-from vllm_relay.attention_backends.gpu_hidden import HiddenRun, bits_and_rows
-from vllm_relay.attention_backends.gpu_plan import plan_forest
-from vllm_relay.attention_backends.gpu_planner import DevicePlanner, PlannerLimits
+from vllm_relay.attention_backends.groups import check_forest
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
-from vllm_relay.attention_backends.plan import check_forest
 
 
 def device_config(

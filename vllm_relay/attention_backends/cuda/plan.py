@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The work list of one step for the Triton kernels: what it looks like, and how a forest becomes
-one. `triton_plan.py` makes the same lists on the device.
+one. `kernels/plan.py` makes the same lists on the device.
 
 A *range* is what one group of requests reads together, or the rest of one request. It is cut into
 *pieces* at fixed token positions, and its rows into tiles of rows; a piece of a tile is an *item*,
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_relay.attention_backends.cuda.config import KernelConfig
 from vllm_relay.attention_backends.forest import Forest
-from vllm_relay.attention_backends.gpu_config import KernelConfig
 
 ITEM_FIELDS = 9
 """Block table row; where the range's entries begin in `members`; first row of the tile and number

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import torch
 
-from vllm_relay.attention_backends import triton_counts
-from vllm_relay.attention_backends.gpu_planner import DevicePlanner
-from vllm_relay.attention_backends.plan import PlanStats
+from vllm_relay.attention_backends.cuda.kernels import counts as triton_counts
+from vllm_relay.attention_backends.cuda.planner import DevicePlanner
+from vllm_relay.attention_backends.groups import PlanStats
 
 
 class TotalsReader:

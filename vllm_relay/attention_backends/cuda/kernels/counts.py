@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from vllm_relay.attention_backends import gpu_plan
+from vllm_relay.attention_backends.cuda import plan as gpu_plan
 
 # counts, int32; the first two are those of `PlanTensors`
 NUM_LARGE: tl.constexpr = tl.constexpr(gpu_plan.NUM_LARGE_ITEMS)

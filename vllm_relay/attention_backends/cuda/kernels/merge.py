@@ -6,9 +6,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_relay.attention_backends import gpu_plan
-from vllm_relay.attention_backends.triton_attention import EMPTY, finish, fold
-from vllm_relay.attention_backends.triton_plan import piece_end
+from vllm_relay.attention_backends.cuda import plan as gpu_plan
+from vllm_relay.attention_backends.cuda.kernels.attention import EMPTY, finish, fold
+from vllm_relay.attention_backends.cuda.kernels.plan import piece_end
 
 RANGE_FIELDS: tl.constexpr = tl.constexpr(gpu_plan.RANGE_FIELDS)
 CHAIN_STRIDE: tl.constexpr = tl.constexpr(2 * (gpu_plan.MAX_DEPTH + 1))

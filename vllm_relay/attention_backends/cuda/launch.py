@@ -13,11 +13,11 @@ import numpy as np
 import torch
 import triton
 
-from vllm_relay.attention_backends.gpu_config import KernelConfig
-from vllm_relay.attention_backends.gpu_hidden import upload
-from vllm_relay.attention_backends.gpu_plan import GpuPlan
-from vllm_relay.attention_backends.triton_attention import attention_kernel
-from vllm_relay.attention_backends.triton_merge import merge_kernel
+from vllm_relay.attention_backends.cuda.config import KernelConfig
+from vllm_relay.attention_backends.cuda.hidden_bits import upload
+from vllm_relay.attention_backends.cuda.kernels.attention import attention_kernel
+from vllm_relay.attention_backends.cuda.kernels.merge import merge_kernel
+from vllm_relay.attention_backends.cuda.plan import GpuPlan
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MERGE_HEADS = 8

@@ -9,7 +9,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from vllm_relay.attention_backends.relay_cuda import (
+from vllm_relay.attention_backends.cuda.relay import (
     RelayCudaBackend,
     RelayCudaImpl,
     RelayCudaMetadataBuilder,

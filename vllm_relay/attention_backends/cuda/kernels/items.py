@@ -6,8 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_relay.attention_backends import gpu_plan
-from vllm_relay.attention_backends.triton_hidden import (
+from vllm_relay.attention_backends.cuda import plan as gpu_plan
+from vllm_relay.attention_backends.cuda.kernels.hidden import (
     NO_TOKEN,
     SEES_ALL,
     load_hidden,

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from vllm_relay import _C
-from vllm_relay.attention_backends.cpu import DTYPE_CODES, kernel_for
-from vllm_relay.attention_backends.unpacked_plan import plan_unpacked
+from vllm_relay.attention_backends.cpu.kernels import DTYPE_CODES, kernel_for
+from vllm_relay.attention_backends.cpu.unpacked_plan import plan_unpacked
 
 
 @dataclass(frozen=True)

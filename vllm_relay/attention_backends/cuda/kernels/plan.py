@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planning on the device: from who shares what (`triton_groups.py`) to the work list.
+"""Planning on the device: from who shares what (`kernels/groups.py`) to the work list.
 
 Nothing is copied to the host and nothing waits, so that vLLM may schedule ahead and replay CUDA
 graphs. Five launches for a step, for all layers of a KV cache group (docs/cuda.md, section 4); the
@@ -14,8 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_relay.attention_backends import gpu_plan
-from vllm_relay.attention_backends.triton_counts import (
+from vllm_relay.attention_backends.cuda import plan as gpu_plan
+from vllm_relay.attention_backends.cuda.kernels.counts import (
     EPOCH,
     MAX_CHAIN,
     NUM_GROUPS,
@@ -32,7 +32,7 @@ from vllm_relay.attention_backends.triton_counts import (
     TOKENS,
     TOKENS_SAVED,
 )
-from vllm_relay.attention_backends.triton_groups import is_member, planned_tokens
+from vllm_relay.attention_backends.cuda.kernels.groups import is_member, planned_tokens
 
 ITEM_FIELDS: tl.constexpr = tl.constexpr(gpu_plan.ITEM_FIELDS)
 RANGE_FIELDS: tl.constexpr = tl.constexpr(gpu_plan.RANGE_FIELDS)

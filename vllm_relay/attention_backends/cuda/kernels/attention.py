@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton kernel that computes attention states: shared and private ranges in one launch.
 
-Work is a list of items (`gpu_plan.py`): rows of the batch, the KV tokens they read together, and
+Work is a list of items (`plan.py`): rows of the batch, the KV tokens they read together, and
 where their states go. A row is one query token at one query head; the rows of a kv head that meet
 in a range are stacked into one tile of the matrix unit.
 
@@ -14,9 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_relay.attention_backends import gpu_plan
-from vllm_relay.attention_backends.triton_hidden import hide, load_hidden, without_hidden
-from vllm_relay.attention_backends.triton_items import (
+from vllm_relay.attention_backends.cuda import plan as gpu_plan
+from vllm_relay.attention_backends.cuda.kernels.hidden import hide, load_hidden, without_hidden
+from vllm_relay.attention_backends.cuda.kernels.items import (
     TILE_STATES,
     first_tile_of,
     load_blocks,

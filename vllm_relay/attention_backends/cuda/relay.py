@@ -33,15 +33,15 @@ from vllm.v1.attention.backends.utils import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_relay.attention_backends import triton_kv_cache
-from vllm_relay.attention_backends.cuda import PlanTensors
-from vllm_relay.attention_backends.gpu_hidden import HiddenRun
-from vllm_relay.attention_backends.gpu_ops import device_config
-from vllm_relay.attention_backends.gpu_planner import DevicePlanner, PlannerLimits
-from vllm_relay.attention_backends.gpu_prompts import PromptChunk, plan_prompts
-from vllm_relay.attention_backends.gpu_totals import TotalsReader
+from vllm_relay.attention_backends.cuda.hidden_bits import HiddenRun
+from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
+from vllm_relay.attention_backends.cuda.launch import PlanTensors
+from vllm_relay.attention_backends.cuda.ops import device_config
+from vllm_relay.attention_backends.cuda.planner import DevicePlanner, PlannerLimits
+from vllm_relay.attention_backends.cuda.prompts import PromptChunk, plan_prompts
+from vllm_relay.attention_backends.cuda.relay_prompts import requests_behind
+from vllm_relay.attention_backends.cuda.totals import TotalsReader
 from vllm_relay.attention_backends.relay_base import RelayBackendBase
-from vllm_relay.attention_backends.relay_cuda_prompts import requests_behind
 from vllm_relay.attention_backends.step_rows import row_source
 from vllm_relay.attention_backends.step_stats import recorder
 from vllm_relay.config import RelayConfig

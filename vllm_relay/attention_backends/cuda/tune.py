@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_relay.attention_backends import triton_counts
-from vllm_relay.attention_backends.gpu_config import KernelConfig, shipped_for
-from vllm_relay.attention_backends.gpu_planner import DevicePlanner, PlannerLimits
+from vllm_relay.attention_backends.cuda.config import KernelConfig, shipped_for
+from vllm_relay.attention_backends.cuda.kernels import counts as triton_counts
+from vllm_relay.attention_backends.cuda.planner import DevicePlanner, PlannerLimits
 
 MIN_STATE_COST, MAX_STATE_COST = 0.25, 8.0
 MAX_START_TOKENS = 512.0

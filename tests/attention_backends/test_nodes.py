@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashAttention over the nodes of a forest: its batches, and what comes out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.attention_backends.flash_twin import flash_attn_varlen_func
+from tests.attention_backends.strategies import AttentionProblem, error_bounds
+from tests.attention_backends.triton_problems import (
+    cuda_cache,
+    paths_of_levels,
+    small_problem,
+    strided,
+    tree_problem,
+)
+from vllm_relay.attention_backends import reference
+from vllm_relay.attention_backends.cuda.node_attention import NodeBuffers, NodeShapes
+from vllm_relay.attention_backends.cuda.nodes import (
+    FIRST_BLOCK,
+    TOKENS,
+    NodeBatch,
+    NodeLimits,
+    node_batch,
+)
+from vllm_relay.attention_backends.forest import Forest
+
+LIMITS = NodeLimits(
+    max_requests=8, max_tokens=256, max_sharing_tokens=256, max_entries=6, max_states=3
+)
+
+
+def batch_of(
+    problem: AttentionProblem, limits: NodeLimits = LIMITS, piece_blocks: int = 2
+) -> tuple[Forest, NodeBatch]:
+    return node_batch(
+        problem.forest(),
+        problem.query_start_loc.numpy(),
+        block_size=problem.block_size,
+        limits=limits,
+        piece_tokens=piece_blocks * problem.block_size,
+    )
+
+
+def solve(
+    problem: AttentionProblem,
+    batch: NodeBatch | None,
+    limits: NodeLimits = LIMITS,
+    *,
+    is_fixed: bool = False,
+) -> torch.Tensor:
+    """The twin's answer, tables and merging by the kernels.
+
+    Args:
+        is_fixed: with the shapes that a captured graph has.
+    """
+    num_requests, num_tokens = problem.num_requests, len(problem.query)
+    width = problem.block_table.shape[1]
+    buffers = NodeBuffers(
+        limits, block_size=problem.block_size, max_blocks=max(1, width), device="cpu"
+    )
+    buffers.upload(batch)
+    shapes = NodeShapes(
+        limits.max_entries, num_tokens * limits.max_states, num_tokens, width * problem.block_size
+    )
+    if not is_fixed and batch is not None:
+        shapes = NodeShapes(
+            len(batch.entries),
+            len(batch.rows),
+            int(np.diff(batch.row_starts).max(initial=0)),
+            int(batch.entries[:, TOKENS].max(initial=0)),
+        )
+    buffers.write_tables(problem.block_table, problem.seq_lens, shapes.num_entries)
+    key, value = cuda_cache(problem).transpose(1, 2).chunk(2, dim=-1)
+    options = {
+        "softmax_scale": problem.scale,
+        "softcap": problem.features.get("logits_soft_cap", 0.0),
+    }
+    out = strided(torch.full_like(problem.query, torch.nan))
+    _, lse = flash_attn_varlen_func(
+        problem.query,
+        key,
+        value,
+        max_seqlen_q=num_tokens,
+        cu_seqlens_q=problem.query_start_loc,
+        max_seqlen_k=width * problem.block_size,
+        seqused_k=buffers.tail_lens[:num_requests],
+        block_table=buffers.tail_table[:num_requests],
+        causal=True,
+        return_softmax_lse=True,
+        out=out,
+        **options,
+    )
+    sinks = problem.features.get("sinks")
+    buffers.attend(
+        flash_attn_varlen_func, problem.query, key, value, out, lse, shapes, sinks=sinks, **options
+    )
+    return out
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+def test_output_is_that_of_the_reference(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    problem = small_problem(rng, use_features=False)
+    if rng.integers(2):
+        problem.features["logits_soft_cap"] = 20.0
+    if rng.integers(2):
+        problem.features["sinks"] = torch.from_numpy(rng.standard_normal(problem.query.shape[1]))
+    limits = replace(
+        LIMITS, max_entries=int(rng.integers(1, 9)), max_states=int(rng.integers(1, 5))
+    )
+    _, batch = batch_of(problem, limits, piece_blocks=int(rng.integers(1, 4)))
+    expected, _ = problem.solve(reference.relay_attention, output_dtype=torch.float64)
+    bound, _ = error_bounds(problem)
+    out = solve(problem, batch, limits, is_fixed=bool(rng.integers(2)))
+    error = (out.double() - expected).abs()
+    assert (error <= bound).all(), (problem.description, float((error / bound).max()))
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+def test_every_query_token_reads_each_shared_block_once(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    problem = small_problem(rng, use_features=False)
+    limits = replace(
+        LIMITS, max_entries=int(rng.integers(1, 9)), max_states=int(rng.integers(1, 5))
+    )
+    forest, batch = batch_of(problem, limits, piece_blocks=int(rng.integers(1, 4)))
+    forest.validate()
+    assert len(batch.entries) <= limits.max_entries
+    assert len(batch.rows) == batch.row_starts[-1] <= limits.max_rows
+    starts = problem.query_start_loc.tolist()
+    for request, shared in enumerate(batch.shared_tokens.tolist()):
+        expected = problem.block_table[request, : shared // problem.block_size].tolist()
+        for token in range(starts[request], starts[request + 1]):
+            rows = [row for row in batch.states[token].tolist() if row >= 0]
+            assert all(batch.rows[row] == token for row in rows)
+            entries = [np.searchsorted(batch.row_starts, row, side="right") - 1 for row in rows]
+            read: list[int] = []
+            for table_row, first, tokens in batch.entries[entries].tolist():
+                assert first == len(read)
+                blocks = slice(first, first + tokens // problem.block_size)
+                read += problem.block_table[table_row, blocks].tolist()
+            assert read == expected
+
+
+def pieces(problem: AttentionProblem, **limits: int) -> list[list[int]]:
+    _, batch = batch_of(problem, replace(LIMITS, **limits))
+    return batch.entries[:, [FIRST_BLOCK, TOKENS]].tolist()
+
+
+def test_what_saves_most_is_kept() -> None:
+    problem = tree_problem(paths_of_levels([1, 2, 4], [8, 2, 1]) * 2)
+    root, middle, leaf = [0, 128], [8, 32], [10, 16]
+    assert pieces(problem, max_entries=1) == [root]
+    assert pieces(problem, max_entries=4) == [root, middle, middle, leaf]
+    assert pieces(problem, max_entries=7) == [root, *2 * [middle, leaf, leaf]]
+    assert pieces(problem, max_entries=7, max_states=2) == [root, middle, middle]
+
+
+def test_long_nodes_are_cut_as_far_as_there_is_room() -> None:
+    problem = tree_problem([[("a", 8), ("b", 1)], [("a", 8), ("b", 1)], [("a", 8)]])
+    assert pieces(problem, max_states=2) == [[0, 128], [8, 16]]
+    assert pieces(problem, max_states=3) == [[0, 64], [4, 64], [8, 16]]
+    assert pieces(problem, max_states=4) == [[0, 48], [3, 48], [6, 32], [8, 16]]
+    assert pieces(problem, max_states=9) == [[0, 32], [2, 32], [4, 32], [6, 32], [8, 16]]
+    assert pieces(problem, max_states=9, max_entries=3) == [[0, 64], [4, 64], [8, 16]]
+
+
+def test_nothing_shared_leaves_the_tails_as_they_are() -> None:
+    problem = tree_problem([[(name, 2)] for name in "abc"])
+    for batch in (None, batch_of(problem)[1]):
+        expected, _ = problem.solve(reference.relay_attention, output_dtype=torch.float64)
+        out = solve(problem, batch, is_fixed=True)
+        assert (out.double() - expected).abs().max() < 0.02
+
+
+def test_a_step_that_does_not_fit_is_refused() -> None:
+    problem = tree_problem([[("a", 2)]] * 3)
+    with pytest.raises(ValueError, match=r"\(3, 3, 3\) in a step, expected at most \(8, 256, 2\)"):
+        batch_of(problem, replace(LIMITS, max_sharing_tokens=2))

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""engine_main.py with RELAY beside FlashAttention, which a twin in torch stands for; the Triton
+kernels run in Triton's interpreter. In one process: a spawned one would select the CPU backends.
+
+Usage: python -m tests.integration.flash_main OUTPUT.json ENGINE_ARGS.json SCENARIO...
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+
+def main() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+    importlib.import_module("tests.attention_backends.triton_interpreter")  # mends it
+
+    from tests.attention_backends import flash_twin
+    from tests.integration import engine_main
+    from vllm_relay import plugin
+
+    flash_twin.stand_in()
+    plugin.CPU_BACKEND_PATH = "vllm_relay.attention_backends.cuda.relay_nodes.RelayNodesBackend"
+    engine_main.main()
+
+
+if __name__ == "__main__":
+    main()

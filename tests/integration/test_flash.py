@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RELAY beside FlashAttention in a real vLLM, against CPU_ATTN; a twin stands for FlashAttention."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.runs import Run, assert_same_completions
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.mark.parametrize("model", ["llama", pytest.param("gemma2", marks=pytest.mark.soak)])
+def test_greedy_tokens_are_those_of_cpu_attn(run: Run, model: str) -> None:
+    relay = run("relay", model=model, driver="flash_main")
+    stock = run("cpu_attn", model=model)
+    assert_same_completions(relay["shared"], stock["shared"])
+    metrics = relay["metrics"]
+    assert 0 < metrics["relay:request_steps_shared"] < metrics["relay:request_steps"]
+    assert 0 < metrics["relay:kv_tokens_read"] < metrics["relay:kv_tokens_logical"]
+    assert metrics["relay:forest_depth"] >= 1

@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RELAY on NVIDIA GPUs (docs/cuda.md): vLLM's hooks, plans made on the device, Triton kernels.
+
+config.py, tune.py   sizes of the kernels: what ships, what was measured
+plan.py              the work list, and how a forest becomes one: the oracle       (numpy)
+planner.py, hidden_bits.py, totals.py   the same on the device, in five launches   (torch)
+launch.py, ops.py    a layer: two launches; the public functions                   (torch)
+prompts.py           which requests the stock backend serves                       (torch)
+kernels/             attention, planning, merging, writing of the KV cache         (Triton)
+relay.py, relay_choice.py, relay_flash.py, relay_triton.py, relay_prompts.py   the backend,
+                     beside the stock backend that serves prompts                  (vLLM)
+"""

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashAttention over the nodes of a forest, beside the ordinary call for the tails.
+
+A step takes one launch, which writes the block tables of both calls, and one copy where groups have
+changed. A layer takes three more than it would: a copy of queries, the call for the nodes, and the
+merge. Buffers stay where they are, so that CUDA graphs can be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from vllm_relay.attention_backends.cuda.hidden_bits import upload
+from vllm_relay.attention_backends.cuda.kernels.nodes import merge_nodes_kernel, tables_kernel
+from vllm_relay.attention_backends.cuda.nodes import ENTRY_FIELDS, NodeBatch, NodeLimits
+
+FlashAttention = Callable[..., Any]
+"""vLLM's `flash_attn_varlen_func`."""
+
+MERGE_HEADS = 8
+TABLE_LANES = 1024
+
+
+@dataclass(frozen=True)
+class NodeShapes:
+    """What one step of FlashAttention over nodes takes; all of it stays in a captured graph."""
+
+    num_entries: int
+    num_rows: int
+    max_rows: int
+    """Query tokens of one entry."""
+    max_tokens: int
+    """Of one entry."""
+
+
+class NodeBuffers:
+    """The batches of a step, where FlashAttention reads them.
+
+    Args:
+        block_size: tokens per block of the block tables.
+        max_blocks: of a request.
+    """
+
+    def __init__(
+        self,
+        limits: NodeLimits,
+        *,
+        block_size: int,
+        max_blocks: int,
+        device: torch.device | str,
+    ) -> None:
+        self.limits = limits
+        self.block_size = block_size
+        entries = limits.max_entries
+        sizes = {
+            "entries": entries * ENTRY_FIELDS,
+            "row_starts": entries + 1,
+            "rows": limits.max_rows,
+            "shared_tokens": limits.max_requests,
+            "states": limits.max_tokens * limits.max_states,
+        }
+        self._parts: dict[str, slice] = {}
+        begin = 0
+        for name, size in sizes.items():
+            self._parts[name] = slice(begin, begin + size)
+            begin += size
+
+        def int32(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self._uploaded = int32(begin)
+        parts = {name: self._uploaded[part] for name, part in self._parts.items()}
+        self.entries, self.row_starts = parts["entries"], parts["row_starts"]
+        self.rows, self.shared_tokens = parts["rows"], parts["shared_tokens"]
+        self.states = parts["states"].view(limits.max_tokens, limits.max_states)
+        self.states.fill_(-1)
+        self.entry_lens = int32(entries)
+        self.entry_table = int32(entries, max_blocks)
+        self.tail_lens = int32(limits.max_requests)
+        self.tail_table = int32(limits.max_requests, max_blocks)
+
+    def upload(self, batch: NodeBatch | None) -> None:
+        """Take over a batch; None shares nothing. Nothing waits for the copy."""
+        host = np.zeros(len(self._uploaded), np.int32)
+        parts = {name: host[part] for name, part in self._parts.items()}
+        parts["states"].fill(-1)
+        if batch is not None:
+            parts["entries"][: batch.entries.size] = batch.entries.ravel()
+            parts["row_starts"].fill(batch.row_starts[-1])
+            parts["row_starts"][: len(batch.row_starts)] = batch.row_starts
+            parts["rows"][: len(batch.rows)] = batch.rows
+            parts["shared_tokens"][: len(batch.shared_tokens)] = batch.shared_tokens
+            parts["states"][: batch.states.size] = batch.states.ravel()
+        self._uploaded.copy_(upload(host, self._uploaded.device), non_blocking=True)
+
+    def write_tables(
+        self, block_table: torch.Tensor, seq_lens: torch.Tensor, num_entries: int
+    ) -> None:
+        """Write the block tables and lengths of the tails, and of so many entries.
+
+        Args:
+            block_table: int32 [requests, blocks].
+            seq_lens: int32 [requests].
+        """
+        num_requests = len(seq_lens)
+        tables_kernel[(num_requests + num_entries,)](
+            block_table,
+            seq_lens,
+            self.entries,
+            self.shared_tokens,
+            self.tail_table,
+            self.tail_lens,
+            self.entry_table,
+            self.entry_lens,
+            num_requests,
+            block_table.stride(0),
+            self.tail_table.stride(0),
+            BLOCK_SIZE=self.block_size,
+            LANES=TABLE_LANES,
+        )
+
+    def attend(
+        self,
+        flash_attention: FlashAttention,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        shapes: NodeShapes,
+        *,
+        sinks: torch.Tensor | None = None,
+        **options: Any,
+    ) -> None:
+        """Add what the nodes hold to the attention of the tails.
+
+        Args:
+            query: [query tokens, heads, head_size].
+            key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_size].
+            out: [query tokens, heads, head_size]: of the tails; replaced.
+            lse: float32 [heads, query tokens]: of the tails.
+            sinks: [heads], which the tails have left out.
+            options: passed on.
+        """
+        num_tokens, num_heads, head_size = out.shape
+        rows = query.index_select(0, self.rows[: shapes.num_rows])
+        entry_out, entry_lse = flash_attention(
+            q=rows,
+            k=key_cache,
+            v=value_cache,
+            max_seqlen_q=shapes.max_rows,
+            cu_seqlens_q=self.row_starts[: shapes.num_entries + 1],
+            max_seqlen_k=shapes.max_tokens,
+            seqused_k=self.entry_lens[: shapes.num_entries],
+            block_table=self.entry_table[: shapes.num_entries],
+            causal=False,
+            return_softmax_lse=True,
+            **options,
+        )
+        heads = min(MERGE_HEADS, triton.next_power_of_2(num_heads))
+        merge_nodes_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
+            self.states,
+            entry_out,
+            entry_lse,
+            out,
+            lse,
+            out if sinks is None else sinks,
+            entry_lse.stride(0),
+            lse.stride(0),
+            out.stride(0),
+            out.stride(1),
+            NUM_HEADS=num_heads,
+            HEAD_SIZE=head_size,
+            HEADS=heads,
+            PADDED_HEAD=triton.next_power_of_2(head_size),
+            MAX_STATES=self.limits.max_states,
+            HAS_SINKS=sinks is not None,
+        )

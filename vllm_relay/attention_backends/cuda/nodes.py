@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nodes of a forest as a batch for FlashAttention.
+
+An *entry* of that batch is a piece of a node: its queries are the query tokens of all requests
+below the node, its keys are the node's own blocks. What no node covers, the *tail* of a request,
+stays with the ordinary call. A query token has one state of each of its pieces and one of its tail.
+
+Pure: numpy in, numpy out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_relay.attention_backends.cost import KernelCost
+from vllm_relay.attention_backends.forest import (
+    BEGIN_TOKENS,
+    END_TOKENS,
+    FIRST,
+    LAST,
+    Forest,
+)
+
+TABLE_ROW, FIRST_BLOCK, TOKENS, ENTRY_FIELDS = 0, 1, 2, 3
+"""Of an entry: the block table row that names its blocks, where they begin there, tokens."""
+
+FLASH_COST = KernelCost(128, stream_ns=0.15, tile_ns=0.11, row_ns=0.0, start_tokens=128)
+"""By counting bytes and FLOPs of an H100, whole: nothing was measured. A state is written, read and
+its query is copied, which is most of what starting a range costs."""
+
+
+@dataclass(frozen=True)
+class NodeLimits:
+    """What the buffers of a step are made for."""
+
+    max_requests: int
+    max_tokens: int
+    """Query tokens of a step."""
+    max_sharing_tokens: int
+    """Of these, those of requests that share something."""
+    max_entries: int
+    max_states: int
+    """Pieces that a query token reads, its tail not counted."""
+
+    @property
+    def max_rows(self) -> int:
+        """Query tokens of all entries."""
+        return self.max_sharing_tokens * self.max_states
+
+
+@dataclass(frozen=True, eq=False)
+class NodeBatch:
+    """All int32."""
+
+    entries: np.ndarray
+    """[entries, ENTRY_FIELDS]"""
+    row_starts: np.ndarray
+    """[entries + 1]: where the query tokens of an entry begin in `rows`."""
+    rows: np.ndarray
+    """Query tokens, entry by entry."""
+    shared_tokens: np.ndarray
+    """[requests]: how many leading tokens the nodes of a request cover."""
+    states: np.ndarray
+    """[query tokens, max_states]: where in `rows` each query token is, -1 for nowhere."""
+
+
+def node_batch(
+    forest: Forest,
+    query_start_loc: np.ndarray,
+    *,
+    block_size: int,
+    limits: NodeLimits,
+    piece_tokens: int,
+) -> tuple[Forest, NodeBatch]:
+    """The batch for a forest, as far as the limits allow.
+
+    Nodes that do not fit are left out, those first that save least; their members read these
+    ranges with their tails, or with the nodes below.
+
+    Args:
+        forest: who shares what.
+        query_start_loc: int32 [requests + 1].
+        block_size: tokens per block; nodes begin and end at multiples of it.
+        piece_tokens: nodes are cut into about so many tokens, a multiple of `block_size`, while
+            there are entries and states left.
+
+    Returns:
+        The forest that is read, and its batch.
+
+    Raises:
+        ValueError: more requests or query tokens than the limits allow.
+    """
+    num_requests, num_tokens = len(forest.order), int(query_start_loc[-1])
+    query_lens = np.diff(query_start_loc)
+    forest = _that_fit(forest, query_lens, limits)
+    num_sharing = int(query_lens[forest.shared_tokens_per_request() > 0].sum())
+    given = (num_requests, num_tokens, num_sharing)
+    expected = (limits.max_requests, limits.max_tokens, limits.max_sharing_tokens)
+    if any(one > most for one, most in zip(given, expected, strict=True)):
+        raise ValueError(
+            f"requests, query tokens and those that share: {given} in a step, expected at most "
+            f"{expected}"
+        )
+    pieces = _pieces(forest, limits, piece_tokens)
+
+    entries: list[tuple[int, int, int]] = []
+    lengths: list[int] = []
+    rows: list[np.ndarray] = []
+    states = np.full((num_tokens, limits.max_states), -1, np.int32)
+    num_states = np.zeros(num_tokens, np.int32)
+    num_rows = 0
+    for (first, last, begin, end, table_row), cuts in zip(
+        forest.nodes.tolist(), pieces, strict=True
+    ):
+        members = forest.order[first:last]
+        lens = query_lens[members]
+        within = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
+        tokens = np.repeat(query_start_loc[members], lens) + within
+        length = -(-(end - begin) // (cuts * block_size)) * block_size
+        for piece_begin in range(begin, end, length):
+            piece_end = min(piece_begin + length, end)
+            entries.append((table_row, piece_begin // block_size, piece_end - piece_begin))
+            lengths.append(len(tokens))
+            rows.append(tokens)
+            states[tokens, num_states[tokens]] = num_rows + np.arange(len(tokens))
+            num_states[tokens] += 1
+            num_rows += len(tokens)
+    return forest, NodeBatch(
+        entries=np.array(entries, np.int32).reshape(-1, ENTRY_FIELDS),
+        row_starts=np.concatenate(([0], np.cumsum(lengths))).astype(np.int32),
+        rows=np.concatenate(rows or [np.empty(0)]).astype(np.int32),
+        shared_tokens=forest.shared_tokens_per_request(),
+        states=states,
+    )
+
+
+def _that_fit(forest: Forest, query_lens: np.ndarray, limits: NodeLimits) -> Forest:
+    """Without nodes that nobody asks, those below the deepest level, and those that save least."""
+    asking = np.concatenate(([0], np.cumsum(query_lens[forest.order] > 0)))
+    members = asking[forest.nodes[:, LAST]] - asking[forest.nodes[:, FIRST]]
+    forest = forest.without(members < 2)
+    forest = forest.without(_levels(forest) >= limits.max_states)
+    too_many = len(forest.nodes) - limits.max_entries
+    if too_many > 0:
+        nodes = forest.nodes.astype(np.int64)
+        saved = (nodes[:, LAST] - nodes[:, FIRST] - 1) * (
+            nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]
+        )
+        remove = np.zeros(len(nodes), bool)
+        remove[np.argsort(saved, kind="stable")[:too_many]] = True
+        forest = forest.without(remove)
+    return forest
+
+
+def _levels(forest: Forest) -> np.ndarray:
+    """int [nodes]: how many nodes each is in."""
+    levels = []
+    lasts: list[int] = []
+    for first, last in forest.nodes[:, : LAST + 1].tolist():
+        while lasts and lasts[-1] <= first:
+            lasts.pop()
+        levels.append(len(lasts))
+        lasts.append(last)
+    return np.array(levels, np.int64)
+
+
+def _pieces(forest: Forest, limits: NodeLimits, piece_tokens: int) -> list[int]:
+    """Into how many pieces each node is cut: largest first, as long as no query token gets more
+    states than there is room for."""
+    nodes = forest.nodes
+    pieces = [1] * len(nodes)
+    states = np.zeros(len(forest.order), np.int64)
+    for first, last in nodes[:, : LAST + 1].tolist():
+        states[first:last] += 1
+    free_entries = limits.max_entries - len(nodes)
+    tokens = nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]
+    for index in np.argsort(-tokens, kind="stable").tolist():
+        members = slice(int(nodes[index, FIRST]), int(nodes[index, LAST]))
+        room = limits.max_states - int(states[members].max())
+        more = min(int(tokens[index]) // piece_tokens - 1, room, free_entries)
+        if more > 0:
+            pieces[index] += more
+            states[members] += more
+            free_entries -= more
+    return pieces

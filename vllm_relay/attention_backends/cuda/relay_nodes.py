@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The RELAY backend on CUDA with vLLM's FlashAttention for everything: vLLM's hooks.
+
+A step is the stock backend's, with the tails of requests in place of their tokens; what requests
+share is added by `NodeBuffers.attend`. Where nothing is shared and no CUDA graph expects it, a step
+is the stock backend's altogether.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
+from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
+from vllm.v1.attention.backends import flash_attn
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from vllm_relay.attention_backends.cuda.node_attention import NodeBuffers, NodeShapes
+from vllm_relay.attention_backends.cuda.nodes import FLASH_COST, TOKENS, NodeLimits, node_batch
+from vllm_relay.attention_backends.forest import Forest
+from vllm_relay.attention_backends.groups import find_groups, plan_stats
+from vllm_relay.attention_backends.step_stats import recorder
+from vllm_relay.attention_backends.worker_blocks import state as worker_blocks
+from vllm_relay.config import RelayConfig
+from vllm_relay.limits import BACKEND_NAME
+from vllm_relay.vllm_changes.statistics import attach_to_worker_output
+from vllm_relay.vllm_changes.worker import call_before_attention, call_before_each_step
+
+logger = init_logger("vllm.relay")
+
+MAX_ENTRIES, MAX_STATES = 64, 8
+PIECE_TOKENS = 2048
+"""Nodes are cut into about so many tokens, so that few long ones keep a GPU busy."""
+
+
+class RelayNodesBackend(flash_attn.FlashAttentionBackend):
+    """RELAY on CUDA, beside FlashAttention."""
+
+    @staticmethod
+    def get_name() -> str:
+        return BACKEND_NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[RelayNodesImpl]:
+        return RelayNodesImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[RelayNodesMetadataBuilder]:
+        return RelayNodesMetadataBuilder
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return False
+
+
+@dataclass
+class RelayNodesMetadata(flash_attn.FlashAttentionMetadata):
+    """The stock backend's, of the tails where there are nodes."""
+
+    buffers: NodeBuffers | None = None
+    """None: the step is the stock backend's."""
+    shapes: NodeShapes | None = None
+
+
+class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
+    """Plans each step once for all layers of a KV cache group, on the host."""
+
+    supports_update_block_table = False
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.supports_draft_decode_metadata_update = False
+        self.options = RelayConfig.from_vllm_config(vllm_config)
+        self._planned: tuple[Any, Forest, NodeShapes] | None = None
+        call_before_each_step("blocks", worker_blocks.begin_step)
+        if vllm_config.use_v2_model_runner:
+            call_before_attention("blocks", worker_blocks.begin_batch)
+        try:
+            attach_to_worker_output(recorder)
+        except Exception:
+            logger.warning("vllm-relay: the metrics relay:* are not available", exc_info=True)
+
+    @functools.cached_property
+    def shares(self) -> bool:
+        """Whether nodes are read together: layers of this group see all tokens before them."""
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase, self.layer_names)
+        impls = [layer.impl for layer in layers.values()]
+        sees_all = all(
+            impl.sliding_window == (-1, -1) and impl.alibi_slopes is None for impl in impls
+        )
+        return self.options.sharing and self.dcp_world_size == 1 and sees_all
+
+    @functools.cached_property
+    def buffers(self) -> NodeBuffers:
+        """Made for the first step, which comes before any CUDA graph is captured."""
+        scheduler_config = self.vllm_config.scheduler_config
+        captured = self.max_cudagraph_size or 0
+        max_tokens = max(scheduler_config.max_num_batched_tokens, captured)
+        max_requests = max(scheduler_config.max_num_seqs, captured)
+        buffers = NodeBuffers(
+            NodeLimits(
+                max_requests=max_requests,
+                max_tokens=max_tokens,
+                max_sharing_tokens=max_requests,
+                max_entries=MAX_ENTRIES,
+                max_states=MAX_STATES,
+            ),
+            block_size=self.block_size,
+            max_blocks=-(-self.model_config.max_model_len // self.block_size),
+            device=self.device,
+        )
+        logger.info_once(
+            "vllm-relay: FlashAttention over shared prefixes, %d query heads on %d KV heads of "
+            "size %d, KV blocks of %d tokens, options: %s",
+            self.num_heads_q,
+            self.num_heads_kv,
+            self.headdim,
+            self.block_size,
+            self.options.without_texts(),
+        )
+        return buffers
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> RelayNodesMetadata:
+        common = common_attn_metadata
+        shapes = self._plan(common) if self.shares and common.causal is True else None
+        if shapes is None:
+            return RelayNodesMetadata(**vars(super().build(0, common, fast_build)))
+        buffers, num_requests = self.buffers, common.num_reqs
+        buffers.write_tables(
+            common.block_table_tensor[:num_requests], common.seq_lens, shapes.num_entries
+        )
+        tails = common.replace(
+            block_table_tensor=buffers.tail_table[:num_requests],
+            seq_lens=buffers.tail_lens[:num_requests],
+        )
+        return RelayNodesMetadata(
+            **vars(super().build(0, tails, fast_build)), buffers=buffers, shapes=shapes
+        )
+
+    def _plan(self, common: CommonAttentionMetadata) -> NodeShapes | None:
+        """Uploads the nodes of a step, if they are not there yet; None where there are none and no
+        graph expects them."""
+        started_s = time.perf_counter()
+        is_captured = self.use_full_cuda_graph and common.num_actual_tokens <= (
+            self.max_cudagraph_size or 0
+        )
+        if common.num_reqs < 2:
+            return None
+        assert common.seq_lens_cpu_upper_bound is not None
+        query_start_loc = common.query_start_loc_cpu.numpy()
+        seq_lens = common.seq_lens_cpu_upper_bound.numpy()[: common.num_reqs]
+        query_lens = np.diff(query_start_loc)
+        request_ids = worker_blocks.request_ids(common.num_reqs)
+        # prompts gain nothing from rows of others; rows that pad a step have no request
+        sharing_lens = np.where(query_lens == 1, 1, 0)
+        sharing_lens[len(request_ids) :] = 0
+        key = (
+            worker_blocks.num_changes,
+            request_ids,
+            query_start_loc.tolist(),
+            sharing_lens.tolist(),
+        )
+        if self._planned is None or self._planned[0] != key:
+            self._planned = key, *self._upload(request_ids, query_start_loc, sharing_lens, seq_lens)
+        _, forest, shapes = self._planned
+        recorder.add_plan(
+            plan_stats(forest, query_lens, seq_lens, None, time.perf_counter() - started_s)
+        )
+        recorder.log_if_due(self.options.log_every_s, logger.info)
+        if is_captured:
+            limits = self.buffers.limits
+            return NodeShapes(
+                num_entries=limits.max_entries,
+                num_rows=common.num_actual_tokens * limits.max_states,
+                max_rows=common.num_actual_tokens,
+                max_tokens=self.model_config.max_model_len,
+            )
+        return shapes if len(forest.nodes) else None
+
+    def _upload(
+        self,
+        request_ids: list[str],
+        query_start_loc: np.ndarray,
+        sharing_lens: np.ndarray,
+        seq_lens: np.ndarray,
+    ) -> tuple[Forest, NodeShapes]:
+        forest = Forest.none(len(seq_lens))
+        if request_ids:
+            group = worker_blocks.group_of(self.layer_names[0])
+            table = worker_blocks.block_table(group, request_ids)
+            padding = ((0, len(seq_lens) - len(table)), (0, 0))
+            forest = find_groups(
+                np.pad(table, padding),
+                sharing_lens,
+                seq_lens - 1,  # a tail has the query token itself at least
+                block_size=worker_blocks.block_size(group),
+                group_size=self.num_heads_q // self.num_heads_kv,
+                cost=FLASH_COST,
+                min_shared_tokens=self.options.min_shared_tokens,
+            )
+        forest, batch = node_batch(
+            forest,
+            query_start_loc,
+            block_size=self.block_size,
+            limits=self.buffers.limits,
+            piece_tokens=PIECE_TOKENS,
+        )
+        self.buffers.upload(batch)
+        return forest, NodeShapes(
+            num_entries=len(batch.entries),
+            num_rows=len(batch.rows),
+            max_rows=int(np.diff(batch.row_starts).max(initial=0)),
+            max_tokens=int(batch.entries[:, TOKENS].max(initial=0)),
+        )
+
+
+class RelayNodesImpl(flash_attn.FlashAttentionImpl):
+    """Attention of one layer."""
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: RelayNodesMetadata,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write the attention of ``query`` over ``kv_cache`` into ``output``; shapes are those of
+        the stock backend."""
+        metadata = attn_metadata
+        if metadata is None or metadata.buffers is None or metadata.shapes is None:
+            return super().forward(
+                layer, query, key, value, kv_cache, metadata, output, output_scale,
+                output_block_scale,
+            )  # fmt: skip
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("relay cannot quantize its output: disable output fusion")
+        num_tokens = metadata.num_actual_tokens
+        query, out = query[:num_tokens], output[:num_tokens]
+        key_cache, value_cache = (
+            canonicalize_singleton_dim_strides(cache)
+            for cache in kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        )
+        if key_cache.dtype == torch.uint8:
+            key_cache = key_cache.view(torch.float8_e4m3fn)
+            value_cache = value_cache.view(torch.float8_e4m3fn)
+        options = {
+            "softmax_scale": self.scale,
+            "softcap": self.logits_soft_cap,
+            "fa_version": self.vllm_flash_attn_version,
+            "num_splits": metadata.max_num_splits,
+        }
+        _, lse = flash_attn.flash_attn_varlen_func(
+            q=query,
+            k=key_cache,
+            v=value_cache,
+            out=out,
+            cu_seqlens_q=metadata.query_start_loc,
+            max_seqlen_q=metadata.max_query_len,
+            seqused_k=metadata.seq_lens,
+            max_seqlen_k=metadata.max_seq_len,
+            block_table=metadata.block_table,
+            causal=True,
+            scheduler_metadata=metadata.scheduler_metadata,
+            return_softmax_lse=True,
+            **options,
+            **self._descales(layer, len(metadata.seq_lens)),
+        )
+        metadata.buffers.attend(
+            flash_attn.flash_attn_varlen_func,
+            query,
+            key_cache,
+            value_cache,
+            out,
+            lse,
+            metadata.shapes,
+            sinks=self.sinks,
+            **options,
+            **self._descales(layer, metadata.shapes.num_entries),
+        )
+        return output
+
+    def _descales(self, layer: Any, batch_size: int) -> dict[str, torch.Tensor | None]:
+        shape = (batch_size, self.num_kv_heads)
+        return {
+            "q_descale": layer._q_scale.expand(shape) if self.supports_quant_query_input else None,
+            "k_descale": layer._k_scale.expand(shape),
+            "v_descale": layer._v_scale.expand(shape),
+        }

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The groups of a step whose sharing pays, on any device, and what they save."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_relay.attention_backends.cost import KernelCost
+from vllm_relay.attention_backends.forest import (
+    BEGIN_TOKENS,
+    END_TOKENS,
+    FIRST,
+    LAST,
+    REQUEST,
+    Forest,
+    build_forest,
+)
+from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
+
+NULL_BLOCK = 0
+
+
+@dataclass(frozen=True)
+class PlanStats:
+    """What one step shares, or several summed up."""
+
+    steps: int = 1
+    requests: int = 0
+    requests_shared: int = 0
+    kv_tokens_logical: int = 0
+    """KV tokens attended to, summed over requests."""
+    kv_tokens_read: int = 0
+    """The same with a range that several requests share counted once."""
+    forest_depth: int = 0
+    groups: int = 0
+    planning_time_s: float = 0.0
+
+
+def find_groups(
+    block_table: np.ndarray,
+    query_lens: np.ndarray,
+    seq_lens: np.ndarray,
+    *,
+    block_size: int,
+    group_size: int,
+    cost: KernelCost,
+    min_shared_tokens: int = 0,
+    hidden: HiddenTokens | None = None,
+) -> Forest:
+    """Every group of requests for which reading a range together costs less than apart.
+
+    Args:
+        block_table: int32 [requests, blocks]; physical block ids, 0 is the null block.
+        query_lens: int [requests]; requests without query tokens are in no group.
+        seq_lens: int [requests]; KV tokens of each request, its query tokens included.
+        block_size: tokens per block.
+        group_size: query heads per kv head.
+        cost: of the kernels that will read the ranges.
+        min_shared_tokens: ranges that end before this are left alone.
+        hidden: tokens that the query tokens of a request do not see.
+    """
+    # the first query token of a request sees this many tokens, and the others see more
+    shareable_tokens = np.where(query_lens > 0, seq_lens - query_lens + 1, 0)
+    ids = block_table if hidden is None else hidden.visible_block_ids(block_table, block_size)
+    found = build_forest(ids, shareable_tokens, block_size)
+    return found.without(does_not_pay(found, query_lens * group_size, cost, min_shared_tokens))
+
+
+def check_forest(
+    forest: Forest,
+    block_table: np.ndarray,
+    query_lens: np.ndarray,
+    seq_lens: np.ndarray,
+    block_size: int,
+) -> None:
+    """Check that a forest describes requests with these block tables and lengths.
+
+    Raises:
+        ValueError: what the first inconsistency is.
+    """
+    if len(forest.order) != len(seq_lens):
+        raise ValueError(
+            f"forest: it orders {len(forest.order)} requests, the batch has {len(seq_lens)}"
+        )
+    forest.validate()
+    for index, (first, last, begin, end, request) in enumerate(forest.nodes.tolist()):
+        if end % block_size:
+            raise ValueError(
+                f"forest: node {index} ends at token {end}, expected a multiple of the block size "
+                f"{block_size}"
+            )
+        members = forest.order[first:last]
+        visible = int((seq_lens - query_lens + 1)[members].min())
+        if (query_lens[members] > 0).any() and end > visible:
+            raise ValueError(
+                f"forest: node {index} ends at token {end}, but a member's first query token sees "
+                f"only {visible} tokens"
+            )
+        blocks = slice(begin // block_size, end // block_size)
+        theirs, shared = block_table[members, blocks], block_table[request, blocks]
+        # a sliding window leaves null blocks where nobody looks
+        differing = ((theirs != shared) & (theirs != NULL_BLOCK)).any(axis=1)
+        if differing.any():
+            raise ValueError(
+                f"forest: requests {members[differing].tolist()} of node {index} do not have the "
+                f"blocks of request {request} for tokens {begin}..{end}"
+            )
+
+
+def does_not_pay(
+    forest: Forest, rows_per_request: np.ndarray, cost: KernelCost, min_shared_tokens: int
+) -> np.ndarray:
+    """bool [nodes]: reading the range once costs more than reading it per child and member."""
+    nodes = forest.nodes
+    if not len(nodes):
+        return np.zeros(0, bool)
+    rows = rows_per_request[forest.order]
+    rows_before = np.concatenate(([0], np.cumsum(rows)))
+    tokens = nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]
+    node_rows = rows_before[nodes[:, LAST]] - rows_before[nodes[:, FIRST]]
+    parents = _parents(nodes)
+    children = np.flatnonzero(parents >= 0)
+
+    # apart: each child reads the range for its members, and members in no child read it alone; all
+    # of them go on to ranges of their own, so that none is started for this one
+    alone_before = np.concatenate(([0.0], np.cumsum(cost.token_ns(rows))))
+    apart_token_ns = alone_before[nodes[:, LAST]] - alone_before[nodes[:, FIRST]]
+    saved_ns = apart_token_ns[children] - cost.token_ns(node_rows[children])
+    np.subtract.at(apart_token_ns, parents[children], saved_ns)
+    does_not_pay = cost.range_ns(node_rows, tokens) >= apart_token_ns * tokens
+    return does_not_pay | (nodes[:, END_TOKENS] < min_shared_tokens)
+
+
+def _parents(nodes: np.ndarray) -> np.ndarray:
+    """int [nodes]: the index of each node's parent, or -1."""
+    parents = []
+    indices, lasts = [-1], [int(nodes[:, LAST].max(initial=0))]  # of the enclosing nodes
+    for index, (first, last) in enumerate(nodes[:, : LAST + 1].tolist()):
+        while lasts[-1] <= first:
+            indices.pop()
+            lasts.pop()
+        parents.append(indices[-1])
+        indices.append(index)
+        lasts.append(last)
+    return np.array(parents, np.int64)
+
+
+def plan_stats(
+    forest: Forest,
+    query_lens: np.ndarray,
+    seq_lens: np.ndarray,
+    hidden: HiddenTokens | None,
+    planning_time_s: float,
+) -> PlanStats:
+    """What a step reads, where these groups read their ranges together."""
+    active = query_lens > 0
+    nodes = forest.nodes
+    members = nodes[:, LAST] - nodes[:, FIRST]
+    tokens = (nodes[:, END_TOKENS] - nodes[:, BEGIN_TOKENS]).astype(np.int64)
+    logical = int(seq_lens[active].sum(dtype=np.int64))
+    if hidden is not None:
+        logical -= sum(hidden.count(request) for request in np.flatnonzero(active).tolist())
+        ranges = nodes[:, BEGIN_TOKENS : REQUEST + 1].tolist()
+        counts = [hidden.count(request, begin, end) for begin, end, request in ranges]
+        tokens -= np.array(counts, np.int64)
+    return PlanStats(
+        requests=int(active.sum()),
+        requests_shared=int((forest.shared_tokens_per_request()[active] > 0).sum()),
+        kv_tokens_logical=logical,
+        kv_tokens_read=logical - int(((members - 1) * tokens).sum()),
+        forest_depth=forest.depth,
+        groups=len(nodes),
+        planning_time_s=planning_time_s,
+    )
