@@ -51,7 +51,7 @@ def test_strings_of_the_command_line_are_converted() -> None:
         (
             {"depht": 3},
             "additional_config.relay.depht: unknown option; known options: sharing, "
-            "min_shared_tokens, kernel, log_every_s",
+            "min_shared_tokens, kernel, cuda_kernels, log_every_s",
         ),
         (
             {"kernel": "fast"},

@@ -36,7 +36,7 @@ def config(
         "model_config": SimpleNamespace(
             **model_config, get_head_size=lambda: model_config["head_size"]
         ),
-        "parallel_config": SimpleNamespace(decode_context_parallel_size=1),
+        "parallel_config": SimpleNamespace(decode_context_parallel_size=1, use_ubatching=False),
         "kv_transfer_config": None,
         "speculative_config": None,
     }
@@ -102,7 +102,9 @@ def test_configurations_that_are_served() -> None:
         (config(model={"use_mla": True}), "relay cannot serve multi-head latent attention (MLA)"),
         (config(kv_transfer_config=object()), "remove --kv-transfer-config"),
         (
-            config(parallel_config=SimpleNamespace(decode_context_parallel_size=2)),
+            config(
+                parallel_config=SimpleNamespace(decode_context_parallel_size=2, use_ubatching=False)
+            ),
             "set --decode-context-parallel-size 1",
         ),
     ],
@@ -143,12 +145,12 @@ def test_configurations_that_are_served_on_cuda() -> None:
         ),
         (
             config(
-                parallel_config=SimpleNamespace(decode_context_parallel_size=1, enable_dbo=True)
+                parallel_config=SimpleNamespace(decode_context_parallel_size=1, use_ubatching=True)
             ),
-            "remove --enable-dbo",
+            "remove --enable-dbo and --ubatch-size",
         ),
     ],
-    ids=["fp8_e5m2", "block_size", "dbo"],
+    ids=["fp8_e5m2", "block_size", "ubatches"],
 )
 def test_configurations_that_are_refused_on_cuda(vllm_config: Any, message: str) -> None:
     with pytest.raises(RelayUnsupportedError, match=re.escape(message)):

@@ -337,6 +337,48 @@ def test_layers_on_cuda_get_the_class_whose_prompts_can_be_served(
         relay_cuda_choice.path_for_layer(name, selector_config(), None)
 
 
+@pytest.mark.parametrize(
+    ("options", "changes", "served_by"),
+    [
+        ({}, {}, "RelayNodesBackend"),
+        ({"cuda_kernels": "flash"}, {}, "RelayNodesBackend"),
+        ({"cuda_kernels": "triton"}, {}, "RelayFlashBackend"),
+        ({"schemas": ["trip.pml"]}, {}, "RelayFlashBackend"),
+        ({}, {"speculative_config": object()}, "RelayFlashBackend"),
+        ({"cuda_kernels": "flash", "schemas": ["trip.pml"]}, {}, "prompt modules .*leave it out"),
+        ({"cuda_kernels": "flash"}, {"speculative_config": object()}, "drafts .*leave it out"),
+    ],
+)
+def test_kernels_on_cuda_are_those_that_serve_the_engine(
+    monkeypatch: pytest.MonkeyPatch, options: Any, changes: dict[str, Any], served_by: str
+) -> None:
+    from vllm_relay.attention_backends.cuda import relay_choice
+
+    config = SimpleNamespace(additional_config={"relay": options}, speculative_config=None)
+    vars(config).update(changes)
+    refused: list[bool] = []
+    monkeypatch.setattr(relay_choice, "get_current_vllm_config_or_none", lambda: config)
+    monkeypatch.setattr(
+        relay_choice, "_reasons_against",
+        lambda *args, has_nodes=False: ["no"] * (has_nodes and bool(refused)),
+    )  # fmt: skip
+
+    def path() -> str:
+        return relay_choice.path_for_layer("RELAY", selector_config(), None).rpartition(".")[2]
+
+    if "leave it out" in served_by:
+        with pytest.raises(RelayUnsupportedError, match=served_by):
+            path()
+        return
+    assert path() == served_by
+    refused.append(True)
+    if options.get("cuda_kernels") == "flash":
+        with pytest.raises(RelayUnsupportedError, match=r"FlashAttention \(no\)"):
+            path()
+    else:
+        assert path() == "RelayFlashBackend"
+
+
 def test_long_contexts_on_cuda_are_scheduled_step_by_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

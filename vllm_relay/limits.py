@@ -100,10 +100,10 @@ def check_config(vllm_config: VllmConfig, device_type: str) -> None:
         reasons.append(
             f"decode context parallelism: set --decode-context-parallel-size 1 or {other_backend}"
         )
-    if getattr(parallel_config, "enable_dbo", False):
+    if parallel_config.use_ubatching:
         reasons.append(
-            "dual batch overlap: it plans two batches at once; remove --enable-dbo or "
-            + other_backend
+            "micro-batches: they plan parts of a batch at once; remove --enable-dbo and "
+            f"--ubatch-size or {other_backend}"
         )
     if (
         model_config is not None

@@ -46,6 +46,7 @@ def flash_attn_varlen_func(
     if out is None:
         out = torch.full((num_rows, num_heads, head_size), torch.nan, dtype=q.dtype)
     assert out.shape == q.shape
+    # rows that see nothing, too: FlashAttention 2 and 3 do not agree on these
     lse = torch.full((num_heads, num_rows), torch.nan)
     left, right = window_size or (-1, -1)
     for number, num_keys in enumerate(lens):
@@ -84,7 +85,8 @@ def flash_attn_varlen_func(
             values = torch.cat((values, values.new_zeros(1, num_heads, head_size)))
         weights = scores.softmax(2).nan_to_num()  # a row that sees nothing is 0
         out[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
-        lse[:, rows] = scores.logsumexp(2).float()
+        sums = scores.logsumexp(2).float()
+        lse[:, rows] = sums.where(sums > -torch.inf, torch.nan)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -104,12 +106,25 @@ def reshape_and_cache_flash(
     value_cache[block, offset] = value[: len(slot_mapping)][kept]
 
 
+def get_flash_attn_version(**features: Any) -> int:
+    return 2
+
+
+def flash_attn_supports_quant_query_input() -> bool:
+    return False
+
+
+STOOD_FOR = (
+    "flash_attn_varlen_func",
+    "reshape_and_cache_flash",
+    "get_flash_attn_version",
+    "flash_attn_supports_quant_query_input",
+)
+
+
 def stand_in() -> None:
     """Let vLLM's FlashAttention backend call what is here, as FlashAttention 2."""
     from vllm.v1.attention.backends import flash_attn
 
-    stock: Any = flash_attn
-    stock.flash_attn_varlen_func = flash_attn_varlen_func
-    stock.reshape_and_cache_flash = reshape_and_cache_flash
-    stock.get_flash_attn_version = lambda **features: 2
-    stock.flash_attn_supports_quant_query_input = lambda: False
+    for name in STOOD_FOR:
+        setattr(flash_attn, name, globals()[name])

@@ -29,7 +29,7 @@ from vllm_relay.attention_backends.cuda.nodes import (
     NodeLimits,
     node_batch,
 )
-from vllm_relay.attention_backends.forest import Forest
+from vllm_relay.attention_backends.forest import Forest, build_forest
 
 LIMITS = NodeLimits(
     max_requests=8, max_tokens=256, max_sharing_tokens=256, max_entries=6, max_states=3
@@ -39,8 +39,11 @@ LIMITS = NodeLimits(
 def batch_of(
     problem: AttentionProblem, limits: NodeLimits = LIMITS, piece_blocks: int = 2
 ) -> tuple[Forest, NodeBatch]:
+    # a tail has the query token itself at least
+    query_lens = problem.query_lens.numpy()
+    before = np.where(query_lens > 0, problem.seq_lens.numpy() - query_lens, 0)
     return node_batch(
-        problem.forest(),
+        build_forest(problem.block_table.numpy(), before, problem.block_size),
         problem.query_start_loc.numpy(),
         block_size=problem.block_size,
         limits=limits,

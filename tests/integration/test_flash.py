@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RELAY beside FlashAttention in a real vLLM, against CPU_ATTN; a twin stands for FlashAttention."""
+"""RELAY beside FlashAttention, for which a twin stands, in a real vLLM, against CPU_ATTN."""
 
 from __future__ import annotations
 

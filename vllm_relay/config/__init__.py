@@ -53,7 +53,7 @@ SCHEDULER_OPTIONS = frozenset(
 )
 PREFIX_CACHE_OPTIONS = frozenset({"warm_up", "eviction", "max_pinned_fraction"})
 """Those that say what becomes of the prefix cache."""
-ATTENTION_OPTIONS = frozenset({"sharing", "min_shared_tokens", "kernel"})
+ATTENTION_OPTIONS = frozenset({"sharing", "min_shared_tokens", "kernel", "cuda_kernels"})
 
 
 class SharingOptions(BaseModel):
@@ -75,6 +75,13 @@ class SharingOptions(BaseModel):
         description="CPU kernel. auto takes the first of amx_bf16, avx512_bf16, avx512, avx2, "
         "portable that this CPU and the model's dtype allow. avx512_bf16_rounded trades accuracy "
         "for speed: see docs/kernels.md.",
+    )
+    cuda_kernels: Literal["auto", "flash", "triton"] = Field(
+        default="auto",
+        description="What computes attention on NVIDIA GPUs. flash calls vLLM's FlashAttention "
+        "over shared prefixes and over the rest of each request; triton are kernels whose results "
+        "do not depend on who shares, and which prompt modules and drafts need. auto takes flash, "
+        "and triton for what it does not serve.",
     )
     log_every_s: float = Field(
         default=0.0,

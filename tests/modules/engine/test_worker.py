@@ -63,7 +63,7 @@ def batch(num_computed: list[int], num_scheduled: list[int], padding: int = 0) -
 def test_v2_gives_models_positions_in_one_buffer() -> None:
     """Graphs keep its address, and slots are sampled with."""
     worker = ModuleWorker({"modular": PLAN})
-    give_positions_to_model(worker.begin_batch, worker.move_batch_positions)
+    give_positions_to_model(worker.move_batch_positions)
     state = model_state()
     captured = state.prepare_dummy_inputs(2, 8)["positions"]
     step = batch([4, 33], [2, 3], padding=1)
@@ -112,7 +112,8 @@ def test_v1_moves_positions_where_they_are() -> None:
     ("device", "changes", "refusal"),
     [
         ("cpu", {}, None),
-        ("cuda", {}, None),
+        ("cuda", {}, "add additional_config.relay.cuda_kernels=triton"),
+        ("cuda", {"additional_config": {"relay": {"cuda_kernels": "triton"}}}, None),
         ("rocm", {}, "NVIDIA GPUs only"),
         ("cpu", {"speculative_config": object()}, "remove --speculative-config"),
         ("cpu", {"kv_transfer_config": object()}, "remove --kv-transfer-config"),
@@ -133,6 +134,7 @@ def test_engines_that_can_use_modules(
         attention_config=SimpleNamespace(
             backend=SimpleNamespace(name="RELAY"), backend_per_kind={}
         ),
+        additional_config={},
         speculative_config=None,
         kv_transfer_config=None,
         cache_config=SimpleNamespace(enable_prefix_caching=True),

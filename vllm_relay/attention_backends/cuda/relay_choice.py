@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of vLLM's own backends RELAY and RELAY_SPARSE leave prompts to on CUDA."""
+"""Which class serves RELAY and RELAY_SPARSE on CUDA: kernels, and the backend for prompts."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from vllm_relay.config import RelayConfig
 from vllm_relay.limits import BACKEND_NAME, SPARSE_BACKEND_NAME, RelayUnsupportedError
 
 logger = init_logger("vllm.relay")
@@ -16,6 +18,7 @@ _HERE = "vllm_relay.attention_backends"
 _STOCK = "vllm.v1.attention.backends"
 _FLASH = f"{_STOCK}.flash_attn.FlashAttentionBackend"
 _TRITON = f"{_STOCK}.triton_attn.TritonAttentionBackend"
+_NODES = f"{_HERE}.cuda.relay_nodes.RelayNodesBackend"
 CHOICES = {
     BACKEND_NAME: (
         (f"{_HERE}.cuda.relay_flash.RelayFlashBackend", _FLASH),
@@ -27,6 +30,28 @@ CHOICES = {
     ),
 }
 """By backend, in order of preference: its class, and the one it leaves prompts to."""
+
+
+def kernels_for(vllm_config: VllmConfig) -> str:
+    """ "flash" or "triton": what decodes of RELAY's layers are computed by, unless FlashAttention
+    refuses the layer.
+
+    Raises:
+        RelayUnsupportedError: flash is asked for, and does not serve this configuration.
+    """
+    options = RelayConfig.from_vllm_config(vllm_config)
+    reasons = []
+    if options.schemas:
+        reasons.append("prompt modules (additional_config.relay.schemas)")
+    if vllm_config.speculative_config is not None:
+        reasons.append("drafts of speculative decoding (--speculative-config)")
+    if options.cuda_kernels == "flash" and reasons:
+        raise RelayUnsupportedError(
+            [f"{reason} with cuda_kernels=flash: leave it out" for reason in reasons]
+        )
+    if options.cuda_kernels == "auto":
+        return "triton" if reasons else "flash"
+    return options.cuda_kernels
 
 
 def path_for_layer(backend_name: str, selector_config: Any, capability: Any) -> str:
@@ -41,7 +66,16 @@ def path_for_layer(backend_name: str, selector_config: Any, capability: Any) -> 
         RelayUnsupportedError: with the reasons of each.
     """
     reasons = []
-    for path, stock_path in CHOICES[backend_name]:
+    vllm_config = get_current_vllm_config_or_none()
+    choices = CHOICES[backend_name]
+    if backend_name == BACKEND_NAME and vllm_config and kernels_for(vllm_config) == "flash":
+        if not (found := _reasons_against(_FLASH, selector_config, capability, has_nodes=True)):
+            logger.info_once("vllm-relay: shared prefixes and all else by FlashAttention")
+            return _NODES
+        reasons.append(f"FlashAttention ({', '.join(found)})")
+        if RelayConfig.from_vllm_config(vllm_config).cuda_kernels == "flash":
+            raise RelayUnsupportedError(reasons)
+    for path, stock_path in choices:
         if not (found := _reasons_against(stock_path, selector_config, capability)):
             logger.info_once("vllm-relay: prompts by %s", stock_path.rsplit(".", 1)[1])
             return path
@@ -49,10 +83,13 @@ def path_for_layer(backend_name: str, selector_config: Any, capability: Any) -> 
     raise RelayUnsupportedError(reasons)
 
 
-def _reasons_against(stock_path: str, selector_config: Any, capability: Any) -> list[str]:
-    # FlashAttention wants queries in fp8 beside an fp8 cache, and relay's are not quantized
+def _reasons_against(
+    stock_path: str, selector_config: Any, capability: Any, *, has_nodes: bool = False
+) -> list[str]:
+    # FlashAttention wants queries in fp8 beside an fp8 cache, and those of the Triton kernels are
+    # not quantized
     kv_cache_dtype = selector_config.kv_cache_dtype or "auto"
-    if "FlashAttention" in stock_path and kv_cache_dtype.startswith("fp8"):
+    if "FlashAttention" in stock_path and kv_cache_dtype.startswith("fp8") and not has_nodes:
         return ["it would quantize queries"]
     try:
         stock = resolve_obj_by_qualname(stock_path)

@@ -96,6 +96,7 @@ def unsupported_reason(vllm_config: VllmConfig) -> str | None:
     """Why this engine cannot use stored modules; None: it can."""
     from vllm.platforms import current_platform
 
+    from vllm_relay.attention_backends.cuda.relay_choice import kernels_for
     from vllm_relay.config import scheduler_is_selected
     from vllm_relay.limits import relay_is_selected, sparse_is_selected
 
@@ -103,6 +104,11 @@ def unsupported_reason(vllm_config: VllmConfig) -> str | None:
         return "only the RELAY backend masks their padding: use --attention-backend relay"
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
         return "their padding is masked on CPUs and NVIDIA GPUs only"
+    if current_platform.is_cuda() and kernels_for(vllm_config) == "flash":
+        return (
+            "FlashAttention sees all tokens of a block: add "
+            "additional_config.relay.cuda_kernels=triton"
+        )
     if not scheduler_is_selected(vllm_config):
         return "only RelayScheduler waits for them: add additional_config.relay.scheduler=true"
     if not vllm_config.cache_config.enable_prefix_caching:

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RELAY beside FlashAttention: which steps share, and steps replayed as CUDA graphs replay them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends import flash_attn
+
+from tests.attention_backends import flash_twin
+from tests.attention_backends.strategies import AttentionProblem, error_bounds
+from tests.attention_backends.triton_problems import cuda_cache, paths_of_levels, tree_problem
+from vllm_relay.attention_backends import reference
+from vllm_relay.attention_backends.cuda import relay_nodes
+from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
+from vllm_relay.config import RelayConfig
+
+HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 32, 16
+MAX_REQUESTS, MAX_MODEL_LEN = 12, 640
+LAYER = SimpleNamespace(_q_scale=torch.ones(()), _k_scale=torch.ones(()), _v_scale=torch.ones(()))
+
+
+@pytest.fixture(autouse=True)
+def twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock: Any = flash_attn
+    for name in flash_twin.STOOD_FOR:
+        monkeypatch.setattr(stock, name, getattr(flash_twin, name), raising=False)
+
+
+class Builder(relay_nodes.RelayNodesMetadataBuilder):
+    """With what a worker would give it.
+
+    Args:
+        max_captured: tokens of the largest captured graph, 0 for none.
+        layer: fields of the group's layer.
+    """
+
+    def __init__(self, max_captured: int = 0, **layer: Any) -> None:
+        fields = {"sliding_window": (-1, -1), "alibi_slopes": None} | layer
+        layers = {"layer": SimpleNamespace(impl=SimpleNamespace(**fields))}
+        self.layer_names = list(layers)
+        self.device = torch.device("cpu")
+        self.options = RelayConfig()
+        self.model_config = SimpleNamespace(max_model_len=MAX_MODEL_LEN)
+        self.vllm_config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=MAX_REQUESTS),
+            compilation_config=SimpleNamespace(static_forward_context=layers),
+        )
+        self.use_full_cuda_graph, self.max_cudagraph_size = bool(max_captured), max_captured
+        self.max_num_splits, self.block_size = 0, BLOCK_SIZE
+        self.num_heads_q, self.num_heads_kv, self.headdim = HEADS, KV_HEADS, HEAD_SIZE
+        self.aot_schedule, self.aot_sliding_window = False, (-1, -1)
+        self.dcp_world_size, self.rswa_window = 1, None
+        self.mm_prefix_query_ranges_np = self.rswa_prefix_lens = None
+        self._planned = None
+        self.layers = layers
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> WorkerBlocks:
+    state = WorkerBlocks()
+    monkeypatch.setattr(relay_nodes, "worker_blocks", state)
+    monkeypatch.setattr(
+        relay_nodes, "get_layers_from_vllm_config",
+        lambda config, cls, names: config.compilation_config.static_forward_context,
+    )  # fmt: skip
+    return state
+
+
+def begin(blocks: WorkerBlocks, problem: AttentionProblem) -> None:
+    """A step in which all requests of the problem are new."""
+    spec = SimpleNamespace(block_size=BLOCK_SIZE)
+    group = SimpleNamespace(layer_names=["layer"], kv_cache_spec=spec)
+    names = [f"{id(problem)}-{number}" for number in range(problem.num_requests)]
+    held = -(-problem.seq_lens.numpy() // BLOCK_SIZE)
+    runner = SimpleNamespace(
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
+        input_batch=SimpleNamespace(req_ids=names),
+    )
+    output = SimpleNamespace(
+        finished_req_ids=list(blocks._rows),
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, block_ids=[row[:count].tolist()])
+            for name, row, count in zip(names, problem.block_table, held, strict=True)
+        ],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set()),
+    )
+    blocks.begin_step(SimpleNamespace(model_runner=runner), output)
+
+
+class Inputs:
+    """The buffers of a model runner, which stay where they are."""
+
+    def __init__(self, num_requests: int, num_tokens: int) -> None:
+        self.num_requests, self.num_tokens = num_requests, num_tokens
+        self.query_start_loc = torch.zeros(num_requests + 1, dtype=torch.int32)
+        self.seq_lens = torch.zeros(num_requests, dtype=torch.int32)
+        self.block_table = torch.zeros(num_requests, MAX_MODEL_LEN // BLOCK_SIZE).int()
+        self.query = torch.zeros(num_tokens, HEADS, HEAD_SIZE)
+        self.out = torch.zeros(num_tokens, HEADS, HEAD_SIZE)
+
+    def fill(self, problem: AttentionProblem) -> None:
+        """With rows of padding behind the requests."""
+        requests, tokens = problem.num_requests, len(problem.query)
+        self.query_start_loc.fill_(tokens)[: requests + 1] = problem.query_start_loc
+        self.seq_lens.zero_()[:requests] = problem.seq_lens
+        self.block_table.zero_()[:requests, : problem.block_table.shape[1]] = problem.block_table
+        self.query[:tokens] = problem.query
+        self.out.fill_(torch.nan)
+
+    def common(self, **changes: Any) -> CommonAttentionMetadata:
+        fields = {
+            "query_start_loc": self.query_start_loc,
+            "query_start_loc_cpu": self.query_start_loc.clone(),
+            "seq_lens": self.seq_lens,
+            "seq_lens_cpu_upper_bound": self.seq_lens.clone(),
+            "num_reqs": self.num_requests,
+            "num_actual_tokens": self.num_tokens,
+            "max_query_len": int(self.query_start_loc.diff().max()) or 1,
+            "max_seq_len": MAX_MODEL_LEN,
+            "block_table_tensor": self.block_table,
+            "slot_mapping": torch.zeros(self.num_tokens, dtype=torch.int64),
+            "causal": True,
+        }
+        return CommonAttentionMetadata(**(fields | changes))
+
+
+def impl(**fields: Any) -> relay_nodes.RelayNodesImpl:
+    made = object.__new__(relay_nodes.RelayNodesImpl)
+    made.head_size, made.num_kv_heads, made.scale = HEAD_SIZE, KV_HEADS, HEAD_SIZE**-0.5
+    made.logits_soft_cap, made.sinks = 0, None
+    made.vllm_flash_attn_version, made.supports_quant_query_input = 2, False
+    made.attn_type, made.dcp_world_size, made.kv_cache_dtype = "decoder", 1, "auto"
+    made.sliding_window, made.alibi_slopes, made.fa4_hd256 = (-1, -1), None, False
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+def attend(inputs: Inputs, metadata: Any, problem: AttentionProblem, **fields: Any) -> torch.Tensor:
+    cache = cuda_cache(problem)
+    impl(**fields).forward(LAYER, inputs.query, None, None, cache, metadata, inputs.out)
+    return inputs.out[: len(problem.query)]
+
+
+def check(out: torch.Tensor, problem: AttentionProblem) -> None:
+    expected, _ = problem.solve(reference.relay_attention, output_dtype=torch.float64)
+    bound, _ = error_bounds(problem)
+    assert ((out.double() - expected).abs() <= bound).all()
+
+
+def problems(**keywords: Any) -> list[AttentionProblem]:
+    options = {"heads": (HEADS, KV_HEADS), "head_size": HEAD_SIZE, "dtype": torch.float32}
+    trees = (
+        paths_of_levels([1, 2, 4], [6, 2, 1]) * 2,
+        [[("a", 9)]] * 5 + [[("b", 1)]],
+        [[(name, 3)] for name in "abcd"],
+        paths_of_levels([1, 5], [20, 1]) * 2,
+    )
+    return [tree_problem(paths, **options, **keywords) for paths in trees]
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_captured_step_replays_any_other(blocks: WorkerBlocks, sinks: bool) -> None:
+    """A graph keeps the metadata of its capture; builders write what it reads."""
+    features = {"sinks": torch.linspace(-1, 2, HEADS)} if sinks else {}
+    builder, inputs = Builder(max_captured=MAX_REQUESTS), Inputs(MAX_REQUESTS, MAX_REQUESTS)
+    inputs.query_start_loc.copy_(torch.arange(MAX_REQUESTS + 1))
+    inputs.seq_lens.fill_(1)
+    captured = builder.build(0, inputs.common())
+    assert captured.shapes.num_rows == MAX_REQUESTS * builder.buffers.limits.max_states
+    for problem in problems(features=features):
+        begin(blocks, problem)
+        inputs.fill(problem)
+        builder.build(0, inputs.common())
+        check(attend(inputs, captured, problem, **features), problem)
+
+
+def test_prompts_and_decodes_of_a_step(blocks: WorkerBlocks) -> None:
+    """Prompts read all of their tokens themselves."""
+    builder = Builder()
+    for problem in problems(query_lens=None):
+        query_lens = [1] * problem.num_requests
+        query_lens[1] = 3
+        prompt = tree_problem(
+            [[("a", 9)]] * 4 + [[("b", 1)]], tails=[5, 4, 3, 2, 1], query_lens=[1, 3, 1, 1, 1],
+            heads=(HEADS, KV_HEADS), head_size=HEAD_SIZE, dtype=torch.float32,
+        )  # fmt: skip
+        for each in (problem, prompt):
+            inputs = Inputs(each.num_requests, len(each.query))
+            begin(blocks, each)
+            inputs.fill(each)
+            metadata = builder.build(0, inputs.common())
+            check(attend(inputs, metadata, each), each)
+    assert metadata.shapes == relay_nodes.NodeShapes(1, 3, 3, 144)
+    assert metadata.seq_lens.tolist() == [5, 148, 3, 2, 17]
+
+
+def test_groups_are_found_again_when_requests_change(
+    blocks: WorkerBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    find = relay_nodes.find_groups
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        found.append(len(args[0]))
+        return find(*args, **kwargs)
+
+    monkeypatch.setattr(relay_nodes, "find_groups", counted)
+    problem = problems()[1]
+    builder, inputs = Builder(), Inputs(6, 6)
+    begin(blocks, problem)
+    for growth in range(4):  # its requests stay where their blocks are
+        inputs.fill(problem)
+        inputs.seq_lens += growth
+        metadata = builder.build(0, inputs.common())
+        assert metadata.seq_lens.tolist() == [1 + growth] * 5 + [17 + growth]
+    assert found == [6]
+    begin(blocks, problem)
+    builder.build(0, inputs.common())
+    assert found == [6, 6]
+
+
+@pytest.mark.parametrize(
+    "layer", [{"sliding_window": (63, 0)}, {"alibi_slopes": torch.ones(HEADS)}, {}]
+)
+def test_layers_that_do_not_see_all_share_nothing(
+    blocks: WorkerBlocks, layer: dict[str, Any]
+) -> None:
+    problem = problems()[1]
+    begin(blocks, problem)
+    inputs = Inputs(6, 6)
+    inputs.fill(problem)
+    builder = Builder(**layer)
+    assert (builder.build(0, inputs.common()).buffers is None) == bool(layer)
+    assert builder.build(0, inputs.common(causal=False)).buffers is None
+    builder.options = RelayConfig(sharing=False)
+    del builder.shares
+    assert builder.build(0, inputs.common()).buffers is None
