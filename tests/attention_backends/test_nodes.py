@@ -68,7 +68,7 @@ def solve(
     buffers = NodeBuffers(
         limits, block_size=problem.block_size, max_blocks=max(1, width), device="cpu"
     )
-    buffers.upload(batch)
+    buffers.upload(batch, num_tokens)
     shapes = NodeShapes(
         limits.max_entries, num_tokens * limits.max_states, num_tokens, width * problem.block_size
     )

@@ -75,15 +75,14 @@ class WorkerBlocks:
     def block_table(self, group: int, request_ids: Sequence[str]) -> np.ndarray:
         """
         Returns:
-            int32 [requests, blocks], 0 behind the blocks of a request, and of unknown requests.
+            int32 [requests, blocks]; behind the blocks of a request anything may stand, and in the
+            rows of unknown requests.
         """
-        if not self._tables or group >= len(self._tables):
+        if group >= len(self._tables):
             return np.zeros((len(request_ids), 0), np.int32)
-        rows = np.array([self._rows.get(each, -1) for each in request_ids], np.int64)
-        lens = np.where(rows < 0, 0, self._lens[group][rows])
-        table = self._tables[group][rows, : int(lens.max(initial=0))]
-        table[np.arange(table.shape[1]) >= lens[:, None]] = 0
-        return table
+        rows = np.array([self._rows.get(each, 0) for each in request_ids], np.int64)
+        width = int(self._lens[group][rows].max(initial=0))
+        return self._tables[group][rows, :width]
 
     def _begin(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
         self.num_changes += 1

@@ -24,7 +24,13 @@ from vllm.v1.attention.backends import flash_attn
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_relay.attention_backends.cuda.node_attention import NodeBuffers, NodeShapes
-from vllm_relay.attention_backends.cuda.nodes import FLASH_COST, TOKENS, NodeLimits, node_batch
+from vllm_relay.attention_backends.cuda.nodes import (
+    FLASH_COST,
+    TOKENS,
+    NodeBatch,
+    NodeLimits,
+    node_batch,
+)
 from vllm_relay.attention_backends.forest import Forest
 from vllm_relay.attention_backends.groups import find_groups, plan_stats
 from vllm_relay.attention_backends.step_stats import recorder
@@ -164,9 +170,6 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         """Uploads the nodes of a step, if they are not there yet; None where there are none and no
         graph expects them."""
         started_s = time.perf_counter()
-        is_captured = self.use_full_cuda_graph and common.num_actual_tokens <= (
-            self.max_cudagraph_size or 0
-        )
         if common.num_reqs < 2:
             return None
         assert common.seq_lens_cpu_upper_bound is not None
@@ -177,43 +180,42 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         # prompts gain nothing from rows of others; rows that pad a step have no request
         sharing_lens = np.where(query_lens == 1, 1, 0)
         sharing_lens[len(request_ids) :] = 0
-        key = (
-            worker_blocks.num_changes,
-            request_ids,
-            query_start_loc.tolist(),
-            sharing_lens.tolist(),
-        )
+        num_tokens = common.num_actual_tokens
+        key = worker_blocks.num_changes, request_ids, query_start_loc.tolist(), num_tokens
         if self._planned is None or self._planned[0] != key:
-            self._planned = key, *self._upload(request_ids, query_start_loc, sharing_lens, seq_lens)
+            forest, batch = self._nodes(request_ids, query_start_loc, sharing_lens, seq_lens)
+            self.buffers.upload(batch, num_tokens)
+            self._planned = key, forest, _shapes(batch)
         _, forest, shapes = self._planned
         recorder.add_plan(
             plan_stats(forest, query_lens, seq_lens, None, time.perf_counter() - started_s)
         )
         recorder.log_if_due(self.options.log_every_s, logger.info)
-        if is_captured:
+        if self.use_full_cuda_graph and num_tokens <= (self.max_cudagraph_size or 0):
             limits = self.buffers.limits
             return NodeShapes(
                 num_entries=limits.max_entries,
-                num_rows=common.num_actual_tokens * limits.max_states,
-                max_rows=common.num_actual_tokens,
+                num_rows=num_tokens * limits.max_states,
+                max_rows=num_tokens,
                 max_tokens=self.model_config.max_model_len,
             )
         return shapes if len(forest.nodes) else None
 
-    def _upload(
+    def _nodes(
         self,
         request_ids: list[str],
         query_start_loc: np.ndarray,
         sharing_lens: np.ndarray,
         seq_lens: np.ndarray,
-    ) -> tuple[Forest, NodeShapes]:
+    ) -> tuple[Forest, NodeBatch]:
         forest = Forest.none(len(seq_lens))
         if request_ids:
             group = worker_blocks.group_of(self.layer_names[0])
             table = worker_blocks.block_table(group, request_ids)
-            padding = ((0, len(seq_lens) - len(table)), (0, 0))
+            if padding := len(seq_lens) - len(table):
+                table = np.pad(table, ((0, padding), (0, 0)))
             forest = find_groups(
-                np.pad(table, padding),
+                table,
                 sharing_lens,
                 seq_lens - 1,  # a tail has the query token itself at least
                 block_size=worker_blocks.block_size(group),
@@ -221,20 +223,22 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
                 cost=FLASH_COST,
                 min_shared_tokens=self.options.min_shared_tokens,
             )
-        forest, batch = node_batch(
+        return node_batch(
             forest,
             query_start_loc,
             block_size=self.block_size,
             limits=self.buffers.limits,
             piece_tokens=PIECE_TOKENS,
         )
-        self.buffers.upload(batch)
-        return forest, NodeShapes(
-            num_entries=len(batch.entries),
-            num_rows=len(batch.rows),
-            max_rows=int(np.diff(batch.row_starts).max(initial=0)),
-            max_tokens=int(batch.entries[:, TOKENS].max(initial=0)),
-        )
+
+
+def _shapes(batch: NodeBatch) -> NodeShapes:
+    return NodeShapes(
+        num_entries=len(batch.entries),
+        num_rows=len(batch.rows),
+        max_rows=int(np.diff(batch.row_starts).max(initial=0)),
+        max_tokens=int(batch.entries[:, TOKENS].max(initial=0)),
+    )
 
 
 class RelayNodesImpl(flash_attn.FlashAttentionImpl):
