@@ -15,6 +15,7 @@ from vllm_relay.attention_backends.cuda.kernels import attention as triton_atten
 from vllm_relay.attention_backends.cuda.kernels import groups as triton_groups
 from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
 from vllm_relay.attention_backends.cuda.kernels import merge as triton_merge
+from vllm_relay.attention_backends.cuda.kernels import nodes as triton_nodes
 from vllm_relay.attention_backends.cuda.kernels import plan as triton_plan
 
 INT64_POINTERS = {"bits_ptr", "totals_ptr", "leaders_ptr", "hashes_ptr", "slot_mapping_ptr"}
@@ -24,6 +25,8 @@ INT32_POINTERS = {
     "ranges_ptr", "bits_row_ptr",
     "seq_lens_ptr", "shareable_ptr", "parents_ptr", "shared_ptr", "group_first_ptr",
     "group_entries_ptr", "group_requests_ptr", "group_children_ptr", "positions_ptr",
+    "block_table_ptr", "entries_ptr", "shared_tokens_ptr", "tail_table_ptr", "tail_lens_ptr",
+    "entry_table_ptr", "entry_lens_ptr", "states_ptr",
 }  # fmt: skip
 FLOATS = {"scale", "soft_cap", "token_cost", "state_cost", "start_cost"}
 
@@ -40,7 +43,7 @@ def signature_of(
             signature[name] = "*i32"
         elif name in INT64_POINTERS:
             signature[name] = "*i64"
-        elif name in ("query_ptr", "out_ptr", "key_ptr", "value_ptr"):
+        elif name in ("query_ptr", "out_ptr", "key_ptr", "value_ptr", "entry_out_ptr"):
             signature[name] = f"*{dtype}"
         elif name == "kv_ptr":
             signature[name] = f"*{kv_dtype}"
@@ -128,6 +131,12 @@ def variants(
             {},
         ),
         (triton_plan.emit_kernel, {"LANES": 64, **planner_rows}, {}),
+        (triton_nodes.tables_kernel, {"BLOCK_SIZE": block_size, "LANES": 1024}, {}),
+        (
+            triton_nodes.merge_nodes_kernel,
+            {"HEADS": 8, "MAX_STATES": 8, "HAS_SINKS": finish["HAS_SINKS"], **heads},
+            {},
+        ),
     ]
     for kernel, constants, options in kernels:
         signature, aligned = signature_of(kernel, constants, dtype, kv_dtype)

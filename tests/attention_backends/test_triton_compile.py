@@ -20,6 +20,7 @@ from vllm_relay.attention_backends.cuda.kernels import attention as triton_atten
 from vllm_relay.attention_backends.cuda.kernels import groups as triton_groups
 from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
 from vllm_relay.attention_backends.cuda.kernels import merge as triton_merge
+from vllm_relay.attention_backends.cuda.kernels import nodes as triton_nodes
 from vllm_relay.attention_backends.cuda.kernels import plan as triton_plan
 
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
@@ -59,7 +60,9 @@ def compiled(
 
 
 def kernel_names() -> set[str]:
-    modules = (triton_attention, triton_groups, triton_merge, triton_plan, triton_kv_cache)
+    modules = (
+        triton_attention, triton_groups, triton_kv_cache, triton_merge, triton_nodes, triton_plan,
+    )  # fmt: skip
     return {
         name
         for module in modules
