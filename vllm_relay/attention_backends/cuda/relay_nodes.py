@@ -149,11 +149,12 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
+        **kwargs: Any,
     ) -> RelayNodesMetadata:
         common = common_attn_metadata
         shapes = self._plan(common) if self.shares and common.causal is True else None
         if shapes is None:
-            return RelayNodesMetadata(**vars(super().build(0, common, fast_build)))
+            return RelayNodesMetadata(**vars(super().build(0, common, fast_build, **kwargs)))
         buffers, num_requests = self.buffers, common.num_reqs
         buffers.write_tables(
             common.block_table_tensor[:num_requests], common.seq_lens, shapes.num_entries
@@ -163,7 +164,7 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
             seq_lens=buffers.tail_lens[:num_requests],
         )
         return RelayNodesMetadata(
-            **vars(super().build(0, tails, fast_build)), buffers=buffers, shapes=shapes
+            **vars(super().build(0, tails, fast_build, **kwargs)), buffers=buffers, shapes=shapes
         )
 
     def _plan(self, common: CommonAttentionMetadata) -> NodeShapes | None:
@@ -255,6 +256,7 @@ class RelayNodesImpl(flash_attn.FlashAttentionImpl):
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
+        **kwargs: Any,
     ) -> torch.Tensor:
         """Write the attention of ``query`` over ``kv_cache`` into ``output``; shapes are those of
         the stock backend."""
@@ -262,7 +264,7 @@ class RelayNodesImpl(flash_attn.FlashAttentionImpl):
         if metadata is None or metadata.buffers is None or metadata.shapes is None:
             return super().forward(
                 layer, query, key, value, kv_cache, metadata, output, output_scale,
-                output_block_scale,
+                output_block_scale, **kwargs,
             )  # fmt: skip
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("relay cannot quantize its output: disable output fusion")
