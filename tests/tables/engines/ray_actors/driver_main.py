@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job on actors whose driver is to be killed.
+"""A job on actors whose driver is to be killed: they stand still after some steps.
 
 Usage: python -m tests.tables.engines.ray_actors.driver_main FOLDER CHECKPOINT
 """
@@ -10,13 +10,17 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from tests.tables.engines.ray_actors.fake_replica import ROWS, open_logged
+from tests.tables.engines.ray_actors.fake_replica import ROWS, WaitsFor, open_logged
 from vllm_relay.tables import llm_map
 from vllm_relay.tables.engines.ray_actors.starting import start_actors
 
+HELD_STEP, MAX_RUNNING = 8, 4
+
 
 def main(folder: str, checkpoint: str) -> None:
-    engine = start_actors(partial(open_logged, Path(folder), step_s=0.1, max_running=4), 2)
+    held = WaitsFor(Path(folder), "go", step=HELD_STEP)
+    options = {"max_running": MAX_RUNNING, "before_step": held}
+    engine = start_actors(partial(open_logged, Path(folder), **options), 2)
     llm_map(ROWS, "Which {text}?", engine=engine, checkpoint=checkpoint, show_progress=False)
 
 
