@@ -184,4 +184,4 @@ def test_memory_does_not_grow_with_the_table() -> None:
         return peak
 
     peak_bytes(100)  # imports
-    assert peak_bytes(20_000) < 1.25 * peak_bytes(6000)
+    assert peak_bytes(9000) < 1.25 * peak_bytes(3000)

@@ -22,8 +22,9 @@ import pyarrow as pa
 import pytest
 import ray
 
+from tests.support.one_ray import one_ray
 from tests.support.waiting import wait_for
-from tests.tables.engines.ray_actors.driver_main import HELD_STEP, MAX_RUNNING
+from tests.tables.engines.ray_actors.driver_main import NUM_ANSWERS
 from tests.tables.engines.ray_actors.fake_replica import (
     ROWS,
     FailsAt,
@@ -46,9 +47,10 @@ QUESTION = Question("Which {text}?", ("text",))
 def machine() -> Iterator[None]:
     os.environ.pop("VLLM_CPU_OMP_THREADS_BIND", None)  # inherited by actors
     options: Any = {"include_dashboard": False, "object_store_memory": 100 << 20}
-    ray.init("local", num_cpus=2, log_to_driver=False, **options)
-    yield
-    ray.shutdown()
+    with one_ray():
+        ray.init("local", num_cpus=2, log_to_driver=False, **options)
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture
@@ -232,7 +234,8 @@ def test_a_job_goes_on_where_it_was(start: Any, tmp_path: Path) -> None:
         ask(start(1, before_step=failure), checkpoint=checkpoint)
     result = ask(start(2), checkpoint=checkpoint)
     assert result.values.to_pylist() == expected()
-    assert result.report.num_known >= 3 * 8
+    # each of the five steps before had one at least
+    assert 5 <= result.report.num_known < len(ROWS)
 
 
 def test_a_killed_driver_leaves_no_process_and_its_job_goes_on(start: Any, tmp_path: Path) -> None:
@@ -247,7 +250,7 @@ def test_a_killed_driver_leaves_no_process_and_its_job_goes_on(start: Any, tmp_p
         wait_for(lambda pid=pid: not is_running(pid))
     result = ask(start(2), checkpoint=checkpoint)
     assert result.values.to_pylist() == expected()
-    assert 40 < result.report.num_known <= 2 * HELD_STEP * MAX_RUNNING
+    assert 40 < result.report.num_known <= 2 * NUM_ANSWERS
 
 
 def num_known(checkpoint: Path) -> int:
