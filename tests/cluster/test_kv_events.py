@@ -6,8 +6,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +22,7 @@ from vllm.distributed.kv_events import (
 )
 
 from tests.cluster.test_told_caches import num_held
+from tests.support.waiting import WAIT_S, wait_for
 from tests.tables.engines.server.fake_server import Reply, answer, fake_server
 from tests.tables.engines.server.test_engine import CACHE_METRICS, QUESTION, WordTokenizer
 from vllm_relay.cluster.event_stream import EventEndpoints
@@ -50,13 +50,6 @@ def stored(names: list[Any], tokens: list[int], after: int | None = None, **more
 
 def removed(names: list[int], **more: Any) -> Any:
     return BlockRemoved(block_hashes=names, **{"medium": "GPU", "group_idx": 0, **more})
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 120
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
 
 
 class Publishers:
@@ -109,12 +102,12 @@ def test_who_comes_late_is_told_all(publishers: Publishers) -> None:
     publisher = publishers.start()
     publish(publisher, stored([11, 12], PROMPT))
     with hearing(publishers) as caches:
-        wait_until(lambda: num_held(caches, 0, PROMPT) == 2)
+        wait_for(lambda: num_held(caches, 0, PROMPT) == 2)
         publish(publisher, removed([12]), stored([13], [5, 6], after=11))
-        wait_until(lambda: num_held(caches, 0, [1, 2, 5, 6]) == 2)
+        wait_for(lambda: num_held(caches, 0, [1, 2, 5, 6]) == 2)
         assert num_held(caches, 0, PROMPT) == 1
         publish(publisher, AllBlocksCleared())
-        wait_until(lambda: not len(caches.held))
+        wait_for(lambda: not len(caches.held))
 
 
 def test_a_publisher_that_restarts_begins_with_an_empty_cache(publishers: Publishers) -> None:
@@ -122,13 +115,13 @@ def test_a_publisher_that_restarts_begins_with_an_empty_cache(publishers: Publis
         publisher = publishers.start()
         for number in range(5):
             publish(publisher, stored([number], [number, 0]))
-        wait_until(lambda: len(caches.held) == 5)
+        wait_for(lambda: len(caches.held) == 5)
         caches.sent(0, [1])  # that is never told
         publishers.stop()
-        wait_until(lambda: not len(caches.held))
+        wait_for(lambda: not len(caches.held))
         publisher = publishers.start()
         publish(publisher, stored([99], [7, 7]))
-        wait_until(lambda: num_held(caches, 0, [7, 7]) == 1)
+        wait_for(lambda: num_held(caches, 0, [7, 7]) == 1)
         assert len(caches.held) == 1
 
 
@@ -136,7 +129,7 @@ def test_without_replays_what_is_told_from_now_on_counts(publishers: Publishers)
     publisher = publishers.start()
     publish(publisher, stored([11], [1, 2]))
     with hearing(publishers) as caches:
-        wait_until(lambda: len(caches.held) == 1)  # it is sent
+        wait_for(lambda: len(caches.held) == 1)  # it is sent
     number = 100
     with hearing(publishers, replays=False) as caches:
 
@@ -146,7 +139,7 @@ def test_without_replays_what_is_told_from_now_on_counts(publishers: Publishers)
             publish(publisher, stored([12], [3, 4], after=11), stored([number], [number, 0]))
             return len(caches.held) > 0
 
-        wait_until(hears)
+        wait_for(hears)
         assert num_held(caches, 0, PROMPT) == 0
 
 
@@ -173,7 +166,7 @@ def test_rubbish_is_told_once_and_what_came_before_is_forgotten(
             return num_held(caches, 0, [name, 0]) == 1
 
         with publisher:
-            wait_until(lambda: hears(1))
+            wait_for(lambda: hears(1))
             mixed = msgspec.msgpack.encode(KVEventBatch(0.0, [stored([1, b"1"], PROMPT)]))
             for rubbish in (
                 (b"", number.to_bytes(8, "big"), b"rubbish"),
@@ -184,7 +177,7 @@ def test_rubbish_is_told_once_and_what_came_before_is_forgotten(
             ):
                 send(*rubbish)
             number = (1 << 40) + 1
-            wait_until(lambda: hears(2))
+            wait_for(lambda: hears(2))
             assert num_held(caches, 0, [1, 0]) == 0
     about = [each for each in caplog.messages if "KV events at ipc" in each and "left out" in each]
     assert len(about) == 1
@@ -194,9 +187,9 @@ def test_who_publishes_nothing_is_named(
     publishers: Publishers, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), hearing(publishers) as caches:
-        wait_until(lambda: any("nobody publishes there" in each for each in caplog.messages))
+        wait_for(lambda: any("nobody publishes there" in each for each in caplog.messages))
         publish(publishers.start(), stored([1], [1, 2]))
-        wait_until(lambda: len(caches.held) == 1)
+        wait_for(lambda: len(caches.held) == 1)
 
 
 def test_events_of_another_rank_are_refused(
@@ -205,7 +198,7 @@ def test_events_of_another_rank_are_refused(
     publisher = publishers.start()
     publisher.publish(KVEventBatch(0.0, [stored([1], [1, 2])], data_parallel_rank=3))
     with hearing(publishers, rank=0) as caches:
-        wait_until(lambda: any("of rank 3, expected 0" in each for each in caplog.messages))
+        wait_for(lambda: any("of rank 3, expected 0" in each for each in caplog.messages))
         assert not len(caches.held)
 
 
@@ -271,7 +264,7 @@ def test_prompts_go_where_their_blocks_are(publishers: Publishers) -> None:
     for group in groups[3:]:
         names = [100 * group[0] + depth for depth in range(4)]
         publish(holding, stored(names, group, block_size=size))
-    both_asked = threading.Barrier(2, timeout=120)
+    both_asked = threading.Barrier(2, timeout=WAIT_S)
     waited: set[int] = set()
 
     def answer_when_both_are_asked(number: int) -> Reply:
@@ -293,7 +286,7 @@ def test_prompts_go_where_their_blocks_are(publishers: Publishers) -> None:
             max_running=1,
         )
         try:
-            wait_until(lambda: len(opened._heard.caches.held) == 12)
+            wait_for(lambda: len(opened._heard.caches.held) == 12)
             asked = [Prompt(number, "", [*groups[number % 6], number]) for number in range(12)]
             found = [each.number for each in opened.generate(iter(asked), QUESTION)]
         finally:

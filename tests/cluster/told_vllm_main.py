@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import random
 import sys
-import time
 from pathlib import Path
 
 from vllm import SamplingParams
 from vllm.inputs import tokens_input
 
 from tests.support.small_llm import small_relay_llm
+from tests.support.waiting import wait_for
 from vllm_relay.cluster.event_stream import EventEndpoints
 from vllm_relay.cluster.kv_events import KvEventListener
 from vllm_relay.cluster.replica_index import Block, chain_of
@@ -28,10 +28,7 @@ REQUESTS = 60
 
 
 def wait_until_held(caches: ToldCaches, chain: list[Block]) -> None:
-    deadline_s = time.monotonic() + 120
-    while caches.held.ends(chain) != [(len(chain), 1)]:
-        assert time.monotonic() < deadline_s, "the events did not come"
-        time.sleep(0.002)
+    wait_for(lambda: caches.held.ends(chain) == [(len(chain), 1)])
 
 
 def main(model: str, folder: Path) -> None:

@@ -112,13 +112,16 @@ def test_contexts_are_reused_to_the_token(run: Run, options: dict[str, Any]) -> 
     check_contexts(sparse_run(run, options)["contexts"], "memory")
 
 
-def test_contexts_in_a_folder_and_spawned_processes(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "spawns", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["forked", "spawned"]
+)
+def test_contexts_in_a_folder_and_other_processes(run: Run, tmp_path: Path, spawns: bool) -> None:
     options = {"relay": {**EVERYTHING["relay"], "context_dir": str(tmp_path / "contexts")}}
     sparse = run(
         "relay_sparse",
         scenarios=("shared", "contexts"),
         multiprocessing=True,
-        spawns=True,
+        spawns=spawns,
         additional_config=options,
     )
     assert_same_completions(sparse["shared"], dense_run(run)["shared"])

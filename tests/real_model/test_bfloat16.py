@@ -37,10 +37,10 @@ def bfloat16_error(
 ) -> tuple[float, dict[str, float]]:
     """The mean error of the log-probabilities of the 20 best tokens, and the engine's metrics.
 
-    All engines are given the same tokens; 64 prompts, each at its first generated tokens.
+    All engines are given the same tokens; 32 prompts, each at its first generated tokens.
     """
     found = run_engine(model, folder, {**engine_args, "dtype": "bfloat16"}, "forced")
-    assert len(found["forced"]) == len(reference) == 64
+    assert len(found["forced"]) == len(reference) == 32
     errors = [
         abs(logprob - float(expected[int(token)]))
         for answer, of_prompt in zip(found["forced"], reference, strict=True)

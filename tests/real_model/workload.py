@@ -15,7 +15,7 @@ from vllm_relay.modules.prompt.schema_store import SchemaStore
 
 BLOCK_SIZE_TOKENS = 32
 FORCED_TEXT = "Thank you for writing to us"
-FORCED_BRANCHES = 8
+FORCED_BRANCHES = 4
 TOP_LOGPROBS = 20
 
 TABLE = {

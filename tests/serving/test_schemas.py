@@ -20,6 +20,7 @@ from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
 from tests.modules.chat_templates import character_tokenizer
+from tests.support.waiting import WAIT_S
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.modules.markup.schema import Schema
 from vllm_relay.modules.prompt.schema_store import SchemaStore
@@ -135,7 +136,7 @@ def test_only_its_owner_changes_a_schema(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_schema_is_its_first_owners_whoever_is_faster() -> None:
     """Both see that the name is free, and one is the first to take it."""
-    free = threading.Barrier(2, timeout=60)
+    free = threading.Barrier(2, timeout=WAIT_S)
 
     class Tokenizer:
         def __init__(self) -> None:

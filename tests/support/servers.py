@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import vllm_processes
+from tests.support.waiting import WAIT_S
 
 API_KEY = "secret"
 
@@ -71,7 +72,7 @@ def server_process(
         spawns=spawns,
     )
     try:
-        deadline_s = time.monotonic() + 240
+        deadline_s = time.monotonic() + WAIT_S
         address = f"http://127.0.0.1:{port}"
         while True:
             try:
@@ -84,7 +85,7 @@ def server_process(
         yield process, address
     finally:
         process.terminate()
-        process.join(60)
+        process.join(WAIT_S)
         ended = process.exitcode is not None
         process.kill()
         assert ended, "the server did not end when it was asked to"

@@ -141,7 +141,7 @@ def run_module(
     module: str,
     arguments: Sequence[str],
     environment: Mapping[str, str],
-    timeout_s: float = 300,
+    timeout_s: float = 900,
     *,
     spawns: bool = False,
 ) -> subprocess.CompletedProcess[str]:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers written to a file while a job runs, with a log of what was asked.
 
-Usage: python -m tests.tables.map_file_main FOLDER NUM_ROWS BATCH_ROWS STEP_S
+Usage: python -m tests.tables.map_file_main FOLDER NUM_ROWS BATCH_ROWS [HELD_AT]
 
 Reads source.parquet, which is made if it is not there. Prints the most memory that the process had,
-in bytes.
+in bytes. With HELD_AT it is to be killed, and stands still when so many answers are in the log.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -36,10 +36,11 @@ def made_source(path: Path, num_rows: int) -> None:
 
 
 class LoggingEngine(RecordingEngine):
-    def __init__(self, log: Path, step_s: float) -> None:
+    def __init__(self, log: Path, held_at: int | None) -> None:
         super().__init__(lambda row: f"number {row['id']}")
         self._log = log
-        self._step_s = step_s
+        self._held_at = held_at
+        self._num_logged = 0
 
     def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
         with self._log.open("a") as log:
@@ -47,12 +48,13 @@ class LoggingEngine(RecordingEngine):
                 log.write(f"{completion.text}\n")
                 log.flush()
                 self.messages.clear()
-                if self._step_s:
-                    time.sleep(self._step_s)
+                self._num_logged += 1
+                if self._num_logged == self._held_at:
+                    signal.pause()
                 yield completion
 
 
-def main(folder: str, num_rows: str, batch_rows: str, step_s: str) -> None:
+def main(folder: str, num_rows: str, batch_rows: str, held_at: str = "") -> None:
     source = Path(folder, "source.parquet")
     if not source.exists():
         made_source(source, int(num_rows))
@@ -61,7 +63,7 @@ def main(folder: str, num_rows: str, batch_rows: str, step_s: str) -> None:
         Path(folder, "answers.parquet"),
         "Which number is {id}?",
         ["id", "kind"],
-        engine=LoggingEngine(Path(folder, "asked"), float(step_s)),
+        engine=LoggingEngine(Path(folder, "asked"), int(held_at) if held_at else None),
         checkpoint=Path(folder, "checkpoint"),
         batch_rows=int(batch_rows),
         show_progress=False,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from tests.support.waiting import WAIT_S
 from tests.tables.recording_engine import RecordingEngine
 from vllm_relay.tables import JobOptions, connect, llm_map_async
 from vllm_relay.tables.engines.base import Completions, Prompt
@@ -21,7 +22,6 @@ NUM_ROWS = 60
 TABLE = pa.table({"id": list(range(NUM_ROWS))})
 QUESTION = "What is {id}?"
 SQL = f"SELECT id, llm('{QUESTION}') AS answer FROM t ORDER BY id"
-WAIT_S = 60.0
 
 
 class HeldEngine(RecordingEngine):

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.waiting import wait_for
 from tests.tables.recording_engine import RecordingEngine, Refusal, Row
 from vllm_relay.tables import llm_map_file
 from vllm_relay.tables.jobs.token_budget import TokenBudgetError
@@ -128,10 +129,9 @@ def test_a_budget_is_one_of_all_parts(tmp_path: Path) -> None:
     assert len(engine.messages) == 7 and pq.read_table(target).num_rows == 7
 
 
-def start(folder: Path, num_rows: int, batch_rows: int, step_s: float) -> subprocess.Popen[str]:
-    arguments = [str(folder), str(num_rows), str(batch_rows), str(step_s)]
+def start(folder: Path, *numbers: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.tables.map_file_main", *arguments],
+        [sys.executable, "-m", "tests.tables.map_file_main", str(folder), *map(str, numbers)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -149,17 +149,18 @@ def test_a_killed_job_leaves_no_file_and_asks_only_what_is_missing(
     tmp_path: Path, num_rows: int
 ) -> None:
     log = tmp_path / "asked"
-    process = start(tmp_path, num_rows, num_rows // 4, 0.001)
-    while process.poll() is None and (
-        not log.exists() or log.read_text().count("\n") < num_rows // 2
-    ):
-        time.sleep(0.01)
+    held_at = num_rows // 2 + 7
+    process = start(tmp_path, num_rows, num_rows // 4, held_at)
+    wait_for(
+        lambda: (
+            (log.exists() and log.read_text().count("\n") == held_at) or process.poll() is not None
+        )
+    )
     process.kill()
     process.communicate()
+    assert process.returncode == -signal.SIGKILL
     assert not (tmp_path / "answers.parquet").exists()
-    num_before = log.read_text().count("\n")
-    assert num_rows // 2 <= num_before < num_rows
-    finished(start(tmp_path, num_rows, num_rows // 4, 0))
+    finished(start(tmp_path, num_rows, num_rows // 4))
     written = pq.read_table(tmp_path / "answers.parquet")
     assert written["id"].to_pylist() == list(range(num_rows))
     assert written["answer"].to_pylist() == [f"number {i}" for i in range(num_rows)]
@@ -177,6 +178,6 @@ def test_more_rows_take_no_more_memory(tmp_path: Path, num_rows: int) -> None:
     peaks = []
     for name, rows in (("few", 2 * batch_rows), ("many", num_rows)):
         (tmp_path / name).mkdir()
-        peaks.append(finished(start(tmp_path / name, rows, batch_rows, 0)))
+        peaks.append(finished(start(tmp_path / name, rows, batch_rows)))
     print(f"{num_rows} rows in parts of {batch_rows}: {[round(each / 1e6) for each in peaks]} MB")
     assert peaks[1] < peaks[0] + LIMIT_MB * 1_000_000

@@ -6,8 +6,6 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-import time
-from collections.abc import Callable
 from typing import Any
 
 ANSWER_TIMEOUT_S = 120.0
@@ -26,10 +24,3 @@ def connected(port: int, body: Any, path: str = "/v1/completions") -> http.clien
     text = body if isinstance(body, bytes) else json.dumps(body).encode()
     connection.request("POST", path, text, {"x-given": "kept", "content-type": "application/json"})
     return connection.getresponse()
-
-
-def wait_for(condition: Callable[[], Any], timeout_s: float = 120.0) -> None:
-    until_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until_s, "waited in vain"
-        time.sleep(0.01)

@@ -25,7 +25,7 @@ def test_two_servers_answer_as_one(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if "RAY" not in name}
     environment |= {"TORCHDYNAMO_DISABLE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     main = [sys.executable, "-m", "tests.cluster.ray.vllm_main", str(model), str(tmp_path)]
-    done = subprocess.run(main, env=environment, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(main, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads((tmp_path / "found.json").read_text())
 

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from tests.tables.fake_engine import FakeEngine
 from vllm_relay.cli import app
+from vllm_relay.demo import engine_process
 from vllm_relay.demo.options import DemoOptions
 from vllm_relay.demo.tables import replicas_main
 from vllm_relay.demo.tables.engine import TableAnswers, Way
@@ -79,6 +80,7 @@ def test_a_wrong_answer_is_a_failure(
 ) -> None:
     monkeypatch.setattr("vllm_relay.demo.tables.run.TablesEngine", EngineWithoutModel)
     monkeypatch.setattr(EngineWithoutModel, "wrong", wrong)
+    monkeypatch.setattr(engine_process, "_POLLING_S", 0.0)  # no worker polls
     console = recording_console()
     path = tmp_path / "numbers.json"
     options = DemoOptions(keep=tmp_path, json_path=path, console=console)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import WAIT_S
 from vllm_relay.long_context.host import index_builders
 
 
@@ -16,7 +17,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     may_build, build_index = threading.Event(), index_builders.build_index
 
     def build_slowly(*args: Any) -> Any:
-        assert may_build.wait(timeout=60)
+        assert may_build.wait(WAIT_S)
         return build_index(*args)
 
     monkeypatch.setattr(index_builders, "build_index", build_slowly)

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +15,7 @@ import pytest
 import torch
 
 from tests.sparse.stored_contexts import FINGERPRINT
+from tests.support.waiting import WAIT_S, wait_for
 from vllm_relay.long_context.host import index_builders
 from vllm_relay.long_context.host.host_sequence import HostSequence, SequencePlace
 from vllm_relay.long_context.host.index_builders import start_builders
@@ -24,8 +23,6 @@ from vllm_relay.long_context.host.worker_contexts import WorkerContexts
 from vllm_relay.long_context.orders import KeptContext
 from vllm_relay.sparse.contexts.context_store import MemoryContextStore, context_id_of
 from vllm_relay.sparse.plan.options import DBOptions
-
-TIMEOUT_S = 10.0
 
 
 class PausingStore(MemoryContextStore):
@@ -51,7 +48,7 @@ class PausingStore(MemoryContextStore):
             self._contexts[context.id] = context
             self.num_added += 1
         self.published.set()
-        assert self.may_go_on.wait(TIMEOUT_S)
+        assert self.may_go_on.wait(WAIT_S)
         return context
 
     def delete(self, context_id: str) -> None:
@@ -77,24 +74,17 @@ def keep(contexts: WorkerContexts, first_token: int = 0) -> str:
     return contexts.reports()[-1][0].context_id
 
 
-def wait_until(happened: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + TIMEOUT_S
-    while not happened():
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
-
-
 def test_a_context_that_is_deleted_while_it_is_written_is_not_seen_any_more(
     contexts: WorkerContexts,
 ) -> None:
     store: Any = contexts._store
     context_id = keep(contexts)
-    assert store.published.wait(TIMEOUT_S)
+    assert store.published.wait(WAIT_S)
     contexts.delete(context_id)
     assert contexts.reports() == []
     assert contexts.get(context_id) is None
     store.may_go_on.set()
-    wait_until(lambda: contexts.num_queued == 0)
+    wait_for(lambda: contexts.num_queued == 0)
     assert store.contexts() == []
 
 
@@ -104,7 +94,7 @@ def test_a_context_that_others_store_after_it_was_deleted_is_seen(
     store: Any = contexts._store
     store.may_go_on.set()
     context_id = keep(contexts)
-    wait_until(lambda: contexts.num_queued == 0)
+    wait_for(lambda: contexts.num_queued == 0)
     [found] = store.contexts()
     contexts.delete(context_id)
     store._contexts[context_id] = found
@@ -114,14 +104,14 @@ def test_a_context_that_others_store_after_it_was_deleted_is_seen(
 def test_nothing_is_stored_after_close(contexts: WorkerContexts) -> None:
     store: Any = contexts._store
     keep(contexts)
-    assert store.published.wait(TIMEOUT_S)
+    assert store.published.wait(WAIT_S)
     keep(contexts, first_token=1)  # is built when the other is stored
     closing = threading.Thread(target=contexts.close)
     closing.start()
     closing.join(0.1)
     assert closing.is_alive(), "close has to wait for what is being written"
     store.may_go_on.set()
-    closing.join(TIMEOUT_S)
+    closing.join(WAIT_S)
     assert not closing.is_alive()
     contexts._builders.shutdown(wait=True)
     assert store.num_added == 1
@@ -132,14 +122,14 @@ def test_a_context_that_is_deleted_while_it_waits_leaves_its_memory(
 ) -> None:
     store: Any = contexts._store
     keep(contexts)
-    assert store.published.wait(TIMEOUT_S)
+    assert store.published.wait(WAIT_S)
     context_id = keep(contexts, first_token=1)  # waits for the thread
     waiting = weakref.ref(contexts.get(context_id))
     contexts.delete(context_id)
     gc.collect()
     assert waiting() is None and contexts.num_queued == 2
     store.may_go_on.set()
-    wait_until(lambda: contexts.num_queued == 0)
+    wait_for(lambda: contexts.num_queued == 0)
     assert store.num_added == 1
 
 
@@ -159,7 +149,7 @@ class PausingBuilds:
     def _build(self, *args: Any) -> Any:
         if len(self.indexes) == self._num_before:
             self.stops.set()
-            assert self.may_go_on.wait(TIMEOUT_S)
+            assert self.may_go_on.wait(WAIT_S)
         index, plan = self._build_index(*args)
         self.indexes.append(weakref.ref(index))
         return index, plan
@@ -185,14 +175,14 @@ def test_a_context_that_is_deleted_while_it_is_indexed_leaves_its_memory(
     left = [weakref.ref(layer) for layer in sequence.layers.values()]
     contexts.keep(KeptContext("context", list(range(5))), sequence, None)
     del sequence
-    assert builds.stops.wait(TIMEOUT_S)
+    assert builds.stops.wait(WAIT_S)
     context_id = context_id_of(np.arange(5))
     left.append(weakref.ref(contexts.get(context_id)))
     contexts.delete(context_id)
     gc.collect()
     still_there = [each() is not None for each in (*left, *builds.indexes)]
     builds.may_go_on.set()
-    wait_until(lambda: contexts.num_queued == 0)
+    wait_for(lambda: contexts.num_queued == 0)
     contexts.close()
     assert still_there == [False] * 5
     assert contexts.reports() == []
@@ -206,12 +196,12 @@ def test_what_a_deleted_context_continues_leaves_its_memory_too(
     contexts = WorkerContexts(None, FINGERPRINT, ["layer"], options, start_builders(1))
     parent_id, child_id = (context_id_of(np.arange(each)) for each in (300, 310))
     contexts.keep(KeptContext(parent_id, list(range(300))), sequence_of(0, 300, "layer"), None)
-    wait_until(lambda: contexts.num_queued == 0)
+    wait_for(lambda: contexts.num_queued == 0)
     parent = weakref.ref(contexts.get(parent_id))
     child = sequence_of(300, 310, "layer")
     contexts.keep(KeptContext(child_id, list(range(310))), child, parent())
     del child
-    assert builds.stops.wait(TIMEOUT_S)
+    assert builds.stops.wait(WAIT_S)
     contexts.delete(parent_id)
     gc.collect()
     continued = parent() is not None
@@ -219,6 +209,6 @@ def test_what_a_deleted_context_continues_leaves_its_memory_too(
     gc.collect()
     still_there = parent() is not None
     builds.may_go_on.set()
-    wait_until(lambda: contexts.num_queued == 0)
+    wait_for(lambda: contexts.num_queued == 0)
     contexts.close()
     assert (continued, still_there) == (True, False)

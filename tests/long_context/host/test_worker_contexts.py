@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from tests.long_context.host.test_sequence_context import (
     TOKENS,
     computed,
 )
+from tests.support.waiting import WAIT_S, wait_for
 from vllm_relay.config import RelayConfig
 from vllm_relay.long_context.host.host_sequence import HostSequence
 from vllm_relay.long_context.host.index_builders import start_builders
@@ -69,10 +69,7 @@ def keep(contexts: WorkerContexts, num_tokens: int = NUM_STORED_TOKENS) -> str:
 
 def wait(contexts: WorkerContexts) -> list[ContextReport]:
     """Until the indexes are built; the reports that came with it."""
-    end = time.monotonic() + 60
-    while contexts.num_queued:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_for(lambda: not contexts.num_queued)
     return contexts.take_changes()
 
 
@@ -346,4 +343,4 @@ def test_a_thread_that_cannot_delete_goes_on(
     assert contexts.delete(context_id) == "cannot be deleted: busy"
     slow.set()
     wait(contexts)
-    assert future.exception(timeout=60) is None
+    assert future.exception(WAIT_S) is None

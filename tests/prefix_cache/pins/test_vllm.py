@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS, save_model
 from tests.prefix_cache.pins.random_requests import RandomRequests
 from tests.support.servers import ask, serving
 from tests.support.vllm_processes import run_module
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.integration
 
@@ -156,10 +156,7 @@ def test_server(server: str, tmp_path: Path) -> None:
     assert ask("POST", pins, {"prompt_token_ids": [9] * 64, "id": "more", "ttl_s": 2})[0] == 201
     assert pinned_blocks(server) == {"0": 5}
     # nothing runs from here on
-    deadline_s = time.monotonic() + 60
-    while pinned_blocks(server) != {"0": 3}:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
+    wait_for(lambda: pinned_blocks(server) == {"0": 3})
     assert ask("POST", f"{server}/v1/chat/completions", chat)[0] == 200
     metrics = ask("GET", f"{server}/metrics")[1]
     # both chats, and the request for the pin "chat", whose last block is computed again

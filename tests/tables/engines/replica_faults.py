@@ -6,19 +6,26 @@ from __future__ import annotations
 import pickle
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock, Thread
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
+
+import pytest
 
 from tests.tables.fake_engine import FakeEngine, Fields, RefusedPrompt, echo
+from vllm_relay.tables.engines import replicas as replica_engine
 from vllm_relay.tables.engines.base import Completion, Completions, EngineError, Prompt
+from vllm_relay.tables.engines.ray_actors import engine as ray_engine
 from vllm_relay.tables.engines.ray_actors.replica import Replica
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.question import Question
+
+T = TypeVar("T")
 
 QUESTION = Question("Which?", ("text",), max_tokens=4)
 
@@ -76,17 +83,21 @@ class ThreadActor:
     """Stands for Ray's handle of a `Replica`, which runs in threads here.
 
     Args:
-        engine: of the replica.
+        open_engine: of the replica.
         errors: Ray's module of exceptions.
         rng: of delays.
         dies_after: calls after which the process is killed, and what it was doing is lost.
     """
 
     def __init__(
-        self, engine: FakeEngine, errors: Any, rng: random.Random, dies_after: int | None = None
+        self,
+        open_engine: Callable[[], Any],
+        errors: Any,
+        rng: random.Random,
+        dies_after: int | None = None,
     ) -> None:
-        self.replica = Replica(lambda: engine)
-        self.replica.start(0, 1)
+        self.replica = Replica(open_engine)
+        self.facts = self.replica.start(0, 1)
         self._errors = errors
         self._rng = rng
         self._num_left = dies_after
@@ -96,6 +107,10 @@ class ThreadActor:
 
     def __getattr__(self, method: str) -> Any:
         return SimpleNamespace(remote=partial(self._call, method))
+
+    def in_its_thread(self, use: Callable[[Any], T]) -> T:
+        """What is made of the engine."""
+        return self.replica._thread.submit(use, self.replica._engine).result()
 
     def kill(self) -> None:
         with self._lock:
@@ -141,6 +156,19 @@ class ThreadActor:
                 reply.set_exception(found)
             else:
                 reply.set_result(pickle.loads(pickle.dumps(found)))
+
+
+@contextmanager
+def without_ray() -> Iterator[None]:
+    """Engines of actors ask a `ThreadActor`, and nobody waits for long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_engine.ray, "get", lambda reply, timeout=None: reply.result(timeout))
+        patch.setattr(ray_engine.ray, "is_initialized", lambda: True)
+        patch.setattr(ray_engine.ray, "kill", lambda actor: actor.kill())
+        patch.setattr(ray_engine, "_WAIT_WITH_ROOM_S", 0.005)
+        patch.setattr(replica_engine, "_WAIT_S", 0.002)
+        patch.setattr(replica_engine, "_PAUSE_S", 0.01)
+        yield
 
 
 def faulty_engine(rng: random.Random, dies_at: int | None) -> FaultyEngine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 from ray import exceptions
 
 from tests.support.depth import cases
+from tests.support.waiting import WAIT_S
 from tests.tables.engines.replica_faults import (
     QUESTION,
     FaultyEngine,
@@ -22,11 +23,10 @@ from tests.tables.engines.replica_faults import (
     check,
     faulty_engine,
     prompts,
+    without_ray,
 )
-from vllm_relay.tables.engines import replicas as replica_engine
 from vllm_relay.tables.engines.base import Completions, EngineError, Prompt, generate_scored
-from vllm_relay.tables.engines.ray_actors import engine as ray_engine
-from vllm_relay.tables.engines.ray_actors.replica import ReplicaFacts
+from vllm_relay.tables.engines.ray_actors.engine import RayEngine
 from vllm_relay.tables.engines.replicas import ReplicaEngine
 from vllm_relay.tables.question import Question
 
@@ -38,20 +38,15 @@ def open_replica(rng: random.Random, can_die: bool) -> Any:
     if rng.random() < 0.4:
         return engine
     is_killed = can_die and dies_at is None and rng.random() < 0.7
-    actor = ThreadActor(
-        engine, exceptions, random.Random(rng.random()), rng.randrange(1, 30) if is_killed else None
-    )
-    return ray_engine.RayEngine(actor, ReplicaFacts.of(engine), None, "an actor", 30.0)
+    dies_after = rng.randrange(1, 30) if is_killed else None
+    actor = ThreadActor(lambda: engine, exceptions, random.Random(rng.random()), dies_after)
+    return RayEngine(actor, actor.facts, None, "an actor", WAIT_S)
 
 
 @pytest.fixture
-def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_engine.ray, "get", lambda reply, timeout=None: reply.result(timeout))
-    monkeypatch.setattr(ray_engine.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(ray_engine.ray, "kill", lambda actor: actor.kill())
-    monkeypatch.setattr(ray_engine, "_WAIT_WITH_ROOM_S", 0.005)
-    monkeypatch.setattr(replica_engine, "_WAIT_S", 0.002)
-    monkeypatch.setattr(replica_engine, "_PAUSE_S", 0.01)
+def in_threads() -> Iterator[None]:
+    with without_ray():
+        yield
 
 
 def run_case(seed: int) -> None:
@@ -95,9 +90,8 @@ class ScoredEngine(FaultyEngine):
 
 def test_scores_come_through(in_threads: None) -> None:
     engines: list[Any] = [ScoredEngine(answer=answer, step_s=0.001) for _ in range(2)]
-    actor = ThreadActor(engines[1], exceptions, random.Random(0))
-    facts = ReplicaFacts.of(engines[1])
-    engines[1] = ray_engine.RayEngine(actor, facts, None, "an actor", 30.0)
+    actor = ThreadActor(engines.pop, exceptions, random.Random(0))
+    engines.append(RayEngine(actor, actor.facts, None, "an actor", WAIT_S))
     with closing(ReplicaEngine(engines)) as engine:
         found = list(generate_scored(engine, prompts(60, random.Random(0)), QUESTION))
         check(found, 60)

@@ -5,18 +5,22 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import count
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
+from tests.support.waiting import WAIT_S
 from tests.tables.fake_engine import FakeEngine
 from vllm_relay.cluster.buckets import PrefixBuckets
 from vllm_relay.tables import llm_map
 from vllm_relay.tables.engines import replicas as replicas_module
-from vllm_relay.tables.engines.base import EngineError
+from vllm_relay.tables.engines.base import Completions, EngineError, Prompt
 from vllm_relay.tables.engines.replicas import ReplicaEngine
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
+from vllm_relay.tables.question import Question
 
 CACHE = BlockCache(16, 1000)
 
@@ -36,6 +40,37 @@ def table(num_groups: int, rows_each: int) -> pa.Table:
 
 def ask(engine: Any, rows: pa.Table, **options: Any) -> Any:
     return llm_map(rows, "Which {row} of {product}?", engine=engine, show_progress=False, **options)
+
+
+class Held(FakeEngine):
+    """Takes no prompt but the first before all wait."""
+
+    def __init__(self, all_wait: threading.Event, before_step: Callable[[int], None]) -> None:
+        super().__init__(cache=CACHE, before_step=before_step)
+        self._all_wait = all_wait
+
+    def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
+        assert self._all_wait.wait(WAIT_S)
+        yield from super().generate(prompts, question)
+
+
+@pytest.fixture
+def all_wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], threading.Event]:
+    """Says when so many prompts wait for engines, or were given to one."""
+
+    def when(num_prompts: int) -> threading.Event:
+        happened, added = threading.Event(), count(1)
+
+        class Counted(PrefixBuckets[Any]):
+            def add(self, prompt: Any) -> None:
+                super().add(prompt)
+                if next(added) == num_prompts:
+                    happened.set()
+
+        monkeypatch.setattr(replicas_module, "PrefixBuckets", Counted)
+        return happened
+
+    return when
 
 
 def engines(count: int, **options: Any) -> list[FakeEngine]:
@@ -58,12 +93,18 @@ def test_answers_are_those_of_one_engine(count: int, max_buffered: int) -> None:
     assert set(asked.values()) == {1} and len(asked) == len(rows)
 
 
-def test_rows_that_share_a_text_go_to_one_replica() -> None:
-    # slower than rows become prompts: a replica that runs dry is given what begins differently
-    replicas = engines(3, step_s=0.02)
+def test_rows_that_share_a_text_go_to_one_replica(all_wait: Any) -> None:
+    together = threading.Barrier(3, timeout=WAIT_S)
+
+    def equally_fast(step: int) -> None:
+        if step < 6:
+            together.wait()
+
+    read = all_wait(12 * 20)
+    replicas = [Held(read, equally_fast) for _ in range(3)]
     ask(ReplicaEngine(replicas), table(12, 20))
     homes = [set(groups_of(each)) for each in replicas]
-    # those that are asked last may be shared out
+    # of the last three groups a replica that has none left joins one, then what is left of another
     num_visits = sum(map(len, homes))
     assert num_visits <= 12 + 3
     assert all(len(each.prompts) > 40 for each in replicas)
@@ -93,18 +134,34 @@ def test_answers_count_as_long_as_they_were(monkeypatch: pytest.MonkeyPatch) -> 
         assert told == [assumed, *[3] * len(rows)]
 
 
-def test_a_slow_replica_gets_less() -> None:
-    fast, slow = FakeEngine(cache=CACHE, step_s=0.001), FakeEngine(cache=CACHE, step_s=0.05)
+def test_a_slow_replica_gets_less(all_wait: Any) -> None:
+    has_most = threading.Event()
+
+    def quick(step: int) -> None:
+        if len(fast.prompts) > 220:
+            has_most.set()
+
+    def slowly(step: int) -> None:
+        assert has_most.wait(WAIT_S)
+
+    read = all_wait(10 * 30)
+    fast, slow = Held(read, quick), Held(read, slowly)
     ask(ReplicaEngine([fast, slow]), table(10, 30))
     assert len(slow.prompts) < len(fast.prompts) / 2
 
 
 def test_what_a_lost_replica_did_not_answer_is_asked_elsewhere() -> None:
+    is_dead = threading.Event()
+
     def dies(step: int) -> None:
         if step == 3:
+            is_dead.set()
             raise EngineError("the machine is off")
 
-    dying, other = FakeEngine(cache=CACHE, before_step=dies), FakeEngine(cache=CACHE, step_s=0.002)
+    def waits(step: int) -> None:
+        assert is_dead.wait(WAIT_S)
+
+    dying, other = engines(1, before_step=dies) + engines(1, before_step=waits)
     rows = table(8, 12)
     result = ask(ReplicaEngine([dying, other], ["first", "second"]), rows)
     assert result.errors == {}
@@ -140,7 +197,7 @@ def test_no_thread_is_left() -> None:
     assert all(each.is_closed for each in replicas)
     for thread in threading.enumerate():
         if thread.name.startswith("replica "):
-            thread.join(5)
+            thread.join(WAIT_S)
     assert threading.active_count() <= before
 
 

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from tests.support.waiting import wait_for
 from tests.tables.fake_engine import FakeEngine
 from vllm_relay.tables.engines.base import Completions, Prompt
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
@@ -97,7 +97,8 @@ class FailsAt:
 
 @dataclass
 class WaitsFor:
-    """Steps of all processes that wait until there are files.
+    """Steps of all processes that wait until there are files. A process that waits has a file too,
+    "PID.waits".
 
     Attributes:
         folder: of all processes.
@@ -113,6 +114,7 @@ class WaitsFor:
 
     def __call__(self, step: int) -> None:
         if step >= self.step:
+            (self.folder / f"{os.getpid()}.waits").touch()
             wait_for(lambda: len(list(self.folder.glob(self.files))) >= self.count)
 
 
@@ -122,12 +124,3 @@ def logs(folder: Path, what: str) -> dict[int, list[int]]:
         int(path.name.partition(".")[0]): list(map(int, path.read_text().split()))
         for path in sorted(folder.glob(f"*.{what}"))
     }
-
-
-def wait_for(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-    """The first value that is true; waits for it."""
-    until_s = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < until_s, "waited in vain"
-        time.sleep(0.01)
-    return found

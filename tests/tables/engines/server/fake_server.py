@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.support.waiting import WAIT_S
+
 VLLM_MODEL = {"id": "tiny", "owned_by": "vllm", "root": "org/tiny", "max_model_len": 512}
 OTHER_MODEL = {"id": "gpt", "owned_by": "organization"}
 
@@ -123,12 +125,12 @@ class FakeServer:
     def wait_until_left(self) -> None:
         """Until no client has a connection."""
         with self._changed:
-            assert self._changed.wait_for(lambda: not self._writers, timeout=60)
+            assert self._changed.wait_for(lambda: not self._writers, timeout=WAIT_S)
 
     def wait_until_running(self, num_prompts: int) -> None:
         """Until it has so many prompts at once."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self.num_running == num_prompts, timeout=60)
+            assert self._changed.wait_for(lambda: self.num_running == num_prompts, timeout=WAIT_S)
 
     async def _end(self) -> None:
         assert self._server is not None

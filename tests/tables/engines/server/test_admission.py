@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import WAIT_S
 from tests.tables.engines.server.fake_server import (
     OTHER_MODEL,
     Reply,
@@ -36,14 +37,27 @@ def test_all_are_turned_away(status: int) -> None:
         assert not engine_threads()
 
 
-def test_one_that_is_turned_away_holds_up_no_other() -> None:
+def test_one_that_is_turned_away_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server answers prompts that come after it, so it need not wait as long as it was told."""
-    reply = failure(429, "busy", Retry_After="30")
-    behaviour = at_first(1, reply)
-    with fake_server(lambda body: behaviour(body) if body["prompt"] == [9] else answer()) as server:
+    at_once = at_first(1, failure(429, "busy", Retry_After=f"{2 * WAIT_S}"))
+    is_told = asyncio.Event()
+    delay_s = RetryPolicy.delay_s
+
+    def told(*given: Any) -> float:
+        server._loop.call_soon_threadsafe(is_told.set)
+        return delay_s(*given)
+
+    def behaviour(body: dict[str, Any]) -> Reply:
+        if body["prompt"] == [8]:
+            # until then the server has one
+            return replace(answer(), held_until=is_told)
+        return at_once(body) if body["prompt"] == [9] else answer()
+
+    monkeypatch.setattr(RetryPolicy, "delay_s", told)
+    with fake_server(behaviour) as server:
         began_s = time.monotonic()
         completions = list(hasty(server, max_running=8).generate(prompts(296), QUESTION))
-        assert time.monotonic() - began_s < 15
+        assert time.monotonic() - began_s < WAIT_S
         assert sorted(each.number for each in completions) == list(range(296))
         assert not any(each.error for each in completions)
         assert server.prompts.count([9]) == 2
