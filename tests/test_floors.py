@@ -49,6 +49,7 @@ ROOMS = [
     "vllm_relay.tables",
     "vllm_relay.demo",
     "vllm_relay.tune",
+    "vllm_relay.calibrate",
     "vllm_relay.doctor",
     "vllm_relay.cli",
 ]

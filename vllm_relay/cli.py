@@ -274,6 +274,12 @@ def predict(
         float | None,
         typer.Option(help="What a computed token adds to it, in microseconds; 35 if not said."),
     ] = None,
+    costs_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--costs", help="Both, as `vllm-relay calibrate` measured them.", dir_okay=False
+        ),
+    ] = None,
     replicas: Annotated[
         int | None, typer.Option(help="Several engines, each with such a KV cache.")
     ] = None,
@@ -329,6 +335,7 @@ def predict(
         arrivals=arrivals,
         step_ms=step_ms,
         token_us=token_us,
+        costs_path=costs_path,
         json_path=json_path,
         plot_path=plot_path,
         replica_rows=replica_rows,
@@ -378,6 +385,43 @@ def tune(
         folder=folder,
     )
     raise typer.Exit(status)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def calibrate(
+    engine: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|URL",
+            help="A model folder or hub id, or the address of a vLLM server that does nothing else "
+            "meanwhile, http://...",
+        ),
+    ],
+    output_path: Annotated[
+        Path, typer.Option("--output", "-o", help="JSON file for the costs.", dir_okay=False)
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="OPTIONS", help="Of vLLM's engine.")
+    ] = None,
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="The variable of the environment with the server's API key."
+        ),
+    ] = None,
+) -> None:
+    """Measure what a step of an engine takes, and what each token adds, for `predict --costs`.
+
+    About 10,000 prompt tokens and 6,000 of answers are computed. A model that is started here takes
+    the options of vLLM's engine, such as --max-model-len.
+
+    Exit status: 0, or 1 if an option is refused or the engine fails.
+    """
+    from vllm_relay.calibrate import run_calibrate
+
+    raise typer.Exit(
+        run_calibrate(engine, arguments or [], output_path=output_path, api_key_env=api_key_env)
+    )
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

@@ -29,7 +29,7 @@ from vllm_relay.cluster.simulate import Outcome, simulated_replicas
 from vllm_relay.demo.recall_model import build_recall_model
 from vllm_relay.prefix_cache.predict.engine import CacheSize, PredictorSettings
 from vllm_relay.prefix_cache.predict.input import PredictedRequest
-from vllm_relay.prefix_cache.predict.load import StepCosts
+from vllm_relay.prefix_cache.predict.step_costs import StepCosts, StepSample, fit_costs
 from vllm_relay.tables.engines.base import Completion, Engine, Prompt
 from vllm_relay.tables.engines.opening import open_engine
 from vllm_relay.tables.engines.replicas import ReplicaEngine
@@ -151,16 +151,16 @@ def uncached(outcome: Outcome) -> int:
 def fit(model: str, alone: dict[str, list[Asked]]) -> tuple[StepCosts, list[Row]]:
     """What a step and a token take of a replica."""
     rows: list[Row] = []
+    samples = []
     for name, every in alone.items():
         steps, tokens = (
             simulate(model, every[0], 1, StepCosts(*each)).makespan_s
             for each in ((1.0, 0.0), (0.0, 1.0))
         )
         seconds = statistics.median(each.seconds for each in every)
+        samples.append(StepSample(steps, tokens, seconds))
         rows.append({"prompts": name, "steps": steps, "tokens": tokens, "s": seconds})
-    counts = np.array([[row["steps"], row["tokens"]] for row in rows])
-    seconds = np.array([row["s"] for row in rows])
-    return StepCosts(*np.linalg.solve(counts, seconds).tolist()), rows
+    return fit_costs(samples), rows
 
 
 def main() -> None:

@@ -26,7 +26,8 @@ from benchmarks.support.options import argument_parser
 from benchmarks.support.result import Goal, Result
 from vllm_relay.cluster.simulate import Outcome, SimulatedReplicas, simulated_replicas
 from vllm_relay.prefix_cache.predict.engine import CacheSize, PredictorSettings
-from vllm_relay.prefix_cache.predict.load import StepCosts, poisson_s
+from vllm_relay.prefix_cache.predict.load import poisson_s
+from vllm_relay.prefix_cache.predict.step_costs import StepCosts
 
 L4 = StepCosts(55e-3, 270e-6)
 H100 = StepCosts(8e-3, 35e-6)

@@ -23,7 +23,7 @@ from vllm_relay.cluster.rules import (
     RoundRobin,
 )
 from vllm_relay.cluster.simulate import SimulatedReplicas, SimulatedRequest
-from vllm_relay.prefix_cache.predict.load import StepCosts
+from vllm_relay.prefix_cache.predict.step_costs import StepCosts
 
 
 class PrefixAffinity(FewestRequests):

@@ -31,7 +31,8 @@ from vllm_relay.prefix_cache.predict.engine import (
     create_config,
     create_core,
 )
-from vllm_relay.prefix_cache.predict.virtual_time import Course, StepCosts, VirtualServer
+from vllm_relay.prefix_cache.predict.step_costs import StepCosts
+from vllm_relay.prefix_cache.predict.virtual_time import Course, VirtualServer
 
 PREFIXES, CACHED_PREFIXES = 64, 4
 BLOCK_SIZE_TOKENS = 16

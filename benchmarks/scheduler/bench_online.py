@@ -36,8 +36,9 @@ from benchmarks.support.options import argument_parser
 from benchmarks.support.result import Goal, Result
 from vllm_relay.prefix_cache.predict.engine import CacheSize, PredictorSettings
 from vllm_relay.prefix_cache.predict.input import PredictedRequest
-from vllm_relay.prefix_cache.predict.load import Load, StepCosts, poisson_s
+from vllm_relay.prefix_cache.predict.load import Load, poisson_s
 from vllm_relay.prefix_cache.predict.predictor import Predictor, Waits
+from vllm_relay.prefix_cache.predict.step_costs import StepCosts
 
 COSTS = StepCosts(4.2e-3, 34e-6)
 BARS = {0.8: 1.3, 0.95: 2.5, 1.1: 4.0}

@@ -26,8 +26,9 @@ from benchmarks.support.options import argument_parser
 from benchmarks.support.result import Goal, Result
 from vllm_relay.prefix_cache.predict.engine import CacheSize, PredictorSettings
 from vllm_relay.prefix_cache.predict.input import TRACE_BLOCK_TOKENS, PredictedRequest
-from vllm_relay.prefix_cache.predict.load import DEFAULT_COSTS, Load, StepCosts
+from vllm_relay.prefix_cache.predict.load import Load
 from vllm_relay.prefix_cache.predict.predictor import Prediction, Predictor
+from vllm_relay.prefix_cache.predict.step_costs import DEFAULT_COSTS, StepCosts
 
 SCALE = 32
 BLOCK_TOKENS = TRACE_BLOCK_TOKENS // SCALE

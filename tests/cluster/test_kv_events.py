@@ -27,6 +27,7 @@ from tests.tables.engines.server.fake_server import Reply, answer, fake_server
 from tests.tables.engines.server.test_engine import CACHE_METRICS, QUESTION, WordTokenizer
 from vllm_relay.cluster.event_stream import EventEndpoints
 from vllm_relay.cluster.kv_events import EventTeller, KvEventListener
+from vllm_relay.cluster.replica_index import chain_of
 from vllm_relay.cluster.told_caches import ToldCaches
 from vllm_relay.tables import open_engine
 from vllm_relay.tables.engines.base import Prompt
@@ -200,6 +201,36 @@ def test_events_of_another_rank_are_refused(
     with hearing(publishers, rank=0) as caches:
         wait_for(lambda: any("of rank 3, expected 0" in each for each in caplog.messages))
         assert not len(caches.held)
+
+
+def test_endpoints_in_the_wrong_order_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
+        endpoints = [
+            EventEndpoints(f"ipc://{folder}/{number}", f"ipc://{folder}/replays{number}")
+            for number in range(2)
+        ]
+        publishers = [ZmqEventPublisher(0, each.events, each.replay) for each in endpoints]
+        caches = ToldCaches([1000] * 2, SIZE)
+        listener = KvEventListener(caches, [endpoints[1], endpoints[0]], [None, None])
+        try:
+            for turn, publisher in enumerate(publishers):
+                publish(publisher, stored([1], [1, 1]))
+                wait_until(lambda turn=turn: caches.held.holds(1 - turn, chain_of([1, 1], SIZE)[0]))
+            for number in range(2, 100):
+                tokens = [number, 0]
+                caches.sent(number % 2, chain_of(tokens, SIZE))
+                publish(publishers[number % 2], stored([number], tokens))
+            last = [chain_of([98 + number, 0], SIZE)[0] for number in range(2)]
+            wait_until(lambda: all(caches.held.holds(1 - each, last[each]) for each in range(2)))
+        finally:
+            listener.close()
+            for each in publishers:
+                each.shutdown()
+    about = sorted(each for each in caplog.messages if "were sent to the server" in each)
+    assert len(about) == 2
+    for number, message in enumerate(about):
+        begin, _, end = message.partition(" they tell ")
+        assert f"{folder}/{number}:" in begin and f"{folder}/{1 - number} is given" in end
 
 
 LEFT_OUT = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from vllm_relay.cluster.simulate import Outcome, simulated_replicas
 from vllm_relay.prefix_cache.predict.engine import CacheSize, PredictorSettings
 from vllm_relay.prefix_cache.predict.executor import StubExecutor
 from vllm_relay.prefix_cache.predict.input import PredictedRequest
-from vllm_relay.prefix_cache.predict.load import Load, StepCosts, poisson_s
+from vllm_relay.prefix_cache.predict.load import Load, poisson_s
 from vllm_relay.prefix_cache.predict.predictor import Predictor
+from vllm_relay.prefix_cache.predict.step_costs import StepCosts
 
 COSTS = StepCosts(8e-3, 1e-4)
 SIZE = CacheSize(blocks=60)
@@ -132,6 +134,13 @@ def test_the_command(tmp_path: Path, requests: list[PredictedRequest]) -> None:
     rows = json.loads(found.read_text())["replicas"]
     assert [row["router"] for row in rows] == list(ONLINE)
     assert all(row["router"] in run.output for row in rows)
+    slower = {"--step-ms": "80", "--token-us": "350"}  # ten times the defaults
+    again = CliRunner().invoke(
+        app, [*given, *chain.from_iterable(slower.items()), "--json", str(found)]
+    )
+    assert again.exit_code == 0, again.output
+    for row, slow in zip(rows, json.loads(found.read_text())["replicas"], strict=True):
+        assert slow["makespan_s"] == pytest.approx(10 * row["makespan_s"])
     one = CliRunner().invoke(
         app, [*given, "--router", "relay", "--arrivals", "poisson:20", "--scheduler", "relay"]
     )

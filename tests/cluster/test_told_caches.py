@@ -163,3 +163,39 @@ def test_blocks_of_another_size_are_left_out() -> None:
     caches.stored(0, [1], None, [7])
     caches.stored(0, [1, 2], None, [7, 7])
     assert not len(caches.held)
+
+
+def told_of(sent_to: list[int], told_by: list[int]) -> list[int | None]:
+    """For whom replicas are taken, where each prompt is sent to one and told by one."""
+    engines = [NaiveEngine(seed, SIZE) for seed in range(3)]
+    caches = ToldCaches([1000] * 3, SIZE)
+    begin = [1] * 2 * SIZE
+    for number, (sent, told) in enumerate(zip(sent_to, told_by, strict=True)):
+        tokens = [*begin, *[number + 2] * SIZE * 2]
+        caches.sent(sent, chain_of(tokens, SIZE))
+        engine = engines[told]
+        engine.store(tokens, engine.num_held(tokens))
+        tell(caches, told, engine.events[-1])
+    return [caches.taken_for(replica) for replica in range(3)]
+
+
+def test_who_tells_of_what_another_one_was_sent() -> None:
+    rounds = 40
+    assert told_of([0, 1, 2] * rounds, [0, 1, 2] * rounds) == [None] * 3
+    assert told_of([0, 1, 2] * rounds, [1, 0, 2] * rounds) == [1, 0, None]
+    assert told_of([0, 1, 2] * rounds, [1, 2, 0] * rounds) == [2, 0, 1]
+    assert told_of([0, 1, 2] * 3, [1, 2, 0] * 3) == [None] * 3, "not enough"
+    # another program sends the same prompts elsewhere
+    assert told_of([0, 1] * rounds, [0, 0] * rounds) == [None] * 3
+    assert told_of([0, 1, 1, 2] * rounds, [0, 0, 0, 2] * rounds) == [None] * 3
+
+
+@given(st.lists(changes, max_size=40))
+def test_prompts_of_others_say_nothing(steps: list[Any]) -> None:
+    engines = [NaiveEngine(seed, SIZE) for seed in range(REPLICAS)]
+    caches = ToldCaches([1000] * REPLICAS, SIZE)
+    for step in steps * 4:
+        apply(engines[step[1]], step)
+        for event in engines[step[1]].events[-1:]:
+            tell(caches, step[1], event)
+    assert [caches.taken_for(replica) for replica in range(REPLICAS)] == [None] * REPLICAS

@@ -52,13 +52,16 @@ class KvEventListener:
     ) -> None:
         self.caches = caches
         self._context = zmq.Context()
+        replicas = [
+            _Replica(caches, number, *each, self._context)
+            for number, each in enumerate(zip(endpoints, ranks, strict=True))
+        ]
+        names = [each.events for each in replicas]
         self._threads = [
             Thread(
-                target=_Replica(caches, number, *each, self._context).run,
-                name=f"KV events of replica {number}",
-                daemon=True,
+                target=each.run, args=(names,), name=f"KV events of replica {number}", daemon=True
             )
-            for number, each in enumerate(zip(endpoints, ranks, strict=True))
+            for number, each in enumerate(replicas)
         ]
         for thread in self._threads:
             thread.start()
@@ -134,7 +137,7 @@ class _Replica:
         self._caches = caches
         self._number = number
         self._rank = rank
-        self._events = ZmqEventPublisher.offset_endpoint_port(endpoints.events, rank or 0)
+        self.events = ZmqEventPublisher.offset_endpoint_port(endpoints.events, rank or 0)
         self._replay_from = ZmqEventPublisher.offset_endpoint_port(endpoints.replay, rank or 0)
         self._context = context
         self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
@@ -142,13 +145,18 @@ class _Replica:
         self._stream = EventStream(self._use, self._forget, self._replay, self._restart)
         self._warned: set[str] = set()
 
-    def run(self) -> None:
+    def run(self, endpoints: Sequence[str]) -> None:
+        """
+        Args:
+            endpoints: of all replicas' events.
+        """
+        self._endpoints = endpoints
         try:
             with self._context.socket(zmq.SUB) as events:
                 events.linger = 0
                 events.subscribe(b"")
                 with events.get_monitor_socket(_MONITORED) as changes:
-                    events.connect(self._events)
+                    events.connect(self.events)
                     self._hear(events, changes)
         except zmq.ContextTerminated:
             pass
@@ -188,6 +196,13 @@ class _Replica:
                     f"events of rank {batch.data_parallel_rank}, expected {self._rank}"
                 )
             self._teller.tell(batch.events)
+            if (other := self._caches.taken_for(self._number)) is not None:
+                self._warn(
+                    "they tell of prompts that were sent to the server for which %s is given: give "
+                    "endpoints in the order of the servers; until then prompts go to servers that "
+                    "do not know them",
+                    self._endpoints[other],
+                )
         except (ValueError, TypeError) as error:
             self._refuse(str(error))
 
@@ -207,7 +222,7 @@ class _Replica:
         """Once of each kind."""
         if message not in self._warned:
             self._warned.add(message)
-            logger.warning("vllm-relay: KV events at %s: " + message, self._events, *args)
+            logger.warning("vllm-relay: KV events at %s: " + message, self.events, *args)
 
     def _replay(self, begin: int) -> Iterator[tuple[int, bytes]]:
         if self._replay_from is None:

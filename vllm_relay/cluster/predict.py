@@ -12,7 +12,7 @@ from vllm_relay.cluster.rules import ONLINE, offline
 from vllm_relay.cluster.simulate import Outcome, simulated_replicas
 from vllm_relay.prefix_cache.predict.engine import CacheSize, PredictorSettings
 from vllm_relay.prefix_cache.predict.input import PredictedRequest
-from vllm_relay.prefix_cache.predict.load import DEFAULT_COSTS, Load
+from vllm_relay.prefix_cache.predict.load import Load
 from vllm_relay.prefix_cache.predict.run import ReplicaRows
 
 _WINDOW_PER_RUNNING = 2
@@ -39,7 +39,7 @@ def replica_rows(num_replicas: int, router: str | None) -> ReplicaRows:
         settings: PredictorSettings,
         requests: Sequence[PredictedRequest],
         sizes: Sequence[CacheSize],
-        load: Load | None,
+        load: Load,
         show: Callable[[str], None],
     ) -> list[dict[str, Any]]:
         rows = []
@@ -55,7 +55,7 @@ def _row(
     settings: PredictorSettings,
     requests: Sequence[PredictedRequest],
     size: CacheSize,
-    load: Load | None,
+    load: Load,
     rule: str,
     num_replicas: int,
     show: Callable[[str], None],
@@ -64,8 +64,7 @@ def _row(
         show(f"{num_replicas} KV caches of {size}, {rule}: {finished:,} requests finished")
 
     show_finished(0)
-    costs = DEFAULT_COSTS if load is None else load.costs
-    arrivals_s = None if load is None else load.arrivals_s
+    costs, arrivals_s = load.costs, load.arrivals_s
     online = arrivals_s is not None
     with simulated_replicas(
         settings, size, num_replicas, costs, requests, online=online, on_progress=show_finished

@@ -26,8 +26,8 @@ from vllm_relay.prefix_cache.predict.engine import (
     shut_down,
 )
 from vllm_relay.prefix_cache.predict.input import PredictedRequest
-from vllm_relay.prefix_cache.predict.load import StepCosts
 from vllm_relay.prefix_cache.predict.requests import EngineRequests
+from vllm_relay.prefix_cache.predict.step_costs import StepCosts
 from vllm_relay.prefix_cache.predict.virtual_time import Course, VirtualServer
 
 

@@ -8,6 +8,7 @@ their tokens and the name of the block before, so that names are learned here.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from threading import Lock
 
@@ -18,6 +19,9 @@ from vllm_relay.cluster.replica_index import (
     block_of,
     chain_of,
 )
+
+_LEAST_TOLD = 32
+_OTHERS_PER_OWN = 8
 
 
 class _Told:
@@ -55,7 +59,20 @@ class ToldCaches(PredictedCaches):
         super().__init__(num_blocks)
         self.block_size_tokens = block_size_tokens
         self._told = [_Told() for _ in num_blocks]
+        self._own = [0] * len(num_blocks)
+        """Of each replica, prompts of which it told and which it was sent,"""
+        self._others: list[Counter[int]] = [Counter() for _ in num_blocks]
+        """and those that only one other was sent, by this."""
         self._lock = Lock()
+
+    def taken_for(self, replica: int) -> int | None:
+        """The replica for which another one seems to tell: nearly all that it told of what was
+        sent was sent there alone. None if there is none, or not enough was told yet."""
+        own, others = self._own[replica], self._others[replica]
+        if not others:
+            return None
+        [(other, count)] = others.most_common(1)
+        return other if count >= _LEAST_TOLD and own * _OTHERS_PER_OWN < count else None
 
     def sent(self, replica: int, chain: Sequence[Block], num_held: int = 0) -> None:
         """See `ReplicaIndex`."""
@@ -102,6 +119,8 @@ class ToldCaches(PredictedCaches):
                 else:
                     told.blocks[name] = block
                     new.append(block)
+            if new:
+                self._note_whose(replica, new[-1])
             sent = self._sent[replica]
             for block in set(new).difference(self.held.add(replica, new)):
                 if block in sent:
@@ -128,6 +147,13 @@ class ToldCaches(PredictedCaches):
                 else:
                     gone.append(block)
             self.held.discard(replica, gone)
+
+    def _note_whose(self, replica: int, block: Block) -> None:
+        holders = [each for each in self.held.holders(block) if block in self._sent[each]]
+        if replica in holders:
+            self._own[replica] += 1
+        elif len(holders) == 1:
+            self._others[replica][holders[0]] += 1
 
     def _forget(self, replica: int) -> None:
         told = self._told[replica]

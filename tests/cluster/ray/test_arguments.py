@@ -66,6 +66,25 @@ def test_keys_of_an_option() -> None:
         ({"model": "m", "uvicorn_log_level": "info"}, "uvicorn_log_level=info given: Ray Serve"),
         ({"model": "m", "data_parallel_size": 2}, "data_parallel_size=2 given: give replicas"),
         ({"model": "m", "data-parallel-size": 2}, "data_parallel_size=2 given"),
+        ({"model": "m", "data_parallel_rank": 1}, "data_parallel_rank=1 given: give replicas"),
+        ({"model": "m", "nnodes": 2}, "nnodes=2 given: a replica is on one machine"),
+        ({"model": "m", "grpc": True}, "grpc=True given: Ray Serve listens, over HTTP"),
+        (
+            {"model": "m", "enable_auto_tool_choice": True, "tool_call_parser": "nosuch"},
+            "nosuch given, which vLLM refuses: .*invalid tool call parser: nosuch",
+        ),
+        (
+            {"model": "m", "reasoning_parser": "nosuch"},
+            "nosuch given, which vLLM refuses: .*[Rr]easoning parser 'nosuch' not found",
+        ),
+        (
+            {"model": "m", "enable_auto_tool_choice": True},
+            "which vLLM refuses: .*requires --tool-call-parser",
+        ),
+        (
+            {"model": "m", "chat_template": "nosuch.jinja"},
+            "nosuch.jinja given, which vLLM refuses: ",
+        ),
         ({"model": "m", "nosuch": 1}, "--nosuch 1 given, which vLLM refuses: .*nosuch"),
         ({"model": "m", "max_num_seqs": "x"}, "which vLLM refuses: argument --max-num-seqs"),
         ({"model": "m", "gpus": "x"}, "gpus=x given, expected a number"),
@@ -96,3 +115,38 @@ def test_an_application(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     args["gpus"] = "0.5"
     (replicas,) = (each._bound_deployment for each in app(args)._bound_deployment.init_args)
     assert replicas.ray_actor_options["num_gpus"] == 0.5
+
+
+PLUGIN = """
+from vllm.reasoning import ReasoningParserManager
+from vllm.reasoning.deepseek_r1_reasoning_parser import DeepSeekR1ReasoningParser
+
+ReasoningParserManager.register_module("of_this_test", module=DeepSeekR1ReasoningParser)
+"""
+
+
+def test_files_are_found_from_other_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    (tmp_path / "plugin_of_this_test.py").write_text(PLUGIN)
+    monkeypatch.chdir(tmp_path)
+    args = {
+        "model": "m",
+        "chat_template": "chat.jinja",
+        "reasoning_parser_plugin": "plugin_of_this_test.py",
+        "reasoning_parser": "of_this_test",
+    }
+    (replicas,) = (each._bound_deployment for each in app(args)._bound_deployment.init_args)
+    (arguments,) = replicas.init_args
+    monkeypatch.chdir("/")
+    found = parsed(arguments)
+    assert found.chat_template == str(tmp_path / "chat.jinja")
+    assert found.reasoning_parser_plugin == str(tmp_path / "plugin_of_this_test.py")
+
+
+def test_a_template_is_no_file() -> None:
+    args = {"model": "m", "chat_template": "{{ messages }}" * 1000}
+    (replicas,) = (each._bound_deployment for each in app(args)._bound_deployment.init_args)
+    (arguments,) = replicas.init_args
+    assert parsed(arguments).chat_template == args["chat_template"]

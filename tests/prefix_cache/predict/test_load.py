@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrivals and costs of steps, from what is given."""
+"""Arrivals, from what is given."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.depth import cases
 from vllm_relay.prefix_cache.predict.input import InputLine, LineError
-from vllm_relay.prefix_cache.predict.load import (
-    DEFAULT_COSTS,
-    arrivals_of,
-    poisson_s,
-    step_costs,
-)
+from vllm_relay.prefix_cache.predict.load import arrivals_of, poisson_s
 
 
 def lines(*fields: dict[str, Any], synthetic: bool = False) -> list[InputLine]:
@@ -70,16 +65,3 @@ def test_random_arrivals_have_the_rate(rate: float, seed: int) -> None:
 
 def test_random_arrivals_are_the_same_every_time() -> None:
     assert arrivals_of("poisson:20", lines({}, {})) == arrivals_of("poisson:20", lines({}, {}))
-
-
-def seconds_of_100_tokens(step_ms: float | None, token_us: float | None) -> float:
-    costs = step_costs("timestamps", step_ms, token_us)
-    assert costs is not None
-    return costs.seconds(100)
-
-
-def test_costs() -> None:
-    assert step_costs("timestamps", None, None) == DEFAULT_COSTS
-    assert step_costs("offline", None, None) is None
-    assert seconds_of_100_tokens(5, 0) == pytest.approx(5e-3)
-    assert seconds_of_100_tokens(5, 10) == pytest.approx(6e-3)

@@ -18,7 +18,7 @@ from vllm_relay.prefix_cache.predict.engine import (
     create_config,
     create_core,
 )
-from vllm_relay.prefix_cache.predict.load import StepCosts
+from vllm_relay.prefix_cache.predict.step_costs import StepCosts
 from vllm_relay.prefix_cache.predict.virtual_time import VirtualServer
 
 STEP_S, TOKEN_S = 0.5, 0.01

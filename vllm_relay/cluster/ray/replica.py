@@ -17,6 +17,10 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.launcher import validate_api_server_args
+from vllm.exceptions import VLLMValidationError
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -65,7 +69,14 @@ def parsed(arguments: list[str]) -> Namespace:
         with redirect_stderr(refusal):
             found = parser.parse_args(arguments)
             serve.validate(found)
-    except (SystemExit, OSError, IndexError) as error:
+            if found.tool_parser_plugin:
+                ToolParserManager.import_tool_parser(found.tool_parser_plugin)
+            if found.reasoning_parser_plugin:
+                ReasoningParserManager.import_reasoning_parser(found.reasoning_parser_plugin)
+            validate_api_server_args(found)
+            if found.reasoning_parser:
+                ReasoningParserManager.get_reasoning_parser(found.reasoning_parser)
+    except (SystemExit, OSError, LookupError, TypeError, ValueError, VLLMValidationError) as error:
         reason = refusal.getvalue().strip().rpartition("error: ")[2] or repr(error)
         raise ValueError(f"{' '.join(arguments)} given, which vLLM refuses: {reason}") from error
     return found

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,21 @@ _NOT_HERE = {
     "enable_ssl_refresh": "Ray Serve listens, and does not reload certificates",
     "root_path": "Ray Serve listens: give root_path in its HTTP options",
     "uvicorn_log_level": "Ray Serve listens: give logging_config to the application",
+    "grpc": "Ray Serve listens, over HTTP",
     "api_server_count": "give endpoints, the processes that route",
-    "data_parallel_size": "give replicas",
-    "headless": "give replicas",
+    **dict.fromkeys(
+        (
+            *("data_parallel_size", "data_parallel_size_local", "data_parallel_rank"),
+            *("data_parallel_start_rank", "data_parallel_external_lb", "data_parallel_hybrid_lb"),
+            "headless",
+        ),
+        "give replicas",
+    ),
+    **dict.fromkeys(("nnodes", "node_rank"), "a replica is on one machine"),
 }
+
+_FILES = {"model", "chat_template", "tool_parser_plugin", "reasoning_parser_plugin", "config"}
+"""Options with files or folders: replicas have another working directory."""
 
 
 def app(args: dict[str, Any]) -> serve.Application:
@@ -46,12 +58,13 @@ def app(args: dict[str, Any]) -> serve.Application:
     num_endpoints = _count(options, "endpoints", 1)
     model = options.get("model")
     if not isinstance(model, str) or not model:
-        given = "no model" if not model else f"model={model!r}"
-        raise ValueError(f"{given} given: add model=FOLDER_OR_HUB_ID")
+        what = "no model" if not model else f"model={model!r}"
+        raise ValueError(f"{what} given: add model=FOLDER_OR_HUB_ID")
     check_model(model, "model")
-    if Path(model).exists():
-        # replicas have another working directory
-        options["model"] = str(Path(model).resolve())
+    for name in _FILES & options.keys():
+        given = options[name]
+        if isinstance(given, str) and os.path.exists(given):  # else a hub id, or a template itself
+            options[name] = str(Path(given).resolve())
     for name in _NOT_HERE.keys() & options.keys():
         raise ValueError(f"{name}={options[name]} given: {_NOT_HERE[name]}")
     gpus = options.pop("gpus", None)

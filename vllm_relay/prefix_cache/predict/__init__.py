@@ -2,7 +2,8 @@
 """vLLM without its model: what a cache, a scheduler and a rate of arrivals do to requests.
 
 input.py             reads the requests: prompts, chats, token ids, traces
-load.py              when they arrive, and what a step takes                       (pure)
+load.py              when they arrive                                              (pure)
+step_costs.py        what a step takes: given, or fitted to what was measured      (pure)
 engine.py            the engine core that is asked for, and the size of its cache  (vLLM)
 executor.py          that stub                                                     (vLLM)
 requests.py          requests as an engine core takes them                         (vLLM)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When requests arrive, and what a step of the engine takes."""
+"""When requests arrive."""
 
 from __future__ import annotations
 
@@ -11,28 +11,12 @@ import numpy as np
 
 from vllm_relay.arguments import is_number
 from vllm_relay.prefix_cache.predict.input import InputLine, LineError
+from vllm_relay.prefix_cache.predict.step_costs import StepCosts
 
 OFFLINE, TIMESTAMPS, POISSON = "offline", "timestamps", "poisson"
 
 _EXPECTED = "expected offline, poisson:RATE in requests per second, or timestamps"
 _SEED = 0
-
-
-@dataclass(frozen=True)
-class StepCosts:
-    """What a step takes: `step_s`, and `token_s` for each token it computes, in seconds."""
-
-    step_s: float
-    token_s: float
-
-    def seconds(self, tokens: int) -> float:
-        return self.step_s + self.token_s * tokens
-
-
-DEFAULT_COSTS = StepCosts(step_s=8e-3, token_s=35e-6)
-"""What arithmetic gives for a model of 8 billion parameters in bfloat16 on a GPU with
-3.35 TB/s and 990 TFLOP/s of which half is reached: 16 GB of weights are read in a step, and a token
-takes 16 GFLOP; with 3 ms for all else of a step."""
 
 
 @dataclass(frozen=True)
@@ -66,31 +50,6 @@ def arrivals_of(option: str, lines: Sequence[InputLine]) -> list[float] | None:
 def poisson_s(per_s: float, count: int, seed: int) -> list[float]:
     """Arrivals at random with a mean rate, in seconds from 0."""
     return np.random.default_rng(seed).exponential(1 / per_s, count).cumsum().tolist()
-
-
-def step_costs(arrivals: str, step_ms: float | None, token_us: float | None) -> StepCosts | None:
-    """Of options in milliseconds and microseconds, None for the defaults; None where all requests
-    are there at once, and nobody asks for waits.
-
-    Raises:
-        ValueError: a step takes no time, or one is no number, or of no use.
-    """
-    if step_ms is not None and not 0 < step_ms < math.inf:
-        raise ValueError(f"--step-ms {step_ms:g}: expected more than 0: what a step takes")
-    if token_us is not None and not 0 <= token_us < math.inf:
-        raise ValueError(f"--token-us {token_us:g}: expected 0 or more: what a token adds")
-    for option, given in (("--step-ms", step_ms), ("--token-us", token_us)):
-        if given is not None and arrivals == OFFLINE:
-            raise ValueError(
-                f"{option} {given:g}: has no effect with --arrivals offline: give --arrivals "
-                "poisson:RATE or timestamps"
-            )
-    if arrivals == OFFLINE:
-        return None
-    return StepCosts(
-        DEFAULT_COSTS.step_s if step_ms is None else step_ms / 1e3,
-        DEFAULT_COSTS.token_s if token_us is None else token_us / 1e6,
-    )
 
 
 def _rate_per_s(option: str, rate: str) -> float:

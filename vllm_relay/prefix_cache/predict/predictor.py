@@ -32,8 +32,9 @@ from vllm_relay.prefix_cache.predict.input import (
     check_vocabulary,
     to_requests,
 )
-from vllm_relay.prefix_cache.predict.load import Load, StepCosts
+from vllm_relay.prefix_cache.predict.load import Load
 from vllm_relay.prefix_cache.predict.requests import EngineRequests
+from vllm_relay.prefix_cache.predict.step_costs import StepCosts
 from vllm_relay.prefix_cache.predict.virtual_time import Course, VirtualServer
 
 

@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
@@ -23,7 +23,7 @@ from vllm_relay.prefix_cache.predict.input import (
     read_lines,
     to_requests,
 )
-from vllm_relay.prefix_cache.predict.load import OFFLINE, Load, arrivals_of, step_costs
+from vllm_relay.prefix_cache.predict.load import OFFLINE, Load, arrivals_of
 from vllm_relay.prefix_cache.predict.report import (
     Scenario,
     as_dict,
@@ -32,6 +32,7 @@ from vllm_relay.prefix_cache.predict.report import (
     replicas_table,
     sweep_plot,
 )
+from vllm_relay.prefix_cache.predict.step_costs import step_costs
 
 if TYPE_CHECKING:
     from vllm_relay.prefix_cache.predict.engine import CacheSize, PredictorSettings
@@ -44,13 +45,13 @@ ReplicaRows: TypeAlias = Callable[
         "PredictorSettings",
         Sequence[PredictedRequest],
         "Sequence[CacheSize]",
-        "Load | None",
+        Load,
         Callable[[str], None],
     ],
     list[dict[str, Any]],
 ]
 """Predicts for several replicas: of the engine of each, the requests, the sizes of their caches,
-when requests arrive, and what shows how far it is."""
+when requests arrive and what a step takes, and what shows how far it is."""
 
 
 def run_predict(
@@ -73,6 +74,7 @@ def run_predict(
     arrivals: str = OFFLINE,
     step_ms: float | None = None,
     token_us: float | None = None,
+    costs_path: Path | None = None,
     json_path: Path | None = None,
     plot_path: Path | None = None,
     replica_rows: ReplicaRows | None = None,
@@ -92,7 +94,8 @@ def run_predict(
         eviction = _check_eviction(scheduler, eviction)
         scenarios = _scenarios(scheduler, arrivals)
         relay_options = _relay_options(scheduler, relay)
-        costs = step_costs(arrivals, step_ms, token_us)
+        has_clock = arrivals != OFFLINE or replica_rows is not None
+        costs = step_costs(step_ms, token_us, costs_path, has_clock=has_clock)
         gib = sorted({*sweep, *([] if kv_cache_space is None else [kv_cache_space])})
         if not gib and not blocks:
             raise ValueError(
@@ -129,19 +132,21 @@ def run_predict(
                 settings = _without_model(settings, requests, Path(folder))
             sizes = cache_sizes(gib, blocks, block_size, kv_bytes_per_token)
             if replica_rows is not None:
-                load = None if costs is None else Load(costs, arrivals_s)
+                assert costs is not None
                 chosen = settings.of_scheduler(scheduler)
+                load = Load(costs, arrivals_s)
                 rows = replica_rows(chosen, requests, sizes, load, status.update)
                 print_whole(console, replicas_table(rows))
                 if json_path is not None:
-                    json_path.write_text(json.dumps({"file": str(path), "replicas": rows}) + "\n")
+                    numbers = {"file": str(path), **asdict(costs), "replicas": rows}
+                    json_path.write_text(json.dumps(numbers) + "\n")
                 return 0
             cases = []
             for scenario in scenarios:
                 predictor = Predictor(settings.of_scheduler(scenario.scheduler), requests)
                 when_s = arrivals_s if scenario.is_online else None
-                load = None if costs is None else Load(costs, when_s)
-                cases.append((scenario, predictor, load))
+                case_load = None if costs is None else Load(costs, when_s)
+                cases.append((scenario, predictor, case_load))
             found, refused = _predict_sizes(cases, sizes, status.update)
     except LineError as error:
         _print_message(console, f"{path}:{error.number}: {error.message}", "red")

@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
-from vllm_relay.prefix_cache.predict.load import StepCosts
+from vllm_relay.prefix_cache.predict.step_costs import StepCosts
 
 _MAX_IDLE_STEPS = 10_000
 

@@ -9,5 +9,6 @@ ray_actors/          vLLM in several processes, on any machine                  
 reasoning.py         what is thought before an answer
 lazy.py, opening.py  an engine from a name, opened when it is needed
 addresses.py         addresses of servers, and which are the same server
+step_times.py        what prompts take whose steps are known
 stoppable.py         an engine whose jobs end when another thread says so
 """

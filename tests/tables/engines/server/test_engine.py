@@ -215,6 +215,20 @@ def test_a_rank_that_is_not_there_is_refused(model: dict[str, Any], message: str
             engine_for(server.url, data_parallel_rank=2)
 
 
+def test_a_rank_that_the_server_refuses_ends_the_job() -> None:
+    def only_rank_0(body: dict[str, Any]) -> Reply:
+        rank = server.ranks[-1]
+        if rank == "0":
+            return answer()
+        return failure(400, f"data_parallel_rank {rank} is out of range [0, 1).")
+
+    with fake_server(only_rank_0) as server:  # which has no metrics
+        opened = open_engine(server.url, data_parallel_ranks=2, tokenizer=WordTokenizer())
+        message = f"data_parallel_rank=1 given, and {server.url} has no such rank .*: give as many"
+        with pytest.raises(ValueError, match=message):
+            list(opened.generate(prompts(40), QUESTION))
+
+
 def test_servers_and_ranks_share_the_prompts_of_a_job() -> None:
     groups = [[group] * 64 + [row] for group in range(1, 5) for row in range(20)]
     all_have_two = asyncio.Event(), asyncio.Event()

@@ -14,6 +14,8 @@ from tests.integration.tiny_models import MAX_MODEL_LEN_TOKENS, save_model
 from tests.support.servers import API_KEY, ask, serving
 from tests.tables.engines.server.test_engine import WordTokenizer
 from tests.tables.images.pictures import picture
+from vllm_relay.prefix_cache.predict.step_costs import fit_costs
+from vllm_relay.tables.engines import step_times
 from vllm_relay.tables.engines.base import EngineError, Prompt
 from vllm_relay.tables.engines.server.engine import Mode, ServerEngine
 from vllm_relay.tables.images.fields import image_fields
@@ -65,6 +67,15 @@ def test_choices(server: str, model: Path) -> None:
     planned = cached_tokens(TokenSequences.from_lists(token_ids), engine.cache)
     assert [each.num_cached_tokens for each in completions] == planned.tolist()
     assert sum(planned) > 0
+
+
+def test_its_steps_are_measured(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_times, "ROUNDS", 1)
+    engine = ServerEngine(server, api_key=API_KEY, max_running=4)
+    samples = step_times.sample_steps(engine)
+    assert [each.steps for each in samples] == [1, 1, 64, 64]
+    costs = fit_costs(samples)
+    assert costs.step_s + costs.token_s > 0
 
 
 @pytest.mark.parametrize("mode", ["completions", "chat"])

@@ -231,6 +231,12 @@ def _check_status(
         )
     if status == 408 or status >= 500:
         raise RequestFailed(reason)
+    rank = address.data_parallel_rank
+    if rank is not None and f"data_parallel_rank {rank} is out of range" in reason:
+        raise ValueError(
+            f"data_parallel_rank={rank} given, and {address.root_url} has no such rank ({reason}): "
+            f"give as many as it was started with, its --data-parallel-size"
+        )
     raise RequestRefused(status, reason)
 
 
