@@ -215,13 +215,13 @@ def test_endpoints_in_the_wrong_order_are_noticed(caplog: pytest.LogCaptureFixtu
         try:
             for turn, publisher in enumerate(publishers):
                 publish(publisher, stored([1], [1, 1]))
-                wait_until(lambda turn=turn: caches.held.holds(1 - turn, chain_of([1, 1], SIZE)[0]))
+                wait_for(lambda turn=turn: caches.held.holds(1 - turn, chain_of([1, 1], SIZE)[0]))
             for number in range(2, 100):
                 tokens = [number, 0]
                 caches.sent(number % 2, chain_of(tokens, SIZE))
                 publish(publishers[number % 2], stored([number], tokens))
             last = [chain_of([98 + number, 0], SIZE)[0] for number in range(2)]
-            wait_until(lambda: all(caches.held.holds(1 - each, last[each]) for each in range(2)))
+            wait_for(lambda: all(caches.held.holds(1 - each, last[each]) for each in range(2)))
         finally:
             listener.close()
             for each in publishers:

@@ -148,13 +148,13 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         self,
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
+        *args: Any,
         **kwargs: Any,
     ) -> RelayNodesMetadata:
         common = common_attn_metadata
         shapes = self._plan(common) if self.shares and common.causal is True else None
         if shapes is None:
-            return RelayNodesMetadata(**vars(super().build(0, common, fast_build, **kwargs)))
+            return RelayNodesMetadata(**vars(super().build(0, common, *args, **kwargs)))
         buffers, num_requests = self.buffers, common.num_reqs
         buffers.write_tables(
             common.block_table_tensor[:num_requests], common.seq_lens, shapes.num_entries
@@ -164,7 +164,7 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
             seq_lens=buffers.tail_lens[:num_requests],
         )
         return RelayNodesMetadata(
-            **vars(super().build(0, tails, fast_build, **kwargs)), buffers=buffers, shapes=shapes
+            **vars(super().build(0, tails, *args, **kwargs)), buffers=buffers, shapes=shapes
         )
 
     def _plan(self, common: CommonAttentionMetadata) -> NodeShapes | None:
@@ -254,8 +254,7 @@ class RelayNodesImpl(flash_attn.FlashAttentionImpl):
         kv_cache: torch.Tensor,
         attn_metadata: RelayNodesMetadata,
         output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
+        *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Write the attention of ``query`` over ``kv_cache`` into ``output``; shapes are those of
@@ -263,10 +262,9 @@ class RelayNodesImpl(flash_attn.FlashAttentionImpl):
         metadata = attn_metadata
         if metadata is None or metadata.buffers is None or metadata.shapes is None:
             return super().forward(
-                layer, query, key, value, kv_cache, metadata, output, output_scale,
-                output_block_scale, **kwargs,
-            )  # fmt: skip
-        if output_scale is not None or output_block_scale is not None:
+                layer, query, key, value, kv_cache, metadata, output, *args, **kwargs
+            )
+        if any(each is not None for each in (*args, *kwargs.values())):
             raise NotImplementedError("relay cannot quantize its output: disable output fusion")
         num_tokens = metadata.num_actual_tokens
         query, out = query[:num_tokens], output[:num_tokens]

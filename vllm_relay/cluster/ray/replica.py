@@ -17,7 +17,6 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.launcher import validate_api_server_args
 from vllm.exceptions import VLLMValidationError
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
@@ -73,9 +72,11 @@ def parsed(arguments: list[str]) -> Namespace:
                 ToolParserManager.import_tool_parser(found.tool_parser_plugin)
             if found.reasoning_parser_plugin:
                 ReasoningParserManager.import_reasoning_parser(found.reasoning_parser_plugin)
-            validate_api_server_args(found)
-            if found.reasoning_parser:
-                ReasoningParserManager.get_reasoning_parser(found.reasoning_parser)
+            if found.enable_auto_tool_choice:
+                ToolParserManager.get_tool_parser(found.tool_call_parser)
+            for name in (found.reasoning_parser, found.structured_outputs_config.reasoning_parser):
+                if name:
+                    ReasoningParserManager.get_reasoning_parser(name)
     except (SystemExit, OSError, LookupError, TypeError, ValueError, VLLMValidationError) as error:
         reason = refusal.getvalue().strip().rpartition("error: ")[2] or repr(error)
         raise ValueError(f"{' '.join(arguments)} given, which vLLM refuses: {reason}") from error
