@@ -53,6 +53,7 @@ ROOMS = {
     ],
     "cluster": [
         "bench_replicas",
+        "bench_replica_seeds",
         "bench_bucketing",
         "bench_real_replicas",
         "bench_replica_index",

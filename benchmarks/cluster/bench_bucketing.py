@@ -43,7 +43,7 @@ def measure(model: str, num_replicas: int, options: Namespace, source: Source) -
     workload = repetition(num_replicas, options.requests, 0, options.output_tokens, NUM_PREFIXES)
     with replicas_of(model, workload, num_replicas, L4, False) as replicas:
         outcome = replicas.run(source(replicas), MAX_WAITING)
-        bound_s = lower_bound_s(replicas, outcome, L4)
+        bound_s = lower_bound_s(replicas, L4)
     return {
         "hit rate": outcome.hit_rate,
         "makespan s": outcome.makespan_s,

@@ -11,8 +11,10 @@ each replica.
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from functools import partial
 
 from vllm_relay.cluster.replica_index import PredictedCaches, numbers_of
+from vllm_relay.cluster.routing import Router, ServingCosts
 from vllm_relay.cluster.rules import (
     MAX_BUFFERED,
     Buckets,
@@ -51,6 +53,31 @@ ONLINE = {
 }
 
 
+class Weighed(EarliestFinish):
+    """Relay's, where a token of an answer counts `output` times what one of a prompt does, and what
+    is computed once more `locality` times."""
+
+    def __init__(
+        self,
+        replicas: SimulatedReplicas,
+        costs: StepCosts,
+        output: float = 1.0,
+        locality: float = Router.locality,
+    ) -> None:
+        super().__init__(replicas, costs)
+        self._router.costs = ServingCosts(costs.token_s, output * costs.token_s)
+        self._router.locality = locality
+
+
+WEIGHED = {
+    "relay, answers by half": partial(Weighed, output=0.5),
+    "relay, answers twice": partial(Weighed, output=2.0),
+    "relay, locality 1": partial(Weighed, locality=1.0),
+    "relay, locality 4": partial(Weighed, locality=4.0),
+}
+"""How much it matters that weights are wrong."""
+
+
 class Sorted:
     """All requests are sorted first, and each replica gets a part as long as others'."""
 
@@ -65,6 +92,15 @@ class Sorted:
     def next(self, replica: int) -> SimulatedRequest | None:
         part = self._parts[replica]
         return part.popleft() if part else None
+
+
+class LongestFirst(Sorted):
+    """Whoever has room takes the one with the longest answer, which nobody knows beforehand: how
+    even the work of replicas can be."""
+
+    def __init__(self, replicas: SimulatedReplicas) -> None:
+        waiting = deque(sorted(replicas.requests, key=lambda each: -each.output_tokens))
+        self._parts = [waiting] * len(replicas)
 
 
 class DaftBuckets(Sorted):
@@ -135,6 +171,9 @@ STREAMED = {
     "Daft": DaftBuckets,
     "relay": Buckets,
 }
+
+KNOWN_LENGTHS = {"longest answers first": LongestFirst}
+"""Beside these, where answers differ."""
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:

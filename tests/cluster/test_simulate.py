@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,27 @@ def test_requests_that_are_all_there(
         shared = 256 * (REQUESTS - PREFIXES)
         assert outcome.hit_rate > 0.9 * shared / (REQUESTS * 296)
         assert outcome.imbalance < 1.2
+
+
+def test_what_is_left_when_no_more_requests_come_is_no_load(
+    settings: PredictorSettings, requests: list[PredictedRequest]
+) -> None:
+    *others, last = requests
+    given = [*others, replace(last, output_tokens=200)]
+    arrivals_s = poisson_s(30, REQUESTS, 0)
+    with simulated_replicas(settings, SIZE, 2, COSTS, given, online=True) as replicas:
+        outcome = replicas.serve(ONLINE["round-robin"](replicas, COSTS), arrivals_s)
+    [with_long] = [course for course in outcome.courses[-1:] if course.finished_s is not None]
+    assert with_long.finished_s == outcome.makespan_s
+    tail_s = outcome.makespan_s - arrivals_s[-1]
+    busy_s = [each.busy_s for each in outcome.replicas]
+    arriving_s = [each.busy_while_arriving_s for each in outcome.replicas]
+    # it is the second's, which works on it alone, but for the step in which it arrives
+    assert busy_s[1] - arriving_s[1] == pytest.approx(tail_s, abs=2 * COSTS.seconds(512))
+    assert max(arriving_s) <= arrivals_s[-1] + COSTS.seconds(512)
+    assert outcome.imbalance == pytest.approx(2 * max(busy_s) / sum(busy_s))
+    assert outcome.imbalance_while_arriving == pytest.approx(2 * max(arriving_s) / sum(arriving_s))
+    assert outcome.imbalance > outcome.imbalance_while_arriving
 
 
 def test_the_command(tmp_path: Path, requests: list[PredictedRequest]) -> None:

@@ -73,6 +73,7 @@ class ReplicaOutcome:
         requests: that it served.
         prompt_tokens, cached_tokens: of these.
         busy_s: in steps.
+        busy_while_arriving_s: of these, in those that began before the last request arrived.
         ended_s: its last step, by the clock.
     """
 
@@ -80,6 +81,7 @@ class ReplicaOutcome:
     prompt_tokens: int
     cached_tokens: int
     busy_s: float
+    busy_while_arriving_s: float
     ended_s: float
 
 
@@ -103,8 +105,17 @@ class Outcome:
     @property
     def imbalance(self) -> float:
         """The most that a replica works over the mean."""
-        busy_s = [each.busy_s for each in self.replicas]
-        return max(busy_s) * len(busy_s) / sum(busy_s)
+        return _max_over_mean([each.busy_s for each in self.replicas])
+
+    @property
+    def imbalance_while_arriving(self) -> float:
+        """The same without what is left when no more requests come, when a replica with one long
+        answer still works and others have nothing to do."""
+        return _max_over_mean([each.busy_while_arriving_s for each in self.replicas])
+
+
+def _max_over_mean(seconds: Sequence[float]) -> float:
+    return max(seconds) * len(seconds) / sum(seconds)
 
 
 class _Replica:
@@ -114,6 +125,7 @@ class _Replica:
         self.is_stepping = False
         self.has_answered: set[str] = set()
         self.busy_s = 0.0
+        self.busy_while_arriving_s = 0.0
 
 
 class SimulatedReplicas:
@@ -142,6 +154,7 @@ class SimulatedReplicas:
     ) -> None:
         self._on_progress = on_progress
         self._num_finished = 0
+        self._last_arrival_s = 0.0
         config = create_config(settings, online=online)
         self._given = requests
         self._engine_requests = EngineRequests(requests)
@@ -172,6 +185,7 @@ class SimulatedReplicas:
         Args:
             arrivals_s: of the requests, ascending.
         """
+        self._last_arrival_s = max(arrivals_s, default=0.0)
         chosen: dict[int, int] = {}
         events: list[tuple[float, int, int, list[str], list[str]]] = []
         serial = count()
@@ -249,7 +263,10 @@ class SimulatedReplicas:
         replica = self._replicas[number]
         began_s = replica.server.now_s
         outputs = replica.server.step()
-        replica.busy_s += replica.server.now_s - began_s
+        busy_s = replica.server.now_s - began_s
+        replica.busy_s += busy_s
+        if began_s <= self._last_arrival_s:
+            replica.busy_while_arriving_s += busy_s
         answered = [
             each.request_id
             for each in outputs
@@ -275,6 +292,7 @@ class SimulatedReplicas:
                     sum(self.requests[number].prompt_tokens for number in own),
                     sum(course.cached_tokens for course in own.values()),
                     replica.busy_s,
+                    replica.busy_while_arriving_s,
                     replica.server.now_s if own else 0.0,
                 )
             )
