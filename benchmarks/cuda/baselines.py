@@ -226,31 +226,86 @@ class FlashAttention3:
             raise Unsupported("no ALiBi")
         key, value = inputs.keys_and_values()
         out = torch.empty_like(inputs.query)
-        window = features.sliding_window - 1 if features.sliding_window else -1
-        right = 0 if features.sliding_window else -1
-        soft_cap = features.soft_cap or 0.0
-        sinks = None if inputs.sinks is None else inputs.sinks.to(torch.bfloat16)
-        schedule = self._called(
-            "get_scheduler_metadata",
-            [
-                batch.num_requests, batch.max_query_len, batch.max_seq_len, geometry.num_heads,
-                geometry.num_kv_heads, geometry.head_size, geometry.head_size, geometry.dtype,
-                batch.seq_lens, batch.query_start_loc, None, None, None, None,
-                geometry.block_size, 0, True, window, right, soft_cap > 0, 0, None, 0,
-            ],
-        )  # fmt: skip
-        arguments = [
-            inputs.query, key, value, None, None, None, out, batch.query_start_loc, None, None,
-            None, batch.seq_lens, batch.max_query_len, batch.max_seq_len, batch.block_table, None,
-            None, None, None, None, None, None, None, geometry.scale, True, window, right,
-            soft_cap, True, schedule, 0, None, 0, sinks, 1, 0, None,
-        ]  # fmt: skip
+        arguments = {
+            "q": inputs.query,
+            "k": key,
+            "v": value,
+            "out": out,
+            "softmax_scale": geometry.scale,
+            "cu_seqlens_q": batch.query_start_loc,
+            "max_seqlen_q": batch.max_query_len,
+            "seqused_k": batch.seq_lens,
+            "max_seqlen_k": batch.max_seq_len,
+            "block_table": batch.block_table,
+            "causal": True,
+            "softcap": features.soft_cap or 0.0,
+            "window_tokens": features.sliding_window or 0,
+            "s_aux": None if inputs.sinks is None else inputs.sinks.to(torch.bfloat16),
+        }
+        schedule = self.schedule(**arguments)
 
         def run() -> torch.Tensor:
-            self._called("fwd", arguments)
+            self.varlen(**arguments, scheduler_metadata=schedule)
             return out
 
         return run
+
+    def schedule(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        max_seqlen_q: int,
+        seqused_k: torch.Tensor,
+        max_seqlen_k: int,
+        causal: bool,
+        softcap: float = 0.0,
+        window_tokens: int = 0,
+        **others: Any,
+    ) -> Any:
+        """Of a call of `varlen`."""
+        left, right = (window_tokens - 1, 0) if window_tokens else (-1, -1)
+        (_, num_heads, head_size), (_, block_size, num_kv_heads, _) = q.shape, k.shape
+        return self._called(
+            "get_scheduler_metadata",
+            [
+                len(seqused_k), max_seqlen_q, max_seqlen_k, num_heads, num_kv_heads, head_size,
+                head_size, q.dtype, seqused_k, cu_seqlens_q, None, None, None, None, block_size, 0,
+                causal, left, right, softcap > 0, 0, None, 0,
+            ],
+        )  # fmt: skip
+
+    def varlen(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        max_seqlen_q: int,
+        seqused_k: torch.Tensor,
+        max_seqlen_k: int,
+        block_table: torch.Tensor,
+        softmax_scale: float,
+        causal: bool,
+        out: torch.Tensor | None = None,
+        softcap: float = 0.0,
+        window_tokens: int = 0,
+        scheduler_metadata: torch.Tensor | None = None,
+        s_aux: torch.Tensor | None = None,
+        return_softmax_lse: bool = False,
+    ) -> Any:
+        """As vLLM's `flash_attn_varlen_func`, which is in a package that imports all of vLLM."""
+        left, right = (window_tokens - 1, 0) if window_tokens else (-1, -1)
+        found = self._called(
+            "fwd",
+            [
+                q, k, v, None, None, None, out, cu_seqlens_q, None, None, None, seqused_k,
+                max_seqlen_q, max_seqlen_k, block_table, None, None, None, None, None, None, None,
+                None, softmax_scale, causal, left, right, softcap, True, scheduler_metadata, 0,
+                None, 0, s_aux, 1, 0, None,
+            ],
+        )  # fmt: skip
+        return (found[0], found[1]) if return_softmax_lse else found[0]
 
     def _called(self, name: str, arguments: list[Any]) -> Any:
         """Versions differ in how many arguments they take at the end."""

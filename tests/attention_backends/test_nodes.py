@@ -73,12 +73,7 @@ def solve(
         limits.max_entries, num_tokens * limits.max_states, num_tokens, width * problem.block_size
     )
     if not is_fixed and batch is not None:
-        shapes = NodeShapes(
-            len(batch.entries),
-            len(batch.rows),
-            int(np.diff(batch.row_starts).max(initial=0)),
-            int(batch.entries[:, TOKENS].max(initial=0)),
-        )
+        shapes = NodeShapes.of(batch)
     buffers.write_tables(problem.block_table, problem.seq_lens, shapes.num_entries)
     key, value = cuda_cache(problem).transpose(1, 2).chunk(2, dim=-1)
     options = {

@@ -18,7 +18,7 @@ import triton
 
 from vllm_relay.attention_backends.cuda.hidden_bits import upload
 from vllm_relay.attention_backends.cuda.kernels.nodes import merge_nodes_kernel, tables_kernel
-from vllm_relay.attention_backends.cuda.nodes import ENTRY_FIELDS, NodeBatch, NodeLimits
+from vllm_relay.attention_backends.cuda.nodes import ENTRY_FIELDS, TOKENS, NodeBatch, NodeLimits
 
 FlashAttention = Callable[..., Any]
 """vLLM's `flash_attn_varlen_func`."""
@@ -37,6 +37,16 @@ class NodeShapes:
     """Query tokens of one entry."""
     max_tokens: int
     """Of one entry."""
+
+    @staticmethod
+    def of(batch: NodeBatch) -> NodeShapes:
+        """Those of a step that no graph has captured."""
+        return NodeShapes(
+            num_entries=len(batch.entries),
+            num_rows=len(batch.rows),
+            max_rows=int(np.diff(batch.row_starts).max(initial=0)),
+            max_tokens=int(batch.entries[:, TOKENS].max(initial=0)),
+        )
 
 
 class NodeBuffers:
@@ -155,17 +165,8 @@ class NodeBuffers:
             options: passed on.
         """
         num_tokens, num_heads, head_size = out.shape
-        rows = query.index_select(0, self.rows[: shapes.num_rows])
         entry_out, entry_lse = flash_attention(
-            q=rows,
-            k=key_cache,
-            v=value_cache,
-            max_seqlen_q=shapes.max_rows,
-            cu_seqlens_q=self.row_starts[: shapes.num_entries + 1],
-            max_seqlen_k=shapes.max_tokens,
-            seqused_k=self.entry_lens[: shapes.num_entries],
-            block_table=self.entry_table[: shapes.num_entries],
-            causal=False,
+            **self.arguments(query, key_cache, value_cache, shapes),
             return_softmax_lse=True,
             **options,
         )
@@ -188,3 +189,23 @@ class NodeBuffers:
             MAX_STATES=self.limits.max_states,
             HAS_SINKS=sinks is not None,
         )
+
+    def arguments(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        shapes: NodeShapes,
+    ) -> dict[str, Any]:
+        """Of FlashAttention's call for the nodes."""
+        return {
+            "q": query.index_select(0, self.rows[: shapes.num_rows]),
+            "k": key_cache,
+            "v": value_cache,
+            "cu_seqlens_q": self.row_starts[: shapes.num_entries + 1],
+            "max_seqlen_q": shapes.max_rows,
+            "seqused_k": self.entry_lens[: shapes.num_entries],
+            "max_seqlen_k": shapes.max_tokens,
+            "block_table": self.entry_table[: shapes.num_entries],
+            "causal": False,
+        }

@@ -26,7 +26,6 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm_relay.attention_backends.cuda.node_attention import NodeBuffers, NodeShapes
 from vllm_relay.attention_backends.cuda.nodes import (
     FLASH_COST,
-    TOKENS,
     NodeBatch,
     NodeLimits,
     node_batch,
@@ -186,7 +185,7 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         if self._planned is None or self._planned[0] != key:
             forest, batch = self._nodes(request_ids, query_start_loc, sharing_lens, seq_lens)
             self.buffers.upload(batch, num_tokens)
-            self._planned = key, forest, _shapes(batch)
+            self._planned = key, forest, NodeShapes.of(batch)
         _, forest, shapes = self._planned
         recorder.add_plan(
             plan_stats(forest, query_lens, seq_lens, None, time.perf_counter() - started_s)
@@ -231,15 +230,6 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
             limits=self.buffers.limits,
             piece_tokens=PIECE_TOKENS,
         )
-
-
-def _shapes(batch: NodeBatch) -> NodeShapes:
-    return NodeShapes(
-        num_entries=len(batch.entries),
-        num_rows=len(batch.rows),
-        max_rows=int(np.diff(batch.row_starts).max(initial=0)),
-        max_tokens=int(batch.entries[:, TOKENS].max(initial=0)),
-    )
 
 
 class RelayNodesImpl(flash_attn.FlashAttentionImpl):

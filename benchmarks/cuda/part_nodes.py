@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashAttention over what requests share, against FlashAttention as it is, and relay's kernels."""
+
+from benchmarks.attention.batches import shared_prefix
+from benchmarks.cuda.baselines import FlashAttention3
+from benchmarks.cuda.flash_nodes import prepare
+from benchmarks.cuda.forests import shuffled
+from benchmarks.cuda.geometry import Geometry, Limit
+from benchmarks.cuda.inputs import DeviceBatch, Inputs
+from benchmarks.cuda.part_grid import Cell, cells
+from benchmarks.cuda.part_grid import variants as variants
+from benchmarks.cuda.rivals import CLOSE
+from benchmarks.cuda.run import RELAY, Comparison, Run, geometric_mean
+from benchmarks.support.formatting import Row
+from benchmarks.support.result import Goal
+
+PIECES_TOKENS = (2048, 512)
+NODES = "FlashAttention 3 over nodes, pieces of %d"
+
+
+def measure(run: Run) -> None:
+    flash = run.rivals.found.get(FlashAttention3.name)
+    if flash is None:
+        run.result.leave_out(f"{FlashAttention3.name} is missing")
+        return
+    rows: list[Row] = []
+    try:
+        for cell in run.in_time(cells(run), "cells", 0.5):
+            with run.tolerating(str(cell)):
+                rows += _measure_cell(run, cell, flash)
+    finally:
+        _report(run, rows)
+
+
+def _measure_cell(run: Run, cell: Cell, flash: FlashAttention3) -> list[Row]:
+    geometry: Geometry = cell.geometry
+    batch = shared_prefix(
+        cell.requests, cell.prefix_tokens, cell.context_tokens, geometry.block_size
+    )
+    run.result.doing(f"{geometry.heads}: {batch.description}")
+    if not run.pool.holds(geometry, batch.num_blocks):
+        run.result.leave_out(f"{geometry.heads}, {batch.description}: does not fit in memory")
+        return []
+    batch = shuffled(batch)
+    relay = run.relay(geometry, 1 << 20)
+    cache = run.pool.cache(geometry, batch.num_blocks)
+    inputs = Inputs.of(DeviceBatch.upload(batch, relay.limits, run.device.device), geometry, cache)
+    relay.plan(inputs.batch)
+    call = relay.call(inputs)
+    expected = call().float()
+    contenders = {FlashAttention3.name: flash.prepare(inputs)}
+    for piece_tokens in PIECES_TOKENS:
+        contenders[NODES % piece_tokens] = prepare(
+            inputs, flash.varlen, flash.schedule, piece_tokens=piece_tokens
+        )
+    for name, contender in contenders.items():
+        error = float((contender().float() - expected).abs().max() / expected.abs().max())
+        if not error <= CLOSE:
+            raise ValueError(f"{name} differs by {error:.2g} of the largest output")
+    times = Comparison.measure(run.device, call, contenders, flushed=True, rounds=7).times
+    us = {name: timing.median_s * 1e6 for name, timing in times.items()}
+    nodes_us = min(us[NODES % piece_tokens] for piece_tokens in PIECES_TOKENS)
+    limit = Limit.of(geometry, batch, run.ceilings)
+    return [
+        {
+            "heads": geometry.heads,
+            "batch": cell.requests,
+            "prefix": cell.prefix_tokens,
+            "context": cell.context_tokens,
+            "limit us": limit.us,
+            "FlashAttention us": us[FlashAttention3.name],
+            **{f"nodes, pieces of {each} us": us[NODES % each] for each in PIECES_TOKENS},
+            "Triton us": us[RELAY],
+            "limit / nodes": limit.us / nodes_us,
+            "FlashAttention / nodes": us[FlashAttention3.name] / nodes_us,
+            "Triton / nodes": us[RELAY] / nodes_us,
+        }
+    ]
+
+
+def _report(run: Run, rows: list[Row]) -> None:
+    run.result.add_table(
+        "FlashAttention over nodes",
+        rows,
+        "One shared prefix. Both calls of FlashAttention 3, the copy of queries and the merge in a "
+        "CUDA graph, L2 flushed before each; tables and schedules are made before, as in a step.",
+    )
+    large = [row for row in rows if row["batch"] == 128 and row["prefix"] == 8192]
+    for what, column, of, bar, aim in (
+        (f"limit / time, mean of {len(rows)} cells", "limit / nodes", rows, 0.55, 0.70),
+        ("FlashAttention over nodes against as it is, batch 128, prefix 8,192",
+         "FlashAttention / nodes", large, 3.0, 5.0),
+    ):  # fmt: skip
+        value = geometric_mean(row[column] for row in of)
+        run.result.add_goal(Goal(what, value, bar, aim, unit="x"))

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is timed on a GPU, with a twin of FlashAttention: it computes what the kernels compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from benchmarks.attention.batches import shared_prefix
+from benchmarks.cuda.flash_nodes import nodes_of, prepare
+from benchmarks.cuda.forests import shuffled
+from benchmarks.cuda.geometry import Geometry
+from benchmarks.cuda.inputs import DeviceBatch, Inputs, KvPool
+from benchmarks.cuda.limits import planner_limits
+from tests.attention_backends.flash_twin import flash_attn_varlen_func
+
+
+def test_nodes_and_tails_are_the_attention_of_the_batch() -> None:
+    geometry = Geometry(4, 2, 32)
+    batch = shuffled(shared_prefix(5, 640, 40, geometry.block_size))
+    limits = planner_limits(requests=16, tokens=32, seq_len=2048, num_blocks=batch.num_blocks)
+    pool = KvPool(1 << 22, "cpu")
+    inputs = Inputs.of(
+        DeviceBatch.upload(batch, limits, "cpu"), geometry, pool.cache(geometry, batch.num_blocks)
+    )
+    scheduled: list[bool] = []
+
+    def schedule(**arguments: Any) -> None:
+        scheduled.append(arguments["causal"])
+
+    _, nodes = nodes_of(inputs, 128)
+    assert len(nodes.entries) == 5 and len(nodes.rows) == 25
+    key, value = inputs.keys_and_values()
+    expected = flash_attn_varlen_func(
+        inputs.query, key, value, inputs.batch.max_query_len, inputs.batch.query_start_loc,
+        inputs.batch.max_seq_len, inputs.batch.seq_lens, inputs.batch.block_table,
+        geometry.scale, causal=True,
+    )  # fmt: skip
+    out = prepare(inputs, flash_attn_varlen_func, schedule, piece_tokens=128)()
+    assert scheduled == [True, False]
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    assert not torch.equal(out, torch.zeros_like(out))
