@@ -34,6 +34,9 @@ hide_tokens_of_modules()  # as the plug-in does in every process
 hypothesis.settings.register_profile("relay", deadline=None, max_examples=cases(25))
 hypothesis.settings.load_profile("relay")
 
+_FIRST = "integration", "vllm", "long"
+"""Marks."""
+
 
 @pytest.fixture
 def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
@@ -55,12 +58,12 @@ def smollm2() -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what touches vLLM. Engines come first: the longest files end last, and processes would
+    """Marks what touches vLLM. The longest files come first: they would end last, and processes
     wait for them."""
     for item in items:
         if item.get_closest_marker("integration") is not None or touches_vllm(item.path):
             item.add_marker("vllm")
-    items.sort(key=lambda item: item.get_closest_marker("integration") is None)
+    items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in _FIRST])
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -30,6 +30,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from tests.integration.engine_main import ENGINE_ARGS, completion, greedy, tokens
 from tests.integration.tiny_models import LORA_RANK, save_adapter, save_tokenizer
 from tests.support.records import records_of_queue
+from tests.support.waiting import WAIT_S
 from vllm_relay.scheduler.vllm_queue import PrefixRequestQueue
 
 FEATURE_ARGS = {
@@ -165,7 +166,7 @@ def slow_compilation(num_grammars: int) -> Iterator[Callable[[], None]]:
     compile_grammar = XgrammarBackend.compile_grammar
 
     def compile_slowly(backend: Any, request_type: Any, grammar: str, **kwargs: Any) -> Any:
-        assert begin.wait(timeout=60)
+        assert begin.wait(WAIT_S)
         try:
             if grammar == BROKEN_REGEX:
                 raise ValueError("this grammar does not compile")
@@ -176,7 +177,7 @@ def slow_compilation(num_grammars: int) -> Iterator[Callable[[], None]]:
     def compile_all() -> None:
         begin.set()
         for _ in range(num_grammars):
-            assert done.acquire(timeout=60)
+            assert done.acquire(timeout=WAIT_S)
 
     with patch.object(XgrammarBackend, "compile_grammar", compile_slowly):
         yield compile_all

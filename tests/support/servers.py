@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import vllm_processes
+from tests.support.ports import free_port
 from tests.support.waiting import WAIT_S
 
 API_KEY = "secret"
@@ -55,9 +55,7 @@ def server_process(
     Args:
         main: the module that is run, with the arguments of vLLM's.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = ["serve", str(model), "--served-model-name", "tiny"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--api-key", API_KEY, "--dtype", "float32", "--enforce-eager"]

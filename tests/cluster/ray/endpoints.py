@@ -5,17 +5,9 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 from typing import Any
 
 ANSWER_TIMEOUT_S = 120.0
-
-
-def free_port() -> int:
-    """Nobody's now: take it at once, another process may."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def connected(port: int, body: Any, path: str = "/v1/completions") -> http.client.HTTPResponse:

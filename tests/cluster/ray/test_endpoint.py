@@ -13,9 +13,10 @@ import pytest
 import ray
 from ray import serve
 
-from tests.cluster.ray.endpoints import connected, free_port
+from tests.cluster.ray.endpoints import connected
 from tests.cluster.ray.fake_app import FakeReplica
 from tests.support.one_ray import one_ray
+from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from vllm_relay.cluster.ray.endpoint import one_endpoint
 

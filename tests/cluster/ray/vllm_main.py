@@ -16,8 +16,9 @@ import psutil
 import ray
 from ray import serve
 
-from tests.cluster.ray.endpoints import connected, free_port
+from tests.cluster.ray.endpoints import connected
 from tests.support.one_ray import one_ray
+from tests.support.ports import free_port
 from vllm_relay.cluster.ray.serve import app
 
 ARGUMENTS: dict[str, Any] = {

@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+from tests.support.waiting import WAIT_S
 from vllm_relay.long_context.host.index_builders import process_ends, start_builders
 
 
@@ -31,7 +32,7 @@ def test_a_process_that_ends_does_not_wait_for_what_is_queued() -> None:
         "import time\n"
         "from vllm_relay.long_context.host.index_builders import process_ends, start_builders\n"
         "def build():\n"
-        "    for _ in range(3000):\n"
+        "    for _ in range(6000):\n"
         "        if process_ends():\n"
         "            return\n"
         "        time.sleep(0.1)\n"
@@ -40,4 +41,4 @@ def test_a_process_that_ends_does_not_wait_for_what_is_queued() -> None:
         "    builders.submit(build)\n"
         "time.sleep(0.3)\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=WAIT_S)

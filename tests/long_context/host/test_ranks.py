@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.vllm_processes import context
+from tests.support.waiting import WAIT_S
 from vllm_relay.long_context.host.ranks import lost_in_any_rank
 
 STEPS: list[list[dict[str, str]]] = [
@@ -43,9 +44,9 @@ def test_all_ranks_know_what_any_has_lost(tmp_path: Path) -> None:
     ]
     for rank in ranks:
         rank.start()
-    found = dict(answers.get(timeout=120) for _ in ranks)
+    found = dict(answers.get(timeout=WAIT_S) for _ in ranks)
     for rank in ranks:
-        rank.join(timeout=60)
+        rank.join(WAIT_S)
         assert rank.exitcode == 0
     wanted = [first | second for first, second in STEPS]
     assert found == {0: wanted, 1: wanted}

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.depth import cases
+from tests.support.waiting import WAIT_S
 
 PER_PROCESS = 5_000
 SOAK_CASES = int(os.environ.get("RELAY_SOAK_MUTATIONS", "2000"))
@@ -31,7 +32,7 @@ def run(folder: Path, seed: int, count: int) -> Counter[str]:
         command = [sys.executable, "-X", "faulthandler", "-m", "tests.sparse.mutated_contexts"]
         done = subprocess.run(
             [*command, str(folder), *map(str, (seed, first, end))],
-            capture_output=True, text=True, timeout=120 + (end - first) / 10,
+            capture_output=True, text=True, timeout=WAIT_S + (end - first) / 10,
         )  # fmt: skip
         tried = folder / "case"
         number = tried.read_text() if tried.exists() else "none"

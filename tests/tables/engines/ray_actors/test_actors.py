@@ -40,6 +40,8 @@ from vllm_relay.tables.engines.ray_actors import starting
 from vllm_relay.tables.engines.ray_actors.replica import share_of_cores
 from vllm_relay.tables.engines.ray_actors.starting import RayReplicas, start_actors
 
+pytestmark = pytest.mark.long
+
 QUESTION = Question("Which {text}?", ("text",))
 
 

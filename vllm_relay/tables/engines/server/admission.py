@@ -48,7 +48,7 @@ class Admission:
         self._num_running = 0
         self._has_answered = False
         self._num_refused_in_a_row = 0
-        self._first_refused = 0
+        self._entered_before_refusal = 0
         self._max_refused_in_a_row = max(retries.max_refused_in_a_row, 1)
         self._latest_answered = 0
         self._is_turning_away = False
@@ -85,7 +85,7 @@ class Admission:
             self._turned_away(error)
             raise
         except RequestRefused:
-            self._refused(entered)
+            self._refused()
             self._leave()
             self._reached()
             raise
@@ -158,16 +158,16 @@ class Admission:
 
     def _answered(self, entered: int) -> None:
         self._latest_answered = max(self._latest_answered, entered)
-        if entered > self._first_refused:
+        if entered > self._entered_before_refusal:
             self._num_refused_in_a_row = 0
         self._open()
         self._limit = min(self._limit + _GROWTH_PER_ANSWER, self._max_running)
         self._reached()
 
-    def _refused(self, entered: int) -> None:
+    def _refused(self) -> None:
         if not self._num_refused_in_a_row:
-            # what was answered before it says nothing of what the server does now
-            self._first_refused = entered
+            # an answer to what the server has already says nothing of what it does now
+            self._entered_before_refusal = self._num_entered
         self._num_refused_in_a_row += 1
 
     def _open(self) -> None:
