@@ -4,7 +4,6 @@ backend that computes prompts with the reference."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.attention_backends.stock_cuda import StockBuilder, StockImpl, attend
 from vllm_relay.attention_backends.cuda import relay as relay_cuda
+from vllm_relay.attention_backends.cuda import relay_stock
 from vllm_relay.attention_backends.step_stats import recorder
 from vllm_relay.limits import RelayUnsupportedError
 
@@ -253,14 +253,9 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         impl.forward(LAYER, ONE, ONE, ONE, ONE, None, ONE, output_scale=ONE)
 
 
-@pytest.mark.parametrize("name", ["relay_flash", "relay_triton"])
+@pytest.mark.parametrize("name", ["RelayFlashBackend", "RelayTritonBackend"])
 def test_stock_implementations_take_the_arguments_they_are_given(name: str) -> None:
-    module = importlib.import_module(f"vllm_relay.attention_backends.cuda.{name}")
-    backend = next(
-        cls
-        for key, cls in vars(module).items()
-        if key.endswith("Backend") and key.startswith("Relay") and key != "RelayCudaBackend"
-    )
+    backend = getattr(relay_stock, name)
     ours = list(inspect.signature(relay_cuda.RelayCudaImpl.__init__).parameters)
     theirs = list(inspect.signature(backend.get_impl_cls().stock_impl_cls.__init__).parameters)
     assert theirs[: len(ours)] == ours

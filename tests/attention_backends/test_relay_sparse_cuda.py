@@ -4,7 +4,6 @@ arrive when somebody waits for them."""
 
 from __future__ import annotations
 
-import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,15 +18,14 @@ from tests.attention_backends.fake_device import fake_device
 from tests.attention_backends.sparse_cuda_worker import CudaWorker
 from tests.attention_backends.sparse_worker import readings
 from vllm_relay.attention_backends.cuda import relay as relay_cuda
-from vllm_relay.attention_backends.sparse import common, cuda
+from vllm_relay.attention_backends.cuda import relay_stock
+from vllm_relay.attention_backends.sparse import common, cuda, cuda_stock
 from vllm_relay.long_context.host import host_sequence, mirroring, pending_writes
 from vllm_relay.long_context.host.host_attention import attend_retrieved
 from vllm_relay.long_context.host.sequence_context import SequenceContext
 from vllm_relay.long_context.scheduling.kv_cache_spec import RelaySparseSpec
 from vllm_relay.sparse.contexts.train_queries import TrainQueries
 from vllm_relay.sparse.files.damage import IndexDamagedError
-
-PACKAGE = "vllm_relay.attention_backends"
 
 pytestmark = pytest.mark.skipif(
     not current_platform.is_cpu(), reason="a fake GPU, for where there is none"
@@ -296,16 +294,10 @@ def test_what_vllm_is_told() -> None:
     assert isinstance(spec, RelaySparseSpec) and spec.policy.prefill == "exact_resident"
 
 
-@pytest.mark.parametrize("name", ["flash", "triton"])
+@pytest.mark.parametrize("name", ["Flash", "Triton"])
 def test_prompts_are_left_to_what_relay_leaves_them_to(name: str) -> None:
-    sparse, dense = (
-        next(
-            cls
-            for each, cls in vars(importlib.import_module(f"{PACKAGE}.{module}_{name}")).items()
-            if each.startswith("Relay") and each.endswith("Backend") and "Cuda" not in each
-        )
-        for module in ("sparse.cuda", "cuda.relay")
-    )
+    sparse = getattr(cuda_stock, f"RelaySparse{name}Backend")
+    dense = getattr(relay_stock, f"Relay{name}Backend")
     assert issubclass(sparse, cuda.RelaySparseCudaBackend)
     assert sparse.get_impl_cls().stock_impl_cls is dense.get_impl_cls().stock_impl_cls
     assert sparse.get_builder_cls().stock_builder_cls is dense.get_builder_cls().stock_builder_cls

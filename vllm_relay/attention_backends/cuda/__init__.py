@@ -7,6 +7,9 @@ planner.py, hidden_bits.py, totals.py   the same on the device, in five launches
 launch.py, ops.py    a layer: two launches; the public functions                   (torch)
 prompts.py           which requests the stock backend serves                       (torch)
 kernels/             attention, planning, merging, writing of the KV cache         (Triton)
-relay.py, relay_choice.py, relay_flash.py, relay_triton.py, relay_prompts.py   the backend,
-                     beside the stock backend that serves prompts                  (vLLM)
+relay.py, relay_stock.py, relay_prompts.py   the backend with these kernels, beside the
+                     stock backend that serves prompts                             (vLLM)
+nodes.py, node_attention.py   FlashAttention over nodes: its batches, a layer      (torch)
+relay_nodes.py       the backend that calls it                                     (vLLM)
+relay_choice.py      which of them serves a layer                                  (vLLM)
 """

@@ -18,15 +18,16 @@ _HERE = "vllm_relay.attention_backends"
 _STOCK = "vllm.v1.attention.backends"
 _FLASH = f"{_STOCK}.flash_attn.FlashAttentionBackend"
 _TRITON = f"{_STOCK}.triton_attn.TritonAttentionBackend"
+STOCK_PATHS = {"Flash": _FLASH, "Triton": _TRITON}
 _NODES = f"{_HERE}.cuda.relay_nodes.RelayNodesBackend"
 CHOICES = {
     BACKEND_NAME: (
-        (f"{_HERE}.cuda.relay_flash.RelayFlashBackend", _FLASH),
-        (f"{_HERE}.cuda.relay_triton.RelayTritonBackend", _TRITON),
+        (f"{_HERE}.cuda.relay_stock.RelayFlashBackend", _FLASH),
+        (f"{_HERE}.cuda.relay_stock.RelayTritonBackend", _TRITON),
     ),
     SPARSE_BACKEND_NAME: (
-        (f"{_HERE}.sparse.cuda_flash.RelaySparseFlashBackend", _FLASH),
-        (f"{_HERE}.sparse.cuda_triton.RelaySparseTritonBackend", _TRITON),
+        (f"{_HERE}.sparse.cuda_stock.RelaySparseFlashBackend", _FLASH),
+        (f"{_HERE}.sparse.cuda_stock.RelaySparseTritonBackend", _TRITON),
     ),
 }
 """By backend, in order of preference: its class, and the one it leaves prompts to."""
