@@ -26,6 +26,7 @@ from tests.support.depth import cases
 from vllm_relay.attention_backends import ops, reference
 from vllm_relay.attention_backends.cpu import kernels as cpu
 from vllm_relay.attention_backends.cpu.unpacked import TokenRun, UnpackedRequest, unpacked_attention
+from vllm_relay.attention_backends.cpu.unpacked_plan import plan_unpacked
 
 SEEDS = st.integers(0, 2**32 - 1)
 every_kernel = pytest.mark.parametrize(
@@ -116,12 +117,24 @@ def long_problem(
 
 
 @every_kernel
-@pytest.mark.parametrize("query_lens", [[1], [1, 1, 1], [130, 1, 70], [300]], ids=str)
+@pytest.mark.parametrize("query_lens", [[1], [1, 1, 1], [130, 1, 70]], ids=str)
 def test_any_number_of_threads_over_several_segments(
     kernel: str, dtype: torch.dtype, query_lens: list[int]
 ) -> None:
-    """Few rows divide the segments among threads, many rows are divided themselves."""
-    problem = long_problem(dtype, query_lens)
+    check_threads(long_problem(dtype, query_lens), kernel)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_rows_are_divided_themselves(dtype: torch.dtype) -> None:
+    query_lens, heads = [270], (8, 1)
+    plan = plan_unpacked(
+        query_lens, [0], [5000], group_size=heads[0], num_kv_heads=heads[1], num_threads=2
+    )
+    assert len(set(plan.items[:, 0])) > 1
+    check_threads(long_problem(dtype, query_lens, heads), "auto")
+
+
+def check_threads(problem: AttentionProblem, kernel: str) -> None:
     expected = problem.solve(ops.relay_attention, kernel=kernel, forest=None)
     for num_threads in (1, 2, 7):
         torch.set_num_threads(num_threads)

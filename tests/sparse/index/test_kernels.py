@@ -9,6 +9,8 @@ of keys that score the same but for those.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -91,13 +93,19 @@ def test_answers_over_whole_numbers_are_equal(
                     assert np.array_equal(x, y)
 
 
+@cache
+def trained_index(index_class: type[CompiledIndex], kind: str) -> CompiledIndex:
+    data = key_set(kind, 1500, 72)
+    return index_class().build(data.keys, data.train)
+
+
 @each_fast_kernel
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("index_class", INDEXES)
 def test_searches_take_the_same_way(fast: str, kind: str, index_class: type[CompiledIndex]) -> None:
     """Which keys are looked at is decided by codes; only the last bits of scores may differ."""
     data = key_set(kind, 1500, 72)
-    built = index_class().build(data.keys, data.train)
+    built = trained_index(index_class, kind)
     indexes = [with_kernel(name, built) for name in (fast, "portable")]
     for query in (TopK(1500, width=60), Dipr(beta=4.0)):
         for group in (1, 7):
@@ -116,18 +124,20 @@ def test_searches_take_the_same_way(fast: str, kind: str, index_class: type[Comp
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("trained", [False, True])
 def test_graphs_are_equal(fast: str, kind: str, trained: bool) -> None:
-    """Whole keys and queries: else near ties among the nearest keys could fall either way."""
-    data = key_set(kind, 1200, 40)
-    scale = 8 / np.abs(data.keys).max(axis=0).clip(1e-9)
-    keys, train = np.round(data.keys * scale), np.round(4 * data.train)
-    built = []
-    for name in (fast, "portable"):
-        with kernel(name):
-            built.append(GraphIndex().build(keys, train if trained else None, threads=1))
-    a, b = (index.to_arrays() for index in built)
+    a, b = (graph_of_whole_numbers(name, kind, trained).to_arrays() for name in (fast, "portable"))
     assert a[0] == b[0]
     for name, array in a[1].items():
         assert np.array_equal(array, b[1][name]), name
+
+
+@cache
+def graph_of_whole_numbers(name: str, kind: str, trained: bool) -> CompiledIndex:
+    """Built by that kernel: of other numbers, near ties among the nearest could fall either way."""
+    data = key_set(kind, 1200, 40)
+    scale = 8 / np.abs(data.keys).max(axis=0).clip(1e-9)
+    keys, train = np.round(data.keys * scale), np.round(4 * data.train)
+    with kernel(name):
+        return GraphIndex().build(keys, train if trained else None, threads=1)
 
 
 @pytest.mark.parametrize("name", KERNELS)
