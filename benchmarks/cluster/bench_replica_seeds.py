@@ -5,7 +5,8 @@ As in `bench_replicas`, with fewer requests for each of more replicas. Requests 
 one are compared with prefix affinity alone; of the seeds the median is shown, and the worst. Of
 requests that are all known, the hit rate is compared with that of one machine that is given all in
 the best order, and the makespan with a lower bound: every different block computed once, all
-replicas always full. Figures are simulated.
+replicas always full, which says little where these have not many more requests than the 64 that
+they run at once. Figures are simulated.
 """
 
 import statistics
