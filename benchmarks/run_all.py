@@ -74,6 +74,7 @@ ROOMS = {
         "bench_long_context_english",
         "bench_long_context_capacity",
         "bench_long_context_decode",
+        "bench_step_parts",
         "bench_long_context_short",
     ],
 }

@@ -8,6 +8,7 @@ host_memory.py                    what a process takes against host_memory_gib: 
                                   capacity benchmark
 bench_long_context_decode.py      decode steps over a stored context
 first_steps.py                    the longest steps when a long request begins: a table of it
+bench_step_parts.py               where the time of such a step goes
 bench_long_context_short.py       requests below the threshold
 corpus_model.py                   a model that asks the queries of made heads
 questions.py                      prompts behind a stored context, one layer

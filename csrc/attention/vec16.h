@@ -23,6 +23,8 @@ constexpr float kLn2 = 0.69314718055994530942f;
 // 2^f for f in [0, 1) as 1 + f * (c1 + ... c5 f^4): relative error 8.3e-8, exact at 0.
 constexpr float kExp2[5] = {0x1.62e4bap-1f, 0x1.ebdb56p-3f, 0x1.c91ce6p-5f, 0x1.277856p-7f,
                             0x1.e974fap-10f};
+// The same with fewer terms: relative error 8.6e-5, exact at 0.
+constexpr float kExp2Roughly[3] = {0x1.63e65ap-1f, 0x1.d23788p-3f, 0x1.3baaaap-4f};
 
 #if defined(__AVX512F__)
 
@@ -55,11 +57,17 @@ RELAY_INLINE bool all_at_most16(Vec16 x, float bound) {
 }
 RELAY_INLINE Vec16 abs16(Vec16 x) { return _mm512_abs_ps(x); }
 
-RELAY_INLINE Vec16 exp2_16(Vec16 t) {
+template <int Terms>
+RELAY_INLINE Vec16 exp2_by(const float (&terms)[Terms], Vec16 t) {
   const Vec16 f = _mm512_reduce_ps(t, 0x9);  // t - floor(t)
-  Vec16 p = _mm512_set1_ps(kExp2[4]);
-  for (int i = 3; i >= 0; --i) p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(kExp2[i]));
+  Vec16 p = _mm512_set1_ps(terms[Terms - 1]);
+  for (int i = Terms - 2; i >= 0; --i) p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(terms[i]));
   return _mm512_scalef_ps(_mm512_fmadd_ps(p, f, _mm512_set1_ps(1.f)), t);
+}
+
+// Of whole numbers from `origin`.
+RELAY_INLINE Vec16 distances16(const int32_t* p, int32_t origin) {
+  return _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_loadu_si512(p), _mm512_set1_epi32(origin)));
 }
 
 RELAY_INLINE Vec16 load_elements16(const float* p) { return _mm512_loadu_ps(p); }
@@ -153,13 +161,14 @@ RELAY_INLINE Vec16 abs16(Vec16 x) {
   return {_mm256_andnot_ps(sign, x.low), _mm256_andnot_ps(sign, x.high)};
 }
 
-RELAY_INLINE __m256 exp2_8(__m256 t) {
+template <int Terms>
+RELAY_INLINE __m256 exp2_8(const float (&terms)[Terms], __m256 t) {
   // 2^129 is infinite and 2^-150 zero in float, as they should be; NaN passes through at the end.
   const __m256 bounded =
       _mm256_min_ps(_mm256_max_ps(t, _mm256_set1_ps(-150.f)), _mm256_set1_ps(129.f));
   const __m256 floor = _mm256_floor_ps(bounded), f = bounded - floor;
-  __m256 p = _mm256_set1_ps(kExp2[4]);
-  for (int i = 3; i >= 0; --i) p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(kExp2[i]));
+  __m256 p = _mm256_set1_ps(terms[Terms - 1]);
+  for (int i = Terms - 2; i >= 0; --i) p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(terms[i]));
   p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(1.f));
   // two factors, so that 2^n stays a normal float
   const __m256i n = _mm256_cvtps_epi32(floor), half = _mm256_srai_epi32(n, 1);
@@ -170,7 +179,17 @@ RELAY_INLINE __m256 exp2_8(__m256 t) {
   p = p * power(half) * power(_mm256_sub_epi32(n, half));
   return _mm256_blendv_ps(p, t, _mm256_cmp_ps(t, t, _CMP_UNORD_Q));
 }
-RELAY_INLINE Vec16 exp2_16(Vec16 t) { return {exp2_8(t.low), exp2_8(t.high)}; }
+template <int Terms>
+RELAY_INLINE Vec16 exp2_by(const float (&terms)[Terms], Vec16 t) {
+  return {exp2_8(terms, t.low), exp2_8(terms, t.high)};
+}
+RELAY_INLINE Vec16 distances16(const int32_t* p, int32_t origin) {
+  const auto eight = [&](const int32_t* from) {
+    const __m256i each = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return _mm256_cvtepi32_ps(_mm256_sub_epi32(each, _mm256_set1_epi32(origin)));
+  };
+  return {eight(p), eight(p + 8)};
+}
 
 RELAY_INLINE Vec16 load_elements16(const float* p) { return load16(p); }
 RELAY_INLINE Vec16 load_elements16(const Float16* p) {
@@ -242,7 +261,8 @@ RELAY_INLINE bool all_at_most16(Vec16 x, float bound) {
 }
 RELAY_INLINE Vec16 abs16(Vec16 x) { return x < zero16() ? -x : x; }
 
-RELAY_INLINE Vec16 exp2_16(Vec16 t) {
+template <int Terms>
+RELAY_INLINE Vec16 exp2_by(const float (&terms)[Terms], Vec16 t) {
   // 2^129 is infinite and 2^-150 zero in float, as they should be; NaN passes through at the end.
   Vec16 bounded = t < -150.f ? set16(-150.f) : t;
   bounded = bounded > 129.f ? set16(129.f) : bounded;
@@ -250,13 +270,18 @@ RELAY_INLINE Vec16 exp2_16(Vec16 t) {
   Mask16 n = __builtin_convertvector(bounded, Mask16);
   n += __builtin_convertvector(n, Vec16) > bounded;  // truncation to floor: a true lane is -1
   const Vec16 f = bounded - __builtin_convertvector(n, Vec16);
-  Vec16 p = set16(kExp2[4]);
-  for (int i = 3; i >= 0; --i) p = p * f + kExp2[i];
+  Vec16 p = set16(terms[Terms - 1]);
+  for (int i = Terms - 2; i >= 0; --i) p = p * f + terms[i];
   p = p * f + 1.f;
   const Mask16 half = n >> 1;  // two factors, so that 2^n stays a normal float
   const Bits16 low = (Bits16)((half + 127) << 23), high = (Bits16)((n - half + 127) << 23);
   p = p * (Vec16)low * (Vec16)high;
   return t == t ? p : t;
+}
+RELAY_INLINE Vec16 distances16(const int32_t* p, int32_t origin) {
+  Vec16 x;
+  for (int i = 0; i < kLanes; ++i) x[i] = static_cast<float>(p[i] - origin);
+  return x;
 }
 
 RELAY_INLINE Vec16 load_elements16(const float* p) { return load16(p); }
@@ -280,6 +305,9 @@ RELAY_INLINE void load_pairs16(const BFloat16* p, Vec16* even, Vec16* odd) {
 }
 
 #endif
+
+RELAY_INLINE Vec16 exp2_16(Vec16 t) { return exp2_by(kExp2, t); }
+RELAY_INLINE Vec16 exp2_roughly16(Vec16 t) { return exp2_by(kExp2Roughly, t); }
 
 // tanh(x) = 1 - 2 / (1 + e^(2x)); e^(2x) may overflow to infinity or vanish.
 RELAY_INLINE Vec16 tanh16(Vec16 x) {

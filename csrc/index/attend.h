@@ -96,41 +96,102 @@ inline void check_values(std::span<const Found> found, const Rows& values) {
 
 // Attention of one query, whose values are added a part at a time.
 struct ValueSum {
-  std::vector<float> weights;  // of what was found
-  size_t num_added = 0;        // of it
-  double top = -INFINITY;      // exponents are below it
+  std::vector<float> mean_weights;  // of the means of what was not found; empty: all was
+  std::vector<float> weights;       // of what was found
+  size_t num_added = 0;             // of it
+  double top = -INFINITY;           // exponents are below it
   double denominator = 0;
 };
 
-// Begins the sum with the means of what was not found.
-inline ValueSum begin_sum(std::span<const Found> found, const Unread* unread,
-                          const Rows& value_means, float scale, float* out) {
+inline ValueSum begin_sum(std::span<const Found> found, const Unread* unread, float scale) {
   ValueSum sum;
   double unread_weight = 0;
   // codes that tell more than a float can hold tell nothing: a file may say anything of them
   if (unread && std::fabs(scale * unread->origin) < 1e30)
     for (const float each : unread->weights) unread_weight += each;
   if (unread_weight > 0) sum.top = scale * unread->origin + std::log(unread_weight);
-  for (const Found& f : found) sum.top = std::max<double>(sum.top, f.score * scale);
+  float best = -INFINITY;
+  for (const Found& f : found) best = std::max(best, f.score);
+  sum.top = std::max<double>(sum.top, best * scale);
   if (unread_weight > 0) {
     const double factor = std::exp(scale * unread->origin - sum.top);
     sum.denominator += unread_weight * factor;
     // all that are left out together weigh a millionth
-    const double least = 1e-6 * unread_weight / static_cast<double>(unread->weights.size());
-    static thread_local std::vector<Found> means;
-    means.clear();
-    std::vector<float>& weights = sum.weights;
-    for (size_t m = 0; m < unread->weights.size(); ++m)
-      if (unread->weights[m] > least) {
-        means.push_back({static_cast<int32_t>(m), 0.f});
-        weights.push_back(static_cast<float>(unread->weights[m] * factor));
-      }
-    with_elements(value_means, [&](const auto* rows) {
-      add_rows(means, weights.data(), value_means, rows, out);
-    });
+    const size_t num_means = unread->weights.size();
+    const double least = 1e-6 * unread_weight / static_cast<double>(num_means);
+    sum.mean_weights.resize(num_means);
+    for (size_t m = 0; m < num_means; ++m) {
+      const float each = unread->weights[m];
+      sum.mean_weights[m] = each > least ? static_cast<float>(each * factor) : 0.f;
+    }
   }
   sum.denominator += weigh(found, scale, sum.top, sum.weights);
   return sum;
+}
+
+// Adds the weighted means of `Queries` neighbouring queries, each of which is loaded once for all.
+template <int Queries, class T>
+void add_means(const ValueSum* sums, const Rows& means, const T* rows, float* out) {
+  constexpr int kHeld = 4;  // sums of so many lanes of each query stay in registers
+  const auto for_each_mean = [&](auto&& add) {
+    for (int64_t m = 0; m < means.num_rows; ++m) {
+      float weights[Queries], any = 0;
+      for (int q = 0; q < Queries; ++q) any += weights[q] = sums[q].mean_weights[m];
+      // what weighs nothing may hold anything
+      if (any > 0) add(weights, rows + m * means.size);
+    }
+  };
+  int32_t d = 0;
+  for (; d + kHeld * kLanes <= means.size; d += kHeld * kLanes) {
+    Vec16 totals[Queries][kHeld];
+#pragma GCC unroll 4
+    for (int q = 0; q < Queries; ++q)
+#pragma GCC unroll 4
+      for (int held = 0; held < kHeld; ++held)
+        totals[q][held] = load16(out + q * means.size + d + held * kLanes);
+    for_each_mean([&](const float* weights, const T* row) {
+#pragma GCC unroll 4
+      for (int held = 0; held < kHeld; ++held) {
+        const Vec16 elements = load_row16(row + d + held * kLanes);
+#pragma GCC unroll 4
+        for (int q = 0; q < Queries; ++q)
+          totals[q][held] = fma16(set16(weights[q]), elements, totals[q][held]);
+      }
+    });
+#pragma GCC unroll 4
+    for (int q = 0; q < Queries; ++q)
+#pragma GCC unroll 4
+      for (int held = 0; held < kHeld; ++held)
+        store16(out + q * means.size + d + held * kLanes, totals[q][held]);
+  }
+  if (d == means.size) return;
+  for_each_mean([&](const float* weights, const T* row) {
+    for (int q = 0; q < Queries; ++q)
+      add_row(weights[q], row + d, means.size - d, out + q * means.size + d);
+  });
+}
+
+// The same of all that have means.
+inline void add_means(std::span<const ValueSum> sums, const Rows& means, float* out) {
+  with_elements(means, [&](const auto* rows) {
+    const auto have_means = [&](size_t q, size_t count) {
+      return q + count <= sums.size() &&
+             std::all_of(sums.begin() + q, sums.begin() + q + count,
+                         [](const ValueSum& sum) { return !sum.mean_weights.empty(); });
+    };
+    for (size_t q = 0; q < sums.size();) {
+      const auto add = [&](auto count) {
+        add_means<count()>(&sums[q], means, rows, out + q * means.size);
+        q += count();
+      };
+      if (have_means(q, 4))
+        add(std::integral_constant<int, 4>());
+      else if (have_means(q, 1))
+        add(std::integral_constant<int, 1>());
+      else
+        ++q;
+    }
+  });
 }
 
 constexpr int64_t kValuesAtATime = int64_t{1} << 19;  // bytes, well within a second-level cache
@@ -144,8 +205,8 @@ inline void attend_found(std::span<const std::vector<Found>> found, const Rows& 
   std::vector<ValueSum> sums(found.size());
   std::fill_n(out, found.size() * values.size, 0.f);
   for (size_t q = 0; q < found.size(); ++q)
-    sums[q] = begin_sum(found[q], unread ? unread + q : nullptr, value_means, scale,
-                        out + q * values.size);
+    sums[q] = begin_sum(found[q], unread ? unread + q : nullptr, scale);
+  if (unread) add_means(sums, value_means, out);
   with_elements(values, [&](const auto* rows) {
     // all queries meet a part of the values before the next one: they read many of the same
     const int64_t at_a_time =

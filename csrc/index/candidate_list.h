@@ -40,6 +40,8 @@ class CandidateList {
 
   // Scores at or below this are not wanted.
   int32_t bound() const { return bound_; }
+  // Of all that were pushed: INT_MIN if none was.
+  int32_t best() const { return best_; }
   Candidate* begin() { return items_.data(); }
   Candidate* end() { return items_.data() + count_; }
   const Candidate* begin() const { return items_.data(); }
@@ -71,9 +73,12 @@ class CandidateList {
       }
       bound_ = static_cast<int32_t>(std::max<int64_t>(bound_, last - margin_ - 1));
     }
-    count_ = static_cast<int32_t>(
-        std::remove_if(begin(), end(), [&](const Candidate& c) { return c.score <= bound_; }) -
-        begin());
+    int32_t kept = 0;
+    for (int32_t i = 0; i < count_; ++i) {  // no branch that depends on scores
+      items_[kept] = items_[i];
+      kept += items_[i].score > bound_;
+    }
+    count_ = kept;
   }
 
  private:

@@ -18,7 +18,7 @@ struct ScanScratch {
   std::vector<QueryCode> forms, upper_forms;
   std::vector<CandidateList> lists;
   std::vector<int32_t> ids, always;
-  std::vector<Found> exact;
+  std::vector<Found> exact, missed;
   std::vector<Remainder> remainders;
   std::vector<UnreadWeight> unread;
 

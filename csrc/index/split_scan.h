@@ -104,7 +104,8 @@ class SplitScan : CandidateScan {
                  }
                  offer_all<num(), count()>(q, scores, block, valid);
                  for (int i = 0; i < num(); ++i)
-                   scratch_.unread[q + i].template add<count()>(scores + i * kScores, block, valid);
+                   scratch_.unread[q + i].template add<count()>(scores + i * kScores, block, valid,
+                                                                scratch_.lists[q + i].best());
                });
     for (int q = 0; q < request_.num_queries; ++q) {
       scratch_.lists[q].shrink();
@@ -120,9 +121,11 @@ class SplitScan : CandidateScan {
   void take_range(int q, UnreadWeight& unread) {
     const QueryCode& form = scratch_.forms[q];
     const CandidateList& list = scratch_.lists[q];
-    const auto score_of = [&](const Candidate& c) { return form.offset + form.unit * c.score; };
+    const auto score_of = [&](int32_t code) { return form.offset + form.unit * code; };
+    int32_t best_code = INT_MIN;
+    for (const Candidate& c : list) best_code = std::max(best_code, c.score);
     double best = request_.window_max ? request_.window_max[q] : -INFINITY;
-    for (const Candidate& c : list) best = std::max(best, score_of(c));
+    if (list.count()) best = std::max(best, score_of(best_code));
     const double heavy =
         best + std::min(std::log(kLightWeight) / request_.scale,
                         std::log(kLightOverLeast) / request_.scale - request_.range);
@@ -131,30 +134,36 @@ class SplitScan : CandidateScan {
     exact.clear();
     score_exactly(query(q), keys_, scratch_.always, exact);
     const auto num_always = static_cast<std::ptrdiff_t>(exact.size());
-    scratch_.ids.clear();
-    for (const Candidate& c : list)
-      if (score_of(c) >= heavy) scratch_.ids.push_back(c.position);
-    score_exactly(query(q), keys_, scratch_.ids, exact);
-    outcome_.rescored += static_cast<int64_t>(scratch_.ids.size());
+    scratch_.ids.resize(list.count());
+    size_t num_heavy = 0;
+    for (const Candidate& c : list) {
+      scratch_.ids[num_heavy] = c.position;
+      num_heavy += score_of(c.score) >= heavy;
+    }
+    score_exactly(query(q), keys_, std::span(scratch_.ids).first(num_heavy), exact);
+    outcome_.rescored += static_cast<int64_t>(num_heavy);
 
-    const double least = least_in_range(request_, q, exact);
+    const auto least = static_cast<float>(least_in_range(request_, q, exact));
     std::vector<Found>& found = outcome_.found[q];
+    std::vector<Found>& missed = scratch_.missed;
     found.resize(static_cast<size_t>(num_always + list.count()));
-    size_t count = 0;
+    missed.resize(found.size());
+    size_t count = 0, num_missed = 0;
     const auto take = [&](const Found& each) {
       found[count] = each;
-      if (each.score >= least)
-        ++count;
-      else
-        unread.put_back(each.id, each.score);
+      missed[num_missed] = each;
+      const bool is_in_range = each.score >= least;
+      count += is_in_range;
+      num_missed += !is_in_range;
     };
     const Found* scored = exact.data();
     for (; scored < exact.data() + num_always; ++scored) take(*scored);
     const auto middle = static_cast<std::ptrdiff_t>(count);
     for (const Candidate& c : list) {
-      const double score = score_of(c);
+      const double score = score_of(c.score);
       take(score >= heavy ? *scored++ : Found{c.position, static_cast<float>(score)});
     }
+    unread.put_back(std::span(missed).first(num_missed));
     found.resize(count);
     std::inplace_merge(found.begin(), found.begin() + middle, found.end(),
                        [](const Found& a, const Found& b) { return a.id < b.id; });

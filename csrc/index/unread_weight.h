@@ -5,6 +5,7 @@
 
 #include <bit>
 #include <climits>
+#include <span>
 
 #include "../attention/vec16.h"
 #include "aligned_vector.h"
@@ -25,18 +26,17 @@ class UnreadWeight {
     form_ = &form;
     scale_ = scale;
     rate_ = scale * form.unit * kLog2E;
+    rate_in_float_ = static_cast<float>(rate_);
     lanes_.assign((num_keys + kMeanKeys - 1) / kMeanKeys * kBlockKeys, 0.f);
     set_origin(std::isfinite(expected_best) ? to_code(expected_best) : INT_MIN / 2);
   }
 
   // Scores of `Blocks` neighbouring code blocks, at most four, of which the `valid` lanes count.
+  // `best` is the best score so far.
   template <int Blocks>
-  RELAY_INLINE void add(const int32_t* scores, int64_t block, uint64_t valid) {
-    uint64_t high = 0;
-    for (int b = 0; b < Blocks; ++b)
-      high |= uint64_t{above(scores + b * kBlockKeys, ceiling_)} << b * kBlockKeys;
-    if (high & valid) [[unlikely]]
-      raise_origin(scores, high & valid);
+  RELAY_INLINE void add(const int32_t* scores, int64_t block, uint64_t valid, int32_t best) {
+    if (best > ceiling_) [[unlikely]]
+      move_origin(best);
     if (Blocks == kMeanBlocks && block % kMeanBlocks == 0 && !~valid) [[likely]] {
       Vec16 sum = weights(scores);
       for (int b = 1; b < Blocks; ++b) sum = sum + weights(scores + b * kBlockKeys);
@@ -64,11 +64,19 @@ class UnreadWeight {
     }
   }
 
-  // It is not, and has this score.
-  void put_back(int64_t position, double score) {
-    const double exponent = scale_ * (score - form_->offset) - scale_ * form_->unit * origin_;
-    lanes_[lane_of(position)] +=
-        static_cast<float>(std::exp(std::min(exponent, kHeadroom / kLog2E)));
+  // They are not, after all, and have these scores.
+  void put_back(std::span<const Found> found) {
+    alignas(64) float each[kBlockKeys] = {};
+    for (size_t i = 0; i < found.size(); i += kBlockKeys) {
+      const size_t count = std::min<size_t>(kBlockKeys, found.size() - i);
+      for (size_t lane = 0; lane < count; ++lane) {
+        const double exponent =
+            scale_ * (found[i + lane].score - form_->offset) - scale_ * form_->unit * origin_;
+        each[lane] = static_cast<float>(std::min(exponent * kLog2E, kHeadroom));
+      }
+      store16(each, exp2_roughly16(load16(each)));
+      for (size_t lane = 0; lane < count; ++lane) lanes_[lane_of(found[i + lane].id)] += each[lane];
+    }
   }
 
   // Of the mean blocks whose keys are all in [begin, end), or the last one of `num_keys`: others
@@ -102,20 +110,15 @@ class UnreadWeight {
     ceiling_ = static_cast<int32_t>(std::min(origin + std::min(reach, 1e9), 1e9));
   }
 
-  void raise_origin(const int32_t* scores, uint64_t lanes) {
-    int32_t best = INT_MIN;
-    for (; lanes; lanes &= lanes - 1) best = std::max(best, scores[std::countr_zero(lanes)]);
+  void move_origin(int32_t origin) {
     const auto factor =
-        static_cast<float>(std::exp2(rate_ * (static_cast<double>(origin_) - best)));
+        static_cast<float>(std::exp2(rate_ * (static_cast<double>(origin_) - origin)));
     for (float& each : lanes_) each *= factor;
-    set_origin(best);
+    set_origin(origin);
   }
 
   RELAY_INLINE Vec16 weights(const int32_t* scores) const {
-    alignas(64) float exponents[kBlockKeys];
-    for (int lane = 0; lane < kBlockKeys; ++lane)
-      exponents[lane] = static_cast<float>(scores[lane] - origin_);
-    return exp2_16(load16(exponents) * set16(static_cast<float>(rate_)));
+    return exp2_roughly16(distances16(scores, origin_) * set16(rate_in_float_));
   }
 
   RELAY_INLINE void add_to(int64_t mean_block, Vec16 sum) {
@@ -125,6 +128,7 @@ class UnreadWeight {
 
   const QueryCode* form_ = nullptr;
   double scale_ = 0, rate_ = 0;
+  float rate_in_float_ = 0;
   int32_t origin_ = 0, ceiling_ = 0;
   AlignedVector<float> lanes_;
 };

@@ -105,6 +105,7 @@ def test_means_of_values(n: int, dtype: str) -> None:
 @given(
     n=st.integers(1, 700),
     size=st.sampled_from([8, 24, 64, 80, 128]),
+    value_size=st.sampled_from([16, 64, 80]),
     group=st.integers(1, 5),
     alpha=st.sampled_from([0.7, 0.3, 0.01, 1e-4]),
     begin=st.integers(0, 3).map(lambda each: each * MEAN_TOKENS),
@@ -115,6 +116,7 @@ def test_means_of_values(n: int, dtype: str) -> None:
 def test_as_in_float64(
     n: int,
     size: int,
+    value_size: int,
     group: int,
     alpha: float,
     begin: int,
@@ -124,7 +126,7 @@ def test_as_in_float64(
 ) -> None:
     rng = np.random.default_rng(seed)
     keys = (spread * rng.normal(size=(1, n, size)) + rng.normal(size=size)).astype(np.float32)
-    values = rng.normal(size=(1, n, 16)).astype(np.float32)
+    values = rng.normal(size=(1, n, value_size)).astype(np.float32)
     queries = rng.normal(size=(1, group, size)).astype(np.float32)
     begin, scale = min(begin, n), 1 / math.sqrt(size)
     tops = np.full((1, group), -math.inf, np.float32)
