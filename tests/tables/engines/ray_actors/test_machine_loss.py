@@ -17,9 +17,12 @@ from ray import serve
 from ray._private.state import actors
 from ray.cluster_utils import Cluster
 
-from tests.cluster.ray.endpoints import connected, free_port
+from tests.cluster.ray.endpoints import connected
 from tests.cluster.ray.fake_app import FakeReplica
-from tests.tables.engines.ray_actors.fake_replica import WaitsFor, logs, open_logged, wait_for
+from tests.support.one_ray import one_ray
+from tests.support.ports import free_port
+from tests.support.waiting import wait_for
+from tests.tables.engines.ray_actors.fake_replica import WaitsFor, logs, open_logged
 from tests.tables.engines.ray_actors.test_actors import ask, check
 from vllm_relay.cluster.ray.endpoint import one_endpoint
 from vllm_relay.tables.engines.ray_actors.starting import start_actors
@@ -28,20 +31,21 @@ pytestmark = pytest.mark.soak
 
 # so that each machine has one replica
 ONE_GPU = {"num_cpus": 1, "num_gpus": 1, "object_store_memory": 100 << 20}
-LOSS_TIMEOUT_S = 240.0
 
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    found = Cluster(initialize_head=True, head_node_args={**ONE_GPU, "include_dashboard": False})
-    try:
-        found.add_node(**ONE_GPU)
-        found.wait_for_nodes()
-        ray.init(found.address, log_to_driver=False)
-        yield found
-    finally:
-        ray.shutdown()
-        found.shutdown()
+    head = {**ONE_GPU, "include_dashboard": False}
+    with one_ray():
+        found = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            found.add_node(**ONE_GPU)
+            found.wait_for_nodes()
+            ray.init(found.address, log_to_driver=False)
+            yield found
+        finally:
+            ray.shutdown()
+            found.shutdown()
 
 
 def lose_machine(cluster: Cluster) -> None:
@@ -61,7 +65,7 @@ def test_a_job_goes_on_with_what_is_left(
             job = pool.submit(ask, engine)
             wait_for(lambda: len(logs(tmp_path, "taken")) == 2)
             lose_machine(cluster)
-            wait_for(lambda: any("is gone" in each for each in caplog.messages), LOSS_TIMEOUT_S)
+            wait_for(lambda: any("is gone" in each for each in caplog.messages))
             (tmp_path / "go").touch()
             check(job.result())
     finally:
@@ -94,14 +98,14 @@ def test_an_endpoint_goes_on_with_what_is_left(cluster: Cluster, tmp_path: Path)
                 asked.append(pool.submit(process, port, f"{number} " * 200, **more))
                 wait_for(began.exists)
             lose_machine(cluster)
-            wait_for(lambda: machines_of("ServeReplica") == {head}, LOSS_TIMEOUT_S)
+            wait_for(lambda: machines_of("ServeReplica") == {head})
             until.touch()
             for each in asked:
                 if endpoint["Address"]["NodeID"] == head:
                     assert homes[each.result()] == head
                 else:  # all that went through it is lost with it
                     assert isinstance(each.exception() or 0, (OSError, AssertionError, int))
-        wait_for(lambda: is_answered(port), LOSS_TIMEOUT_S)
+        wait_for(lambda: is_answered(port))
         assert homes[process(port, "after it")] == head
     finally:
         serve.shutdown()
