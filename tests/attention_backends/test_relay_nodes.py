@@ -241,3 +241,16 @@ def test_layers_that_do_not_see_all_share_nothing(
     builder.options = RelayConfig(sharing=False)
     del builder.shares
     assert builder.build(0, inputs.common()).buffers is None
+
+
+def test_requests_that_nobody_has_told_of_share_nothing(blocks: WorkerBlocks) -> None:
+    """Those of a dummy run, whose block table says nothing."""
+    problem = problems()[1]
+    begin(blocks, problem)
+    inputs = Inputs(6, 6)
+    inputs.fill(problem)
+    blocks.begin_batch(SimpleNamespace(req_ids=[f"dummy {number}" for number in range(6)]))
+    assert Builder().build(0, inputs.common()).buffers is None
+    begin(blocks, problem)
+    inputs.seq_lens += 2 * BLOCK_SIZE  # nor those with more tokens than there are blocks for
+    assert Builder().build(0, inputs.common()).buffers is None

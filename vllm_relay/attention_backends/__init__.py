@@ -6,6 +6,8 @@
     cost.py, plan.py     what reading a range costs; the work list of one step         (numpy)
     reference.py         the public functions in plain float64 torch: the oracle       (torch)
     ops.py               the public functions: write_kv_cache, relay_attention, merge_states
+    worker_blocks.py     the blocks of a worker's requests, from step to step          (numpy)
+    groups.py            which groups pay, and what a step saves                       (numpy)
     step_stats.py        counters of a step and their merging
     relay_base.py        what the backend is on every device                           (vLLM)
     cpu/, cuda/          RELAY: hooks and kernels of a device
@@ -17,6 +19,6 @@ more requests that start with the same blocks, at every depth: the longest-commo
 `plan_step` drops the groups whose sharing does not pay and lays out entries, spans, row blocks,
 items and merges (docs/kernels.md, section 8). Every layer packs its new keys and values into their
 slots and runs the plan: threads take items, fold spans into row states, merge, normalise. On CUDA
-the device plans, in five small launches, and a layer is two launches for decodes and a stock
-backend for prompts.
+vLLM's FlashAttention is called once more, over the nodes of the forest; or the device plans, in five
+small launches, and a layer is two launches for decodes and a stock backend for prompts.
 """

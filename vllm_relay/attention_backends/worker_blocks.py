@@ -72,17 +72,17 @@ class WorkerBlocks:
         """Tokens per block of a KV cache group, as the scheduler counts them."""
         return int(self._kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size)
 
-    def block_table(self, group: int, request_ids: Sequence[str]) -> np.ndarray:
+    def block_table(self, group: int, request_ids: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """
         Returns:
-            int32 [requests, blocks]; behind the blocks of a request anything may stand, and in the
-            rows of unknown requests.
+            block_table: int32 [requests, blocks]; behind those of a request anything may stand.
+            num_blocks: int64 [requests], 0 for requests nobody has told of.
         """
         if group >= len(self._tables):
-            return np.zeros((len(request_ids), 0), np.int32)
-        rows = np.array([self._rows.get(each, 0) for each in request_ids], np.int64)
-        width = int(self._lens[group][rows].max(initial=0))
-        return self._tables[group][rows, :width]
+            return np.zeros((len(request_ids), 0), np.int32), np.zeros(len(request_ids), np.int64)
+        rows = np.array([self._rows.get(each, -1) for each in request_ids], np.int64)
+        num_blocks = np.where(rows < 0, 0, self._lens[group][rows])
+        return self._tables[group][rows, : int(num_blocks.max(initial=0))], num_blocks
 
     def _begin(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
         self.num_changes += 1

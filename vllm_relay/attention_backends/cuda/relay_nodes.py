@@ -211,14 +211,18 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         forest = Forest.none(len(seq_lens))
         if request_ids:
             group = worker_blocks.group_of(self.layer_names[0])
-            table = worker_blocks.block_table(group, request_ids)
+            block_size = worker_blocks.block_size(group)
+            table, num_blocks = worker_blocks.block_table(group, request_ids)
             if padding := len(seq_lens) - len(table):
                 table = np.pad(table, ((0, padding), (0, 0)))
+                num_blocks = np.pad(num_blocks, (0, padding))
+            # requests of dummy runs have blocks that nobody has told of
+            is_known = num_blocks * block_size >= seq_lens
             forest = find_groups(
                 table,
-                sharing_lens,
+                np.where(is_known, sharing_lens, 0),
                 seq_lens - 1,  # a tail has the query token itself at least
-                block_size=worker_blocks.block_size(group),
+                block_size=block_size,
                 group_size=self.num_heads_q // self.num_heads_kv,
                 cost=FLASH_COST,
                 min_shared_tokens=self.options.min_shared_tokens,
