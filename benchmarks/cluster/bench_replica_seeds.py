@@ -137,8 +137,10 @@ def main() -> None:
                 arrivals += measure_arrivals(model, options, count, of_arrivals)
             if of_known:
                 known += measure_known(model, options, count, of_known)
-    result.add_table("Requests that arrive one by one (simulated)", arrivals)
-    result.add_table("Requests that are all known (simulated)", known)
+    if arrivals:
+        result.add_table("Requests that arrive one by one (simulated)", arrivals)
+    if known:
+        result.add_table("Requests that are all known (simulated)", known)
     for count in options.replicas:
         for kind, load in LOADS:
             found = [
