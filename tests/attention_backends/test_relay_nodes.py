@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.layers.attention.chunked_local_attention import (
+    create_chunked_local_attention_backend,
+)
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
 
@@ -40,7 +43,7 @@ class Builder(relay_nodes.RelayNodesMetadataBuilder):
     """
 
     def __init__(self, max_captured: int = 0, **layer: Any) -> None:
-        fields = {"sliding_window": (-1, -1), "alibi_slopes": None} | layer
+        fields = {"sliding_window": (-1, -1), "alibi_slopes": None, "fa4_hd256": False} | layer
         layers = {"layer": SimpleNamespace(impl=SimpleNamespace(**fields))}
         self.layer_names = list(layers)
         self.device = torch.device("cpu")
@@ -226,7 +229,13 @@ def test_groups_are_found_again_when_requests_change(
 
 
 @pytest.mark.parametrize(
-    "layer", [{"sliding_window": (63, 0)}, {"alibi_slopes": torch.ones(HEADS)}, {}]
+    "layer",
+    [
+        {"sliding_window": (63, 0)},
+        {"alibi_slopes": torch.ones(HEADS)},
+        {"fa4_hd256": True},
+        {},
+    ],
 )
 def test_layers_that_do_not_see_all_share_nothing(
     blocks: WorkerBlocks, layer: dict[str, Any]
@@ -254,3 +263,66 @@ def test_requests_that_nobody_has_told_of_share_nothing(blocks: WorkerBlocks) ->
     begin(blocks, problem)
     inputs.seq_lens += 2 * BLOCK_SIZE  # nor those with more tokens than there are blocks for
     assert Builder().build(0, inputs.common()).buffers is None
+
+
+class LocalBackend(relay_nodes.RelayNodesBackend):
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        return Builder
+
+
+def test_requests_that_vllm_cuts_share_nothing(blocks: WorkerBlocks) -> None:
+    """Rows of chunked local attention are chunks, and no rows of the worker's requests."""
+    problem = tree_problem([[("a", 36)]] * 6, heads=(HEADS, KV_HEADS), head_size=HEAD_SIZE)
+    begin(blocks, problem)
+    inputs = Inputs(6, 6)
+    inputs.fill(problem)
+    local = create_chunked_local_attention_backend(LocalBackend, 320).get_builder_cls()()
+    local.kv_cache_spec = SimpleNamespace(block_size=BLOCK_SIZE)
+    assert local.build(0, inputs.common()).buffers is None
+
+
+def test_batches_that_are_made_up_share_nothing(blocks: WorkerBlocks) -> None:
+    """Model runner V2 captures graphs before the first step."""
+    builder, inputs = Builder(max_captured=6), Inputs(6, 6)
+    inputs.query_start_loc.copy_(torch.arange(7))
+    inputs.seq_lens.fill_(1)
+    problem = problems()[1]
+    for _ in range(2):
+        blocks.begin_batch(SimpleNamespace(req_ids=[f"req_{number}" for number in range(6)]))
+        metadata = builder.build(0, inputs.common())
+        assert metadata.seq_lens.tolist() == [1] * 6
+        assert not metadata.buffers.entry_lens.any()
+        begin(blocks, problem)
+
+
+def test_groups_are_found_again_when_tokens_are_lost(blocks: WorkerBlocks) -> None:
+    problem = problems()[1]
+    builder, inputs = Builder(max_captured=6), Inputs(6, 6)
+    begin(blocks, problem)
+    inputs.fill(problem)
+    assert builder.build(0, inputs.common()).seq_lens.tolist() == [1] * 5 + [17]
+    inputs.seq_lens[0] = 40
+    metadata = builder.build(0, inputs.common())
+    assert metadata.seq_lens.tolist() == [40, 1, 1, 1, 1, 17]
+
+
+def test_splits_of_a_captured_step_are_those_of_its_tails(
+    blocks: WorkerBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashAttention 3 keeps an output of each split for each row, and nodes have many rows."""
+    splits: list[int] = []
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        splits.append(kwargs["num_splits"])
+        return flash_twin.flash_attn_varlen_func(*args, **kwargs)
+
+    stock: Any = flash_attn
+    monkeypatch.setattr(stock, "flash_attn_varlen_func", recorded)
+    problem = problems()[1]
+    builder, inputs = Builder(max_captured=6), Inputs(6, 6)
+    builder.max_num_splits = 32
+    begin(blocks, problem)
+    inputs.fill(problem)
+    check(attend(inputs, builder.build(0, inputs.common()), problem), problem)
+    assert splits == [32, 1]

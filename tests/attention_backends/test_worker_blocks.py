@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
+from vllm_relay.vllm_changes.worker import call_before_attention
 
 NUM_GROUPS = 2
 GROUPS = [
@@ -81,11 +84,14 @@ def test_groups_and_requests_of_a_step() -> None:
     blocks = WorkerBlocks()
     assert blocks.request_ids(3) == []
     blocks.begin_step(
-        worker(input_batch=SimpleNamespace(req_ids=["x", "y"])), output(set(), {}, {}, set())
+        worker(input_batch=SimpleNamespace(req_ids=["x", "y"])),
+        output(set(), {"x": [], "y": [], "z": []}, {}, set()),
     )
     assert blocks.request_ids(1) == ["x"] and blocks.request_ids(3) == ["x", "y"]
     blocks.begin_batch(SimpleNamespace(req_ids=["z"]))
     assert blocks.request_ids(3) == ["z"]
+    blocks.begin_batch(SimpleNamespace(req_ids=["z", "made up"]))
+    assert blocks.request_ids(1) == ["z"] and blocks.request_ids(2) == []
     assert [blocks.group_of(name) for name in "abc"] == [0, 0, 1]
     assert blocks.block_size(1) == 32
     assert [each.shape for each in blocks.block_table(0, ["z"])] == [(1, 0), (1,)]
@@ -93,3 +99,13 @@ def test_groups_and_requests_of_a_step() -> None:
     assert blocks.block_table(0, ["z", "x"])[0][1].tolist() == [1, 2]
     with pytest.raises(ValueError, match="layer d is in none of the 2 KV cache groups"):
         blocks.group_of("d")
+
+
+def test_batches_of_hybrid_models_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    for state_cls in (DefaultModelState, MambaHybridModelState):
+        monkeypatch.setattr(state_cls, "prepare_attn", lambda self, batch: {"batch": batch})
+    call_before_attention("test", seen.append)
+    for number, state_cls in enumerate((DefaultModelState, MambaHybridModelState)):
+        assert state_cls.prepare_attn(None, number) == {"batch": number}  # type: ignore[call-arg]
+    assert seen == [0, 1]

@@ -53,8 +53,10 @@ class WorkerBlocks:
         self.batch = batch
 
     def request_ids(self, num_requests: int) -> list[str]:
-        """Of the running step, as far as it has real requests."""
-        return [] if self.batch is None else list(self.batch.req_ids[:num_requests])
+        """Of the running step, as far as it has real requests; none where one of them was never
+        told of, as in batches that are made up to capture graphs."""
+        request_ids = [] if self.batch is None else list(self.batch.req_ids[:num_requests])
+        return request_ids if all(each in self._rows for each in request_ids) else []
 
     def group_of(self, layer_name: str) -> int:
         """The KV cache group of a layer.

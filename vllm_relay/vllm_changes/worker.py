@@ -35,7 +35,8 @@ def call_before_attention(name: str, on_batch: Callable[[Any], None]) -> None:
     """Call ``on_batch(input_batch)`` before model runner V2 builds the attention metadata of a
     step.
 
-    Reason: as for ``call_before_each_step``; V2's batch is new in each step.
+    Reason: as for ``call_before_each_step``; V2's batch is new in each step. Batches that are made
+    up, to capture graphs and the like, are told of too, and some before the first step.
     Called in a worker process only, when its first layers are set up.
     Remove when: as for ``call_before_each_step``.
 
@@ -43,6 +44,7 @@ def call_before_attention(name: str, on_batch: Callable[[Any], None]) -> None:
         name: of who is told; once is enough.
     """
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+    from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def prepare_attn(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,4 +53,5 @@ def call_before_attention(name: str, on_batch: Callable[[Any], None]) -> None:
 
         return prepare_attn
 
-    wrap(DefaultModelState, "prepare_attn", make, mark=f"_batches_are_reported_to_{name}")
+    for state_cls in (DefaultModelState, MambaHybridModelState):  # neither calls the other's
+        wrap(state_cls, "prepare_attn", make, mark=f"_batches_are_reported_to_{name}")

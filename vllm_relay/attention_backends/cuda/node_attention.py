@@ -198,8 +198,10 @@ class NodeBuffers:
         shapes: NodeShapes,
     ) -> dict[str, Any]:
         """Of FlashAttention's call for the nodes."""
+        # not every release of torch copies rows in fp8 on GPUs
+        copied = query.view(torch.uint8) if query.dtype.itemsize == 1 else query
         return {
-            "q": query.index_select(0, self.rows[: shapes.num_rows]),
+            "q": copied.index_select(0, self.rows[: shapes.num_rows]).view(query.dtype),
             "k": key_cache,
             "v": value_cache,
             "cu_seqlens_q": self.row_starts[: shapes.num_entries + 1],

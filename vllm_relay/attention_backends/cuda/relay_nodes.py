@@ -79,6 +79,17 @@ class RelayNodesMetadata(flash_attn.FlashAttentionMetadata):
     shapes: NodeShapes | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class _Planned:
+    """The nodes that the buffers hold."""
+
+    key: tuple[Any, ...]
+    forest: Forest
+    shared_tokens: np.ndarray
+    """int32 [requests]"""
+    shapes: NodeShapes
+
+
 class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
     """Plans each step once for all layers of a KV cache group, on the host."""
 
@@ -94,7 +105,7 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.supports_draft_decode_metadata_update = False
         self.options = RelayConfig.from_vllm_config(vllm_config)
-        self._planned: tuple[Any, Forest, NodeShapes] | None = None
+        self._planned: _Planned | None = None
         call_before_each_step("blocks", worker_blocks.begin_step)
         if vllm_config.use_v2_model_runner:
             call_before_attention("blocks", worker_blocks.begin_batch)
@@ -105,11 +116,16 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
 
     @functools.cached_property
     def shares(self) -> bool:
-        """Whether nodes are read together: layers of this group see all tokens before them."""
+        """Whether nodes are read together: layers of this group see all tokens before them, and
+        FlashAttention takes blocks of any number."""
+        # builders that vLLM derives from this one cut requests into others first
+        if type(self).build is not RelayNodesMetadataBuilder.build:
+            return False
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase, self.layer_names)
         impls = [layer.impl for layer in layers.values()]
         sees_all = all(
-            impl.sliding_window == (-1, -1) and impl.alibi_slopes is None for impl in impls
+            impl.sliding_window == (-1, -1) and impl.alibi_slopes is None and not impl.fa4_hd256
+            for impl in impls
         )
         return self.options.sharing and self.dcp_world_size == 1 and sees_all
 
@@ -173,7 +189,7 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         if common.num_reqs < 2:
             return None
         assert common.seq_lens_cpu_upper_bound is not None
-        query_start_loc = common.query_start_loc_cpu.numpy()
+        query_start_loc = common.query_start_loc_cpu.numpy()[: common.num_reqs + 1]
         seq_lens = common.seq_lens_cpu_upper_bound.numpy()[: common.num_reqs]
         query_lens = np.diff(query_start_loc)
         request_ids = worker_blocks.request_ids(common.num_reqs)
@@ -182,11 +198,18 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         sharing_lens[len(request_ids) :] = 0
         num_tokens = common.num_actual_tokens
         key = worker_blocks.num_changes, request_ids, query_start_loc.tolist(), num_tokens
-        if self._planned is None or self._planned[0] != key:
+        planned = self._planned
+        # a request has fewer tokens than before where a KV connector failed to load some
+        if (
+            planned is None
+            or planned.key != key
+            or (planned.shared_tokens > (seq_lens - 1).clip(0)).any()
+        ):
             forest, batch = self._nodes(request_ids, query_start_loc, sharing_lens, seq_lens)
             self.buffers.upload(batch, num_tokens)
-            self._planned = key, forest, NodeShapes.of(batch)
-        _, forest, shapes = self._planned
+            planned = _Planned(key, forest, batch.shared_tokens, NodeShapes.of(batch))
+            self._planned = planned
+        forest, shapes = planned.forest, planned.shapes
         recorder.add_plan(
             plan_stats(forest, query_lens, seq_lens, None, time.perf_counter() - started_s)
         )
@@ -291,6 +314,8 @@ class RelayNodesImpl(flash_attn.FlashAttentionImpl):
             **options,
             **self._descales(layer, len(metadata.seq_lens)),
         )
+        # pieces of nodes are what is split; splits would take memory for each of their rows
+        options["num_splits"] = min(metadata.max_num_splits, 1)
         metadata.buffers.attend(
             flash_attn.flash_attn_varlen_func,
             query,
