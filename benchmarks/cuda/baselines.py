@@ -293,6 +293,7 @@ class FlashAttention3:
         scheduler_metadata: torch.Tensor | None = None,
         s_aux: torch.Tensor | None = None,
         return_softmax_lse: bool = False,
+        num_splits: int = 0,
     ) -> Any:
         """As vLLM's `flash_attn_varlen_func`, which is in a package that imports all of vLLM."""
         left, right = (window_tokens - 1, 0) if window_tokens else (-1, -1)
@@ -301,8 +302,8 @@ class FlashAttention3:
             [
                 q, k, v, None, None, None, out, cu_seqlens_q, None, None, None, seqused_k,
                 max_seqlen_q, max_seqlen_k, block_table, None, None, None, None, None, None, None,
-                None, softmax_scale, causal, left, right, softcap, True, scheduler_metadata, 0,
-                None, 0, s_aux, 1, 0, None,
+                None, softmax_scale, causal, left, right, softcap, True, scheduler_metadata,
+                num_splits, None, 0, s_aux, 1, 0, None,
             ],
         )  # fmt: skip
         return (found[0], found[1]) if return_softmax_lse else found[0]

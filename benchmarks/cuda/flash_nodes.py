@@ -15,10 +15,15 @@ from vllm_relay.attention_backends.cuda.node_attention import (
     NodeBuffers,
     NodeShapes,
 )
-from vllm_relay.attention_backends.cuda.nodes import FLASH_COST, NodeBatch, NodeLimits, node_batch
+from vllm_relay.attention_backends.cuda.nodes import (
+    FLASH_COST,
+    MAX_ENTRIES,
+    MAX_STATES,
+    NodeBatch,
+    NodeLimits,
+    node_batch,
+)
 from vllm_relay.attention_backends.groups import find_groups
-
-MAX_ENTRIES, MAX_STATES = 64, 8
 
 
 def nodes_of(inputs: Inputs, piece_tokens: int) -> tuple[NodeLimits, NodeBatch]:
@@ -51,13 +56,15 @@ def prepare(
     schedule: Callable[..., Any],
     *,
     piece_tokens: int,
+    is_captured: bool = False,
 ) -> Callable[[], torch.Tensor]:
-    """One layer: both calls and the merge; tables and schedules are made beforehand, as for all
-    layers of a step.
+    """One layer: both calls and the merge; tables and the schedule of tails are made beforehand, as
+    for all layers of a step.
 
     Args:
         schedule: FlashAttention's schedule of a call with these arguments, or None.
         piece_tokens: into which nodes are cut.
+        is_captured: with room for all nodes that a step may have, as in a captured step.
     """
     batch, geometry = inputs.batch, inputs.geometry
     limits, nodes = nodes_of(inputs, piece_tokens)
@@ -68,6 +75,9 @@ def prepare(
         device=inputs.query.device,
     )
     shapes = NodeShapes.of(nodes)
+    if is_captured:
+        max_tokens = batch.block_table.shape[1] * geometry.block_size
+        shapes = NodeShapes.captured(limits, batch.num_requests, max_tokens)
     buffers.upload(nodes, batch.num_requests)
     buffers.write_tables(batch.block_table, batch.seq_lens, shapes.num_entries)
     key, value = inputs.keys_and_values()
@@ -86,8 +96,6 @@ def prepare(
         **options,
     }
     tail_schedule = schedule(**tails)
-    arguments = buffers.arguments(inputs.query, key, value, shapes)
-    entry_schedule = schedule(**arguments, **options)
 
     def run() -> torch.Tensor:
         _, lse = flash_attention(
@@ -95,7 +103,7 @@ def prepare(
         )
         buffers.attend(
             flash_attention, inputs.query, key, value, out, lse, shapes,
-            sinks=inputs.sinks, scheduler_metadata=entry_schedule, **options,
+            sinks=inputs.sinks, num_splits=int(is_captured), **options,
         )  # fmt: skip
         return out
 

@@ -35,7 +35,7 @@ def flash_attn_varlen_func(
     **how: Any,
 ) -> Any:
     """Paged keys and values, [num_blocks, block_size, kv heads, head_size]. Rows of no sequence
-    stay as they are, and are NaN in a new output; lse is float32 [heads, rows]."""
+    are NaN, whatever they were; lse is float32 [heads, rows]."""
     assert all(how[name] is None for name in how.keys() - IGNORED), how
     assert alibi_slopes is None
     num_rows, num_heads, head_size = q.shape
@@ -43,9 +43,9 @@ def flash_attn_varlen_func(
     group = num_heads // num_kv_heads
     starts, lens = cu_seqlens_q.tolist(), seqused_k.tolist()
     assert len(starts) == len(lens) + 1 == len(block_table) + 1
-    if out is None:
-        out = torch.full((num_rows, num_heads, head_size), torch.nan, dtype=q.dtype)
+    out = torch.empty_like(q) if out is None else out
     assert out.shape == q.shape
+    out.fill_(torch.nan)
     # rows that see nothing, too: FlashAttention 2 and 3 do not agree on these
     lse = torch.full((num_heads, num_rows), torch.nan)
     left, right = window_size or (-1, -1)

@@ -69,9 +69,7 @@ def solve(
         limits, block_size=problem.block_size, max_blocks=max(1, width), device="cpu"
     )
     buffers.upload(batch, num_tokens)
-    shapes = NodeShapes(
-        limits.max_entries, num_tokens * limits.max_states, num_tokens, width * problem.block_size
-    )
+    shapes = NodeShapes.captured(limits, num_tokens, width * problem.block_size)
     if not is_fixed and batch is not None:
         shapes = NodeShapes.of(batch)
     buffers.write_tables(problem.block_table, problem.seq_lens, shapes.num_entries)

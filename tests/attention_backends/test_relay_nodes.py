@@ -159,7 +159,7 @@ def check(out: torch.Tensor, problem: AttentionProblem) -> None:
 def problems(**keywords: Any) -> list[AttentionProblem]:
     options = {"heads": (HEADS, KV_HEADS), "head_size": HEAD_SIZE, "dtype": torch.float32}
     trees = (
-        paths_of_levels([1, 2, 4], [6, 2, 1]) * 2,
+        paths_of_levels([1, 2, 6], [16, 14, 1]) * 2,
         [[("a", 9)]] * 5 + [[("b", 1)]],
         [[(name, 3)] for name in "abcd"],
         paths_of_levels([1, 5], [20, 1]) * 2,
@@ -176,10 +176,11 @@ def test_a_captured_step_replays_any_other(blocks: WorkerBlocks, sinks: bool) ->
     inputs.seq_lens.fill_(1)
     captured = builder.build(0, inputs.common())
     assert captured.shapes.num_rows == MAX_REQUESTS * builder.buffers.limits.max_states
-    for problem in problems(features=features):
+    for problem, depth in zip(problems(features=features), (2, 1, 0, 1), strict=True):
         begin(blocks, problem)
         inputs.fill(problem)
         builder.build(0, inputs.common())
+        assert builder._planned is not None and builder._planned.forest.depth == depth
         check(attend(inputs, captured, problem, **features), problem)
 
 
@@ -326,3 +327,20 @@ def test_splits_of_a_captured_step_are_those_of_its_tails(
     inputs.fill(problem)
     check(attend(inputs, builder.build(0, inputs.common()), problem), problem)
     assert splits == [32, 1]
+
+
+def test_queries_in_fp8(blocks: WorkerBlocks) -> None:
+    """Outputs of nodes are no coarser than those of tails."""
+    problem = problems()[0]
+    begin(blocks, problem)
+    inputs = Inputs(problem.num_requests, problem.num_requests)
+    inputs.fill(problem)
+    inputs.query = inputs.query.to(torch.float8_e4m3fn)
+    answers: list[torch.Tensor] = []
+    for sharing in (True, False):
+        builder = Builder()
+        builder.options = RelayConfig(sharing=sharing)
+        metadata = builder.build(0, inputs.common())
+        assert (metadata.shapes is not None) == sharing
+        answers.append(attend(inputs, metadata, problem, supports_quant_query_input=True).clone())
+    torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-4)

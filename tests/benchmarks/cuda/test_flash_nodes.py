@@ -37,7 +37,10 @@ def test_nodes_and_tails_are_the_attention_of_the_batch() -> None:
         inputs.batch.max_seq_len, inputs.batch.seq_lens, inputs.batch.block_table,
         geometry.scale, causal=True,
     )  # fmt: skip
-    out = prepare(inputs, flash_attn_varlen_func, schedule, piece_tokens=128)()
-    assert scheduled == [True, False]
-    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
-    assert not torch.equal(out, torch.zeros_like(out))
+    for is_captured in (False, True):
+        out = prepare(
+            inputs, flash_attn_varlen_func, schedule, piece_tokens=128, is_captured=is_captured
+        )()
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+        assert not torch.equal(out, torch.zeros_like(out))
+    assert scheduled == [True, True]  # tails alone: a layer makes the schedule of nodes itself

@@ -48,6 +48,20 @@ class NodeShapes:
             max_tokens=int(batch.entries[:, TOKENS].max(initial=0)),
         )
 
+    @staticmethod
+    def captured(limits: NodeLimits, num_tokens: int, max_tokens: int) -> NodeShapes:
+        """Those of a graph, which any step of `num_tokens` query tokens replays.
+
+        Args:
+            max_tokens: of a request.
+        """
+        return NodeShapes(
+            num_entries=limits.max_entries,
+            num_rows=num_tokens * limits.max_states,
+            max_rows=num_tokens,
+            max_tokens=max_tokens,
+        )
+
 
 class NodeBuffers:
     """The batches of a step, where FlashAttention reads them.
@@ -165,8 +179,11 @@ class NodeBuffers:
             options: passed on.
         """
         num_tokens, num_heads, head_size = out.shape
-        entry_out, entry_lse = flash_attention(
+        # of its own, FlashAttention 4 would make it of the dtype of queries, which may be fp8
+        entry_out = out.new_empty((shapes.num_rows, num_heads, head_size))
+        _, entry_lse = flash_attention(
             **self.arguments(query, key_cache, value_cache, shapes),
+            out=entry_out,
             return_softmax_lse=True,
             **options,
         )

@@ -26,6 +26,10 @@ from vllm_relay.attention_backends.forest import (
 TABLE_ROW, FIRST_BLOCK, TOKENS, ENTRY_FIELDS = 0, 1, 2, 3
 """Of an entry: the block table row that names its blocks, where they begin there, tokens."""
 
+MAX_ENTRIES, MAX_STATES = 64, 8
+PIECE_TOKENS = 2048
+"""Nodes are cut into about so many tokens, so that few long ones keep a GPU busy."""
+
 FLASH_COST = KernelCost(128, stream_ns=0.15, tile_ns=0.11, row_ns=0.0, start_tokens=128)
 """By counting bytes and FLOPs of an H100, whole: nothing was measured. A state is written, read and
 its query is copied, which is most of what starting a range costs."""

@@ -26,6 +26,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm_relay.attention_backends.cuda.node_attention import NodeBuffers, NodeShapes
 from vllm_relay.attention_backends.cuda.nodes import (
     FLASH_COST,
+    MAX_ENTRIES,
+    MAX_STATES,
+    PIECE_TOKENS,
     NodeBatch,
     NodeLimits,
     node_batch,
@@ -40,10 +43,6 @@ from vllm_relay.vllm_changes.statistics import attach_to_worker_output
 from vllm_relay.vllm_changes.worker import call_before_attention, call_before_each_step
 
 logger = init_logger("vllm.relay")
-
-MAX_ENTRIES, MAX_STATES = 64, 8
-PIECE_TOKENS = 2048
-"""Nodes are cut into about so many tokens, so that few long ones keep a GPU busy."""
 
 
 class RelayNodesBackend(flash_attn.FlashAttentionBackend):
@@ -215,12 +214,8 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         )
         recorder.log_if_due(self.options.log_every_s, logger.info)
         if self.use_full_cuda_graph and num_tokens <= (self.max_cudagraph_size or 0):
-            limits = self.buffers.limits
-            return NodeShapes(
-                num_entries=limits.max_entries,
-                num_rows=num_tokens * limits.max_states,
-                max_rows=num_tokens,
-                max_tokens=self.model_config.max_model_len,
+            return NodeShapes.captured(
+                self.buffers.limits, num_tokens, self.model_config.max_model_len
             )
         return shapes if len(forest.nodes) else None
 
