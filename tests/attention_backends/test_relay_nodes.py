@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention.chunked_local_attention import (
     create_chunked_local_attention_backend,
 )
@@ -39,10 +40,13 @@ class Builder(relay_nodes.RelayNodesMetadataBuilder):
 
     Args:
         max_captured: tokens of the largest captured graph, 0 for none.
+        mode: of these graphs.
         layer: fields of the group's layer.
     """
 
-    def __init__(self, max_captured: int = 0, **layer: Any) -> None:
+    def __init__(
+        self, max_captured: int = 0, mode: CUDAGraphMode = CUDAGraphMode.FULL, **layer: Any
+    ) -> None:
         fields = {"sliding_window": (-1, -1), "alibi_slopes": None, "fa4_hd256": False} | layer
         layers = {"layer": SimpleNamespace(impl=SimpleNamespace(**fields))}
         self.layer_names = list(layers)
@@ -54,6 +58,7 @@ class Builder(relay_nodes.RelayNodesMetadataBuilder):
             compilation_config=SimpleNamespace(static_forward_context=layers),
         )
         self.use_full_cuda_graph, self.max_cudagraph_size = bool(max_captured), max_captured
+        self.compilation_config = SimpleNamespace(cudagraph_mode=mode)
         self.max_num_splits, self.block_size = 0, BLOCK_SIZE
         self.num_heads_q, self.num_heads_kv, self.headdim = HEADS, KV_HEADS, HEAD_SIZE
         self.aot_schedule, self.aot_sliding_window = False, (-1, -1)
@@ -344,3 +349,19 @@ def test_queries_in_fp8(blocks: WorkerBlocks) -> None:
         assert (metadata.shapes is not None) == sharing
         answers.append(attend(inputs, metadata, problem, supports_quant_query_input=True).clone())
     torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-4)
+
+
+def test_steps_with_prompts_are_the_stock_backends_where_decodes_alone_are_captured(
+    blocks: WorkerBlocks,
+) -> None:
+    inputs = Inputs(3, 6)
+    inputs.query_start_loc.copy_(torch.tensor([0, 1, 2, 6]))
+    inputs.seq_lens.copy_(torch.tensor([1, 1, 4]))
+    for mode, query_len, is_captured in (
+        (CUDAGraphMode.FULL, 4, True),
+        (CUDAGraphMode.FULL_AND_PIECEWISE, 4, False),
+        (CUDAGraphMode.FULL_DECODE_ONLY, 4, False),
+        (CUDAGraphMode.FULL_DECODE_ONLY, 1, True),
+    ):
+        metadata = Builder(6, mode).build(0, inputs.common(max_query_len=query_len))
+        assert (metadata.buffers is not None) == is_captured

@@ -213,11 +213,21 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
             plan_stats(forest, query_lens, seq_lens, None, time.perf_counter() - started_s)
         )
         recorder.log_if_due(self.options.log_every_s, logger.info)
-        if self.use_full_cuda_graph and num_tokens <= (self.max_cudagraph_size or 0):
+        if self._may_be_captured(common):
             return NodeShapes.captured(
                 self.buffers.limits, num_tokens, self.model_config.max_model_len
             )
         return shapes if len(forest.nodes) else None
+
+    def _may_be_captured(self, common: CommonAttentionMetadata) -> bool:
+        """Whether a step may be in a CUDA graph, attention included."""
+        # vLLM may have chosen another mode since this builder was made
+        has_decodes_alone = self.compilation_config.cudagraph_mode.separate_routine()
+        return (
+            self.use_full_cuda_graph
+            and common.num_actual_tokens <= (self.max_cudagraph_size or 0)
+            and (common.max_query_len == 1 or not has_decodes_alone)
+        )
 
     def _nodes(
         self,
