@@ -20,6 +20,7 @@ from tests.attention_backends.strategies import AttentionProblem, error_bounds
 from tests.attention_backends.triton_problems import cuda_cache, paths_of_levels, tree_problem
 from vllm_relay.attention_backends import reference
 from vllm_relay.attention_backends.cuda import relay_nodes
+from vllm_relay.attention_backends.step_stats import StepRecorder
 from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
 from vllm_relay.config import RelayConfig
 
@@ -365,3 +366,18 @@ def test_steps_with_prompts_are_the_stock_backends_where_decodes_alone_are_captu
     ):
         metadata = Builder(6, mode).build(0, inputs.common(max_query_len=query_len))
         assert (metadata.buffers is not None) == is_captured
+
+
+def test_steps_of_one_request_are_counted(
+    blocks: WorkerBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = StepRecorder()
+    monkeypatch.setattr(relay_nodes, "recorder", recorder)
+    inputs = Inputs(1, 1)
+    inputs.query_start_loc.copy_(torch.arange(2))
+    inputs.seq_lens.fill_(40)
+    assert Builder(max_captured=6).build(0, inputs.common()).buffers is None
+    step = recorder.take_step()
+    assert step is not None
+    assert (step.steps, step.request_steps, step.request_steps_shared) == (1, 1, 0)
+    assert step.kv_tokens_logical == step.kv_tokens_read == 40

@@ -185,17 +185,30 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         """Uploads the nodes of a step, if they are not there yet; None where there are none and no
         graph expects them."""
         started_s = time.perf_counter()
-        if common.num_reqs < 2:
-            return None
+        num_requests = common.num_reqs
         assert common.seq_lens_cpu_upper_bound is not None
-        query_start_loc = common.query_start_loc_cpu.numpy()[: common.num_reqs + 1]
-        seq_lens = common.seq_lens_cpu_upper_bound.numpy()[: common.num_reqs]
+        query_start_loc = common.query_start_loc_cpu.numpy()[: num_requests + 1]
+        seq_lens = common.seq_lens_cpu_upper_bound.numpy()[:num_requests]
+        forest, shapes = Forest.none(num_requests), None
+        if num_requests > 1:
+            planned = self._planned_for(query_start_loc, seq_lens, common.num_actual_tokens)
+            forest, shapes = planned.forest, planned.shapes
+        planning_time_s = time.perf_counter() - started_s
         query_lens = np.diff(query_start_loc)
-        request_ids = worker_blocks.request_ids(common.num_reqs)
-        # prompts gain nothing from rows of others; rows that pad a step have no request
-        sharing_lens = np.where(query_lens == 1, 1, 0)
-        sharing_lens[len(request_ids) :] = 0
-        num_tokens = common.num_actual_tokens
+        recorder.add_plan(plan_stats(forest, query_lens, seq_lens, None, planning_time_s))
+        recorder.log_if_due(self.options.log_every_s, logger.info)
+        if shapes is None:
+            return None
+        if self._may_be_captured(common):
+            return NodeShapes.captured(
+                self.buffers.limits, common.num_actual_tokens, self.model_config.max_model_len
+            )
+        return shapes if len(forest.nodes) else None
+
+    def _planned_for(
+        self, query_start_loc: np.ndarray, seq_lens: np.ndarray, num_tokens: int
+    ) -> _Planned:
+        request_ids = worker_blocks.request_ids(len(seq_lens))
         key = worker_blocks.num_changes, request_ids, query_start_loc.tolist(), num_tokens
         planned = self._planned
         # a request has fewer tokens than before where a KV connector failed to load some
@@ -204,20 +217,14 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
             or planned.key != key
             or (planned.shared_tokens > (seq_lens - 1).clip(0)).any()
         ):
+            # prompts gain nothing from rows of others; rows that pad a step have no request
+            sharing_lens = np.where(np.diff(query_start_loc) == 1, 1, 0)
+            sharing_lens[len(request_ids) :] = 0
             forest, batch = self._nodes(request_ids, query_start_loc, sharing_lens, seq_lens)
             self.buffers.upload(batch, num_tokens)
             planned = _Planned(key, forest, batch.shared_tokens, NodeShapes.of(batch))
             self._planned = planned
-        forest, shapes = planned.forest, planned.shapes
-        recorder.add_plan(
-            plan_stats(forest, query_lens, seq_lens, None, time.perf_counter() - started_s)
-        )
-        recorder.log_if_due(self.options.log_every_s, logger.info)
-        if self._may_be_captured(common):
-            return NodeShapes.captured(
-                self.buffers.limits, num_tokens, self.model_config.max_model_len
-            )
-        return shapes if len(forest.nodes) else None
+        return planned
 
     def _may_be_captured(self, common: CommonAttentionMetadata) -> bool:
         """Whether a step may be in a CUDA graph, attention included."""
