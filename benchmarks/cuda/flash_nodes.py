@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from benchmarks.cuda.inputs import Inputs
-from vllm_relay.attention_backends.cuda.node_attention import (
+from vllm_relay.attention_backends.cuda.flash.attention import (
     FlashAttention,
     NodeBuffers,
     NodeShapes,
 )
-from vllm_relay.attention_backends.cuda.nodes import (
+from vllm_relay.attention_backends.cuda.flash.nodes import (
     FLASH_COST,
     MAX_ENTRIES,
     MAX_STATES,

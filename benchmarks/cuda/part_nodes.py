@@ -13,7 +13,7 @@ from benchmarks.cuda.rivals import CLOSE
 from benchmarks.cuda.run import RELAY, Comparison, Run, geometric_mean
 from benchmarks.support.formatting import Row
 from benchmarks.support.result import Goal
-from vllm_relay.attention_backends.cuda.nodes import PIECE_TOKENS
+from vllm_relay.attention_backends.cuda.flash.nodes import PIECE_TOKENS
 
 PIECES_TOKENS = (PIECE_TOKENS, 512)
 NODES = "FlashAttention 3 over nodes, pieces of %d"

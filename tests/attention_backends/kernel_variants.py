@@ -11,11 +11,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vllm_relay.attention_backends.cuda.config import KernelConfig
+from vllm_relay.attention_backends.cuda.flash import kernels as triton_nodes
 from vllm_relay.attention_backends.cuda.kernels import attention as triton_attention
 from vllm_relay.attention_backends.cuda.kernels import groups as triton_groups
 from vllm_relay.attention_backends.cuda.kernels import kv_cache as triton_kv_cache
 from vllm_relay.attention_backends.cuda.kernels import merge as triton_merge
-from vllm_relay.attention_backends.cuda.kernels import nodes as triton_nodes
 from vllm_relay.attention_backends.cuda.kernels import plan as triton_plan
 
 INT64_POINTERS = {"bits_ptr", "totals_ptr", "leaders_ptr", "hashes_ptr", "slot_mapping_ptr"}

@@ -21,8 +21,8 @@ from tests.attention_backends.triton_problems import (
     tree_problem,
 )
 from vllm_relay.attention_backends import reference
-from vllm_relay.attention_backends.cuda.node_attention import NodeBuffers, NodeShapes
-from vllm_relay.attention_backends.cuda.nodes import (
+from vllm_relay.attention_backends.cuda.flash.attention import NodeBuffers, NodeShapes
+from vllm_relay.attention_backends.cuda.flash.nodes import (
     FIRST_BLOCK,
     TOKENS,
     NodeBatch,

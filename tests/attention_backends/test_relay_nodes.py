@@ -19,7 +19,7 @@ from tests.attention_backends import flash_twin
 from tests.attention_backends.strategies import AttentionProblem, error_bounds
 from tests.attention_backends.triton_problems import cuda_cache, paths_of_levels, tree_problem
 from vllm_relay.attention_backends import reference
-from vllm_relay.attention_backends.cuda import relay_nodes
+from vllm_relay.attention_backends.cuda.flash import relay as relay_nodes
 from vllm_relay.attention_backends.step_stats import StepRecorder
 from vllm_relay.attention_backends.worker_blocks import WorkerBlocks
 from vllm_relay.config import RelayConfig

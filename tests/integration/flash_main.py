@@ -20,7 +20,7 @@ def main() -> None:
     from vllm_relay import plugin
 
     flash_twin.stand_in()
-    plugin.CPU_BACKEND_PATH = "vllm_relay.attention_backends.cuda.relay_nodes.RelayNodesBackend"
+    plugin.CPU_BACKEND_PATH = "vllm_relay.attention_backends.cuda.flash.relay.RelayNodesBackend"
     engine_main.main()
 
 

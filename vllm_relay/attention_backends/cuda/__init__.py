@@ -9,7 +9,6 @@ prompts.py           which requests the stock backend serves                    
 kernels/             attention, planning, merging, writing of the KV cache         (Triton)
 relay.py, relay_stock.py, relay_prompts.py   the backend with these kernels, beside the
                      stock backend that serves prompts                             (vLLM)
-nodes.py, node_attention.py   FlashAttention over nodes: its batches, a layer      (torch)
-relay_nodes.py       the backend that calls it                                     (vLLM)
+flash/               vLLM's FlashAttention over the nodes of a forest, and its backend
 relay_choice.py      which of them serves a layer                                  (vLLM)
 """

@@ -19,7 +19,7 @@ _STOCK = "vllm.v1.attention.backends"
 _FLASH = f"{_STOCK}.flash_attn.FlashAttentionBackend"
 _TRITON = f"{_STOCK}.triton_attn.TritonAttentionBackend"
 STOCK_PATHS = {"Flash": _FLASH, "Triton": _TRITON}
-_NODES = f"{_HERE}.cuda.relay_nodes.RelayNodesBackend"
+_NODES = f"{_HERE}.cuda.flash.relay.RelayNodesBackend"
 CHOICES = {
     BACKEND_NAME: (
         (f"{_HERE}.cuda.relay_stock.RelayFlashBackend", _FLASH),

@@ -5,5 +5,4 @@ groups.py, plan.py, counts.py   a step is planned: who shares what, the work lis
 attention.py, items.py, hidden.py   states of rows over shared and private ranges
 merge.py             states of a row become its result
 kv_cache.py          new keys and values are stored
-nodes.py             around FlashAttention over nodes: block tables, merging
 """

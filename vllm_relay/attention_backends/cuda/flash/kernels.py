@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_relay.attention_backends.cuda import nodes
+from vllm_relay.attention_backends.cuda.flash import nodes
 
 ENTRY_FIELDS: tl.constexpr = tl.constexpr(nodes.ENTRY_FIELDS)
 TABLE_ROW: tl.constexpr = tl.constexpr(nodes.TABLE_ROW)

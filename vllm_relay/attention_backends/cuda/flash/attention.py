@@ -16,9 +16,14 @@ import numpy as np
 import torch
 import triton
 
+from vllm_relay.attention_backends.cuda.flash.kernels import merge_nodes_kernel, tables_kernel
+from vllm_relay.attention_backends.cuda.flash.nodes import (
+    ENTRY_FIELDS,
+    TOKENS,
+    NodeBatch,
+    NodeLimits,
+)
 from vllm_relay.attention_backends.cuda.hidden_bits import upload
-from vllm_relay.attention_backends.cuda.kernels.nodes import merge_nodes_kernel, tables_kernel
-from vllm_relay.attention_backends.cuda.nodes import ENTRY_FIELDS, TOKENS, NodeBatch, NodeLimits
 
 FlashAttention = Callable[..., Any]
 """vLLM's `flash_attn_varlen_func`."""

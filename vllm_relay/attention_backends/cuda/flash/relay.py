@@ -23,8 +23,8 @@ from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_relay.attention_backends.cuda.node_attention import NodeBuffers, NodeShapes
-from vllm_relay.attention_backends.cuda.nodes import (
+from vllm_relay.attention_backends.cuda.flash.attention import NodeBuffers, NodeShapes
+from vllm_relay.attention_backends.cuda.flash.nodes import (
     FLASH_COST,
     MAX_ENTRIES,
     MAX_STATES,

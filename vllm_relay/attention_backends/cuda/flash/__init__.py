@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RELAY on NVIDIA GPUs with vLLM's FlashAttention (docs/cuda.md, section 9).
+
+nodes.py             the nodes of a forest as a batch for FlashAttention           (numpy)
+attention.py         the batches of a step on the device; a layer                  (torch)
+kernels.py           block tables of the batches, merging                          (Triton)
+relay.py             the backend: vLLM's hooks                                     (vLLM)
+"""
