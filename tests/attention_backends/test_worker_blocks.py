@@ -103,9 +103,10 @@ def test_groups_and_requests_of_a_step() -> None:
 
 def test_batches_of_hybrid_models_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    for state_cls in (DefaultModelState, MambaHybridModelState):
+    state_classes: list[Any] = [DefaultModelState, MambaHybridModelState]
+    for state_cls in state_classes:
         monkeypatch.setattr(state_cls, "prepare_attn", lambda self, batch: {"batch": batch})
     call_before_attention("test", seen.append)
-    for number, state_cls in enumerate((DefaultModelState, MambaHybridModelState)):
-        assert state_cls.prepare_attn(None, number) == {"batch": number}  # type: ignore[call-arg]
+    for number, state_cls in enumerate(state_classes):
+        assert state_cls.prepare_attn(None, number) == {"batch": number}
     assert seen == [0, 1]

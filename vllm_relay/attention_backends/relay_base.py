@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionBackend
@@ -32,3 +32,13 @@ class RelayBackendBase(AttentionBackend):
     @classmethod
     def supports_sliding_window(cls) -> bool:
         return True
+
+
+def check_output(*scales: Any) -> None:
+    """Check that a layer's output is not to be quantized.
+
+    Raises:
+        NotImplementedError: a scale is given.
+    """
+    if any(scale is not None for scale in scales):
+        raise NotImplementedError("relay cannot quantize its output: disable output fusion")

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_relay.vllm_changes.statistics import StepStats
+from vllm_relay.vllm_changes.statistics import StepStats, attach_to_worker_output
 
 if TYPE_CHECKING:
     from vllm_relay.attention_backends.groups import PlanStats
+
+logger = logging.getLogger("vllm.relay")
 
 COUNTERS = {
     "steps": "Engine steps whose attention relay computed.",
@@ -126,3 +129,11 @@ class StepRecorder:
 
 
 recorder = StepRecorder()
+
+
+def tell_metrics() -> None:
+    """Let the output of this worker carry what the recorder has; without, attention goes on."""
+    try:
+        attach_to_worker_output(recorder)
+    except Exception:
+        logger.warning("vllm-relay: the metrics relay:* are not available", exc_info=True)

@@ -75,10 +75,10 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> ClockedEngine:
 @pytest.mark.parametrize("max_model_len", [None, 128, 1000])
 @pytest.mark.parametrize("max_running", [1, 64])
 def test_costs_are_those_of_the_engine(
-    opened: ClockedEngine, max_model_len: int | None, max_running: int
+    opened: Any, max_model_len: int | None, max_running: int
 ) -> None:
     vars(opened).update(max_model_len=max_model_len, max_running=max_running)
-    found = fit_costs(sample_steps(opened))  # type: ignore[arg-type]
+    found = fit_costs(sample_steps(opened))
     assert found.step_s == pytest.approx(COSTS.step_s, rel=1e-6)
     assert found.token_s == pytest.approx(COSTS.token_s, rel=1e-6)
     prompts = [each for asked in opened.asked for each in asked]
@@ -97,12 +97,10 @@ def test_costs_are_those_of_the_engine(
         ({"lost_tokens": 1}, "an answer of 0 tokens came, expected 1"),
     ],
 )
-def test_what_cannot_be_measured(
-    opened: ClockedEngine, attributes: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_measured(opened: Any, attributes: dict[str, Any], message: str) -> None:
     vars(opened).update(attributes)
     with pytest.raises(ValueError, match=message):
-        sample_steps(opened)  # type: ignore[arg-type]
+        sample_steps(opened)
 
 
 def run(tmp_path: Path, engine: str = "m", *arguments: str, **changes: Any) -> tuple[int, str]:

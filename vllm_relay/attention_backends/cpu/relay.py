@@ -25,16 +25,15 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 from vllm_relay.attention_backends.cpu import kernels as cpu
 from vllm_relay.attention_backends.hidden_tokens import HiddenTokens
 from vllm_relay.attention_backends.plan import StepPlan, plan_step
-from vllm_relay.attention_backends.relay_base import RelayBackendBase
+from vllm_relay.attention_backends.relay_base import RelayBackendBase, check_output
 from vllm_relay.attention_backends.step_rows import row_source
-from vllm_relay.attention_backends.step_stats import recorder
+from vllm_relay.attention_backends.step_stats import recorder, tell_metrics
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import (
     BLOCK_SIZE_MULTIPLE_TOKENS,
     RelayUnsupportedError,
     attn_type_reason,
 )
-from vllm_relay.vllm_changes.statistics import attach_to_worker_output
 
 logger = init_logger("vllm.relay")
 
@@ -103,10 +102,7 @@ class RelayMetadataBuilder(AttentionMetadataBuilder[RelayMetadata]):
         self.block_size = kv_cache_spec.block_size
         self.kernel = cpu.kernel_for(kv_cache_spec.dtype, self.options.kernel)
         self.row_source = row_source(vllm_config)
-        try:
-            attach_to_worker_output(recorder)
-        except Exception:
-            logger.warning("vllm-relay: the metrics relay:* are not available", exc_info=True)
+        tell_metrics()
         logger.info_once(
             "vllm-relay: kernel %s, threads: %d, %d query heads on %d KV heads of size %d in %s, "
             "KV blocks of %d tokens, options: %s",
@@ -249,8 +245,7 @@ class RelayImpl(AttentionImpl[RelayMetadata]):
             output: [tokens, num_heads, head_size]; rows of padding stay as they are.
             output_scale, output_block_scale: must be None, output is never quantized.
         """
-        if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("relay cannot quantize its output: disable output fusion")
+        check_output(output_scale, output_block_scale)
         if attn_metadata is None:
             return output
         self._attend(query, kv_cache, attn_metadata, output)

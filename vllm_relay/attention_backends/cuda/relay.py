@@ -41,9 +41,9 @@ from vllm_relay.attention_backends.cuda.planner import DevicePlanner, PlannerLim
 from vllm_relay.attention_backends.cuda.prompts import PromptChunk, plan_prompts
 from vllm_relay.attention_backends.cuda.relay_prompts import requests_behind
 from vllm_relay.attention_backends.cuda.totals import TotalsReader
-from vllm_relay.attention_backends.relay_base import RelayBackendBase
+from vllm_relay.attention_backends.relay_base import RelayBackendBase, check_output
 from vllm_relay.attention_backends.step_rows import row_source
-from vllm_relay.attention_backends.step_stats import recorder
+from vllm_relay.attention_backends.step_stats import recorder, tell_metrics
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import (
     CUDA_BLOCK_SIZE_MULTIPLE_TOKENS,
@@ -51,7 +51,6 @@ from vllm_relay.limits import (
     RelayUnsupportedError,
     attn_type_reason,
 )
-from vllm_relay.vllm_changes.statistics import attach_to_worker_output
 
 logger = init_logger("vllm.relay")
 
@@ -130,10 +129,7 @@ class RelayCudaMetadataBuilder(AttentionMetadataBuilder[RelayCudaMetadata]):
         ) or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         self.window_tokens = _window_of_all(vllm_config, layer_names)
         self.row_source = row_source(vllm_config)
-        try:
-            attach_to_worker_output(recorder)
-        except Exception:
-            logger.warning("vllm-relay: the metrics relay:* are not available", exc_info=True)
+        tell_metrics()
 
     @functools.cached_property
     def planner(self) -> DevicePlanner:
@@ -391,8 +387,7 @@ class RelayCudaImpl(AttentionImpl[RelayCudaMetadata]):
             output: [tokens, num_heads, head_size]; rows of padding stay as they are.
             output_scale, output_block_scale: must be None, output is never quantized.
         """
-        if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("relay cannot quantize its output: disable output fusion")
+        check_output(output_scale, output_block_scale)
         if attn_metadata is None:
             return output.fill_(0)
         self._attend(layer, query, key, value, kv_cache, attn_metadata, output)

@@ -35,11 +35,11 @@ from vllm_relay.attention_backends.cuda.flash.nodes import (
 )
 from vllm_relay.attention_backends.forest import Forest
 from vllm_relay.attention_backends.groups import find_groups, plan_stats
-from vllm_relay.attention_backends.step_stats import recorder
+from vllm_relay.attention_backends.relay_base import check_output
+from vllm_relay.attention_backends.step_stats import recorder, tell_metrics
 from vllm_relay.attention_backends.worker_blocks import state as worker_blocks
 from vllm_relay.config import RelayConfig
 from vllm_relay.limits import BACKEND_NAME
-from vllm_relay.vllm_changes.statistics import attach_to_worker_output
 from vllm_relay.vllm_changes.worker import call_before_attention, call_before_each_step
 
 logger = init_logger("vllm.relay")
@@ -108,10 +108,7 @@ class RelayNodesMetadataBuilder(flash_attn.FlashAttentionMetadataBuilder):
         call_before_each_step("blocks", worker_blocks.begin_step)
         if vllm_config.use_v2_model_runner:
             call_before_attention("blocks", worker_blocks.begin_batch)
-        try:
-            attach_to_worker_output(recorder)
-        except Exception:
-            logger.warning("vllm-relay: the metrics relay:* are not available", exc_info=True)
+        tell_metrics()
 
     @functools.cached_property
     def shares(self) -> bool:
@@ -293,8 +290,7 @@ class RelayNodesImpl(flash_attn.FlashAttentionImpl):
             return super().forward(
                 layer, query, key, value, kv_cache, metadata, output, *args, **kwargs
             )
-        if any(each is not None for each in (*args, *kwargs.values())):
-            raise NotImplementedError("relay cannot quantize its output: disable output fusion")
+        check_output(*args, *kwargs.values())
         num_tokens = metadata.num_actual_tokens
         query, out = query[:num_tokens], output[:num_tokens]
         key_cache, value_cache = (
