@@ -34,6 +34,7 @@ from tests.support.servers import API_KEY, ask, server_process
 from tests.support.waiting import WAIT_S, wait_for
 from vllm_relay.wiring import end_open_requests
 
+ENDS_WITHIN_S = 5.0
 NUM_ANSWERED, NUM_OPEN = 16, 24
 NUM_TRIES = int(os.environ.get("RELAY_SOAK_KILLS", "20"))
 PROMPT_TOKENS = 70
@@ -296,3 +297,4 @@ def test_servers_end_each_time(
         for run in range(NUM_TRIES)
     ]
     print(f"{kind}: seconds to end: {', '.join(f'{each:.2f}' for each in sorted(seconds))}")
+    assert max(seconds) < ENDS_WITHIN_S
