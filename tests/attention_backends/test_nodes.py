@@ -53,7 +53,7 @@ def batch_of(
 
 def solve(
     problem: AttentionProblem,
-    batch: NodeBatch | None,
+    batch: NodeBatch,
     limits: NodeLimits = LIMITS,
     *,
     is_fixed: bool = False,
@@ -70,7 +70,7 @@ def solve(
     )
     buffers.upload(batch, num_tokens)
     shapes = NodeShapes.captured(limits, num_tokens, width * problem.block_size)
-    if not is_fixed and batch is not None:
+    if not is_fixed:
         shapes = NodeShapes.of(batch)
     buffers.write_tables(problem.block_table, problem.seq_lens, shapes.num_entries)
     key, value = cuda_cache(problem).transpose(1, 2).chunk(2, dim=-1)
@@ -170,10 +170,9 @@ def test_long_nodes_are_cut_as_far_as_there_is_room() -> None:
 
 def test_nothing_shared_leaves_the_tails_as_they_are() -> None:
     problem = tree_problem([[(name, 2)] for name in "abc"])
-    for batch in (None, batch_of(problem)[1]):
-        expected, _ = problem.solve(reference.relay_attention, output_dtype=torch.float64)
-        out = solve(problem, batch, is_fixed=True)
-        assert (out.double() - expected).abs().max() < 0.02
+    expected, _ = problem.solve(reference.relay_attention, output_dtype=torch.float64)
+    out = solve(problem, batch_of(problem)[1], is_fixed=True)
+    assert (out.double() - expected).abs().max() < 0.02
 
 
 def test_a_step_that_does_not_fit_is_refused() -> None:

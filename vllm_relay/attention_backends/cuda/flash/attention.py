@@ -114,8 +114,8 @@ class NodeBuffers:
         self.tail_lens = int32(limits.max_requests)
         self.tail_table = int32(limits.max_requests, max_blocks)
 
-    def upload(self, batch: NodeBatch | None, num_tokens: int) -> None:
-        """Take over a batch; None shares nothing. Nothing waits for the copy.
+    def upload(self, batch: NodeBatch, num_tokens: int) -> None:
+        """Take over a batch. Nothing waits for the copy.
 
         Args:
             num_tokens: of the step, with those behind the batch's that pad it.
@@ -123,14 +123,13 @@ class NodeBuffers:
         states = self._parts["states"].start
         host = np.zeros(states + num_tokens * self.limits.max_states, np.int32)
         host[states:] = -1
-        if batch is not None:
-            parts = {name: host[part] for name, part in self._parts.items()}
-            parts["entries"][: batch.entries.size] = batch.entries.ravel()
-            parts["row_starts"].fill(batch.row_starts[-1])
-            parts["row_starts"][: len(batch.row_starts)] = batch.row_starts
-            parts["rows"][: len(batch.rows)] = batch.rows
-            parts["shared_tokens"][: len(batch.shared_tokens)] = batch.shared_tokens
-            parts["states"][: batch.states.size] = batch.states.ravel()
+        parts = {name: host[part] for name, part in self._parts.items()}
+        parts["entries"][: batch.entries.size] = batch.entries.ravel()
+        parts["row_starts"].fill(batch.row_starts[-1])
+        parts["row_starts"][: len(batch.row_starts)] = batch.row_starts
+        parts["rows"][: len(batch.rows)] = batch.rows
+        parts["shared_tokens"][: len(batch.shared_tokens)] = batch.shared_tokens
+        parts["states"][: batch.states.size] = batch.states.ravel()
         there = upload(host, self._uploaded.device)
         self._uploaded[: len(host)].copy_(there, non_blocking=True)
 
