@@ -25,6 +25,7 @@ ROOMS = {
         "bench_shared_phase",
         "bench_threads",
         "bench_random_batches",
+        "bench_rollouts",
         "bench_planning",
         "bench_error",
         "bench_end_to_end",

@@ -8,6 +8,8 @@ bench_random_batches.py    whether relay is ever slower
 bench_planning.py          finding out who shares what
 bench_error.py             distances from results in float64
 bench_end_to_end.py        decode steps of vLLM
+bench_rollouts.py          many samples of one prompt, a real model
+rollout_engine_main.py     the process of such an engine
 batches.py                 requests of a step, without keys and values
 contenders.py              both operations on the same keys and values
 plots.py                   speed-up by batch size

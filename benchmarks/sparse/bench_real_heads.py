@@ -23,6 +23,10 @@ every layer; Quest's pages have 16 tokens, InfLLM's blocks 128 and 4 representat
 embedding), the wave index about 16 keys a cluster, and estimates all clusters that it does not
 read. Query heads of a group share what rivals read.
 
+"not ruled out" is the share of pages of adjacent far keys whose bound (Quest's, or that of a ball)
+lets a query head of the group find a key of this weight in them: what a first pass over bounds
+leaves to read of the codes.
+
 The default was chosen on the first table's texts, and the other tables are of other files. The
 tasks are made after RULER, short enough in form for this model: "score" is the share of expected
 strings in the greedy answer, each of whose tokens attends by the selection. Counts, not times.
@@ -40,6 +44,7 @@ import torch
 from benchmarks.sparse.real_heads import ruler
 from benchmarks.sparse.real_heads.errors import LEAST_ERROR, Errors, Summary, at_bytes
 from benchmarks.sparse.real_heads.model import Context, Read, RealModel
+from benchmarks.sparse.real_heads.page_bounds import PageBounds
 from benchmarks.sparse.real_heads.selections import (
     DEFAULT_ALPHA,
     InfLLM,
@@ -198,15 +203,18 @@ def measure_passages(options: Namespace, result: Result, model: RealModel) -> No
         ]
 
     chosen_on = texts("choosing", {"English": options.choose_on, "code": options.choose_on})
-    found = compare(model, chosen_on, RANGES, options.output_tokens)
-    result.add_table(
-        f"Texts on which the default was chosen: {len(chosen_on)} passages",
-        [summary_row(name, Summary.of([e for _, e in each])) for name, each in found.items()],
-    )
+    if chosen_on:
+        found = compare(model, chosen_on, RANGES, options.output_tokens)
+        result.add_table(
+            f"Texts on which the default was chosen: {len(chosen_on)} passages",
+            [summary_row(name, Summary.of([e for _, e in each])) for name, each in found.items()],
+        )
 
     reported = texts("reporting", {"English": options.english, "code": options.code})
     selections = list(dict.fromkeys([*RANGES, *(s for each in RIVALS.values() for s in each)]))
-    found = compare(model, reported, selections, options.output_tokens)
+    pages = PageBounds((OLD_DEFAULT.alpha, OURS.alpha), (8, 16, 64))
+    found = compare(model, reported, [*selections, pages], options.output_tokens)
+    del found[pages.name]
     summaries = {name: Summary.of([e for _, e in each]) for name, each in found.items()}
     lengths = [len(passage.token_ids) for passage in reported]
     where = f"{len(lengths)} passages of {min(lengths):,} to {max(lengths):,} tokens"
@@ -216,13 +224,31 @@ def measure_passages(options: Namespace, result: Result, model: RealModel) -> No
     )
     rows = same_bytes_rows(summaries)
     result.add_table(f"Errors at the bytes of {OURS.name}", rows)
-    add_goals(result, summaries, rows)
+    if options.stretch == 1:
+        add_goals(result, summaries, rows)
     by_kind = [
         summary_row(f"{name}: {kind}", Summary.of([e for k, e in found[name] if k == kind]))
         for name in (OURS.name, OLD_DEFAULT.name)
-        for kind in ("English", "code")
+        for kind in dict.fromkeys(passage.kind for passage in reported)
     ]
     result.add_table("English and code", by_kind)
+    result.add_table("Pages of adjacent keys that bounds rule out", pages.rows())
+
+
+def measure_dense(options: Namespace, result: Result, model: RealModel) -> None:
+    """How dense attention predicts one end of a text behind more and more of what is before it."""
+    longest, end_tokens = max(options.dense_tokens), options.output_tokens
+    kind, token_ids = passages(
+        model.tokenizer, "English", "reporting", [longest + end_tokens]
+    )[0]  # fmt: skip
+    end = token_ids[-end_tokens:]
+    rows: list[Row] = []
+    for num_tokens in options.dense_tokens:
+        before = token_ids[longest - num_tokens : longest]
+        logprobs, _ = model.logprobs_behind(model.context(before[:-1]), before[-1:], end, None)
+        rows.append({"tokens before": num_tokens, "log-probability": logprobs.mean().item()})
+        print(f"# {kind}, {num_tokens:,} tokens before {end_tokens}", flush=True)
+    result.add_table("Dense attention: the same end of a text behind more and more of it", rows)
 
 
 def measure_tasks(options: Namespace, result: Result, model: RealModel) -> None:
@@ -249,6 +275,10 @@ def main() -> None:
     parser.add_argument("--task-tokens", type=int, nargs="*", default=[2048, 4096, 7680],
                         metavar="TOKENS", help="lengths (%(default)s)")  # fmt: skip
     parser.add_argument("--task-seeds", type=int, default=2, help="of each length (%(default)s)")
+    parser.add_argument("--stretch", type=float, default=1, metavar="TIMES",
+                        help="positions that it was trained on, by YaRN (%(default)s)")  # fmt: skip
+    parser.add_argument("--dense-tokens", type=int, nargs="*", default=[], metavar="TOKENS",
+                        help="before an end that dense attention predicts; none")  # fmt: skip
     parser.add_argument("--questions", type=int, default=5,
                         help="of a haystack, at most (%(default)s)")  # fmt: skip
     options = parser.parse_args()
@@ -256,9 +286,12 @@ def main() -> None:
     if options.smoke:
         options.choose_on, options.english, options.code = [450], [450], [450]
         options.output_tokens, options.task_tokens, options.task_seeds = 4, [600], 1
+        options.dense_tokens = [300, 600]
         options.questions = 1
     torch.set_num_threads(options.threads)
-    model = RealModel.load(smollm2_folder())
+    model = RealModel.load(smollm2_folder(), options.stretch)
+    if options.dense_tokens:
+        measure_dense(options, result, model)
     if options.english or options.code:
         measure_passages(options, result, model)
     if options.task_tokens:

@@ -108,12 +108,25 @@ def head_of(
     )
 
 
-def load_model(folder: Path) -> Any:
-    """A causal language model in float32 from a folder; nothing is downloaded."""
-    from transformers import AutoModelForCausalLM
+def load_model(folder: Path, stretch: float = 1) -> Any:
+    """A causal language model in float32 from a folder; nothing is downloaded.
 
+    Args:
+        stretch: for how many times the positions that it was trained on; YaRN (Peng et al.,
+            2309.00071) interpolates them where it is more than 1.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if stretch > 1:
+        trained = config.max_position_embeddings
+        config.rope_parameters = {
+            **config.rope_parameters, "rope_type": "yarn", "factor": float(stretch),
+            "original_max_position_embeddings": trained,
+        }  # fmt: skip
+        config.max_position_embeddings = int(stretch * trained)
     return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True
+        folder, config=config, dtype=torch.float32, local_files_only=True
     ).eval()
 
 

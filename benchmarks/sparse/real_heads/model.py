@@ -133,11 +133,12 @@ class RealModel:
         self._read: list[Read] = []
 
     @classmethod
-    def load(cls, folder: Path) -> RealModel:
+    def load(cls, folder: Path, stretch: float = 1) -> RealModel:
+        """stretch: for how many times the positions that it was trained on."""
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        return cls(load_model(folder), tokenizer)
+        return cls(load_model(folder, stretch), tokenizer)
 
     def context(self, token_ids: Sequence[int]) -> Context:
         from transformers import DynamicCache
