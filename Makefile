@@ -14,7 +14,7 @@ TEST_ENVIRONMENT = PYTHONDONTWRITEBYTECODE= $(if $(VLLM),PYTHONPATH=$(abspath $(
 CPP_FILES = $$(find csrc benchmarks tests -name '*.cpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test host-tests upstream-tests sanitize bench bench-smoke lint format clean
+.PHONY: help setup demo test host-tests aarch64-tests upstream-tests sanitize bench bench-smoke lint format clean
 
 help:  ## list the targets
 	@echo "usage: make TARGET [ARGS='...'] [VENV=.venv] [PYTHON=python3]"
@@ -37,6 +37,12 @@ host-tests:  ## Ray Data, Spark (needs Java) and Daft ask a server, in an enviro
 	test -x $(VENV)-hosts/bin/python || $(PYTHON) -m venv $(VENV)-hosts
 	$(VENV)-hosts/bin/python -m pip install --quiet -r tests/tables/hosts/requirements.txt
 	PYTHONPATH=$(CURDIR) $(VENV)-hosts/bin/python -m pytest --noconftest -m hosts tests/tables/hosts $(ARGS)
+
+aarch64-tests: setup  ## kernels of aarch64 CPUs, cross-compiled and run by qemu (Debian packages)
+	(command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64-static) > /dev/null || \
+	  { apt-get update -qq && apt-get install -y -qq g++-aarch64-linux-gnu qemu-user-static; }
+	CXX=aarch64-linux-gnu-g++ $(BIN)/python setup.py build_ext --build-lib build/aarch64
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m aarch64 tests/attention_backends/aarch64 $(ARGS)
 
 upstream-tests: setup  ## vLLM's own tests of its schedulers, with relay's in their place
 ifdef VLLM

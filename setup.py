@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import shlex
 import shutil
 import subprocess
@@ -33,7 +32,7 @@ CSRC = ROOT / "csrc"
 
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
 SSE42 = ["-msse4.2", "-mpclmul"]
-# in the order in which processors came to have them
+# of each architecture, in the order in which processors came to have them
 INSTRUCTION_SETS = {
     "sse42": SSE42,
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
@@ -42,6 +41,18 @@ INSTRUCTION_SETS = {
     "avx512_vpclmulqdq": [*AVX512, *SSE42, "-mvpclmulqdq"],
     "avx512_bf16": [*AVX512, "-mavx512bf16"],
     "amx_bf16": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+    "neon": [],
+    "neon_bf16": ["-march=armv8.2-a+bf16"],
+}
+
+
+def architecture(instruction_set: str) -> str:
+    return "aarch64" if instruction_set.startswith("neon") else "x86_64"
+
+
+INTRINSICS = {
+    "x86_64": "#include <immintrin.h>\n",
+    "aarch64": "#include <arm_neon.h>\n",
 }
 # gcc's schedulers move tile loads away from their products, and the tiles are spilled
 TUNING = {"amx_bf16": ["-fno-schedule-insns", "-fno-schedule-insns2"]}
@@ -74,8 +85,10 @@ class Toolchain:
                 "Install g++ >= 12 or clang >= 14, or name another compiler in CXX."
             )
         self.openmp_compile, self.openmp_link = self._openmp()
+        machine = self._run(["-dumpmachine"]).stdout.partition("-")[0]
+        self.architecture = "aarch64" if machine == "arm64" else machine
         self.known = {
-            name: self.accepts(flags, "#include <immintrin.h>\n")
+            name: self.accepts(flags, INTRINSICS[architecture(name)])
             for name, flags in INSTRUCTION_SETS.items()
         }
 
@@ -201,6 +214,8 @@ def plan_units(sources: list[Path], toolchain: Toolchain, folder: Path) -> list[
     units = []
     for source in sources:
         name = instruction_set(source)
+        if name is not None and architecture(name) != toolchain.architecture:
+            continue
         if name is not None and not toolchain.known[name]:
             print(f"  left out  {source}: {toolchain.version} does not know {name}", flush=True)
             continue
@@ -257,7 +272,7 @@ def write_compile_commands(units: list[Unit]) -> None:
 class BuildExtension(build_ext):
     def build_extension(self, ext: Extension) -> None:
         toolchain = Toolchain()
-        folder = Path("build", f"csrc-{sysconfig.get_config_var('SOABI')}-{platform.machine()}")
+        folder = Path("build", f"csrc-{sysconfig.get_config_var('SOABI')}-{toolchain.architecture}")
         units = plan_units([Path(source) for source in ext.sources], toolchain, folder)
         library = folder / "_C.so"
         members = folder / "members"

@@ -190,6 +190,8 @@ nb::dict cpu_features() {
   result["avx512"] = features.avx512;
   result["avx512_bf16"] = features.avx512_bf16;
   result["amx_bf16"] = features.amx_bf16;
+  result["neon"] = features.neon;
+  result["neon_bf16"] = features.neon_bf16;
   result["sse42"] = features.sse42;
   result["avx512_vpclmulqdq"] = features.avx512_vpclmulqdq;
   return result;

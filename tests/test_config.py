@@ -56,9 +56,8 @@ def test_strings_of_the_command_line_are_converted() -> None:
         (
             {"kernel": "fast"},
             "additional_config.relay.kernel: given 'fast', expected 'auto', 'amx_bf16', "
-            "'avx512_bf16', 'avx512', 'avx2', 'portable' or 'avx512_bf16_rounded', or leave it out "
-            "for "
-            '"auto"',
+            "'avx512_bf16', 'avx512', 'avx2', 'neon_bf16', 'neon', 'portable' or "
+            "'avx512_bf16_rounded', or leave it out for \"auto\"",
         ),
         (
             {"eviction": "LRU"},

@@ -16,7 +16,15 @@ BLOCK_SIZE_MULTIPLE_TOKENS = 32
 CUDA_BLOCK_SIZE_MULTIPLE_TOKENS = 16
 DTYPES = ("float32", "float16", "bfloat16")
 KernelChoice = Literal[
-    "auto", "amx_bf16", "avx512_bf16", "avx512", "avx2", "portable", "avx512_bf16_rounded"
+    "auto",
+    "amx_bf16",
+    "avx512_bf16",
+    "avx512",
+    "avx2",
+    "neon_bf16",
+    "neon",
+    "portable",
+    "avx512_bf16_rounded",
 ]
 KERNELS: tuple[str, ...] = get_args(KernelChoice)[1:]
 """In the order in which "auto" prefers them; it never takes those after the portable one."""

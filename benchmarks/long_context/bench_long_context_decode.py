@@ -53,7 +53,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "alpha 0.01, nothing estimated": {"alpha": 0.01, "estimate_unread": False},
 }
 QUESTION_TOKENS, GOAL_QUESTION_TOKENS = [1, 64, 500, 2000], 500
-DECODE_GOALS = (4.0, 8.0)
+DECODE_GOALS = (9.0, 15.0)
 COMPUTE_GOALS, COPY_GOALS = (50.0, 200.0), (10.0, 20.0)
 QUESTION_GOALS = (0.8, 1.0)
 LONGEST_STEP_GOALS = (0.2, 0.05)

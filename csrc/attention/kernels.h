@@ -20,6 +20,12 @@
 #ifndef RELAY_HAVE_AMX_BF16
 #define RELAY_HAVE_AMX_BF16 0
 #endif
+#ifndef RELAY_HAVE_NEON
+#define RELAY_HAVE_NEON 0
+#endif
+#ifndef RELAY_HAVE_NEON_BF16
+#define RELAY_HAVE_NEON_BF16 0
+#endif
 
 namespace relay {
 
@@ -42,6 +48,10 @@ void attention_portable(const Problem&, const Plan&);
 void attention_portable(const Problem&, const Unpacked&);
 void attention_avx2(const Problem&, const Plan&);
 void attention_avx2(const Problem&, const Unpacked&);
+void attention_neon(const Problem&, const Plan&);
+void attention_neon(const Problem&, const Unpacked&);
+void attention_neon_bf16(const Problem&, const Plan&);
+void attention_neon_bf16(const Problem&, const Unpacked&);
 void attention_avx512(const Problem&, const Plan&);
 void attention_avx512(const Problem&, const Unpacked&);
 void attention_avx512_bf16(const Problem&, const Plan&);

@@ -7,16 +7,10 @@
 // does not depend on the rows and columns beside it.
 #pragma once
 
-#include "vec16.h"
+#include "bf16_products.h"
 
 namespace relay {
 namespace {
-
-#if defined(__AVX512BF16__)
-constexpr bool kBFloat16Products = true;
-#else
-constexpr bool kBFloat16Products = false;
-#endif
 
 // What query rows and weights are stored as: bf16 where the machine multiplies bf16, else float.
 template <class T>
@@ -24,7 +18,7 @@ struct OperandOf {
   using type = float;
   static constexpr int kWeightParts = 1;
 };
-#if defined(__AVX512BF16__)
+#if RELAY_BF16_PRODUCTS
 template <>
 struct OperandOf<BFloat16> {
   using type = BFloat16;
@@ -39,16 +33,6 @@ struct OperandOf<BFloat16> {
 #endif
 template <class T>
 using Operand = typename OperandOf<T>::type;
-
-enum class Pair { kBoth, kFirstOnly, kSecondOnly };  // which tokens of a line are real
-
-#if defined(__AVX512BF16__)
-RELAY_INLINE __m512bh broadcast_pair(const BFloat16* p) {
-  int pair;
-  std::memcpy(&pair, p, sizeof pair);
-  return (__m512bh)_mm512_set1_epi32(pair);
-}
-#endif
 
 struct NoPrefetch {
   template <int Lines>
@@ -81,29 +65,23 @@ RELAY_INLINE void multiply(const T* const (&lines)[Columns], int steps, const Op
 #pragma GCC unroll 8
         for (int c = 0; c < Columns; ++c) acc[r][c] = fma16(line[c], x, acc[r][c]);
       }
-    } else if constexpr (kBFloat16Products) {
-#if defined(__AVX512BF16__)
-      const __m512i keep = _mm512_set1_epi32(pair == Pair::kBoth        ? -1
-                                             : pair == Pair::kFirstOnly ? 0xffff
-                                                                        : int(0xffff0000u));
-      __m512bh line[Columns];
+#if RELAY_BF16_PRODUCTS
+    } else {
+      Pairs16 line[Columns];
 #pragma GCC unroll 8
-      for (int c = 0; c < Columns; ++c) {
-        __m512i bits = _mm512_loadu_si512(lines[c] + s * kLine);
-        if (pair != Pair::kBoth) bits = _mm512_and_si512(bits, keep);
-        line[c] = (__m512bh)bits;
-      }
+      for (int c = 0; c < Columns; ++c) line[c] = load_line16(lines[c] + s * kLine, pair);
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 2
         for (int part = 0; part < Parts; ++part) {
-          const __m512bh x =
-              broadcast_pair(operand + r * row_stride + part * part_stride + s * kStep);
+          const Pairs16 x =
+              broadcast_pair16(operand + r * row_stride + part * part_stride + s * kStep);
 #pragma GCC unroll 8
-          for (int c = 0; c < Columns; ++c) acc[r][c] = _mm512_dpbf16_ps(acc[r][c], line[c], x);
+          for (int c = 0; c < Columns; ++c) acc[r][c] = add_products16(acc[r][c], line[c], x);
         }
       }
-#endif
+    }
+#else
     } else {
       Vec16 even[Columns], odd[Columns];
 #pragma GCC unroll 8
@@ -122,6 +100,7 @@ RELAY_INLINE void multiply(const T* const (&lines)[Columns], int steps, const Op
         }
       }
     }
+#endif
   }
 }
 

@@ -17,6 +17,8 @@ namespace {
 constexpr int kMaxRows = 6, kColumns = 4;  // 24 accumulators, 4 lines, operands
 #elif defined(__AVX2__)
 constexpr int kMaxRows = 4, kColumns = 1;  // 8 accumulators, 4 halves of a line, an operand
+#elif defined(RELAY_NEON)
+constexpr int kMaxRows = 6, kColumns = 1;  // 24 accumulators, 4 quarters of a line, an operand
 #else
 constexpr int kMaxRows = 2, kColumns = 2;
 #endif

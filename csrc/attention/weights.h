@@ -62,15 +62,11 @@ RELAY_INLINE Vec16 store_weights(float* weights, int64_t /*part_stride*/, Vec16 
   store16(weights, w);
   return w;
 }
-#if defined(__AVX512BF16__)
+#if RELAY_BF16_PRODUCTS
 RELAY_INLINE Vec16 store_weights(BFloat16* weights, [[maybe_unused]] int64_t part_stride, Vec16 w) {
-  const __m256bh high = _mm512_cvtneps_pbh(w);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights), (__m256i)high);
-  const __m512 rounded =
-      _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)high), 16));
-  if constexpr (OperandOf<BFloat16>::kWeightParts == 1) return rounded;
-  const __m256bh low = _mm512_cvtneps_pbh(_mm512_sub_ps(w, rounded));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + part_stride), (__m256i)low);
+  const Vec16 high = store_rounded16(weights, w);
+  if constexpr (OperandOf<BFloat16>::kWeightParts == 1) return high;
+  store_rounded16(weights + part_stride, w - high);
   return w;
 }
 #endif

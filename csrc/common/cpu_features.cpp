@@ -9,8 +9,29 @@
 #endif
 #endif
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
 namespace relay {
 namespace {
+
+#if defined(__aarch64__)
+bool multiplies_bf16() {
+#if defined(__linux__)
+  constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16
+  return getauxval(AT_HWCAP2) & kBf16;
+#elif defined(__APPLE__)
+  int present = 0;
+  size_t size = sizeof present;
+  return sysctlbyname("hw.optional.arm.FEAT_BF16", &present, &size, nullptr, 0) == 0 && present;
+#else
+  return false;
+#endif
+}
+#endif
 
 #if defined(__x86_64__)
 bool operating_system_saves(unsigned state_mask) {
@@ -51,6 +72,9 @@ CpuFeatures detect() {
   const unsigned amx = (1u << 22) | (1u << 24);  // AMX-BF16, AMX-TILE
   features.amx_bf16 = features.avx512_bf16 && (edx7 & amx) == amx &&
                       operating_system_saves(kTileState) && tile_registers_permitted();
+#elif defined(__aarch64__)
+  features.neon = true;
+  features.neon_bf16 = multiplies_bf16();
 #endif
   return features;
 }

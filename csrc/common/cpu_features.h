@@ -11,6 +11,8 @@ struct CpuFeatures {
   bool amx_bf16 = false;     // tile registers, bf16 products, and permission to use them
   bool sse42 = false;        // with PCLMULQDQ
   bool avx512_vpclmulqdq = false;  // with both of the above
+  bool neon = false;               // every aarch64 CPU
+  bool neon_bf16 = false;          // bfdot
 };
 
 // Asked once; asking for AMX also requests the process's permission to use tile registers.

@@ -50,5 +50,7 @@ KERNEL_COSTS = {
     "avx512": KernelCost(6, stream_ns=16.0, tile_ns=1.5, row_ns=2.2, start_tokens=8),
     "amx_bf16_emulated": KernelCost(32, stream_ns=30.0, tile_ns=13.0, row_ns=0.05, start_tokens=16),
     "avx2": KernelCost(4, stream_ns=16.0, tile_ns=4.0, row_ns=4.0, start_tokens=8),
+    "neon_bf16": KernelCost(6, stream_ns=16.0, tile_ns=1.5, row_ns=4.0, start_tokens=8),
+    "neon": KernelCost(6, stream_ns=16.0, tile_ns=3.0, row_ns=5.0, start_tokens=8),
     "portable": KernelCost(2, stream_ns=16.0, tile_ns=8.0, row_ns=10.0, start_tokens=4),
 }
