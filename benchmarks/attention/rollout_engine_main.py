@@ -15,7 +15,7 @@ from vllm_relay.demo.engine_process import serve
 def sample(llm: LLM, prompt: list[int], num_samples: int, output_tokens: int) -> float:
     """Seconds for all samples of a prompt, the prompt's own computation with them."""
     sampling = SamplingParams(
-        n=num_samples, temperature=1, max_tokens=output_tokens, ignore_eos=True, seed=0
+        n=num_samples, temperature=1, max_tokens=output_tokens, ignore_eos=True
     )
     begin_s = time.perf_counter()
     (request,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
