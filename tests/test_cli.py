@@ -23,12 +23,15 @@ def test_version() -> None:
     assert result.output.strip() == version("vllm-relay")
 
 
-def test_help_names_every_command() -> None:
-    result = runner.invoke(app, ["--help"])
-    assert result.exit_code == 0
-    assert "demo" in result.output
-    assert "doctor" in result.output
-    assert "contexts" in result.output
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help_says_what_there_is(arguments: list[str]) -> None:
+    output = runner.invoke(app, arguments).output
+    commands = [*(command.callback.__name__ for command in app.registered_commands),
+                *(group.name for group in app.registered_groups)]  # fmt: skip
+    assert [name for name in commands if name not in output] == []
+    assert "│ Commands" not in output and "─ Commands" not in output, "each is in a group"
+    for option in ("--attention-backend relay", "relay.scheduler true", "relay_sparse"):
+        assert option in output
 
 
 def test_console_script_is_this_app() -> None:

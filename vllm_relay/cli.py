@@ -18,17 +18,33 @@ N = TypeVar("N", int, float)
 _NOT_WITH_LONG = ["model", "num_system_prompts", "system_prompt_tokens", "rounds"]
 _NOT_WITH_TABLES = [*_NOT_WITH_LONG, "output_tokens", "document_tokens"]
 
-app = typer.Typer(
-    help="Shared-prefix attention for vLLM.", no_args_is_help=True, add_completion=False
-)
+_HELP = """Serve language models to requests that share text: a plug-in for vLLM.
+
+\b
+Shared prefixes read once a step:
+    vllm serve MODEL --attention-backend relay
+Requests in the order of their prefixes, and a cache that knows the queue:
+    ... --additional-config.relay.scheduler true
+Long contexts, stored and searched:
+    vllm serve MODEL --attention-backend relay_sparse
+Parts of prompts computed once, used anywhere:
+    the same, and a schema sent to /relay/schemas; vllm-relay modules checks it
+A question about every row of a table, in the order that costs least:
+    vllm-relay sql TABLE.csv --model MODEL
+One address for many replicas, each asked what it knows:
+    serve run vllm_relay.cluster.ray.serve:app model=MODEL
+"""
+_SEE, _USE = "See whether it pays", "Use it"
+
+app = typer.Typer(help=_HELP, no_args_is_help=True, rich_markup_mode="rich")
 
 contexts_app = typer.Typer(
     help="Stored contexts: list, show, verify, delete.", no_args_is_help=True
 )
-app.add_typer(contexts_app, name="contexts")
+app.add_typer(contexts_app, name="contexts", rich_help_panel=_USE)
 
 modules_app = typer.Typer(help="Prompt modules: check a schema.", no_args_is_help=True)
-app.add_typer(modules_app, name="modules")
+app.add_typer(modules_app, name="modules", rich_help_panel=_USE)
 
 
 def _contexts_path(given: str) -> Path:
@@ -65,7 +81,7 @@ def main(
 ) -> None: ...
 
 
-@app.command()
+@app.command(rich_help_panel=_SEE)
 def demo(
     context: typer.Context,
     model: Annotated[
@@ -196,7 +212,7 @@ def demo(
     raise typer.Exit(status)
 
 
-@app.command()
+@app.command(rich_help_panel=_SEE)
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
@@ -214,7 +230,7 @@ def doctor(
     raise typer.Exit(0 if report.can_run else 1)
 
 
-@app.command()
+@app.command(rich_help_panel=_SEE)
 def predict(
     path: Annotated[
         Path,
@@ -343,7 +359,7 @@ def predict(
     raise typer.Exit(status)
 
 
-@app.command()
+@app.command(rich_help_panel=_SEE)
 def tune(
     num_heads: Annotated[int, typer.Option("--heads", min=1, help="Query heads of one GPU.")] = 32,
     num_kv_heads: Annotated[
@@ -387,7 +403,7 @@ def tune(
     raise typer.Exit(status)
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
+@app.command(context_settings={"ignore_unknown_options": True}, rich_help_panel=_SEE)
 def calibrate(
     engine: Annotated[
         str,
@@ -424,7 +440,7 @@ def calibrate(
     )
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
+@app.command(context_settings={"ignore_unknown_options": True}, rich_help_panel=_USE)
 def sql(
     files: Annotated[
         list[str] | None,
