@@ -14,7 +14,7 @@ TEST_ENVIRONMENT = PYTHONDONTWRITEBYTECODE= $(if $(VLLM),PYTHONPATH=$(abspath $(
 CPP_FILES = $$(find csrc benchmarks tests -name '*.cpp' -o -name '*.h')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test host-tests aarch64-tests upstream-tests sanitize bench bench-smoke lint format clean
+.PHONY: help setup demo test host-tests aarch64-tests upstream-tests sanitize docs bench bench-smoke lint format clean
 
 help:  ## list the targets
 	@echo "usage: make TARGET [ARGS='...'] [VENV=.venv] [PYTHON=python3]"
@@ -52,6 +52,13 @@ endif
 
 sanitize: setup  ## a random workload of the C++ index under address, undefined and thread sanitizers
 	$(BIN)/python scripts/sanitize.py $(ARGS)
+
+docs: $(VENV)-docs  ## the pages of docs/ as a site, in build/site; links are checked
+	$(VENV)-docs/bin/mkdocs build --strict --quiet
+
+$(VENV)-docs:
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet mkdocs-material
 
 bench:  ## every benchmark; writes docs/benchmarks.md
 	@$(BOOTSTRAP) --extra dev

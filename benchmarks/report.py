@@ -17,6 +17,10 @@ Json = dict[str, Any]
 INTRODUCTION = """\
 # Benchmarks
 
+```
+make bench
+```
+
 Written by `python -m benchmarks.run_all` (`make bench`) from the JSON files in `docs/benchmarks/`,
 never by hand. The rival of relay attention is vLLM's own `CPU_ATTN` on the same queries, keys and
 values, with the instruction set that vLLM chooses here and its own packing of the cache; the
