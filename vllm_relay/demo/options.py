@@ -60,14 +60,19 @@ class DemoOptions:
         if self.json_path is not None:
             self.json_path.write_text(json.dumps(numbers, indent=2) + "\n")
 
-    def conclude(self, problems: Sequence[str], success: str | None = None) -> int:
-        """Print the problems, or `success` if there are none, and return the exit status."""
+    def conclude(self, problems: Sequence[str], success: str | None, *, next_step: str) -> int:
+        """Print the problems, or `success` and what to do next if there are none.
+
+        Returns:
+            The exit status.
+        """
         for problem in problems:
             self._print_problem(problem)
         if problems:
             return 1
         if success is not None:
             self.console.print(success, style="green", highlight=False)
+        self.console.print(f"Next: {next_step}", markup=False, highlight=False, soft_wrap=True)
         return 0
 
     def _print_problem(self, problem: str) -> None:

@@ -84,6 +84,8 @@ def run_demo(
         comparison.problems(),
         f"Relay generated in {comparison.relay.generation_s:.2f} s what took stock vLLM "
         f"{comparison.stock.generation_s:.2f} s: {comparison.speedup:.2f} times as fast.",
+        next_step="vllm-relay predict prompts.jsonl --model MODEL, for what prompts of yours gain; "
+        "vllm serve MODEL --attention-backend relay, to serve them",
     )
 
 

@@ -91,6 +91,7 @@ def test_a_wrong_answer_is_a_failure(
     assert status == (1 if wrong else 0)
     assert text.count("2 of 80 answers are wrong") == len(wrong)
     assert ("2.00 times as fast" in text) == (not wrong)
+    assert text.rstrip().splitlines()[-1].startswith("Next: vllm-relay sql") == (not wrong)
     assert numbers["num_rows"] == 40 and numbers["llm_map"]["computed_tokens"] == 120
 
 

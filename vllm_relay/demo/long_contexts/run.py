@@ -62,6 +62,8 @@ def run_long_demo(
         f"While it generates, a request holds {sparse.decode_kv_bytes / dense.decode_kv_bytes:.1%} "
         "of the KV memory on the device with relay_sparse, and from the third token on a token "
         f"takes {sparse.token_s / dense.token_s:.2f} times as long as with relay.",
+        next_step="vllm serve MODEL --attention-backend relay_sparse "
+        "--additional-config.relay.context_dir FOLDER",
     )
 
 

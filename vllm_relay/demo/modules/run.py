@@ -74,7 +74,9 @@ def run_modules_demo(options: DemoOptions, *, num_questions: int, output_tokens:
             f"{name}: {wrong} of {report.questions} answers are wrong"
             for name, report in zip(_NAMES, reports, strict=True)
             if (wrong := report.questions - report.answers_right)
-        ]
+        ],
+        None,
+        next_step="vllm-relay modules check SCHEMA.xml, for a schema of yours",
     )
 
 

@@ -94,6 +94,7 @@ def run_tables_demo(options: DemoOptions, *, num_rows: int, num_replicas: int | 
         ],
         f"llm_map took {ours.seconds:.2f} s for what took {rows.seconds:.2f} s row by row: "
         f"{rows.seconds / ours.seconds:.2f} times as fast.",
+        next_step="vllm-relay sql TABLE.csv --model MODEL, for a table of yours",
     )
 
 
