@@ -109,7 +109,7 @@ def placeholders_of(text: str) -> list[str]:
     """The names that a question's text refers to, each once.
 
     Raises:
-        ValueError: a brace opens or closes nothing.
+        ValueError: a brace opens or closes nothing, or a name is empty.
     """
     names, end = [], 0
     for found in BRACES.finditer(text):
@@ -117,6 +117,11 @@ def placeholders_of(text: str) -> list[str]:
         names.append(found[1])
         end = found.end()
     _check_no_brace(text, end, len(text))
+    if "" in names:
+        raise ValueError(
+            f"text of question {text!r} names [''], expected names of fields in its braces: "
+            f"a field is written {{name}}, and braces that are text {{{{ and }}}}"
+        )
     return list(dict.fromkeys(name for name in names if name is not None))
 
 

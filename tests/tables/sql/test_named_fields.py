@@ -59,3 +59,13 @@ def test_names_that_are_no_column_are_refused_with_those_there_are(runner: FakeR
         with pytest.raises(SqlError, match=r"line 1, column 8: .*'\{' without its '\}'"):
             sql.sql(f"SELECT llm('Is {{id good?'{fields}) FROM birds")
     assert not runner.asked
+
+
+@pytest.mark.parametrize("function", ["llm", "llm_agg"])
+@pytest.mark.parametrize("fields", ["", ", id", ", {id}", ", *"])
+def test_braces_without_a_name_are_refused(runner: FakeRunner, function: str, fields: str) -> None:
+    sql = Connection(runner._connection, runner)
+    expected = r"line 1, column 8: .*'Is \{\} good\?' names \[''\], .*\{name\}.*\{\{"
+    with pytest.raises(SqlError, match=expected):
+        sql.sql(f"SELECT {function}('Is {{}} good?'{fields}) FROM birds")
+    assert not runner.asked

@@ -135,16 +135,16 @@ def _arguments(node: exp.Anonymous) -> tuple[str, exp.Expr, list[exp.Expr]]:
             f"quotes: it is the same for every row; what differs by row belongs to the fields, as "
             f"in {USAGE}",
         )
-    fields = positional[1] if len(positional) == 2 else _named_fields(node, text)
-    return text, fields, named
-
-
-def _named_fields(call: exp.Anonymous, text: str) -> exp.Struct:
-    """The columns that a question names in braces: ``{title}``, ``{t.title}`` or any other name."""
     try:
         names = placeholders_of(text)
     except ValueError as error:
-        raise error_at(call, str(error)) from None
+        raise error_at(node, str(error)) from None
+    fields = positional[1] if len(positional) == 2 else _named_fields(node, names)
+    return text, fields, named
+
+
+def _named_fields(call: exp.Anonymous, names: list[str]) -> exp.Struct:
+    """The columns that a question names in braces: ``{title}``, ``{t.title}`` or any other name."""
     if not names:
         raise error_at(
             call,
