@@ -48,7 +48,7 @@ MODULES = [
     "vllm_relay.tables",
     "vllm_relay.tables.engines.ray_actors.starting",
     "vllm_relay.tables.engines.server.engine",
-    "vllm_relay.tables.jobs.job_runner",
+    "vllm_relay.tables.jobs.asking",
     "vllm_relay.vllm_changes.contract.table",
     "vllm_relay.wiring",
 ]

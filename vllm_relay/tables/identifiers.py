@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-ANSWER, ERROR = "relay_answer", "relay_error"
-"""Columns of what a job makes, beside its fields."""
-
 
 def quoted(name: str) -> str:
     """A name as DuckDB reads it whatever it holds."""

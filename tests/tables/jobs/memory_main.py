@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job on a table of any size, with little memory for DuckDB.
+"""A statement about a table of any size, with little memory for DuckDB.
 
 Usage: python -m tests.tables.jobs.memory_main NUM_ROWS BUCKET_ROWS FOLDER
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import duckdb
 
 from tests.tables.fake_engine import FakeEngine
-from tests.tables.jobs.job_cases import runner
+from vllm_relay.tables import JobOptions, connect
 from vllm_relay.tables.engines.base import (
     Completion,
     Completions,
@@ -51,17 +51,22 @@ def main(num_rows: str, bucket_rows: str, folder: str) -> None:
         "CREATE TABLE t AS SELECT i AS id, md5((i % 1000)::VARCHAR) AS kind, "
         f"repeat(md5(i::VARCHAR), 8) AS review FROM range({num_rows}) AS numbers(i)"
     )
-    engine = InstantEngine(cache=BlockCache(16))
-    job = runner(
-        connection, engine, Path(folder, "answers"), order="fixed", bucket_rows=int(bucket_rows)
+    options = JobOptions(
+        order="fixed",
+        bucket_rows=int(bucket_rows),
+        checkpoint=Path(folder, "answers"),
+        show_progress=False,
     )
-    question = Question("What?", ("id", "kind", "review"))
-    job.answer("FROM t", question, "out")
-    estimated = job.estimate("FROM t", question)
+    asking = "SELECT id, llm('What?', {id, kind, review}) AS answer FROM t"
+    with connect(
+        connection, engine=InstantEngine(cache=BlockCache(16)), options=options
+    ) as database:
+        result = database.sql(f"CREATE TABLE out AS {asking}")
+        [estimated] = database.explain(asking).calls
     found = {
-        "num_prompts": job.report.num_prompts,
-        "num_known": estimated.num_known,
-        "num_answers": connection.execute("SELECT count(relay_answer) FROM out").fetchone(),
+        "num_prompts": result.report.num_prompts,
+        "num_known": estimated.estimate.num_known,
+        "num_answers": connection.execute("SELECT count(answer) FROM out").fetchone(),
         "peak_bytes": peak_bytes(),
     }
     print(json.dumps(found))

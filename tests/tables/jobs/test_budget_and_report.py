@@ -18,10 +18,10 @@ from tests.tables.fake_engine import FakeEngine, Fields, RefusedPrompt
 from tests.tables.jobs.job_cases import (
     NUMBERS,
     NUMBERS_SQL,
+    QueryJobs,
     answered,
     numbers_table,
     runner,
-    temporary_tables,
 )
 from vllm_relay.tables.engines.base import (
     Completions,
@@ -31,7 +31,6 @@ from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.jobs.asking import ask
 from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.job_plan import JobPlan
-from vllm_relay.tables.jobs.job_runner import JobRunner
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.jobs.token_budget import TokenBudgetError
 from vllm_relay.tables.ordering.cached_tokens import BlockCache, cached_tokens
@@ -42,7 +41,7 @@ from vllm_relay.tables.question import Question
 TOKENIZER = byte_tokenizer()
 
 
-def spent(job: JobRunner) -> int:
+def spent(job: QueryJobs) -> int:
     return job.report.prompt_tokens + job.report.output_tokens
 
 
@@ -60,7 +59,6 @@ def test_the_budget_is_never_exceeded_and_used_as_far_as_it_goes(
     assert spent(job) <= max_total_tokens
     longest = max((len(each.token_ids) for each in engine.prompts), default=80)
     assert spent(job) > max_total_tokens - longest - NUMBERS.max_tokens - 5
-    assert not temporary_tables(connection)
     # another job of the same budget gets nothing either
     with pytest.raises(TokenBudgetError):
         job.answer(NUMBERS_SQL, NUMBERS, "out")
@@ -179,7 +177,6 @@ def test_an_estimate_says_what_the_run_takes(order: str, num_blocks: int | None)
     estimate = job.estimate(NUMBERS_SQL, NUMBERS)
     assert not engine.prompts
     assert job.report.num_rows == 0
-    assert not temporary_tables(connection)
     job.answer(NUMBERS_SQL, NUMBERS, "out")
     report = job.report
     assert estimate.num_rows == report.num_rows == 450

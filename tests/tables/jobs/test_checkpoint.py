@@ -158,7 +158,7 @@ def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "answers"
     connection = numbers_table(3000)
     job = runner(connection, FakeEngine(), path)
-    job._asker._checkpoint._db.execute("PRAGMA max_page_count = 20")
+    job.asker._checkpoint._db.execute("PRAGMA max_page_count = 20")
     with pytest.raises(CheckpointError, match=f"{path}.*full"):
         job.answer(NUMBERS_SQL, NUMBERS, "out")
     job.close()

@@ -14,14 +14,7 @@ import pytest
 
 from tests.tables.byte_tokenizer import byte_tokenizer
 from tests.tables.fake_engine import FakeEngine, Fields, RefusedPrompt, echo
-from tests.tables.jobs.job_cases import (
-    NUMBERS,
-    NUMBERS_SQL,
-    answered,
-    numbers_table,
-    runner,
-    temporary_tables,
-)
+from tests.tables.jobs.job_cases import NUMBERS, NUMBERS_SQL, answered, numbers_table, runner
 from vllm_relay.tables.engines.base import (
     Completion,
     Completions,
@@ -170,7 +163,6 @@ def test_an_engine_that_is_interrupted_keeps_answers(error: type[BaseException])
     job = runner(connection, engine, bucket_rows=100, max_total_tokens=1_000_000)
     with pytest.raises(error):
         job.answer(NUMBERS_SQL, NUMBERS, "out")
-    assert not temporary_tables(connection)
     assert engine.num_aborted == 2 * engine.max_running
     num_answered = 20 * engine.max_running
     engine.prompts.clear()
@@ -178,7 +170,6 @@ def test_an_engine_that_is_interrupted_keeps_answers(error: type[BaseException])
     assert len(engine.prompts) == 500 - num_answered
     assert job.report.num_known == num_answered
     assert len(answered(connection)) == 500
-    assert temporary_tables(connection) == ["out"]
 
 
 def test_planning_that_is_interrupted_aborts_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +186,6 @@ def test_planning_that_is_interrupted_aborts_the_engine(monkeypatch: pytest.Monk
         patch.setattr(JobPlan, "steps", interrupted)
         with pytest.raises(KeyboardInterrupt):
             job.answer(NUMBERS_SQL, NUMBERS, "out")
-    assert not temporary_tables(connection)
     assert engine.num_aborted > 0
     job.answer(NUMBERS_SQL, NUMBERS, "out")
     assert len(answered(connection)) == 500
@@ -210,7 +200,6 @@ def test_an_engine_that_forgets_prompts_is_an_error() -> None:
     connection = numbers_table(10)
     with pytest.raises(EngineError, match="1 prompts without a completion"):
         runner(connection, Forgetful()).answer(NUMBERS_SQL, NUMBERS, "out")
-    assert not temporary_tables(connection)
 
 
 def test_a_runner_may_be_used_in_another_thread(tmp_path: Path) -> None:

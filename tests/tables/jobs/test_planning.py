@@ -172,7 +172,7 @@ class Forgetting(FakeEngine):
             yield Completion(prompt.number, "yes", num_output_tokens=1)
 
 
-def test_memory_does_not_grow_with_the_table() -> None:
+def test_beside_the_table_memory_does_not_grow_with_it() -> None:
     def peak_bytes(num_rows: int) -> int:
         connection = numbers_table(num_rows)
         connection.execute("UPDATE t SET kind = repeat(md5(id::VARCHAR), 10)")

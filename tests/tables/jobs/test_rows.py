@@ -16,14 +16,7 @@ from hypothesis import strategies as st
 from tests.support.depth import cases
 from tests.tables.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
 from tests.tables.fake_engine import FakeEngine
-from tests.tables.jobs.job_cases import (
-    NUMBERS,
-    NUMBERS_SQL,
-    answered,
-    numbers_table,
-    runner,
-    temporary_tables,
-)
+from tests.tables.jobs.job_cases import NUMBERS, NUMBERS_SQL, answered, numbers_table, runner
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.question import Question
 
@@ -267,31 +260,6 @@ def test_different_values_with_the_same_json_are_asked_together() -> None:
     runner(connection, engine).answer("FROM t", Question("What?", ("a", "b")), "out")
     assert [json.loads(row[2])["a"] for row in answered(connection)] == ["null", "null", "1"]
     assert len(engine.prompts) == 2
-
-
-@pytest.mark.parametrize("name", ["relay_answer", "Relay_Error"])
-def test_a_field_with_the_name_of_a_result_is_refused_before_anything_is_asked(name: str) -> None:
-    connection = duckdb.connect()
-    engine = FakeEngine()
-    with pytest.raises(ValueError, match="other names"):
-        runner(connection, engine).answer(f"SELECT 1 AS {name}", Question("What?", (name,)), "out")
-    assert not engine.prompts
-    assert not temporary_tables(connection)
-
-
-def test_a_target_that_is_there_is_refused_before_anything_is_asked() -> None:
-    connection = numbers_table(2)
-    connection.execute("CREATE TEMP TABLE out AS SELECT 1")
-    engine = FakeEngine()
-    with pytest.raises(ValueError, match="there is such a temporary table"):
-        runner(connection, engine).answer(NUMBERS_SQL, NUMBERS, "Out")
-    assert not engine.prompts
-
-
-def test_other_columns_than_the_fields_are_refused() -> None:
-    connection = numbers_table(2)
-    with pytest.raises(ValueError, match="expected the fields of the question"):
-        runner(connection, FakeEngine()).answer("SELECT kind FROM t", NUMBERS, "out")
 
 
 def test_an_empty_table_has_no_answers() -> None:

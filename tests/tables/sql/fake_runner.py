@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job runner that answers by a function of the fields, and its answers in plain DuckDB."""
+"""A job runner that answers by a function of the fields."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 
 import duckdb
 
-from vllm_relay.tables.identifiers import ANSWER, ERROR, quoted
+from vllm_relay.tables.jobs.answers import Answer
 from vllm_relay.tables.jobs.estimates.estimate import Estimate, JobReport
 from vllm_relay.tables.question import Question
+from vllm_relay.tables.sql.jobs import Counts, typed_rows
+from vllm_relay.tables.sql.text.call_sites import Site
 
 Fields = dict[str, Any]
 
@@ -39,7 +41,6 @@ class FakeRunner:
     """
     Attributes:
         asked: question and fields of each row that was asked, once each.
-        sources: the rows of each source, in order.
     """
 
     def __init__(
@@ -49,10 +50,9 @@ class FakeRunner:
     ) -> None:
         self._connection = connection
         self._answer_of = answer_of
-        self._known: dict[tuple[Question, tuple[Any, ...]], tuple[Any, str | None]] = {}
+        self._known: dict[tuple[Question, tuple[Any, ...]], Answer] = {}
         self.asked: list[tuple[Question, Fields]] = []
-        self.sources: list[tuple[Question, list[tuple[Any, ...]]]] = []
-        self.estimated: list[tuple[Question, list[tuple[Any, ...]]]] = []
+        self.estimated: list[tuple[Question, list[Fields]]] = []
         self.report = JobReport()
 
     def rows_asked(self, text: str) -> list[Fields]:
@@ -62,59 +62,45 @@ class FakeRunner:
     def answers(self, text: str) -> list[tuple[Fields, Any]]:
         """Fields and answers of the questions with this text."""
         return [
-            (fields, self._known[question, tuple(map(repr, fields.values()))][0])
+            (fields, self._known[question, tuple(map(repr, fields.values()))].value)
             for question, fields in self.asked
             if question.text == text
         ]
 
-    def answer(self, source: str, question: Question, target: str) -> None:
-        described = self._connection.execute(f"DESCRIBE {source}").fetchall()
-        assert [row[0] for row in described] == list(question.fields)
-        shown = ", ".join(f"to_json({quoted(name)})" for name in question.fields)
-        rows = self._connection.execute(
-            f"SELECT DISTINCT ON ({shown}) * FROM ({source})"
-        ).fetchall()
-        self.sources.append((question, rows))
-        answers = [self._answer(question, row) for row in rows]
-        columns = ", ".join(f'"{row[0]}" {row[1]}' for row in described)
-        self._connection.execute(
-            f"CREATE TEMP TABLE {target} ({columns}, {ANSWER} {question.output.sql_type}, "
-            f"{ERROR} VARCHAR)"
-        )
-        marks = ", ".join("?" * (len(described) + 2))
-        lines = [[*row, *answer] for row, answer in zip(rows, answers, strict=True)]
-        if lines:
-            self._connection.executemany(f"INSERT INTO {target} VALUES ({marks})", lines)
+    def answer(self, site: Site, counts: Counts) -> list[Answer]:
+        rows = typed_rows(self._connection, site.question.fields, list(counts))
         self.report.num_rows += len(rows)
+        return [self._answer(site.question, row) for row in rows]
 
-    def answer_groups(self, source: str, question: Question, target: str) -> None:
-        self.answer(source, question, target)
-
-    def estimate_groups(self, source: str, question: Question) -> Estimate:
-        return self.estimate(source, question)
-
-    def _answer(self, question: Question, row: tuple[Any, ...]) -> tuple[Any, str | None]:
-        key = (question, tuple(map(repr, row)))
+    def _answer(self, question: Question, fields: Fields) -> Answer:
+        key = (question, tuple(map(repr, fields.values())))
         if key not in self._known:
-            fields = dict(zip(question.fields, row, strict=True))
             self.asked.append((question, fields))
             try:
-                self._known[key] = (self._answer_of(question, fields), None)
+                self._known[key] = Answer(self._answer_of(question, fields))
             except RowError as error:
-                self._known[key] = (None, str(error))
+                self._known[key] = Answer(error=str(error))
         return self._known[key]
 
-    def tokens_per_prompt(self, source: str, question: Question) -> float:
-        estimate = self.estimate(source, question)
+    def tokens_per_prompt(self, site: Site, counts: Counts) -> float:
+        estimate = self.estimate(site, counts)
         num_asked = estimate.num_prompts - estimate.num_known
         return (estimate.prompt_tokens + estimate.output_tokens) / max(num_asked, 1)
 
-    def estimate(self, source: str, question: Question) -> Estimate:
-        rows = self._connection.execute(source).fetchall()
-        self.estimated.append((question, rows))
-        prompts = {tuple(map(repr, row)) for row in rows}
-        known = sum((question, prompt) in self._known for prompt in prompts)
+    def estimate(self, site: Site, counts: Counts) -> Estimate:
+        rows = typed_rows(self._connection, site.question.fields, list(counts))
+        self.estimated.append((site.question, rows))
+        prompts = {tuple(map(repr, row.values())) for row in rows}
+        known = sum((site.question, prompt) in self._known for prompt in prompts)
         tokens = 10 * (len(prompts) - known)
         return Estimate(
-            len(rows), len(prompts), known, tokens, tokens // 2, tokens // 5, "auto", 1.0, True
+            num_rows=sum(counts.values()),
+            num_prompts=len(prompts),
+            num_known=known,
+            prompt_tokens=tokens,
+            cached_tokens=tokens // 2,
+            output_tokens=tokens // 5,
+            order="auto",
+            seconds=1.0,
+            tokens_are_exact=True,
         )

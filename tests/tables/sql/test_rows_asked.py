@@ -12,7 +12,8 @@ TENTH = "llm('tenth', {n}, return := 'bool')"
 
 def by_number(question, fields):
     divisor = {"even": 2, "tenth": 10, "hundredth": 100}[question.text]
-    return fields["n"] % divisor == 0
+    value = fields["n"] % divisor == 0
+    return value if question.output.type == "bool" else str(value)
 
 
 def asked(connection, text, answer_of=None):

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A question asked of every distinct row of a table, to its end whatever happens on the way.
 
-asking.py            `ask` a table in memory; `Asker` asks about any rows
-job_runner.py        the same of a DuckDB query                                    (DuckDB)
-rows/                the distinct rows, and their answers                  (Arrow, DuckDB)
+asking.py            `ask` once, `Asker` again and again
+rows.py              the distinct rows, and their answers                          (Arrow)
 job_plan.py, job_run.py   what becomes of each row of a bucket; runs the prompts
 prompts/             rows become prompts                                           (numpy)
 answers.py, answer_length.py   what completions say, and how long they may be

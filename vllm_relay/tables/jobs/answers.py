@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import pyarrow as pa
 
@@ -47,17 +46,6 @@ def answer_table(answers: Sequence[Answer], output: Output) -> pa.Table:
             "is_cut": pa.array([each.is_cut for each in answers], pa.bool_()),
         }
     )
-
-
-class Answers(Protocol):
-    """Where a job's answers go."""
-
-    def add(self, numbers: list[int], answer: Answer) -> None:
-        """
-        Args:
-            numbers: of the rows with this answer.
-        """
-        ...
 
 
 def error_answer(error: str) -> Answer:

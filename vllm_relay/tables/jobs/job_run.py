@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import replace
 
 from vllm_relay.tables.engines.base import Completion, Engine, EngineError, Prompt
-from vllm_relay.tables.jobs.answers import Answer, Answers, error_answer, read_answer
+from vllm_relay.tables.jobs.answers import Answer, error_answer, read_answer
 from vllm_relay.tables.jobs.checkpoint import Checkpoint
 from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.job_plan import (
@@ -23,6 +23,7 @@ from vllm_relay.tables.jobs.job_plan import (
     Step,
 )
 from vllm_relay.tables.jobs.progress import JobProgress
+from vllm_relay.tables.jobs.rows import Rows
 from vllm_relay.tables.jobs.token_budget import TokenBudget, TokenBudgetError
 from vllm_relay.tables.outputs import well_formed
 
@@ -35,7 +36,7 @@ class JobRun:
     Args:
         plan: of its prompts.
         engine: that answers them.
-        answers: that are there after it.
+        rows: that are asked about, and have the answers after it.
         checkpoint: where answers go at once.
         budget: of tokens, of this job and others.
         report: to which this job is added.
@@ -45,7 +46,7 @@ class JobRun:
         self,
         plan: JobPlan,
         engine: Engine,
-        answers: Answers,
+        rows: Rows,
         checkpoint: Checkpoint,
         budget: TokenBudget,
         report: JobReport,
@@ -53,7 +54,7 @@ class JobRun:
         self._plan = plan
         self._question = plan.question
         self._engine = engine
-        self._answers = answers
+        self._rows = rows
         self._checkpoint = checkpoint
         self._budget = budget
         self._report = report
@@ -228,7 +229,7 @@ class JobRun:
         self._num_answered += len(numbers)
         self._report.num_errors += num_rows * (answer.error is not None)
         self._report.num_cut += num_rows * answer.is_cut
-        self._answers.add(numbers, answer)
+        self._rows.add(numbers, answer)
 
     def _reserved(self, asked: AskedRows) -> int:
         return len(asked.planned.token_ids) + self._max_answer_tokens

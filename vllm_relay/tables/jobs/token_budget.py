@@ -16,7 +16,7 @@ class TokenBudgetError(RuntimeError):
 
     Attributes:
         reason, limit: as given.
-        answers: of all rows of a table in memory, see `ask`; None for rows of DuckDB.
+        answers: of all rows of a table, see `ask`; None elsewhere.
     """
 
     def __init__(self, reason: str, advice: str, limit: str) -> None:
@@ -24,6 +24,11 @@ class TokenBudgetError(RuntimeError):
         self.reason = reason
         self.limit = limit
         self.answers: pa.Table | None = None
+
+    @property
+    def of_unasked(self) -> str:
+        """The error of a row that was not asked about."""
+        return f"not asked: {self.limit}"
 
 
 class TokenBudget:

@@ -10,7 +10,7 @@ text/           where things are in the text of a statement, and that text with 
 rewrites/       small changes of the text after which fewer rows are asked about
 replay/         functions and their answers, runs of a statement, limits, samples  (DuckDB)
 copied_files.py, created_tables.py, errors.py   what is wrong with a statement
-jobs.py, runner.py, groups.py, explain.py   what answers: jobs, or an estimate
+jobs.py, explain.py   what answers: jobs, or an estimate
 connection.py, result.py, temporary_tables.py   connect()
 """
 

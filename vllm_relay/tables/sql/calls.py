@@ -11,7 +11,6 @@ from typing import Any
 
 from sqlglot import exp
 
-from vllm_relay.tables.identifiers import ANSWER, ERROR
 from vllm_relay.tables.images.fields import image_fields
 from vllm_relay.tables.images.store import ImageStore
 from vllm_relay.tables.outputs import Output
@@ -200,12 +199,6 @@ def _fields(
     seen: dict[str, str] = {}
     for field in fields:
         key = field.name.lower()
-        if key in (ANSWER, ERROR):
-            raise error_at(
-                call,
-                f"a field is named {field.name!r}, which is the name of a column of the answers: "
-                f"give it another one, as in {{its_{key}: {key}}}",
-            )
         if key in seen:
             raise error_at(
                 call,

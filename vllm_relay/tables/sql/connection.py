@@ -20,8 +20,7 @@ from vllm_relay.tables.images.store import ImageStore
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.sql.errors import SqlError
 from vllm_relay.tables.sql.explain import Explanation
-from vllm_relay.tables.sql.groups import GroupRunner
-from vllm_relay.tables.sql.jobs import JobAsker
+from vllm_relay.tables.sql.jobs import JobRunner, Runner, StatementJobs
 from vllm_relay.tables.sql.replay.answers import Answers
 from vllm_relay.tables.sql.replay.estimates import estimates
 from vllm_relay.tables.sql.replay.functions import Functions
@@ -33,9 +32,7 @@ from vllm_relay.tables.sql.rewrites.error_columns import add_error_columns
 from vllm_relay.tables.sql.rewrites.group_filters import filter_groups
 from vllm_relay.tables.sql.rewrites.lazy import look_up_late
 from vllm_relay.tables.sql.rewrites.volatile import refuse, settle
-from vllm_relay.tables.sql.runner import Runner
 from vllm_relay.tables.sql.temporary_tables import TemporaryTables
-from vllm_relay.tables.sql.text.call_sites import Site
 from vllm_relay.tables.sql.text.edited import Edited
 from vllm_relay.tables.tracing import of_report, span
 
@@ -75,7 +72,7 @@ def connect(
         opened = engine_of(engine, on_close, replicas)
         options = options or JobOptions()
         stoppable = StoppableEngine(lambda: opened)
-        runner = GroupRunner(connection, stoppable, options)
+        runner = JobRunner(stoppable, options)
         on_close.callback(runner.close)
         images = ImageStore(None if image_folder is None else Path(image_folder))
         on_close.callback(images.close)
@@ -242,7 +239,7 @@ class Connection:
         tables = self._new_tables()
         edited = self._edited(given)
         kind = kind_of(edited)
-        answers = Answers(connection, tables, edited.sites, edited.site_order)
+        answers = Answers(edited.sites, edited.site_order)
         self._functions.answers = answers
         if not check(connection, edited, kind):
             return Explanation([], given.body.strip(), [edited.text().strip()])
@@ -256,16 +253,13 @@ class Connection:
         connection = self.duckdb_connection
         tables = self._new_tables()
         before = replace(self._runner.report)
-        asker = JobAsker(connection, self._runner, self._on_error == "raise")
-
-        def ask(source: str, site: Site, target: str) -> None:
-            asker.answer(source, site, target)
-
+        jobs = StatementJobs(connection, self._runner, self._on_error == "raise")
         edited = self._edited(given)
         kind = kind_of(edited)
-        answers = Answers(connection, tables, edited.sites, edited.site_order)
+        answers = Answers(edited.sites, edited.site_order)
         self._functions.answers = answers
-        passes = Passes(connection, tables, edited, answers, ask, asker.cost_per_prompt)
+        cost = self._runner.tokens_per_prompt
+        passes = Passes(connection, tables, edited, answers, jobs.answer, cost)
         if not check(connection, edited, kind) or kind == "bound":
             relation = connection.sql(edited.text())
             return None if relation is None else Result(relation)
@@ -295,8 +289,8 @@ class Connection:
             self._left_over.append(tables)
             raise
         report = self._runner.report.since(before)
-        num_lost = 0 if asker.num_answered else asker.num_failed
-        result = Result(relation, asker.errors, report, num_lost)
+        num_lost = 0 if jobs.num_answered else jobs.num_failed
+        result = Result(relation, jobs.errors, report, num_lost)
         if kind == "query" or edited.structure.word(0) == "SUMMARIZE":
             weakref.finalize(result, self._left_over.append, tables)
         else:

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from vllm_relay.tables.identifiers import literal, quoted
 from vllm_relay.tables.jobs.estimates.estimate import Estimate
-from vllm_relay.tables.outputs import Output
+from vllm_relay.tables.outputs import AnswerValue, Output
 from vllm_relay.tables.structs.types import ColumnType, Enum, ListOf, StructOf
 
 
@@ -88,36 +91,34 @@ def _indented(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
 
 
-def stand_in(output: Output, fields: str) -> str:
-    """An expression of some answer, another one for other fields where that is possible."""
-    number = f"hash({fields})"
+def stand_in(output: Output, key: Sequence[str | None]) -> AnswerValue:
+    """Some answer, another one for other fields where that is possible."""
+    digest = hashlib.blake2b(repr(key).encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    number = int.from_bytes(digest, "big")
     if output.choices:
-        listed = ", ".join(map(literal, output.choices))
-        return f"[{listed}][1 + ({number} % {len(output.choices)})::BIGINT]"
+        return output.choices[number % len(output.choices)]
     if output.struct is not None:
-        return f"to_json({_struct_stand_in(output.struct.type, number)})"
-    return {
-        "text": f"{number}::VARCHAR",
-        "int": f"({number} % 10)::BIGINT",
-        "float": f"({number} % 10)::DOUBLE",
-        "bool": f"({number} % 2 = 0)",
-        "json": f"('{{\"number\": ' || {number}::VARCHAR || '}}')::JSON",
-    }[output.type]
+        return json.dumps(_part_of_struct(output.struct.type, number))
+    values: dict[str, AnswerValue] = {
+        "text": str(number),
+        "int": number % 10,
+        "float": float(number % 10),
+        "bool": number % 2 == 0,
+        "json": json.dumps({"number": number}),
+    }
+    return values[output.type]
 
 
-def _struct_stand_in(type: ColumnType, number: str) -> str:
+def _part_of_struct(type: ColumnType, number: int) -> Any:
     if isinstance(type, StructOf):
-        fields = (
-            f"{quoted(each.name)}: {_struct_stand_in(each.type, number)}"
-            for each in type.properties
-        )
-        return f"{{{', '.join(fields)}}}"
+        return {each.name: _part_of_struct(each.type, number) for each in type.properties}
     if isinstance(type, ListOf):
-        return f"[{_struct_stand_in(type.element, number)}]"
+        return [_part_of_struct(type.element, number)]
     if isinstance(type, Enum):
-        return f"{literal(type.texts[0])}::{type.sql}"
-    return {
-        "VARCHAR": f"{number}::VARCHAR",
-        "BOOLEAN": f"({number} % 2 = 0)",
-        "DATE": f"(DATE '2000-01-01' + ({number} % 10)::INTEGER)",
-    }.get(type.sql, f"({number} % 10)::{type.sql}")
+        return type.texts[0]
+    values = {
+        "VARCHAR": str(number),
+        "BOOLEAN": number % 2 == 0,
+        "DATE": f"2000-01-{1 + number % 10:02}",
+    }
+    return values.get(type.sql, number % 10)

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import duckdb
 
-from vllm_relay.tables.identifiers import ANSWER, ERROR, quoted
-from vllm_relay.tables.jobs.estimates.estimate import Estimate
+from vllm_relay.tables.jobs.answers import Answer
 from vllm_relay.tables.sql.explain import CallEstimate, Explanation, stand_in
+from vllm_relay.tables.sql.jobs import Counts, Runner
 from vllm_relay.tables.sql.replay.aggregates import aggregate_names
-from vllm_relay.tables.sql.replay.answers import Answers, Key
+from vllm_relay.tables.sql.replay.answers import Answers
 from vllm_relay.tables.sql.replay.limits import limited
 from vllm_relay.tables.sql.replay.passes import Passes
 from vllm_relay.tables.sql.replay.samples import MIN_SAMPLED_ROWS, SAMPLE_ROWS
@@ -20,7 +20,6 @@ from vllm_relay.tables.sql.replay.statement import Kind, query_of
 from vllm_relay.tables.sql.rewrites.anchors import add_anchors
 from vllm_relay.tables.sql.rewrites.choices import look_at_choices
 from vllm_relay.tables.sql.rewrites.volatile import settle
-from vllm_relay.tables.sql.runner import Runner
 from vllm_relay.tables.sql.temporary_tables import TemporaryTables
 from vllm_relay.tables.sql.text.call_sites import Call, Site
 from vllm_relay.tables.sql.text.conditions import conjuncts
@@ -58,13 +57,8 @@ def estimates(
                         edited.replace_clause(select, part, text)
                         text = ""
 
-    def ask(source: str, site: Site, target: str) -> None:
-        names = ", ".join(quoted(name) for name in site.question.fields)
-        connection.execute(
-            f"CREATE TEMP TABLE {target} AS SELECT *, "
-            f"{stand_in(site.question.output, names)} AS {ANSWER}, NULL::VARCHAR AS {ERROR} "
-            f"FROM (SELECT DISTINCT * FROM ({source}))"
-        )
+    def ask(site: Site, counts: Counts) -> list[Answer]:
+        return [Answer(stand_in(site.question.output, key)) for key in counts]
 
     whole = query_of(edited) if kind == "of query" else None
     answers.counts_looks = True
@@ -74,10 +68,7 @@ def estimates(
     else:
         passes.table_of(lambda: edited.text(None if whole is None else whole.range))
     answers.counts_looks = False
-    calls = [
-        _estimated(edited, answers, runner, tables, site, answers.asked[site.number])
-        for site in edited.sites
-    ]
+    calls = [_estimated(edited, runner, site, answers.asked[site.number]) for site in edited.sites]
     steps = [f"stage: {shown.strip()}"]
     for condition in edited.conditions.values():
         asking = [part for part in conjuncts(condition) if part.asks]
@@ -99,14 +90,7 @@ def estimates(
     )
 
 
-def _estimated(
-    edited: Edited,
-    answers: Answers,
-    runner: Runner,
-    tables: TemporaryTables,
-    site: Site,
-    counts: dict[Key, int],
-) -> CallEstimate | None:
+def _estimated(edited: Edited, runner: Runner, site: Site, counts: Counts) -> CallEstimate | None:
     if not counts:
         return None
     places = [call for call in edited.calls if call.site.number == site.number]
@@ -115,21 +99,7 @@ def _estimated(
         call.range[0] < other.range[0] < call.range[1] for call in places for other in edited.calls
     )
     is_bound = any(_is_in(edited, call.range[0]) for call in earlier)
-    found: list[Estimate] = []
-    for group in answers.by_types(counts):
-        source, table = answers.source(site.number, group)
-        estimate_of = runner.estimate_groups if site.is_aggregate else runner.estimate
-        found.append(estimate_of(source, site.question))
-        tables.drop(table)
-    estimate = found[0]
-    for other in found[1:]:
-        estimate = replace(
-            estimate,
-            num_rows=estimate.num_rows + other.num_rows,
-            num_prompts=estimate.num_prompts + other.num_prompts,
-            prompt_tokens=estimate.prompt_tokens + other.prompt_tokens,
-            output_tokens=estimate.output_tokens + other.output_tokens,
-        )
+    estimate = runner.estimate(site, counts)
     if reads or _reads_answers(edited, places, earlier):
         estimate = replace(estimate, tokens_are_exact=False)
     return CallEstimate(site.text, estimate, is_bound)

@@ -13,6 +13,7 @@ import pyarrow as pa
 from vllm_relay.tables.images.columns import DUCKDB_TYPES, referring
 from vllm_relay.tables.images.fields import ImageKind
 from vllm_relay.tables.images.store import ImageStore
+from vllm_relay.tables.jobs.answers import Answer
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.sql.replay.answers import Answers
 
@@ -56,7 +57,7 @@ class Functions:
         # Python's side knows the old names for good
         self._prefix = f"relay_{next(_numbers)}_"
         for name, (sql_type, arrow_type) in _TYPES.items():
-            self._make(name, sql_type, arrow_type, lambda value: value[0], True)
+            self._make(name, sql_type, arrow_type, lambda answer: answer.value, True)
         for kind, parameter in DUCKDB_TYPES.items():
             self._connection.create_function(
                 f"{self._prefix}image_{kind}",
@@ -65,7 +66,7 @@ class Functions:
                 "VARCHAR",
                 **_OPTIONS,
             )
-        self._make("error", "VARCHAR", pa.string(), lambda value: value[1], False)
+        self._make("error", "VARCHAR", pa.string(), lambda answer: answer.error, False)
         self._make("missing", "BIGINT", pa.int64(), None, False)
 
     def _make(
@@ -73,7 +74,7 @@ class Functions:
         name: str,
         sql_type: str,
         arrow_type: pa.DataType,
-        value_of: Callable[[tuple[Any, Any]], Any] | None,
+        value_of: Callable[[Answer], Any] | None,
         counts: bool,
     ) -> None:
         def function(sites: pa.Array, keys: pa.Array, anchors: pa.Array) -> pa.Array:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vllm_relay.tables.question import Question
-from vllm_relay.tables.sql.replay.answers import Answers, Ask, Key
+from vllm_relay.tables.sql.jobs import Counts
+from vllm_relay.tables.sql.replay.answers import Answers, Ask
 from vllm_relay.tables.sql.temporary_tables import TemporaryTables
+from vllm_relay.tables.sql.text.call_sites import Site
 from vllm_relay.tables.sql.text.conditions import Condition, conjuncts
 from vllm_relay.tables.sql.text.edited import Edited
 from vllm_relay.tables.sql.text.structure import Select
@@ -17,7 +18,7 @@ SAMPLE_ROWS = 32
 # with fewer, the sample would be much of the work
 MIN_SAMPLED_ROWS = 4 * SAMPLE_ROWS
 
-Cost = Callable[[str, Question], float]
+Cost = Callable[[Site, Counts], float]
 
 
 def order_conditions(
@@ -65,13 +66,9 @@ def order_conditions(
         tokens[id(part)] = 0.0
         for call in calls[id(part)]:
             index = every.index(call)
-            given: dict[Key, int] = {}
-            for row in rows:
-                given[tuple(row[index])] = 1
+            given: Counts = dict.fromkeys((tuple(row[index]) for row in rows), 1)
             site = call.site.number
-            source, made = answers.source(site, answers.by_types(given)[0])
-            per_prompt = cost_per_prompt(source, call.site.question)
-            tables.drop(made)
+            per_prompt = cost_per_prompt(call.site, given)
             new = {key: 1 for key in given if not answers.is_known(site, key)}
             answers.ask(site, new, ask)
             num_prompts = tables.value(f"SELECT count(DISTINCT k{index}) FROM {table}")
