@@ -15,7 +15,7 @@ from tests.support.waiting import WAIT_S
 from tests.tables.recording_engine import RecordingEngine
 from vllm_relay.tables import JobOptions, connect, llm_map_async
 from vllm_relay.tables.engines.base import Completions, Prompt
-from vllm_relay.tables.engines.stoppable import JobStoppedError, StoppableEngine
+from vllm_relay.tables.engines.lazy import JobStoppedError, StoppableEngine
 from vllm_relay.tables.question import Question
 
 NUM_ROWS = 60

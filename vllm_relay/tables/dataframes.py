@@ -17,8 +17,7 @@ import pyarrow.compute as pc
 
 from vllm_relay.tables.answer_types import AnswerType, answer_type
 from vllm_relay.tables.caller_tables import CallerTable, arrow_columns, caller_table
-from vllm_relay.tables.engines.lazy import engine_of
-from vllm_relay.tables.engines.stoppable import StoppableEngine, in_thread
+from vllm_relay.tables.engines.lazy import StoppableEngine, engine_of, in_thread
 from vllm_relay.tables.identifiers import json_text
 from vllm_relay.tables.images.fields import image_fields
 from vllm_relay.tables.images.store import ImageStore

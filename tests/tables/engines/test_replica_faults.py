@@ -25,7 +25,7 @@ from tests.tables.engines.replica_faults import (
     prompts,
     without_ray,
 )
-from vllm_relay.tables.engines.base import Completions, EngineError, Prompt, generate_scored
+from vllm_relay.tables.engines.base import Completions, EngineError, Prompt
 from vllm_relay.tables.engines.ray_actors.engine import RayEngine
 from vllm_relay.tables.engines.replicas import ReplicaEngine
 from vllm_relay.tables.question import Question
@@ -93,7 +93,7 @@ def test_scores_come_through(in_threads: None) -> None:
     actor = ThreadActor(engines.pop, exceptions, random.Random(0))
     engines.append(RayEngine(actor, actor.facts, None, "an actor", WAIT_S))
     with closing(ReplicaEngine(engines)) as engine:
-        found = list(generate_scored(engine, prompts(60, random.Random(0)), QUESTION))
+        found = list(engine.generate_scored(prompts(60, random.Random(0)), QUESTION))
         check(found, 60)
         assert all(each.first_logprobs == {"yes": -float(each.number)} for each in found)
         plain = list(engine.generate(prompts(60, random.Random(0)), QUESTION))

@@ -7,8 +7,7 @@ server/              a server with OpenAI's API                                 
 replicas.py          several of these as one
 ray_actors/          vLLM in several processes, on any machine                      (Ray)
 reasoning.py         what is thought before an answer
-lazy.py, opening.py  an engine from a name, opened when it is needed
+opening.py, lazy.py  an engine from a name, opened when it is needed; jobs that can be stopped
 addresses.py         addresses of servers, and which are the same server
 step_times.py        what prompts take whose steps are known
-stoppable.py         an engine whose jobs end when another thread says so
 """

@@ -143,15 +143,12 @@ class Engine(Protocol):
         ...
 
 
-def generate(engine: Engine, prompts: Iterable[Prompt], question: Question) -> Completions:
-    """`Engine.generate`."""
-    return engine.generate(prompts, question)
-
-
-def generate_scored(engine: Engine, prompts: Iterable[Prompt], question: Question) -> Completions:
-    """`generate` with `Completion.first_logprobs`, where the engine has them."""
-    method: Callable[..., Completions] = getattr(engine, "generate_scored", engine.generate)
-    return method(prompts, question)
+def generate(
+    engine: Engine, prompts: Iterable[Prompt], question: Question, *, is_scored: bool = False
+) -> Completions:
+    """`Engine.generate`, or with `Completion.first_logprobs` where the engine has them."""
+    scored: Callable[..., Completions] = getattr(engine, "generate_scored", engine.generate)
+    return (scored if is_scored else engine.generate)(prompts, question)
 
 
 def modules_refusal(engine: Engine) -> str | None:

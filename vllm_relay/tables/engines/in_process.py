@@ -89,11 +89,9 @@ class InProcessEngine:
         return model_identity(self.llm.llm_engine.vllm_config)
 
     def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
-        """See `Engine`."""
         return self._run(prompts, self._params(question), self._read(question), question)
 
     def generate_scored(self, prompts: Iterable[Prompt], question: Question) -> Completions:
-        """See `Engine`."""
         params, read = self._params(question), self._read(question)
         params.logprobs = NUM_LOGPROBS
 

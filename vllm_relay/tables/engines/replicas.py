@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from contextvars import copy_context
+from functools import partial
 from itertools import islice
 from queue import SimpleQueue
 from threading import Condition, Thread
@@ -27,7 +28,6 @@ from vllm_relay.tables.engines.base import (
     Prompt,
     PromptShape,
     generate,
-    generate_scored,
     images_refusal,
 )
 from vllm_relay.tables.jobs.prompts.format import text_pieces
@@ -99,6 +99,9 @@ class ReplicaEngine:
         self.reasons = getattr(engines[0], "reasons", False)
         self.model_name: str = getattr(engines[0], "model_name", "")
         self.images_refusal = images_refusal(engines[0])
+        # the smallest: no prompt is known to more than one
+        caches = [each.cache for each in engines if each.cache is not None]
+        self.cache = min(caches, key=lambda each: each.num_blocks or 1 << 62, default=None)
         self._heard: KvEventListener | None = None
 
     def hear(self, endpoints: Sequence[EventEndpoints], ranks: Sequence[int | None]) -> None:
@@ -125,18 +128,11 @@ class ReplicaEngine:
         )
         self._heard = KvEventListener(told, endpoints, ranks)
 
-    @property
-    def cache(self) -> BlockCache | None:
-        """Of the replica with the smallest: no prompt is known to more than one."""
-        caches = [each.cache for each in self.engines if each.cache is not None]
-        return min(caches, key=lambda each: each.num_blocks or 1 << 62, default=None)
-
     def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
         """See `Engine`: ends with an `EngineError` when no replica is left."""
         return self._job(question).run(prompts)
 
     def generate_scored(self, prompts: Iterable[Prompt], question: Question) -> Completions:
-        """See `Engine`."""
         return self._job(question, is_scored=True).run(prompts)
 
     def _job(self, question: Question, *, is_scored: bool = False) -> _ReplicaJob:
@@ -150,7 +146,6 @@ class ReplicaEngine:
         )
 
     def max_answer_tokens(self, question: Question) -> int:
-        """See `Engine`."""
         return max(each.max_answer_tokens(question) for each in self.engines)
 
     def prompts_per_s(self, shape: PromptShape, question: Question) -> float | None:
@@ -216,7 +211,7 @@ class _ReplicaJob:
         *,
         is_scored: bool,
     ) -> None:
-        self._generate = generate_scored if is_scored else generate
+        self._generate = partial(generate, is_scored=is_scored)
         self._engines = engines
         self._names = names
         self._question = question

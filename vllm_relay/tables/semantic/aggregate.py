@@ -15,10 +15,9 @@ from vllm_relay.tables.caller_tables import ANSWER_NAME, arrow_columns, caller_t
 from vllm_relay.tables.dataframes import fields_of, group_rows, json_texts, map_result, names_of
 from vllm_relay.tables.jobs.answers import Answer, answer_table
 from vllm_relay.tables.jobs.options import JobOptions
-from vllm_relay.tables.map_result import MapBudgetError, MapResult
+from vllm_relay.tables.map_result import MapResult
 from vllm_relay.tables.question import Question, placeholders_of
 from vllm_relay.tables.request_options import RequestOptions
-from vllm_relay.tables.semantic.packs import Packer
 from vllm_relay.tables.semantic.record_lists import RECORDS, record_question, records_of_table
 from vllm_relay.tables.semantic.session import Session
 from vllm_relay.tables.semantic.tree import answer_groups
@@ -123,13 +122,7 @@ def llm_agg(
         def ask(question: Question, lists: list[str]) -> list[Answer]:
             return session.ask(pa.table({RECORDS: pa.array(lists, pa.string())}), question, opened)
 
-        def packer_of(question: Question, least_records: int) -> Packer:
-            return Packer(question, opened, session.options, pack_tokens, least_records)
-
-        answers = [Answer()] * num_groups
-        # without records there is no need of an engine
-        if any(groups):
-            answers = answer_groups(groups, question, packer_of, ask)
+        answers = answer_groups(groups, question, opened, session.options, ask, pack_tokens)
     made = answer_table(answers, types.output)
 
     def table_of(values: pa.ChunkedArray) -> Any:
@@ -137,6 +130,5 @@ def llm_agg(
 
     found = map_result(lambda each: table_of(each)[ANSWER_NAME], made, types, session.report())
     result = AggregateResult(**vars(found), table=table_of(found.arrow_values))
-    if session.spent is not None:
-        raise MapBudgetError(session.spent, result, session.options.checkpoint)
+    session.check_budget(result)
     return result

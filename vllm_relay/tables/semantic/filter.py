@@ -19,12 +19,12 @@ from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.jobs.answers import Answer, answer_table
 from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.options import JobOptions
-from vllm_relay.tables.map_result import MapBudgetError, MapResult
+from vllm_relay.tables.map_result import MapResult
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.request_options import RequestOptions
 from vllm_relay.tables.semantic.calibration import Targets, Thresholds, calibrate
 from vllm_relay.tables.semantic.scores import TRUTH, ScoringEngine
-from vllm_relay.tables.semantic.session import Session
+from vllm_relay.tables.semantic.session import AskedRows, Session
 
 _LABELLED_SHARE = 0.25
 """Of the rows, where nobody says how many are labelled at most."""
@@ -108,13 +108,15 @@ def llm_filter(
     question = Question(prompt, names, TRUTH, request=request or RequestOptions())
     texts = json_texts(names, arrow_columns(rows, names))
     with Session(options) as session:
-        asked = _Asked(session, session.open(engine), question, texts)
+        asked = AskedRows(session, session.open(engine), question, texts.take)
         chosen = Thresholds()
         scores = np.full(rows.num_rows, np.nan)
         if proxy is not None:
             scores = _scores(session, session.open(proxy), question, texts)
             most = int(rows.num_rows * _LABELLED_SHARE) if labels is None else labels
             chosen = _thresholds(scores, asked, targets, most, sample_seed)
+            # answers that are missing for want of tokens are missing by no chance
+            chosen = chosen if session.spent is None else Thresholds()
         # comparisons with NaN are false: without a score a row is asked about
         is_taken = scores >= chosen.high
         is_left_out = (scores < chosen.low) & ~is_taken
@@ -137,34 +139,8 @@ def llm_filter(
         num_by_proxy=len(by_proxy),
         proxy_report=session.report("proxy"),
     )
-    if session.spent is not None:
-        raise MapBudgetError(session.spent, result, session.options.checkpoint)
+    session.check_budget(result)
     return result
-
-
-class _Asked:
-    """Rows that the large model was asked about."""
-
-    def __init__(
-        self, session: Session, engine: Engine, question: Question, texts: pa.Table
-    ) -> None:
-        self.session = session
-        self.answers: dict[int, Answer] = {}
-        self._engine = engine
-        self._question = question
-        self._texts = texts
-
-    def about(self, rows: npt.NDArray[np.int64]) -> None:
-        new = [row for row in np.unique(rows).tolist() if row not in self.answers]
-        texts = self._texts.take(pa.array(new, pa.int64()))
-        came = self.session.ask(texts, self._question, self._engine)
-        self.answers.update(zip(new, came, strict=True))
-
-    def labels(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """1 and 0, and NaN without an answer."""
-        self.about(rows)
-        values = [self.answers[row].value for row in rows.tolist()]
-        return np.array([np.nan if value is None else float(value) for value in values])
 
 
 def _scores(
@@ -177,13 +153,13 @@ def _scores(
 
 
 def _thresholds(
-    scores: npt.NDArray[np.float64], asked: _Asked, targets: Targets, most_labels: int, seed: int
+    scores: npt.NDArray[np.float64], asked: AskedRows, targets: Targets, most_labels: int, seed: int
 ) -> Thresholds:
     scored = np.flatnonzero(~np.isnan(scores))
     known = scores[scored]
     if not len(known) or not most_labels:
         return Thresholds()
-    chosen = calibrate(
+    return calibrate(
         known,
         # SUPG, section 5
         np.sqrt(known),
@@ -192,5 +168,3 @@ def _thresholds(
         most_draws=most_labels,
         seed=seed,
     )
-    # answers that are missing for want of tokens are missing by no chance
-    return Thresholds() if asked.session.spent is not None else chosen

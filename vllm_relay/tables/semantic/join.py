@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,18 +20,15 @@ from vllm_relay.tables.caller_tables import (
     names_beside,
 )
 from vllm_relay.tables.dataframes import json_texts
-from vllm_relay.tables.engines.base import Engine
-from vllm_relay.tables.jobs.answers import Answer
 from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.jobs.prompts.format import text_of
-from vllm_relay.tables.map_result import MapBudgetError
 from vllm_relay.tables.question import Question, placeholders_of
 from vllm_relay.tables.request_options import RequestOptions
 from vllm_relay.tables.semantic.calibration import Targets, calibrate
 from vllm_relay.tables.semantic.embeddings import embedder, unit_vectors
 from vllm_relay.tables.semantic.scores import TRUTH
-from vllm_relay.tables.semantic.session import Session
+from vllm_relay.tables.semantic.session import AskedRows, Session
 
 _LEFT, _RIGHT = ":left", ":right"
 _PAIRS_PER_JOB = 200_000
@@ -125,10 +122,12 @@ def llm_join(
     texts = [_texts(table, side) for table, side in zip(tables, sides, strict=True)]
     embed = None if embeddings is None else embedder(embeddings)
     with Session(options) as session:
-        asked = _AskedPairs(session, session.open(engine), question, texts)
+        all_pairs = _Pairs(names, texts)
+        opened = session.open(engine)
+        asked = AskedRows(session, opened, question, all_pairs.texts_of, _PAIRS_PER_JOB)
         similarity = None
-        if embed is not None and asked.num_pairs:
-            vectors = [unit_vectors(embed, _shown(each, asked.known[i])) for i, each in
+        if embed is not None and all_pairs.num_pairs:
+            vectors = [unit_vectors(embed, _shown(each, all_pairs.known[i])) for i, each in
                        enumerate(texts)]  # fmt: skip
             scores = (vectors[0] @ vectors[1].T).ravel().astype(np.float64)
             chosen = calibrate(
@@ -144,21 +143,21 @@ def llm_join(
             if np.isfinite(chosen.low) and session.spent is None:
                 similarity = chosen.low
         if similarity is None:
-            asked.about_all()
+            asked.about(np.arange(all_pairs.num_pairs))
         else:
             asked.about(np.flatnonzero(scores >= similarity))
-    pairs = [pair for pair, answer in asked.in_order() if answer.value]
+    answers = {all_pairs.places(pair): asked.answers[pair] for pair in sorted(asked.answers)}
+    pairs = [pair for pair, answer in answers.items() if answer.value]
     result = JoinResult(
         beside(tables[0].rows([i for i, _ in pairs]), tables[1].rows([j for _, j in pairs])),
         pairs,
-        {pair: answer.error for pair, answer in asked.in_order() if answer.error is not None},
+        {pair: answer.error for pair, answer in answers.items() if answer.error is not None},
         session.report(),
-        len(asked.answers),
+        len(answers),
         similarity,
         1.0 if similarity is None else recall,
     )
-    if session.spent is not None:
-        raise MapBudgetError(session.spent, result, session.options.checkpoint)
+    session.check_budget(result)
     return result
 
 
@@ -217,58 +216,36 @@ def _importance(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return 1 / np.sqrt(ranks)
 
 
-class _AskedPairs:
-    """Pairs that the model was asked about.
-
-    Rows of which nothing is known are in no pair.
+class _Pairs:
+    """Pairs of rows; those of which nothing is known are in none.
 
     Attributes:
         known: the other rows of each table.
         num_pairs: of these; a pair has the number of its left row times the number of right rows,
             and that of its right row.
-        answers: by number.
     """
 
-    def __init__(
-        self, session: Session, engine: Engine, question: Question, texts: Sequence[pa.Table]
-    ) -> None:
-        self._session = session
-        self._engine = engine
-        self._question = question
+    def __init__(self, names: Sequence[str], texts: Sequence[pa.Table]) -> None:
+        self._names = names
         self.known = [_known_rows(each) for each in texts]
         self._texts = [
             each.take(pa.array(rows)) for each, rows in zip(texts, self.known, strict=True)
         ]
         self.num_pairs = len(self.known[0]) * len(self.known[1])
-        self.answers: dict[int, Answer] = {}
 
-    def about_all(self) -> None:
-        self.about(np.arange(self.num_pairs))
+    def texts_of(self, pairs: npt.NDArray[np.int64]) -> pa.Table:
+        """JSON of the fields of pairs, by their numbers."""
+        places = np.divmod(pairs, len(self.known[1]))
+        sides = [
+            texts.take(pa.array(rows)) for texts, rows in zip(self._texts, places, strict=True)
+        ]
+        columns = {name: side[name] for side in sides for name in side.column_names}
+        return pa.table({name: columns[name] for name in self._names})
 
-    def about(self, pairs: npt.NDArray[np.int64]) -> None:
-        new = np.array([each for each in np.unique(pairs) if each not in self.answers], np.int64)
-        for begin in range(0, len(new), _PAIRS_PER_JOB):
-            part = new[begin : begin + _PAIRS_PER_JOB]
-            places = np.divmod(part, len(self.known[1]))
-            sides = [
-                texts.take(pa.array(rows)) for texts, rows in zip(self._texts, places, strict=True)
-            ]
-            columns = {name: side[name] for side in sides for name in side.column_names}
-            rows = pa.table({name: columns[name] for name in self._question.fields})
-            came = self._session.ask(rows, self._question, self._engine)
-            self.answers.update(zip(part.tolist(), came, strict=True))
-
-    def labels(self, pairs: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """1 and 0, and NaN without an answer."""
-        self.about(pairs)
-        values = [self.answers[pair].value for pair in pairs.tolist()]
-        return np.array([np.nan if value is None else float(value) for value in values])
-
-    def in_order(self) -> Iterator[tuple[tuple[int, int], Answer]]:
-        """Places of the rows in their tables, and the answer."""
-        for pair in sorted(self.answers):
-            i, j = divmod(pair, len(self.known[1]))
-            yield (int(self.known[0][i]), int(self.known[1][j])), self.answers[pair]
+    def places(self, pair: int) -> tuple[int, int]:
+        """Of its rows in their tables."""
+        i, j = divmod(pair, len(self.known[1]))
+        return int(self.known[0][i]), int(self.known[1][j])
 
 
 def _known_rows(texts: pa.Table) -> npt.NDArray[np.int64]:

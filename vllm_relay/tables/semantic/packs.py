@@ -54,7 +54,7 @@ class Packer:
         question: Question,
         engine: Engine,
         options: JobOptions,
-        pack_tokens: int | None,
+        pack_tokens: int | None = None,
         least_records: int = 1,
     ) -> None:
         if pack_tokens is not None:

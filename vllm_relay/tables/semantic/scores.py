@@ -35,11 +35,8 @@ class ScoringEngine(LazyEngine):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(lambda: engine)
-
-    @property
-    def modules_refusal(self) -> str:
-        """See `Engine`."""
-        return "scores need no prompt modules"
+        self.identity = f"{engine.identity} scores"
+        self.modules_refusal = "scores need no prompt modules"
 
     def question(self, question: Question) -> Question:
         """What this engine is asked instead of a question with an answer of type "bool"."""
@@ -47,22 +44,15 @@ class ScoringEngine(LazyEngine):
         text = f"{question.text}\n{TRUTH.description}"
         return replace(told, text=text, output=Output())
 
-    @property
-    def identity(self) -> str:
-        return f"{self._engine.identity} scores"
-
     def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
-        """See `Engine`."""
         with closing(super().generate_scored(prompts, self._inner(question))) as completions:
             for completion in completions:
                 yield _scored(completion)
 
     def max_answer_tokens(self, question: Question) -> int:
-        """See `Engine`."""
         return super().max_answer_tokens(self._inner(question))
 
     def prompts_per_s(self, shape: PromptShape, question: Question) -> float | None:
-        """See `Engine`."""
         return super().prompts_per_s(shape, self._inner(question))
 
     def close(self) -> None:

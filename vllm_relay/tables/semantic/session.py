@@ -3,21 +3,23 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.engines.lazy import engine_of
 from vllm_relay.tables.jobs.answers import Answer
-from vllm_relay.tables.jobs.asking import ask
+from vllm_relay.tables.jobs.asking import Asker
 from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.options import JobOptions
+from vllm_relay.tables.jobs.rows import Rows
 from vllm_relay.tables.jobs.token_budget import TokenBudgetError
+from vllm_relay.tables.map_result import MapBudgetError
 from vllm_relay.tables.question import Question
 
 
@@ -37,11 +39,7 @@ class Session:
         self.reports: dict[str, JobReport] = {}
         self.spent: TokenBudgetError | None = None
         self._cleanup = ExitStack()
-        self._checkpoint = self.options.checkpoint
-        if self._checkpoint is None:
-            # later jobs know the answers of earlier ones
-            folder = self._cleanup.enter_context(TemporaryDirectory(prefix="vllm-relay-"))
-            self._checkpoint = Path(folder) / "answers.db"
+        self._asker = self._cleanup.enter_context(closing(Asker(self.options)))
 
     def __enter__(self) -> Session:
         return self
@@ -62,8 +60,7 @@ class Session:
         """The answer to each row.
 
         Args:
-            rows: whose columns are the question's fields, in their order: JSON of their values, as
-                texts.
+            rows: as for `asking.ask`.
             name: of the engine's report.
 
         Raises:
@@ -71,35 +68,66 @@ class Session:
         """
         if not rows.num_rows:
             return []
+        found = Rows(rows)
+        if self.spent is None:
+            try:
+                self._asker.ask(found, question, engine, self.report(name))
+            except TokenBudgetError as error:
+                used = sum(
+                    each.prompt_tokens + each.output_tokens for each in self.reports.values()
+                )
+                self.spent = TokenBudgetError(f"{error.limit} ({used:,} used)", "", error.limit)
+        return found.answers("" if self.spent is None else self.spent.of_unasked)
+
+    def check_budget(self, result: Any) -> None:
+        """
+        Args:
+            result: of the operator, with the answers that came.
+
+        Raises:
+            MapBudgetError: the budget is spent.
+        """
         if self.spent is not None:
-            return [Answer(error=f"not asked: {self.spent.limit}")] * rows.num_rows
-        try:
-            return _answers(ask(rows, question, engine, self._options_left(), self.report(name)))
-        except TokenBudgetError as error:
-            limit = f"the budget of {self.options.max_total_tokens:,} tokens is spent"
-            reason = f"{limit} ({self._num_tokens:,} used)"
-            self.spent = TokenBudgetError(reason, "", limit)
-            assert error.answers is not None
-            answers = _answers(error.answers)
-            return [
-                replace(each, error=f"not asked: {limit}") if _is_unasked(each, error) else each
-                for each in answers
-            ]
-
-    @property
-    def _num_tokens(self) -> int:
-        return sum(each.prompt_tokens + each.output_tokens for each in self.reports.values())
-
-    def _options_left(self) -> JobOptions:
-        most = self.options.max_total_tokens
-        left = None if most is None else max(most - self._num_tokens, 1)
-        return replace(self.options, checkpoint=self._checkpoint, max_total_tokens=left)
+            raise MapBudgetError(self.spent, result, self.options.checkpoint)
 
 
-def _is_unasked(answer: Answer, error: TokenBudgetError) -> bool:
-    return answer.error == f"not asked: {error.limit}"
+class AskedRows:
+    """Rows that an engine was asked about, each once.
 
+    Args:
+        session: of the operator.
+        texts_of: JSON of the fields of some rows, by their numbers.
+        rows_per_job: that are in memory at once.
 
-def _answers(table: pa.Table) -> list[Answer]:
-    columns = [table[name].to_pylist() for name in ("answer", "error", "is_cut")]
-    return [Answer(*each) for each in zip(*columns, strict=True)]
+    Attributes:
+        answers: by number.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        engine: Engine,
+        question: Question,
+        texts_of: Callable[[npt.NDArray[np.int64]], pa.Table],
+        rows_per_job: int = 1 << 62,
+    ) -> None:
+        self._session = session
+        self._engine = engine
+        self._question = question
+        self._texts_of = texts_of
+        self._rows_per_job = rows_per_job
+        self.answers: dict[int, Answer] = {}
+
+    def about(self, numbers: npt.NDArray[np.int64]) -> None:
+        """Have their answers."""
+        new = np.array([each for each in np.unique(numbers) if each not in self.answers], np.int64)
+        for begin in range(0, len(new), self._rows_per_job):
+            part = new[begin : begin + self._rows_per_job]
+            came = self._session.ask(self._texts_of(part), self._question, self._engine)
+            self.answers.update(zip(part.tolist(), came, strict=True))
+
+    def labels(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """1 and 0, and NaN without an answer."""
+        self.about(numbers)
+        values = [self.answers[number].value for number in numbers.tolist()]
+        return np.array([np.nan if value is None else float(value) for value in values])

@@ -16,7 +16,6 @@ from vllm_relay.tables.dataframes import fields_of, json_texts, names_of
 from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.options import JobOptions
-from vllm_relay.tables.map_result import MapBudgetError
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.request_options import RequestOptions
@@ -118,8 +117,7 @@ def llm_top_k(
     result = TopKResult(
         rows.rows(places), places, search.errors, session.report(), search.num_rounds
     )
-    if session.spent is not None:
-        raise MapBudgetError(session.spent, result, session.options.checkpoint)
+    session.check_budget(result)
     return result
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.jobs.answers import Answer
+from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.semantic.packs import Pack, Packer, RecordTooLongError
 from vllm_relay.tables.semantic.record_lists import (
@@ -61,23 +63,30 @@ def first_packs(groups: Sequence[Sequence[str]], packer: Packer) -> list[list[Pa
 def answer_groups(
     groups: Sequence[Sequence[str]],
     question: Question,
-    packer_of: Callable[[Question, int], Packer],
+    engine: Engine,
+    options: JobOptions,
     ask: AskLevel,
+    pack_tokens: int | None = None,
 ) -> list[Answer]:
     """
     Args:
         groups: JSON of the records of each, in their order.
         question: about a list of records.
-        packer_of: a packer for a question, with so many records in a prompt at least.
+        engine: that is asked; it is not needed where there are no records.
+        options: of the jobs.
         ask: is called once for each level of all groups.
+        pack_tokens: see `Packer`.
 
     Returns:
         The answer of each group. One without records has none, and no error. A group has the first
         error of its parts; a partial answer that was cut counts, and the group's answer says so.
     """
     answers: list[Answer] = [Answer()] * len(groups)
+    if not any(groups):
+        return answers
     active: list[_Group] = []
-    for place, found in enumerate(first_packs(groups, packer_of(question, 1))):
+    packer = Packer(question, engine, options, pack_tokens)
+    for place, found in enumerate(first_packs(groups, packer)):
         if isinstance(found, Answer):
             answers[place] = found
         else:
@@ -87,7 +96,7 @@ def answer_groups(
         active = _next_level(active, answers, question, ask, is_first)
         if is_first:
             question, is_first = about_partial_answers(question), False
-        packer = packer_of(question, _LEAST_COMBINED)
+        packer = Packer(question, engine, options, pack_tokens, _LEAST_COMBINED)
         active = [group for group in active if _is_packed(group, packer, answers)]
     return answers
 

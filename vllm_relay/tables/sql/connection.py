@@ -13,8 +13,7 @@ from typing import Any, Literal, get_args
 
 import duckdb
 
-from vllm_relay.tables.engines.lazy import LazyEngine, engine_of
-from vllm_relay.tables.engines.stoppable import StoppableEngine, in_thread
+from vllm_relay.tables.engines.lazy import LazyEngine, StoppableEngine, engine_of, in_thread
 from vllm_relay.tables.identifiers import literal, quoted
 from vllm_relay.tables.images.store import ImageStore
 from vllm_relay.tables.jobs.options import JobOptions

@@ -76,8 +76,8 @@ class JobRunner:
             CheckpointError, EngineError, TokenBudgetError, KeyboardInterrupt: see `Asker.ask`.
         """
         if site.is_aggregate:
-            groups = _groups(counts)
-            return answer_groups(groups, site.question, self._packer, self._ask_lists)
+            question, groups = site.question, _groups(counts)
+            return answer_groups(groups, question, self._engine, self._options, self._ask_lists)
         return self._ask(_rows(site, counts), site.question)
 
     def estimate(self, site: Site, counts: Counts) -> Estimate:
@@ -88,7 +88,7 @@ class JobRunner:
         groups = _groups(counts)
         lists: list[str] = []
         num_refused = num_parted = 0
-        packer = self._packer(site.question)
+        packer = Packer(site.question, self._engine, self._options)
         for records, packs in zip(groups, first_packs(groups, packer), strict=True):
             if isinstance(packs, Answer):
                 num_refused += packs.error is not None
@@ -123,9 +123,6 @@ class JobRunner:
 
     def _ask_lists(self, question: Question, lists: list[str]) -> list[Answer]:
         return self._ask(_list_rows(lists), question)
-
-    def _packer(self, question: Question, least_records: int = 1) -> Packer:
-        return Packer(question, self._engine, self._options, None, least_records)
 
 
 def _rows(site: Site, counts: Counts) -> Rows:

@@ -58,7 +58,6 @@ class RayEngine:
         return self._run(prompts, question, is_scored=False)
 
     def generate_scored(self, prompts: Iterable[Prompt], question: Question) -> Completions:
-        """See `Engine`."""
         return self._run(prompts, question, is_scored=True)
 
     def _run(
@@ -86,11 +85,9 @@ class RayEngine:
                 self._actor.end.remote(job)
 
     def max_answer_tokens(self, question: Question) -> int:
-        """See `Engine`."""
         return most_answer_tokens(question, reasons=self.reasons)
 
     def prompts_per_s(self, shape: PromptShape, question: Question) -> float | None:
-        """See `Engine`."""
         return self._ask("prompts_per_s", shape, question)
 
     def close(self) -> None:

@@ -27,7 +27,6 @@ from vllm_relay.tables.engines.base import (
     Prompt,
     PromptShape,
     generate,
-    generate_scored,
 )
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.question import Question
@@ -117,8 +116,8 @@ class Replica:
     def begin(self, question: Question, is_scored: bool) -> int:
         """The number of a new job, of `generate` or `generate_scored`."""
         number = next(self._numbers)
-        answer = generate_scored if is_scored else generate
-        job = self._jobs[number] = _Job(partial(answer, self._engine, question=question))
+        answer = partial(generate, self._engine, question=question, is_scored=is_scored)
+        job = self._jobs[number] = _Job(answer)
         self._thread.submit(job.run)
         return number
 
@@ -139,7 +138,6 @@ class Replica:
             ended.end()
 
     def prompts_per_s(self, shape: PromptShape, question: Question) -> float | None:
-        """See `Engine`."""
         try:
             return self._thread.submit(self._engine.prompts_per_s, shape, question).result()
         except Exception as error:
