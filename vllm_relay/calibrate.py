@@ -13,9 +13,8 @@ from rich.console import Console
 
 from vllm_relay.arguments import check_writable
 from vllm_relay.prefix_cache.predict.step_costs import fit_costs, write_costs
-from vllm_relay.tables.engines.addresses import addresses_of, check_address
+from vllm_relay.tables.engines.addresses import addresses_of, check_address, key_from_environment
 from vllm_relay.tables.engines.opening import open_engine
-from vllm_relay.tables.engines.server.keys import key_from_environment
 from vllm_relay.tables.engines.step_times import sample_steps
 from vllm_relay.tables.shell.engine_arguments import split_arguments
 

@@ -32,9 +32,9 @@ from benchmarks.tables.queries import ANSWER, PUSHED_DOWN, QUERIES, SENTIMENT, C
 from vllm_relay.demo.engine_process import wait_until_workers_sleep
 from vllm_relay.tables.engines.base import Prompt
 from vllm_relay.tables.engines.in_process import InProcessEngine
-from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.jobs.prompts.format import PromptFormat
+from vllm_relay.tables.jobs.report import JobReport
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.connection import connect
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.support.waiting import wait_for
 from tests.tables.recording_engine import RecordingEngine, Refusal, Row
 from vllm_relay.tables import llm_map_file
-from vllm_relay.tables.jobs.token_budget import TokenBudgetError
+from vllm_relay.tables.jobs.options import TokenBudgetError
 from vllm_relay.tables.map_files import _parts
 
 LIMIT_MB = 40

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_relay.tables.outputs import AnswerError, Output
-from vllm_relay.tables.reading import bare, chosen
+from vllm_relay.tables.outputs import AnswerError, Output, bare, chosen
 
 YES_NO = Output(choices=("Yes", "No"))
 

@@ -5,12 +5,12 @@ docs/tables.md.
 Liu et al., "Optimizing LLM Queries in Relational Workloads", 2024.
 
     question.py, request_options.py   what is asked of a row                           (pure)
-    outputs.py, reading.py    what answers are, and how their texts are read           (pure)
-    images/              fields that are images
+    outputs.py           what answers are, and how their texts are read                (pure)
+    images.py            fields that are images                                        (pure)
     structs/             JSON answers as columns of structs and lists
-    dataframes.py, map_result.py, caller_tables.py, answer_types.py   llm_map          (DuckDB)
+    dataframes.py, map_result.py, caller_tables.py   llm_map                           (DuckDB)
     map_files.py         llm_map of more rows than fit into memory
-    identifiers.py, texts.py, tracing.py   names in SQL; long texts in messages; OpenTelemetry
+    texts.py, tracing.py   names in SQL, long texts in messages; OpenTelemetry
     ordering/            the order of rows and fields with which the prefix cache finds most
     hosts/               tables that Ray Data, Spark and Daft hold
     jobs/                a question asked of every distinct row of a table
@@ -29,10 +29,9 @@ if TYPE_CHECKING:
     from vllm_relay.tables.dataframes import llm_map, llm_map_async
     from vllm_relay.tables.engines.opening import open_engine
     from vllm_relay.tables.jobs.asking import ask
-    from vllm_relay.tables.jobs.options import JobOptions
+    from vllm_relay.tables.jobs.options import JobOptions, TokenBudgetError
     from vllm_relay.tables.jobs.prompts.format import PromptTemplate
     from vllm_relay.tables.jobs.prompts.planner import plan_prompts
-    from vllm_relay.tables.jobs.token_budget import TokenBudgetError
     from vllm_relay.tables.map_files import llm_map_file
     from vllm_relay.tables.map_result import MapBudgetError, MapResult, RowsFailedError
     from vllm_relay.tables.outputs import Output
@@ -89,7 +88,7 @@ _MODULES = {
     "RequestOptions": "request_options",
     "RowsFailedError": "map_result",
     "ServerEmbeddings": "semantic.embeddings",
-    "TokenBudgetError": "jobs.token_budget",
+    "TokenBudgetError": "jobs.options",
     "TopKResult": "semantic.top_k",
     "ask": "jobs.asking",
     "connect": "sql.connection",

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from vllm_relay.tables.images.columns import referred
-from vllm_relay.tables.images.fields import ImageFields
+from vllm_relay.tables.images import ImageFields, referred
+from vllm_relay.tables.jobs.arrow_texts import is_bytes
 from vllm_relay.tables.outputs import well_formed
 from vllm_relay.tables.texts import shortened
 
@@ -273,12 +273,7 @@ def _reason_against(type: pa.DataType, *, is_nested: bool = False) -> str:
         if type.extension_name in _EXTENSIONS_WITH_TEXT:
             return ""
         return "its values have no text that DuckDB knows; convert them to text"
-    if (
-        types.is_binary(type)
-        or types.is_large_binary(type)
-        or types.is_fixed_size_binary(type)
-        or types.is_binary_view(type)
-    ):
+    if is_bytes(type):
         return "bytes are no text; decode them, or give images=[...] if they are images"
     if types.is_decimal256(type):
         return f"decimals have up to {_MAX_DECIMAL_DIGITS} digits; cast it to decimal128"

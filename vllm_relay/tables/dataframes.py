@@ -15,23 +15,27 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from vllm_relay.tables.answer_types import AnswerType, answer_type
 from vllm_relay.tables.caller_tables import CallerTable, arrow_columns, caller_table
 from vllm_relay.tables.engines.lazy import StoppableEngine, engine_of, in_thread
-from vllm_relay.tables.identifiers import json_text
-from vllm_relay.tables.images.fields import image_fields
-from vllm_relay.tables.images.store import ImageStore
+from vllm_relay.tables.images import ImageStore, image_fields
+from vllm_relay.tables.jobs.arrow_texts import is_text
 from vllm_relay.tables.jobs.asking import ask
-from vllm_relay.tables.jobs.estimates.estimate import JobReport
-from vllm_relay.tables.jobs.options import DEFAULT_BUCKET_ROWS, JobOptions
+from vllm_relay.tables.jobs.options import DEFAULT_BUCKET_ROWS, JobOptions, TokenBudgetError
 from vllm_relay.tables.jobs.prompts.format import PromptTemplate
-from vllm_relay.tables.jobs.token_budget import TokenBudgetError
-from vllm_relay.tables.map_result import MapBudgetError, MapResult, RowsFailedError
+from vllm_relay.tables.jobs.report import JobReport
+from vllm_relay.tables.map_result import (
+    AnswerType,
+    MapBudgetError,
+    MapResult,
+    RowsFailedError,
+    answer_type,
+)
 from vllm_relay.tables.ordering.duplicates import DistinctRows, distinct_rows
 from vllm_relay.tables.ordering.order import OrderChoice
 from vllm_relay.tables.question import Question, placeholders_of
 from vllm_relay.tables.request_options import RequestOptions
 from vllm_relay.tables.semantic.near_duplicates import NearDuplicates
+from vllm_relay.tables.texts import json_text
 
 OnError = Literal["null", "raise"]
 
@@ -203,12 +207,7 @@ def _text_names(question: Question, columns: Sequence[pa.ChunkedArray]) -> list[
     return [
         name
         for name, type in zip(question.fields, types, strict=True)
-        if (question.images is None or question.images.kind_of(name) is None)
-        and (
-            pa.types.is_string(type)
-            or pa.types.is_large_string(type)
-            or pa.types.is_string_view(type)
-        )
+        if is_text(type) and (question.images is None or question.images.kind_of(name) is None)
     ]
 
 

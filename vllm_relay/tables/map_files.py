@@ -17,9 +17,8 @@ import pyarrow.parquet as pq
 from vllm_relay.arguments import check_count
 from vllm_relay.tables.dataframes import llm_map
 from vllm_relay.tables.engines.lazy import engine_of
-from vllm_relay.tables.jobs.estimates.estimate import JobReport
-from vllm_relay.tables.jobs.options import DEFAULT_BUCKET_ROWS
-from vllm_relay.tables.jobs.token_budget import TokenBudgetError
+from vllm_relay.tables.jobs.options import DEFAULT_BUCKET_ROWS, TokenBudgetError
+from vllm_relay.tables.jobs.report import JobReport
 from vllm_relay.tables.map_result import MapBudgetError, MapResult
 
 _ANSWER, _ERROR = "answer", "error"

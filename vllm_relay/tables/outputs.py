@@ -13,10 +13,8 @@ from itertools import pairwise
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from vllm_relay.tables.reading import bare, chosen, truth, without_fence
-
 if TYPE_CHECKING:
-    from vllm_relay.tables.structs.columns import StructColumn
+    from vllm_relay.tables.structs.schemas import StructColumn
 
 OutputType = Literal["text", "int", "float", "bool", "json", "struct"]
 
@@ -103,7 +101,7 @@ class Output:
                     f"return type {type!r} and a JSON schema given: give one of them, or the type "
                     f"'struct', which the schema determines"
                 )
-            from vllm_relay.tables.structs.duckdb_types import schema_of_type
+            from vllm_relay.tables.structs.schemas import schema_of_type
 
             type, schema = "struct", schema_of_type(type)
         # models write properties in the schema's order, which is that of a struct's fields
@@ -128,7 +126,7 @@ class Output:
                 "in 'STRUCT(title VARCHAR, score INTEGER)'"
             )
         # takes time to import
-        from vllm_relay.tables.structs.columns import StructColumn
+        from vllm_relay.tables.structs.schemas import StructColumn
 
         return StructColumn(json.loads(self.schema_json))
 
@@ -300,3 +298,44 @@ def _schema_json(schema: Mapping[str, Any] | str, is_sorted: bool) -> str:
         return json.dumps(parsed, sort_keys=is_sorted)
     except (ValueError, TypeError) as error:
         raise ValueError(f"JSON schema {schema!r} given: {error}") from None
+
+
+_FENCED = re.compile(r"```[A-Za-z]*\s*(.*?)\s*```", re.DOTALL)
+_AROUND = (("**", "**"), ("`", "`"), ('"', '"'), ("'", "'"), ("\u201c", "\u201d"))
+_TRUTHS = {"true": True, "yes": True, "false": False, "no": False}
+
+
+def without_fence(text: str) -> str:
+    """A text, or what its only code block holds if there is nothing else."""
+    text = text.strip()
+    found = _FENCED.fullmatch(text)
+    return found[1] if found is not None and "```" not in found[1] else text
+
+
+def bare(text: str) -> str:
+    """A text without a code block, quotes, emphasis and a full stop around it."""
+    text = without_fence(text)
+    while True:
+        before = text
+        text = text.strip().removesuffix(".").rstrip()
+        for begin, end in _AROUND:
+            if len(text) > len(begin + end) and text.startswith(begin) and text.endswith(end):
+                text = text[len(begin) : -len(end)]
+        if text == before:
+            return text
+
+
+def chosen(text: str, choices: Sequence[str]) -> str | None:
+    """The choice that a text is, or the only one that it is but for case and what `bare` leaves
+    out; None if there is no such choice.
+    """
+    for each in (text.strip(), bare(text)):
+        if each in choices:
+            return each
+    found = [each for each in choices if bare(each).casefold() == bare(text).casefold()]
+    return found[0] if len(found) == 1 else None
+
+
+def truth(text: str) -> bool | None:
+    """Of true and false, yes and no, in any case; None if it is none of them."""
+    return _TRUTHS.get(bare(text).lower())

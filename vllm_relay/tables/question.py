@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 
 from vllm_relay.arguments import check_count
-from vllm_relay.tables.images.fields import ImageFields
+from vllm_relay.tables.images import ImageFields
 from vllm_relay.tables.outputs import Output, well_formed
 from vllm_relay.tables.request_options import RequestOptions
 

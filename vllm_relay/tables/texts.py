@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts of any length in messages of one sentence."""
+"""Texts of any length in messages of one sentence; names and texts in SQL."""
 
 from __future__ import annotations
 
@@ -24,3 +24,20 @@ def row_text(fields: Mapping[str, Any]) -> str:
     return ", ".join(
         f"{name}={shortened(repr(value), _MAX_CELL_CHARS)}" for name, value in fields.items()
     )
+
+
+def quoted(name: str) -> str:
+    """A name as DuckDB reads it whatever it holds."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def literal(text: str) -> str:
+    """A text as DuckDB reads it whatever it holds."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def json_text(column: str, type: object) -> str:
+    """SQL of the JSON of a column's values, a VARCHAR."""
+    # numbers of single precision as they are written, not as what they are in double precision
+    value = f"{column}::VARCHAR::DOUBLE" if str(type) == "FLOAT" else column
+    return f"to_json({value})::VARCHAR"

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from functools import cache
 from typing import TYPE_CHECKING, TypeAlias
 
-from vllm_relay.tables.jobs.estimates.estimate import JobReport
+from vllm_relay.tables.jobs.report import JobReport
 from vllm_relay.tables.question import Question
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from tests.tables.engines.server.fake_server import (
     fake_server,
 )
 from tests.tables.engines.server.test_engine import QUESTION, engine_for, prompts
-from vllm_relay.tables.engines.reasoning import UNFINISHED, answer_in
+from vllm_relay.tables.engines.base import UNFINISHED, answer_in
 from vllm_relay.tables.engines.server.engine import ServerEngine
 
 

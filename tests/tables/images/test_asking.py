@@ -27,7 +27,7 @@ from tests.tables.recording_engine import RecordingEngine
 from vllm_relay.tables import JobOptions, connect, llm_map
 from vllm_relay.tables.engines.base import EngineError
 from vllm_relay.tables.engines.server.engine import ServerEngine
-from vllm_relay.tables.images.content import PROBE_URL
+from vllm_relay.tables.images import PROBE_URL
 from vllm_relay.tables.sql import SqlError
 
 QUESTION = "Is {photo} sharp?"

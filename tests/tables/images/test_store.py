@@ -15,10 +15,15 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.tables.images.pictures import MEDIA_TYPES, data_url, picture
-from vllm_relay.tables.images.columns import referred
-from vllm_relay.tables.images.content import PROBE_URL, content_parts
-from vllm_relay.tables.images.fields import image_fields
-from vllm_relay.tables.images.store import REFERENCE, ImageError, ImageStore
+from vllm_relay.tables.images import (
+    PROBE_URL,
+    REFERENCE,
+    ImageError,
+    ImageStore,
+    content_parts,
+    image_fields,
+    referred,
+)
 
 
 def digest(reference: str) -> str:

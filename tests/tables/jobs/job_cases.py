@@ -10,12 +10,12 @@ import duckdb
 import pyarrow as pa
 
 from vllm_relay.tables.engines.base import Engine
-from vllm_relay.tables.identifiers import json_text, quoted
 from vllm_relay.tables.jobs.asking import Asker
-from vllm_relay.tables.jobs.estimates.estimate import Estimate, JobReport
 from vllm_relay.tables.jobs.options import JobOptions
+from vllm_relay.tables.jobs.report import Estimate, JobReport
 from vllm_relay.tables.jobs.rows import Rows
 from vllm_relay.tables.question import Question
+from vllm_relay.tables.texts import json_text, quoted
 
 
 def numbers_table(num_rows: int, num_groups: int = 10) -> duckdb.DuckDBPyConnection:

@@ -15,10 +15,9 @@ from tests.tables.byte_tokenizer import byte_tokenizer
 from tests.tables.fake_engine import FakeEngine, Fields, fields_of
 from tests.tables.jobs.job_cases import NUMBERS, NUMBERS_SQL, answered, numbers_table, runner
 from vllm_relay.tables.engines.base import Completion, Completions, Prompt
-from vllm_relay.tables.jobs.answer_length import MOST_TEXT_TOKENS, with_max_tokens
-from vllm_relay.tables.jobs.answers import read_answer
+from vllm_relay.tables.jobs.answers import MOST_TEXT_TOKENS, read_answer, with_max_tokens
 from vllm_relay.tables.jobs.asking import ask
-from vllm_relay.tables.jobs.estimates.estimate import JobReport
+from vllm_relay.tables.jobs.report import JobReport
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import DEFAULT_MAX_TOKENS, Question
 

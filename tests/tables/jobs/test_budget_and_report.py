@@ -29,10 +29,9 @@ from vllm_relay.tables.engines.base import (
 )
 from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.jobs.asking import ask
-from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.job_plan import JobPlan
-from vllm_relay.tables.jobs.options import JobOptions
-from vllm_relay.tables.jobs.token_budget import TokenBudgetError
+from vllm_relay.tables.jobs.options import JobOptions, TokenBudgetError
+from vllm_relay.tables.jobs.report import JobReport
 from vllm_relay.tables.ordering.cached_tokens import BlockCache, cached_tokens
 from vllm_relay.tables.ordering.sequences import TokenSequences
 from vllm_relay.tables.outputs import Output

@@ -10,7 +10,7 @@ from vllm_relay.tables.ordering.columns import (
     encode_columns,
     render_value,
 )
-from vllm_relay.tables.ordering.dependencies import find_dependencies
+from vllm_relay.tables.ordering.duplicates import find_dependencies
 
 
 @given(tables())

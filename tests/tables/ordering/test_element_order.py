@@ -7,7 +7,7 @@ from os.path import commonprefix
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_relay.tables.ordering.element_order import order_elements
+from vllm_relay.tables.jobs.prompts.set_fields import order_elements
 
 LISTS = st.lists(st.lists(st.sampled_from("abcdef"), max_size=5), max_size=8)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.support.depth import cases
 from tests.tables.ordering.reference import encode, random_table, shared_beginning, tables
-from vllm_relay.tables.ordering.dependencies import find_dependencies
+from vllm_relay.tables.ordering.duplicates import find_dependencies
 from vllm_relay.tables.ordering.per_row.field_sets import FieldSets
 from vllm_relay.tables.ordering.per_row.groups import split
 

@@ -14,10 +14,15 @@ from tests.tables.ordering.reference import (
     total_shared,
 )
 from vllm_relay.tables.ordering.columns import cell_text, encode_columns, render_field, render_value
-from vllm_relay.tables.ordering.fixed_order import field_scores, fixed_order, ranked_fields
 from vllm_relay.tables.ordering.order import ORDERS
 from vllm_relay.tables.ordering.per_row.per_row_order import _choose_fields, per_row_order
-from vllm_relay.tables.ordering.table_order import compose, sort_rows
+from vllm_relay.tables.ordering.table_order import (
+    compose,
+    field_scores,
+    fixed_order,
+    ranked_fields,
+    sort_rows,
+)
 
 
 def shared(columns, order):

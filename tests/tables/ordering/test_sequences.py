@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tables.ordering.reference import shared_beginning, total_shared
-from vllm_relay.tables.ordering.range_minimum import RangeMinimum
+from vllm_relay.tables.ordering.columns import RangeMinimum
 from vllm_relay.tables.ordering.sequences import TokenSequences
 
 token_lists = st.lists(

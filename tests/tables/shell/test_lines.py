@@ -7,7 +7,7 @@ import io
 
 import pytest
 
-from vllm_relay.tables.shell.lines import is_complete, read_statements
+from vllm_relay.tables.shell.script import is_complete, read_statements
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import duckdb
 
 from vllm_relay.tables.jobs.answers import Answer
-from vllm_relay.tables.jobs.estimates.estimate import Estimate, JobReport
+from vllm_relay.tables.jobs.report import Estimate, JobReport
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.jobs import Counts, typed_rows
 from vllm_relay.tables.sql.text.call_sites import Site

@@ -10,7 +10,7 @@ import duckdb
 import sqlglot
 from sqlglot import exp
 
-from vllm_relay.tables.images.store import ImageStore
+from vllm_relay.tables.images import ImageStore
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.calls import Field, read_call
 from vllm_relay.tables.sql.expressions import is_call

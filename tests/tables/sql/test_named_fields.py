@@ -8,7 +8,7 @@ import pytest
 
 from tests.tables.sql.fake_runner import FakeRunner
 from vllm_relay.tables.sql.connection import Connection
-from vllm_relay.tables.sql.errors import SqlError
+from vllm_relay.tables.sql.expressions import SqlError
 
 
 @pytest.fixture

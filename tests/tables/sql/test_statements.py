@@ -13,7 +13,7 @@ import pytest
 from tests.tables.fake_engine import FakeEngine
 from tests.tables.sql.fake_runner import FakeRunner, RowError, hashed_answer
 from vllm_relay.tables.jobs.answers import Answer
-from vllm_relay.tables.jobs.estimates.estimate import Estimate, JobReport
+from vllm_relay.tables.jobs.report import Estimate, JobReport
 from vllm_relay.tables.sql import AnswerFailedError, Connection, SqlError, connect
 from vllm_relay.tables.sql.jobs import Counts
 from vllm_relay.tables.sql.result import Result

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from tests.support.depth import cases
 from tests.tables.recording_engine import RecordingEngine, Row
 from vllm_relay.tables import Output, connect, llm_map
-from vllm_relay.tables.identifiers import literal, quoted
 from vllm_relay.tables.outputs import AnswerError
-from vllm_relay.tables.structs.columns import StructColumn
+from vllm_relay.tables.structs.schemas import StructColumn
+from vllm_relay.tables.texts import literal, quoted
 
 
 @dataclass

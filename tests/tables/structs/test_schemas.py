@@ -10,8 +10,7 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from vllm_relay.tables.structs.columns import StructColumn
-from vllm_relay.tables.structs.duckdb_types import schema_of_type
+from vllm_relay.tables.structs.schemas import StructColumn, schema_of_type
 
 
 class Genre(enum.Enum):

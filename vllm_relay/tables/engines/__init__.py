@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What answers the prompts of a table: vLLM in this process, a server, or several.
 
-base.py              the contract
-in_process.py, started.py, model_identity.py   vLLM's LLM in this process           (vLLM)
+base.py              the contract; what is thought before an answer
+in_process.py, model_identity.py   vLLM's LLM in this process                       (vLLM)
 server/              a server with OpenAI's API                                     (aiohttp)
 replicas.py          several of these as one
 ray_actors/          vLLM in several processes, on any machine                      (Ray)
-reasoning.py         what is thought before an answer
 opening.py, lazy.py  an engine from a name, opened when it is needed; jobs that can be stopped
-addresses.py         addresses of servers, and which are the same server
+addresses.py         addresses of servers, which are the same server, and their keys
 step_times.py        what prompts take whose steps are known
 """

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams
@@ -28,20 +31,18 @@ from vllm_relay.tables.engines.base import (
     EngineError,
     Prompt,
     PromptShape,
-)
-from vllm_relay.tables.engines.model_identity import model_identity
-from vllm_relay.tables.engines.reasoning import (
     answer_in,
     deciding_tokens,
     most_answer_tokens,
     without_reasoning,
 )
-from vllm_relay.tables.images.content import content_parts
-from vllm_relay.tables.images.store import ImageError
+from vllm_relay.tables.engines.model_identity import model_identity
+from vllm_relay.tables.images import ImageError, content_parts
 from vllm_relay.tables.jobs.prompts.format import conversation
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.request_options import RequestOptions
+from vllm_relay.tables.texts import shortened
 from vllm_relay.tables.tracing import trace_headers
 
 _WINDOW_PER_RUNNING = 2
@@ -284,7 +285,6 @@ class AnswerReader:
 
     Args:
         parser: vLLM's of the model's reasoning; None looks for tags.
-        tokenizer: of the model.
     """
 
     def __init__(self, parser: Any | None, tokenizer: Any) -> None:
@@ -341,3 +341,62 @@ def _cache_of(config: Any) -> BlockCache | None:
         return None
     num_blocks = cache.num_gpu_blocks
     return BlockCache(cache.block_size, num_blocks - 1 if num_blocks else None)
+
+
+logger = logging.getLogger("vllm.relay")
+
+
+class StartedEngine(InProcessEngine):
+    """An `InProcessEngine` that owns its LLM."""
+
+    def close(self) -> None:
+        """End the model; its memory is free again. More calls do nothing."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def start_engine(model: str, **arguments: Any) -> StartedEngine:
+    """
+    Args:
+        model: a folder or hub id.
+        arguments: of ``vllm.LLM``; they win over relay's attention backend and scheduler.
+
+    Raises:
+        ValueError: vLLM refuses the model or an argument, or the model is not there.
+    """
+    try:
+        return _started(model, arguments)
+    except OSError as error:
+        if Path(model).is_dir():
+            raise
+        # of the hub, which has other classes in each version
+        reason = shortened(" ".join(str(error).split()))
+        raise ValueError(
+            f"model {model!r} cannot be loaded ({reason}): give the folder of a Hugging Face "
+            f"model, or the hub id of one that was downloaded or can be from here"
+        ) from error
+
+
+def _started(model: str, arguments: dict[str, Any]) -> StartedEngine:
+    chosen = {"enable_prefix_caching": True, "attention_backend": "relay", **arguments}
+    if arguments.get("otlp_traces_endpoint"):
+        # vLLM's spans hold its statistics
+        chosen.setdefault("disable_log_stats", False)
+    if "scheduler_cls" not in arguments:
+        given = arguments.get("additional_config") or {}
+        chosen["additional_config"] = {"relay": {"scheduler": True}, **given}
+    try:
+        return StartedEngine(LLM(model, **chosen))
+    except ValueError as error:
+        refusal = _refusal(error)
+        if refusal is None or "attention_backend" in arguments:
+            raise
+    logger.warning("vllm-relay: %s; %s starts with vLLM's own attention backend", refusal, model)
+    del chosen["attention_backend"]
+    return StartedEngine(LLM(model, **chosen))
+
+
+def _refusal(error: ValueError) -> str | None:
+    """Why relay cannot serve the model; None if it can, as far as the error tells."""
+    # vLLM's configurations wrap the message of a RelayUnsupportedError in one of pydantic
+    found = re.search(r"relay cannot serve .*?(?= \[type=|$)", str(error), re.MULTILINE)
+    return found and found[0]

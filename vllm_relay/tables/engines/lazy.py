@@ -22,11 +22,7 @@ Found = TypeVar("Found")
 
 
 def engine_of(given: Any, cleanup: ExitStack, replicas: int | None = None) -> Engine:
-    """An engine as it is, or one that is opened when it is needed, see `open_engine`.
-
-    Args:
-        cleanup: closes what is opened here.
-    """
+    """An engine as it is, or one that is opened when it is needed, see `open_engine`."""
     if is_engine(given) and replicas is None:
         return given
     opened = LazyEngine(lambda: open_engine(given, replicas=replicas))

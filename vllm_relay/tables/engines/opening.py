@@ -82,7 +82,7 @@ def open_engine(
             check_model(str(engine), "engine")
         if num_replicas > 1:
             return _start_replicas(str(engine), num_replicas, arguments)
-        from vllm_relay.tables.engines.started import start_engine
+        from vllm_relay.tables.engines.in_process import start_engine
 
         return start_engine(str(engine), **arguments)
     if arguments:
@@ -157,7 +157,7 @@ def _open_servers(
 ) -> Engine:
     from vllm_relay.tables.engines.replicas import ReplicaEngine
     from vllm_relay.tables.engines.server.engine import ServerEngine
-    from vllm_relay.tables.engines.server.retries import RetryPolicy
+    from vllm_relay.tables.engines.server.http import RetryPolicy
 
     places: list[tuple[str, dict[str, Any]]]
     places = [(address, {}) for address in addresses]

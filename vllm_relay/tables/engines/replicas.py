@@ -57,7 +57,6 @@ class ReplicaEngine:
 
     Args:
         engines: with the same model; they are closed with this one.
-        names: of the engines, for messages.
         max_buffered: prompts that wait for an engine.
 
     Raises:

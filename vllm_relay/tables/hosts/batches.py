@@ -16,11 +16,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from vllm_relay.tables.answer_types import answer_type
 from vllm_relay.tables.dataframes import llm_map
 from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.engines.opening import open_engine
 from vllm_relay.tables.jobs.answers import ARROW_TYPES
+from vllm_relay.tables.map_result import answer_type
 from vllm_relay.tables.question import placeholders_of
 
 SAMPLE_ROWS = 1000
@@ -47,7 +47,6 @@ class BatchQuestion:
         engine: an address, addresses or a model, see `open_engine`. Each process opens its own
             when it gets its first batch, and keeps it.
         engine_arguments: of `open_engine`.
-        into: the column of the answers.
         errors_into: the column of what went wrong; None for none.
         options: others of `llm_map`.
 
@@ -114,9 +113,6 @@ class BatchQuestion:
 
     def check(self, names: Sequence[str]) -> None:
         """
-        Args:
-            names: of the host's columns.
-
         Raises:
             ValueError: a field is none of them, or an answer's column is one.
         """
@@ -173,7 +169,6 @@ def check_sort_field(sort_by: str | None, names: Sequence[str]) -> None:
     """
     Args:
         sort_by: a column, "auto" or None.
-        names: of the host's columns.
 
     Raises:
         ValueError: it is none of these.

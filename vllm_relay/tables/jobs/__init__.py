@@ -5,9 +5,9 @@ asking.py            `ask` once, `Asker` again and again
 rows.py              the distinct rows, and their answers                          (Arrow)
 job_plan.py, job_run.py   what becomes of each row of a bucket; runs the prompts
 prompts/             rows become prompts                                           (numpy)
-answers.py, answer_length.py   what completions say, and how long they may be
+answers.py           what completions say, and how long they may be
 arrow_texts.py       columns of texts in Arrow, read where they are
 checkpoint.py        answers in an SQLite file
-estimates/           what a job took, and what one is expected to take
-token_budget.py, progress.py, options.py   what a job may take, and how far it is
+report.py, estimating.py   what a job took, and what one is expected to take
+options.py           how a job runs, and what it may take
 """

@@ -19,7 +19,6 @@ class ArrowTexts(Sequence[str]):
     """Some texts of a column.
 
     Args:
-        column: of texts.
         rows: which of them, int64 [texts].
     """
 
@@ -68,3 +67,18 @@ def _key(text: str) -> str | bytes:
     if len(text) <= _KEY_CHARS:
         return text
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def is_text(type: pa.DataType) -> bool:
+    types = pa.types
+    return types.is_string(type) or types.is_large_string(type) or types.is_string_view(type)
+
+
+def is_bytes(type: pa.DataType) -> bool:
+    types = pa.types
+    return (
+        types.is_binary(type)
+        or types.is_large_binary(type)
+        or types.is_fixed_size_binary(type)
+        or types.is_binary_view(type)
+    )

@@ -10,13 +10,12 @@ import pyarrow as pa
 
 from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.jobs.checkpoint import Checkpoint
-from vllm_relay.tables.jobs.estimates.estimate import Estimate, JobReport
-from vllm_relay.tables.jobs.estimates.estimating import estimate_of, tokens_per_prompt
+from vllm_relay.tables.jobs.estimating import estimate_of, tokens_per_prompt
 from vllm_relay.tables.jobs.job_plan import JobPlan
 from vllm_relay.tables.jobs.job_run import JobRun
-from vllm_relay.tables.jobs.options import JobOptions
+from vllm_relay.tables.jobs.options import JobOptions, TokenBudget, TokenBudgetError
+from vllm_relay.tables.jobs.report import Estimate, JobReport
 from vllm_relay.tables.jobs.rows import Rows
-from vllm_relay.tables.jobs.token_budget import TokenBudget, TokenBudgetError
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.tracing import of_question, of_report, span
 
@@ -59,9 +58,6 @@ def ask(
 
 class Asker:
     """Asks engines, with one checkpoint and one budget for all questions.
-
-    Args:
-        options: of all questions.
 
     Raises:
         CheckpointError: the checkpoint cannot be used.

@@ -167,10 +167,8 @@ class Keys:
     """Keys of the rows of a question: of what is asked, of whom, not of the order of the fields.
 
     Args:
-        identity: of the engine.
         question: that is asked, as it was given: what its answers may have by default is no part of
             it.
-        template: of its prompts.
         order_is_kept: whether the order of fields is the caller's; answers to prompts in that order
             are kept apart.
         modules: how modules are used: answers with modules are kept apart, by mode.

@@ -13,8 +13,7 @@ from typing import TypeAlias
 import pyarrow as pa
 
 from vllm_relay.tables.engines.base import Engine, images_refusal, modules_refusal
-from vllm_relay.tables.jobs.answer_length import with_max_tokens
-from vllm_relay.tables.jobs.answers import Answer, read_answer
+from vllm_relay.tables.jobs.answers import Answer, read_answer, with_max_tokens
 from vllm_relay.tables.jobs.checkpoint import Checkpoint, Keys, KnownAnswer
 from vllm_relay.tables.jobs.options import RULES, JobOptions
 from vllm_relay.tables.jobs.prompts.format import text_of
@@ -134,8 +133,6 @@ class JobPlan:
         buckets: of the rows that are asked about, all different.
         question: as it was given.
         engine: of which the tokenizer, the prefix cache and the limits count.
-        options: of the job.
-        checkpoint: of known answers.
 
     Attributes:
         question: that is asked, with its `max_tokens`.

@@ -1,17 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One question on its way through an engine."""
+"""One question on its way through an engine, and how far it is."""
 
 from __future__ import annotations
 
+import math
+import sys
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from vllm_relay.tables.engines.base import Completion, Engine, EngineError, Prompt
 from vllm_relay.tables.jobs.answers import Answer, error_answer, read_answer
 from vllm_relay.tables.jobs.checkpoint import Checkpoint
-from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.job_plan import (
     AskedRows,
     EqualRows,
@@ -22,9 +34,9 @@ from vllm_relay.tables.jobs.job_plan import (
     RefusedRows,
     Step,
 )
-from vllm_relay.tables.jobs.progress import JobProgress
+from vllm_relay.tables.jobs.options import TokenBudget, TokenBudgetError
+from vllm_relay.tables.jobs.report import JobReport
 from vllm_relay.tables.jobs.rows import Rows
-from vllm_relay.tables.jobs.token_budget import TokenBudget, TokenBudgetError
 from vllm_relay.tables.outputs import well_formed
 
 Steps = Generator[Step, None, None]
@@ -34,10 +46,7 @@ class JobRun:
     """One job.
 
     Args:
-        plan: of its prompts.
-        engine: that answers them.
         rows: that are asked about, and have the answers after it.
-        checkpoint: where answers go at once.
         budget: of tokens, of this job and others.
         report: to which this job is added.
     """
@@ -66,9 +75,6 @@ class JobRun:
 
     def run(self, num_distinct: int, show_progress: bool | None) -> None:
         """Every row has an answer, NULL or an error afterwards.
-
-        Args:
-            num_distinct: rows.
 
         Raises:
             CheckpointError: an answer cannot be kept.
@@ -233,3 +239,60 @@ class JobRun:
 
     def _reserved(self, asked: AskedRows) -> int:
         return len(asked.planned.token_ids) + self._max_answer_tokens
+
+
+_LEAST_INTERVAL_S = 0.1
+
+
+class JobProgress:
+    """A bar on the standard error, with the time left, the hit rate and the tokens saved.
+
+    Args:
+        show: None shows it on a terminal.
+    """
+
+    def __init__(self, num_rows: int, show: bool | None) -> None:
+        self._console = Console(stderr=True)
+        shown = sys.stderr.isatty() if show is None else show
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("rows, left"),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            TextColumn("{task.fields[figures]}"),
+            console=self._console,
+            disable=not shown,
+            transient=True,
+        )
+        self._shown_s = -math.inf
+        self._task: TaskID = self._progress.add_task("asking", total=num_rows, figures="")
+
+    def __enter__(self) -> JobProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def show(self, num_answered: int, report: JobReport) -> None:
+        """Rows that have an answer or an error, and what the job took so far.
+
+        It may be called often: the bar changes ten times a second at most.
+        """
+        now_s = time.monotonic()
+        if now_s - self._shown_s < _LEAST_INTERVAL_S:
+            return
+        self._shown_s = now_s
+        rate = report.cached_tokens / report.prompt_tokens if report.prompt_tokens else 0.0
+        figures = (
+            f"hit rate {rate:.0%}, {report.saved_tokens + report.cached_tokens:,} tokens saved"
+        )
+        if report.num_errors:
+            figures += f", {report.num_errors:,} errors"
+        self._progress.update(self._task, completed=num_answered, figures=figures)

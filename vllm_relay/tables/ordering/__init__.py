@@ -3,12 +3,10 @@
 
 Liu et al., "Optimizing LLM Queries in Relational Workloads", 2024.
 
-    sequences.py, range_minimum.py   token sequences, what their beginnings share
+    sequences.py         token sequences, what their beginnings share
     columns.py           a field of all rows: integer codes and the tokens of its values
-    dependencies.py      which fields determine which
-    duplicates.py        rows that become the same prompt
-    element_order.py     the order of elements of sets
-    table_order.py, fixed_order.py   orders; one order of fields for all rows
+    duplicates.py        rows that become the same prompt; which fields determine which
+    table_order.py       orders; one order of fields for all rows
     per_row/             an order of fields for each row
     cached_tokens.py     what the prefix cache finds, prompt after prompt
     order.py             the order with which it finds most
@@ -22,8 +20,7 @@ from vllm_relay.tables.ordering.columns import (
     render_field,
     render_value,
 )
-from vllm_relay.tables.ordering.dependencies import find_dependencies
-from vllm_relay.tables.ordering.duplicates import DistinctRows, distinct_rows
+from vllm_relay.tables.ordering.duplicates import DistinctRows, distinct_rows, find_dependencies
 from vllm_relay.tables.ordering.order import ChosenOrder, FieldPrompts, choose_order
 from vllm_relay.tables.ordering.sequences import TokenSequences
 from vllm_relay.tables.ordering.table_order import TableOrder, compose

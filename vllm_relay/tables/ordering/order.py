@@ -11,10 +11,9 @@ import numpy as np
 
 from vllm_relay.tables.ordering.cached_tokens import BlockCache, cached_tokens
 from vllm_relay.tables.ordering.columns import Column
-from vllm_relay.tables.ordering.fixed_order import fixed_order
 from vllm_relay.tables.ordering.per_row.per_row_order import per_row_order
 from vllm_relay.tables.ordering.sequences import TokenSequences
-from vllm_relay.tables.ordering.table_order import TableOrder, compose, kept_order
+from vllm_relay.tables.ordering.table_order import TableOrder, compose, fixed_order, kept_order
 
 OrderName = Literal["keep", "fixed", "per_row"]
 OrderChoice = Literal["auto", "keep", "fixed", "per_row"]

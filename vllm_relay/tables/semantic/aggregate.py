@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from vllm_relay.tables.answer_types import answer_type
 from vllm_relay.tables.caller_tables import ANSWER_NAME, arrow_columns, caller_table
 from vllm_relay.tables.dataframes import fields_of, group_rows, json_texts, map_result, names_of
 from vllm_relay.tables.jobs.answers import Answer, answer_table
 from vllm_relay.tables.jobs.options import JobOptions
-from vllm_relay.tables.map_result import MapResult
+from vllm_relay.tables.map_result import MapResult, answer_type
 from vllm_relay.tables.question import Question, placeholders_of
 from vllm_relay.tables.request_options import RequestOptions
 from vllm_relay.tables.semantic.record_lists import RECORDS, record_question, records_of_table

@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vllm_relay.tables.engines.addresses import ServerKey
 from vllm_relay.tables.engines.base import EngineError
 from vllm_relay.tables.engines.server.client import MODELS_PATH
 from vllm_relay.tables.engines.server.http import (
     HttpClient,
     RequestFailed,
     RequestRefused,
+    RetryPolicy,
     ServerAddress,
     ServerAway,
+    loop_in_thread,
     open_http_client,
 )
-from vllm_relay.tables.engines.server.keys import ServerKey
-from vllm_relay.tables.engines.server.loop_thread import loop_in_thread
 from vllm_relay.tables.engines.server.models import choose_model, served_models
-from vllm_relay.tables.engines.server.retries import RetryPolicy
 
 Vectors = npt.NDArray[np.float32]
 Embed = Callable[[list[str]], Any]

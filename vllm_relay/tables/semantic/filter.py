@@ -12,14 +12,13 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from vllm_relay.arguments import check_count
-from vllm_relay.tables.answer_types import answer_type
 from vllm_relay.tables.caller_tables import arrow_columns, caller_table
 from vllm_relay.tables.dataframes import fields_of, json_texts, map_result, names_of
 from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.jobs.answers import Answer, answer_table
-from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.options import JobOptions
-from vllm_relay.tables.map_result import MapResult
+from vllm_relay.tables.jobs.report import JobReport
+from vllm_relay.tables.map_result import MapResult, answer_type
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.request_options import RequestOptions
 from vllm_relay.tables.semantic.calibration import Targets, Thresholds, calibrate

@@ -20,9 +20,9 @@ from vllm_relay.tables.caller_tables import (
     names_beside,
 )
 from vllm_relay.tables.dataframes import json_texts
-from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.jobs.prompts.format import text_of
+from vllm_relay.tables.jobs.report import JobReport
 from vllm_relay.tables.question import Question, placeholders_of
 from vllm_relay.tables.request_options import RequestOptions
 from vllm_relay.tables.semantic.calibration import Targets, calibrate

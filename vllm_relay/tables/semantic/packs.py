@@ -9,7 +9,7 @@ from itertools import islice
 
 from vllm_relay.arguments import check_count
 from vllm_relay.tables.engines.base import Engine
-from vllm_relay.tables.jobs.answer_length import with_max_tokens
+from vllm_relay.tables.jobs.answers import with_max_tokens
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.jobs.prompts.format import PromptFormat
 from vllm_relay.tables.question import Question
@@ -40,7 +40,6 @@ class Packer:
     Args:
         question: about a list of records.
         engine: whose tokenizer counts; without one, two bytes count as a token.
-        options: of the job that asks.
         pack_tokens: of the records of a prompt at most, unless it would have fewer than
             `least_records`; None takes what the context has.
         least_records: that a prompt has where the context allows it.

@@ -29,7 +29,6 @@ def record_question(text: str, names: Sequence[str], output: Output, **others: A
     """
     Args:
         text: in which ``{name}`` refers to the records' field of that name.
-        names: of the records' fields.
         others: of the `Question`.
 
     Raises:

@@ -16,7 +16,7 @@ from vllm_relay.tables.engines.base import (
     PromptShape,
 )
 from vllm_relay.tables.engines.lazy import LazyEngine
-from vllm_relay.tables.jobs.answer_length import with_max_tokens
+from vllm_relay.tables.jobs.answers import with_max_tokens
 from vllm_relay.tables.outputs import AnswerError, Output
 from vllm_relay.tables.question import Question
 

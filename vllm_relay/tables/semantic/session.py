@@ -15,10 +15,9 @@ from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.engines.lazy import engine_of
 from vllm_relay.tables.jobs.answers import Answer
 from vllm_relay.tables.jobs.asking import Asker
-from vllm_relay.tables.jobs.estimates.estimate import JobReport
-from vllm_relay.tables.jobs.options import JobOptions
+from vllm_relay.tables.jobs.options import JobOptions, TokenBudgetError
+from vllm_relay.tables.jobs.report import JobReport
 from vllm_relay.tables.jobs.rows import Rows
-from vllm_relay.tables.jobs.token_budget import TokenBudgetError
 from vllm_relay.tables.map_result import MapBudgetError
 from vllm_relay.tables.question import Question
 
@@ -95,7 +94,6 @@ class AskedRows:
     """Rows that an engine was asked about, each once.
 
     Args:
-        session: of the operator.
         texts_of: JSON of the fields of some rows, by their numbers.
         rows_per_job: that are in memory at once.
 

@@ -14,8 +14,8 @@ from vllm_relay.arguments import check_count
 from vllm_relay.tables.caller_tables import arrow_columns, caller_table
 from vllm_relay.tables.dataframes import fields_of, json_texts, names_of
 from vllm_relay.tables.engines.base import Engine
-from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.options import JobOptions
+from vllm_relay.tables.jobs.report import JobReport
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.request_options import RequestOptions

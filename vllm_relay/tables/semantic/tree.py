@@ -73,7 +73,6 @@ def answer_groups(
         groups: JSON of the records of each, in their order.
         question: about a list of records.
         engine: that is asked; it is not needed where there are no records.
-        options: of the jobs.
         ask: is called once for each level of all groups.
         pack_tokens: see `Packer`.
 

@@ -15,18 +15,16 @@ import duckdb
 from rich.console import Console
 
 from vllm_relay.arguments import check_model, check_writable
-from vllm_relay.tables.engines.addresses import addresses_of, check_address
+from vllm_relay.tables.engines.addresses import addresses_of, check_address, key_from_environment
 from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.engines.opening import check_kv_events, open_engine
-from vllm_relay.tables.engines.server.keys import key_from_environment
-from vllm_relay.tables.jobs.estimates.estimate import JobReport
 from vllm_relay.tables.jobs.options import JobOptions
+from vllm_relay.tables.jobs.report import JobReport
 from vllm_relay.tables.request_options import RequestOptions
 from vllm_relay.tables.shell.engine_arguments import split_arguments
 from vllm_relay.tables.shell.files import check_output, open_files, write_relation
-from vllm_relay.tables.shell.lines import read_statements
-from vllm_relay.tables.shell.script import gives_rows, place_of_output
+from vllm_relay.tables.shell.script import gives_rows, place_of_output, read_statements
 from vllm_relay.tables.sql.connection import Connection, connect
 from vllm_relay.tables.sql.replay.statement import split
 from vllm_relay.tables.sql.result import Result
@@ -201,7 +199,6 @@ def _open(model: str | None, servers: Sequence[str], arguments: dict[str, Any]) 
 class _Shell:
     """
     Args:
-        output: where rows are written.
         keeps_answers: whether those of an interrupted statement can be used again.
     """
 

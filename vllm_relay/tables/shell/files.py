@@ -9,7 +9,7 @@ from pathlib import Path
 
 import duckdb
 
-from vllm_relay.tables.identifiers import literal, quoted
+from vllm_relay.tables.texts import literal, quoted
 
 _DATABASES = (".duckdb", ".db", ".ddb")
 _READERS = {

@@ -11,15 +11,12 @@ from typing import Any
 
 from sqlglot import exp
 
-from vllm_relay.tables.images.fields import image_fields
-from vllm_relay.tables.images.store import ImageStore
+from vllm_relay.tables.images import ImageStore, image_fields
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import Question, placeholders_of
 from vllm_relay.tables.request_options import RequestOptions
 from vllm_relay.tables.semantic.record_lists import record_question
-from vllm_relay.tables.sql.errors import error_at
-from vllm_relay.tables.sql.expressions import AGGREGATE, sql_of
-from vllm_relay.tables.sql.texts import text_of
+from vllm_relay.tables.sql.expressions import AGGREGATE, error_at, sql_of, text_of
 
 PARAMETERS = (
     "choices",
@@ -69,9 +66,7 @@ def read_call(
 ) -> LlmCall:
     """
     Args:
-        node: a call of llm().
         star_fields: the fields that ``*`` or ``t.*`` stands for.
-        images: of its fields.
 
     Raises:
         SqlError: it is not called as it should be.

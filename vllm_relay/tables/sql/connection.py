@@ -14,25 +14,23 @@ from typing import Any, Literal, get_args
 import duckdb
 
 from vllm_relay.tables.engines.lazy import LazyEngine, StoppableEngine, engine_of, in_thread
-from vllm_relay.tables.identifiers import literal, quoted
-from vllm_relay.tables.images.store import ImageStore
+from vllm_relay.tables.images import ImageStore
 from vllm_relay.tables.jobs.options import JobOptions
-from vllm_relay.tables.sql.errors import SqlError
-from vllm_relay.tables.sql.explain import Explanation
+from vllm_relay.tables.sql.database import TemporaryTables
+from vllm_relay.tables.sql.explain import Explanation, estimates
+from vllm_relay.tables.sql.expressions import SqlError
 from vllm_relay.tables.sql.jobs import JobRunner, Runner, StatementJobs
 from vllm_relay.tables.sql.replay.answers import Answers
-from vllm_relay.tables.sql.replay.estimates import estimates
 from vllm_relay.tables.sql.replay.functions import Functions
 from vllm_relay.tables.sql.replay.passes import Passes, one_view
 from vllm_relay.tables.sql.replay.statement import Given, check, kind_of, query_of, split
 from vllm_relay.tables.sql.result import Result
-from vllm_relay.tables.sql.rewrites.anchors import add_anchors
 from vllm_relay.tables.sql.rewrites.error_columns import add_error_columns
-from vllm_relay.tables.sql.rewrites.group_filters import filter_groups
+from vllm_relay.tables.sql.rewrites.filters import add_anchors, filter_groups
 from vllm_relay.tables.sql.rewrites.lazy import look_up_late
 from vllm_relay.tables.sql.rewrites.volatile import refuse, settle
-from vllm_relay.tables.sql.temporary_tables import TemporaryTables
 from vllm_relay.tables.sql.text.edited import Edited
+from vllm_relay.tables.texts import literal, quoted
 from vllm_relay.tables.tracing import of_report, span
 
 OnError = Literal["null", "column", "raise"]

@@ -11,20 +11,18 @@ import duckdb
 import pyarrow as pa
 
 from vllm_relay.tables.engines.base import Engine
-from vllm_relay.tables.identifiers import json_text, quoted
 from vllm_relay.tables.jobs.answers import Answer
 from vllm_relay.tables.jobs.asking import Asker
-from vllm_relay.tables.jobs.estimates.estimate import Estimate, JobReport
 from vllm_relay.tables.jobs.options import JobOptions
+from vllm_relay.tables.jobs.report import Estimate, JobReport
 from vllm_relay.tables.jobs.rows import Rows
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.semantic.packs import Packer
 from vllm_relay.tables.semantic.record_lists import RECORDS, known_records, record_list
 from vllm_relay.tables.semantic.tree import answer_groups, first_packs
-from vllm_relay.tables.sql.errors import AnswerFailedError
-from vllm_relay.tables.sql.expressions import RESERVED
+from vllm_relay.tables.sql.expressions import RESERVED, AnswerFailedError
 from vllm_relay.tables.sql.text.call_sites import Site
-from vllm_relay.tables.texts import row_text
+from vllm_relay.tables.texts import json_text, quoted, row_text
 
 MOST_ERRORS = 10_000
 
@@ -57,7 +55,6 @@ class JobRunner:
 
     Args:
         engine: that answers; it is its owner's.
-        options: of all jobs.
 
     Raises:
         CheckpointError: the checkpoint cannot be used.
@@ -172,7 +169,6 @@ class StatementJobs:
     """The jobs of one statement, and what they say of rows without an answer.
 
     Args:
-        connection: of DuckDB.
         raises: a row without an answer ends the query; one whose answer was cut does not.
 
     Attributes:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import duckdb
 
-from vllm_relay.tables.jobs.estimates.estimate import JobReport
+from vllm_relay.tables.jobs.report import JobReport
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]  # has no stubs here

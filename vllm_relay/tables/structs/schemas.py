@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The type of a column, from the JSON schema of its answers (draft 2020-12)."""
+"""The type of a column, from the JSON schema of its answers (draft 2020-12) or as DuckDB writes it;
+answers checked against their schema, and their texts as columns."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from jsonschema import FormatChecker, SchemaError, ValidationError
+from jsonschema.exceptions import best_match
+from jsonschema.validators import Draft202012Validator, validator_for
+from referencing import Registry
 
 from vllm_relay.tables.structs.types import (
     INTEGER_FORMATS,
@@ -15,8 +22,12 @@ from vllm_relay.tables.structs.types import (
     Scalar,
     StructOf,
     ValueRangeError,
+    answered,
     stored,
 )
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 Fits: TypeAlias = "Callable[[Mapping[str, Any], Any], bool]"
 """Whether a value fits a part of the schema."""
@@ -68,11 +79,7 @@ class _Reader:
         self._fits = fits
 
     def read(self, schema: Any, path: str, references: tuple[str, ...]) -> tuple[ColumnType, bool]:
-        """The type of a schema, and whether null is a value.
-
-        Args:
-            references: that led here.
-        """
+        """The type of a schema, and whether null is a value."""
         if not isinstance(schema, Mapping) or not schema:
             raise ColumnTypeError(path, "which any value fits", 'give it a "type"')
         if "$ref" in schema:
@@ -202,3 +209,148 @@ def _of_values(values: list[Any], path: str) -> tuple[ColumnType, bool]:
     if kinds and kinds <= {int, float}:
         return Scalar("DOUBLE"), is_nullable
     raise ColumnTypeError(path, f"an enumeration of {values}", "enumerate texts or numbers")
+
+
+_WRITTEN_SCALARS: dict[str, dict[str, Any]] = {
+    "VARCHAR": {"type": "string"},
+    "BOOLEAN": {"type": "boolean"},
+    "DATE": {"type": "string", "format": "date"},
+    "DOUBLE": {"type": "number"},
+    "FLOAT": {"type": "number", "format": "float"},
+    **{
+        name: {"type": "integer", "format": format}
+        for format, name in INTEGER_FORMATS.items()
+        if name != "BIGINT"
+    },
+    "BIGINT": {"type": "integer"},
+}
+_INSTEAD = {
+    "decimal": "DOUBLE, or VARCHAR for all digits",
+    "hugeint": "BIGINT, or VARCHAR for all digits",
+    "map": "a STRUCT with the keys that there are, or a list of STRUCT(key ..., value ...)",
+    "union": "a STRUCT with a field for each member",
+    "array": "a list, as in INTEGER[]",
+}
+_EXAMPLE = "STRUCT(title VARCHAR, score INTEGER)"
+
+
+def schema_of_type(text: str) -> dict[str, Any]:
+    """
+    Args:
+        text: a type of structs, lists, ENUMs and ordinary columns, as DuckDB reads it. Every field
+            is there in every answer, and null nowhere.
+
+    Raises:
+        ValueError: it is no such type.
+    """
+    import duckdb
+
+    try:
+        with duckdb.connect() as connection:
+            type = connection.type(text)
+    except duckdb.Error as error:
+        first_line = str(error).splitlines()[0]
+        raise ValueError(
+            f"type {text!r} given, which DuckDB does not know ({first_line}), expected one such as "
+            f"{_EXAMPLE}, with names that are words of SQL in double quotes"
+        ) from None
+    if type.id not in ("struct", "list"):
+        raise ValueError(
+            f"type {text!r} given, expected one of structs or lists such as {_EXAMPLE}, or one of "
+            f"the names 'text', 'int', 'float', 'bool' and 'json'"
+        )
+    return _written_schema(type, text)
+
+
+def _written_schema(type: Any, text: str) -> dict[str, Any]:
+    if str(type) in _WRITTEN_SCALARS:
+        return _WRITTEN_SCALARS[str(type)]
+    if type.id == "list":
+        return {"type": "array", "items": _written_schema(type.children[0][1], text)}
+    if type.id == "enum":
+        return {"type": "string", "enum": list(type.children[0][1])}
+    if type.id == "struct":
+        properties = {name: _written_schema(each, text) for name, each in type.children}
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": list(properties),
+            "additionalProperties": False,
+        }
+    instead = _INSTEAD.get(
+        type.id, f"one of {sorted(_WRITTEN_SCALARS)}, an ENUM, a STRUCT or a list"
+    )
+    raise ValueError(f"type {text!r} given with {type} in it: write {instead}")
+
+
+class StructColumn:
+    """A column of structs or lists.
+
+    Attributes:
+        type: of its values.
+
+    Raises:
+        ValueError: the schema is none, or determines no type.
+    """
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        self._schema = schema
+        validator = validator_for(schema, default=Draft202012Validator)
+        try:
+            validator.check_schema(schema)
+        except SchemaError as error:
+            raise ValueError(f"JSON schema given: {error.json_path}: {error.message}") from None
+        # what a schema refers to elsewhere is not fetched
+        self._validator = validator(
+            schema, registry=Registry(), format_checker=FormatChecker(["date"])
+        )
+        self.type = column_type(
+            schema, lambda part, value: self._validator.evolve(schema=part).is_valid(value)
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # validators cannot be sent to other processes
+        return StructColumn, (self._schema,)
+
+    @property
+    def sql_type(self) -> str:
+        """DuckDB's name of the type."""
+        return self.type.sql
+
+    def text(self, answer: Any) -> str:
+        """The JSON that the column holds of an answer: every property is there, in the order of the
+        fields; what the answer leaves out has the schema's default, or is null.
+
+        Raises:
+            ValueError: the answer does not fit the schema, or a type cannot hold its part.
+        """
+        found: ValidationError | None = best_match(self._validator.iter_errors(answer))
+        if found is not None:
+            raise ValueError(f"{found.json_path}: {found.message}")
+        try:
+            return json.dumps(stored(self.type, answer), ensure_ascii=False)
+        except ValueRangeError as error:
+            raise ValueError(str(error)) from None
+
+    def answered(self, text: str) -> Any:
+        """The answer that a text of `text` was made from, but for defaults; null where the answer
+        left out what may be null."""
+        return answered(self.type, json.loads(text))
+
+    @property
+    def arrow_type(self) -> pa.DataType:
+        """Of what `arrow` gives."""
+        import pyarrow
+
+        return self.arrow(pyarrow.chunked_array([], pyarrow.string())).type
+
+    def arrow(self, texts: pa.ChunkedArray) -> pa.ChunkedArray:
+        """The column of texts that were made by `text`, or are missing."""
+        import duckdb
+        import pyarrow
+
+        given = pyarrow.table({"value": texts})
+        with duckdb.connect() as connection:
+            connection.register("given", given)
+            found = connection.sql(f"SELECT value::JSON::{self.sql_type} AS value FROM given")
+            return found.to_arrow_table()["value"]

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from vllm_relay.tables.identifiers import literal, quoted
+from vllm_relay.tables.texts import literal, quoted
 
 INTEGER_FORMATS = {
     f"{'u' * (not is_signed)}int{num_bits}": f"{'U' * (not is_signed)}{name}"
@@ -106,7 +106,6 @@ def stored(type: ColumnType, value: Any, path: str = "$") -> Any:
 
     Args:
         value: that fits the schema.
-        path: to it, for messages.
 
     Raises:
         ValueRangeError: the type cannot hold it, or it has a property that the type has not.

@@ -24,8 +24,7 @@ from tests.tables.engines.server.test_failures import AT_ONCE, at_first, hasty
 from vllm_relay.tables.engines.base import EngineError
 from vllm_relay.tables.engines.server.admission import Admission
 from vllm_relay.tables.engines.server.engine import ServerEngine
-from vllm_relay.tables.engines.server.http import HttpClient, RequestRefused
-from vllm_relay.tables.engines.server.retries import RetryPolicy
+from vllm_relay.tables.engines.server.http import HttpClient, RequestRefused, RetryPolicy
 
 
 @pytest.mark.parametrize("status", [429, 503])

@@ -24,11 +24,11 @@ from tests.tables.engines.server.fake_server import (
     failure,
     fake_server,
 )
+from vllm_relay.tables.engines.addresses import ServerKey
 from vllm_relay.tables.engines.base import Completion, EngineError, Prompt
 from vllm_relay.tables.engines.server import admission
 from vllm_relay.tables.engines.server.engine import ServerEngine
 from vllm_relay.tables.engines.server.http import HttpClient, ServerAddress
-from vllm_relay.tables.engines.server.keys import ServerKey
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.question import Question

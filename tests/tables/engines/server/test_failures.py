@@ -26,7 +26,7 @@ from tests.tables.engines.server.fake_server import (
 from tests.tables.engines.server.test_engine import QUESTION, engine_for, engine_threads, prompts
 from vllm_relay.tables.engines.base import EngineError
 from vllm_relay.tables.engines.server.engine import ServerEngine
-from vllm_relay.tables.engines.server.retries import RetryPolicy, retry_after_s
+from vllm_relay.tables.engines.server.http import RetryPolicy, retry_after_s
 
 AT_ONCE = RetryPolicy(first_delay_s=0.001, max_delay_s=0.001)
 

@@ -14,7 +14,7 @@ from tests.tables.engines.server.hostile_server import HostileServer, answer_to,
 from vllm_relay.tables import llm_map
 from vllm_relay.tables.engines.base import Completions, EngineError, Prompt
 from vllm_relay.tables.engines.server.engine import ServerEngine
-from vllm_relay.tables.engines.server.retries import RetryPolicy
+from vllm_relay.tables.engines.server.http import RetryPolicy
 from vllm_relay.tables.question import Question
 
 AT_ONCE = RetryPolicy(first_delay_s=0.001, max_delay_s=0.01)

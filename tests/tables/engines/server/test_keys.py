@@ -7,9 +7,9 @@ import pytest
 
 from tests.tables.engines.server.fake_server import failure, fake_server
 from tests.tables.engines.server.test_engine import QUESTION, engine_for, prompts
+from vllm_relay.tables.engines.addresses import is_safe, key_from_environment
 from vllm_relay.tables.engines.base import EngineError
 from vllm_relay.tables.engines.server.engine import ServerEngine
-from vllm_relay.tables.engines.server.keys import is_safe, key_from_environment
 
 BOTH = {"OPENAI_API_KEY": "sk-openai", "VLLM_API_KEY": "sk-vllm", "OTHER": "sk-other"}
 

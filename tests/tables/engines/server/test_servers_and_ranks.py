@@ -28,7 +28,7 @@ from tests.tables.engines.server.test_engine import (
 )
 from vllm_relay.tables import open_engine
 from vllm_relay.tables.engines.base import Prompt
-from vllm_relay.tables.engines.server.retries import RetryPolicy
+from vllm_relay.tables.engines.server.http import RetryPolicy
 
 
 def test_a_rank_of_a_server_gets_all_prompts() -> None:

@@ -18,8 +18,7 @@ from vllm_relay.prefix_cache.predict.step_costs import fit_costs
 from vllm_relay.tables.engines import step_times
 from vllm_relay.tables.engines.base import EngineError, Prompt
 from vllm_relay.tables.engines.server.engine import Mode, ServerEngine
-from vllm_relay.tables.images.fields import image_fields
-from vllm_relay.tables.images.store import ImageStore
+from vllm_relay.tables.images import ImageStore, image_fields
 from vllm_relay.tables.ordering.cached_tokens import BlockCache, cached_tokens
 from vllm_relay.tables.ordering.sequences import TokenSequences
 from vllm_relay.tables.outputs import Output

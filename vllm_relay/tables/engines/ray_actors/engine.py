@@ -12,9 +12,14 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from vllm_relay.tables.engines.base import Completions, EngineError, Prompt, PromptShape
+from vllm_relay.tables.engines.base import (
+    Completions,
+    EngineError,
+    Prompt,
+    PromptShape,
+    most_answer_tokens,
+)
 from vllm_relay.tables.engines.ray_actors.replica import ReplicaFacts
-from vllm_relay.tables.engines.reasoning import most_answer_tokens
 from vllm_relay.tables.question import Question
 
 _WAIT_S = 1.0
@@ -27,9 +32,7 @@ class RayEngine:
 
     Args:
         actor: the replica, which `close` ends.
-        facts: of its engine.
         tokenizer: of the model; None if it has none.
-        name: for messages.
         reply_timeout_s: of the actor, which replies at once, whatever its engine does.
     """
 

@@ -74,11 +74,7 @@ class ReplicaFacts:
 
 
 class Replica:
-    """An actor. Its engine is used in one thread; calls wait in others.
-
-    Args:
-        open_engine: the engine.
-    """
+    """An actor. Its engine is used in one thread; calls wait in others."""
 
     def __init__(self, open_engine: Callable[[], Engine]) -> None:
         self._open_engine = open_engine
@@ -96,7 +92,6 @@ class Replica:
 
         Args:
             number: from 0 on, of this one among those that share its machine's cores.
-            count: of these.
 
         Raises:
             ValueError: it refuses the model or an argument.
@@ -231,7 +226,7 @@ def share_of_cores(cores: Sequence[int], number: int, count: int) -> str | None:
 def start_vllm(model: str, arguments: dict[str, Any]) -> Engine:
     """A model in this process: when it is killed, all of the engine is."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    from vllm_relay.tables.engines.started import start_engine
+    from vllm_relay.tables.engines.in_process import start_engine
 
     return start_engine(model, **arguments)
 

@@ -26,7 +26,7 @@ from vllm_relay.tables.engines.ray_actors.replica import (
     start_vllm,
 )
 from vllm_relay.tables.engines.replicas import ReplicaEngine
-from vllm_relay.tables.engines.server.tokenizer import TokenizerError, checked_tokenizer
+from vllm_relay.tables.engines.server.models import TokenizerError, checked_tokenizer
 
 logger = logging.getLogger("vllm.relay")
 
@@ -41,8 +41,6 @@ class RayReplicas(ReplicaEngine):
     """A `ReplicaEngine` that owns its actors.
 
     Args:
-        engines: of the actors.
-        names: of the engines.
         on_close: what ends when the actors have.
     """
 
@@ -84,7 +82,6 @@ def start_actors(
     """As `start_replicas`, with any engine.
 
     Args:
-        open_engine: is called in every actor.
         num_gpus: of each, where there are any.
     """
     names = [f"replica {number}" for number in range(num_replicas)]

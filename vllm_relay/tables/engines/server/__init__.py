@@ -3,9 +3,8 @@
 
 engine.py            the engine: asks a server what it is, then takes prompts and gives completions
 client.py            a prompt answered, whatever happens on the way
-admission.py, retries.py   how many prompts the server has, when one is sent again
+admission.py         how many prompts the server has
 messages.py, dialect.py    requests and replies, as far as servers differ in them
-http.py, keys.py     the requests themselves, and who gets which key
-models.py, tokenizer.py    what the server says of its model
-loop_thread.py       an event loop for callers that have none
+http.py              the requests themselves, and when one is sent again
+models.py            what the server says of its model
 """

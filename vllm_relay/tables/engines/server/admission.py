@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from vllm_relay.tables.engines.base import EngineError
-from vllm_relay.tables.engines.server.http import RequestRefused, ServerAway
-from vllm_relay.tables.engines.server.retries import RetryPolicy
+from vllm_relay.tables.engines.server.http import RequestRefused, RetryPolicy, ServerAway
 
 logger = logging.getLogger("vllm.relay")
 

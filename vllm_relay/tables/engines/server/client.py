@@ -16,12 +16,12 @@ from vllm_relay.tables.engines.server.http import (
     HttpClient,
     RequestFailed,
     RequestRefused,
+    RetryPolicy,
     ServerAway,
 )
 from vllm_relay.tables.engines.server.messages import ReplyError, Requests
 from vllm_relay.tables.engines.server.models import ServedModel, served_models
-from vllm_relay.tables.engines.server.retries import RetryPolicy
-from vllm_relay.tables.images.store import ImageError
+from vllm_relay.tables.images import ImageError
 
 logger = logging.getLogger("vllm.relay")
 
@@ -37,11 +37,6 @@ class ServerClient:
     One of the prompts that a server has when its connections break may be why they broke. A prompt
     for which this has happened twice is a suspect, and of suspects one runs at a time: the others
     do not fail with it until they have no retries left.
-
-    Args:
-        requests: of the question.
-        admission: of its prompts.
-        dialect: that is tried first.
 
     Attributes:
         dialect: as far as it is learned.

@@ -41,12 +41,7 @@ class Dialect:
     format: Format = "schema"
 
     def after_refusal(self, words: str, output: Output) -> Dialect | None:
-        """What to try next; None if the words are about something else.
-
-        Args:
-            words: of the server.
-            output: what was asked for.
-        """
+        """What to try next; None if the words are about something else."""
         if self.limit_name == "max_tokens" and "max_tokens" in words and _LIMIT_WORDS.search(words):
             return replace(self, limit_name="max_completion_tokens")
         if self.response_format(output) and _FORMAT_WORDS.search(words):

@@ -13,6 +13,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, get_args
 
+from vllm_relay.tables.engines.addresses import ServerKey
 from vllm_relay.tables.engines.base import (
     NUM_LOGPROBS,
     Completion,
@@ -26,27 +27,25 @@ from vllm_relay.tables.engines.server.client import MODELS_PATH, ServerClient
 from vllm_relay.tables.engines.server.dialect import Dialect
 from vllm_relay.tables.engines.server.http import (
     HttpClient,
+    LoopThread,
     RequestFailed,
     RequestRefused,
+    RetryPolicy,
     ServerAddress,
     ServerAway,
+    loop_in_thread,
     open_http_client,
 )
-from vllm_relay.tables.engines.server.keys import ServerKey
-from vllm_relay.tables.engines.server.loop_thread import LoopThread, loop_in_thread
 from vllm_relay.tables.engines.server.messages import Requests
 from vllm_relay.tables.engines.server.models import (
+    TOKENIZER_PROBE,
     ServedModel,
+    TokenizerError,
     block_cache,
+    checked_tokenizer,
     choose_model,
     num_data_parallel_ranks,
     served_models,
-)
-from vllm_relay.tables.engines.server.retries import RetryPolicy
-from vllm_relay.tables.engines.server.tokenizer import (
-    TOKENIZER_PROBE,
-    TokenizerError,
-    checked_tokenizer,
 )
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.question import Question

@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to a server, and what their failures mean."""
+"""Requests to a server, what their failures mean and when one is made again; an event loop for
+callers that have none."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import random
+import threading
 import urllib.request
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, fields
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
 
+from vllm_relay.tables.engines.addresses import ServerKey, is_loopback, is_safe, unsafe_key
 from vllm_relay.tables.engines.base import EngineError
-from vllm_relay.tables.engines.server.keys import ServerKey, is_loopback, is_safe, unsafe_key
 from vllm_relay.tables.engines.server.messages import error_message
-from vllm_relay.tables.engines.server.retries import retry_after_s
 
 _CONNECT_TIMEOUT_S = 30.0
 # vLLM closes connections that are idle for 5 s; one that closes as it is used loses a request
@@ -245,3 +250,105 @@ def _parsed(page: bytes) -> Any:
         return json.loads(page)
     except ValueError as error:
         raise RequestFailed(f"the reply is no JSON: {error_message(page)!r}") from error
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """
+    Attributes:
+        max_retries: of a prompt whose requests fail, by themselves or in a server that is there.
+        max_passed_over: how often a prompt may be turned away while others are answered.
+        max_failed_in_a_row: prompts that fail one after the other, until the server counts as
+            broken.
+        max_refused_in_a_row: prompts that are refused one after the other, until a short one is
+            asked instead: a server that refuses it too refuses all.
+        first_delay_s: before the first retry; twice as long before each further one.
+        max_delay_s: before any retry; a server may ask for more.
+        patience_s: how long a server may be away, or turn all requests away, until it counts as
+            gone.
+
+    Raises:
+        ValueError: a number is below 0.
+    """
+
+    max_retries: int = 4
+    max_passed_over: int = 30
+    max_failed_in_a_row: int = 32
+    max_refused_in_a_row: int = 4
+    first_delay_s: float = 0.5
+    max_delay_s: float = 30.0
+    patience_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in (each.name for each in fields(self)):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} given, expected at least 0")
+
+    def delay_s(self, num_failures: int, retry_after_s: float = 0.0) -> float:
+        """How long to wait after so many failures: by chance, so that requests spread."""
+        longest_s = min(self.first_delay_s * 2.0 ** min(num_failures - 1, 30), self.max_delay_s)
+        return retry_after_s + longest_s * random.uniform(0.5, 1.0)
+
+
+def retry_after_s(header: str | None) -> float:
+    """Seconds that a Retry-After header asks for, which is a number or a date; 0 without one."""
+    if not header:
+        return 0.0
+    try:
+        return max(0.0, float(header))
+    except ValueError:
+        pass
+    try:
+        moment = parsedate_to_datetime(header)
+    except ValueError:
+        return 0.0
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=timezone.utc)
+    return max(0.0, (moment - datetime.now(timezone.utc)).total_seconds())
+
+
+Result = TypeVar("Result")
+
+
+class LoopThread:
+    """Made by `loop_in_thread`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def start(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Run it beside others; they begin in the order in which they are started."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """What it returns."""
+        return self.start(coroutine).result()
+
+    def cancel_all(self) -> None:
+        """End what runs; returns when it has ended."""
+        self.run(_cancel_others())
+
+
+@contextmanager
+def loop_in_thread() -> Iterator[LoopThread]:
+    """A loop in a thread of its own; what still runs at the end is cancelled."""
+    loop = asyncio.new_event_loop()
+    # of a caller that never ends it, the interpreter still does
+    thread = threading.Thread(target=loop.run_forever, name="relay-server-engine", daemon=True)
+    thread.start()
+    found = LoopThread(loop)
+    try:
+        yield found
+    finally:
+        found.cancel_all()
+        found.run(loop.shutdown_default_executor())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+async def _cancel_others() -> None:
+    tasks = [each for each in asyncio.all_tasks() if each is not asyncio.current_task()]
+    for each in tasks:
+        each.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -7,10 +7,9 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from vllm_relay.tables.engines.base import Completion, Prompt
-from vllm_relay.tables.engines.reasoning import UNFINISHED, without_reasoning
+from vllm_relay.tables.engines.base import UNFINISHED, Completion, Prompt, without_reasoning
 from vllm_relay.tables.engines.server.dialect import Dialect
-from vllm_relay.tables.images.content import content_parts, probe_parts
+from vllm_relay.tables.images import content_parts, probe_parts
 from vllm_relay.tables.jobs.prompts.format import conversation
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.texts import shortened
@@ -30,8 +29,6 @@ class Requests:
     """Requests of one question.
 
     Args:
-        model_name: that they give.
-        is_vllm: whether vLLM gets them.
         is_chat: whether messages are sent, not tokens. Images need messages.
         num_logprobs: of the first token of an answer, see `Completion.first_logprobs`.
 

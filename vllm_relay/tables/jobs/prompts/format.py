@@ -78,7 +78,6 @@ class PromptFormat:
     """Prompts of one question.
 
     Args:
-        question: that is asked.
         tokenizer: a Hugging Face tokenizer; None counts about four bytes as a token.
         template: what stands around the question and the fields.
 

@@ -97,8 +97,6 @@ class PromptTokens:
     """Tokens of the prompts of rows that are ordered together.
 
     Args:
-        field_tokens: of the question.
-        prompt_format: of its prompts.
         columns: of the rows, with the tokens of fields at the end of prompts.
         lines: the rendered field of each value of each column.
     """
@@ -124,7 +122,6 @@ class PromptTokens:
         """
         Args:
             cells: the column and the value's code of each field of each prompt, in their order.
-            messages: of the prompts.
         """
         if not self._fields.can_join:
             return self._format.token_ids(messages)

@@ -15,9 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_relay.tables.ordering.columns import Column, num_rows
-from vllm_relay.tables.ordering.dependencies import find_dependencies
-from vllm_relay.tables.ordering.duplicates import distinct_rows
-from vllm_relay.tables.ordering.fixed_order import fixed_order, ranked_fields
+from vllm_relay.tables.ordering.duplicates import distinct_rows, find_dependencies
 from vllm_relay.tables.ordering.per_row.field_sets import FieldSet, FieldSets
 from vllm_relay.tables.ordering.per_row.groups import split
 from vllm_relay.tables.ordering.per_row.refinement import (
@@ -26,7 +24,13 @@ from vllm_relay.tables.ordering.per_row.refinement import (
     lone_children,
     refine,
 )
-from vllm_relay.tables.ordering.table_order import TableOrder, compose, sort_rows
+from vllm_relay.tables.ordering.table_order import (
+    TableOrder,
+    compose,
+    fixed_order,
+    ranked_fields,
+    sort_rows,
+)
 
 MAX_WIDTH = 16
 _SPLIT_ROWS = 5_000

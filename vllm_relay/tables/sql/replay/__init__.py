@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of a statement, until all answers that it needs are known.
 
-functions.py, answers.py, aggregates.py   what is known, for DuckDB, and what is missing
+functions.py, answers.py   what is known, for DuckDB, and what is missing
 passes.py       the runs
 limits.py       of a SELECT with a LIMIT, only up to it
 samples.py      the order of conditions that ask
 statement.py    kinds of statements, and what is wrong with one
-estimates.py    the same without asking
 """

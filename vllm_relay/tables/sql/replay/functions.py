@@ -10,9 +10,7 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from vllm_relay.tables.images.columns import DUCKDB_TYPES, referring
-from vllm_relay.tables.images.fields import ImageKind
-from vllm_relay.tables.images.store import ImageStore
+from vllm_relay.tables.images import DUCKDB_TYPES, ImageKind, ImageStore, references
 from vllm_relay.tables.jobs.answers import Answer
 from vllm_relay.tables.outputs import Output
 from vllm_relay.tables.sql.replay.answers import Answers
@@ -34,7 +32,6 @@ class Functions:
     """
     Args:
         connection: on which they are made, and stay.
-        images: that fields refer to.
 
     Attributes:
         answers: that they give; None: they give NULL.
@@ -61,13 +58,16 @@ class Functions:
         for kind, parameter in DUCKDB_TYPES.items():
             self._connection.create_function(
                 f"{self._prefix}image_{kind}",
-                referring(kind, self.images),
+                self._referring(kind),
                 [parameter],
                 "VARCHAR",
                 **_OPTIONS,
             )
         self._make("error", "VARCHAR", pa.string(), lambda answer: answer.error, False)
         self._make("missing", "BIGINT", pa.int64(), None, False)
+
+    def _referring(self, kind: ImageKind) -> Callable[[Any], pa.Array]:
+        return lambda values: references(values, kind, self.images)
 
     def _make(
         self,

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import duckdb
 from sqlglot.tokens import TokenType
 
+from vllm_relay.tables.sql.database import TemporaryTables, is_valid
 from vllm_relay.tables.sql.expressions import FUNCTIONS, fold
 from vllm_relay.tables.sql.replay.answers import Answers, Ask
-from vllm_relay.tables.sql.temporary_tables import TemporaryTables
-from vllm_relay.tables.sql.text.binding import is_valid
 from vllm_relay.tables.sql.text.call_sites import Call
 from vllm_relay.tables.sql.text.conditions import conjuncts, passing_chain
 from vllm_relay.tables.sql.text.edited import Edited

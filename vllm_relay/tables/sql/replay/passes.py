@@ -8,12 +8,11 @@ from contextlib import contextmanager
 
 import duckdb
 
-from vllm_relay.tables.sql.errors import SqlError
-from vllm_relay.tables.sql.replay.aggregates import aggregate_names
+from vllm_relay.tables.sql.database import TemporaryTables, aggregate_names
+from vllm_relay.tables.sql.expressions import SqlError
 from vllm_relay.tables.sql.replay.answers import Answers, Ask
 from vllm_relay.tables.sql.replay.limits import LimitedRows, limited, stands_alone
 from vllm_relay.tables.sql.replay.samples import Cost, order_conditions
-from vllm_relay.tables.sql.temporary_tables import TemporaryTables
 from vllm_relay.tables.sql.text.edited import Edited
 from vllm_relay.tables.sql.text.structure import Select
 
@@ -21,11 +20,6 @@ from vllm_relay.tables.sql.text.structure import Select
 class Passes:
     """
     Args:
-        connection: of DuckDB.
-        tables: for temporary ones.
-        edited: the statement.
-        answers: of it.
-        ask: what answers.
         cost: tokens per prompt of a source; None for an estimate, in which all rows pass.
     """
 

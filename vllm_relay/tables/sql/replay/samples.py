@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from vllm_relay.tables.sql.database import TemporaryTables
 from vllm_relay.tables.sql.jobs import Counts
 from vllm_relay.tables.sql.replay.answers import Answers, Ask
-from vllm_relay.tables.sql.temporary_tables import TemporaryTables
 from vllm_relay.tables.sql.text.call_sites import Site
 from vllm_relay.tables.sql.text.conditions import Condition, conjuncts
 from vllm_relay.tables.sql.text.edited import Edited

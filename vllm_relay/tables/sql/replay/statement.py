@@ -13,11 +13,9 @@ from sqlglot import exp
 from sqlglot.errors import ParseError, TokenError
 from sqlglot.tokens import Token, TokenType
 
-from vllm_relay.tables.sql.copied_files import check_file
-from vllm_relay.tables.sql.created_tables import check_name, existing_kind
-from vllm_relay.tables.sql.errors import SqlError
-from vllm_relay.tables.sql.expressions import DIALECT, FUNCTIONS
-from vllm_relay.tables.sql.text.binding import columns
+from vllm_relay.tables.sql.database import columns
+from vllm_relay.tables.sql.expressions import DIALECT, FUNCTIONS, SqlError
+from vllm_relay.tables.sql.targets import check_file, check_name, existing_kind
 from vllm_relay.tables.sql.text.edited import Edited
 from vllm_relay.tables.sql.text.structure import Query
 

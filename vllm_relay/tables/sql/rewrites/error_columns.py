@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from sqlglot.tokens import TokenType
 
-from vllm_relay.tables.identifiers import quoted
 from vllm_relay.tables.sql.text.edited import Edited
 from vllm_relay.tables.sql.text.structure import select_items
+from vllm_relay.tables.texts import quoted
 
 _RANK = 4
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from sqlglot.tokens import TokenType
 
-from vllm_relay.tables.identifiers import quoted
 from vllm_relay.tables.sql.expressions import fold
 from vllm_relay.tables.sql.text.call_sites import Call
 from vllm_relay.tables.sql.text.edited import Edited
 from vllm_relay.tables.sql.text.sources import Source, sources
 from vllm_relay.tables.sql.text.structure import Query, Range, Select, select_items
+from vllm_relay.tables.texts import quoted
 
 _OPERANDS = (
     *(TokenType.VAR, TokenType.IDENTIFIER, TokenType.NUMBER, TokenType.STRING),

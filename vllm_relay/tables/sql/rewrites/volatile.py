@@ -6,10 +6,8 @@ from __future__ import annotations
 import duckdb
 from sqlglot.tokens import TokenType
 
-from vllm_relay.tables.sql.errors import SqlError
-from vllm_relay.tables.sql.expressions import fold
-from vllm_relay.tables.sql.temporary_tables import TemporaryTables
-from vllm_relay.tables.sql.text.binding import is_valid
+from vllm_relay.tables.sql.database import TemporaryTables, is_valid
+from vllm_relay.tables.sql.expressions import SqlError, fold
 from vllm_relay.tables.sql.text.edited import Edited
 from vllm_relay.tables.sql.text.sources import sources
 from vllm_relay.tables.sql.text.structure import Query, Range, Select, select_items

@@ -5,5 +5,4 @@ structure.py, sources.py, conditions.py   queries, their clauses and tables, AND
 call_sites.py   calls of llm()
 splices.py      the text with parts replaced
 edited.py       the text with functions for calls
-binding.py      what DuckDB says of it
 """

@@ -12,21 +12,21 @@ from sqlglot import exp
 from sqlglot.errors import ParseError
 from sqlglot.tokens import TokenType
 
-from vllm_relay.tables.identifiers import quoted
-from vllm_relay.tables.images.store import ImageStore
+from vllm_relay.tables.images import ImageStore
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.semantic.record_lists import RECORDS
 from vllm_relay.tables.sql.calls import Field, read_aggregate, read_call
-from vllm_relay.tables.sql.errors import SqlError
 from vllm_relay.tables.sql.expressions import (
     AGGREGATE,
     DIALECT,
     FUNCTION,
     FUNCTIONS,
+    SqlError,
     is_call,
     sql_of,
 )
 from vllm_relay.tables.sql.text.structure import Range, Select, Structure
+from vllm_relay.tables.texts import quoted
 
 StarNames = Callable[[Select | None, str], list[str]]
 
@@ -111,7 +111,6 @@ def read_calls(structure: Structure, star_names: StarNames, images: ImageStore) 
 
     Args:
         star_names: columns that ``*`` (or ``t.*``, if given ``t.``) of a SELECT stands for.
-        images: of the fields.
 
     Raises:
         SqlError: a call is not called as it should be.
@@ -150,7 +149,6 @@ def _modified(structure: Structure, begin: int, closed: int) -> _Modified:
     """
     Args:
         begin: the token of the function's name.
-        closed: the token after its brackets.
     """
     arguments = (begin + 2, closed - 1)
     if structure.tokens[begin].text.lower() != AGGREGATE:

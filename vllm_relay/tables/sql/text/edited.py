@@ -11,11 +11,10 @@ from sqlglot import exp
 from sqlglot.errors import SqlglotError
 from sqlglot.tokens import TokenType
 
-from vllm_relay.tables.identifiers import quoted
+from vllm_relay.tables.sql.database import columns
 from vllm_relay.tables.sql.expressions import DIALECT, has_call, sql_of
 from vllm_relay.tables.sql.replay.answers import key_text
 from vllm_relay.tables.sql.replay.functions import Functions
-from vllm_relay.tables.sql.text.binding import columns
 from vllm_relay.tables.sql.text.call_sites import Call, FieldText, Site, read_calls
 from vllm_relay.tables.sql.text.conditions import (
     Condition,
@@ -28,6 +27,7 @@ from vllm_relay.tables.sql.text.conditions import (
 from vllm_relay.tables.sql.text.sources import on_conditions
 from vllm_relay.tables.sql.text.splices import Splice, Splices
 from vllm_relay.tables.sql.text.structure import Query, Range, Select, Structure, select_items
+from vllm_relay.tables.texts import quoted
 
 _CALL_RANK, _CONDITION_RANK, _ITEM_RANK, _CLAUSE_RANK, _QUERY_RANK = 9, 5, 3, 2, 1
 
@@ -35,8 +35,6 @@ _CALL_RANK, _CONDITION_RANK, _ITEM_RANK, _CLAUSE_RANK, _QUERY_RANK = 9, 5, 3, 2,
 class Edited:
     """
     Args:
-        connection: of DuckDB.
-        functions: that stand for calls.
         text: of a statement, as it was given.
 
     Attributes:

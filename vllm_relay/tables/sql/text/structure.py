@@ -85,9 +85,6 @@ class Query:
 
 class Structure:
     """
-    Args:
-        text: of a statement.
-
     Attributes:
         tokens: of it.
         queries: outermost ones.

@@ -23,7 +23,7 @@ from tests.tables.jobs.job_cases import answered, runner
 from vllm_relay.tables.engines.base import Completion, Completions, Prompt
 from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.jobs.prompts.format import PromptTemplate
-from vllm_relay.tables.jobs.prompts.modules.cache import ModuleCache
+from vllm_relay.tables.jobs.prompts.modules.prompts import ModuleCache
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.question import Question
 

@@ -9,7 +9,7 @@ from tests.tables.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
 from vllm_relay.modules import Module, Schema, SchemaStore, Turn, Union
 from vllm_relay.modules.prompt.render import REPAIR_TOKENS, Mode
 from vllm_relay.tables.jobs.prompts.modules.layout import PlacedModule
-from vllm_relay.tables.jobs.prompts.modules.render import ModuleRenderer
+from vllm_relay.tables.jobs.prompts.modules.prompts import ModuleRenderer
 
 TOKENIZER = byte_tokenizer(CHAT_TEMPLATE)
 

@@ -3,19 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_relay.modules.prompt.render import REPAIR_TOKENS, RenderedPrompt
+from vllm_relay.modules.prompt.plan import ModulePlan, Segment
+from vllm_relay.modules.prompt.render import REPAIR_TOKENS, RenderedPrompt, TailRuns
 from vllm_relay.tables.jobs.prompts.format import PromptFormat
-from vllm_relay.tables.jobs.prompts.modules.cache import ModuleCache
-from vllm_relay.tables.jobs.prompts.modules.fields import FieldPieces, set_elements, whole_values
-from vllm_relay.tables.jobs.prompts.modules.layout import PlacedModule, place_modules
-from vllm_relay.tables.jobs.prompts.modules.render import ModuleRenderer
+from vllm_relay.tables.jobs.prompts.modules.layout import (
+    FieldPieces,
+    PlacedModule,
+    place_modules,
+    set_elements,
+    whole_values,
+)
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
 from vllm_relay.tables.ordering.columns import Column
 
@@ -49,10 +54,7 @@ class ModulePrompts:
         columns: of JSON values.
         lines: the rendered field of each column's distinct values.
         set_fields: names of the fields whose values are sets.
-        prompt_format: of the prompts.
-        cache: the engine's.
         limit_tokens: positions and slots of a prompt and its answer; None has no limit.
-        max_answer_tokens: of an answer.
         mode: "modular" or "repair".
         rows: in the order in which they run, int64 [rows].
         row_tokens: of each row's whole prompt, about, int64 [rows].
@@ -239,3 +241,104 @@ def _pieces(
 
 def _last_text(parts: Sequence[PlacedModule | str]) -> str:
     return parts[-1] if isinstance(parts[-1], str) else ""
+
+
+class ModuleCache:
+    """Modules in a prefix cache; of those that no prompt uses, the one that was used longest ago
+    leaves first, as a whole.
+
+    Args:
+        num_blocks: KV blocks that can hold tokens; None has no limit.
+    """
+
+    def __init__(self, num_blocks: int | None) -> None:
+        self._num_blocks = num_blocks
+        self._held: OrderedDict[int, int] = OrderedDict()
+        """Module -> its blocks; own blocks of prompts have negative numbers."""
+        self._num_held = 0
+        self._num_prompts = 0
+
+    def use(self, blocks_of_modules: Mapping[int, int], num_own_blocks: int) -> list[int]:
+        """The modules that were not there; they are afterwards.
+
+        Args:
+            blocks_of_modules: of a prompt; module -> KV blocks.
+            num_own_blocks: of what no module of the prompt holds, and its answer.
+        """
+        missing = [module for module in blocks_of_modules if module not in self._held]
+        self._num_prompts += 1
+        self._hold(blocks_of_modules.items())
+        self._hold([(-self._num_prompts, num_own_blocks)])
+        if self._num_blocks is not None:
+            while self._num_held > self._num_blocks and self._held:
+                _, num_blocks = self._held.popitem(last=False)
+                self._num_held -= num_blocks
+        return missing
+
+    def _hold(self, used: Iterable[tuple[int, int]]) -> None:
+        for module, num_blocks in used:
+            if module in self._held:
+                self._held.move_to_end(module)
+            else:
+                self._held[module] = num_blocks
+                self._num_held += num_blocks
+
+
+class ModuleRenderer:
+    """Prompts of one layout.
+
+    Args:
+        beginning: token ids of what all prompts begin with; a module too, which all others see.
+        block_size_tokens: of a KV block of the engine.
+        repair_tokens: of each module, that are computed anew in the context of the prompt.
+    """
+
+    def __init__(self, beginning: list[int], block_size_tokens: int, repair_tokens: int) -> None:
+        self._beginning = beginning
+        self._block_size = block_size_tokens
+        self._repair_tokens = repair_tokens
+        self._root = Segment(name="", num_tokens=len(beginning), position_runs=((0, 0),))
+        self._segments: dict[int, Segment] = {}
+
+    def render(self, parts: Sequence[PlacedModule | list[int]]) -> RenderedPrompt:
+        """
+        Args:
+            parts: behind the beginning, in the order of the text: modules at ascending positions,
+                and token ids of texts, at least of one.
+        """
+        segments = [self._root]
+        contents = [self._beginning]
+        new: list[int] = []
+        tail = TailRuns()
+        sees = {0: len(self._beginning)}
+        end = len(self._beginning)
+        for part in parts:
+            if not isinstance(part, PlacedModule):
+                if part:
+                    new += part
+                    tail.add(len(part), end, sees)
+                    end += len(part)
+                continue
+            repaired = part.token_ids[: self._repair_tokens]
+            if repaired:
+                new += repaired
+                tail.add(len(repaired), part.position, sees)
+            sees[len(segments)] = len(part.token_ids)
+            segments.append(self._segment(part))
+            contents.append(part.token_ids)
+            end = max(end, part.end_position)
+        plan = ModulePlan(block_size=self._block_size, segments=tuple(segments), tail=tuple(tail))
+        return RenderedPrompt.of_plan(plan, contents, new)
+
+    def _segment(self, module: PlacedModule) -> Segment:
+        if module.number not in self._segments:
+            num_tokens = len(module.token_ids)
+            num_repaired = min(num_tokens, self._repair_tokens)
+            self._segments[module.number] = Segment(
+                name=module.name,
+                num_tokens=num_tokens,
+                position_runs=((0, module.position),),
+                replaced=((0, num_repaired),) if num_repaired else (),
+                context=((0, len(self._beginning)),),
+            )
+        return self._segments[module.number]

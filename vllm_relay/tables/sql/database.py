@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of a statement, each a table of DuckDB."""
+"""What is asked of DuckDB beside a statement, and the steps of one, each a table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import duckdb
 
-from vllm_relay.tables.sql.expressions import RESERVED
+from vllm_relay.tables.sql.expressions import AGGREGATE, RESERVED
 
 # of this process: several objects may share a connection of DuckDB
 _statement_numbers = itertools.count(1)
@@ -48,3 +48,29 @@ class TemporaryTables:
 
     def value(self, query: str) -> Any:
         return self.connection.execute(query).fetchall()[0][0]
+
+
+def aggregate_names(connection: duckdb.DuckDBPyConnection) -> frozenset[str]:
+    """In small letters, llm_agg among them."""
+    rows = connection.execute(
+        "SELECT DISTINCT lower(function_name) FROM duckdb_functions() "
+        "WHERE function_type = 'aggregate'"
+    ).fetchall()
+    return frozenset([AGGREGATE, *(name for (name,) in rows)])
+
+
+def columns(connection: duckdb.DuckDBPyConnection, query: str) -> list[str]:
+    """Names of a query's columns; unlike a statement, one that fails ends no transaction.
+
+    Raises:
+        duckdb.Error: the query is not valid.
+    """
+    return list(connection.sql(query).columns)
+
+
+def is_valid(connection: duckdb.DuckDBPyConnection, query: str) -> bool:
+    try:
+        columns(connection, query)
+    except duckdb.Error:
+        return False
+    return True

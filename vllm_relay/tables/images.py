@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images by their content, so that equal ones are one."""
+"""Fields that are images: each stands in prompts as a reference until a server gets it. Equal ones
+are one, by their content."""
 
 from __future__ import annotations
 
@@ -8,9 +9,14 @@ import binascii
 import hashlib
 import re
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 REFERENCE = re.compile(r'"?relay-image:([0-9a-f]{64})"?')
 """To an image in a message, where it may be JSON."""
@@ -89,9 +95,6 @@ class ImageStore:
     def url(self, digest: str) -> str:
         """The address of an image, as a server's API takes it: data:, or as it was given.
 
-        Args:
-            digest: of its reference.
-
         Raises:
             ImageError: there is no such image, or it has changed.
         """
@@ -169,3 +172,135 @@ def _media_type(content: bytes, what: str) -> str:
         if signature.match(content):
             return media_type
     raise ImageError(f"{what} of {len(content):,} bytes is no image: expected {_FORMATS}")
+
+
+# 64 by 64 white pixels: models refuse very small ones
+PROBE_URL = (
+    "data:image/png;base64,"
+    "iVBORw0KGgoAAAANSUhEUgAAAEAAAABAAQAAAACCEkxzAAAAEklEQVR42mP4DwUMo4xRBu"
+    "kMAOPT/hAC2mzjAAAAAElFTkSuQmCC"
+)
+
+
+def content_parts(message: str, store: ImageStore) -> list[dict[str, Any]]:
+    """The texts and the images of a message, in their order.
+
+    Raises:
+        ImageError: a reference has no image.
+    """
+    parts: list[dict[str, Any]] = []
+    # texts and digests take turns
+    for number, piece in enumerate(REFERENCE.split(message)):
+        if number % 2:
+            parts.append(_image(store.url(piece)))
+        elif piece.strip():
+            parts.append({"type": "text", "text": piece})
+    return parts
+
+
+def probe_parts(text: str) -> list[dict[str, Any]]:
+    """A text and a small image."""
+    return [{"type": "text", "text": text}, _image(PROBE_URL)]
+
+
+def _image(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+ImageKind = Literal["bytes", "path", "url"]
+
+
+@dataclass(frozen=True)
+class ImageFields:
+    """
+    Attributes:
+        kinds: what the values of a field are, by its name: the bytes of a file, its path below the
+            store's folder, or an address, http://, https:// or data:.
+        store: of the images.
+
+    Raises:
+        ValueError: a kind is not known, or there are paths and the store has no folder.
+    """
+
+    kinds: tuple[tuple[str, ImageKind], ...]
+    store: ImageStore = field(compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, kind in self.kinds:
+            if kind not in get_args(ImageKind):
+                raise ValueError(
+                    f"images with {name!r}: {kind!r} given, expected one of "
+                    f"{list(get_args(ImageKind))}: what the field's values are"
+                )
+            if kind == "path" and self.store.folder is None:
+                raise ValueError(
+                    f"images with {name!r}: 'path' given without a folder, expected the one below "
+                    f"which images may be read: give image_folder"
+                )
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.kinds]
+
+    def kind_of(self, name: str) -> ImageKind | None:
+        """None of a field that is no image."""
+        return dict(self.kinds).get(name)
+
+
+def image_fields(
+    given: Mapping[str, str] | Sequence[str] | None, store: ImageStore
+) -> ImageFields | None:
+    """
+    Args:
+        given: kinds by field, or fields with the bytes of images; None, or none, has no images.
+
+    Raises:
+        ValueError: as for `ImageFields`.
+    """
+    if not given:
+        return None
+    if isinstance(given, str):
+        raise ValueError(f"images={given!r} given, expected a list of fields: give {[given]}")
+    has_names = isinstance(given, (Mapping, Sequence))
+    if not has_names or not all(isinstance(each, str) for each in given):
+        raise ValueError(
+            f"images={given!r} given, expected a list of the fields with the bytes of images, or "
+            f"an object of what fields hold: give ['photo'] or {{'photo': 'path'}}"
+        )
+    named = given if isinstance(given, Mapping) else dict.fromkeys(given, "bytes")
+    return ImageFields(tuple(named.items()), store)  # type: ignore[arg-type]  # checked there
+
+
+DUCKDB_TYPES: dict[ImageKind, str] = {"bytes": "BLOB", "path": "VARCHAR", "url": "VARCHAR"}
+"""Of the values of each kind."""
+
+
+def referred(name: str, column: pa.ChunkedArray, kind: ImageKind, store: ImageStore) -> Any:
+    """References to the images of a column, strings [rows].
+
+    Raises:
+        ValueError: its values are of another kind.
+    """
+    import pyarrow as pa
+
+    from vllm_relay.tables.jobs.arrow_texts import is_bytes, is_text
+
+    has_bytes = kind == "bytes"
+    fits = is_bytes(column.type) if has_bytes else is_text(column.type)
+    if not fits and not pa.types.is_null(column.type):
+        raise ValueError(
+            f"column {name!r} of type {column.type} given as images of kind {kind!r}, expected "
+            f"{'bytes' if has_bytes else 'texts'}"
+        )
+    values = column.cast(pa.large_binary() if has_bytes else pa.large_string())
+    return pa.chunked_array([references(each, kind, store) for each in values.chunks], pa.string())
+
+
+def references(values: pa.Array, kind: ImageKind, store: ImageStore) -> pa.Array:
+    """References to the images that values stand for, strings [rows]."""
+    import pyarrow as pa
+
+    found = values.to_pylist()
+    return pa.array(
+        [None if value is None else store.reference(kind, value) for value in found], pa.string()
+    )

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups that an IN (SELECT ...) above leaves out are not asked about.
+"""Conditions that decide which rows are asked about.
 
-DuckDB moves plain conditions on keys below the grouping, but not those with a subquery. Rows of a
-group are equal for IN if they are for GROUP BY, so the condition holds for all of them or for none.
+Groups that an IN (SELECT ...) above leaves out are not asked about: DuckDB moves plain conditions
+on keys below the grouping, but not those with a subquery. Rows of a group are equal for IN if they
+are for GROUP BY, so the condition holds for all of them or for none.
+
+Calls that join conditions decide about are kept above the joins: DuckDB moves a filter below a join
+if it is about one side only, so a call gets a column of every side as an argument that nobody
+reads.
 """
 
 from __future__ import annotations
@@ -10,12 +15,13 @@ from __future__ import annotations
 import duckdb
 from sqlglot.tokens import TokenType
 
+from vllm_relay.tables.sql.database import is_valid
 from vllm_relay.tables.sql.expressions import fold
-from vllm_relay.tables.sql.text.binding import is_valid
 from vllm_relay.tables.sql.text.conditions import conjuncts, read_condition
 from vllm_relay.tables.sql.text.edited import Edited
 from vllm_relay.tables.sql.text.sources import Source, sources
 from vllm_relay.tables.sql.text.structure import Query, Range, Select, select_items
+from vllm_relay.tables.texts import quoted
 
 _NOT_THROUGH = ("limit", "offset", "qualify", "window", "sample")
 
@@ -81,3 +87,60 @@ def _on_key(
     ):
         return None
     return edited.text((begin, end))
+
+
+def add_anchors(connection: duckdb.DuckDBPyConnection, edited: Edited) -> None:
+    texts: dict[int, str] = {}
+    for call in edited.calls:
+        if call.select is None or call.clause not in ("where", "from"):
+            continue
+        tokens = call.select.clauses[call.clause]
+        if call.clause == "from" and not _is_of_inner_on(edited, call.select, call.range):
+            continue
+        if not any(call is other for other in edited.calls_of(tokens)):
+            continue
+        key = id(call.select)
+        if key not in texts:
+            texts[key] = _anchors(connection, edited, call.select)
+        if texts[key]:
+            edited.anchors[call.range[0]] = texts[key]
+
+
+def _is_of_inner_on(edited: Edited, select: Select, tokens: Range) -> bool:
+    found = sources(edited.structure, select)
+    if any(source.join not in ("", ",", "JOIN", "INNER JOIN", "CROSS JOIN") for source in found):
+        return False
+    return any(
+        source.condition is not None and source.condition[0] <= tokens[0] < source.condition[1]
+        for source in found
+    )
+
+
+def _anchors(connection: duckdb.DuckDBPyConnection, edited: Edited, select: Select) -> str:
+    found = sources(edited.structure, select)
+    if len(found) < 2:
+        return ""
+    from_text = edited.text(select.clauses["from"])
+    compared = _compared(edited, select, [source.condition or source.using for source in found])
+    columns: list[str] = []
+    for source in found:
+        if not source.alias:
+            return ""
+        for query in (f"{source.alias}.rowid", f"{source.alias}.*"):
+            text = edited.context(select.query, f"SELECT {query} FROM {from_text}")
+            try:
+                names = connection.sql(text).columns
+            except duckdb.Error:
+                continue
+            free = [name for name in names if fold(name) not in compared]
+            if free:
+                columns.append(f"hash({source.alias}.{quoted(free[0])})")
+                break
+    return f"[{', '.join(columns)}]"
+
+
+def _compared(edited: Edited, select: Select, conditions: list[Range | None]) -> set[str]:
+    """Names in the conditions: of two columns that are equal DuckDB may take either."""
+    ranges = [tokens for tokens in (*conditions, select.clauses.get("where")) if tokens]
+    tokens = edited.structure.tokens
+    return {fold(token.text) for begin, end in ranges for token in tokens[begin:end]}

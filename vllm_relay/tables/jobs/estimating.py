@@ -9,9 +9,9 @@ from itertools import islice
 import numpy as np
 
 from vllm_relay.tables.engines.base import Engine, PromptShape
-from vllm_relay.tables.jobs.answer_length import expected_tokens, likely_cut
-from vllm_relay.tables.jobs.estimates.estimate import Estimate
+from vllm_relay.tables.jobs.answers import expected_tokens, likely_cut
 from vllm_relay.tables.jobs.job_plan import AskedRows, JobPlan, KnownRows, RefusedRows, Step
+from vllm_relay.tables.jobs.report import Estimate
 from vllm_relay.tables.ordering.cached_tokens import cached_tokens
 from vllm_relay.tables.ordering.sequences import TokenSequences
 from vllm_relay.tables.question import Question
@@ -24,7 +24,6 @@ def estimate_of(plan: JobPlan, question: Question, engine: Engine, num_rows: int
     Args:
         plan: of which no step was taken yet.
         question: as it was given.
-        num_rows: of the table.
     """
     counted = _Counted(plan)
     cached = None
