@@ -15,7 +15,7 @@ from vllm_relay.tables.outputs import AnswerError, Output, well_formed
 def test_a_schema_without_a_type_means_json() -> None:
     output = Output.of(schema={"type": "object", "properties": {}})
     assert output == Output.of("json", schema='{"properties": {}, "type": "object"}')
-    assert output.sql_type == "JSON"
+    assert output.is_json
     assert output.constraint == {"json": '{"properties": {}, "type": "object"}'}
     assert Output.of() == Output("text")
 

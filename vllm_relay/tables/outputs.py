@@ -20,14 +20,6 @@ OutputType = Literal["text", "int", "float", "bool", "json", "struct"]
 
 AnswerValue: TypeAlias = "str | int | float | bool"
 
-_SQL_TYPES: dict[OutputType, str] = {
-    "text": "VARCHAR",
-    "int": "BIGINT",
-    "float": "DOUBLE",
-    "bool": "BOOLEAN",
-    "json": "JSON",
-    "struct": "JSON",
-}
 _BOOLS = ("true", "false")
 _WRITTEN_TYPE = re.compile(r"[(\[]")
 # what a BIGINT and a DOUBLE can hold, without leading zeros, so that an answer ends
@@ -129,11 +121,6 @@ class Output:
         from vllm_relay.tables.structs.schemas import StructColumn
 
         return StructColumn(json.loads(self.schema_json))
-
-    @property
-    def sql_type(self) -> str:
-        """DuckDB's name of the type of the values as `parse` gives them."""
-        return _SQL_TYPES[self.type]
 
     @cached_property
     def constraint(self) -> dict[str, Any]:

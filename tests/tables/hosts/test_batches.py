@@ -14,7 +14,6 @@ from pydantic import BaseModel
 from tests.tables.engines.server.fake_server import OTHER_MODEL, Reply, chat_answer, fake_server
 from vllm_relay.tables.hosts.batches import (
     BatchQuestion,
-    check_sort_field,
     host_module,
     leading_field,
 )
@@ -112,9 +111,11 @@ def test_names_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="into and errors_into are both 'y'"):
         question(into="y", errors_into="y").check(["x"])
     with pytest.raises(ValueError, match="sort_by='z' given"):
-        check_sort_field("z", ["x", "y"])
+        question().check(["x", "y"], "z")
     for each in (None, "auto", "y"):
-        check_sort_field(each, ["x", "y"])
+        question().check(["x", "y"], each)
+    with pytest.raises(ValueError, match=r"expected one of \['x'\]"):
+        question().check(["x", "y"], "y", ["x"])
     with pytest.raises(ImportError, match=r"pip install 'vllm-relay\[spark\]'"):
         host_module("no_such_package", "spark")
 

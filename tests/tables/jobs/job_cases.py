@@ -64,7 +64,7 @@ class QueryJobs:
         shown = ", ".join(f"to_json({column})" for column in columns)
         self._connection.execute(
             f"CREATE TEMP TABLE {target} AS SELECT {listed}, "
-            f"a::{question.output.sql_type} AS relay_answer, e AS relay_error "
+            "a AS relay_answer, e AS relay_error "
             f"FROM (SELECT *, row_number() OVER () - 1 AS place FROM (\n{source}\n) "
             f"AS source({', '.join(columns)})) JOIN found USING (place) "
             f"QUALIFY row_number() OVER (PARTITION BY {shown} ORDER BY place) = 1 ORDER BY place"

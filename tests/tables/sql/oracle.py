@@ -14,6 +14,7 @@ from vllm_relay.tables.images import ImageStore
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.sql.calls import Field, read_call
 from vllm_relay.tables.sql.expressions import is_call
+from vllm_relay.tables.sql.replay.functions import SQL_TYPES
 
 Answer = Callable[[Question, dict[str, Any]], Any]
 
@@ -34,7 +35,7 @@ def plain_rows(
                 names[written],
                 _function(call.question, answer_of),
                 None,  # type: ignore[arg-type]  # any number of any type
-                call.question.output.sql_type,
+                {**SQL_TYPES, "json": "JSON"}[call.question.output.type],
                 null_handling="special",
             )
         values = [field.expression.copy() for field in call.fields]

@@ -138,7 +138,7 @@ def test_types_written_out_are_the_columns_of_their_schemas(kind: Kind) -> None:
         json.dumps(kind.schema).replace(', "format": "int64"', "")
     )
     with duckdb.connect() as connection:
-        assert str(connection.type(output.struct.sql_type)) == str(connection.type(kind.sql))
+        assert str(connection.type(output.struct.type.sql)) == str(connection.type(kind.sql))
 
 
 @settings(max_examples=cases(15))

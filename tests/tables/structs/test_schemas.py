@@ -35,7 +35,7 @@ class Film(BaseModel):
 
 def test_models_determine_a_type() -> None:
     person = 'STRUCT("name" VARCHAR, "born" DATE)'
-    assert StructColumn(Film.model_json_schema()).sql_type == (
+    assert StructColumn(Film.model_json_schema()).type.sql == (
         f'STRUCT("title" VARCHAR, "stars" BIGINT, "genre" ENUM(\'drama\', \'comedy\'), '
         f'"director" {person}, "cast" {person}[], "ratings" DOUBLE[], "is_good" BOOLEAN)'
     )
@@ -43,7 +43,7 @@ def test_models_determine_a_type() -> None:
 
 def test_an_enumeration_of_texts_with_quotes() -> None:
     schema = {"type": "array", "items": {"enum": ["it's", 'a "b"', None, "it's"]}}
-    assert StructColumn(schema).sql_type == "ENUM('it''s', 'a \"b\"')[]"
+    assert StructColumn(schema).type.sql == "ENUM('it''s', 'a \"b\"')[]"
 
 
 def _object(**properties: Any) -> dict[str, Any]:

@@ -58,6 +58,7 @@ class ReplicaEngine:
     Args:
         engines: with the same model; they are closed with this one.
         max_buffered: prompts that wait for an engine.
+        on_close: what ends when the engines have.
 
     Raises:
         ValueError: there is no engine, or they are not alike; the message names what differs.
@@ -69,6 +70,7 @@ class ReplicaEngine:
         names: Sequence[str] | None = None,
         *,
         max_buffered: int = DEFAULT_MAX_BUFFERED,
+        on_close: ExitStack | None = None,
     ) -> None:
         if not engines:
             raise ValueError("no engines given, expected at least one replica")
@@ -77,6 +79,7 @@ class ReplicaEngine:
         self.engines = list(engines)
         self._names = list(names or (f"replica {number}" for number in range(len(engines))))
         self._max_buffered = max_buffered
+        self._on_close = on_close or ExitStack()
         for what, values in (
             ("models", [each.identity for each in engines]),
             ("longest prompts", [each.max_model_len for each in engines]),
@@ -153,8 +156,9 @@ class ReplicaEngine:
         return None if one is None else one * len(self.engines)
 
     def close(self) -> None:
-        """Close all replicas, also where one of them raises."""
+        """Close all replicas, also where one of them raises; more calls do nothing."""
         with ExitStack() as opened:
+            opened.callback(self._on_close.close)
             for engine in reversed(self.engines):
                 opened.callback(engine.close)
             if self._heard is not None:

@@ -44,10 +44,11 @@ class BatchQuestion:
     Args:
         prompt: see `llm_map`.
         fields: columns that the prompt holds; None takes those that it names.
-        engine: an address, addresses or a model, see `open_engine`. Each process opens its own
-            when it gets its first batch, and keeps it.
-        engine_arguments: of `open_engine`.
-        errors_into: the column of what went wrong; None for none.
+        engine: a server's address, or several, or a model, see `open_engine`. Each process opens
+            its own when it gets its first batch, and keeps it.
+        engine_arguments: of a server, see `ServerEngine`, or of a model, those of ``vllm.LLM``.
+        into: a new column for the answers.
+        errors_into: a new column for why a row has none; None for none.
         options: others of `llm_map`.
 
     Raises:
@@ -57,9 +58,9 @@ class BatchQuestion:
     """
 
     prompt: str
-    fields: tuple[str, ...] | None
+    fields: Sequence[str] | None
     engine: Any
-    engine_arguments: Mapping[str, Any] = field(default_factory=dict)
+    engine_arguments: Mapping[str, Any] | None = None
     into: str = "answer"
     errors_into: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -96,8 +97,7 @@ class BatchQuestion:
     @property
     def columns(self) -> tuple[str, ...]:
         """That are asked about."""
-        named = tuple(placeholders_of(self.prompt))
-        return named if self.fields is None else self.fields
+        return tuple(placeholders_of(self.prompt) if self.fields is None else self.fields)
 
     @cached_property
     def answer_fields(self) -> list[pa.Field]:
@@ -111,10 +111,19 @@ class BatchQuestion:
             fields.append(pa.field(self.errors_into, pa.string()))
         return fields
 
-    def check(self, names: Sequence[str]) -> None:
+    def check(
+        self,
+        names: Sequence[str],
+        sort_by: str | None = None,
+        sortable: Sequence[str] | None = None,
+    ) -> None:
         """
+        Args:
+            names: of the host's columns.
+            sort_by: one of `sortable`, of all by default; "auto" or None.
+
         Raises:
-            ValueError: a field is none of them, or an answer's column is one.
+            ValueError: a field is no column, an answer's column is one, or `sort_by` is none.
         """
         unknown = [name for name in self.columns if name not in names]
         if unknown:
@@ -126,6 +135,9 @@ class BatchQuestion:
             raise ValueError(
                 f"column {taken[0]!r} is there already: give another name with into or errors_into"
             )
+        known = list(names if sortable is None else sortable)
+        if sort_by not in (None, "auto", *known):
+            raise ValueError(f"sort_by={sort_by!r} given, expected one of {known}, or 'auto'")
 
     def ask(self, batch: pa.Table) -> pa.Table:
         """The batch with its answers."""
@@ -148,10 +160,11 @@ class BatchQuestion:
         return batch
 
     def _engine(self) -> Engine:
-        key = repr((self.engine, sorted(self.engine_arguments.items())))
+        arguments = dict(self.engine_arguments or {})
+        key = repr((self.engine, sorted(arguments.items())))
         with _opening:
             if key not in _opened:
-                _opened[key] = opened = open_engine(self.engine, **self.engine_arguments)
+                _opened[key] = opened = open_engine(self.engine, **arguments)
                 atexit.register(opened.close)
             return _opened[key]
 
@@ -163,18 +176,6 @@ def _plain(type: pa.DataType) -> pa.DataType:
     if pa.types.is_list(type):
         return pa.list_(type.value_field.with_type(_plain(type.value_type)))
     return type.value_type if pa.types.is_dictionary(type) else type
-
-
-def check_sort_field(sort_by: str | None, names: Sequence[str]) -> None:
-    """
-    Args:
-        sort_by: a column, "auto" or None.
-
-    Raises:
-        ValueError: it is none of these.
-    """
-    if sort_by not in (None, "auto", *names):
-        raise ValueError(f"sort_by={sort_by!r} given, expected one of {list(names)}, or 'auto'")
 
 
 def host_module(name: str, extra: str) -> ModuleType:

@@ -12,7 +12,6 @@ from vllm_relay.arguments import check_count
 from vllm_relay.tables.hosts.batches import (
     SAMPLE_ROWS,
     BatchQuestion,
-    check_sort_field,
     host_module,
     leading_field,
 )
@@ -44,11 +43,7 @@ def llm_map(
 
     Args:
         frame: of Daft.
-        prompt, fields, options: see `vllm_relay.tables.llm_map`.
-        engine: a server's address, or several; or a model, which each process then starts.
-        engine_arguments: of a server, see `ServerEngine`.
-        into: a new column for the answers.
-        errors_into: a new column for why a row has none; None for none.
+        prompt, fields, engine, engine_arguments, into, errors_into, options: see `BatchQuestion`.
         sort_by: a column; "auto" looks at a thousand rows; None leaves rows where they are.
         batch_rows: rows that are put in order together.
 
@@ -61,12 +56,8 @@ def llm_map(
     """
     daft = host_module("daft", "daft")
     check_count("batch_rows", batch_rows)
-    names = None if fields is None else tuple(fields)
-    question = BatchQuestion(
-        prompt, names, engine, dict(engine_arguments or {}), into, errors_into, options
-    )
-    question.check(frame.column_names)
-    check_sort_field(sort_by, frame.column_names)
+    question = BatchQuestion(prompt, fields, engine, engine_arguments, into, errors_into, options)
+    question.check(frame.column_names, sort_by)
     columns = list(dict.fromkeys(question.columns))
     if sort_by == "auto":
         sample = frame.select(*columns).limit(SAMPLE_ROWS).to_arrow()

@@ -12,7 +12,6 @@ from vllm_relay.arguments import check_count
 from vllm_relay.tables.hosts.batches import (
     SAMPLE_ROWS,
     BatchQuestion,
-    check_sort_field,
     leading_field,
 )
 from vllm_relay.tables.jobs.options import DEFAULT_BUCKET_ROWS
@@ -44,13 +43,9 @@ def llm_map(
 
     Args:
         dataset: of Ray Data.
-        prompt, fields, options: see `vllm_relay.tables.llm_map`.
-        engine: a model, of which each replica is one, or a server's address.
-        engine_arguments: of a model, those of ``vllm.LLM``, or of a server, see `ServerEngine`.
+        prompt, fields, engine, engine_arguments, into, errors_into, options: see `BatchQuestion`.
         replicas: actors that ask.
         gpus_per_replica: GPUs that Ray gives each of them.
-        into: a new column for the answers.
-        errors_into: a new column for why a row has none; None for none.
         sort_by: a column; "auto" looks at a thousand rows; None leaves rows where they are, which
             needs no second pass over the data.
         batch_rows: rows that are put in order together.
@@ -64,15 +59,11 @@ def llm_map(
     """
     check_count("replicas", replicas)
     check_count("batch_rows", batch_rows)
-    names = None if fields is None else tuple(fields)
-    question = BatchQuestion(
-        prompt, names, engine, dict(engine_arguments or {}), into, errors_into, options
-    )
+    question = BatchQuestion(prompt, fields, engine, engine_arguments, into, errors_into, options)
     if gpus_per_replica < 0:
         raise ValueError(f"gpus_per_replica={gpus_per_replica} given, expected 0 or more")
     columns = dataset.columns() or []
-    question.check(columns)
-    check_sort_field(sort_by, columns)
+    question.check(columns, sort_by)
     if sort_by == "auto":
         fields_only = dataset.select_columns(list(dict.fromkeys(question.columns)))
         sample = fields_only.take(SAMPLE_ROWS)

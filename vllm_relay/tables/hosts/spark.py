@@ -12,7 +12,6 @@ from vllm_relay.arguments import check_count
 from vllm_relay.tables.hosts.batches import (
     SAMPLE_ROWS,
     BatchQuestion,
-    check_sort_field,
     host_module,
     leading_field,
 )
@@ -42,13 +41,9 @@ def llm_map(
 
     Args:
         frame: of Spark. It is read twice: keep it if that is dear or not the same twice.
-        prompt, fields, options: see `vllm_relay.tables.llm_map`.
-        engine: a server's address, or several; or a model, which each worker then starts.
-        engine_arguments: of a server, see `ServerEngine`.
+        prompt, fields, engine, engine_arguments, into, errors_into, options: see `BatchQuestion`.
         partitions: of the different rows, as many as should be asked at once; None has Spark's
             default parallelism.
-        into: a new column for the answers.
-        errors_into: a new column for why a row has none; None for none.
         sort_by: a column of the fields; None looks at a thousand rows.
 
     Returns:
@@ -64,12 +59,8 @@ def llm_map(
 
     if partitions is not None:
         check_count("partitions", partitions)
-    names = None if fields is None else tuple(fields)
-    question = BatchQuestion(
-        prompt, names, engine, dict(engine_arguments or {}), into, errors_into, options
-    )
-    question.check(frame.columns)
-    check_sort_field(sort_by, question.columns)
+    question = BatchQuestion(prompt, fields, engine, engine_arguments, into, errors_into, options)
+    question.check(frame.columns, sort_by, question.columns)
     columns = list(dict.fromkeys(question.columns))
     rows = frame.select(*(_quoted(name) for name in columns)).distinct()
     if sort_by in (None, "auto"):

@@ -10,7 +10,7 @@ import numpy as np
 
 from vllm_relay.tables.engines.base import Engine, PromptShape
 from vllm_relay.tables.jobs.answers import expected_tokens, likely_cut
-from vllm_relay.tables.jobs.job_plan import AskedRows, JobPlan, KnownRows, RefusedRows, Step
+from vllm_relay.tables.jobs.job_plan import AskedRows, JobPlan, SettledRows, Step
 from vllm_relay.tables.jobs.report import Estimate
 from vllm_relay.tables.ordering.cached_tokens import cached_tokens
 from vllm_relay.tables.ordering.sequences import TokenSequences
@@ -96,10 +96,9 @@ class _Counted:
                 self.cached_module_tokens += (
                     sum(modules.module_tokens.values()) - planned.num_encoded_tokens
                 )
-            elif isinstance(step, KnownRows):
-                self.num_known += 1
-            elif isinstance(step, RefusedRows):
-                self.num_refused += 1
+            elif isinstance(step, SettledRows):
+                self.num_known += step.known is not None
+                self.num_refused += step.known is None
 
 
 def _seconds(

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import pyarrow as pa
 
 from vllm_relay.tables.engines.base import Engine, images_refusal, modules_refusal
-from vllm_relay.tables.jobs.answers import Answer, read_answer, with_max_tokens
+from vllm_relay.tables.jobs.answers import Answer, error_answer, read_answer, with_max_tokens
 from vllm_relay.tables.jobs.checkpoint import Checkpoint, Keys, KnownAnswer
 from vllm_relay.tables.jobs.options import RULES, JobOptions
 from vllm_relay.tables.jobs.prompts.format import text_of
@@ -83,20 +83,12 @@ class AskedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class KnownRows:
-    """Rows whose answer is in the checkpoint."""
+class SettledRows:
+    """Rows whose answer is in the checkpoint, `known`, or whose prompt cannot run."""
 
     kind: Kind
-    known: KnownAnswer
     answer: Answer
-
-
-@dataclass(frozen=True, slots=True)
-class RefusedRows:
-    """Rows whose prompt cannot run."""
-
-    kind: Kind
-    error: str
+    known: KnownAnswer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +107,7 @@ class EqualRows:
     num_rows: int
 
 
-Step: TypeAlias = "AskedRows | KnownRows | RefusedRows | NullRows | EqualRows"
+Step: TypeAlias = "AskedRows | SettledRows | NullRows | EqualRows"
 
 
 @dataclass
@@ -206,7 +198,7 @@ class JobPlan:
                 prompt = replace(found.prompt, number=kind.numbers[0])
                 yield AskedRows(kind, replace(found, prompt=prompt))
             else:
-                yield RefusedRows(kind, found.error)
+                yield SettledRows(kind, error_answer(found.error))
 
     def _sorted_out(self, bucket: Bucket, thread: ThreadPoolExecutor) -> _Sorted:
         found = _Sorted()
@@ -216,7 +208,7 @@ class JobPlan:
         for kind, place in kinds:
             answer = self._usable(known.get(kind.key))
             if answer is not None:
-                found.steps.append(KnownRows(kind, known[kind.key], answer))
+                found.steps.append(SettledRows(kind, answer, known[kind.key]))
             else:
                 found.unknown.append(kind)
                 places.append(place)

@@ -29,9 +29,8 @@ from vllm_relay.tables.jobs.job_plan import (
     EqualRows,
     JobPlan,
     Kind,
-    KnownRows,
     NullRows,
-    RefusedRows,
+    SettledRows,
     Step,
 )
 from vllm_relay.tables.jobs.options import TokenBudget, TokenBudgetError
@@ -172,7 +171,7 @@ class JobRun:
             self._settle(step)
         return None
 
-    def _settle(self, step: KnownRows | RefusedRows | NullRows | EqualRows) -> None:
+    def _settle(self, step: SettledRows | NullRows | EqualRows) -> None:
         """What needs no engine."""
         report = self._report
         if isinstance(step, NullRows):
@@ -187,16 +186,14 @@ class JobRun:
             else:
                 report.saved_tokens += step.num_rows * kind.num_tokens
                 self._add(step.numbers, step.num_rows, kind.answer)
-        elif isinstance(step, KnownRows):
-            report.num_prompts += 1
-            report.num_known += 1
-            kind, known = step.kind, step.known
-            kind.num_tokens = known.num_prompt_tokens + known.num_output_tokens
-            report.saved_tokens += kind.num_rows * kind.num_tokens
-            self._answer(kind, step.answer)
         else:
             report.num_prompts += 1
-            self._answer(step.kind, error_answer(step.error))
+            kind, known = step.kind, step.known
+            if known is not None:
+                report.num_known += 1
+                kind.num_tokens = known.num_prompt_tokens + known.num_output_tokens
+                report.saved_tokens += kind.num_rows * kind.num_tokens
+            self._answer(kind, step.answer)
 
     def _take(self, completion: Completion) -> None:
         asked = self._running.pop(completion.number)

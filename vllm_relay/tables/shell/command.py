@@ -56,24 +56,16 @@ def run_sql(
 
     Args:
         arguments: files that become tables, and options of vLLM's engine.
-        model: a folder or hub id, or the server's name for it.
-        server: its address, or those of several; None starts the model when it is first asked.
+        server: an address, or several; None starts the model when it is first asked.
         command: statements; None reads them from the standard input.
-        options: of `JobOptions`.
-        request: `RequestOptions` of all questions, as JSON but for the system prompt.
-        on_error, image_folder: see `connect`.
+        options, request: of `JobOptions`, and of its `RequestOptions`, as JSON but for the system
+            prompt.
         server_arguments: of `ServerEngine`, ``kv_events`` of `open_engine`, and ``api_key_env``,
             the variable with its key; those that are None are left out.
-        max_running: prompts that the engine has at once.
-        output_path: where the rows of the last statement are written instead of shown; of
-            statements that are typed at a terminal, those of each that gives rows, in place of
-            those before.
-        replicas, data_parallel_ranks: see `open_engine`.
-        console: where results are shown; the standard output if None.
+        output_path: where rows are written instead of shown, see docs/tables.md.
 
     Returns:
-        The exit status: 0, or 1 if something was refused or failed, also where none of the rows
-        of a statement got an answer; the reason is printed.
+        The exit status, see there; the reason is printed.
     """
     console = console or Console()
     errors = Console(stderr=True)
@@ -219,11 +211,8 @@ class _Shell:
         self._keeps_answers = keeps_answers
 
     def run(self, texts: Iterable[str]) -> int:
-        """All statements; the rows of the last one go to the output.
-
-        Returns:
-            The exit status: 0, 1 if one failed, 130 if it was interrupted.
-        """
+        """All statements; the rows of the last one go to the output. Returns the exit status: 0, 1
+        if one failed, 130 if it was interrupted."""
         return self._status_of(partial(self._run_script, texts))
 
     def run_piped(self, texts: Iterable[str]) -> int:
@@ -235,11 +224,7 @@ class _Shell:
         return 0
 
     def run_typed(self, texts: Iterable[str]) -> int:
-        """Texts when they come, also after one that failed; all rows go to the output.
-
-        Returns:
-            The exit status, 0.
-        """
+        """Texts when they come, also after one that failed; all rows go to the output; 0."""
         for text in texts:
             self._status_of(partial(self._run_each, text))
         return 0

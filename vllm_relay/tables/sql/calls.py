@@ -66,27 +66,14 @@ def read_call(
 ) -> LlmCall:
     """
     Args:
+        node: a call of llm(), or of llm_agg(), whose question is about a list of records with these
+            fields.
         star_fields: the fields that ``*`` or ``t.*`` stands for.
 
     Raises:
         SqlError: it is not called as it should be.
     """
-    return _read(node, star_fields, images, Question)
-
-
-def read_aggregate(
-    node: exp.Anonymous, star_fields: Callable[[exp.Expr], list[Field]], images: ImageStore
-) -> LlmCall:
-    """As `read_call`, of llm_agg(): its question is about a list of records with these fields."""
-    return _read(node, star_fields, images, record_question)
-
-
-def _read(
-    node: exp.Anonymous,
-    star_fields: Callable[[exp.Expr], list[Field]],
-    images: ImageStore,
-    question_of: Callable[..., Question],
-) -> LlmCall:
+    question_of = record_question if node.name.lower() == AGGREGATE else Question
     text, fields_node, named = _arguments(node)
     fields = _fields(node, fields_node, star_fields)
     parameters = _parameters(node, named)

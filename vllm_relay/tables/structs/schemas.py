@@ -312,11 +312,6 @@ class StructColumn:
         # validators cannot be sent to other processes
         return StructColumn, (self._schema,)
 
-    @property
-    def sql_type(self) -> str:
-        """DuckDB's name of the type."""
-        return self.type.sql
-
     def text(self, answer: Any) -> str:
         """The JSON that the column holds of an answer: every property is there, in the order of the
         fields; what the answer leaves out has the schema's default, or is null.
@@ -352,5 +347,5 @@ class StructColumn:
         given = pyarrow.table({"value": texts})
         with duckdb.connect() as connection:
             connection.register("given", given)
-            found = connection.sql(f"SELECT value::JSON::{self.sql_type} AS value FROM given")
+            found = connection.sql(f"SELECT value::JSON::{self.type.sql} AS value FROM given")
             return found.to_arrow_table()["value"]

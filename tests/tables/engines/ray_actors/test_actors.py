@@ -38,7 +38,8 @@ from vllm_relay.tables import Output, Question, llm_map
 from vllm_relay.tables.engines.base import EngineError, Prompt
 from vllm_relay.tables.engines.ray_actors import starting
 from vllm_relay.tables.engines.ray_actors.replica import share_of_cores
-from vllm_relay.tables.engines.ray_actors.starting import RayReplicas, start_actors
+from vllm_relay.tables.engines.ray_actors.starting import start_actors
+from vllm_relay.tables.engines.replicas import ReplicaEngine
 
 pytestmark = pytest.mark.long
 
@@ -57,9 +58,9 @@ def machine() -> Iterator[None]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Any]:
-    opened: list[RayReplicas] = []
+    opened: list[ReplicaEngine] = []
 
-    def start(num_replicas: int = 2, **options: Any) -> RayReplicas:
+    def start(num_replicas: int = 2, **options: Any) -> ReplicaEngine:
         opened.append(start_actors(partial(open_logged, tmp_path, **options), num_replicas))
         return opened[-1]
 

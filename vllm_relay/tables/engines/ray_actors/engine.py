@@ -95,6 +95,8 @@ class RayEngine:
 
     def close(self) -> None:
         """End the actor and its engine; more calls do nothing."""
+        if not ray.is_initialized():
+            return
         with suppress(RayError):
             ray.get(self._actor.close.remote(), timeout=_CLOSE_TIMEOUT_S)
         with suppress(RayError):

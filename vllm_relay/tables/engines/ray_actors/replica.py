@@ -99,10 +99,7 @@ class Replica:
         """
         if (cores := share_of_cores(sorted(os.sched_getaffinity(0)), number, count)) is not None:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
-        try:
-            return self._thread.submit(self._start).result()
-        except Exception as error:
-            raise portable(error) from None
+        return self._in_thread(self._start)
 
     def _start(self) -> ReplicaFacts:
         self._engine = self._open_engine()
@@ -133,8 +130,11 @@ class Replica:
             ended.end()
 
     def prompts_per_s(self, shape: PromptShape, question: Question) -> float | None:
+        return self._in_thread(self._engine.prompts_per_s, shape, question)
+
+    def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return self._thread.submit(self._engine.prompts_per_s, shape, question).result()
+            return self._thread.submit(call, *arguments).result()
         except Exception as error:
             raise portable(error) from None
 

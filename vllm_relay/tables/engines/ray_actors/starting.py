@@ -37,27 +37,7 @@ _CALLS_AT_ONCE = 16
 _OBJECT_STORE_BYTES = 256 << 20
 
 
-class RayReplicas(ReplicaEngine):
-    """A `ReplicaEngine` that owns its actors.
-
-    Args:
-        on_close: what ends when the actors have.
-    """
-
-    def __init__(
-        self, engines: Sequence[Engine], names: Sequence[str], on_close: ExitStack
-    ) -> None:
-        super().__init__(engines, names)
-        self._on_close = on_close
-
-    def close(self) -> None:
-        """End the actors, and Ray if it was started for them; more calls do nothing."""
-        if ray.is_initialized():
-            super().close()
-        self._on_close.close()
-
-
-def start_replicas(model: str, num_replicas: int, **arguments: Any) -> RayReplicas:
+def start_replicas(model: str, num_replicas: int, **arguments: Any) -> ReplicaEngine:
     """Start a model several times with Ray: on this machine, or on the cluster that the variable
     RAY_ADDRESS names; where Ray runs in this process already, there.
 
@@ -78,7 +58,7 @@ def start_replicas(model: str, num_replicas: int, **arguments: Any) -> RayReplic
 
 def start_actors(
     open_engine: Callable[[], Engine], num_replicas: int, num_gpus: int = 1
-) -> RayReplicas:
+) -> ReplicaEngine:
     """As `start_replicas`, with any engine.
 
     Args:
@@ -112,7 +92,7 @@ def start_actors(
             RayEngine(actor, facts, tokenizer, name, REPLY_TIMEOUT_S)
             for actor, facts, name in zip(actors, found, names, strict=True)
         ]
-        opened = RayReplicas(engines, names, on_close)
+        opened = ReplicaEngine(engines, names, on_close=on_close)
         on_failure.pop_all()
         return opened
 

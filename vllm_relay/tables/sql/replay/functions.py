@@ -11,20 +11,20 @@ import duckdb
 import pyarrow as pa
 
 from vllm_relay.tables.images import DUCKDB_TYPES, ImageKind, ImageStore, references
-from vllm_relay.tables.jobs.answers import Answer
-from vllm_relay.tables.outputs import Output
+from vllm_relay.tables.jobs.answers import ARROW_TYPES, Answer
+from vllm_relay.tables.outputs import Output, OutputType
 from vllm_relay.tables.sql.replay.answers import Answers
 
 _numbers = itertools.count(1)
 
 _OPTIONS: dict[str, Any] = {"type": "arrow", "null_handling": "special", "side_effects": False}
 _PARAMETERS: list[Any] = ["BIGINT", "VARCHAR[]", "UBIGINT[]"]
-_TYPES: dict[str, tuple[str, pa.DataType]] = {
-    "text": ("VARCHAR", pa.string()),
-    "int": ("BIGINT", pa.int64()),
-    "float": ("DOUBLE", pa.float64()),
-    "bool": ("BOOLEAN", pa.bool_()),
-    "json": ("VARCHAR", pa.string()),
+SQL_TYPES: dict[OutputType, str] = {
+    "text": "VARCHAR",
+    "int": "BIGINT",
+    "float": "DOUBLE",
+    "bool": "BOOLEAN",
+    "json": "VARCHAR",
 }
 
 
@@ -53,8 +53,8 @@ class Functions:
             return
         # Python's side knows the old names for good
         self._prefix = f"relay_{next(_numbers)}_"
-        for name, (sql_type, arrow_type) in _TYPES.items():
-            self._make(name, sql_type, arrow_type, lambda answer: answer.value, True)
+        for name, sql_type in SQL_TYPES.items():
+            self._make(name, sql_type, ARROW_TYPES[name], lambda answer: answer.value, True)
         for kind, parameter in DUCKDB_TYPES.items():
             self._connection.create_function(
                 f"{self._prefix}image_{kind}",
@@ -113,7 +113,7 @@ class Functions:
         kind = "json" if output.is_json else output.type
         text = f"{self._prefix}{kind}({given}, {key}, {anchors})"
         if output.struct is not None:
-            return f"({text}::JSON::{output.struct.sql_type})"
+            return f"({text}::JSON::{output.struct.type.sql})"
         return f"({text}::JSON)" if output.is_json else text
 
     def image(self, kind: ImageKind, value: str) -> str:

@@ -15,7 +15,7 @@ from sqlglot.tokens import TokenType
 from vllm_relay.tables.images import ImageStore
 from vllm_relay.tables.question import Question
 from vllm_relay.tables.semantic.record_lists import RECORDS
-from vllm_relay.tables.sql.calls import Field, read_aggregate, read_call
+from vllm_relay.tables.sql.calls import Field, read_call
 from vllm_relay.tables.sql.expressions import (
     AGGREGATE,
     DIALECT,
@@ -199,8 +199,7 @@ def _read(
         return [Field(name, column) for name, column in zip(names, columns, strict=True)]
 
     function = node.name.lower()
-    read = read_aggregate if function == AGGREGATE else read_call
-    call = read(node, star_fields, images)
+    call = read_call(node, star_fields, images)
     written = " ".join(token.text for token in structure.tokens[tokens[0] : tokens[1]])
     text = sql_of(node) if function != AGGREGATE else structure.text_of(tokens)
     site = sites.setdefault(written, Site(len(sites), text, call.question, function))

@@ -149,8 +149,6 @@ def lazy_value(condition: Condition, text: Text) -> str:
             value = lazy_value(part, text)
             if not shown:
                 shown = f"({value})"
-            elif part.asks:
-                shown = f"CASE WHEN NOT ({value}) THEN false ELSE ({value}) AND {shown} END"
             else:
                 shown = f"CASE WHEN NOT ({value}) THEN false ELSE ({value}) AND {shown} END"
         return shown
