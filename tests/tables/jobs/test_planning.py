@@ -166,16 +166,19 @@ def test_tables_are_planned_without_an_engine(has_tokenizer: bool) -> None:
             assert len(each.token_ids) < 45
 
 
+TEXT_BYTES = 320
+
+
 class Forgetting(FakeEngine):
     def generate(self, prompts: Iterable[Prompt], question: Question) -> Completions:
         for prompt in prompts:
             yield Completion(prompt.number, "yes", num_output_tokens=1)
 
 
-def test_beside_the_table_memory_does_not_grow_with_it() -> None:
+def test_a_row_takes_less_than_its_text_beside_it() -> None:
     def peak_bytes(num_rows: int) -> int:
         connection = numbers_table(num_rows)
-        connection.execute("UPDATE t SET kind = repeat(md5(id::VARCHAR), 10)")
+        connection.execute(f"UPDATE t SET kind = repeat(md5(id::VARCHAR), {TEXT_BYTES // 32})")
         job = runner(connection, Forgetting(cache=BlockCache(16)), bucket_rows=1000)
         tracemalloc.start()
         job.answer(NUMBERS_SQL, NUMBERS, "out")
@@ -184,4 +187,5 @@ def test_beside_the_table_memory_does_not_grow_with_it() -> None:
         return peak
 
     peak_bytes(100)  # imports
-    assert peak_bytes(9000) < 1.25 * peak_bytes(3000)
+    # of which Arrow holds the text, which is not traced
+    assert peak_bytes(9000) - peak_bytes(3000) < 6000 * TEXT_BYTES

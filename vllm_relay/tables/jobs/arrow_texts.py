@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -13,29 +11,6 @@ import pyarrow as pa
 
 _ROWS_PER_PART = 1024
 _KEY_CHARS = 64
-
-
-class ArrowTexts(Sequence[str]):
-    """Some texts of a column.
-
-    Args:
-        rows: which of them, int64 [texts].
-    """
-
-    def __init__(self, column: pa.ChunkedArray, rows: npt.NDArray[np.int64]) -> None:
-        self._column, self._rows = column, rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @overload
-    def __getitem__(self, place: int) -> str: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[str]: ...
-    def __getitem__(self, place: int | slice) -> str | list[str]:
-        if isinstance(place, slice):
-            return [self._column[row].as_py() for row in self._rows[place].tolist()]
-        return self._column[int(self._rows[place])].as_py()
 
 
 def distinct_values(

@@ -100,9 +100,9 @@ class FieldTexts(Sequence[str]):
 
     def __init__(
         self,
-        texts: Sequence[str],
+        texts: Any,
         order: npt.NDArray[np.int64],
-        render: Callable[[str], str] | None = None,
+        render: Callable[[Any], str] | None = None,
     ) -> None:
         self._texts, self._order, self._render = texts, order, render
 

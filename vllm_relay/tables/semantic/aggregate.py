@@ -76,13 +76,9 @@ def llm_agg(
         options: of the jobs.
 
     Raises:
-        TypeError: the table, the engine or the output is none of the above.
-        ValueError: a column is none of the table, or another argument does not fit. As with a
-            TypeError, nothing was asked yet.
-        CheckpointError: the checkpoint cannot be used.
+        TypeError, ValueError, CheckpointError, EngineError: as `llm_map` does.
         MapBudgetError: there are not enough tokens for all prompts. Its `result` has the answers of
             the groups that are done; the others have an error.
-        EngineError: the engine is gone.
     """
     rows = caller_table(table)
     types = answer_type(output, choices)

@@ -91,13 +91,9 @@ def llm_filter(
         options: of the jobs; `max_total_tokens` counts those of both models.
 
     Raises:
-        TypeError: the table or an engine is none of the above.
-        ValueError: a field is no column of the table, or another argument does not fit. As with a
-            TypeError, nothing was asked yet.
-        CheckpointError: the checkpoint cannot be used.
+        TypeError, ValueError, CheckpointError, EngineError: as `llm_map` does.
         MapBudgetError: there are not enough tokens for all prompts. Its `result` has the answers
             that came; the other rows have an error.
-        EngineError: an engine is gone.
     """
     targets = Targets(recall, precision, confidence)
     if labels is not None:

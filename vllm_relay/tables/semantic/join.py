@@ -99,12 +99,8 @@ def llm_join(
         options: of the jobs.
 
     Raises:
-        TypeError: a table, the engine or the embeddings are none of the above.
-        ValueError: a name of the prompt is no column or not of one table, or another argument does
-            not fit. As with a TypeError, nothing was asked yet.
-        CheckpointError: the checkpoint cannot be used.
+        TypeError, ValueError, CheckpointError, EngineError: as `llm_map` does.
         MapBudgetError: there are not enough tokens for all prompts; its `result` has what came.
-        EngineError: the engine or the server is gone.
     """
     targets = Targets(recall, 1.0, confidence)
     if labels is not None:

@@ -80,13 +80,9 @@ def llm_top_k(
         options: of the jobs.
 
     Raises:
-        TypeError: the table, the engine or the embeddings are none of the above.
-        ValueError: a field is no column of the table, or another argument does not fit. As with a
-            TypeError, nothing was asked yet.
-        CheckpointError: the checkpoint cannot be used.
+        TypeError, ValueError, CheckpointError, EngineError: as `llm_map` does.
         MapBudgetError: there are not enough tokens for all prompts; the rows of its `result` are
             those that were not compared to the end, too.
-        EngineError: the engine or the server is gone.
     """
     check_count("k", k)
     if (embeddings is None) != (candidates is None):

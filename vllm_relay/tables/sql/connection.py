@@ -23,7 +23,7 @@ from vllm_relay.tables.sql.jobs import JobRunner, Runner, StatementJobs
 from vllm_relay.tables.sql.replay.answers import Answers
 from vllm_relay.tables.sql.replay.functions import Functions
 from vllm_relay.tables.sql.replay.passes import Passes, one_view
-from vllm_relay.tables.sql.replay.statement import Given, check, kind_of, query_of, split
+from vllm_relay.tables.sql.replay.statement import Given, Kind, check, kind_of, query_of, split
 from vllm_relay.tables.sql.result import Result
 from vllm_relay.tables.sql.rewrites.error_columns import add_error_columns
 from vllm_relay.tables.sql.rewrites.filters import add_anchors, filter_groups
@@ -222,22 +222,23 @@ class Connection:
             raise SqlError(f"{text!r} given, expected one statement that calls llm()")
         return self._estimated(given[0])
 
-    def _edited(self, given: Given) -> Edited:
+    def _read(self, given: Given) -> tuple[Edited, Kind, Answers]:
+        """A statement whose calls are functions over answers of its own."""
         self._functions.ensure()
         self._functions.answers = None
         edited = Edited(self.duckdb_connection, self._functions, given.body)
         filter_groups(self.duckdb_connection, edited)
         look_up_late(edited)
         edited.add_conditions()
-        return edited
+        kind = kind_of(edited)
+        answers = Answers(edited.sites, edited.site_order)
+        self._functions.answers = answers
+        return edited, kind, answers
 
     def _estimated(self, given: Given) -> Explanation:
         connection = self.duckdb_connection
         tables = self._new_tables()
-        edited = self._edited(given)
-        kind = kind_of(edited)
-        answers = Answers(edited.sites, edited.site_order)
-        self._functions.answers = answers
+        edited, kind, answers = self._read(given)
         if not check(connection, edited, kind):
             return Explanation([], given.body.strip(), [edited.text().strip()])
         try:
@@ -251,10 +252,7 @@ class Connection:
         tables = self._new_tables()
         before = replace(self._runner.report)
         jobs = StatementJobs(connection, self._runner, self._on_error == "raise")
-        edited = self._edited(given)
-        kind = kind_of(edited)
-        answers = Answers(edited.sites, edited.site_order)
-        self._functions.answers = answers
+        edited, kind, answers = self._read(given)
         cost = self._runner.tokens_per_prompt
         passes = Passes(connection, tables, edited, answers, jobs.answer, cost)
         if not check(connection, edited, kind) or kind == "bound":

@@ -43,9 +43,6 @@ class TemporaryTables:
         for name in list(self._names):
             self.drop(name)
 
-    def count(self, name: str) -> int:
-        return int(self.value(f"SELECT count(*) FROM {name}"))
-
     def value(self, query: str) -> Any:
         return self.connection.execute(query).fetchall()[0][0]
 

@@ -86,6 +86,7 @@ class PromptFormat:
         before, after: the text in front of the fields and behind the last one, which ends without
             its newline.
         before_tokens, after_tokens: their tokens.
+        field_end: what every field ends with but the last one of a prompt.
         field_mark: the character that every field begins with, if it ends with a newline; "" if
             that is not known.
     """
@@ -106,7 +107,7 @@ class PromptFormat:
         self._before = _replaced(template.before, parts)
         is_base = tokenizer is not None and not self._has_turns
         self._after = template.base_after if is_base else template.after
-        self._field_end = "\n" if template.field.endswith("\n") else ""
+        self.field_end = "\n" if template.field.endswith("\n") else ""
         self._head, self._tail = self._surroundings(_MARK)
         # some chat templates leave out spaces around what the user says
         self._is_trimmed = self._surroundings(f" \n{_MARK}\n ") == (self._head, self._tail)
@@ -114,19 +115,14 @@ class PromptFormat:
         self.before = self._head + self._before
         self.after = self._after + self._tail
         mark = template.field[0]
-        self.field_mark = mark if self._field_end and mark in _MARKS else ""
+        self.field_mark = mark if self.field_end and mark in _MARKS else ""
         self.before_tokens = self.tokens_of([self.before], whole=True)[0]
         self.after_tokens = self.tokens_of([self.after])[0]
 
     def message(self, fields: Iterable[str]) -> str:
         """What the user says, of the rendered fields in their order."""
-        message = (self._before + "".join(fields)).removesuffix(self._field_end) + self._after
+        message = (self._before + "".join(fields)).removesuffix(self.field_end) + self._after
         return message.strip() if self._is_trimmed else message
-
-    @property
-    def field_end(self) -> str:
-        """What every field ends with but the last one of a prompt."""
-        return self._field_end
 
     @property
     def beginning(self) -> str:
@@ -135,7 +131,7 @@ class PromptFormat:
 
     def ending(self, fields: str) -> str:
         """The last of the rendered fields, and what stands behind them."""
-        end = fields.removesuffix(self._field_end) + self._after
+        end = fields.removesuffix(self.field_end) + self._after
         return (end.rstrip() if self._is_trimmed else end) + self._tail
 
     def token_ids(self, messages: Sequence[str]) -> list[list[int]]:

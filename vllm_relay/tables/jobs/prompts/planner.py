@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from vllm_relay.tables.engines.base import Prompt
-from vllm_relay.tables.jobs.arrow_texts import ArrowTexts, distinct_values
+from vllm_relay.tables.jobs.arrow_texts import distinct_values
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.jobs.prompts.format import PromptFormat
 from vllm_relay.tables.jobs.prompts.joined_tokens import FieldTokens, PromptTokens
@@ -253,9 +254,9 @@ class OrderedRows:
             lists = reordered_lists(values.to_pylist())
             return encode_column(name, lists, template.render_field, tokenize)
         codes, first_rows = distinct_values(values)
-        return column_of(
-            name, ArrowTexts(values, first_rows), codes, template.render_field, tokenize
-        )
+        # read where they are
+        texts = FieldTexts(values, first_rows, methodcaller("as_py"))
+        return column_of(name, texts, codes, template.render_field, tokenize)
 
     def _choose(self) -> ChosenOrder:
         planner, columns = self._planner, self._columns
