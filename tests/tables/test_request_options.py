@@ -15,8 +15,7 @@ from vllm_relay.tables.engines.server.engine import ServerEngine
 from vllm_relay.tables.jobs.asking import ask
 from vllm_relay.tables.jobs.checkpoint import Keys
 from vllm_relay.tables.jobs.prompts.format import PromptFormat, PromptTemplate
-from vllm_relay.tables.question import Question
-from vllm_relay.tables.request_options import RequestOptions
+from vllm_relay.tables.question import Question, RequestOptions
 
 TOLD = RequestOptions("Be brief.", {"top_p": 0.9}, {"enable_thinking": False}, {"cache_salt": "a"})
 TABLE = pa.table({"name": ["ab"]})

@@ -4,7 +4,7 @@ docs/tables.md.
 
 Liu et al., "Optimizing LLM Queries in Relational Workloads", 2024.
 
-    question.py, request_options.py   what is asked of a row                           (pure)
+    question.py          what is asked of a row                                        (pure)
     outputs.py           what answers are, and how their texts are read                (pure)
     images.py            fields that are images                                        (pure)
     structs/             JSON answers as columns of structs and lists
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vllm_relay.tables.map_result import MapBudgetError, MapResult, RowsFailedError
     from vllm_relay.tables.outputs import Output
     from vllm_relay.tables.question import Question
-    from vllm_relay.tables.request_options import RequestOptions
+    from vllm_relay.tables.question import RequestOptions
     from vllm_relay.tables.semantic.aggregate import AggregateResult, llm_agg
     from vllm_relay.tables.semantic.embeddings import ServerEmbeddings
     from vllm_relay.tables.semantic.filter import FilterResult, llm_filter
@@ -85,7 +85,7 @@ _MODULES = {
     "Output": "outputs",
     "PromptTemplate": "jobs.prompts.format",
     "Question": "question",
-    "RequestOptions": "request_options",
+    "RequestOptions": "question",
     "RowsFailedError": "map_result",
     "ServerEmbeddings": "semantic.embeddings",
     "TokenBudgetError": "jobs.options",

@@ -32,8 +32,7 @@ from vllm_relay.tables.map_result import (
 )
 from vllm_relay.tables.ordering.duplicates import DistinctRows, distinct_rows
 from vllm_relay.tables.ordering.order import OrderChoice
-from vllm_relay.tables.question import Question, placeholders_of
-from vllm_relay.tables.request_options import RequestOptions
+from vllm_relay.tables.question import Question, RequestOptions, placeholders_of
 from vllm_relay.tables.semantic.near_duplicates import NearDuplicates
 from vllm_relay.tables.texts import json_text
 

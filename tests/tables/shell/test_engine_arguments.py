@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tests.tables.fake_engine import FakeEngine
 from vllm_relay.cli import app
 from vllm_relay.tables import tracing
-from vllm_relay.tables.request_options import RequestOptions
+from vllm_relay.tables.question import RequestOptions
 from vllm_relay.tables.shell import command as shell_command
 from vllm_relay.tables.shell.engine_arguments import split_arguments
 

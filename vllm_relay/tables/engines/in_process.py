@@ -40,8 +40,7 @@ from vllm_relay.tables.engines.model_identity import model_identity
 from vllm_relay.tables.images import ImageError, content_parts
 from vllm_relay.tables.jobs.prompts.format import conversation
 from vllm_relay.tables.ordering.cached_tokens import BlockCache
-from vllm_relay.tables.question import Question
-from vllm_relay.tables.request_options import RequestOptions
+from vllm_relay.tables.question import Question, RequestOptions
 from vllm_relay.tables.texts import shortened
 from vllm_relay.tables.tracing import trace_headers
 

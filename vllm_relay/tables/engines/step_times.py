@@ -12,8 +12,7 @@ from typing import Any
 
 from vllm_relay.prefix_cache.predict.step_costs import StepSample
 from vllm_relay.tables.engines.base import Engine, Prompt, generate
-from vllm_relay.tables.question import Question
-from vllm_relay.tables.request_options import RequestOptions
+from vllm_relay.tables.question import Question, RequestOptions
 
 SHORT_TOKENS = 16
 LONG_TOKENS = 2000

@@ -14,7 +14,7 @@ from vllm_relay.arguments import check_count
 from vllm_relay.tables.jobs.prompts.format import PromptTemplate
 from vllm_relay.tables.jobs.prompts.modules.prompts import ModuleMode
 from vllm_relay.tables.ordering.order import OrderChoice
-from vllm_relay.tables.request_options import RequestOptions
+from vllm_relay.tables.question import RequestOptions
 
 DEFAULT_BUCKET_ROWS = 20_000
 

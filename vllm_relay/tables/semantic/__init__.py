@@ -4,7 +4,7 @@ docs/semantic-operators.md.
 
 Patel et al., "Semantic Operators: A Declarative Model for Rich, AI-based Data Processing", 2024.
 
-    record_lists.py, packs.py, tree.py   one answer for each list of records, however long
+    record_lists.py, tree.py   one answer for each list of records, however long
     session.py           the jobs of one operator
     calibration.py       thresholds of scores, from a labelled sample                   (numpy)
     scores.py            how likely a model takes a statement for true

@@ -15,8 +15,7 @@ from vllm_relay.tables.dataframes import fields_of, group_rows, json_texts, map_
 from vllm_relay.tables.jobs.answers import Answer, answer_table
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.map_result import MapResult, answer_type
-from vllm_relay.tables.question import Question, placeholders_of
-from vllm_relay.tables.request_options import RequestOptions
+from vllm_relay.tables.question import Question, RequestOptions, placeholders_of
 from vllm_relay.tables.semantic.record_lists import RECORDS, record_question, records_of_table
 from vllm_relay.tables.semantic.session import Session
 from vllm_relay.tables.semantic.tree import answer_groups

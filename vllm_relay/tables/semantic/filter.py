@@ -19,8 +19,7 @@ from vllm_relay.tables.jobs.answers import Answer, answer_table
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.jobs.report import JobReport
 from vllm_relay.tables.map_result import MapResult, answer_type
-from vllm_relay.tables.question import Question
-from vllm_relay.tables.request_options import RequestOptions
+from vllm_relay.tables.question import Question, RequestOptions
 from vllm_relay.tables.semantic.calibration import Targets, Thresholds, calibrate
 from vllm_relay.tables.semantic.scores import TRUTH, ScoringEngine
 from vllm_relay.tables.semantic.session import AskedRows, Session

@@ -23,8 +23,7 @@ from vllm_relay.tables.dataframes import json_texts
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.jobs.prompts.format import text_of
 from vllm_relay.tables.jobs.report import JobReport
-from vllm_relay.tables.question import Question, placeholders_of
-from vllm_relay.tables.request_options import RequestOptions
+from vllm_relay.tables.question import Question, RequestOptions, placeholders_of
 from vllm_relay.tables.semantic.calibration import Targets, calibrate
 from vllm_relay.tables.semantic.embeddings import embedder, unit_vectors
 from vllm_relay.tables.semantic.scores import TRUTH

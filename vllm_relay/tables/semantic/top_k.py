@@ -17,8 +17,7 @@ from vllm_relay.tables.engines.base import Engine
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.jobs.report import JobReport
 from vllm_relay.tables.outputs import Output
-from vllm_relay.tables.question import Question
-from vllm_relay.tables.request_options import RequestOptions
+from vllm_relay.tables.question import Question, RequestOptions
 from vllm_relay.tables.semantic.embeddings import embedder, unit_vectors
 from vllm_relay.tables.semantic.record_lists import escaped, records_of_table
 from vllm_relay.tables.semantic.session import Session

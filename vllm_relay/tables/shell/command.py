@@ -21,7 +21,7 @@ from vllm_relay.tables.engines.lazy import LazyEngine
 from vllm_relay.tables.engines.opening import check_kv_events, open_engine
 from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.jobs.report import JobReport
-from vllm_relay.tables.request_options import RequestOptions
+from vllm_relay.tables.question import RequestOptions
 from vllm_relay.tables.shell.engine_arguments import split_arguments
 from vllm_relay.tables.shell.files import check_output, open_files, write_relation
 from vllm_relay.tables.shell.script import gives_rows, place_of_output, read_statements

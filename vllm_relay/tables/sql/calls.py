@@ -13,26 +13,44 @@ from sqlglot import exp
 
 from vllm_relay.tables.images import ImageStore, image_fields
 from vllm_relay.tables.outputs import Output
-from vllm_relay.tables.question import Question, placeholders_of
-from vllm_relay.tables.request_options import RequestOptions
+from vllm_relay.tables.question import Question, RequestOptions, placeholders_of
 from vllm_relay.tables.semantic.record_lists import record_question
 from vllm_relay.tables.sql.expressions import AGGREGATE, error_at, sql_of, text_of
 
-PARAMETERS = (
-    "choices",
-    "return",
-    "schema",
-    "max_tokens",
-    "temperature",
-    "seed",
-    "reorder",
-    "system_prompt",
-    "sampling",
-    "chat_template_kwargs",
-    "extra_body",
-    "images",
-)
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _is_number(value: Any, kinds: Any) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
 _OBJECTS = ("sampling", "chat_template_kwargs", "extra_body")
+_TEXT = ("a text in single quotes", lambda value: isinstance(value, str))
+_TEXTS = ("a list of texts, as in ['a', 'b']", _are_texts)
+_INTEGER = ("an integer", lambda value: _is_number(value, int))
+_OBJECT = (
+    "an object of constants, as in {top_p: 0.9}, or its JSON in single quotes",
+    lambda value: isinstance(value, dict),
+)
+_IMAGES = (
+    "fields with the bytes of images, ['a'], or what they hold, {a: 'path', b: 'url'}",
+    lambda value: _are_texts(list(value.values()) if isinstance(value, dict) else value),
+)
+PARAMETERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "choices": _TEXTS,
+    "return": _TEXT,
+    "schema": _TEXT,
+    "max_tokens": _INTEGER,
+    "temperature": ("a number", lambda value: _is_number(value, (int, float))),
+    "seed": _INTEGER,
+    "reorder": _TEXTS,
+    "system_prompt": _TEXT,
+    **dict.fromkeys(_OBJECTS, _OBJECT),
+    "images": _IMAGES,
+}
+"""What a value is expected to be, by name."""
 _DOTTED = re.compile(r"[^\W\d]\w*\.[^\W\d]\w*")
 USAGE = "llm('text', {field, name: expression}, choices := ['Yes', 'No'])"
 
@@ -224,31 +242,11 @@ def _parameters(call: exp.Anonymous, named: list[exp.Expr]) -> dict[str, Any]:
 
 
 def _value(call: exp.Anonymous, name: str, node: exp.Expr) -> Any:
-    expected: str
+    expected, is_right = PARAMETERS[name]
     value = _constant(node)
-    if name in ("choices", "reorder"):
-        expected = "a list of texts, as in ['a', 'b']"
-        is_right = isinstance(value, list) and all(isinstance(item, str) for item in value)
-    elif name == "images":
-        expected = (
-            "fields with the bytes of images, ['a'], or what they hold, {a: 'path', b: 'url'}"
-        )
-        texts = list(value.values()) if isinstance(value, dict) else value
-        is_right = isinstance(texts, list) and all(isinstance(item, str) for item in texts)
-    elif name in _OBJECTS:
-        expected = "an object of constants, as in {top_p: 0.9}, or its JSON in single quotes"
+    if name in _OBJECTS:
         value = _parsed(value)
-        is_right = isinstance(value, dict)
-    elif name in ("return", "schema", "system_prompt"):
-        expected = "a text in single quotes"
-        is_right = isinstance(value, str)
-    elif name == "temperature":
-        expected = "a number"
-        is_right = isinstance(value, (int, float)) and not isinstance(value, bool)
-    else:
-        expected = "an integer"
-        is_right = isinstance(value, int) and not isinstance(value, bool)
-    if not is_right:
+    if not is_right(value):
         raise error_at(
             call, f"{name} := {sql_of(node)} given to {_named(call)}, expected {expected}"
         )

@@ -17,9 +17,8 @@ from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.jobs.report import Estimate, JobReport
 from vllm_relay.tables.jobs.rows import Rows
 from vllm_relay.tables.question import Question
-from vllm_relay.tables.semantic.packs import Packer
 from vllm_relay.tables.semantic.record_lists import RECORDS, known_records, record_list
-from vllm_relay.tables.semantic.tree import answer_groups, first_packs
+from vllm_relay.tables.semantic.tree import Packer, answer_groups, first_packs
 from vllm_relay.tables.sql.expressions import RESERVED, AnswerFailedError
 from vllm_relay.tables.sql.text.call_sites import Site
 from vllm_relay.tables.texts import json_text, quoted, row_text
@@ -91,7 +90,7 @@ class JobRunner:
                 num_refused += packs.error is not None
                 continue
             num_parted += len(packs) > 1
-            lists += [record_list(records[pack.begin : pack.end]) for pack in packs]
+            lists += [record_list(records[pack]) for pack in packs]
         estimate = self._asker.estimate(_list_rows(lists), site.question, self._engine)
         warnings = [estimate.warning] if estimate.warning else []
         if num_parted:
