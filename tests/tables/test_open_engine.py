@@ -83,7 +83,7 @@ class FakeLLM:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Any:
     pytest.importorskip("vllm")
-    from vllm_relay.tables.engines import started
+    from vllm_relay.tables.engines import in_process as started
 
     monkeypatch.setattr(FakeLLM, "refuses", ())
     monkeypatch.setattr(started, "LLM", FakeLLM)

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from vllm_relay.tables.map_files import llm_map_file
     from vllm_relay.tables.map_result import MapBudgetError, MapResult, RowsFailedError
     from vllm_relay.tables.outputs import Output
-    from vllm_relay.tables.question import Question
-    from vllm_relay.tables.question import RequestOptions
+    from vllm_relay.tables.question import Question, RequestOptions
     from vllm_relay.tables.semantic.aggregate import AggregateResult, llm_agg
     from vllm_relay.tables.semantic.embeddings import ServerEmbeddings
     from vllm_relay.tables.semantic.filter import FilterResult, llm_filter

@@ -6,15 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, get_args
 
 from vllm_relay.arguments import check_count
 from vllm_relay.tables.jobs.prompts.format import PromptTemplate
 from vllm_relay.tables.jobs.prompts.modules.prompts import ModuleMode
 from vllm_relay.tables.ordering.order import OrderChoice
 from vllm_relay.tables.question import RequestOptions
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 DEFAULT_BUCKET_ROWS = 20_000
 
