@@ -75,24 +75,21 @@ class Checkpoint:
         Raises:
             CheckpointError: the file is damaged.
         """
+        found: dict[bytes, KnownAnswer] = {}
         try:
-            return self._known(keys)
+            for begin in range(0, len(keys), _KEYS_PER_QUERY):
+                part = keys[begin : begin + _KEYS_PER_QUERY]
+                rows = self._db.execute(
+                    "SELECT key, text, prompt_tokens, output_tokens, is_cut FROM answers "
+                    f"WHERE key IN ({','.join('?' * len(part))})",
+                    part,
+                )
+                for key, text, prompt_tokens, output_tokens, is_cut in rows:
+                    found[key] = KnownAnswer(text, prompt_tokens, output_tokens, bool(is_cut))
         except sqlite3.Error as error:
             raise CheckpointError(
                 f"checkpoint {self.path}: {error}: give another file, or a copy of this one"
             ) from error
-
-    def _known(self, keys: Sequence[bytes]) -> dict[bytes, KnownAnswer]:
-        found: dict[bytes, KnownAnswer] = {}
-        for begin in range(0, len(keys), _KEYS_PER_QUERY):
-            part = keys[begin : begin + _KEYS_PER_QUERY]
-            rows = self._db.execute(
-                "SELECT key, text, prompt_tokens, output_tokens, is_cut FROM answers "
-                f"WHERE key IN ({','.join('?' * len(part))})",
-                part,
-            )
-            for key, text, prompt_tokens, output_tokens, is_cut in rows:
-                found[key] = KnownAnswer(text, prompt_tokens, output_tokens, bool(is_cut))
         return found
 
     def keep(self, key: bytes, completion: Completion) -> None:

@@ -19,7 +19,7 @@ from vllm_relay.tables.jobs.options import JobOptions
 from vllm_relay.tables.sql.database import TemporaryTables
 from vllm_relay.tables.sql.explain import Explanation, estimates
 from vllm_relay.tables.sql.expressions import SqlError
-from vllm_relay.tables.sql.jobs import JobRunner, Runner, StatementJobs
+from vllm_relay.tables.sql.jobs import JobRunner, StatementJobs
 from vllm_relay.tables.sql.replay.answers import Answers
 from vllm_relay.tables.sql.replay.functions import Functions
 from vllm_relay.tables.sql.replay.passes import Passes, one_view
@@ -110,7 +110,7 @@ class Connection:
     def __init__(
         self,
         duckdb_connection: duckdb.DuckDBPyConnection,
-        runner: Runner,
+        runner: JobRunner,
         on_error: OnError = "null",
         on_close: ExitStack | None = None,
         images: ImageStore | None = None,

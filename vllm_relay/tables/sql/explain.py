@@ -15,7 +15,7 @@ from vllm_relay.tables.jobs.answers import Answer
 from vllm_relay.tables.jobs.report import Estimate
 from vllm_relay.tables.outputs import AnswerValue, Output
 from vllm_relay.tables.sql.database import TemporaryTables, aggregate_names
-from vllm_relay.tables.sql.jobs import Counts, Runner
+from vllm_relay.tables.sql.jobs import Counts, JobRunner
 from vllm_relay.tables.sql.replay.answers import Answers
 from vllm_relay.tables.sql.replay.limits import limited
 from vllm_relay.tables.sql.replay.passes import Passes
@@ -150,7 +150,7 @@ def estimates(
     tables: TemporaryTables,
     edited: Edited,
     answers: Answers,
-    runner: Runner,
+    runner: JobRunner,
     kind: Kind,
 ) -> Explanation:
     """Conditions that ask leave out no rows, so that numbers of rows are upper bounds."""
@@ -204,7 +204,9 @@ def estimates(
     )
 
 
-def _estimated(edited: Edited, runner: Runner, site: Site, counts: Counts) -> CallEstimate | None:
+def _estimated(
+    edited: Edited, runner: JobRunner, site: Site, counts: Counts
+) -> CallEstimate | None:
     if not counts:
         return None
     places = [call for call in edited.calls if call.site.number == site.number]

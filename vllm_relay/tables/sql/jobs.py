@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import duckdb
 import pyarrow as pa
@@ -31,29 +31,14 @@ Counts: TypeAlias = "dict[Key, int]"
 """How often each row is there."""
 
 
-class Runner(Protocol):
-    """What answers the calls of a connection's statements.
-
-    Attributes:
-        report: of all of them.
-    """
-
-    report: JobReport
-
-    def answer(self, site: Site, counts: Counts) -> list[Answer]:
-        """The answer to each row."""
-        ...
-
-    def estimate(self, site: Site, counts: Counts) -> Estimate: ...
-
-    def tokens_per_prompt(self, site: Site, counts: Counts) -> float: ...
-
-
 class JobRunner:
-    """A `Runner` with one checkpoint and one budget.
+    """Answers the calls of a connection's statements, with one checkpoint and one budget.
 
     Args:
         engine: that answers; it is its owner's.
+
+    Attributes:
+        report: of all jobs.
 
     Raises:
         CheckpointError: the checkpoint cannot be used.
@@ -175,7 +160,9 @@ class StatementJobs:
         num_failed: rows with an error and no answer.
     """
 
-    def __init__(self, connection: duckdb.DuckDBPyConnection, runner: Runner, raises: bool) -> None:
+    def __init__(
+        self, connection: duckdb.DuckDBPyConnection, runner: JobRunner, raises: bool
+    ) -> None:
         self._connection = connection
         self._runner = runner
         self._raises = raises
@@ -183,7 +170,7 @@ class StatementJobs:
         self.num_answered = self.num_failed = 0
 
     def answer(self, site: Site, counts: Counts) -> list[Answer]:
-        """See `Runner.answer`.
+        """See `JobRunner.answer`.
 
         Raises:
             AnswerFailedError: a row has no answer, and such a row is to end the query.

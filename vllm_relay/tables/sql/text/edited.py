@@ -65,8 +65,7 @@ class Edited:
         self.conditions: dict[tuple[int, int], Condition] = {}
         for call in read_calls(self.structure, self._star_names, functions.images):
             self.calls.append(call)
-            splice = self._add(call.range, _CALL_RANK, self._call_render(call))
-            self.call_splices[id(call)] = splice
+            self.call_splices[id(call)] = self._add_call(call)
         for query in self.structure.all_queries:
             for select in query.selects:
                 self._names(select)
@@ -131,10 +130,7 @@ class Edited:
         made = Call(tokens, call.site, [], select, clause, key, name)
         self.calls.append(made)
         shown = f" AS {quoted(name)}" if is_item else ""
-        plain = self._call_render(made)
-        self.call_splices[id(made)] = self._add(
-            tokens, _CALL_RANK, lambda splice: plain(splice) + shown
-        )
+        self.call_splices[id(made)] = self._add_call(made, shown)
 
     def add_star(self, tokens: Range, call: Call, name: str, key: str, select: Select) -> None:
         """Look an answer up where a star stands for a column that is its key."""
@@ -157,11 +153,14 @@ class Edited:
 
         self.call_splices[id(made)] = self._add(tokens, _CALL_RANK, render)
 
-    def _call_text(self, call: Call) -> str:
+    def _call_text(self, call: Call, inside: Splice | None = None) -> str:
         if self._is_shown:
-            return self._shown_call(call)
-        output = call.site.question.output
-        return self.functions.call(output, call.site.number, self.key(call))
+            is_call = call.key is None
+            return self.structure.text_of(call.range) if is_call else f"answer({call.key})"
+        anchors = self.anchors.get(call.range[0], "[]")
+        key = self.key(call, inside)
+        output, number = call.site.question.output, call.site.number
+        return self.functions.call(output, number, key, anchors, not self._is_looked_at)
 
     def text(self, tokens: Range | None = None, inside: Splice | None = None) -> str:
         """The edited text of some tokens, of all by default."""
@@ -190,19 +189,10 @@ class Edited:
         kind = None if images is None else images.kind_of(field.name)
         return value if kind is None else self.functions.image(kind, value)
 
-    def _call_render(self, call: Call) -> Callable[[Splice], str]:
-        def render(splice: Splice) -> str:
-            if self._is_shown:
-                return self._shown_call(call)
-            anchors = self.anchors.get(call.range[0], "[]")
-            key = self.key(call, splice)
-            output, number = call.site.question.output, call.site.number
-            return self.functions.call(output, number, key, anchors, not self._is_looked_at)
-
-        return render
-
-    def _shown_call(self, call: Call) -> str:
-        return self.structure.text_of(call.range) if call.key is None else f"answer({call.key})"
+    def _add_call(self, call: Call, after: str = "") -> Splice:
+        return self._add(
+            call.range, _CALL_RANK, lambda splice: self._call_text(call, splice) + after
+        )
 
     def _add(self, tokens: Range, rank: int, render: Callable[[Splice], str]) -> Splice:
         return self.splices.add(*self.structure.span(tokens), rank, render)
