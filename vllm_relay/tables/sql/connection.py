@@ -227,7 +227,7 @@ class Connection:
         self._functions.ensure()
         self._functions.answers = None
         edited = Edited(self.duckdb_connection, self._functions, given.body)
-        filter_groups(self.duckdb_connection, edited)
+        filter_groups(edited)
         look_up_late(edited)
         edited.add_conditions()
         kind = kind_of(edited)
@@ -236,13 +236,12 @@ class Connection:
         return edited, kind, answers
 
     def _estimated(self, given: Given) -> Explanation:
-        connection = self.duckdb_connection
         tables = self._new_tables()
         edited, kind, answers = self._read(given)
-        if not check(connection, edited, kind):
+        if not check(edited, kind):
             return Explanation([], given.body.strip(), [edited.text().strip()])
         try:
-            return estimates(connection, tables, edited, answers, self._runner, kind)
+            return estimates(tables, edited, answers, self._runner, kind)
         finally:
             self._functions.images.close()
             self._left_over.append(tables)
@@ -254,23 +253,23 @@ class Connection:
         jobs = StatementJobs(connection, self._runner, self._on_error == "raise")
         edited, kind, answers = self._read(given)
         cost = self._runner.tokens_per_prompt
-        passes = Passes(connection, tables, edited, answers, jobs.answer, cost)
-        if not check(connection, edited, kind) or kind == "bound":
+        passes = Passes(tables, edited, answers, jobs.answer, cost)
+        if not check(edited, kind) or kind == "bound":
             relation = connection.sql(edited.text())
             return None if relation is None else Result(relation)
         if self._on_error == "column" and edited.structure.word(0) != "INSERT":
             add_error_columns(edited)
         try:
             if kind == "change":
-                refuse(connection, edited)
-                add_anchors(connection, edited)
+                refuse(edited)
+                add_anchors(edited)
                 passes.run(edited.text)
                 text = edited.text()
             else:
                 query = query_of(edited) if kind == "of query" else None
                 with one_view(connection):
-                    settle(connection, tables, edited)
-                    add_anchors(connection, edited)
+                    settle(tables, edited)
+                    add_anchors(edited)
                     table = passes.table_of(
                         lambda: edited.text(None if query is None else query.range)
                     )

@@ -9,8 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import duckdb
-
 from vllm_relay.tables.jobs.answers import Answer
 from vllm_relay.tables.jobs.report import Estimate
 from vllm_relay.tables.outputs import AnswerValue, Output
@@ -146,7 +144,6 @@ _CONDITIONS = {"where", "having", "qualify"}
 
 
 def estimates(
-    connection: duckdb.DuckDBPyConnection,
     tables: TemporaryTables,
     edited: Edited,
     answers: Answers,
@@ -155,11 +152,11 @@ def estimates(
 ) -> Explanation:
     """Conditions that ask leave out no rows, so that numbers of rows are upper bounds."""
     shown = edited.shown()
-    settle(connection, tables, edited)
-    add_anchors(connection, edited)
+    settle(tables, edited)
+    add_anchors(edited)
     for tokens in edited.conditions:
         edited.lets_all_through.add(tokens)
-    aggregates = aggregate_names(connection)
+    aggregates = aggregate_names(edited.connection)
     look_at_choices(edited, aggregates)
     for query in edited.structure.all_queries:
         for select in query.selects:
@@ -176,7 +173,7 @@ def estimates(
 
     whole = query_of(edited) if kind == "of query" else None
     answers.counts_looks = True
-    passes = Passes(connection, tables, edited, answers, ask, None)
+    passes = Passes(tables, edited, answers, ask, None)
     if kind == "change":
         passes.run(edited.text)
     else:

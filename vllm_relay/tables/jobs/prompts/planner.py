@@ -279,20 +279,9 @@ class OrderedRows:
             prefix_tokens: that the prefix cache finds without modules, in this order.
         """
         planner = self._planner
-        assert planner.cache is not None  # or the engine takes no modules
         row_tokens = planner.lengths(self._columns)
         modules = ModulePrompts(
-            self._columns,
-            self._lines,
-            planner.question.set_fields,
-            planner.format,
-            cache=planner.cache,
-            limit_tokens=planner.limit_tokens,
-            max_answer_tokens=planner.limits.max_answer_tokens,
-            mode=planner.options.modules,
-            rows=rows,
-            row_tokens=row_tokens,
-            cached_tokens=prefix_tokens,
+            planner, self._columns, self._lines, rows, row_tokens, prefix_tokens
         )
         without = int(row_tokens.sum() - prefix_tokens.sum())
         most = (1 - _LEAST_SAVED_SHARE) * without

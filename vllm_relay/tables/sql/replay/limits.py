@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import duckdb
 from sqlglot.tokens import TokenType
 
-from vllm_relay.tables.sql.database import TemporaryTables, is_valid
+from vllm_relay.tables.sql.database import is_valid
 from vllm_relay.tables.sql.expressions import FUNCTIONS, fold
-from vllm_relay.tables.sql.replay.answers import Answers, Ask
 from vllm_relay.tables.sql.text.call_sites import Call
 from vllm_relay.tables.sql.text.conditions import conjuncts, passing_chain
 from vllm_relay.tables.sql.text.edited import Edited
 from vllm_relay.tables.sql.text.structure import Range, Select, select_items
+
+if TYPE_CHECKING:
+    from vllm_relay.tables.sql.replay.passes import Passes
 
 # rows of the first chunk, per row that is wanted
 _CHUNK_ROWS_PER_WANTED = 2
@@ -133,19 +135,11 @@ class LimitedRows:
         num_seen: rows that a sample of the condition was asked about.
     """
 
-    def __init__(
-        self,
-        tables: TemporaryTables,
-        edited: Edited,
-        answers: Answers,
-        ask: Ask,
-        limited: Limited,
-        num_seen: int,
-    ) -> None:
-        self._tables = tables
-        self._edited = edited
-        self._answers = answers
-        self._ask = ask
+    def __init__(self, passes: Passes, limited: Limited, num_seen: int) -> None:
+        self._tables = passes.tables
+        self._edited = passes.edited
+        self._answers = passes.answers
+        self._ask = passes.ask
         self._limited = limited
         self._num_seen = num_seen
 
@@ -253,9 +247,9 @@ class LimitedRows:
         return text
 
 
-def stands_alone(connection: duckdb.DuckDBPyConnection, edited: Edited, select: Select) -> bool:
+def stands_alone(edited: Edited, select: Select) -> bool:
     """Whether its query uses nothing of the queries around it."""
     if select.query.above is None and select.query.owner is None:
         return True
     text = edited.context(select.query, edited.text(select.query.range))
-    return is_valid(connection, text)
+    return is_valid(edited.connection, text)

@@ -25,36 +25,35 @@ class Passes:
 
     def __init__(
         self,
-        connection: duckdb.DuckDBPyConnection,
         tables: TemporaryTables,
         edited: Edited,
         answers: Answers,
         ask: Ask,
         cost: Cost | None,
     ) -> None:
-        self._connection = connection
-        self._tables = tables
+        self._connection = tables.connection
+        self.tables = tables
         self.edited = edited
         self.answers = answers
-        self._ask = ask
+        self.ask = ask
         self._cost = cost
-        self._aggregates = aggregate_names(connection)
+        self._aggregates = aggregate_names(tables.connection)
         self._prepared: list[Select] = []
 
     def table_of(self, text: Callable[[], str]) -> str:
         """A temporary table with the rows of a query, with all answers that it needs."""
         while True:
             self.answers.begin_pass()
-            table = self._tables.create(text())
+            table = self.tables.create(text())
             if self._has_all():
                 return table
-            self._tables.drop(table)
+            self.tables.drop(table)
 
     def _has_all(self) -> bool:
         """Whether the last pass missed nothing; asks what it missed first otherwise."""
         site = self.answers.first_missing()
         if site is not None and not self._prepare(site):
-            self.answers.ask(site, dict(self.answers.missing[site]), self._ask)
+            self.answers.ask(site, dict(self.answers.missing[site]), self.ask)
         return site is None
 
     def _prepare(self, site: int) -> bool:
@@ -68,20 +67,16 @@ class Passes:
         where = select.clauses.get("where")
         found = limited(edited, self._aggregates, select)
         is_filter = call.clause == "where" and where in edited.conditions
-        if not (found or is_filter) or not stands_alone(self._connection, edited, select):
+        if not (found or is_filter) or not stands_alone(edited, select):
             return False
         if self._cost is None and (is_filter or (found is not None and found.where is not None)):
             return False
         num_sampled = 0
         if is_filter and self._cost is not None:
-            num_sampled = order_conditions(
-                self._tables, edited, self.answers, self._ask, self._cost, select
-            )
+            num_sampled = order_conditions(self, self._cost, select)
         if found is None:
             return num_sampled > 0
-        rows = LimitedRows(
-            self._tables, edited, self.answers, self._ask, found, num_sampled
-        ).table()
+        rows = LimitedRows(self, found, num_sampled).table()
         edited.replace_query(select.query, f"FROM {rows}")
         return True
 

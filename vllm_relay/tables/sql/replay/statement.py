@@ -137,13 +137,14 @@ def _refused(what: str) -> SqlError:
     )
 
 
-def check(connection: duckdb.DuckDBPyConnection, edited: Edited, kind: Kind) -> bool:
+def check(edited: Edited, kind: Kind) -> bool:
     """Whether answers matter for what a statement does.
 
     Raises:
         SqlError: a call stands where it cannot be answered.
         duckdb.Error: DuckDB does not take the statement with any answers.
     """
+    connection = edited.connection
     text = edited.text().strip()
     tree = tree_of(edited.structure.text)
     _check_recursion(edited)

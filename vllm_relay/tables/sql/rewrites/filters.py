@@ -26,7 +26,7 @@ from vllm_relay.tables.texts import quoted
 _NOT_THROUGH = ("limit", "offset", "qualify", "window", "sample")
 
 
-def filter_groups(connection: duckdb.DuckDBPyConnection, edited: Edited) -> None:
+def filter_groups(edited: Edited) -> None:
     for query in edited.structure.all_queries:
         select = query.above
         if select is None or query.clause != "from" or not edited.calls_in(query.range):
@@ -40,14 +40,13 @@ def filter_groups(connection: duckdb.DuckDBPyConnection, edited: Edited) -> None
         added = [
             text
             for part in conjuncts(where)
-            if (text := _on_key(connection, edited, select, query, own[0], part.range))
+            if (text := _on_key(edited, select, query, own[0], part.range))
         ]
         if added:
             edited.add_filter(query.selects[0], added)
 
 
 def _on_key(
-    connection: duckdb.DuckDBPyConnection,
     edited: Edited,
     select: Select,
     query: Query,
@@ -83,13 +82,13 @@ def _on_key(
         return None
     test = (opening + 1, end - 1)
     if edited.calls_in(test) or not is_valid(
-        connection, edited.context(select.query, edited.text(test))
+        edited.connection, edited.context(select.query, edited.text(test))
     ):
         return None
     return edited.text((begin, end))
 
 
-def add_anchors(connection: duckdb.DuckDBPyConnection, edited: Edited) -> None:
+def add_anchors(edited: Edited) -> None:
     texts: dict[int, str] = {}
     for call in edited.calls:
         if call.select is None or call.clause not in ("where", "from"):
@@ -101,7 +100,7 @@ def add_anchors(connection: duckdb.DuckDBPyConnection, edited: Edited) -> None:
             continue
         key = id(call.select)
         if key not in texts:
-            texts[key] = _anchors(connection, edited, call.select)
+            texts[key] = _anchors(edited, call.select)
         if texts[key]:
             edited.anchors[call.range[0]] = texts[key]
 
@@ -116,7 +115,7 @@ def _is_of_inner_on(edited: Edited, select: Select, tokens: Range) -> bool:
     )
 
 
-def _anchors(connection: duckdb.DuckDBPyConnection, edited: Edited, select: Select) -> str:
+def _anchors(edited: Edited, select: Select) -> str:
     found = sources(edited.structure, select)
     if len(found) < 2:
         return ""
@@ -129,7 +128,7 @@ def _anchors(connection: duckdb.DuckDBPyConnection, edited: Edited, select: Sele
         for query in (f"{source.alias}.rowid", f"{source.alias}.*"):
             text = edited.context(select.query, f"SELECT {query} FROM {from_text}")
             try:
-                names = connection.sql(text).columns
+                names = edited.connection.sql(text).columns
             except duckdb.Error:
                 continue
             free = [name for name in names if fold(name) not in compared]

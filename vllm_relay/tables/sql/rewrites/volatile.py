@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import duckdb
 from sqlglot.tokens import TokenType
 
 from vllm_relay.tables.sql.database import TemporaryTables, is_valid
@@ -27,13 +26,13 @@ WHERE NOT internal AND NOT starts_with(function_name, 'relay_') AND (
 """
 
 
-def settle(connection: duckdb.DuckDBPyConnection, tables: TemporaryTables, edited: Edited) -> None:
+def settle(tables: TemporaryTables, edited: Edited) -> None:
     """Make tables of what differs each time.
 
     Raises:
         SqlError: that cannot be done.
     """
-    found = _volatile(connection, edited)
+    found = _volatile(edited)
     if not found and not any(_is_sampled(edited, query) for query in edited.structure.all_queries):
         return
     settled: list[Query] = []
@@ -45,7 +44,7 @@ def settle(connection: duckdb.DuckDBPyConnection, tables: TemporaryTables, edite
             continue
         if any(_is_inside(call.range, query.range) for call in edited.calls):
             continue
-        if _settle_query(connection, tables, edited, query):
+        if _settle_query(tables, edited, query):
             settled.append(query)
     left = [tokens for tokens in found if not any(_is_inside(tokens, q.range) for q in settled)]
     for query in edited.structure.all_queries:
@@ -55,13 +54,13 @@ def settle(connection: duckdb.DuckDBPyConnection, tables: TemporaryTables, edite
                 _settle_select(tables, edited, select, own)
 
 
-def refuse(connection: duckdb.DuckDBPyConnection, edited: Edited) -> None:
+def refuse(edited: Edited) -> None:
     """For a statement that changes rows, of which no part can be made a table before.
 
     Raises:
         SqlError: something in it differs each time.
     """
-    for tokens in _volatile(connection, edited):
+    for tokens in _volatile(edited):
         raise SqlError(
             f"{edited.structure.text_of(tokens)} differs each time it is evaluated, beside llm() "
             f"in a statement that changes rows: make a table of it first"
@@ -72,8 +71,8 @@ def _is_inside(tokens: Range, outer: Range) -> bool:
     return outer[0] <= tokens[0] and tokens[1] <= outer[1]
 
 
-def _volatile(connection: duckdb.DuckDBPyConnection, edited: Edited) -> list[Range]:
-    names = {row[0] for row in connection.execute(_NAMES).fetchall()}
+def _volatile(edited: Edited) -> list[Range]:
+    names = {row[0] for row in edited.connection.execute(_NAMES).fetchall()}
     structure = edited.structure
     return [
         (number, structure.match[number + 1] + 1)
@@ -95,11 +94,9 @@ def _samples_source(edited: Edited, select: Select) -> bool:
     return any(edited.structure.is_type(number, TokenType.TABLE_SAMPLE) for number in tokens)
 
 
-def _settle_query(
-    connection: duckdb.DuckDBPyConnection, tables: TemporaryTables, edited: Edited, query: Query
-) -> bool:
+def _settle_query(tables: TemporaryTables, edited: Edited, query: Query) -> bool:
     text = edited.context(query, edited.text(query.range))
-    if not is_valid(connection, text):
+    if not is_valid(edited.connection, text):
         return False
     edited.replace_query(query, f"FROM {tables.create(text)}")
     return True

@@ -47,7 +47,7 @@ class Edited:
     def __init__(
         self, connection: duckdb.DuckDBPyConnection, functions: Functions, text: str
     ) -> None:
-        self._connection = connection
+        self.connection = connection
         self.functions = functions
         self.structure = Structure(text)
         self.splices = Splices(text)
@@ -374,7 +374,7 @@ class Edited:
         text = f"SELECT {table}* {source}"
         if query is not None:
             text = self.context(query, text)
-        return columns(self._connection, text)
+        return columns(self.connection, text)
 
 
 def _name(text: str) -> str | None:
