@@ -141,6 +141,18 @@ def test_fields_have_any_name(connection):
     assert [list(each) for each in runner.rows_asked("q")] == [names] * 8
 
 
+def test_numbers_of_single_precision_are_as_they_are_written():
+    engine = FakeEngine()
+    with connect(engine=engine) as asking:
+        asking.sql(
+            "SELECT llm('q', {a, b: [a], c: 1}) "
+            "FROM (SELECT unnest([0.1, 16777216, -2.5e-7, NULL])::FLOAT AS a)"
+        )
+    lines = [line for each in engine.prompts for line in each.message.splitlines()]
+    asked = sorted(line for line in lines if line.startswith('"a": '))
+    assert asked == ['"a": -2.5e-7', '"a": 0.1', '"a": 16777216.0', '"a": null']
+
+
 def test_errors_give_null_and_are_kept(connection):
     result = Connection(connection, FakeRunner(connection, failing)).sql(ASK)
     nulls = [id for id, answer in result.fetchall() if answer is None]
