@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -112,7 +112,7 @@ def _rows(site: Site, counts: Counts) -> Rows:
     return Rows(pa.table(columns, names), list(counts.values()))
 
 
-def _field_texts(keys: Iterable[Key], place: int) -> pa.Array:
+def _field_texts(keys: Counts, place: int) -> pa.Array:
     """JSON of a field as prompts have it."""
     found = [key[place + 1] for key in keys]
     singles = [number for number, key in enumerate(keys) if key[place] == "FLOAT"]
