@@ -202,10 +202,3 @@ def most_answer_tokens(question: Question, *, reasons: bool) -> int:
     """Those that vLLM is told to write at most: the question's, or those that decide."""
     enough = deciding_tokens(question, reasons=reasons)
     return question.most_tokens if enough is None else min(enough, question.most_tokens)
-
-
-def ordinary_tokens(tokenizer: Any, vocabulary_size: int | None = None) -> list[int]:
-    """Those that stand for text: others may begin an image, say."""
-    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
-    size = min(vocabulary_size or len(tokenizer), len(tokenizer))
-    return [token for token in range(size) if token not in special]

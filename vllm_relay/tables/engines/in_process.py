@@ -34,7 +34,6 @@ from vllm_relay.tables.engines.base import (
     answer_in,
     deciding_tokens,
     most_answer_tokens,
-    ordinary_tokens,
     without_reasoning,
 )
 from vllm_relay.tables.engines.model_identity import model_identity
@@ -118,8 +117,7 @@ class InProcessEngine:
     def prompts_per_s(self, shape: PromptShape, question: Question) -> float:
         """Measured with tokens drawn at random; the prefix cache is emptied afterwards."""
         rng = random.Random(0)
-        size = self.llm.llm_engine.vllm_config.model_config.get_vocab_size()
-        vocabulary = ordinary_tokens(self.tokenizer, size)
+        vocabulary = self._ordinary_tokens()
         params = sampling_params(question)
         params.max_tokens = max(shape.num_output_tokens, 1)
         # a text goes on as long as it is expected to
@@ -244,6 +242,12 @@ class InProcessEngine:
         except Exception as error:  # whoever reads images, or fetches them, has errors of its own
             raise ImageError(f"vLLM takes no such prompt: {error}") from error
         return rendered
+
+    def _ordinary_tokens(self) -> list[int]:
+        """Those that stand for text: others may begin an image, say."""
+        size = self.llm.llm_engine.vllm_config.model_config.get_vocab_size()
+        special = {*self.tokenizer.all_special_ids, *self.tokenizer.get_added_vocab().values()}
+        return [token for token in range(min(size, len(self.tokenizer))) if token not in special]
 
     def close(self) -> None:
         """The LLM is its owner's."""

@@ -8,9 +8,10 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from vllm_relay.prefix_cache.predict.step_costs import StepSample
-from vllm_relay.tables.engines.base import Engine, Prompt, generate, ordinary_tokens
+from vllm_relay.tables.engines.base import Engine, Prompt, generate
 from vllm_relay.tables.question import Question, RequestOptions
 
 SHORT_TOKENS = 16
@@ -65,7 +66,7 @@ def sample_steps(
         _Shape(1, SHORT_TOKENS, ANSWER_TOKENS),
         _Shape(together, SHORT_TOKENS, ANSWER_TOKENS),
     ]
-    tokens = ordinary_tokens(engine.tokenizer)
+    tokens = _ordinary_tokens(engine.tokenizer)
     samples = []
     for shape in shapes:
         show(
@@ -96,3 +97,9 @@ def _seconds(engine: Engine, shape: _Shape, tokens: list[int], seed: int) -> flo
             )
             raise ValueError(f"the engine cannot be measured: {reason}")
     return seconds
+
+
+def _ordinary_tokens(tokenizer: Any) -> list[int]:
+    """Those that stand for text: others may begin an image, say."""
+    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    return [token for token in range(len(tokenizer)) if token not in special]
