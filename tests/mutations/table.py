@@ -318,7 +318,7 @@ MUTATIONS = [
         ("np.maximum(num_tokens - 1, 0) // size)\n    if", "num_tokens // size)\n    if"),
     ),
     *_of(
-        f"{_ORDERING}/fixed_order.py",
+        f"{_ORDERING}/table_order.py",
         "tables/ordering/test_orders.py",
         ("/ max(c.num_values, 1) if rows", "* max(c.num_values, 1) if rows"),
     ),
