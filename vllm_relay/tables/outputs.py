@@ -173,7 +173,7 @@ class Output:
         return found[0] if len(found) == 1 else None
 
     def parse(self, text: str) -> AnswerValue:
-        """The value that a text stands for; see `reading` for what may stand around it.
+        """The value that a text stands for; see `bare` for what may stand around it.
 
         Raises:
             AnswerError: it stands for none.

@@ -111,7 +111,7 @@ class Question:
             it holds but braces; ``{{`` and ``}}`` are braces.
         fields: names of the fields that the prompt holds, in the caller's order.
         output: what the answers are.
-        max_tokens: of an answer; None lets jobs choose, see `answer_length.py`.
+        max_tokens: of an answer; None lets jobs choose, see `with_max_tokens`.
         temperature: 0 answers greedily.
         seed: of a temperature above 0.
         set_fields: those of `fields` whose value is a list, and whose elements may be put in any
