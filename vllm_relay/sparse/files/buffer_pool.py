@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_relay.sparse.files.aligned import aligned_empty
 from vllm_relay.sparse.files.section_table import PAGE_CLASSES
 
 POLL_S = 0.02  # a lease ends where Python lets go of an array, which cannot notify
@@ -176,7 +177,7 @@ class BufferPool:
             if entry is not None:
                 self._hits += 1
                 return entry
-            entry = _Entry(key, np.empty(num_bytes, np.uint8).data, page_class)
+            entry = _Entry(key, aligned_empty((num_bytes,), np.uint8).data, page_class)
             self._entries[key] = entry
             self._held_bytes += num_bytes
             self._pinned_bytes += num_bytes

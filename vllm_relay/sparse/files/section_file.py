@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,15 +17,14 @@ from vllm_relay._C import PageGuard
 from vllm_relay.sparse.files.buffer_pool import BufferPool
 from vllm_relay.sparse.files.damage import IndexDamagedError
 from vllm_relay.sparse.files.section_readers import (
-    MappedReader,
-    MemoryReader,
     OpenFile,
-    PooledReader,
     SectionReader,
-    pages_of_rows,
+    mapped_sections,
+    pooled_sections,
 )
 from vllm_relay.sparse.files.section_table import (
     FIXED_HEADER_BYTES,
+    MAX_FILE_BYTES,
     Section,
     decode_fixed_header,
     decode_metadata,
@@ -35,7 +34,7 @@ from vllm_relay.sparse.files.section_writer import SectionWriter, write_sections
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["SectionFile", "SectionRows", "SectionWriter", "write_sections"]
+__all__ = ["SectionFile", "SectionWriter", "write_sections"]
 
 
 class SectionFile:
@@ -50,16 +49,17 @@ class SectionFile:
 
     def __init__(
         self,
-        path: Path,
+        file: OpenFile,
         header: dict[str, Any],
         sections: Mapping[str, Section],
-        reader: SectionReader,
+        reader_of: Callable[[Section], SectionReader],
     ) -> None:
-        self.path = path
+        self.path = file.path
         self.header = header
         self.sections = sections
-        self.num_bytes = reader.file.num_bytes
-        self._reader: SectionReader | None = reader
+        self.num_bytes = file.num_bytes
+        self._open: tuple[OpenFile, Callable[[Section], SectionReader]] | None = file, reader_of
+        self._readers: dict[str, SectionReader] = {}
 
     @classmethod
     def open(
@@ -91,12 +91,10 @@ class SectionFile:
         metadata = opened.read(fixed.metadata_offset_bytes, fixed.metadata_bytes)
         with _naming(path):
             header, sections = decode_metadata(bytes(metadata), fixed)
-        reader: SectionReader
-        if pool is not None:
-            reader = PooledReader(opened, pool)
-        else:
-            reader = (MappedReader if mmap else MemoryReader)(opened)
-        file = cls(path, header, sections, reader)
+        if pool is None and not mmap:
+            pool = BufferPool(MAX_FILE_BYTES)
+        reader_of = mapped_sections(opened) if pool is None else pooled_sections(opened, pool)
+        file = cls(opened, header, sections, reader_of)
         if verify == "now":
             file.verify()
         return file
@@ -117,12 +115,19 @@ class SectionFile:
             IndexDamagedError: names section and page.
             KeyError: no such section.
         """
-        section = self._section(name)
-        return _as_array(section, self._open_reader().whole(section))
+        return self._reader(name).whole()
 
-    def rows(self, name: str) -> SectionRows:
-        """Access to rows of which only the pages that are touched are read and verified."""
-        return SectionRows(self._section(name), self._open_reader())
+    def rows(self, name: str) -> SectionReader:
+        """Access to rows of which only the pages that are touched are read and verified.
+
+        Raises:
+            KeyError: no such section.
+            ValueError: it has no dimensions.
+        """
+        reader = self._reader(name)
+        if not reader.shape:
+            raise ValueError(f"section {name!r} has no dimensions, so it has no rows")
+        return reader
 
     def arrays(
         self, names: Mapping[str, str], by_row: Collection[str] = ()
@@ -137,18 +142,17 @@ class SectionFile:
         """
         arrays, guards = {}, {}
         for name, section_name in names.items():
-            section, reader = self._section(section_name), self._open_reader()
-            guard = reader.guard(section) if name in by_row and section.has_row_pages else None
-            if guard is None:
-                arrays[name] = self[section_name]
-            else:
+            reader = self._reader(section_name)
+            is_by_row = name in by_row and reader.section.has_row_pages
+            guard = reader.guard if is_by_row else None
+            if guard is not None:
                 guards[name] = guard
-                arrays[name] = _as_array(section, reader.unverified(section))
+            arrays[name] = reader.whole() if guard is None else reader.unverified()
         return arrays, guards
 
     def check_size(self) -> None:
         """Raises IndexDamagedError: the file was truncated while open."""
-        self._open_reader().file.check_size()
+        self._opened()[0].check_size()
 
     def verify(self) -> None:
         """Reads every section from beginning to end, whatever was verified before.
@@ -156,11 +160,10 @@ class SectionFile:
         Raises:
             IndexDamagedError: lists one page of each damaged section.
         """
-        reader = self._open_reader()
         damages = []
-        for section in self.sections.values():
+        for name in self.sections:
             try:
-                reader.verify(section)
+                self._reader(name).verify()
             except IndexDamagedError as error:
                 damages.append(str(error))
         if damages:
@@ -168,7 +171,7 @@ class SectionFile:
 
     def close(self) -> None:
         """Arrays and rows that were handed out stay valid, and keep the file open."""
-        self._reader = None
+        self._open, self._readers = None, {}
 
     def __enter__(self) -> Self:
         return self
@@ -176,85 +179,21 @@ class SectionFile:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _section(self, name: str) -> Section:
-        if name not in self.sections:
-            known = ", ".join(self.names)[:500]
-            raise KeyError(f"{self.path}: no section {name!r}, it has {known}")
-        return self.sections[name]
+    def _reader(self, name: str) -> SectionReader:
+        _, reader_of = self._opened()
+        reader = self._readers.get(name)
+        if reader is None:
+            if name not in self.sections:
+                known = ", ".join(self.names)[:500]
+                raise KeyError(f"{self.path}: no section {name!r}, it has {known}")
+            # that of another thread, if it came first
+            reader = self._readers.setdefault(name, reader_of(self.sections[name]))
+        return reader
 
-    def _open_reader(self) -> SectionReader:
-        if self._reader is None:
+    def _opened(self) -> tuple[OpenFile, Callable[[Section], SectionReader]]:
+        if self._open is None:
             raise ValueError(f"{self.path} is closed")
-        return self._reader
-
-
-class SectionRows:
-    """The first dimension of a section, read where it is touched. Valid also after `close`.
-
-    Raises:
-        ValueError: the section has no dimensions.
-    """
-
-    def __init__(self, section: Section, reader: SectionReader) -> None:
-        if not section.shape:
-            raise ValueError(f"section {section.name!r} has no dimensions, so it has no rows")
-        self._section = section
-        self._reader = reader
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._section.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self._section.dtype
-
-    def __len__(self) -> int:
-        return self._section.shape[0]
-
-    def range(self, begin: int, end: int) -> np.ndarray:
-        """Read-only [end - begin, ...]: rows `begin` to `end`; a view where the file is mapped.
-
-        Raises:
-            IndexDamagedError: a page of them is damaged; names it.
-            IndexError: no such rows.
-        """
-        if not 0 <= begin <= end <= len(self):
-            raise IndexError(
-                f"section {self._section.name!r}: rows {begin} to {end} of {len(self)}"
-            )
-        row_bytes = self._section.row_bytes
-        data = self._reader.range(self._section, begin * row_bytes, end * row_bytes)
-        return data.view(self.dtype).reshape(end - begin, *self.shape[1:])
-
-    def take(self, ids: Any) -> np.ndarray:
-        """A copy [m, ...] of rows; `ids` are whole numbers [m] in any order. Raises as `range`."""
-        rows = self._reader.take(self._section, self._check_ids(ids))
-        return rows.view(self.dtype).reshape(len(rows), *self.shape[1:])
-
-    def verify_ids(self, ids: Any) -> None:
-        """Verifies what has not been verified yet of the pages that hold these rows.
-
-        Raises:
-            IndexDamagedError, IndexError: as `range`.
-        """
-        pages = pages_of_rows(self._section, self._check_ids(ids))
-        self._reader.verify_pages(self._section, pages)
-
-    def unverified(self) -> np.ndarray:
-        """Read-only, all rows; a mapped section as it lies in the file, of which only rows that
-        `verify_ids` has passed may be read."""
-        return _as_array(self._section, self._reader.unverified(self._section))
-
-    def _check_ids(self, ids: Any) -> np.ndarray:
-        ids = np.asarray(ids)
-        if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
-            raise ValueError(f"ids: {ids.dtype} {list(ids.shape)}, expected whole numbers [m]")
-        if len(ids) and not (ids.min() >= 0 and ids.max() < len(self)):
-            raise IndexError(
-                f"section {self._section.name!r}: rows {ids.min()} to {ids.max()} of {len(self)}"
-            )
-        return ids.astype(np.int64)
+        return self._open
 
 
 @contextmanager
@@ -274,7 +213,3 @@ def _open(path: Path) -> OpenFile:
     if not stat.S_ISREG(status.st_mode):
         raise IndexDamagedError(f"{path}: not a regular file")
     return file
-
-
-def _as_array(section: Section, data: np.ndarray) -> np.ndarray:
-    return data.view(section.dtype).reshape(section.shape)

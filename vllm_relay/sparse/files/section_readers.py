@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three ways to the bytes of a section file: mapped, read into memory, through a buffer pool.
-
-All of them hand out verified bytes only, except `unverified`.
-"""
+"""The sections of an open file: mapped, or read through a buffer pool."""
 
 from __future__ import annotations
 
@@ -10,15 +7,15 @@ import mmap
 import os
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
-from threading import Lock
+from typing import Any
 
 import numpy as np
 
 from vllm_relay._C import PageGuard
-from vllm_relay.sparse.files.aligned import aligned_empty
 from vllm_relay.sparse.files.buffer_pool import BufferPool
 from vllm_relay.sparse.files.checksum import crc32c, find_damage
 from vllm_relay.sparse.files.damage import IndexDamagedError
@@ -57,10 +54,7 @@ class OpenFile:
             )
 
     def read_into(self, buffer: memoryview, offset_bytes: int) -> None:
-        """
-        Raises:
-            IndexDamagedError: the disk cannot read it, or the file ends before.
-        """
+        """Raises IndexDamagedError: the disk cannot read it, or the file ends before."""
         while len(buffer):
             try:
                 count = os.preadv(self.descriptor, [buffer[:MAX_READ_BYTES]], offset_bytes)
@@ -83,114 +77,148 @@ class OpenFile:
 
 
 class SectionReader(ABC):
-    """The sections of one open file; bytes are uint8 arrays. For any number of threads."""
+    """One section: an array whose rows are read where they are touched.
 
-    def __init__(self, file: OpenFile) -> None:
+    Hands out verified bytes only, except `unverified`. Valid also after its file was closed, and
+    for any number of threads.
+    """
+
+    def __init__(self, file: OpenFile, section: Section) -> None:
         self.file = file
-        self._checksums: dict[str, np.ndarray] = {}
+        self.section = section
+        self._checksums: np.ndarray | None = None
 
-    @abstractmethod
-    def whole(self, section: Section) -> np.ndarray:
-        """Read-only [num_bytes]."""
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.section.shape
 
-    @abstractmethod
-    def unverified(self, section: Section) -> np.ndarray:
-        """Read-only [num_bytes], as cheaply as there is; perhaps not verified."""
+    @property
+    def dtype(self) -> np.dtype:
+        return self.section.dtype
 
-    @abstractmethod
-    def verify_pages(self, section: Section, pages: np.ndarray) -> None:
-        """Makes sure that these pages (int64) of what `unverified` gives are whole."""
+    def __len__(self) -> int:
+        return self.section.shape[0]
 
-    def guard(self, section: Section) -> PageGuard | None:
+    @property
+    def guard(self) -> PageGuard | None:
         """Verifies pages of what `unverified` gives; None: they are verified already."""
         return None
 
-    @abstractmethod
-    def range(self, section: Section, begin: int, end: int) -> np.ndarray:
-        """Read-only [end - begin]: bytes `begin` to `end` of the section."""
+    def whole(self) -> np.ndarray:
+        """The section, read-only. Raises IndexDamagedError: a page is damaged; names it."""
+        return self._shaped(self._whole())
 
-    @abstractmethod
-    def take(self, section: Section, ids: np.ndarray) -> np.ndarray:
-        """A copy [len(ids), row_bytes] of rows; ids are int64 and exist."""
+    def unverified(self) -> np.ndarray:
+        """The section, read-only; a mapped one as it lies in the file, of which only rows that
+        `verify_ids` has passed may be read."""
+        return self.whole()
 
-    def verify(self, section: Section) -> None:
+    def range(self, begin: int, end: int) -> np.ndarray:
+        """Read-only [end - begin, ...]: rows `begin` to `end`; a view where the file is mapped.
+
+        Raises:
+            IndexDamagedError: a page of them is damaged; names it.
+            IndexError: no such rows.
+        """
+        if not 0 <= begin <= end <= len(self):
+            raise IndexError(f"section {self.section.name!r}: rows {begin} to {end} of {len(self)}")
+        row_bytes = self.section.row_bytes
+        data = self._range(begin * row_bytes, end * row_bytes)
+        return data.view(self.dtype).reshape(end - begin, *self.shape[1:])
+
+    def take(self, ids: Any) -> np.ndarray:
+        """A copy [m, ...] of rows; `ids` are whole numbers [m] in any order. Raises as `range`."""
+        rows = self._take(self._check_ids(ids))
+        return rows.view(self.dtype).reshape(len(rows), *self.shape[1:])
+
+    def verify_ids(self, ids: Any) -> None:
+        """Verifies what has not been verified yet of the pages that hold these rows. Raises as
+        `range`."""
+        self._check_ids(ids)
+
+    def verify(self) -> None:
         """Reads the whole section from the file, whatever was verified before."""
+        section = self.section
         step_bytes = -(-READ_BYTES // section.page_bytes) * section.page_bytes
         buffer = np.empty(min(step_bytes, section.num_bytes), np.uint8)
         for begin in range(0, section.num_bytes, step_bytes):
-            part = buffer[: section.num_bytes - begin]
-            self.file.read_into(part.data, section.offset_bytes + begin)
-            self.check(section, part, begin // section.page_bytes)
+            self._read_verified(buffer[: section.num_bytes - begin].data, begin)
 
-    def check(self, section: Section, data: np.ndarray, first_page: int) -> None:
-        """Raises IndexDamagedError unless `data` is what the file should hold from that page on."""
-        num_pages = -(-len(data) // section.page_bytes)
-        checksums = self.checksums(section)[first_page : first_page + num_pages]
-        damage = find_damage(data, section.page_bytes, checksums)
+    @abstractmethod
+    def _whole(self) -> np.ndarray:
+        """Read-only uint8 [num_bytes]."""
+
+    @abstractmethod
+    def _range(self, begin: int, end: int) -> np.ndarray:
+        """Read-only uint8 [end - begin]: bytes of the section."""
+
+    @abstractmethod
+    def _take(self, ids: np.ndarray) -> np.ndarray:
+        """A copy uint8 [len(ids), row_bytes]; ids are int64 and exist."""
+
+    def _read_verified(self, buffer: memoryview, begin: int) -> None:
+        """Fills the buffer with the section's bytes from `begin` on, where a page begins."""
+        section = self.section
+        self.file.read_into(buffer, section.offset_bytes + begin)
+        first_page, num_pages = begin // section.page_bytes, -(-len(buffer) // section.page_bytes)
+        checksums = self._page_checksums()
+        damage = find_damage(
+            np.frombuffer(buffer, np.uint8),
+            section.page_bytes,
+            checksums[first_page : first_page + num_pages],
+        )
         if damage is not None:
-            expected = int(checksums[damage.page])
             page = first_page + damage.page
-            raise _damaged(self.file.path, section, expected, page, damage.found)
+            raise _damaged_page(self.file.path, section, checksums, page, damage.found)
 
-    def checksums(self, section: Section) -> np.ndarray:
+    def _page_checksums(self) -> np.ndarray:
         """uint32 [pages], themselves verified."""
-        checksums = self._checksums.get(section.name)
-        if checksums is None:
-            data = self._read_checksums(section)
-            checksums = self._checksums[section.name] = np.frombuffer(data, np.uint32)
-        return checksums
+        if self._checksums is None:
+            section = self.section
+            data = self.file.read(section.checksums_offset_bytes, 4 * section.num_pages)
+            found = crc32c(data)
+            if found != section.checksums_crc:
+                raise IndexDamagedError(
+                    f"{self.file.path}: page checksums of section {section.name!r}: CRC-32C "
+                    f"{found:#010x}, expected {section.checksums_crc:#010x}"
+                )
+            self._checksums = self._kept_checksums(data)
+        return self._checksums
 
-    def _read_checksums(self, section: Section) -> bytearray | np.ndarray:
-        data = self.file.read(section.checksums_offset_bytes, 4 * section.num_pages)
-        found = crc32c(data)
-        if found != section.checksums_crc:
-            raise _damaged_checksums(self.file.path, section, 0, found)
-        return data
+    def _kept_checksums(self, data: bytearray) -> np.ndarray:
+        return np.frombuffer(data, np.uint32)
+
+    def _shaped(self, data: np.ndarray) -> np.ndarray:
+        return data.view(self.dtype).reshape(self.shape)
+
+    def _check_ids(self, ids: Any) -> np.ndarray:
+        ids = np.asarray(ids)
+        if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+            raise ValueError(f"ids: {ids.dtype} {list(ids.shape)}, expected whole numbers [m]")
+        if len(ids) and not (ids.min() >= 0 and ids.max() < len(self)):
+            raise IndexError(
+                f"section {self.section.name!r}: rows {ids.min()} to {ids.max()} of {len(self)}"
+            )
+        return ids.astype(np.int64)
 
 
-class MappedReader(SectionReader):
+class MappedSection(SectionReader):
     """Pages are verified once, when they are asked for first."""
 
-    def __init__(self, file: OpenFile) -> None:
-        super().__init__(file)
-        try:
-            self._map = mmap.mmap(file.descriptor, file.num_bytes, access=mmap.ACCESS_READ)
-        except ValueError as error:
-            raise IndexDamagedError(f"{file.path}: truncated while opened: {error}") from None
-        self._guards: dict[str, PageGuard] = {}
-
-    def whole(self, section: Section) -> np.ndarray:
-        self.guard(section).verify_all()
-        return self.unverified(section)
-
-    def unverified(self, section: Section) -> np.ndarray:
+    def __init__(self, map_: mmap.mmap, file: OpenFile, section: Section) -> None:
+        super().__init__(file, section)
+        self._map = map_
         # the array keeps the map alive
-        return np.frombuffer(self._map, np.uint8, section.num_bytes, section.offset_bytes)
+        self._data = np.frombuffer(map_, np.uint8, section.num_bytes, section.offset_bytes)
+        self._guard: PageGuard | None = None
 
-    def verify_pages(self, section: Section, pages: np.ndarray) -> None:
-        self.guard(section).verify(pages)
-
-    def _read_checksums(self, section: Section) -> np.ndarray:
-        num_bytes = 4 * section.num_pages
-        data = np.frombuffer(self._map, np.uint8, num_bytes, section.checksums_offset_bytes)
-        PageGuard(
-            data,
-            max(1, num_bytes),
-            np.array([section.checksums_crc] if num_bytes else [], np.uint32),
-            partial(_damaged_checksums, self.file.path, section),
-            is_mapped=True,
-            is_own=self.file.is_own,
-            around_bytes=max(1, num_bytes),
-        ).verify_all()
-        return data
-
-    def guard(self, section: Section) -> PageGuard:
+    @property
+    def guard(self) -> PageGuard:
         self.file.check_size()
-        guard = self._guards.get(section.name)
-        if guard is None:
-            checksums = self.checksums(section)
-            made = PageGuard(
-                self.unverified(section),
+        if self._guard is None:
+            section, checksums = self.section, self._page_checksums()
+            guard = PageGuard(
+                self._data,
                 section.page_bytes,
                 checksums,
                 partial(_damaged_page, self.file.path, section, checksums),
@@ -199,104 +227,86 @@ class MappedReader(SectionReader):
                 around_bytes=_AROUND_BYTES[section.page_class],
             )
             if section.page_class == "index" and section.num_bytes >= LARGE_SECTION_BYTES:
-                self._want_huge_pages(section)
-            # that of another thread, if it came first
-            guard = self._guards.setdefault(section.name, made)
-        return guard
+                self._want_huge_pages()
+            self._guard = self._guard or guard  # that of another thread, if it came first
+        return self._guard
 
-    def _want_huge_pages(self, section: Section) -> None:
+    def _want_huge_pages(self) -> None:
         """Searches read all over an index: with small pages they wait for page tables."""
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without them
-                self._map.madvise(mmap.MADV_HUGEPAGE, section.offset_bytes, section.num_bytes)
+                begin, num_bytes = self.section.offset_bytes, self.section.num_bytes
+                self._map.madvise(mmap.MADV_HUGEPAGE, begin, num_bytes)
 
-    def range(self, section: Section, begin: int, end: int) -> np.ndarray:
+    def unverified(self) -> np.ndarray:
+        return self._shaped(self._data)
+
+    def verify_ids(self, ids: Any) -> None:
+        self._verify_rows(self._check_ids(ids))
+
+    def verify(self) -> None:
+        self.guard.verify_anew()
+
+    def _whole(self) -> np.ndarray:
+        self.guard.verify_all()
+        return self._data
+
+    def _range(self, begin: int, end: int) -> np.ndarray:
         if begin < end:
-            first, last = begin // section.page_bytes, (end - 1) // section.page_bytes
-            self.verify_pages(section, np.arange(first, last + 1))
-        return self.unverified(section)[begin:end]
+            page_bytes = self.section.page_bytes
+            self.guard.verify(np.arange(begin // page_bytes, (end - 1) // page_bytes + 1))
+        return self._data[begin:end]
 
-    def take(self, section: Section, ids: np.ndarray) -> np.ndarray:
-        self.verify_pages(section, pages_of_rows(section, ids))
-        rows = self.unverified(section).reshape(section.shape[0], section.row_bytes)
-        return rows[ids]
+    def _take(self, ids: np.ndarray) -> np.ndarray:
+        self._verify_rows(ids)
+        return self._data.reshape(len(self), self.section.row_bytes)[ids]
 
-    def verify(self, section: Section) -> None:
-        self.guard(section).verify_anew()
+    def _verify_rows(self, ids: np.ndarray) -> None:
+        section = self.section
+        pages = ids
+        if not section.has_row_pages:
+            pages = _areas_of_rows(ids, section.row_bytes, section.page_bytes)
+        self.guard.verify(pages)
 
-
-class MemoryReader(SectionReader):
-    """A section is read and verified at its first touch, and kept until the file is closed."""
-
-    def __init__(self, file: OpenFile) -> None:
-        super().__init__(file)
-        self._lock = Lock()
-        self._read: dict[str, np.ndarray] = {}
-
-    def whole(self, section: Section) -> np.ndarray:
-        with self._lock:
-            data = self._read.get(section.name)
-            if data is None:
-                data = aligned_empty((section.num_bytes,), np.uint8)
-                self.file.read_into(data.data, section.offset_bytes)
-                self.check(section, data, 0)
-                data.setflags(write=False)
-                self._read[section.name] = data
-            return data
-
-    def unverified(self, section: Section) -> np.ndarray:
-        return self.whole(section)
-
-    def verify_pages(self, section: Section, pages: np.ndarray) -> None:
-        self.whole(section)
-
-    def range(self, section: Section, begin: int, end: int) -> np.ndarray:
-        return self.whole(section)[begin:end]
-
-    def take(self, section: Section, ids: np.ndarray) -> np.ndarray:
-        return self.whole(section).reshape(section.shape[0], section.row_bytes)[ids]
+    def _kept_checksums(self, data: bytearray) -> np.ndarray:
+        """Where they lie: as those of large files, they need not stay in memory."""
+        section = self.section
+        return np.frombuffer(
+            self._map, np.uint32, section.num_pages, section.checksums_offset_bytes
+        )
 
 
-class PooledReader(SectionReader):
-    """Blocks of pages are verified whenever they enter the pool. A whole section is one entry, in
+class PooledSection(SectionReader):
+    """Blocks of pages are verified whenever they enter the pool. The whole section is one entry, in
     use as long as its array lives; rows are copied out of blocks."""
 
-    def __init__(self, file: OpenFile, pool: BufferPool) -> None:
-        super().__init__(file)
+    def __init__(self, pool: BufferPool, owner: object, file: OpenFile, section: Section) -> None:
+        super().__init__(file, section)
         self._pool = pool
-        self._owner = object()
-        weakref.finalize(self, pool.drop, self._owner)
+        self._owner = owner
 
-    def whole(self, section: Section) -> np.ndarray:
-        def load(buffer: memoryview) -> None:
-            self.file.read_into(buffer, section.offset_bytes)
-            self.check(section, np.frombuffer(buffer, np.uint8), 0)
-
+    def _whole(self) -> np.ndarray:
+        section = self.section
         if section.num_bytes == 0:
-            self.checksums(section)
-            return _empty()
+            self._page_checksums()
+            return np.frombuffer(b"", np.uint8)
+        load = partial(self._read_verified, begin=0)
         key = (section.name, None)
         return self._pool.lease(self._owner, key, section.num_bytes, section.page_class, load)
 
-    def unverified(self, section: Section) -> np.ndarray:
-        return self.whole(section)
-
-    def verify_pages(self, section: Section, pages: np.ndarray) -> None:
-        """What is in the pool is verified."""
-
-    def range(self, section: Section, begin: int, end: int) -> np.ndarray:
-        data = np.empty(max(0, end - begin), np.uint8)
-        block_bytes = section.block_bytes
+    def _range(self, begin: int, end: int) -> np.ndarray:
+        data = np.empty(end - begin, np.uint8)
+        block_bytes = self.section.block_bytes
         for block in range(begin // block_bytes, -(-end // block_bytes)):
             block_begin = block * block_bytes
-            with self._block(section, block) as content:
+            with self._block(block) as content:
                 low, high = max(begin, block_begin), min(end, block_begin + len(content))
                 data[low - begin : high - begin] = content[low - block_begin : high - block_begin]
         data.setflags(write=False)
         return data
 
-    def take(self, section: Section, ids: np.ndarray) -> np.ndarray:
-        row_bytes, block_bytes = section.row_bytes, section.block_bytes
+    def _take(self, ids: np.ndarray) -> np.ndarray:
+        row_bytes, block_bytes = self.section.row_bytes, self.section.block_bytes
         rows = np.empty((len(ids), row_bytes), np.uint8)
         order = np.argsort(ids, kind="stable")
         begins = ids[order] * row_bytes
@@ -307,7 +317,7 @@ class PooledReader(SectionReader):
         places = list(zip(order.tolist(), begins.tolist(), strict=True))
         for i, block in enumerate(blocks.tolist()):
             block_begin = block * block_bytes
-            with self._block(section, block) as content:
+            with self._block(block) as content:
                 for row, row_begin in places[first[i] : end[i]]:
                     begin = row_begin - block_begin
                     if begin >= 0 and begin + row_bytes <= block_bytes:
@@ -318,28 +328,33 @@ class PooledReader(SectionReader):
                         rows[row, offset : offset + len(part)] = part
         return rows
 
-    def _block(self, section: Section, block: int) -> AbstractContextManager[np.ndarray]:
+    def _block(self, block: int) -> AbstractContextManager[np.ndarray]:
+        section = self.section
         begin = block * section.block_bytes
         num_bytes = min(section.block_bytes, section.num_bytes - begin)
-
-        def load(buffer: memoryview) -> None:
-            self.file.read_into(buffer, section.offset_bytes + begin)
-            data = np.frombuffer(buffer, np.uint8)
-            self.check(section, data, begin // section.page_bytes)
-
+        load = partial(self._read_verified, begin=begin)
         key = (section.name, block)
         return self._pool.pinned(self._owner, key, num_bytes, section.page_class, load)
 
 
-def pages_of_rows(section: Section, ids: np.ndarray) -> np.ndarray:
-    """int64: every page that holds a byte of these rows."""
-    if section.has_row_pages:
-        return ids
-    return _areas_of_rows(ids, section.row_bytes, section.page_bytes)
+def mapped_sections(file: OpenFile) -> Callable[[Section], SectionReader]:
+    """Makes the readers of a file's sections. Raises IndexDamagedError: it was truncated."""
+    try:
+        map_ = mmap.mmap(file.descriptor, file.num_bytes, access=mmap.ACCESS_READ)
+    except ValueError as error:
+        raise IndexDamagedError(f"{file.path}: truncated while opened: {error}") from None
+    return partial(MappedSection, map_, file)
+
+
+def pooled_sections(file: OpenFile, pool: BufferPool) -> Callable[[Section], SectionReader]:
+    """Makes the readers of a file's sections; the pool lets go of them with the file."""
+    owner = object()
+    weakref.finalize(file, pool.drop, owner)
+    return partial(PooledSection, pool, owner, file)
 
 
 def _areas_of_rows(ids: np.ndarray, row_bytes: int, area_bytes: int) -> np.ndarray:
-    """int64, ascending."""
+    """int64, ascending: those that hold a byte of these rows."""
     if len(ids) == 0 or row_bytes == 0:
         return np.empty(0, np.int64)
     first = ids * row_bytes // area_bytes
@@ -351,35 +366,12 @@ def _areas_of_rows(ids: np.ndarray, row_bytes: int, area_bytes: int) -> np.ndarr
 def _damaged_page(
     path: Path, section: Section, checksums: np.ndarray, page: int, found: int | None
 ) -> IndexDamagedError:
-    return _damaged(path, section, int(checksums[page]), page, found)
-
-
-def _damaged_checksums(
-    path: Path, section: Section, page: int, found: int | None
-) -> IndexDamagedError:
-    crc = "they cannot be read" if found is None else f"CRC-32C {found:#010x}"
-    return IndexDamagedError(
-        f"{path}: page checksums of section {section.name!r}: {crc}, expected "
-        f"{section.checksums_crc:#010x}"
-    )
-
-
-def _damaged(
-    path: Path, section: Section, expected: int, page: int, found: int | None
-) -> IndexDamagedError:
+    """Args: found: the page's checksum as it is; None: it cannot be read."""
     begin = section.offset_bytes + page * section.page_bytes
-    place = (
+    reason = "cannot be read; the file was truncated while open, or the disk fails"
+    if found is not None:
+        reason = f"CRC-32C {found:#010x}, expected {int(checksums[page]):#010x}"
+    return IndexDamagedError(
         f"{path}: section {section.name!r}, page {page} of {section.num_pages} (from byte {begin} "
-        "of the file)"
+        f"of the file): {reason}"
     )
-    if found is None:
-        return IndexDamagedError(
-            f"{place}: cannot be read; the file was truncated while open, or the disk fails"
-        )
-    return IndexDamagedError(f"{place}: CRC-32C {found:#010x}, expected {expected:#010x}")
-
-
-def _empty() -> np.ndarray:
-    data = np.empty(0, np.uint8)
-    data.setflags(write=False)
-    return data

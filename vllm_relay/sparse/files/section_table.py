@@ -14,7 +14,7 @@ import math
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -66,14 +66,6 @@ def _is_name(value: object) -> bool:
     return isinstance(value, str) and 0 < len(value) <= MAX_NAME_CHARACTERS
 
 
-def _is_dtype(value: object) -> bool:
-    return isinstance(value, str) and value in DTYPES
-
-
-def _is_class(value: object) -> bool:
-    return value in PAGE_CLASSES
-
-
 def _is_shape(value: object) -> bool:
     if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
         return False
@@ -85,28 +77,19 @@ def _is_shape(value: object) -> bool:
     return product <= MAX_FILE_BYTES // _MAX_ITEM_BYTES
 
 
-def _is_offset(value: object) -> bool:
-    return _is_count(value) and value % ALIGNMENT_BYTES == 0
-
-
-def _is_checksums_offset(value: object) -> bool:
-    return _is_count(value) and value % 4 == 0
-
-
-def _is_crc(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**32
-
-
-# of the table: what an entry may be
+# of the table, in the order of the fields of `Section`: what an entry may be
 _COLUMNS: dict[str, tuple[Callable[[object], bool], str]] = {
     "name": (_is_name, f"1 to {MAX_NAME_CHARACTERS} characters"),
-    "dtype": (_is_dtype, f"one of {', '.join(DTYPES)}"),
+    "dtype": (lambda x: isinstance(x, str) and x in DTYPES, f"one of {', '.join(DTYPES)}"),
     "shape": (_is_shape, "a list of sizes that fit in memory"),
-    "class": (_is_class, f"one of {', '.join(PAGE_CLASSES)}"),
+    "class": (lambda x: x in PAGE_CLASSES, f"one of {', '.join(PAGE_CLASSES)}"),
     "page": (is_page_bytes, f"{MIN_PAGE_BYTES} to {MAX_PAGE_BYTES} bytes"),
-    "offset": (_is_offset, f"a multiple of {ALIGNMENT_BYTES}"),
-    "checksums": (_is_checksums_offset, "a multiple of 4"),
-    "checksums_crc": (_is_crc, "32 bits"),
+    "offset": (
+        lambda x: _is_count(x) and x % ALIGNMENT_BYTES == 0,
+        f"a multiple of {ALIGNMENT_BYTES}",
+    ),
+    "checksums": (lambda x: _is_count(x) and x % 4 == 0, "a multiple of 4"),
+    "checksums_crc": (lambda x: type(x) is int and 0 <= x < 2**32, "32 bits"),
 }
 
 
@@ -174,15 +157,8 @@ def default_page_bytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:
 
 
 def encode_fixed_header(fixed: FixedHeader) -> bytes:
-    content = _FIXED.pack(
-        MAGIC,
-        BYTE_ORDER_MARK,
-        FORMAT_VERSION,
-        fixed.file_bytes,
-        fixed.metadata_offset_bytes,
-        fixed.metadata_bytes,
-        fixed.metadata_crc,
-    ).ljust(FIXED_HEADER_BYTES - 4, b"\0")
+    content = _FIXED.pack(MAGIC, BYTE_ORDER_MARK, FORMAT_VERSION, *astuple(fixed))
+    content = content.ljust(FIXED_HEADER_BYTES - 4, b"\0")
     return content + struct.pack("=I", crc32c(content))
 
 
@@ -237,16 +213,9 @@ def encode_metadata(header: Mapping[str, Any], sections: list[Section]) -> bytes
         ValueError: the header is not what JSON can hold.
     """
     check_json("header", header)
-    columns = {
-        "name": [section.name for section in sections],
-        "dtype": [section.dtype.name for section in sections],
-        "shape": [section.shape for section in sections],
-        "class": [section.page_class for section in sections],
-        "page": [section.page_bytes for section in sections],
-        "offset": [section.offset_bytes for section in sections],
-        "checksums": [section.checksums_offset_bytes for section in sections],
-        "checksums_crc": [section.checksums_crc for section in sections],
-    }
+    entries = [astuple(section) for section in sections]
+    columns = {name: [entry[i] for entry in entries] for i, name in enumerate(_COLUMNS)}
+    columns["dtype"] = [section.dtype.name for section in sections]
     return json.dumps(
         {"header": header, "sections": columns}, sort_keys=True, separators=(",", ":")
     ).encode()

@@ -22,7 +22,7 @@ from vllm_relay.sparse.contexts.context_fingerprint import (
 )
 from vllm_relay.sparse.files.buffer_pool import BufferPool
 from vllm_relay.sparse.files.damage import IndexDamagedError
-from vllm_relay.sparse.files.section_file import SectionFile, SectionRows
+from vllm_relay.sparse.files.section_file import SectionFile, SectionReader
 from vllm_relay.sparse.index.elements import STORAGE, Elements, check_finite
 from vllm_relay.sparse.index.key_index import KeyIndex
 from vllm_relay.sparse.index.value_means import MEAN_TOKENS
@@ -142,11 +142,11 @@ class ContextFile:
             raise IndexDamagedError(f"{self.path}: {error}") from error
         return means
 
-    def key_rows(self, layer: int, kv_head: int) -> SectionRows:
+    def key_rows(self, layer: int, kv_head: int) -> SectionReader:
         """As `keys`, of which only what is touched is read and verified; bits as in `Elements`."""
         return self.file.rows(f"{self._place(layer, kv_head)}/keys")
 
-    def value_rows(self, layer: int, kv_head: int) -> SectionRows:
+    def value_rows(self, layer: int, kv_head: int) -> SectionReader:
         """As `values`, of which only what is touched is read and verified; bits as in `Elements`.
         Attention reads few of them."""
         return self.file.rows(f"{self._place(layer, kv_head)}/values")
