@@ -23,13 +23,14 @@ from vllm_relay.long_context.host.host_sequence import HostSequence, SequencePla
 from vllm_relay.long_context.host.index_builders import start_builders
 from vllm_relay.long_context.host.worker_contexts import WorkerContexts, db_options
 from vllm_relay.long_context.orders import KeptContext
-from vllm_relay.sparse.contexts.context_store import context_id_of
-from vllm_relay.sparse.contexts.disk.context_file import ContextFile, ContextFingerprint
-from vllm_relay.sparse.contexts.disk.context_writer import ContextHead, write_context
+from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint
+from vllm_relay.sparse.contexts.context_store import HeadStates, context_id_of
+from vllm_relay.sparse.contexts.disk.context_file import ContextFile, write_context
 from vllm_relay.sparse.files.buffer_pool import BufferPool
 from vllm_relay.sparse.files.checksum import crc32c, kernels
 from vllm_relay.sparse.files.section_table import PAGE_BYTES
 from vllm_relay.sparse.index.elements import Elements
+from vllm_relay.sparse.index.flat import FlatIndex
 
 SIZES_BYTES = (PAGE_BYTES, 1 << 20, 256 << 20)
 BAR_GB_PER_S = 5.0
@@ -59,13 +60,13 @@ def measure_checksums(num_bytes: int, rounds: int) -> Row:
     }
 
 
-def random_heads(num_tokens: int) -> Iterator[ContextHead]:
+def random_heads(num_tokens: int) -> Iterator[HeadStates]:
     rng = np.random.default_rng(0)
-    for kv_head in range(NUM_KV_HEADS):
+    for _ in range(NUM_KV_HEADS):
         # bfloat16 numbers of magnitude 2^-1 to 2
         bits = rng.integers(0, 2**16, (2, num_tokens, HEAD_SIZE), dtype=np.uint16) & 0x807F | 0x3F00
         keys, values = (Elements(each, "bfloat16") for each in bits)
-        yield ContextHead(0, kv_head, keys, values)
+        yield HeadStates(keys, values, FlatIndex().build(keys))
 
 
 def measure_first_use(path: Path, num_tokens: int, rounds: int) -> list[Row]:
@@ -79,7 +80,7 @@ def measure_first_use(path: Path, num_tokens: int, rounds: int) -> list[Row]:
 
     def use_head() -> None:
         with ContextFile.open(path) as context:
-            context.keys(0, 0)
+            context.key_rows(0, 0).whole()
             context.value_rows(0, 0).take(ids[0])
 
     def read_without_verifying() -> None:

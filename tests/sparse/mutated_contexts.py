@@ -24,9 +24,8 @@ from vllm_relay.long_context.host.host_attention import HostPart, Retrieval, att
 from vllm_relay.long_context.host.host_sequence import HostLayer, SequencePlace
 from vllm_relay.long_context.window import Residency
 from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint, ForeignContextError
-from vllm_relay.sparse.contexts.context_store import StoredContext
-from vllm_relay.sparse.contexts.disk.context_file import ContextFile
-from vllm_relay.sparse.contexts.disk.context_writer import ContextHead, write_context
+from vllm_relay.sparse.contexts.context_store import HeadStates, StoredContext
+from vllm_relay.sparse.contexts.disk.context_file import ContextFile, write_context
 from vllm_relay.sparse.contexts.disk.disk_context_store import DiskContextStore
 from vllm_relay.sparse.contexts.retrieval import SessionStats
 from vllm_relay.sparse.files.section_file import SectionFile, SectionWriter
@@ -78,12 +77,11 @@ def written(folder: Path) -> Parts:
         values = np.random.default_rng(number).standard_normal((TOKENS, SIZE)).astype(np.float32)
         plan = HeadPlan(((100, None), (TOKENS, Dipr(alpha=0.01, width=9))), "made up", 0.01)
         heads.append(
-            ContextHead(
-                *divmod(number, KV_HEADS),
+            HeadStates(
                 from_float32(keys.keys, "float32"),
                 from_float32(values, "float32"),
                 index().build(keys.keys, keys.train, threads=1),
-                plan.to_json(),
+                plan=plan,
             )
         )
     write_context(folder / "whole", FINGERPRINT, np.arange(TOKENS), heads)

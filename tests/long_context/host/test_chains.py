@@ -37,7 +37,7 @@ from vllm_relay.long_context.host.index_builders import start_builders
 from vllm_relay.long_context.host.worker_contexts import WorkerContexts
 from vllm_relay.long_context.orders import DELETED
 from vllm_relay.long_context.window import Residency
-from vllm_relay.sparse.contexts.context_store import StoredContext
+from vllm_relay.sparse.contexts.context_store import HeadStates, StoredContext
 from vllm_relay.sparse.contexts.contexts_command import run_delete, run_list, run_verify
 from vllm_relay.sparse.contexts.disk.context_file import (
     CONTEXT_SUFFIX,
@@ -45,12 +45,13 @@ from vllm_relay.sparse.contexts.disk.context_file import (
     ContextFile,
     ParentFile,
     _check_layout,
+    write_context,
 )
-from vllm_relay.sparse.contexts.disk.context_writer import ContextHead, write_context
 from vllm_relay.sparse.contexts.disk.disk_context_store import DiskContextStore
 from vllm_relay.sparse.contexts.partial_attention import attention_state
 from vllm_relay.sparse.contexts.retrieval import SessionStats, parts_of, retrieve
 from vllm_relay.sparse.files.damage import IndexDamagedError
+from vllm_relay.sparse.index.elements import Elements
 from vllm_relay.sparse.index.flat import FlatIndex
 from vllm_relay.sparse.index.query_types import Dipr
 from vllm_relay.sparse.plan.options import DBOptions
@@ -407,13 +408,8 @@ def test_a_header_that_names_no_parent_is_refused(tmp_path: Path, parent: Any) -
 def test_a_cycle_of_files_is_refused(tmp_path: Path) -> None:
     """Each says that it continues the other."""
     first, second = kept(60), kept(80)
-    rows = np.zeros((40, HEAD_SIZE), np.float32)
-    index = FlatIndex().build(rows)
-    heads = [
-        ContextHead(layer, head, rows, rows, index)
-        for layer in range(len(LAYERS))
-        for head in range(KV_HEADS)
-    ]
+    rows = Elements(np.zeros((40, HEAD_SIZE), np.float32), "float32")
+    heads = [HeadStates(rows, rows, FlatIndex().build(rows))] * (len(LAYERS) * KV_HEADS)
     for ours, other, begin in ((first, second, 20), (second, first, 40)):
         path = tmp_path / f"{ours.context_id}{CONTEXT_SUFFIX}"
         parent = ParentFile(other.context_id, begin)

@@ -67,7 +67,7 @@ def test_unusable_fields_are_refused(changes: dict[str, Any], reason: str) -> No
         replace(FINGERPRINT, **changes)
 
 
-@pytest.mark.parametrize("tokens", [[], [[1]], [0.5], [-1], [2**31], np.int32(3)])
+@pytest.mark.parametrize("tokens", [[], [[1], [2]], [0.5], [-1], [2**31], np.int32(3)])
 def test_what_are_no_token_ids_is_refused(tokens: Any) -> None:
     with pytest.raises(ValueError, match="tokens"):
         token_chain(tokens, FINGERPRINT)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.sparse.brute_force_index import BruteForceIndex
+from tests.sparse.stored_contexts import drop_indexes
 from tests.sparse.tiny_models import (
     VOCAB_SIZE,
     generate,
@@ -29,8 +30,6 @@ from tests.sparse.tiny_models import (
 from vllm_relay.sparse import DB, Dipr, IndexDamagedError
 from vllm_relay.sparse.contexts.disk import disk_context
 from vllm_relay.sparse.contexts.disk.context_file import CONTEXT_SUFFIX, QUERIES_SUFFIX
-from vllm_relay.sparse.contexts.disk.context_writer import ContextHead, write_context
-from vllm_relay.sparse.contexts.model_fingerprint import context_fingerprint
 from vllm_relay.sparse.files.buffer_pool import BufferPoolFullError
 from vllm_relay.sparse.files.section_file import write_sections
 
@@ -311,13 +310,9 @@ def test_a_context_whose_index_is_unknown_or_missing_is_left_out(tmp_path: Path)
     db = _db(tmp_path)
     assert db.create_session(PROMPT)[0].prefix_len == 0
     assert "an index of kind 'unheard'" in db.skipped[str(file)]
-    heads = [
-        ContextHead(layer, head, np.ones((60, 16), np.float32), np.ones((60, 16), np.float32))
-        for layer in range(2)
-        for head in range(2)
-    ]
-    tokens = CONTEXT[0].numpy()
-    write_context(file, context_fingerprint(tiny_model("llama")), tokens, heads)
+    file.unlink()
+    stored(_db(tmp_path), tiny_model("llama"), CONTEXT)
+    drop_indexes(file, ["layers/1/kv_heads/0"])
     db = _db(tmp_path)
     assert db.create_session(PROMPT)[0].prefix_len == 0
     assert "without an index" in db.skipped[str(file)]

@@ -5,7 +5,7 @@ worker.py, ranks.py  the requests of a worker and the host's part of them       
 host_sequence.py, mapped_memory.py
                      keys and values of a running request, and indexes over them   (torch)
 host_attention.py    attention over tokens in host memory                          (torch)
-sequence_context.py, chain_length.py, worker_contexts.py, index_builders.py, model_identity.py
+sequence_context.py, chain_length.py, worker_contexts.py, index_builders.py
                      contexts of a worker, and the threads that build their indexes (torch)
 device_copies.py, pending_writes.py, mirroring.py
                      a GPU's keys and values on their way to the host              (torch)

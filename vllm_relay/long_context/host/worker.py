@@ -16,7 +16,6 @@ from vllm_relay.config import RelayConfig
 from vllm_relay.long_context.host.host_sequence import EncodingBudget, HostSequence, SequencePlace
 from vllm_relay.long_context.host.index_builders import start_builders
 from vllm_relay.long_context.host.mapped_memory import return_free_memory
-from vllm_relay.long_context.host.model_identity import fingerprint_of
 from vllm_relay.long_context.host.pending_writes import PendingWrites
 from vllm_relay.long_context.host.ranks import lost_in_any_rank
 from vllm_relay.long_context.host.worker_contexts import WorkerContexts, db_options
@@ -26,6 +25,11 @@ from vllm_relay.long_context.stats import LongContextStats
 from vllm_relay.long_context.window import Residency, WindowPolicy
 from vllm_relay.sparse.contexts.context_store import StoredContext
 from vllm_relay.sparse.contexts.disk.context_folder import rank_folder
+from vllm_relay.sparse.contexts.model_fingerprint import (
+    config_fingerprint,
+    fingerprint_of,
+    weights_digest,
+)
 from vllm_relay.sparse.contexts.retrieval import SessionStats
 
 if TYPE_CHECKING:
@@ -357,14 +361,20 @@ def _open_contexts(
     path = None
     if options.context_dir is not None:
         path = rank_folder(Path(options.context_dir).expanduser(), rank, num_ranks)
+    config = vllm_config.model_config.hf_text_config
+    fields = {
+        **config_fingerprint(config),
+        "weights": weights_digest(worker.model_runner.get_model()),
+        "quantization": vllm_config.model_config.quantization,
+        "rank": [rank, num_ranks],
+    }
     fingerprint = fingerprint_of(
-        vllm_config,
-        worker.model_runner.get_model(),
+        str(config.model_type),
+        fields,
         num_layers=len(layer_names),
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
         dtype=spec.dtype,
-        rank=rank,
     )
     return WorkerContexts(path, fingerprint, layer_names, db_options(options), builders)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_relay.sparse.contexts.tokens import as_tokens
 from vllm_relay.sparse.files.section_table import check_json
 from vllm_relay.sparse.index.elements import DTYPES
 
@@ -77,7 +78,7 @@ class ContextFingerprint:
 def token_chain(tokens: Any, fingerprint: ContextFingerprint) -> np.ndarray:
     """uint8 [n // 16, 16]: hash i is that of the fingerprint and the first 16 * (i + 1) tokens, so
     that equal hashes mean equal keys and values up to there."""
-    token_ids = as_token_ids(tokens).astype("<i4")
+    token_ids = as_tokens("tokens", tokens).astype("<i4")
     link = hashlib.blake2b(fingerprint.canonical().encode(), digest_size=CHAIN_HASH_BYTES).digest()
     links = []
     for begin in range(0, len(token_ids) - CHAIN_TOKENS + 1, CHAIN_TOKENS):
@@ -85,17 +86,3 @@ def token_chain(tokens: Any, fingerprint: ContextFingerprint) -> np.ndarray:
         link = hashlib.blake2b(link + block, digest_size=CHAIN_HASH_BYTES).digest()
         links.append(link)
     return np.frombuffer(b"".join(links), np.uint8).reshape(-1, CHAIN_HASH_BYTES)
-
-
-def as_token_ids(tokens: Any) -> np.ndarray:
-    """int32 [n]. Raises ValueError where `tokens` are not token ids."""
-    token_ids = np.asarray(tokens)
-    if token_ids.ndim != 1 or not len(token_ids) or token_ids.dtype.kind not in "iu":
-        raise ValueError(
-            f"tokens: {token_ids.dtype} {list(token_ids.shape)}, expected whole numbers [n], n >= 1"
-        )
-    if token_ids.min() < 0 or token_ids.max() >= 2**31:
-        raise ValueError(
-            f"tokens: ids of {token_ids.min()} to {token_ids.max()}, expected 0 to {2**31 - 1}"
-        )
-    return token_ids.astype(np.int32)

@@ -77,19 +77,26 @@ def context_fingerprint(model: Any) -> ContextFingerprint:
         model: as for `model_fingerprint`.
     """
     config = getattr(model, "config", model).get_text_config()
-    fields = model_fingerprint(model)
-    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
     num_heads = config.num_attention_heads
-    dtype = getattr(model, "dtype", None) or torch.float32
-    return ContextFingerprint(
-        model=config.model_type,
-        model_hash=digest,
+    return fingerprint_of(
+        config.model_type,
+        model_fingerprint(model),
         num_layers=config.num_hidden_layers,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
         head_size=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
-        dtype=str(dtype).removeprefix("torch."),
-        rope=fields["rope_parameters"] or {},
+        dtype=getattr(model, "dtype", None) or torch.float32,
     )
+
+
+def fingerprint_of(
+    model_type: str, fields: dict[str, Any], *, dtype: torch.dtype, **sizes: int
+) -> ContextFingerprint:
+    """Args: fields: `config_fingerprint`, and what else decides keys and values; all of it hashed.
+    dtype, sizes: as those of the fingerprint."""
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+    rope = fields["rope_parameters"] or {}
+    dtype_name = str(dtype).removeprefix("torch.")
+    return ContextFingerprint(model_type, digest, dtype=dtype_name, rope=rope, **sizes)
 
 
 class ModelBinding:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-import torch
 
 TOKEN_DTYPE = np.int64
 _WANTED = (
@@ -32,11 +31,11 @@ def as_tokens(name: str, tokens: Any) -> np.ndarray:
         tokens: a list of ints, an array or tensor [tokens], or a batch of one of these.
 
     Raises:
-        ValueError: no token ids, none at all, a negative one, or several sequences.
+        ValueError: no token ids, none at all, one below 0 or from 2^31 on, or several sequences.
     """
     if isinstance(tokens, str):
         raise ValueError(f"{name}: given text, {_WANTED}; call the tokenizer first")
-    if isinstance(tokens, torch.Tensor):
+    if hasattr(tokens, "detach"):  # of torch, perhaps on another device
         tokens = tokens.detach().cpu().numpy()
     try:
         array = np.asarray(tokens)
@@ -52,12 +51,14 @@ def as_tokens(name: str, tokens: Any) -> np.ndarray:
         raise ValueError(f"{name}: given no tokens, {_WANTED}")
     if array.min() < 0:
         raise ValueError(f"{name}: holds the negative token id {array.min()}, {_WANTED}")
+    if array.max() >= 2**31:
+        raise ValueError(f"{name}: holds the token id {array.max()}, expected less than {2**31}")
     return array.astype(TOKEN_DTYPE)
 
 
 def drop_first(tokens: Any, count: int) -> Any:
     """`tokens` without its first `count` ids, in the form it has: a list, a tensor, a batch."""
-    if isinstance(tokens, (torch.Tensor, np.ndarray)):
+    if hasattr(tokens, "shape"):
         return tokens[..., count:]
     if isinstance(tokens[0], (list, tuple)):
         return [list(tokens[0][count:])]

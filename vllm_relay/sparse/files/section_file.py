@@ -34,7 +34,7 @@ from vllm_relay.sparse.files.section_writer import SectionWriter, write_sections
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["SectionFile", "SectionWriter", "write_sections"]
+__all__ = ["SectionFile", "SectionReader", "SectionWriter", "write_sections"]
 
 
 class SectionFile:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stored context: the tokens of a prompt, and of every kv head its keys, values and index."""
+"""A stored context in a file: the tokens of a prompt, and of every kv head its keys, values and
+index."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -20,12 +21,14 @@ from vllm_relay.sparse.contexts.context_fingerprint import (
     ForeignContextError,
     token_chain,
 )
+from vllm_relay.sparse.contexts.context_store import HeadStates
+from vllm_relay.sparse.contexts.tokens import as_tokens
 from vllm_relay.sparse.files.buffer_pool import BufferPool
 from vllm_relay.sparse.files.damage import IndexDamagedError
-from vllm_relay.sparse.files.section_file import SectionFile, SectionReader
+from vllm_relay.sparse.files.section_file import SectionFile, SectionReader, SectionWriter
 from vllm_relay.sparse.index.elements import STORAGE, Elements, check_finite
 from vllm_relay.sparse.index.key_index import KeyIndex
-from vllm_relay.sparse.index.value_means import MEAN_TOKENS
+from vllm_relay.sparse.index.value_means import MEAN_TOKENS, value_means
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -124,14 +127,6 @@ class ContextFile:
         """uint8 [num_tokens // 16, 16]; `token_chain` of the tokens."""
         return self.file["token_hashes"]
 
-    def keys(self, layer: int, kv_head: int) -> Elements:
-        """[n, head_size], of its own tokens; all of it verified."""
-        return Elements(self.file[f"{self._place(layer, kv_head)}/keys"], self.fingerprint.dtype)
-
-    def values(self, layer: int, kv_head: int) -> Elements:
-        """[n, value size], of its own tokens; all of it verified."""
-        return Elements(self.file[f"{self._place(layer, kv_head)}/values"], self.fingerprint.dtype)
-
     def value_means(self, layer: int, kv_head: int) -> Elements:
         """[ceil(n / MEAN_TOKENS), value size], all of it verified, and finite."""
         name = f"{self._place(layer, kv_head)}/value_means"
@@ -143,16 +138,15 @@ class ContextFile:
         return means
 
     def key_rows(self, layer: int, kv_head: int) -> SectionReader:
-        """As `keys`, of which only what is touched is read and verified; bits as in `Elements`."""
+        """[n, head_size], of its own tokens; bits as in `Elements`."""
         return self.file.rows(f"{self._place(layer, kv_head)}/keys")
 
     def value_rows(self, layer: int, kv_head: int) -> SectionReader:
-        """As `values`, of which only what is touched is read and verified; bits as in `Elements`.
-        Attention reads few of them."""
+        """[n, value size], of its own tokens; bits as in `Elements`."""
         return self.file.rows(f"{self._place(layer, kv_head)}/values")
 
     def guarded_values(self, layer: int, kv_head: int) -> tuple[Elements, PageGuard | None]:
-        """As `values`; with a guard, a row is to be verified by it before it is read."""
+        """[n, value size]; with a guard, a row is to be verified by it before it is read."""
         name = f"{self._place(layer, kv_head)}/values"
         arrays, guards = self.file.arrays({name: name}, [name])
         return Elements(arrays[name], self.fingerprint.dtype), guards.get(name)
@@ -163,9 +157,6 @@ class ContextFile:
         kinds = [entry["kind"] for entry in self.file.header["indexes"].values()]
         return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
 
-    def has_index(self, layer: int, kv_head: int) -> bool:
-        return self._place(layer, kv_head) in self.file.header["indexes"]
-
     @property
     def plans(self) -> dict[str, Any]:
         """What was written as the plan of an index, by `layers/L/kv_heads/H`."""
@@ -173,9 +164,8 @@ class ContextFile:
         return {place: entry["plan"] for place, entry in entries if "plan" in entry}
 
     def plan(self, layer: int, kv_head: int) -> Any:
-        """Of one head; None if it has none."""
-        entry = self.file.header["indexes"].get(self._place(layer, kv_head), {})
-        return entry.get("plan")
+        """Of one head, as JSON; None if it has none."""
+        return self.plans.get(self._place(layer, kv_head))
 
     def index(self, layer: int, kv_head: int) -> KeyIndex:
         """The head's index, on the arrays of the file. What a search reads row by row is verified
@@ -187,9 +177,9 @@ class ContextFile:
             ValueError: of a kind whose class is not loaded.
         """
         place = self._place(layer, kv_head)
-        if not self.has_index(layer, kv_head):
+        entry = self.file.header["indexes"].get(place)
+        if entry is None:
             raise KeyError(f"{self.path}: {place} has no index")
-        entry = self.file.header["indexes"][place]
         kind = index_type(entry["kind"])
         arrays, guards = self.file.arrays(entry["arrays"], kind.read_by_row)
         try:
@@ -226,6 +216,90 @@ class ContextFile:
 
     def _place(self, layer: int, kv_head: int) -> str:
         return place_of(self.fingerprint, layer, kv_head)
+
+
+def write_context(
+    path: str | Path,
+    fingerprint: ContextFingerprint,
+    tokens: Any,
+    heads: Iterable[HeadStates],
+    *,
+    parent: ParentFile | None = None,
+) -> None:
+    """Writes a context, atomically: the file is there whole or not at all.
+
+    Args:
+        tokens: token ids [n], n >= 1; those of the parent included.
+        heads: of each layer all kv heads, in order; taken one by one, so a generator keeps one of
+            them in memory. They have the tokens behind the parent's. Training queries are left out.
+        parent: of which `tokens` has the first ones.
+
+    Raises:
+        ValueError: a head does not fit the fingerprint, or their number does not; names it.
+        OSError: the folder cannot be written.
+    """
+    token_ids = as_tokens("tokens", tokens).astype(np.int32)
+    indexes: dict[str, dict[str, Any]] = {}
+    header: dict[str, Any] = {
+        "content": CONTENT,
+        "fingerprint": asdict(fingerprint),
+        "num_tokens": len(token_ids),
+    }
+    num_own_tokens = len(token_ids)
+    if parent is not None:
+        header["parent"] = parent._asdict()
+        num_own_tokens -= parent.num_tokens
+    places = list(places_of(fingerprint))
+    num_heads = 0
+    with SectionWriter(path, header) as writer:
+        writer.add("tokens", token_ids)
+        writer.add("token_hashes", token_chain(token_ids, fingerprint))
+        for num_heads, head in enumerate(heads, 1):
+            if num_heads > len(places):
+                break
+            place = places[num_heads - 1]
+            keys = _checked(f"{place}/keys", head.keys, fingerprint, num_own_tokens)
+            values = _checked(f"{place}/values", head.values, fingerprint, num_own_tokens)
+            if keys.shape[1] != fingerprint.head_size:
+                raise ValueError(
+                    f"{place}/keys: {list(keys.shape)}, expected a head size of "
+                    f"{fingerprint.head_size}"
+                )
+            writer.add(f"{place}/keys", keys.data, page_class="keys")
+            writer.add(f"{place}/values", values.data, page_class="values")
+            writer.add(f"{place}/value_means", value_means(values, threads=1).data)
+            indexes[place] = _write_index(writer, place, head.index, keys.data)
+            if head.plan is not None:
+                indexes[place]["plan"] = head.plan.to_json()
+        if num_heads != len(places):
+            raise ValueError(f"{num_heads} heads were given, expected {len(places)}")
+        writer.header["indexes"] = indexes
+
+
+def _write_index(
+    writer: SectionWriter, place: str, index: KeyIndex, keys: np.ndarray
+) -> dict[str, Any]:
+    """What the header says of it. Keys that are those of the head are not written again."""
+    settings, arrays = index.to_arrays()
+    sections = {}
+    for name, array in arrays.items():
+        if array.dtype == keys.dtype and np.array_equal(array, keys):
+            sections[name] = f"{place}/keys"
+        else:
+            sections[name] = f"{place}/index/{name}"
+            writer.add(sections[name], array)
+    return {"kind": index.kind, "settings": settings, "arrays": sections}
+
+
+def _checked(
+    name: str, elements: Elements, fingerprint: ContextFingerprint, num_tokens: int
+) -> Elements:
+    if elements.dtype != fingerprint.dtype:
+        raise ValueError(f"{name}: {elements.dtype}, expected {fingerprint.dtype}")
+    if len(elements.shape) != 2 or elements.shape[0] != num_tokens:
+        raise ValueError(f"{name}: {list(elements.shape)}, expected [{num_tokens}, size]")
+    check_finite(name, elements)
+    return elements
 
 
 def index_type(kind: str) -> type[KeyIndex]:

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from vllm_relay.sparse.contexts.disk.context_file import (
     ContextFile,
     ParentFile,
     index_type,
+    write_context,
 )
 from vllm_relay.sparse.contexts.disk.context_folder import (
     delete_context,
@@ -34,7 +36,6 @@ from vllm_relay.sparse.contexts.disk.context_folder import (
     parent_id_of,
     parent_path,
 )
-from vllm_relay.sparse.contexts.disk.context_writer import ContextHead, write_context
 from vllm_relay.sparse.contexts.disk.disk_context import DiskContext, FileVersion, write_queries
 from vllm_relay.sparse.files.buffer_pool import BufferPool, BufferPoolFullError
 from vllm_relay.sparse.files.damage import IndexDamagedError
@@ -94,8 +95,7 @@ class DiskContextStore(ContextStore):
         parent: Parent | None = None,
     ) -> StoredContext:
         path = self._path / f"{context_id_of(tokens)}{CONTEXT_SUFFIX}"
-        heads = (head for heads in layers for head in heads)
-        self._check_limit(path, max(_num_index_bytes(head) for head in heads))
+        self._check_limit(path, max(map(_num_index_bytes, itertools.chain.from_iterable(layers))))
         continued = None
         with self._lock:
             link = path.with_suffix(LINK_SUFFIX)
@@ -110,7 +110,8 @@ class DiskContextStore(ContextStore):
         try:
             make_private_folder(self._path)  # somebody may have removed it
             # a context can do without its queries; queries without a context would stay for ever
-            write_context(path, self._fingerprint, tokens, _heads(layers), parent=continued)
+            heads = itertools.chain.from_iterable(layers)
+            write_context(path, self._fingerprint, tokens, heads, parent=continued)
             write_queries(path, layers)
             with self._lock:
                 self._skipped.pop(path, None)
@@ -284,13 +285,6 @@ class DiskContextStore(ContextStore):
     def _skip(self, path: Path, version: FileVersion, reason: str) -> None:
         self._skipped[path] = version, reason
         logger.warning("context left out: %s", reason)
-
-
-def _heads(layers: Sequence[Sequence[HeadStates]]) -> Iterator[ContextHead]:
-    for layer, heads in enumerate(layers):
-        for head, states in enumerate(heads):
-            plan = None if states.plan is None else states.plan.to_json()
-            yield ContextHead(layer, head, states.keys, states.values, states.index, plan)
 
 
 def _num_index_bytes(head: HeadStates) -> int:
