@@ -67,9 +67,12 @@ def run_delete(
         return _refuse(console, str(error))
     if contexts and not confirm(_question(path, contexts)):
         return _refuse(console, "nothing was deleted")
-    reports = [report for context in contexts for report in _delete(context)]
+    reports = [
+        _report(file, _delete_file, OSError) for context in contexts for file in context.files
+    ]
     for folder in {file.parent for context in contexts for file in context.files}:
-        reports += _delete_links(folder)
+        links = _report(folder, _delete_links, OSError)
+        reports += [links] if links["error"] else []
     failed = {report["path"] for report in reports if report["error"]}
     num_deleted = sum(failed.isdisjoint(map(str, context.files)) for context in contexts)
     if as_json:
@@ -80,27 +83,17 @@ def run_delete(
     return 1 if failed else 0
 
 
-def _delete(context: FoundContext) -> list[dict[str, Any]]:
-    reports = []
-    for path in context.files:
-        error = None
-        try:
-            if path.suffix == CONTEXT_SUFFIX:
-                delete_context(path)
-            else:
-                path.unlink()
-        except OSError as raised:
-            error = str(raised)
-        reports.append({"path": str(path), "error": error})
-    return reports
+def _delete_file(path: Path) -> dict[str, Any]:
+    if path.suffix == CONTEXT_SUFFIX:
+        delete_context(path)
+    else:
+        path.unlink()
+    return {}
 
 
-def _delete_links(folder: Path) -> list[dict[str, Any]]:
-    try:
-        delete_unused_links(folder)
-    except OSError as error:
-        return [{"path": str(folder), "error": str(error)}]
-    return []
+def _delete_links(folder: Path) -> dict[str, Any]:
+    delete_unused_links(folder)
+    return {}
 
 
 def _run(
@@ -128,14 +121,21 @@ def _run(
     elif not reports:
         console.print(f"{path}: no contexts (*{CONTEXT_SUFFIX})", markup=False)
     else:
-        print_reports(console, reports)
+        whole = [report for report in reports if not report["error"]]
+        if whole:
+            print_reports(console, whole)
+        _print_errors(console, reports)
     return 1 if any(report["error"] for report in reports) else 0
 
 
-def _report(path: Path, report_of: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+def _report(
+    path: Path,
+    report_of: Callable[[Path], dict[str, Any]],
+    expected: type[Exception] | tuple[type[Exception], ...] = (OSError, ValueError),
+) -> dict[str, Any]:
     try:
         return {"path": str(path), "error": None, **report_of(path)}
-    except (OSError, ValueError) as error:
+    except expected as error:
         return {"path": str(path), "error": str(error)}
 
 
@@ -218,15 +218,13 @@ def _verify_parent(context: ContextFile) -> None:
 def _list_table(console: Console, reports: list[dict[str, Any]]) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     columns = ["file", "model", "tokens", "ranks", "layers x kv heads", "dtype", "indexes", "size"]
-    has_links = any(report.get("parent") for report in reports)
+    has_links = any(report["parent"] for report in reports)
     if has_links:
         columns.append("continues")
     for name in columns:
         is_number = name in ("tokens", "ranks", "size")
         table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
     for report in reports:
-        if report["error"]:
-            continue
         fingerprint = report["fingerprint"]
         table.add_row(
             escape(Path(report["path"]).name),
@@ -235,26 +233,22 @@ def _list_table(console: Console, reports: list[dict[str, Any]]) -> None:
             str(report["num_ranks"]),
             f"{fingerprint['num_layers']} x {fingerprint['num_kv_heads']}",
             fingerprint["dtype"],
-            escape(", ".join(f"{n} {kind}" for kind, n in report["index_kinds"].items())) or "-",
+            escape(_kinds_text(report)),
             size_text(report["num_bytes"]),
             *([_parent_text(report)] if has_links else []),
         )
-    if table.row_count:
-        _print_whole(console, table)
-    _print_errors(console, reports)
+    _print_whole(console, table)
 
 
 def _show_tables(console: Console, reports: list[dict[str, Any]]) -> None:
     for report in reports:
-        if report["error"]:
-            continue
         table = Table(box=None, pad_edge=False, show_header=False)
         console.print(report["path"], markup=False)
         rows = {
             **report["fingerprint"],
             "tokens": report["num_tokens"],
             "continues": _parent_text(report),
-            "indexes": ", ".join(f"{n} {k}" for k, n in report["index_kinds"].items()) or "-",
+            "indexes": _kinds_text(report),
             "size": size_text(report["num_bytes"]),
             "sections": report["num_sections"],
             **{f"stored {part}": size_text(n) for part, n in report["bytes_of_parts"].items()},
@@ -262,7 +256,10 @@ def _show_tables(console: Console, reports: list[dict[str, Any]]) -> None:
         for name, value in rows.items():
             table.add_row(escape(name), escape(str(value)))
         _print_whole(console, table)
-    _print_errors(console, reports)
+
+
+def _kinds_text(report: dict[str, Any]) -> str:
+    return ", ".join(f"{n} {kind}" for kind, n in report["index_kinds"].items()) or "-"
 
 
 def _parent_text(report: dict[str, Any]) -> str:
@@ -272,11 +269,7 @@ def _parent_text(report: dict[str, Any]) -> str:
 
 def _verify_table(console: Console, reports: list[dict[str, Any]]) -> None:
     for report in reports:
-        if not report["error"]:
-            console.print(
-                f"whole: {report['path']}, {size_text(report['num_bytes'])}", markup=False
-            )
-    _print_errors(console, reports)
+        console.print(f"whole: {report['path']}, {size_text(report['num_bytes'])}", markup=False)
 
 
 def _print_whole(console: Console, table: Table) -> None:
