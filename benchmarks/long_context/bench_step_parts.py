@@ -26,8 +26,7 @@ from benchmarks.support.result import Result
 from benchmarks.support.timing import Timing
 from vllm_relay.sparse import Dipr, FlatIndex
 from vllm_relay.sparse.index.elements import Elements, from_float32
-from vllm_relay.sparse.index.sparse_layer import SparseLayer
-from vllm_relay.sparse.index.value_means import value_means
+from vllm_relay.sparse.index.sparse_layer import SparseLayer, value_means
 
 NUM_TOKENS, LAST_TOKENS = 131_072, 64
 DEFAULT_ALPHA = 2e-4

@@ -21,7 +21,7 @@ from vllm_relay.sparse.contexts.disk.context_file import QUERIES_SUFFIX
 from vllm_relay.sparse.contexts.disk.disk_context_store import DiskContextStore
 from vllm_relay.sparse.index.flat import FlatIndex
 from vllm_relay.sparse.index.key_codes import row_bytes
-from vllm_relay.sparse.index.value_means import MEAN_TOKENS
+from vllm_relay.sparse.index.sparse_layer import MEAN_TOKENS
 
 LAYERS = ["first", "second"]
 KV_HEADS, GROUP, HEAD_SIZE = 2, 3, 32

@@ -172,7 +172,7 @@ def test_the_guard_of_other_rows_is_refused() -> None:
         return PageGuard(data, page_bytes, sums, lambda page, found: ValueError())
 
     codes = built("graph")._codes
-    rows = built("graph")._rows
+    rows = built("graph")._arrays["codes"]
     codes.key_set(keys, rows, key_guard=guard(flat, row_bytes))
     other = Elements(keys.data.copy(), keys.dtype)
     for keys_, guard_ in (

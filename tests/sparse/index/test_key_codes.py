@@ -15,6 +15,7 @@ from vllm_relay.sparse.index.key_codes import (
     encode,
     encode_rows,
     lay_out_blocks,
+    restore_codes,
     row_bytes,
 )
 
@@ -104,8 +105,10 @@ def test_a_part_of_the_rows(dtype: str) -> None:
 
 
 def test_codes_survive_their_arrays() -> None:
-    codes, _ = encode(Elements(np.ones((3, 2), np.float32), "float32"), 1)
-    again = KeyCodes.from_arrays(*codes.to_arrays())
+    keys = Elements(np.ones((3, 2), np.float32), "float32")
+    codes, _ = encode(keys, 1)
+    settings, arrays = codes.to_arrays()
+    _, again = restore_codes({"dtype": keys.dtype, **settings}, {"keys": keys.data, **arrays})
     assert (again.longest, again.longest_error) == (codes.longest, codes.longest_error)
     for name in ("mean", "step", "outside"):
         assert np.array_equal(getattr(again, name), getattr(codes, name))

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from vllm_relay.sparse.index.elements import Elements, as_elements
 from vllm_relay.sparse.index.flat import FlatIndex
 from vllm_relay.sparse.index.query_types import Dipr
-from vllm_relay.sparse.index.sparse_layer import SparseLayer
-from vllm_relay.sparse.index.value_means import MEAN_TOKENS, value_means
+from vllm_relay.sparse.index.sparse_layer import MEAN_TOKENS, SparseLayer, value_means
 
 DEVIATIONS = 5
 """That many standard deviations no sum of rounding errors is off."""

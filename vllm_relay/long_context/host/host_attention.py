@@ -24,8 +24,7 @@ from vllm_relay.sparse.contexts.context_store import Link, StoredContext
 from vllm_relay.sparse.contexts.retrieval import ContextPart, SessionStats, queries_of_heads
 from vllm_relay.sparse.contexts.tensors import to_tensor
 from vllm_relay.sparse.index.query_types import Dipr, QueryType
-from vllm_relay.sparse.index.sparse_layer import SparseLayer
-from vllm_relay.sparse.index.value_means import MEAN_TOKENS
+from vllm_relay.sparse.index.sparse_layer import MEAN_TOKENS, SparseLayer
 from vllm_relay.sparse.plan.options import DBOptions
 
 RECENT_TOKENS = 64

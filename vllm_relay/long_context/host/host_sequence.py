@@ -14,8 +14,7 @@ from vllm_relay.long_context.host.mapped_memory import mapped_empty
 from vllm_relay.sparse.contexts.train_queries import TrainQueries
 from vllm_relay.sparse.index.elements import DTYPES, Elements, check_finite
 from vllm_relay.sparse.index.flat import FlatIndex
-from vllm_relay.sparse.index.sparse_layer import SparseLayer, sparse_layer
-from vllm_relay.sparse.index.value_means import value_means
+from vllm_relay.sparse.index.sparse_layer import SparseLayer, sparse_layer, value_means
 
 SEGMENT_TOKENS = 8192
 """Of an index; what comes behind the last one is in indexes of `GRANULE_TOKENS`."""

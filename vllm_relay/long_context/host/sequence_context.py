@@ -24,8 +24,7 @@ from vllm_relay.sparse.contexts.tensors import to_elements
 from vllm_relay.sparse.index.compiled_index import CompiledIndex
 from vllm_relay.sparse.index.elements import Elements
 from vllm_relay.sparse.index.key_codes import row_bytes
-from vllm_relay.sparse.index.sparse_layer import SparseLayer, sparse_layer
-from vllm_relay.sparse.index.value_means import MEAN_TOKENS
+from vllm_relay.sparse.index.sparse_layer import MEAN_TOKENS, SparseLayer, sparse_layer
 from vllm_relay.sparse.plan.head_plan import HeadPlan
 
 

@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_relay.long_context.window import WindowPolicy
 from vllm_relay.sparse.index.key_codes import row_bytes
-from vllm_relay.sparse.index.value_means import MEAN_TOKENS
+from vllm_relay.sparse.index.sparse_layer import MEAN_TOKENS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -9,6 +9,6 @@ compiled_index.py    what indexes whose searches are C++ have in common
 flat.py, blocks.py, coarse.py, graph.py   the indexes
 default_width.py     how much a search looks at, measured when an index is built
 nearest.py           the nearest keys of training queries, for graphs
-value_means.py       means of adjacent values, for what is not read
-sparse_layer.py      all kv heads of a layer: searched and attended in one call
+sparse_layer.py      all kv heads of a layer: searched and attended in one call, with means of
+                     values for what is not read
 """

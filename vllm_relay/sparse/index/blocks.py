@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_relay import _C
-from vllm_relay.sparse.index import compiled_index
+from vllm_relay.sparse.files.damage import require
 from vllm_relay.sparse.index.compiled_index import CodedKeys, CompiledIndex
-from vllm_relay.sparse.index.default_width import calibrate_width, split_queries
-from vllm_relay.sparse.index.elements import Elements
-from vllm_relay.sparse.index.key_codes import BLOCK_KEYS, KeyCodes, blocks_in_order, row_bytes
-from vllm_relay.sparse.index.key_index import IndexDamagedError
+from vllm_relay.sparse.index.default_width import learned_width
+from vllm_relay.sparse.index.key_codes import BLOCK_KEYS, blocks_in_order, row_bytes
 from vllm_relay.sparse.index.query_types import QueryType
 
 if TYPE_CHECKING:
@@ -43,9 +41,9 @@ class BlockIndex(CompiledIndex):
     """
 
     kind = "blocks"
+    own_settings = ("block_tokens", "representative", "exact", "default_width")
+    own_arrays = ("blocks", "representatives")
     read_by_row = frozenset({"keys", "blocks"})
-    _blocks: np.ndarray
-    _representatives: np.ndarray
 
     def __init__(
         self, block_tokens: int = 32, representative: str = "mean", *, exact: bool = False
@@ -77,36 +75,30 @@ class BlockIndex(CompiledIndex):
 
     def _build(self, coded: CodedKeys, train_queries: Any, seed: int, threads: int) -> None:
         keys, codes, rows = coded
-        self._set(keys, codes, blocks_in_order(rows), self._represent(rows, codes.outside))
+        self._set(keys, codes, self._arrays_of(rows, codes.outside))
         self.default_width = max(1, self.num_blocks // 6)
-        if train_queries is not None:
-            queries = compiled_index.check_train_queries(train_queries, self.head_size)
-            held_out = queries[split_queries(len(queries), seed)[0]]
-            if len(held_out) and not self.exact:
-                self.default_width = calibrate_width(self, held_out, self.num_blocks)
+        if not self.exact and train_queries is not None:
+            self.default_width = learned_width(self, train_queries, seed, self.num_blocks)
 
-    def _set(
-        self, keys: Elements, codes: KeyCodes, blocks: np.ndarray, representatives: np.ndarray
-    ) -> None:
-        self._keys, self._codes = keys, codes
-        self._blocks, self._representatives = blocks, representatives
-        key_set = self._key_set("blocks", blocks)
-        self.searcher = _C.index.BlockSearcher(
-            "auto", key_set, codes.outside, representatives, self.block_tokens
-        )
+    def _new_searcher(self) -> Any:
+        blocks, representatives = (self._arrays[name] for name in self.own_arrays)
+        return _C.index.BlockSearcher(
+            "auto", self._key_set("blocks", blocks), self._codes.outside, representatives,
+            self.block_tokens,
+        )  # fmt: skip
 
     def width_of(self, query: QueryType) -> int:
         """0 where as many blocks are read as it takes."""
         return 0 if self.exact else super().width_of(query)
 
-    def _represent(self, rows: np.ndarray, outside: np.ndarray) -> np.ndarray:
-        """uint8 [2, blocks of sixteen, bytes], largest and smallest codes, or [1, ...], means."""
+    def _arrays_of(self, rows: np.ndarray, outside: np.ndarray) -> dict[str, np.ndarray]:
+        """Codes, and uint8 [2, blocks of sixteen, bytes], largest and smallest codes, or [1, ...],
+        means."""
+        reductions: list[Any] = [_means]
         if self.representative == "bounds":
-            parts = [np.maximum, np.minimum]
-            found = [self._reduce(part.reduceat, rows, outside) for part in parts]
-        else:
-            found = [self._reduce(_means, rows, outside)]
-        return np.stack([blocks_in_order(each) for each in found])
+            reductions = [np.maximum.reduceat, np.minimum.reduceat]
+        found = [blocks_in_order(self._reduce(each, rows, outside)) for each in reductions]
+        return {"blocks": blocks_in_order(rows), "representatives": np.stack(found)}
 
     def _reduce(self, reduce: Any, rows: np.ndarray, outside: np.ndarray) -> np.ndarray:
         """uint8 [num_blocks, row_bytes], over the keys of each block that have a code."""
@@ -118,45 +110,35 @@ class BlockIndex(CompiledIndex):
             found[block] = reduce(inside, [0], axis=0)[0] if len(inside) else 128
         return found
 
-    def check(self) -> None:
-        self._verify()
-        rows = compiled_index.check_codes(self._keys, self._codes)
-        if not np.array_equal(blocks_in_order(rows), self._blocks):
-            raise IndexDamagedError("block index: its codes do not belong to its keys")
-        if not np.array_equal(self._represent(rows, self._codes.outside), self._representatives):
-            raise IndexDamagedError("block index: its representatives are not those of its blocks")
+    def _has_codes(self, rows: np.ndarray) -> bool:
+        wanted = self._arrays_of(rows, self._codes.outside)
+        has_blocks, has_representatives = (
+            np.array_equal(wanted[name], self._arrays[name]) for name in self.own_arrays
+        )
+        require(
+            has_representatives or not has_blocks,
+            "block index: its representatives are not those of its blocks",
+        )
+        return has_blocks
 
     @classmethod
     def _unbuilt(cls, settings: dict[str, Any]) -> Self:
         return cls(settings["block_tokens"], settings["representative"], exact=settings["exact"])
 
-    def _own_parts(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        settings = {
-            "block_tokens": self.block_tokens,
-            "representative": self.representative,
-            "exact": self.exact,
-            "default_width": self.default_width,
-        }
-        return settings, {"blocks": self._blocks, "representatives": self._representatives}
-
-    def _restore(self, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        width = settings["default_width"]
-        blocks, representatives = arrays["blocks"], arrays["representatives"]
+    def _fits(self, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> bool:
+        width, (blocks, representatives) = settings["default_width"], arrays.values()
         num_representatives = 2 if self.representative == "bounds" else 1
         block_bytes = BLOCK_KEYS * row_bytes(self.head_size)
         shapes = (
             (-(-self.num_keys // BLOCK_KEYS), block_bytes),
             (num_representatives, -(-self.num_blocks // BLOCK_KEYS), block_bytes),
         )
-        compiled_index.require(
+        return (
             (blocks.shape, representatives.shape) == shapes
             and blocks.dtype == representatives.dtype == np.uint8
             and type(width) is int
-            and 1 <= width <= self.num_blocks,
-            "block index: its blocks and representatives do not fit together",
+            and 1 <= width <= self.num_blocks
         )
-        self._set(self._keys, self._codes, blocks, representatives)
-        self.default_width = width
 
 
 def _means(rows: np.ndarray, begins: Any, axis: int) -> np.ndarray:

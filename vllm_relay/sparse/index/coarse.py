@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from vllm_relay import _C
 from vllm_relay.sparse.files.aligned import aligned_empty
-from vllm_relay.sparse.index import compiled_index
+from vllm_relay.sparse.files.damage import require
 from vllm_relay.sparse.index.compiled_index import CodedKeys, CompiledIndex
-from vllm_relay.sparse.index.default_width import calibrate_width, split_queries
+from vllm_relay.sparse.index.default_width import learned_width
 from vllm_relay.sparse.index.elements import Elements
 from vllm_relay.sparse.index.key_codes import (
     BLOCK_KEYS,
@@ -22,7 +23,6 @@ from vllm_relay.sparse.index.key_codes import (
     lay_out_blocks,
     row_bytes,
 )
-from vllm_relay.sparse.index.key_index import IndexDamagedError
 
 _ITERATIONS = 8
 _KEYS_PER_CENTRE = 40
@@ -41,22 +41,17 @@ class CoarseIndex(CompiledIndex):
     """
 
     kind = "coarse"
+    own_arrays = ("centres", "blocks", "starts", "counts", "ids")
     read_by_row = frozenset({"keys", "blocks"})
-    _centres: np.ndarray
-    _blocks: np.ndarray
-    _starts: np.ndarray
-    _counts: np.ndarray
-    _ids: np.ndarray
 
     def __init__(self, num_lists: int | None = None) -> None:
         if num_lists is not None and num_lists < 1:
             raise ValueError(f"num_lists is {num_lists}, expected at least 1")
         self._wanted_lists = num_lists
-        self.default_width = 1
 
     @property
     def num_lists(self) -> int:
-        return len(self._counts)
+        return len(self._arrays["counts"])
 
     def _build(self, coded: CodedKeys, train_queries: Any, seed: int, threads: int) -> None:
         elements, codes, rows = coded
@@ -68,10 +63,7 @@ class CoarseIndex(CompiledIndex):
         self._fill(elements, codes, rows, centres, inside, lists)
         self.default_width = max(1, self.num_lists // 6)
         if train_queries is not None:
-            queries = compiled_index.check_train_queries(train_queries, self.head_size)
-            held_out = queries[split_queries(len(queries), seed)[0]]
-            if len(held_out):
-                self.default_width = calibrate_width(self, held_out, self.num_lists)
+            self.default_width = learned_width(self, train_queries, seed, self.num_lists)
 
     def _fill(
         self,
@@ -91,59 +83,35 @@ class CoarseIndex(CompiledIndex):
         gaps = starts * BLOCK_KEYS - (np.cumsum(counts) - counts)
         ids = np.full(int(list_blocks.sum()) * BLOCK_KEYS, -1, np.int32)
         ids[np.arange(len(by_list)) + np.repeat(gaps, counts)] = by_list
-        self._set(
-            keys, codes, _centre_blocks(centres, codes), lay_out_blocks(rows, ids), starts,
+        parts = (
+            _centre_blocks(centres, codes), lay_out_blocks(rows, ids), starts,
             counts.astype(np.int32), ids,
         )  # fmt: skip
+        self._set(keys, codes, dict(zip(self.own_arrays, parts, strict=True)))
 
-    def _set(
-        self,
-        keys: Elements,
-        codes: KeyCodes,
-        centres: np.ndarray,
-        blocks: np.ndarray,
-        starts: np.ndarray,
-        counts: np.ndarray,
-        ids: np.ndarray,
-    ) -> None:
-        self._keys, self._codes = keys, codes
-        self._centres, self._blocks = centres, blocks
-        self._starts, self._counts, self._ids = starts, counts, ids
-        self.searcher = _C.index.ListSearcher(
-            "auto", self._key_set("blocks", blocks), codes.outside, centres, starts, counts, ids
-        )
+    def _new_searcher(self) -> Any:
+        centres, blocks, *lists = (self._arrays[name] for name in self.own_arrays)
+        key_set = self._key_set("blocks", blocks)
+        return _C.index.ListSearcher("auto", key_set, self._codes.outside, centres, *lists)
 
-    def check(self) -> None:
-        self._verify()
-        rows = compiled_index.check_codes(self._keys, self._codes)
-        _check_lists(self._ids, self._starts, self._counts, self._codes.outside, self.num_keys)
-        if not np.array_equal(lay_out_blocks(rows, self._ids), self._blocks):
-            raise IndexDamagedError("coarse index: its codes do not belong to its keys")
+    def _has_codes(self, rows: np.ndarray) -> bool:
+        self._check_lists(self._arrays)
+        return np.array_equal(lay_out_blocks(rows, self._arrays["ids"]), self._arrays["blocks"])
 
-    def _own_parts(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        arrays = {
-            "centres": self._centres,
-            "blocks": self._blocks,
-            "starts": self._starts,
-            "counts": self._counts,
-            "ids": self._ids,
-        }
-        return {"default_width": self.default_width}, arrays
-
-    def _restore(self, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        names = ("centres", "blocks", "starts", "counts", "ids")
-        centres, blocks, starts, counts, ids = parts = [arrays[name] for name in names]
-        width = int(settings["default_width"])
+    def _fits(self, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> bool:
+        centres, blocks, starts, counts, ids = parts = list(arrays.values())
+        width = settings["default_width"]
         block_bytes = BLOCK_KEYS * row_bytes(self.head_size)
-        compiled_index.require(
+        require(
             [array.dtype for array in parts] == [np.uint8, np.uint8, np.int64, np.int32, np.int32]
             and [array.ndim for array in parts] == [2, 2, 1, 1, 1],
             "coarse index: its arrays have the wrong types",
         )
         num_lists = len(counts)
         list_blocks = -(-counts.astype(np.int64) // BLOCK_KEYS)
-        compiled_index.require(
-            1 <= width <= num_lists
+        require(
+            type(width) is int
+            and 1 <= width <= num_lists
             and bool(np.all(counts >= 1))
             and np.array_equal(starts, np.cumsum(list_blocks) - list_blocks)
             and centres.shape == (-(-num_lists // BLOCK_KEYS), block_bytes)
@@ -152,32 +120,28 @@ class CoarseIndex(CompiledIndex):
             and int(ids.max()) < self.num_keys,
             "coarse index: its lists do not fit together",
         )
-        _check_lists(ids, starts, counts, self._codes.outside, self.num_keys)
-        self._set(self._keys, self._codes, centres, blocks, starts, counts, ids)
-        self.default_width = width
+        self._check_lists(arrays)
+        return True
 
-
-def _check_lists(
-    ids: np.ndarray, starts: np.ndarray, counts: np.ndarray, outside: np.ndarray, num_keys: int
-) -> None:
-    """A search relies on all of this; the lists are known to lie within `ids`."""
-    begins = starts * BLOCK_KEYS
-    is_first = np.zeros(len(ids), bool)
-    is_first[begins] = True
-    used = np.zeros(len(ids) + 1, np.int8)
-    used[begins] = 1
-    used[begins + counts] -= 1
-    is_used = np.cumsum(used[:-1], dtype=np.int8).astype(bool)
-    members, is_first = ids[is_used], is_first[is_used]
-    all_once = "coarse index: its lists do not hold every key once"
-    compiled_index.require(int(members.min()) >= 0, all_once)
-    compiled_index.require(
-        bool(((members[1:] > members[:-1]) | is_first[1:]).all()),
-        "coarse index: a list is not in the order of its keys",
-    )
-    times = np.bincount(members, minlength=num_keys)
-    times[outside] += 1
-    compiled_index.require(bool((times == 1).all()), all_once)
+    def _check_lists(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """A search relies on all of this; the lists are known to lie within the ids."""
+        ids, begins = arrays["ids"], arrays["starts"] * BLOCK_KEYS
+        is_first = np.zeros(len(ids), bool)
+        is_first[begins] = True
+        used = np.zeros(len(ids) + 1, np.int8)
+        used[begins] = 1
+        used[begins + arrays["counts"]] -= 1
+        is_used = np.cumsum(used[:-1], dtype=np.int8).astype(bool)
+        members, is_first = ids[is_used], is_first[is_used]
+        all_once = "coarse index: its lists do not hold every key once"
+        require(int(members.min()) >= 0, all_once)
+        require(
+            bool(((members[1:] > members[:-1]) | is_first[1:]).all()),
+            "coarse index: a list is not in the order of its keys",
+        )
+        times = np.bincount(members, minlength=self.num_keys)
+        times[self._codes.outside] += 1
+        require(bool((times == 1).all()), all_once)
 
 
 def _k_means(

@@ -7,25 +7,24 @@ import math
 import os
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from vllm_relay import _C
 from vllm_relay._C import PageGuard
-from vllm_relay.sparse.files.aligned import aligned_empty
-from vllm_relay.sparse.index.elements import STORAGE, Elements, as_elements, check_finite
+from vllm_relay.sparse.files.damage import IndexDamagedError, require
+from vllm_relay.sparse.index.elements import Elements, as_elements, check_finite
 from vllm_relay.sparse.index.key_codes import (
     MAX_HEAD_SIZE,
     KeyCodes,
+    check_codes,
     encode,
-    encode_rows,
-    row_bytes,
+    restore_codes,
     split_codes,
 )
 from vllm_relay.sparse.index.key_index import (
     NO_GUARDS,
-    IndexDamagedError,
     KeyIndex,
     SearchResult,
     SearchStats,
@@ -56,12 +55,17 @@ class CompiledIndex(KeyIndex):
         hop_bytes: read at every hop.
     """
 
+    own_settings: ClassVar[tuple[str, ...]] = ("default_width",)
+    """Attributes that are stored."""
+    own_arrays: ClassVar[tuple[str, ...]]
+    """What is stored besides keys and what makes codes of them."""
     searcher: Any
     default_width = 1
     entries = NO_IDS
     hop_bytes = 0
     _keys: Elements
     _codes: KeyCodes
+    _arrays: Mapping[str, np.ndarray]
     _exact: Any = None
     _guards: Mapping[str, PageGuard] = NO_GUARDS
 
@@ -126,11 +130,33 @@ class CompiledIndex(KeyIndex):
     def _build(self, coded: CodedKeys, train_queries: Any, seed: int, threads: int) -> None:
         """What `build` does with keys that are usable."""
 
+    def _set(self, keys: Elements, codes: KeyCodes, arrays: Mapping[str, np.ndarray]) -> None:
+        """Args: arrays: `own_arrays`, which fit."""
+        self._keys, self._codes, self._arrays = keys, codes, arrays
+        self.searcher = self._new_searcher()
+
+    @abstractmethod
+    def _new_searcher(self) -> Any:
+        """The C++ side of what was set."""
+
+    def check(self) -> None:
+        self._verify()
+        if not self._has_codes(check_codes(self._keys, self._codes)):
+            raise IndexDamagedError(f"{self.kind} index: its codes do not belong to its keys")
+
+    @abstractmethod
+    def _has_codes(self, rows: np.ndarray) -> bool:
+        """Whether its codes are these, uint8 [n, row_bytes], and all else is right.
+
+        Raises:
+            IndexDamagedError: something else is not.
+        """
+
     def to_arrays(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         self._verify()
         settings, arrays = self._codes.to_arrays()
-        own_settings, own_arrays = self._own_parts()
-        arrays |= {"keys": self._keys.data, **own_arrays}
+        own_settings = {name: getattr(self, name) for name in self.own_settings}
+        arrays |= {"keys": self._keys.data, **self._arrays}
         return {"dtype": self._keys.dtype, **own_settings, **settings}, arrays
 
     @classmethod
@@ -140,11 +166,15 @@ class CompiledIndex(KeyIndex):
         arrays: dict[str, np.ndarray],
         guards: Mapping[str, PageGuard] = NO_GUARDS,
     ) -> Self:
-        keys, codes = restore_codes(settings, arrays)
         try:
+            keys, codes = restore_codes(settings, arrays)
             index = cls._unbuilt(settings)
             index._keys, index._codes, index._guards = keys, codes, guards
-            index._restore(settings, arrays)
+            own = {name: arrays[name] for name in cls.own_arrays}
+            require(index._fits(settings, own), f"{cls.kind} index: its arrays do not fit together")
+            index._set(keys, codes, own)
+            for name in cls.own_settings:
+                setattr(index, name, settings[name])
         except IndexDamagedError:
             raise
         except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -159,15 +189,11 @@ class CompiledIndex(KeyIndex):
         return cls()
 
     @abstractmethod
-    def _own_parts(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Settings and arrays besides keys and what makes codes of them."""
-
-    @abstractmethod
-    def _restore(self, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        """Takes what `_own_parts` gave; keys, codes and guards are there.
+    def _fits(self, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> bool:
+        """Whether a search may go by these settings and `own_arrays`; keys and codes are there.
 
         Raises:
-            IndexDamagedError, KeyError, TypeError, ValueError: it does not fit together.
+            IndexDamagedError, KeyError, TypeError, ValueError: why not.
         """
 
     def search(
@@ -313,80 +339,5 @@ def check_begin(begin: int, prefix_len: int) -> int:
     return min(int(begin), prefix_len)
 
 
-def check_codes(keys: Elements, codes: KeyCodes) -> np.ndarray:
-    """The codes uint8 [n, row_bytes] that `keys` have under `codes`.
-
-    Raises:
-        IndexDamagedError: a key is not finite, or `codes` is not true of the keys.
-    """
-    try:
-        check_finite("keys", keys)
-    except ValueError as error:
-        raise IndexDamagedError(f"index: {error}") from error
-    n, d = keys.shape
-    rows = aligned_empty((n, row_bytes(d)), np.uint8)
-    outside = np.zeros(n, np.uint8)
-    norms = encode_rows(keys, codes.mean, codes.step, 0, n, rows, outside, 1)
-    require(
-        np.array_equal(np.flatnonzero(outside), codes.outside)
-        and norms[0] <= codes.longest
-        and norms[1] <= codes.longest_error,
-        "index: what it says of its codes is not true of its keys",
-    )
-    return rows
-
-
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise IndexDamagedError(message)
-
-
 def key_bytes(keys: Elements) -> int:
     return keys.shape[1] * keys.data.itemsize
-
-
-def restore_codes(
-    settings: dict[str, Any], arrays: dict[str, np.ndarray]
-) -> tuple[Elements, KeyCodes]:
-    """Keys and their encoding from what `to_arrays` gave.
-
-    Raises:
-        IndexDamagedError: something is missing or does not fit.
-    """
-    try:
-        keys = Elements(arrays["keys"], settings["dtype"])
-        codes = KeyCodes.from_arrays(settings, arrays)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise IndexDamagedError(f"index: {error!r} is missing or unusable") from error
-    require(
-        isinstance(keys.dtype, str)
-        and keys.dtype in STORAGE
-        and keys.data.dtype == STORAGE[keys.dtype]
-        and keys.data.ndim == 2,
-        f"index: keys are {keys.data.dtype} {keys.data.shape} for dtype {keys.dtype!r}",
-    )
-    n, d = keys.shape
-    require(
-        0 <= codes.longest < math.inf and 0 <= codes.longest_error < math.inf,
-        f"index: codes of length {codes.longest} with errors of {codes.longest_error}",
-    )
-    require(n >= 1 and 1 <= d <= MAX_HEAD_SIZE, f"index: keys have shape {[n, d]}")
-    for name, array in (("mean", codes.mean), ("step", codes.step)):
-        require(
-            array.shape == (d,) and array.dtype == np.float32,
-            f"index: {name} is {array.dtype} {array.shape}, expected float32 {(d,)}",
-        )
-    require(
-        bool(np.isfinite(codes.mean).all() and np.isfinite(codes.step).all())
-        and bool((codes.step > 0).all()),
-        "index: a mean or step of its codes is unusable",
-    )
-    outside = codes.outside
-    require(
-        outside.ndim == 1
-        and outside.dtype == np.int32
-        and (not outside.size or (outside[0] >= 0 and outside[-1] < n))
-        and bool((outside[1:] > outside[:-1]).all()),
-        "index: the keys without codes are none of its keys, or not in their order",
-    )
-    return keys, codes

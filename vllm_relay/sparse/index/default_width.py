@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from vllm_relay.sparse.index.key_index import KeyIndex
+from vllm_relay.sparse.index.compiled_index import CompiledIndex, check_train_queries
 from vllm_relay.sparse.index.query_types import TopK
 
 TARGET_K = 100
@@ -57,12 +58,17 @@ def smallest_width(
     return width
 
 
-def calibrate_width(index: KeyIndex, queries: np.ndarray, widest: int) -> int:
-    """`smallest_width` for the `TARGET_K` best keys that `index` finds at its widest."""
+def learned_width(index: CompiledIndex, train_queries: Any, seed: int, widest: int) -> int:
+    """`smallest_width` for the `TARGET_K` best keys that `index` finds at its widest, of training
+    queries [m, d] that are held out; the index's default if these are too few."""
+    queries = check_train_queries(train_queries, index.head_size)
+    held_out = queries[split_queries(len(queries), seed)[0]]
+    if not len(held_out):
+        return index.default_width
     k = min(TARGET_K, index.num_keys)
-    truth = index.search(queries, TopK(k, width=widest)).ids
+    truth = index.search(held_out, TopK(k, width=widest)).ids
 
     def search(width: int) -> list[np.ndarray]:
-        return [index.search(query[None], TopK(k, width=width)).ids[0] for query in queries]
+        return [index.search(query[None], TopK(k, width=width)).ids[0] for query in held_out]
 
     return smallest_width(search, truth, low=1, high=widest)

@@ -8,17 +8,8 @@ from typing import Any
 import numpy as np
 
 from vllm_relay import _C
-from vllm_relay.sparse.index import compiled_index
 from vllm_relay.sparse.index.compiled_index import CodedKeys, CompiledIndex
-from vllm_relay.sparse.index.elements import Elements
-from vllm_relay.sparse.index.key_codes import (
-    BLOCK_KEYS,
-    KeyCodes,
-    SplitCodes,
-    row_bytes,
-    split_codes,
-)
-from vllm_relay.sparse.index.key_index import IndexDamagedError
+from vllm_relay.sparse.index.key_codes import BLOCK_KEYS, row_bytes, split_codes
 
 
 class FlatIndex(CompiledIndex):
@@ -30,36 +21,25 @@ class FlatIndex(CompiledIndex):
     """
 
     kind = "flat"
-    read_by_row = frozenset({"keys", "upper", "lower"})
-    _halves: SplitCodes
+    own_settings = ()
+    own_arrays = ("upper", "lower")
+    read_by_row = frozenset({"keys", *own_arrays})
 
     def _build(self, coded: CodedKeys, train_queries: Any, seed: int, threads: int) -> None:
-        self._set(coded.keys, coded.codes, split_codes(coded.rows))
+        self._set(coded.keys, coded.codes, split_codes(coded.rows)._asdict())
 
-    def _set(self, keys: Elements, codes: KeyCodes, halves: SplitCodes) -> None:
-        self._keys, self._codes, self._halves = keys, codes, halves
-        self.searcher = _C.index.FlatSearcher(
-            "auto", self._key_set("upper", halves.upper), codes.outside, halves.lower,
+    def _new_searcher(self) -> Any:
+        upper, lower = (self._arrays[name] for name in self.own_arrays)
+        searcher = _C.index.FlatSearcher(
+            "auto", self._key_set("upper", upper), self._codes.outside, lower,
             self._guards.get("lower"),
         )  # fmt: skip
-        self._exact = self.searcher  # it is exact itself
+        self._exact = searcher  # it is exact itself
+        return searcher
 
-    def check(self) -> None:
-        self._verify()
-        rows = compiled_index.check_codes(self._keys, self._codes)
-        if not all(map(np.array_equal, split_codes(rows), self._halves)):
-            raise IndexDamagedError("flat index: its codes do not belong to its keys")
+    def _has_codes(self, rows: np.ndarray) -> bool:
+        return all(map(np.array_equal, split_codes(rows), self._arrays.values()))
 
-    def _own_parts(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        return {}, self._halves._asdict()
-
-    def _restore(self, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        n, d = self._keys.shape
-        halves = SplitCodes(arrays["upper"], arrays["lower"])
-        expected = (-(-n // BLOCK_KEYS), BLOCK_KEYS * row_bytes(d) // 2)
-        for name, half in halves._asdict().items():
-            compiled_index.require(
-                half.shape == expected and half.dtype == np.uint8,
-                f"flat index: {name} is {half.dtype} {half.shape}, expected uint8 {expected}",
-            )
-        self._set(self._keys, self._codes, halves)
+    def _fits(self, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> bool:
+        shape = -(-self.num_keys // BLOCK_KEYS), BLOCK_KEYS * row_bytes(self.head_size) // 2
+        return all(half.shape == shape and half.dtype == np.uint8 for half in arrays.values())

@@ -15,7 +15,7 @@ from vllm_relay.sparse.index import compiled_index
 from vllm_relay.sparse.index.compiled_index import CodedKeys, CompiledIndex
 from vllm_relay.sparse.index.default_width import TARGET_K, smallest_width, split_queries
 from vllm_relay.sparse.index.elements import Elements
-from vllm_relay.sparse.index.key_codes import KeyCodes, row_bytes
+from vllm_relay.sparse.index.key_codes import row_bytes
 from vllm_relay.sparse.index.key_index import IndexDamagedError
 from vllm_relay.sparse.index.nearest import nearest_keys
 from vllm_relay.sparse.index.query_types import MAX_COUNT, QueryType, TopK
@@ -70,9 +70,9 @@ class GraphIndex(CompiledIndex):
     """
 
     kind = "graph"
+    own_settings = ("default_width", "hub_statistic")
+    own_arrays = ("codes", "graph", "entries")
     read_by_row = frozenset({"keys", "codes", "graph"})
-    _rows: np.ndarray
-    _graph: np.ndarray
 
     def __init__(self, options: GraphOptions | None = None, device: str | None = None) -> None:
         self._options = options
@@ -101,29 +101,23 @@ class GraphIndex(CompiledIndex):
         if options is None:
             options = HUBS if self.hub_statistic < HUB_HEAVY else SPREAD
         entries = np.array([_most_central(elements, codes.mean)], np.int32)
-        graph = _empty_graph(n, options)
+        graph = aligned_empty((n, options.row_slots), np.int32)
+        graph[:] = 0
         _C.index.build_graph(
             "auto", key_set, graph, np.ascontiguousarray(nearest[taught]), entries,
             options.projection_degree, options.supply_degree, options.build_width,
             options.pivot_rank, options.queries_per_pivot, options.norm_weight, threads,
         )  # fmt: skip
-        self._set(elements, codes, rows, graph, entries)
+        self._set(elements, codes, {"codes": rows, "graph": graph, "entries": entries})
         self._calibrate(queries[held], nearest[held])
 
-    def _set(
-        self,
-        keys: Elements,
-        codes: KeyCodes,
-        rows: np.ndarray,
-        graph: np.ndarray,
-        entries: np.ndarray,
-    ) -> None:
-        self._keys, self._codes, self._rows = keys, codes, rows
-        self._graph, self.entries = graph, entries
+    def _new_searcher(self) -> Any:
+        rows, graph, self.entries = (self._arrays[name] for name in self.own_arrays)
         self.hop_bytes = 4 * graph.shape[1]
-        self.searcher = _C.index.GraphSearcher(
-            "auto", self._key_set("codes", rows), codes.outside, graph, self._guards.get("graph")
-        )
+        return _C.index.GraphSearcher(
+            "auto", self._key_set("codes", rows), self._codes.outside, graph,
+            self._guards.get("graph"),
+        )  # fmt: skip
 
     def width_of(self, query: QueryType) -> int:
         if query.width is None and isinstance(query, TopK):
@@ -145,37 +139,31 @@ class GraphIndex(CompiledIndex):
     def reachable(self) -> np.ndarray:
         """bool [n]; which keys a search can get to from the entries."""
         self._verify("graph")
-        _check_graph(self._graph, self.num_keys)
+        graph = self._arrays["graph"]
+        _check_graph(graph, self.num_keys)
         reached = np.zeros(self.num_keys, bool)
         frontier = self.entries
         reached[frontier] = True
-        columns = np.arange(self._graph.shape[1] - 1)
+        columns = np.arange(graph.shape[1] - 1)
         while len(frontier):
-            rows = self._graph[frontier]
+            rows = graph[frontier]
             neighbours = rows[:, 1:][columns < rows[:, :1]]
             frontier = np.unique(neighbours[~reached[neighbours]])
             reached[frontier] = True
         return reached
 
-    def check(self) -> None:
-        self._verify()
-        if not self.reachable().all():
+    def _has_codes(self, rows: np.ndarray) -> bool:
+        num_unreachable = int((~self.reachable()).sum())
+        if num_unreachable:
             raise IndexDamagedError(
-                f"graph index: {int((~self.reachable()).sum())} of {self.num_keys} keys cannot "
-                "be reached"
+                f"graph index: {num_unreachable} of {self.num_keys} keys cannot be reached"
             )
-        if not np.array_equal(compiled_index.check_codes(self._keys, self._codes), self._rows):
-            raise IndexDamagedError("graph index: its codes do not belong to its keys")
+        return np.array_equal(rows, self._arrays["codes"])
 
-    def _own_parts(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        settings = {"default_width": self.default_width, "hub_statistic": self.hub_statistic}
-        return settings, {"codes": self._rows, "graph": self._graph, "entries": self.entries}
-
-    def _restore(self, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        rows, graph, entries = arrays["codes"], arrays["graph"], arrays["entries"]
-        width, hubs = int(settings["default_width"]), float(settings["hub_statistic"])
+    def _fits(self, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> bool:
+        rows, graph, entries = arrays.values()
         n, d = self._keys.shape
-        compiled_index.require(
+        return (
             rows.shape == (n, row_bytes(d))
             and rows.dtype == np.uint8
             and graph.dtype == entries.dtype == np.int32
@@ -187,18 +175,10 @@ class GraphIndex(CompiledIndex):
             and len(entries) >= 1
             and int(entries.min()) >= 0
             and int(entries.max()) < n
-            and 1 <= width <= MAX_COUNT
-            and math.isfinite(hubs),
-            "graph index: its arrays do not fit together",
+            and type(settings["default_width"]) is int
+            and 1 <= settings["default_width"] <= MAX_COUNT
+            and math.isfinite(settings["hub_statistic"])
         )
-        self._set(self._keys, self._codes, rows, graph, entries)
-        self.default_width, self.hub_statistic = width, hubs
-
-
-def _empty_graph(num_keys: int, options: GraphOptions) -> np.ndarray:
-    graph = aligned_empty((num_keys, options.row_slots), np.int32)
-    graph[:] = 0
-    return graph
 
 
 def _check_graph(graph: np.ndarray, num_keys: int) -> None:

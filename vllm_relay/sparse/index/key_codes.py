@@ -13,7 +13,8 @@ import numpy as np
 from vllm_relay import _C
 from vllm_relay._C import PageGuard
 from vllm_relay.sparse.files.aligned import aligned_empty
-from vllm_relay.sparse.index.elements import DTYPES, Elements
+from vllm_relay.sparse.files.damage import IndexDamagedError, require
+from vllm_relay.sparse.index.elements import DTYPES, STORAGE, Elements, check_finite
 
 ROW_BYTES_MULTIPLE = 64
 BLOCK_KEYS = 16
@@ -60,16 +61,6 @@ class KeyCodes:
     def to_arrays(self) -> tuple[dict[str, float], dict[str, np.ndarray]]:
         settings = {"longest": self.longest, "longest_error": self.longest_error}
         return settings, {"mean": self.mean, "step": self.step, "outside": self.outside}
-
-    @classmethod
-    def from_arrays(cls, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> KeyCodes:
-        return cls(
-            arrays["mean"],
-            arrays["step"],
-            float(settings["longest"]),
-            float(settings["longest_error"]),
-            arrays["outside"],
-        )
 
 
 def row_bytes(head_size: int) -> int:
@@ -204,3 +195,67 @@ def blocks_in_order(codes: np.ndarray) -> np.ndarray:
     order = np.full(-(-len(codes) // BLOCK_KEYS) * BLOCK_KEYS, -1, np.int32)
     order[: len(codes)] = np.arange(len(codes))
     return lay_out_blocks(codes, order)
+
+
+def check_codes(keys: Elements, codes: KeyCodes) -> np.ndarray:
+    """The codes uint8 [n, row_bytes] that `keys` have under `codes`.
+
+    Raises:
+        IndexDamagedError: a key is not finite, or `codes` is not true of the keys.
+    """
+    try:
+        check_finite("keys", keys)
+    except ValueError as error:
+        raise IndexDamagedError(f"index: {error}") from error
+    n, d = keys.shape
+    rows = aligned_empty((n, row_bytes(d)), np.uint8)
+    outside = np.zeros(n, np.uint8)
+    norms = encode_rows(keys, codes.mean, codes.step, 0, n, rows, outside, 1)
+    require(
+        np.array_equal(np.flatnonzero(outside), codes.outside)
+        and norms[0] <= codes.longest
+        and norms[1] <= codes.longest_error,
+        "index: what it says of its codes is not true of its keys",
+    )
+    return rows
+
+
+def restore_codes(
+    settings: dict[str, Any], arrays: dict[str, np.ndarray]
+) -> tuple[Elements, KeyCodes]:
+    """Keys and their encoding from what an index keeps of them.
+
+    Raises:
+        IndexDamagedError, KeyError, TypeError, ValueError, OverflowError: something is missing or
+            does not fit.
+    """
+    keys = Elements(arrays["keys"], settings["dtype"])
+    mean, step, outside = arrays["mean"], arrays["step"], arrays["outside"]
+    longest, longest_error = float(settings["longest"]), float(settings["longest_error"])
+    require(
+        isinstance(keys.dtype, str)
+        and keys.dtype in STORAGE
+        and keys.data.dtype == STORAGE[keys.dtype]
+        and keys.data.ndim == 2,
+        f"index: keys are {keys.data.dtype} {keys.data.shape} for dtype {keys.dtype!r}",
+    )
+    n, d = keys.shape
+    require(n >= 1 and 1 <= d <= MAX_HEAD_SIZE, f"index: keys have shape {[n, d]}")
+    require(
+        0 <= longest < math.inf and 0 <= longest_error < math.inf,
+        f"index: codes of length {longest} with errors of {longest_error}",
+    )
+    require(
+        mean.shape == step.shape == (d,)
+        and mean.dtype == step.dtype == np.float32
+        and bool(np.isfinite(mean).all() and np.isfinite(step).all() and (step > 0).all()),
+        "index: the mean or step of its codes is unusable",
+    )
+    require(
+        outside.ndim == 1
+        and outside.dtype == np.int32
+        and (not outside.size or (outside[0] >= 0 and outside[-1] < n))
+        and bool((outside[1:] > outside[:-1]).all()),
+        "index: the keys without codes are none of its keys, or not in their order",
+    )
+    return keys, KeyCodes(mean, step, longest, longest_error, outside)

@@ -16,7 +16,9 @@ from vllm_relay.sparse.index.compiled_index import CompiledIndex
 from vllm_relay.sparse.index.elements import DTYPES, Elements, as_elements
 from vllm_relay.sparse.index.key_index import KeyIndex
 from vllm_relay.sparse.index.query_types import Dipr, QueryType
-from vllm_relay.sparse.index.value_means import value_means
+
+MEAN_TOKENS = _C.index.MEAN_KEYS
+"""Adjacent tokens whose values have one mean, which stands for what is not read one by one."""
 
 
 class AttentionState(NamedTuple):
@@ -245,6 +247,15 @@ def sparse_layer(
     if means is None:
         means = [value_means(each, threads=1) for each in values]
     return SparseLayer(compiled, values, guards, means)
+
+
+def value_means(values: Elements, threads: int) -> Elements:
+    """Of [n, value_size]: [ceil(n / MEAN_TOKENS), value_size] of the same dtype; the last one may
+    be of fewer tokens."""
+    n, size = values.shape
+    means = np.empty((-(-n // MEAN_TOKENS), size), values.data.dtype)
+    _C.index.mean_rows("auto", values.data, DTYPES.index(values.dtype), means, threads)
+    return Elements(means, values.dtype)
 
 
 def merge_states(states: Sequence[AttentionState]) -> AttentionState:

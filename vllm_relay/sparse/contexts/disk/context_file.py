@@ -28,7 +28,7 @@ from vllm_relay.sparse.files.damage import IndexDamagedError
 from vllm_relay.sparse.files.section_file import SectionFile, SectionReader, SectionWriter
 from vllm_relay.sparse.index.elements import STORAGE, Elements, check_finite
 from vllm_relay.sparse.index.key_index import KeyIndex
-from vllm_relay.sparse.index.value_means import MEAN_TOKENS, value_means
+from vllm_relay.sparse.index.sparse_layer import MEAN_TOKENS, value_means
 
 if TYPE_CHECKING:
     from typing_extensions import Self
