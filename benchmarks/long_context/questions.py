@@ -17,8 +17,9 @@ from benchmarks.support.formatting import Row
 from benchmarks.support.timing import Timing, interleaved, ratio
 from vllm_relay.attention_backends.cpu import kernels as cpu
 from vllm_relay.attention_backends.cpu.unpacked import TokenRun, UnpackedRequest, unpacked_attention
+from vllm_relay.attention_backends.ops import merge_states
 from vllm_relay.attention_backends.plan import plan_step
-from vllm_relay.sparse.contexts.partial_attention import attention_state, merge
+from vllm_relay.sparse.contexts.partial_attention import attention_state
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE_TOKENS = 32, 8, 128, 128
 SCALE = HEAD_SIZE**-0.5
@@ -101,7 +102,7 @@ class Question:
         own = self.own.repeat_interleave(query.shape[1], 1)
         own_output, own_lse = attention_state(query.flatten(0, 1), *own, SCALE, causal=True)
         of_own = own_output.reshape(rows.shape), own_lse.reshape(rows.shape[:2])
-        merged, _ = merge((torch.cat(outputs), torch.cat(lses)), of_own)
+        merged, _ = merge_states(torch.cat(outputs), torch.cat(lses), *of_own)
         self.outputs["torch"] = merged.reshape(query.shape).permute(2, 0, 1, 3).flatten(1, 2)
 
     def error(self, name: str) -> float:

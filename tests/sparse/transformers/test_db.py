@@ -31,8 +31,8 @@ from tests.sparse.tiny_models import (
 )
 from tests.support.depth import cases
 from vllm_relay.sparse import DB, DBOptions, Dipr, TopK
-from vllm_relay.sparse.contexts.tensors import to_tensor
 from vllm_relay.sparse.contexts.tokens import common_prefix_len
+from vllm_relay.sparse.index.elements import to_tensor
 from vllm_relay.sparse.transformers.db import DatabaseFullError
 
 

@@ -34,6 +34,7 @@ from vllm_relay.attention_backends.cuda.relay import (
     RelayCudaMetadata,
     RelayCudaMetadataBuilder,
 )
+from vllm_relay.attention_backends.ops import merge_states
 from vllm_relay.attention_backends.sparse.common import (
     attend_by_context,
     host_part,
@@ -53,7 +54,6 @@ from vllm_relay.long_context.host.host_attention import (
 )
 from vllm_relay.long_context.host.mirroring import mirror
 from vllm_relay.long_context.host.worker import MirroredRow
-from vllm_relay.sparse.contexts.partial_attention import merge
 
 MIN_CHUNK_TOKENS = 64
 """Query tokens of a prompt that are planned at once, or as many as there may be decodes."""
@@ -367,5 +367,5 @@ def _merge_into(
         at = slice(begin, begin + MERGED_TOKENS)
         part, part_lse = (copies.to_device(each[at]) for each in found)
         own = output.index_select(0, tokens[at]).float(), lse.index_select(0, tokens[at])
-        merged, _ = merge(own, (part, part_lse))
+        merged, _ = merge_states(*own, part, part_lse)
         output.index_copy_(0, tokens[at], merged.to(output.dtype))

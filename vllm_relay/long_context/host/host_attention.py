@@ -22,7 +22,7 @@ from vllm_relay.long_context.host.host_sequence import HostLayer
 from vllm_relay.long_context.window import Residency
 from vllm_relay.sparse.contexts.context_store import Link, StoredContext
 from vllm_relay.sparse.contexts.retrieval import ContextPart, SessionStats, queries_of_heads
-from vllm_relay.sparse.contexts.tensors import to_tensor
+from vllm_relay.sparse.index.elements import to_tensor
 from vllm_relay.sparse.index.query_types import Dipr, QueryType
 from vllm_relay.sparse.index.sparse_layer import MEAN_TOKENS, SparseLayer
 from vllm_relay.sparse.plan.options import DBOptions

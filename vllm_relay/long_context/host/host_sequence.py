@@ -6,13 +6,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from vllm_relay import _C
 from vllm_relay.long_context.host.mapped_memory import mapped_empty
 from vllm_relay.sparse.contexts.train_queries import TrainQueries
-from vllm_relay.sparse.index.elements import DTYPES, Elements, check_finite
+from vllm_relay.sparse.index.elements import DTYPES, check_finite, elements_of
 from vllm_relay.sparse.index.flat import FlatIndex
 from vllm_relay.sparse.index.sparse_layer import SparseLayer, sparse_layer, value_means
 
@@ -130,8 +129,8 @@ class HostLayer:
         shape = num_kv_heads, place.capacity, head_size
         self.keys, self.values = mapped_empty(shape, dtype), mapped_empty(shape, dtype)
         self.train_queries = TrainQueries(TRAIN_QUERIES_PER_KEY)
-        dtype_code = DTYPES.index(str(dtype).removeprefix("torch."))
-        self.native = _C.host.HostRows(_bits(self.keys), _bits(self.values), dtype_code)
+        keys, values = elements_of(self.keys), elements_of(self.values)
+        self.native = _C.host.HostRows(keys.data, values.data, DTYPES.index(keys.dtype))
         self.sink_end = place.sink_end
         self.index_begin = max(place.begin, place.sink_end)
         self._prompt_end, self._window_tokens = place.prompt_end, place.window_tokens
@@ -217,7 +216,7 @@ class HostLayer:
         self.segments_up_to(begin + num_tokens)
 
     def _flat(self, begin: int, end: int) -> Segment:
-        keys, values = ([*map(as_elements_of, part)] for part in self.rows(begin, end))
+        keys, values = ([*map(elements_of, part)] for part in self.rows(begin, end))
         # not as many as the cores this thread may use: vLLM binds it to one of them
         threads = torch.get_num_threads()
         means = [value_means(head, threads) for head in values]
@@ -252,15 +251,3 @@ class HostSequence:
                 self.place, num_kv_heads, head_size, keys.dtype, lag, self._budget
             )
         return self.layers[name]
-
-
-def as_elements_of(states: torch.Tensor) -> Elements:
-    """[tokens, size], where it lies."""
-    return Elements(_bits(states), str(states.dtype).removeprefix("torch."))
-
-
-def _bits(states: torch.Tensor) -> np.ndarray:
-    """Where it lies; numpy has no bfloat16."""
-    if states.dtype == torch.float32:
-        return states.numpy()
-    return states.view(torch.int16).numpy().view(np.uint16)

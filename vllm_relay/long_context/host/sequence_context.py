@@ -9,20 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from vllm_relay.long_context.host.host_sequence import (
-    HostLayer,
-    HostSequence,
-    as_elements_of,
-)
+from vllm_relay.long_context.host.host_sequence import HostLayer, HostSequence
 from vllm_relay.sparse.contexts.context_store import (
     ContextShape,
     Parent,
     StoredContext,
     context_id_of,
 )
-from vllm_relay.sparse.contexts.tensors import to_elements
 from vllm_relay.sparse.index.compiled_index import CompiledIndex
-from vllm_relay.sparse.index.elements import Elements
+from vllm_relay.sparse.index.elements import Elements, copied_elements, elements_of
 from vllm_relay.sparse.index.key_codes import row_bytes
 from vllm_relay.sparse.index.sparse_layer import MEAN_TOKENS, SparseLayer, sparse_layer
 from vllm_relay.sparse.plan.head_plan import HeadPlan
@@ -74,7 +69,7 @@ class SequenceContext(StoredContext):
     def own_rows(self, layer: int, head: int, begin: int, end: int) -> tuple[Elements, Elements]:
         first = self.own_begin
         keys, values = self._layers[layer].rows(first + begin, first + end)
-        return as_elements_of(keys[head]), as_elements_of(values[head])
+        return elements_of(keys[head]), elements_of(values[head])
 
     def pieces(self, layer: int) -> list[tuple[int, SparseLayer]]:
         if layer in self._whole:
@@ -108,7 +103,7 @@ class SequenceContext(StoredContext):
         sample = self._layers[layer].train_queries.sample()
         if sample is None:
             return None
-        return to_elements("queries", sample[head], self.shape.dtype)
+        return copied_elements("queries", sample[head], self.shape.dtype)
 
     def last_queries(self, layer: int, head: int) -> np.ndarray | None:
         """float32 [tokens, group, head_size], of the last tokens."""

@@ -7,5 +7,5 @@ context_fingerprint.py, model_fingerprint.py   whose it is
 contexts_command.py  vllm-relay contexts
 retrieval.py         what the query heads of one token read of a context
 train_queries.py     what indexes learn from
-partial_attention.py, tensors.py, tokens.py   states, arrays and ids as torch has them
+partial_attention.py, tokens.py   states as torch has them, and ids as users have them
 """

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import torch
 
-from vllm_relay.attention_backends.ops import merge_states
-
 _MAX_SCORES_BYTES = 64 << 20
 
 
@@ -54,13 +52,6 @@ def window_state(
     if keys.shape[1] == 0:
         return query.new_zeros(*query.shape[:2], values.shape[2], dtype=torch.float32), lse, lse
     return logits.softmax(-1) @ values.float(), lse, products.amax(-1)
-
-
-def merge(
-    state: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The state of the union of two disjoint sets of tokens."""
-    return merge_states(*state, *other)
 
 
 def _blocked(

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values as numpy arrays: numpy has no bfloat16, so those are kept as uint16."""
+"""Keys and values as numpy arrays and as torch tensors: numpy has no bfloat16, so those are kept as
+uint16."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import torch
 
 DTYPES = ("float32", "float16", "bfloat16")
 STORAGE = {"float32": np.float32, "float16": np.uint16, "bfloat16": np.uint16}
@@ -108,13 +112,67 @@ def _as_array(name: str, array: Any) -> np.ndarray:
         raise ValueError(f"{name}: {error}") from error
 
 
-def _from_torch(name: str, tensor: Any) -> Elements:
+def _from_torch(name: str, tensor: torch.Tensor) -> Elements:
     if tensor.device.type != "cpu":
         raise ValueError(f"{name}: on {tensor.device}, expected a tensor on the CPU")
-    dtype = str(tensor.dtype).removeprefix("torch.")
     tensor = tensor.detach().contiguous()
-    if dtype in ("bfloat16", "float16"):
-        import torch
-
-        return Elements(tensor.view(torch.int16).numpy().view(np.uint16), dtype)
+    if _name_of(tensor.dtype) in DTYPES:
+        return elements_of(tensor)
     return _wrap(name, tensor.numpy())
+
+
+def elements_of(tensor: torch.Tensor) -> Elements:
+    """A tensor on the CPU, of one of `DTYPES` and contiguous, where it lies."""
+    import torch
+
+    dtype = _name_of(tensor.dtype)
+    if dtype == "float32":
+        return Elements(tensor.numpy(), dtype)
+    return Elements(tensor.view(torch.int16).numpy().view(np.uint16), dtype)
+
+
+def copied_elements(name: str, tensor: torch.Tensor, dtype: str | None = None) -> Elements:
+    """A copy of a tensor, on the CPU and contiguous.
+
+    Args:
+        dtype: of `DTYPES`, to which other floating dtypes are converted; None: the tensor has one
+            of them.
+
+    Raises:
+        ValueError: the tensor has another dtype; names the tensor.
+    """
+    import torch
+
+    if dtype is not None and not tensor.is_floating_point():
+        raise ValueError(f"{name}: {tensor.dtype}, expected floating numbers")
+    dtype = _name_of(tensor.dtype) if dtype is None else dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"{name}: {tensor.dtype}, expected {', '.join(DTYPES)}")
+    copy = tensor.detach().to("cpu", getattr(torch, dtype), copy=True)
+    return elements_of(copy.contiguous())
+
+
+def to_tensor(elements: Elements) -> torch.Tensor:
+    """The same memory as a tensor on the CPU; it may be a read-only map: do not write to it."""
+    import torch
+
+    data = elements.data
+    if not data.flags.writeable:
+        # torch warns about read-only arrays at each call
+        data = np.asarray(_Writable(data))
+    if elements.dtype == "float32":
+        return torch.from_numpy(data)
+    return torch.from_numpy(data.view(np.int16)).view(getattr(torch, elements.dtype))
+
+
+class _Writable:
+    """An array's memory without its read-only flag; numpy keeps it, and with it the array."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        interface = dict(array.__array_interface__)
+        interface["data"] = (interface["data"][0], False)
+        self._array, self.__array_interface__ = array, interface
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from vllm_relay.sparse.contexts.tensors import to_elements
-from vllm_relay.sparse.index.elements import DTYPES, Elements, check_finite
+from vllm_relay.sparse.index.elements import DTYPES, Elements, check_finite, copied_elements
 
 # [layer][kv head]: keys and values, [tokens, size]
 LayerElements = list[list[tuple[Elements, Elements]]]
@@ -71,7 +70,7 @@ def _read_layer(
             f"{values.shape[1]} in {values.dtype}; expected the same"
         )
     return [
-        (to_elements(name, keys[0, head]), to_elements(name, values[0, head]))
+        (copied_elements(name, keys[0, head]), copied_elements(name, values[0, head]))
         for head in range(keys.shape[1])
     ]
 
@@ -135,7 +134,9 @@ def _sample(
     group = queries.shape[0] // num_kv_heads
     token = torch.arange(count) * queries.shape[1] // count
     chosen = rows[:, token * group + torch.arange(count) % group]
-    sample = [to_elements(name, chosen[head], heads[0][0].dtype) for head in range(num_kv_heads)]
+    sample = [
+        copied_elements(name, chosen[head], heads[0][0].dtype) for head in range(num_kv_heads)
+    ]
     for head, elements in enumerate(sample):
         check_finite(f"{name}, kv head {head}", elements)
     return list(sample)

@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from vllm_relay.attention_backends.ops import merge_states
 from vllm_relay.sparse.contexts.context_store import StoredContext
 from vllm_relay.sparse.contexts.model_fingerprint import ModelBinding
-from vllm_relay.sparse.contexts.partial_attention import attention_state, merge, window_state
+from vllm_relay.sparse.contexts.partial_attention import attention_state, window_state
 from vllm_relay.sparse.contexts.retrieval import SessionStats, parts_of, retrieve
-from vllm_relay.sparse.contexts.tensors import to_elements, to_tensor
 from vllm_relay.sparse.contexts.train_queries import TrainQueries
-from vllm_relay.sparse.index.elements import Elements
+from vllm_relay.sparse.index.elements import Elements, copied_elements, to_tensor
 from vllm_relay.sparse.plan.options import DBOptions
-from vllm_relay.sparse.transformers.session_states import SessionStates
-from vllm_relay.sparse.transformers.state_buffer import StateBuffer
+from vllm_relay.sparse.transformers.session_states import SessionStates, StateBuffer
 
 
 class SessionLayer(CacheLayerMixin):
@@ -94,17 +93,11 @@ class SessionLayer(CacheLayerMixin):
         assert self._local is not None
         self._local.append(key_states[0], value_states[0])
         num_tokens = self.get_seq_length()
-        return (
-            SessionStates(
-                self, "keys", (*key_states.shape[:2], num_tokens, key_states.shape[3]), key_states
-            ),
-            SessionStates(
-                self,
-                "values",
-                (*value_states.shape[:2], num_tokens, value_states.shape[3]),
-                value_states,
-            ),
+        keys, values = (
+            SessionStates(self, part, (1, states.shape[1], num_tokens, states.shape[3]), states)
+            for part, states in (("keys", key_states), ("values", value_states))
         )
+        return keys, values
 
     def attention(
         self,
@@ -113,23 +106,7 @@ class SessionLayer(CacheLayerMixin):
         scale: float | None = None,
         sliding_window: int | None = None,
     ) -> torch.Tensor:
-        """Causal attention of the newest tokens over all tokens of the layer.
-
-        One query token over a context that is long enough reads the window and what the index
-        finds; everything else is exact.
-
-        Args:
-            query: [1, heads, new tokens, head_size]; of the tokens that were added last.
-            scale: factor of the scores; 1 / sqrt(head_size) if None.
-            sliding_window: a query sees this many tokens, itself included; None for all. Layers
-                that have one are read without an index.
-
-        Returns:
-            [1, heads, new tokens, value_size], the dtype of `query`.
-
-        Raises:
-            ValueError: the query does not fit the keys.
-        """
+        """As `Session.attention`."""
         local = self._local
         if local is None or query.dim() != 4 or query.shape[2] > self._num_new():
             raise ValueError(
@@ -155,19 +132,26 @@ class SessionLayer(CacheLayerMixin):
             output = self._dense(grouped, scale)
         return output.flatten(0, 1)[None].to(query.dtype)
 
-    def states(self, begin: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the tokens from `begin` on, [kv_heads, tokens, size]."""
+    def states(
+        self, begin: int = 0, device: torch.device | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the tokens from `begin` on, [kv_heads, tokens, size].
+
+        Args:
+            device: None: that of the tokens computed since, if there are any.
+        """
         local = self._local
         if local is None:
-            device = torch.device("cpu")
+            device = device or torch.device("cpu")
             return self._context_states(min(begin, self.prefix_len), self.prefix_len, device)
-        if not self.retrieves:
-            return local.keys[:, begin:], local.values[:, begin:]
-        new_begin = local.num_tokens - self._num_new() + max(begin - self.prefix_len, 0)
-        new = local.keys[:, new_begin:], local.values[:, new_begin:]
-        if begin >= self.prefix_len:
-            return new
-        old = self._context_states(begin, self.prefix_len, local.keys.device)
+        device = device or local.keys.device
+        new_begin = begin
+        if self.retrieves:
+            new_begin = local.num_tokens - self._num_new() + max(begin - self.prefix_len, 0)
+        new = [part[:, new_begin:].to(device) for part in (local.keys, local.values)]
+        if not self.retrieves or begin >= self.prefix_len:
+            return new[0], new[1]
+        old = self._context_states(begin, self.prefix_len, device)
         return torch.cat([old[0], new[0]], 1), torch.cat([old[1], new[1]], 1)
 
     def elements(self) -> list[tuple[Elements, Elements]]:
@@ -176,50 +160,27 @@ class SessionLayer(CacheLayerMixin):
         Raises:
             ValueError: of a dtype that contexts are not kept in.
         """
-        context, local = self._context, self._local
-        num_kv_heads = 0
-        if context is not None:
-            num_kv_heads = context.shape.num_kv_heads
-        elif local is not None:
-            num_kv_heads = local.keys.shape[0]
-        heads = []
-        for head in range(num_kv_heads):
-            parts: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-            if context is not None:
-                old = context.rows(self.layer_idx, head, 0, self.prefix_len)
-                for part, stored in zip(parts, old, strict=True):
-                    part.append(to_tensor(stored))
-            if local is not None:
-                new_begin = local.num_tokens - self._num_new()
-                for part, states in zip(parts, (local.keys, local.values), strict=True):
-                    part.append(states[head, new_begin:].cpu())
-            keys, values = (
-                to_elements(f"layer {self.layer_idx}: {name}", torch.cat(part))
-                for name, part in zip(("keys", "values"), parts, strict=True)
-            )
-            heads.append((keys, values))
-        return heads
+        name = f"layer {self.layer_idx}"
+        return [
+            (copied_elements(f"{name}: keys", keys), copied_elements(f"{name}: values", values))
+            for keys, values in zip(*self.states(device=torch.device("cpu")), strict=True)
+        ]
 
     def train_queries(self) -> list[Elements | None]:
         """For each kv head [m, head_size]: a sample of the queries that its keys have met, those
         stored with the reused context and those of the new tokens, in token order and in the dtype
         of the keys."""
-        new = self._train_queries.sample()
-        name = f"layer {self.layer_idx}: queries"
-        context = self._context
-        if context is None:
-            assert self._local is not None
-            dtype = str(self._local.keys.dtype).removeprefix("torch.")
-            heads = range(self._local.keys.shape[0])
-            return [None if new is None else to_elements(name, new[head], dtype) for head in heads]
+        new, expected = self._train_queries.sample(), self._expected()
+        assert expected is not None
+        num_kv_heads, _, _, dtype = expected
         samples: list[Elements | None] = []
-        for head in range(context.shape.num_kv_heads):
-            stored = context.queries(self.layer_idx, head, 0, self.prefix_len)
+        for head in range(num_kv_heads):
             parts = [] if new is None else [new[head]]
-            if stored is not None:
-                parts.insert(0, to_tensor(stored))
-            dtype = context.shape.dtype
-            samples.append(to_elements(name, torch.cat(parts), dtype) if parts else None)
+            if self._context is not None:
+                stored = self._context.queries(self.layer_idx, head, 0, self.prefix_len)
+                parts = parts if stored is None else [to_tensor(stored), *parts]
+            name, dtype_name = f"layer {self.layer_idx}: queries", str(dtype).removeprefix("torch.")
+            samples.append(copied_elements(name, torch.cat(parts), dtype_name) if parts else None)
         return samples
 
     @property
@@ -313,7 +274,7 @@ class SessionLayer(CacheLayerMixin):
         found = retrieve(
             parts, query, window_max, scale=scale, options=self._options, stats=self._stats
         )
-        return merge((output, lse), found)[0]
+        return merge_states(output, lse, *found)[0]
 
     def _dense(self, query: torch.Tensor, scale: float) -> torch.Tensor:
         """[kv_heads, group, queries, head_size] -> float32 [kv_heads, group, queries, ...]."""
@@ -332,14 +293,14 @@ class SessionLayer(CacheLayerMixin):
         old = attention_state(
             rows, keys[:, local_begin:local_end], values[:, local_begin:local_end], scale
         )
-        state = old if state is None else merge(state, old)
+        state = old if state is None else merge_states(*state, *old)
         new_keys, new_values = (
             part[:, None, local_end:].expand(-1, group, -1, -1).flatten(0, 1)
             for part in (keys, values)
         )
         new = attention_state(query.flatten(0, 1), new_keys, new_values, scale, causal=True)
         new = new[0].unflatten(0, (num_kv_heads, group)), new[1].unflatten(0, (num_kv_heads, group))
-        output, _ = merge(state, (new[0].flatten(1, 2), new[1].flatten(1, 2)))
+        output, _ = merge_states(*state, new[0].flatten(1, 2), new[1].flatten(1, 2))
         return output.unflatten(1, (group, num_queries))
 
     def _context_state(

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `Session.update` returns: keys and values that are put together when somebody reads them."""
+"""Keys and values of a session: a buffer that grows, and what `Session.update` returns, put together
+when somebody reads it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
+
+_MIN_CAPACITY_TOKENS = 64
 
 
 class SessionStates(torch.Tensor):
@@ -20,13 +23,14 @@ class SessionStates(torch.Tensor):
 
     layer: Any
     """Its `SessionLayer`, which makes these."""
-    part: Literal["keys", "values"]
+    part: str
+    """Either "keys" or "values"."""
 
     @staticmethod
     def __new__(
         cls,
         layer: Any,
-        part: Literal["keys", "values"],
+        part: str,
         shape: tuple[int, ...],
         like: torch.Tensor,
     ) -> SessionStates:
@@ -59,3 +63,43 @@ class SessionStates(torch.Tensor):
 
 def _whole(item: Any) -> Any:
     return item.whole() if isinstance(item, SessionStates) else item
+
+
+class StateBuffer:
+    """Keys and values of one layer, [kv_heads, tokens, size]; appending is amortised O(tokens)."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Takes the tensors over; room for more tokens is made at the first `append`."""
+        self._keys, self._values = keys, values
+        self.num_tokens = keys.shape[1]
+
+    @property
+    def keys(self) -> torch.Tensor:
+        return self._keys[:, : self.num_tokens]
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self._values[:, : self.num_tokens]
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        end = self.num_tokens + keys.shape[1]
+        if end > self._keys.shape[1]:
+            capacity = max(_MIN_CAPACITY_TOKENS, end + end // 4)
+            self._keys = _grown(self.keys, capacity)
+            self._values = _grown(self.values, capacity)
+        self._keys[:, self.num_tokens : end] = keys
+        self._values[:, self.num_tokens : end] = values
+        self.num_tokens = end
+
+    def crop(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+
+    def copy(self) -> StateBuffer:
+        return StateBuffer(self.keys.clone(), self.values.clone())
+
+
+def _grown(states: torch.Tensor, capacity_tokens: int) -> torch.Tensor:
+    num_heads, num_tokens, size = states.shape
+    grown = states.new_empty(num_heads, capacity_tokens, size)
+    grown[:, :num_tokens] = states
+    return grown
