@@ -204,7 +204,7 @@ class Soak:
         self.counts["aborted"] += 1
 
     def delete(self) -> None:
-        known = self.long_contexts.contexts.catalog.by_last_use()
+        known = sorted(self.long_contexts.contexts.catalog, key=lambda each: each.last_use)
         if known:
             context_id = self.rng.choice(known).id
             self.on_event("deleting", context_id)

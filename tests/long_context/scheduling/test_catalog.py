@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_relay.long_context.orders import DELETED, ContextReport
-from vllm_relay.long_context.scheduling.catalog import ContextCatalog
-from vllm_relay.long_context.scheduling.context_record import ContextRecord
+from vllm_relay.long_context.scheduling.catalog import ContextCatalog, ContextRecord
 from vllm_relay.long_context.scheduling.host_memory import HostMemory
 
 SEQUENCES = st.lists(st.integers(0, 2), max_size=8)
@@ -26,7 +25,7 @@ def catalog_of(**contexts: list[int]) -> ContextCatalog:
 
 
 def by_last_use(catalog: ContextCatalog) -> list[str]:
-    return [each.id for each in catalog.by_last_use()]
+    return [each.id for each in sorted(catalog, key=lambda each: each.last_use)]
 
 
 def test_contexts_come_and_go() -> None:
@@ -53,7 +52,7 @@ def test_those_of_clients_leave_first() -> None:
     for context_id in "cde":
         catalog.add(ContextRecord(context_id, np.array([ord(context_id)]), is_clients=True))
     catalog.use("c")
-    assert [each.id for each in catalog.of_clients()] == ["d", "e", "c"]
+    assert [each.id for each in catalog.in_leaving_order() if each.is_clients] == ["d", "e", "c"]
     assert [each.id for each in catalog.in_leaving_order()] == ["d", "e", "c", "a", "b"]
     catalog["e"].is_clients = False
     assert [each.id for each in catalog.in_leaving_order()] == ["d", "c", "a", "b", "e"]

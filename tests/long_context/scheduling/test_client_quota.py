@@ -5,8 +5,8 @@ from collections.abc import Collection
 
 import numpy as np
 
-from vllm_relay.long_context.scheduling.client_quota import ClientQuota
-from vllm_relay.long_context.scheduling.context_record import ContextRecord
+from vllm_relay.long_context.scheduling.catalog import ContextRecord
+from vllm_relay.long_context.scheduling.kept_contexts import ClientQuota
 
 
 def entry(context_id: str, num_own_tokens: int) -> ContextRecord:

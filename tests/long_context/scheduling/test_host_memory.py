@@ -13,8 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.support.depth import cases
 from vllm_relay.long_context.orders import ContextReport
-from vllm_relay.long_context.scheduling.catalog import ContextCatalog
-from vllm_relay.long_context.scheduling.context_record import ContextRecord, HeldMemory
+from vllm_relay.long_context.scheduling.catalog import ContextCatalog, ContextRecord, HeldMemory
 from vllm_relay.long_context.scheduling.host_memory import GRANULE_TOKENS, HostMemory, Reused
 
 CAPACITY_GRANULES = 10

@@ -8,7 +8,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_relay.long_context.scheduling.reusable_requests import is_kept, is_known_by_tokens
+from vllm_relay.long_context.scheduling.kept_contexts import is_kept, is_known_by_tokens
 
 
 def request_with(keep: Any = True, **other: Any) -> Request:

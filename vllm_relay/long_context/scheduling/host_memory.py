@@ -5,16 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from vllm_relay.long_context.scheduling.context_record import (
+from vllm_relay.long_context.scheduling.catalog import (
+    ContextCatalog,
     ContextRecord,
     HeldMemory,
     with_parents,
 )
-
-if TYPE_CHECKING:
-    from vllm_relay.long_context.scheduling.catalog import ContextCatalog
 
 GRANULE_TOKENS = 1024
 """Requests take memory for so many tokens at a time."""

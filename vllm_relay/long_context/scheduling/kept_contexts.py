@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_relay.config import RelayConfig
-from vllm_relay.long_context.orders import ContextReport, KeptContext
-from vllm_relay.long_context.scheduling.catalog import ContextCatalog
-from vllm_relay.long_context.scheduling.client_quota import ClientQuota
-from vllm_relay.long_context.scheduling.context_record import (
+from vllm_relay.long_context.orders import ContextReport, KeptContext, asks_to_be_kept
+from vllm_relay.long_context.scheduling.catalog import (
+    ContextCatalog,
     ContextRecord,
     HeldMemory,
     with_parents,
@@ -22,8 +23,84 @@ from vllm_relay.long_context.scheduling.host_memory import HostMemory
 from vllm_relay.long_context.scheduling.memory import bytes_of_gib
 from vllm_relay.sparse.contexts.context_store import context_id_of
 
+logger = logging.getLogger("vllm.relay")
+
+_FINISHED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 _MAX_DECLARED = 1024
 """Contexts that the operator has asked for and that are not computed yet."""
+
+
+def is_known_by_tokens(request: Request) -> bool:
+    """Whether equal tokens mean equal keys and values."""
+    return (
+        request.lora_request is None
+        and not request.cache_salt
+        and not request.mm_features
+        and request.prompt_embeds is None
+    )
+
+
+def is_kept(request: Request) -> bool:
+    """Whether a request that has ended asked to become a context, and was not aborted."""
+    return (
+        asks_to_be_kept(request.sampling_params)
+        and is_known_by_tokens(request)
+        and request.status in _FINISHED
+    )
+
+
+@dataclass
+class ClientQuota:
+    """
+    Attributes:
+        max_tokens: of all of them together; None: no limit, 0: none are kept.
+    """
+
+    max_tokens: int | None
+
+    def leaving(
+        self,
+        num_tokens: int,
+        missing_bytes: int,
+        contexts: Sequence[ContextRecord],
+        freed_bytes: Callable[[Collection[ContextRecord]], int],
+        continued: Collection[ContextRecord] = (),
+    ) -> list[ContextRecord] | None:
+        """Which contexts have to leave before one of so many tokens is kept.
+
+        Args:
+            num_tokens: besides those of a context that it continues.
+            missing_bytes: of host memory, for the new one.
+            contexts: that requests asked for; the first ones leave first.
+            freed_bytes: what is free when these contexts leave.
+            continued: those that stay, since the new one continues them.
+
+        Returns:
+            None: it is larger than all may be.
+        """
+        if self.max_tokens is None:
+            return []
+        staying_tokens = sum(each.num_own_tokens for each in contexts if each in continued)
+        if num_tokens + staying_tokens > self.max_tokens:
+            logger.warning(
+                "vllm-relay: a request of %d tokens is not kept: all contexts of clients together "
+                "may have %d, and it continues %d of them (client_contexts, "
+                "max_client_context_tokens)",
+                num_tokens, self.max_tokens, staying_tokens,
+            )  # fmt: skip
+            return None
+        excess_tokens = sum(each.num_own_tokens for each in contexts) + num_tokens - self.max_tokens
+        leaving: list[ContextRecord] = []
+        freed = 0
+        for each in contexts:
+            if each in continued:
+                continue
+            then = freed_bytes([*leaving, each])
+            if excess_tokens > 0 or freed < min(then, missing_bytes):
+                leaving.append(each)
+                excess_tokens -= each.num_own_tokens
+                freed = then
+        return leaving
 
 
 class KeptContexts:
@@ -230,7 +307,8 @@ class KeptContexts:
         """Contexts that requests asked for and that leave for one of so many tokens, besides those
         of a context that it continues; None: it cannot be kept."""
         missing_bytes = self._memory.bytes_for(num_tokens) - self._free_bytes()
+        of_clients = [each for each in self.catalog.in_leaving_order() if each.is_clients]
         staying = with_parents([] if continued is None else [continued])
         return self._quota.leaving(
-            num_tokens, missing_bytes, self.catalog.of_clients(), self._memory.freed_bytes, staying
+            num_tokens, missing_bytes, of_clients, self._memory.freed_bytes, staying
         )

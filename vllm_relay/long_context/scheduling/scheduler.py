@@ -7,6 +7,7 @@ block for them, which nobody reads, and a block of its own for what is left of t
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -20,13 +21,16 @@ from vllm_relay.config import RelayConfig
 from vllm_relay.long_context.orders import Placement, StepOrders
 from vllm_relay.long_context.scheduling.catalog import ContextCatalog
 from vllm_relay.long_context.scheduling.host_memory import HostMemory, Reused
-from vllm_relay.long_context.scheduling.kept_contexts import KeptContexts
+from vllm_relay.long_context.scheduling.kept_contexts import (
+    KeptContexts,
+    is_kept,
+    is_known_by_tokens,
+)
 from vllm_relay.long_context.scheduling.kv_cache_spec import (
     RelaySparseManager,
     host_bytes_per_token,
 )
 from vllm_relay.long_context.scheduling.memory import capacity_bytes, check_capacity
-from vllm_relay.long_context.scheduling.reusable_requests import is_kept, is_known_by_tokens
 from vllm_relay.long_context.stats import COUNTERS, GAUGES, LONG_CONTEXTS, LongContextStats
 
 
@@ -127,29 +131,16 @@ class LongContextScheduler:
         """As KVCacheManager's; None also if there is no host memory for the tokens of the step."""
         num_tokens = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
         request_id = request.request_id
+        allocate = functools.partial(self._allocate_slots, request, num_new_tokens)
         is_mirrored = self._policy.mirrors(num_tokens, request.num_prompt_tokens)
         if not is_mirrored and request_id not in self._preempted:
             # short requests must not cost anything: there are many of them in every step
-            return self._allocate_slots(
-                request,
-                num_new_tokens,
-                num_new_computed_tokens,
-                new_computed_blocks,
-                *args,
-                **kwargs,
-            )
+            return allocate(num_new_computed_tokens, new_computed_blocks, *args, **kwargs)
         reused = self._reused(request_id, new_computed_blocks)
         if is_mirrored and not self._reserve(request_id, num_tokens, reused):
             return None
         if not isinstance(new_computed_blocks, HostBlocks):
-            allocated = self._allocate_slots(
-                request,
-                num_new_tokens,
-                num_new_computed_tokens,
-                new_computed_blocks,
-                *args,
-                **kwargs,
-            )
+            allocated = allocate(num_new_computed_tokens, new_computed_blocks, *args, **kwargs)
             self._settle(request, allocated is not None, reused)
             return allocated
         size = self._policy.block_size_tokens
@@ -158,9 +149,7 @@ class LongContextScheduler:
             each.first_resident_tokens[request_id] = first_resident
         # the last block is not full: vLLM gets it a block, as if a KV connector were to fill it
         kwargs["num_external_computed_tokens"] = new_computed_blocks.num_tokens - first_resident
-        allocated = self._allocate_slots(
-            request, num_new_tokens, first_resident, new_computed_blocks, *args, **kwargs
-        )
+        allocated = allocate(first_resident, new_computed_blocks, *args, **kwargs)
         self._settle(request, allocated is not None, reused)
         if allocated is None:
             for each in self._block_managers:

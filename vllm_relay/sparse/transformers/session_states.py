@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values of a session: a buffer that grows, and what `Session.update` returns, put together
-when somebody reads it."""
+"""Keys and values of a session: a buffer that grows, and what `Session.update` returns, which is
+put together when somebody reads it."""
 
 from __future__ import annotations
 
