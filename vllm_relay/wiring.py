@@ -137,7 +137,7 @@ def prepare_new_engines() -> None:
     """Engines pin the configured system prompts, and compute the configured contexts."""
     from vllm_relay.config import scheduler_is_selected
     from vllm_relay.limits import sparse_is_selected
-    from vllm_relay.long_context.preload import preload_contexts, preload_contexts_async
+    from vllm_relay.long_context.client import preload_contexts, preload_contexts_async
     from vllm_relay.prefix_cache.pins.system_prompts import (
         pin_system_prompts,
         pin_system_prompts_async,

@@ -17,8 +17,7 @@ from tests.support.starts import cancel_the_first_of_two
 from vllm_relay import wiring
 from vllm_relay.commands import at_start
 from vllm_relay.config import RelayConfig
-from vllm_relay.long_context.client import list_contexts
-from vllm_relay.long_context.preload import preload_contexts, preload_contexts_async
+from vllm_relay.long_context.client import list_contexts, preload_contexts, preload_contexts_async
 from vllm_relay.long_context.start_checks import check_context_dir, check_contexts
 
 TEXT = "be brief and kind " * 4

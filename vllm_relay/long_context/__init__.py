@@ -6,5 +6,5 @@
     orders.py, stats.py  what scheduler and workers tell each other
     scheduling/          who may use how much host memory, and hooks into vLLM's KV cache manager
     host/                what a worker keeps in host memory, and attention over it
-    commands.py, client.py, preload.py, start_checks.py   contexts from front ends
+    commands.py, client.py, start_checks.py   contexts from front ends
 """

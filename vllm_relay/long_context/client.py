@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_relay.commands import engine as commands
+from vllm_relay.commands.at_start import keep_texts, keep_texts_async, once
 from vllm_relay.commands.compute import compute, compute_async
 from vllm_relay.commands.errors import CommandError
 from vllm_relay.commands.prompts import Prompt, tokens_of
 from vllm_relay.limits import sparse_is_selected
 from vllm_relay.long_context.commands import HOW_TO_SELECT
 from vllm_relay.long_context.orders import KEEP_ARG, ContextReport
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
 
 Context = ContextReport
 """A stored context, as its first worker sees it."""
@@ -38,9 +35,8 @@ def keep_context(llm: Any, prompt: Prompt) -> Context:
         CommandError: it cannot be kept; the message says why.
         RuntimeError: the engine has unfinished requests.
     """
-    engine = getattr(llm, "llm_engine", llm)
+    engine = _checked(llm)
     token_ids = tokens_of(llm, prompt)
-    _check_config(engine.vllm_config)
     if engine.has_unfinished_requests():
         raise RuntimeError(
             "a context cannot be computed while the engine has unfinished requests: finish them "
@@ -58,9 +54,8 @@ async def keep_context_async(engine: Any, token_ids: Sequence[int]) -> Context:
     Raises:
         CommandError: it cannot be kept; the message says why.
     """
-    _check_config(engine.vllm_config)
     asked = {"token_ids": list(token_ids)}
-    declared = await commands.call_async(engine, "declare_context", asked)
+    declared = await commands.call_async(_checked(engine), "declare_context", asked)
     if not declared["is_known"]:
         await compute_async(engine, token_ids, _request_id(), {KEEP_ARG: True})
     return _kept(await list_contexts_async(engine), declared["id"])
@@ -68,9 +63,7 @@ async def keep_context_async(engine: Any, token_ids: Sequence[int]) -> Context:
 
 def list_contexts(llm: Any) -> list[Context]:
     """The stored contexts."""
-    engine = getattr(llm, "llm_engine", llm)
-    _check_config(engine.vllm_config)
-    return [Context(**entry) for entry in commands.call(engine, "contexts", {})]
+    return [Context(**entry) for entry in commands.call(_checked(llm), "contexts", {})]
 
 
 async def serve_clients_async(engine: Any, *, keeps: bool) -> None:
@@ -81,8 +74,8 @@ async def serve_clients_async(engine: Any, *, keeps: bool) -> None:
 
 async def list_contexts_async(engine: Any) -> list[Context]:
     """:func:`list_contexts` for an AsyncLLM."""
-    _check_config(engine.vllm_config)
-    return [Context(**entry) for entry in await commands.call_async(engine, "contexts", {})]
+    found = await commands.call_async(_checked(engine), "contexts", {})
+    return [Context(**entry) for entry in found]
 
 
 def delete_context(llm: Any, context_id: str) -> None:
@@ -91,15 +84,59 @@ def delete_context(llm: Any, context_id: str) -> None:
     Raises:
         CommandError: there is no such context.
     """
-    engine = getattr(llm, "llm_engine", llm)
-    _check_config(engine.vllm_config)
-    commands.call(engine, "delete_context", {"context_id": context_id})
+    commands.call(_checked(llm), "delete_context", {"context_id": context_id})
 
 
 async def delete_context_async(engine: Any, context_id: str) -> None:
     """:func:`delete_context` for an AsyncLLM."""
-    _check_config(engine.vllm_config)
-    await commands.call_async(engine, "delete_context", {"context_id": context_id})
+    await commands.call_async(_checked(engine), "delete_context", {"context_id": context_id})
+
+
+def preload_contexts(engine: Any) -> None:
+    """Compute and keep the configured contexts in an LLMEngine; those that are stored are found.
+
+    Raises:
+        ValueError: one cannot be kept.
+    """
+    _log(keep_texts(engine, "contexts", lambda _, token_ids: keep_context(engine, token_ids)))
+
+
+async def preload_contexts_async(engine: Any, online_renderer: Any = None) -> None:
+    """:func:`preload_contexts` for an AsyncLLM, before its first request.
+
+    The first call computes them; all others wait for it and share its error.
+
+    Args:
+        online_renderer: the server's OnlineRenderer, which knows its chat template.
+    """
+
+    async def preload() -> None:
+        contexts = await keep_texts_async(
+            engine,
+            online_renderer,
+            "contexts",
+            lambda _, token_ids: keep_context_async(engine, token_ids),
+        )
+        engine.relay_configured_contexts = {each.context_id for each in contexts}
+        _log(contexts)
+
+    await once(engine, "relay_preloading", preload)
+
+
+def configured_contexts(engine: Any) -> set[str]:
+    """Ids of the contexts that :func:`preload_contexts_async` has computed, or found."""
+    return getattr(engine, "relay_configured_contexts", set())
+
+
+def _log(contexts: Sequence[Context]) -> None:
+    from vllm.logger import init_logger
+
+    if contexts:
+        init_logger("vllm.relay").info(
+            "vllm-relay: contexts are ready: %d, tokens: %s",
+            len(contexts),
+            f"{sum(context.num_tokens for context in contexts):,}",
+        )
 
 
 def _kept(contexts: Sequence[Context], context_id: str) -> Context:
@@ -111,10 +148,13 @@ def _kept(contexts: Sequence[Context], context_id: str) -> Context:
     )
 
 
-def _check_config(vllm_config: VllmConfig) -> None:
-    if not sparse_is_selected(vllm_config):
+def _checked(llm: Any) -> Any:
+    """The engine of an ``LLM``, or an engine itself, if it keeps contexts."""
+    engine = getattr(llm, "llm_engine", llm)
+    if not sparse_is_selected(engine.vllm_config):
         raise CommandError(501, f"contexts are kept by RELAY_SPARSE only: {HOW_TO_SELECT}")
-    commands.check_one_engine(vllm_config, "contexts are kept")
+    commands.check_one_engine(engine.vllm_config, "contexts are kept")
+    return engine
 
 
 def _request_id() -> str:

@@ -13,13 +13,14 @@ from vllm_relay.commands.owners import refuse_configured
 from vllm_relay.config import SECTION, RelayConfig
 from vllm_relay.limits import sparse_is_selected
 from vllm_relay.long_context.client import (
+    configured_contexts,
     delete_context_async,
     keep_context_async,
     list_contexts_async,
+    preload_contexts_async,
     serve_clients_async,
 )
 from vllm_relay.long_context.orders import KEEP_ARG, is_asked_for
-from vllm_relay.long_context.preload import configured_contexts, preload_contexts_async
 from vllm_relay.serving.access import api_keys, mount
 from vllm_relay.serving.requests import PromptRequest, relay_router, tokens_of_request
 
