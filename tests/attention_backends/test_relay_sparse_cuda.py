@@ -20,7 +20,7 @@ from tests.attention_backends.sparse_worker import readings
 from vllm_relay.attention_backends.cuda import relay as relay_cuda
 from vllm_relay.attention_backends.cuda import relay_stock
 from vllm_relay.attention_backends.sparse import common, cuda, cuda_stock
-from vllm_relay.long_context.host import host_sequence, mirroring, pending_writes
+from vllm_relay.long_context.host import device_copies, host_sequence, mirroring
 from vllm_relay.long_context.host.host_attention import attend_retrieved
 from vllm_relay.long_context.host.sequence_context import SequenceContext
 from vllm_relay.long_context.scheduling.kv_cache_spec import RelaySparseSpec
@@ -265,7 +265,7 @@ def test_indexes_that_learn_nothing_need_no_queries() -> None:
 
 
 def test_little_pinned_memory_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pending_writes, "MAX_PENDING_BYTES", 1)
+    monkeypatch.setattr(device_copies, "MAX_PENDING_BYTES", 1)
     run = CudaWorker(alpha=1e-37)
     long = run.sequence("long", 300, 190)
     run.step((long, 100))

@@ -24,7 +24,7 @@ from tests.long_context.host.test_worker_contexts import (
     open_contexts,
     wait,
 )
-from vllm_relay.long_context.host import chain_length
+from vllm_relay.long_context.host import worker_contexts
 from vllm_relay.long_context.host.index_builders import start_builders
 from vllm_relay.long_context.host.worker import LongContextWorker, LongRequest
 from vllm_relay.long_context.host.worker_contexts import WorkerContexts
@@ -35,7 +35,7 @@ from vllm_relay.sparse.plan.options import DBOptions
 
 @pytest.fixture(autouse=True)
 def short_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain_length, "MIN_LINK_TOKENS", 20)
+    monkeypatch.setattr(worker_contexts, "MIN_LINK_TOKENS", 20)
 
 
 def test_files_of_deleted_links_count_after_a_restart(tmp_path: Path) -> None:

@@ -29,12 +29,11 @@ from tests.long_context.host.test_worker_contexts import (
     open_contexts,
     wait,
 )
-from vllm_relay.long_context.host import chain_length
-from vllm_relay.long_context.host.chain_length import own_begin
+from vllm_relay.long_context.host import worker_contexts
 from vllm_relay.long_context.host.host_attention import HostPart, Retrieval, attend_retrieved
 from vllm_relay.long_context.host.host_sequence import HostLayer, SequencePlace
 from vllm_relay.long_context.host.index_builders import start_builders
-from vllm_relay.long_context.host.worker_contexts import WorkerContexts
+from vllm_relay.long_context.host.worker_contexts import WorkerContexts, own_begin
 from vllm_relay.long_context.orders import DELETED
 from vllm_relay.long_context.window import Residency
 from vllm_relay.sparse.contexts.context_store import HeadStates, StoredContext
@@ -62,7 +61,7 @@ TURNS = [(0, 203), (203, 300), (290, 411), (411, NUM_TOKENS)]
 
 @pytest.fixture(autouse=True)
 def short_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain_length, "MIN_LINK_TOKENS", 20)
+    monkeypatch.setattr(worker_contexts, "MIN_LINK_TOKENS", 20)
 
 
 @pytest.fixture(params=["memory", "folder"])
@@ -322,8 +321,8 @@ def test_many_turns_make_few_links_and_store_little_twice() -> None:
         assert begin in (0, *ends)
         ends = [*(each for each in ends if each <= begin), end]
         num_stored_tokens += end - begin
-        assert len(ends) <= chain_length.MAX_LINKS
-        if turn <= chain_length.MAX_LINKS:
+        assert len(ends) <= worker_contexts.MAX_LINKS
+        if turn <= worker_contexts.MAX_LINKS:
             assert num_stored_tokens == end
     assert num_stored_tokens < 4 * ends[-1]
 

@@ -6,8 +6,8 @@ import functools
 import pytest
 import torch
 
-from vllm_relay.long_context.host import pending_writes
-from vllm_relay.long_context.host.pending_writes import PendingWrites
+from vllm_relay.long_context.host import device_copies
+from vllm_relay.long_context.host.device_copies import PendingWrites
 
 
 class Copy:
@@ -48,7 +48,7 @@ def test_writes_of_a_layer_are_finished_in_order_once() -> None:
 
 
 def test_the_oldest_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pending_writes, "MAX_PENDING_BYTES", 100)
+    monkeypatch.setattr(device_copies, "MAX_PENDING_BYTES", 100)
     writes = PendingWrites()
     written = add(writes, "a", 1, 2, num_bytes=50)
     assert written == []

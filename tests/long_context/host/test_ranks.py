@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.vllm_processes import context
 from tests.support.waiting import WAIT_S
-from vllm_relay.long_context.host.ranks import lost_in_any_rank
+from vllm_relay.long_context.host.worker import lost_in_any_rank
 
 STEPS: list[list[dict[str, str]]] = [
     [{}, {}],

@@ -142,7 +142,7 @@ def host_part(row: MirroredRow, layer_name: str, keys: torch.Tensor) -> HostPart
     return HostPart(
         own=row.sequence.layer(layer_name, keys),
         context=row.request.context,
-        layer=row.worker.layer_number(layer_name),
+        layer=row.worker.layer_numbers[layer_name],
         residency=row.residency,
         num_tokens=row.num_tokens,
     )

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from vllm_relay.long_context.host.device_copies import DeviceCopies
+from vllm_relay.long_context.host.device_copies import DeviceCopies, PendingWrites
 from vllm_relay.long_context.host.host_sequence import HostLayer
-from vllm_relay.long_context.host.pending_writes import PendingWrites
 from vllm_relay.long_context.host.worker import MirroredRow
 
 GATHERED_TOKENS = 4096

@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from vllm_relay.config import RelayConfig
+from vllm_relay.long_context.host.device_copies import PendingWrites
 from vllm_relay.long_context.host.host_sequence import EncodingBudget, HostSequence, SequencePlace
 from vllm_relay.long_context.host.index_builders import start_builders
 from vllm_relay.long_context.host.mapped_memory import return_free_memory
-from vllm_relay.long_context.host.pending_writes import PendingWrites
-from vllm_relay.long_context.host.ranks import lost_in_any_rank
 from vllm_relay.long_context.host.worker_contexts import WorkerContexts, db_options
 from vllm_relay.long_context.orders import Placement, StepOrders, asks_to_be_kept, orders_of
 from vllm_relay.long_context.scheduling.kv_cache_spec import RelaySparseSpec
 from vllm_relay.long_context.stats import LongContextStats
 from vllm_relay.long_context.window import Residency, WindowPolicy
+from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint
 from vllm_relay.sparse.contexts.context_store import StoredContext
 from vllm_relay.sparse.contexts.disk.context_folder import rank_folder
 from vllm_relay.sparse.contexts.model_fingerprint import (
@@ -122,6 +123,7 @@ class LongContextWorker:
 
     Attributes:
         readers: those of `requests` that go on behind a stored context.
+        layer_numbers: of its layers, in stored contexts.
     """
 
     requests: dict[str, LongRequest] = field(default_factory=dict)
@@ -135,7 +137,7 @@ class LongContextWorker:
     max_model_len: int = 0
     _not_kept: dict[str, str] = field(default_factory=dict)  # request -> context
     _reads_contexts: bool = False  # since statistics were taken; equal in all ranks
-    _layer_numbers: dict[str, int] = field(default_factory=dict)
+    layer_numbers: dict[str, int] = field(default_factory=dict)
     _spec: RelaySparseSpec | None = None
     _is_searched: bool = True
     _plans_indexes: bool = True
@@ -147,26 +149,57 @@ class LongContextWorker:
     ) -> None:
         """The engine's layers whose tokens leave the device: those of one KV cache group."""
         self.close_contexts()
-        self._close_builders()
+        if self._builders is not None:
+            self._builders.shutdown(wait=False, cancel_futures=True)
+            self._builders = None
         self.requests.clear()
         self.readers.clear()
         self.pending_writes = PendingWrites()
         self._spec = spec
         self._is_searched = options.alpha > 0
         self._plans_indexes = db_options(options).index == "auto"
-        self._layer_numbers = {name: number for number, name in enumerate(layer_names)}
-
-    def layer_number(self, name: str) -> int:
-        """Of a layer, in stored contexts."""
-        return self._layer_numbers[name]
+        self.layer_numbers = {name: number for number, name in enumerate(layer_names)}
 
     def open_contexts(self, worker: Any) -> WorkerContexts:
         """The contexts of this worker, and of its folder; read at the first call."""
         if self.contexts is None:
-            self.contexts = _open_contexts(
-                worker, self._spec, list(self._layer_numbers), self._open_builders(worker)
+            if self._spec is None:
+                raise RuntimeError("the layers of RELAY_SPARSE are not set up yet")
+            options = RelayConfig.from_vllm_config(worker.vllm_config)
+            num_ranks = worker.vllm_config.parallel_config.tensor_parallel_size
+            path = None
+            if options.context_dir is not None:
+                folder = Path(options.context_dir).expanduser()
+                path = rank_folder(folder, worker.rank % num_ranks, num_ranks)
+            if self._builders is None:
+                self._builders = start_builders(options.index_threads)
+            self.contexts = WorkerContexts(
+                path,
+                self._fingerprint(worker, worker.rank % num_ranks, num_ranks),
+                list(self.layer_numbers),
+                db_options(options),
+                self._builders,
             )
         return self.contexts
+
+    def _fingerprint(self, worker: Any, rank: int, num_ranks: int) -> ContextFingerprint:
+        """Whose keys and values the worker computes."""
+        assert self._spec is not None
+        model_config = worker.vllm_config.model_config
+        fields = {
+            **config_fingerprint(model_config.hf_text_config),
+            "weights": weights_digest(worker.model_runner.get_model()),
+            "quantization": model_config.quantization,
+            "rank": [rank, num_ranks],
+        }
+        return fingerprint_of(
+            str(model_config.hf_text_config.model_type),
+            fields,
+            num_layers=len(self.layer_numbers),
+            num_kv_heads=self._spec.num_kv_heads,
+            head_size=self._spec.head_size,
+            dtype=self._spec.dtype,
+        )
 
     def take_stats(self) -> LongContextStats:
         """What was counted since the last call."""
@@ -241,23 +274,13 @@ class LongContextWorker:
         if frees_memory or any(each.computes_prompt for each in self.requests.values()):
             return_free_memory()
 
-    def _open_builders(self, worker: Any) -> ThreadPoolExecutor:
-        if self._builders is None:
-            options = RelayConfig.from_vllm_config(worker.vllm_config)
-            self._builders = start_builders(options.index_threads)
-        return self._builders
-
-    def _close_builders(self) -> None:
-        if self._builders is not None:
-            self._builders.shutdown(wait=False, cancel_futures=True)
-            self._builders = None
-
     def _new_request(self, new: Any) -> LongRequest:
         params = new.sampling_params
         max_tokens = getattr(params, "max_tokens", None)
+        prompt = new.prompt_embeds if new.prompt_token_ids is None else new.prompt_token_ids
         return LongRequest(
             id=new.req_id,
-            num_prompt_tokens=_num_prompt_tokens(new),
+            num_prompt_tokens=len(prompt),
             max_tokens=self.max_model_len if max_tokens is None else max_tokens,
             trains_indexes=self._plans_indexes and asks_to_be_kept(params),
         )
@@ -340,43 +363,22 @@ class LongContextWorker:
         return request.sequence
 
 
-def _num_prompt_tokens(new_request: Any) -> int:
-    if new_request.prompt_token_ids is not None:
-        return len(new_request.prompt_token_ids)
-    return new_request.prompt_embeds.shape[0]
+def lost_in_any_rank(lost: dict[str, str]) -> dict[str, str]:
+    """Requests whose context one of the tensor parallel ranks cannot read, with the ids of the
+    contexts: each has a part of every context, and the scheduler hears the first one only. All
+    ranks call it in the same step."""
+    from vllm.distributed import get_tp_group
 
-
-def _open_contexts(
-    worker: Any,
-    spec: RelaySparseSpec | None,
-    layer_names: Sequence[str],
-    builders: ThreadPoolExecutor,
-) -> WorkerContexts:
-    if spec is None:
-        raise RuntimeError("the layers of RELAY_SPARSE are not set up yet")
-    vllm_config = worker.vllm_config
-    options = RelayConfig.from_vllm_config(vllm_config)
-    num_ranks = vllm_config.parallel_config.tensor_parallel_size
-    rank = worker.rank % num_ranks
-    path = None
-    if options.context_dir is not None:
-        path = rank_folder(Path(options.context_dir).expanduser(), rank, num_ranks)
-    config = vllm_config.model_config.hf_text_config
-    fields = {
-        **config_fingerprint(config),
-        "weights": weights_digest(worker.model_runner.get_model()),
-        "quantization": vllm_config.model_config.quantization,
-        "rank": [rank, num_ranks],
-    }
-    fingerprint = fingerprint_of(
-        str(config.model_type),
-        fields,
-        num_layers=len(layer_names),
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        dtype=spec.dtype,
-    )
-    return WorkerContexts(path, fingerprint, layer_names, db_options(options), builders)
+    group = get_tp_group()
+    if group.world_size == 1:
+        return lost
+    num_lost = torch.tensor([len(lost)])
+    torch.distributed.all_reduce(num_lost, group=group.cpu_group)
+    if not num_lost.item():
+        return lost
+    parts: list[dict[str, str]] = [{}] * group.world_size
+    torch.distributed.all_gather_object(parts, lost, group=group.cpu_group)
+    return {request_id: each for part in parts for request_id, each in part.items()}
 
 
 _ATTRIBUTE = "relay_long_context_worker"
