@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 
 
 def check_context_dir(vllm_config: VllmConfig, options: RelayConfig) -> None:
-    """Makes the folder if it is missing, for its owner only.
-
-    Raises:
-        ValueError: ``context_dir`` or ``context_disk_gib`` is of no use, with the way out.
-    """
+    """Makes the folder if it is missing, for its owner only. Raises ValueError: ``context_dir`` or
+    ``context_disk_gib`` is of no use, with the way out."""
     if options.context_dir is None:
         if options.context_disk_gib is not None:
             raise ValueError(
@@ -46,11 +43,8 @@ def check_context_dir(vllm_config: VllmConfig, options: RelayConfig) -> None:
 
 
 def check_contexts(vllm_config: VllmConfig, options: RelayConfig) -> None:
-    """Refuse ``contexts`` that no engine of this configuration can keep.
-
-    Raises:
-        ValueError: with the reason and the way out.
-    """
+    """Refuse ``contexts`` that no engine of this configuration can keep. Raises ValueError: with
+    the reason and the way out."""
     engines, reason = vllm_config.parallel_config.data_parallel_size, _model_reason(vllm_config)
     check_texts(
         vllm_config,

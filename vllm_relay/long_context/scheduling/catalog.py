@@ -128,11 +128,7 @@ class ContextCatalog:
 
     def use(self, context_id: str) -> None:
         """A request reuses the context, and what that continues: these leave later than it, since
-        nothing is freed as long as it is there.
-
-        Raises:
-            KeyError: it is not known.
-        """
+        nothing is freed as long as it is there. Raises KeyError: it is not known."""
         for each in with_parents([self._records[context_id]]):
             self._uses += 1
             each.last_use = self._uses

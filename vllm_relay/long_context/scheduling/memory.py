@@ -20,11 +20,8 @@ def bytes_of_gib(gib: float | None) -> int | None:
 
 
 def capacity_bytes(host_memory_gib: float | None) -> int:
-    """What contexts and requests may take; None: half of what is available now.
-
-    Raises:
-        ValueError: it is more than there is.
-    """
+    """What contexts and requests may take; None: half of what is available now. Raises ValueError:
+    it is more than there is."""
     num_bytes, total = bytes_of_gib(host_memory_gib), total_bytes()
     if num_bytes is None:
         return available_bytes() // 2

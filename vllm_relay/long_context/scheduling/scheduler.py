@@ -42,12 +42,9 @@ class HostBlocks(KVCacheBlocks):
 
 
 class LongContextScheduler:
-    """Beside one vLLM scheduler, whose KV cache manager asks it.
-
-    Raises:
-        ValueError: no layer's tokens can leave the device, or the host memory is more than there
-            is, or does not suffice for the longest request.
-    """
+    """Beside one vLLM scheduler, whose KV cache manager asks it. Raises ValueError: no layer's
+    tokens can leave the device, or the host memory is more than there is, or does not suffice for
+    the longest request."""
 
     def __init__(self, scheduler: Any) -> None:
         options = RelayConfig.from_vllm_config(scheduler.vllm_config)

@@ -51,11 +51,8 @@ class StoredContext(ABC):
     threads.
 
     A context may continue another: then it has states of the tokens behind its parent's only, its
-    own ones, and keeps the parent whole as long as it lives.
-
-    Raises:
-        IndexDamagedError: what would have been read is damaged.
-    """
+    own ones, and keeps the parent whole as long as it lives. Raises IndexDamagedError: what would
+    have been read is damaged."""
 
     id: str
     tokens: np.ndarray

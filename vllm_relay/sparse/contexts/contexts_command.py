@@ -189,11 +189,8 @@ def _verify(path: Path) -> dict[str, Any]:
 
 
 def _verify_parent(context: ContextFile) -> None:
-    """Reads every byte of what a context continues, too; a damaged one is named.
-
-    Raises:
-        IndexDamagedError: there is something wrong with one of them.
-    """
+    """Reads every byte of what a context continues, too; a damaged one is named. Raises
+    IndexDamagedError: there is something wrong with one of them."""
     if context.parent is None:
         return
     path = parent_path(context.path.parent, context.parent.context_id)

@@ -116,11 +116,8 @@ class ModelBinding:
         return num_heads // num_kv_heads if num_heads and num_kv_heads else 1
 
     def check(self, config: Any) -> None:
-        """Binds to a model's configuration, or compares with the one bound to.
-
-        Raises:
-            ValueError: lists the fields that differ.
-        """
+        """Binds to a model's configuration, or compares with the one bound to. Raises ValueError:
+        lists the fields that differ."""
         given = config_fingerprint(config)
         with self._lock:
             if self.fingerprint is None:

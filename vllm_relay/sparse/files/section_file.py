@@ -135,11 +135,8 @@ class SectionFile:
         """Sections as arrays, under other names: `names[name of the array]` is the section.
 
         Those in `by_row` are not verified where that saves reading them as a whole, but have a
-        guard, which verifies a row at its first touch. These guards come second.
-
-        Raises:
-            IndexDamagedError, KeyError: as for an array.
-        """
+        guard, which verifies a row at its first touch. These guards come second. Raises
+        IndexDamagedError, KeyError: as for an array."""
         arrays, guards = {}, {}
         for name, section_name in names.items():
             reader = self._reader(section_name)
@@ -155,11 +152,8 @@ class SectionFile:
         self._opened()[0].check_size()
 
     def verify(self) -> None:
-        """Reads every section from beginning to end, whatever was verified before.
-
-        Raises:
-            IndexDamagedError: lists one page of each damaged section.
-        """
+        """Reads every section from beginning to end, whatever was verified before. Raises
+        IndexDamagedError: lists one page of each damaged section."""
         damages = []
         for name in self.sections:
             try:

@@ -208,10 +208,7 @@ def decode_fixed_header(data: bytes, file_bytes: int) -> FixedHeader:
 
 
 def encode_metadata(header: Mapping[str, Any], sections: list[Section]) -> bytes:
-    """
-    Raises:
-        ValueError: the header is not what JSON can hold.
-    """
+    """Raises ValueError: the header is not what JSON can hold."""
     check_json("header", header)
     entries = [astuple(section) for section in sections]
     columns = {name: [entry[i] for entry in entries] for i, name in enumerate(_COLUMNS)}
@@ -224,10 +221,7 @@ def encode_metadata(header: Mapping[str, Any], sections: list[Section]) -> bytes
 def decode_metadata(
     data: bytes, fixed: FixedHeader
 ) -> tuple[dict[str, Any], Mapping[str, Section]]:
-    """
-    Raises:
-        IndexDamagedError: says what was found and expected; the caller names the file.
-    """
+    """Raises IndexDamagedError: says what was found and expected; the caller names the file."""
     found = crc32c(data)
     if found != fixed.metadata_crc:
         raise IndexDamagedError(
@@ -272,12 +266,9 @@ def check_name(name: object) -> None:
 
 
 class SectionTable(Mapping[str, Section]):
-    """The sections of a file by name, in the order they were written. A context has thousands:
-    they are checked column by column, and made when they are asked for.
-
-    Raises:
-        IndexDamagedError: a column is missing, an entry unusable, or two sections overlap.
-    """
+    """The sections of a file by name, in the order they were written. A context has thousands: they
+    are checked column by column, and made when they are asked for. Raises IndexDamagedError: a
+    column is missing, an entry unusable, or two sections overlap."""
 
     def __init__(self, columns: dict[str, Any], fixed: FixedHeader) -> None:
         lists: list[list[Any]] = []

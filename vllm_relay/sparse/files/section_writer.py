@@ -217,11 +217,8 @@ class SectionStream:
         self._page_crc = 0  # of what the page that is begun holds so far
 
     def write(self, part: np.ndarray) -> None:
-        """Writes rows that follow, or any other part of the section in C order.
-
-        Raises:
-            ValueError: another dtype than the section's, or more than its shape holds.
-        """
+        """Writes rows that follow, or any other part of the section in C order. Raises ValueError:
+        another dtype than the section's, or more than its shape holds."""
         part = np.asarray(part)
         section = self._section
         if part.dtype.newbyteorder("=") != section.dtype:
@@ -255,11 +252,7 @@ class SectionStream:
             data = data[len(taken) :]
 
     def finish(self) -> np.ndarray:
-        """The page checksums.
-
-        Raises:
-            ValueError: less was written than the shape holds.
-        """
+        """The page checksums. Raises ValueError: less was written than the shape holds."""
         if self._written_bytes != self._section.num_bytes:
             raise ValueError(
                 f"section {self._section.name!r}: {self._written_bytes} bytes were written, "

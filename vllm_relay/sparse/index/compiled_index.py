@@ -97,11 +97,8 @@ class CompiledIndex(KeyIndex):
         return self._codes.key_set(self._keys, codes, key_guard=key_guard, code_guard=code_guard)
 
     def _verify(self, *names: str) -> None:
-        """Makes sure that these arrays, or all, are whole: they may lie in a file.
-
-        Raises:
-            IndexDamagedError: names file, section and page.
-        """
+        """Makes sure that these arrays, or all, are whole: they may lie in a file. Raises
+        IndexDamagedError: names file, section and page."""
         for name in names or self._guards:
             if name in self._guards:
                 self._guards[name].verify_all()
@@ -146,11 +143,8 @@ class CompiledIndex(KeyIndex):
 
     @abstractmethod
     def _has_codes(self, rows: np.ndarray) -> bool:
-        """Whether its codes are these, uint8 [n, row_bytes], and all else is right.
-
-        Raises:
-            IndexDamagedError: something else is not.
-        """
+        """Whether its codes are these, uint8 [n, row_bytes], and all else is right. Raises
+        IndexDamagedError: something else is not."""
 
     def to_arrays(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         self._verify()
@@ -191,10 +185,7 @@ class CompiledIndex(KeyIndex):
     @abstractmethod
     def _fits(self, settings: dict[str, Any], arrays: dict[str, np.ndarray]) -> bool:
         """Whether a search may go by these settings and `own_arrays`; keys and codes are there.
-
-        Raises:
-            IndexDamagedError, KeyError, TypeError, ValueError: why not.
-        """
+        Raises IndexDamagedError, KeyError, TypeError, ValueError: why not."""
 
     def search(
         self,

@@ -73,11 +73,8 @@ def encode(keys: Elements, threads: int) -> tuple[KeyCodes, np.ndarray]:
 
     A dimension's range is six deviations of its values, estimated by quantiles so that a few
     outliers do not spoil it, or wider until at most `MAX_OUTSIDE` keys, and an eighth of all, do
-    not fit.
-
-    Raises:
-        ValueError: a key is not finite, or so large that differences of keys may overflow.
-    """
+    not fit. Raises ValueError: a key is not finite, or so large that differences of keys may
+    overflow."""
     n, d = keys.shape
     mean, low, high = _moments(keys)
     sample = keys.data[np.linspace(0, n - 1, min(n, _SAMPLE_KEYS)).astype(np.int64)]
@@ -198,11 +195,8 @@ def blocks_in_order(codes: np.ndarray) -> np.ndarray:
 
 
 def check_codes(keys: Elements, codes: KeyCodes) -> np.ndarray:
-    """The codes uint8 [n, row_bytes] that `keys` have under `codes`.
-
-    Raises:
-        IndexDamagedError: a key is not finite, or `codes` is not true of the keys.
-    """
+    """The codes uint8 [n, row_bytes] that `keys` have under `codes`. Raises IndexDamagedError: a
+    key is not finite, or `codes` is not true of the keys."""
     try:
         check_finite("keys", keys)
     except ValueError as error:
@@ -223,12 +217,8 @@ def check_codes(keys: Elements, codes: KeyCodes) -> np.ndarray:
 def restore_codes(
     settings: dict[str, Any], arrays: dict[str, np.ndarray]
 ) -> tuple[Elements, KeyCodes]:
-    """Keys and their encoding from what an index keeps of them.
-
-    Raises:
-        IndexDamagedError, KeyError, TypeError, ValueError, OverflowError: something is missing or
-            does not fit.
-    """
+    """Keys and their encoding from what an index keeps of them. Raises IndexDamagedError, KeyError,
+    TypeError, ValueError, OverflowError: something is missing or does not fit."""
     keys = Elements(arrays["keys"], settings["dtype"])
     mean, step, outside = arrays["mean"], arrays["step"], arrays["outside"]
     longest, longest_error = float(settings["longest"]), float(settings["longest_error"])

@@ -59,10 +59,7 @@ class HeadPlan:
 
     @classmethod
     def from_json(cls, content: Any) -> HeadPlan:
-        """
-        Raises:
-            ValueError: not what `to_json` returned.
-        """
+        """Raises ValueError: not what `to_json` returned."""
         try:
             by_prefix = tuple(
                 (length, None if query is None else _query_from_json(query))

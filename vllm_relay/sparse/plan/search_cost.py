@@ -76,10 +76,8 @@ class KindCost:
                 raise ValueError(f"{name} is {value!r}, expected a number from 0")
 
     def time_us(self, work: SearchWork, code_scale: float, row_scale: float) -> float:
-        """
-        Args:
-            code_scale, row_scale: how many times larger codes and rows are than those measured.
-        """
+        """Args: code_scale, row_scale: how many times larger codes and rows are than those
+        measured."""
         return (
             self.call_us
             + self.query_us * work.group
@@ -146,10 +144,7 @@ class SearchCost:
 
     @classmethod
     def from_json(cls, content: Any) -> SearchCost:
-        """
-        Raises:
-            ValueError: not what `to_json` returned.
-        """
+        """Raises ValueError: not what `to_json` returned."""
         known = {field.name for field in fields(KindCost)}
         try:
             kinds = {}
@@ -195,11 +190,8 @@ def load_costs(folder: Path | None = None) -> SearchCost:
 
 
 def read_costs(path: Path) -> SearchCost:
-    """The costs in a file that `write_costs` made.
-
-    Raises:
-        ValueError: the file is no such file; the message names it.
-    """
+    """The costs in a file that `write_costs` made. Raises ValueError: the file is no such file; the
+    message names it."""
     try:
         content = json.loads(path.read_text())
         if not isinstance(content, dict) or content.get("format") != FILE_FORMAT:

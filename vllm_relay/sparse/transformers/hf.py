@@ -43,11 +43,8 @@ def relay_sparse_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`Session.attention` where the cache is a `Session`, otherwise transformers' sdpa.
-
-    Raises:
-        ValueError: what a session cannot compute exactly; names it.
-    """
+    """`Session.attention` where the cache is a `Session`, otherwise transformers' sdpa. Raises
+    ValueError: what a session cannot compute exactly; names it."""
     if not isinstance(key, SessionStates):
         return sdpa_attention_forward(
             module,
@@ -94,11 +91,8 @@ def relay_sparse_attention(
 def relay_sparse_mask(
     batch_size: int, q_length: int, kv_length: int, **kwargs: Any
 ) -> torch.Tensor | None:
-    """transformers' mask for sdpa; none where a `Session` needs none.
-
-    Raises:
-        ValueError: padding, or a mask that is not causal, with a session.
-    """
+    """transformers' mask for sdpa; none where a `Session` needs none. Raises ValueError: padding,
+    or a mask that is not causal, with a session."""
     if not isinstance(kv_length, SessionLength):
         return sdpa_mask(batch_size, q_length, kv_length, **kwargs)
     if not kwargs.get("allow_is_causal_skip", True):

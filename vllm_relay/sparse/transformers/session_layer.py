@@ -82,11 +82,8 @@ class SessionLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends the states of new tokens, [1, kv_heads, new tokens, size].
-
-        Raises:
-            ValueError: a batch, gradients, or states that do not fit those before.
-        """
+        """Appends the states of new tokens, [1, kv_heads, new tokens, size]. Raises ValueError: a
+        batch, gradients, or states that do not fit those before."""
         self._check(key_states, value_states)
         if self._local is None:
             self.lazy_initialization(key_states, value_states)
@@ -155,11 +152,8 @@ class SessionLayer(CacheLayerMixin):
         return torch.cat([old[0], new[0]], 1), torch.cat([old[1], new[1]], 1)
 
     def elements(self) -> list[tuple[Elements, Elements]]:
-        """Copies of the keys and values of all tokens, for each kv head [tokens, size].
-
-        Raises:
-            ValueError: of a dtype that contexts are not kept in.
-        """
+        """Copies of the keys and values of all tokens, for each kv head [tokens, size]. Raises
+        ValueError: of a dtype that contexts are not kept in."""
         name = f"layer {self.layer_idx}"
         return [
             (copied_elements(f"{name}: keys", keys), copied_elements(f"{name}: values", values))

@@ -194,11 +194,8 @@ class ContextFile:
         return arrays.get("keys") == f"{place}/keys"
 
     def verify(self) -> None:
-        """Reads every byte, and computes the hashes of the tokens again.
-
-        Raises:
-            IndexDamagedError: lists what is damaged.
-        """
+        """Reads every byte, and computes the hashes of the tokens again. Raises IndexDamagedError:
+        lists what is damaged."""
         self.file.verify()
         if self.tokens.min() < 0:
             raise IndexDamagedError(f"{self.path}: tokens hold the negative id {self.tokens.min()}")

@@ -48,11 +48,7 @@ class FoundContext:
 
 def make_private_folder(folder: Path) -> None:
     """Contexts tell what prompts said: a folder that is made is for its owner only. One that is
-    there stays as it is.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    there stays as it is. Raises OSError: it cannot be made."""
     if not folder.parent.exists():
         make_private_folder(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -132,11 +128,8 @@ def delete_context(
 def delete_unused_links(
     folder: Path, held: Collection[str] = (), parent_id: Callable[[Path], str | None] = parent_id_of
 ) -> list[Path]:
-    """Deletes the links that no context needs, and returns them. Args: as `delete_context`.
-
-    Raises:
-        OSError: a file cannot be deleted.
-    """
+    """Deletes the links that no context needs, and returns them. Args: as `delete_context`. Raises
+    OSError: a file cannot be deleted."""
     links = {each.stem: each for each in folder.glob(f"*{LINK_SUFFIX}")}
     if not links:
         return []
