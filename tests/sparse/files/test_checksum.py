@@ -4,11 +4,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from vllm_relay._C import find_damage
 from vllm_relay.sparse.files.checksum import (
-    PageDamage,
     checksum_pages,
     crc32c,
-    find_damage,
     kernels,
 )
 
@@ -83,11 +82,11 @@ def test_arrays_of_any_dtype_count_as_their_bytes() -> None:
 
 def test_the_first_damaged_page_is_found() -> None:
     data, checksums = RANDOM.copy(), checksum_pages(RANDOM, 512)
-    assert find_damage(data, 512, checksums) is None
+    assert find_damage(data, 512, checksums) == (-1, 0)
     for page in (len(checksums) - 1, 38, 7):
         data[page * 512 + 11] ^= 4
         found = crc32c(data[page * 512 : (page + 1) * 512])
-        assert find_damage(data, 512, checksums) == PageDamage(page, found)
+        assert find_damage(data, 512, checksums) == (page, found)
 
 
 def test_wrong_counts_of_checksums_are_refused() -> None:

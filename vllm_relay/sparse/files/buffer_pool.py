@@ -12,7 +12,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,7 +26,7 @@ class BufferPoolFullError(RuntimeError):
     """What is in use leaves no room for what is asked for."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class BufferPoolStats:
     """Since the pool was made; `held_bytes` and `pinned_bytes` are those of now.
 
@@ -77,7 +77,7 @@ class BufferPool:
         if isinstance(limit_bytes, bool) or not isinstance(limit_bytes, int) or limit_bytes < 1:
             raise ValueError(f"limit_bytes is {limit_bytes!r}, expected a whole number >= 1")
         self.limit_bytes = limit_bytes
-        self._hits = self._misses = self._read_bytes = self._evictions = 0
+        self._stats = BufferPoolStats()
         self._entries: dict[_Key, _Entry] = {}
         # of those that nobody uses, by class, least recently used first
         self._idle: dict[str, OrderedDict[_Key, None]] = {
@@ -88,20 +88,13 @@ class BufferPool:
         self._dropped_owners: deque[Hashable] = deque()
         self._condition = threading.Condition()
         self._pinned_here = threading.local()
-        self._held_bytes = self._pinned_bytes = self._leased_bytes = 0
+        self._leased_bytes = 0
 
     @property
     def stats(self) -> BufferPoolStats:
         with self._condition:
             self._apply_changes()
-            return BufferPoolStats(
-                self._hits,
-                self._misses,
-                self._read_bytes,
-                self._evictions,
-                self._held_bytes,
-                self._pinned_bytes,
-            )
+            return replace(self._stats)
 
     @contextmanager
     def pinned(
@@ -112,14 +105,12 @@ class BufferPool:
         page_class: str,
         load: Callable[[memoryview], None],
     ) -> Iterator[np.ndarray]:
-        """The bytes as read-only uint8 [num_bytes], valid inside the `with` block.
+        """The bytes `key` of `owner` as read-only uint8 [num_bytes], valid inside the `with` block.
 
         Waits while other threads use the room. A thread may have one block at a time: two that each
         hold one and wait for another would wait forever.
 
         Args:
-            owner: whose bytes they are, as for `drop`.
-            key: which of them.
             load: fills the memory where the bytes are not in the pool; may raise.
 
         Raises:
@@ -175,12 +166,12 @@ class BufferPool:
         with self._condition:
             entry = self._wait_for_entry(key, num_bytes, is_lease)
             if entry is not None:
-                self._hits += 1
+                self._stats.hits += 1
                 return entry
             entry = _Entry(key, aligned_empty((num_bytes,), np.uint8).data, page_class)
             self._entries[key] = entry
-            self._held_bytes += num_bytes
-            self._pinned_bytes += num_bytes
+            self._stats.held_bytes += num_bytes
+            self._stats.pinned_bytes += num_bytes
             if is_lease:
                 entry.leases = 1
                 self._leased_bytes += num_bytes
@@ -196,8 +187,8 @@ class BufferPool:
             raise
         with self._condition:
             entry.is_loaded = True
-            self._misses += 1
-            self._read_bytes += num_bytes
+            self._stats.misses += 1
+            self._stats.read_bytes += num_bytes
             self._condition.notify_all()
         return entry
 
@@ -221,7 +212,7 @@ class BufferPool:
     def _pin_again(self, entry: _Entry, is_lease: bool) -> None:
         if entry.pins == 0:
             del self._idle[entry.page_class][entry.key]
-            self._pinned_bytes += entry.num_bytes
+            self._stats.pinned_bytes += entry.num_bytes
         entry.pins += 1
         if is_lease:
             self._leased_bytes += entry.num_bytes if entry.leases == 0 else 0
@@ -230,7 +221,7 @@ class BufferPool:
     def _unpin(self, entry: _Entry) -> None:
         entry.pins -= 1
         if entry.pins == 0:
-            self._pinned_bytes -= entry.num_bytes
+            self._stats.pinned_bytes -= entry.num_bytes
             if entry.is_kept:
                 self._idle[entry.page_class][entry.key] = None
             else:
@@ -243,20 +234,20 @@ class BufferPool:
         self._unpin(entry)
 
     def _make_room(self, num_bytes: int) -> bool:
-        if self._pinned_bytes + num_bytes > self.limit_bytes:
+        if self._stats.pinned_bytes + num_bytes > self.limit_bytes:
             return False
         for page_class in PAGE_CLASSES:
             idle = self._idle[page_class]
-            while idle and self._held_bytes + num_bytes > self.limit_bytes:
+            while idle and self._stats.held_bytes + num_bytes > self.limit_bytes:
                 key, _ = idle.popitem(last=False)
                 self._remove(self._entries[key])
-                self._evictions += 1
+                self._stats.evictions += 1
         return True
 
     def _remove(self, entry: _Entry) -> None:
         if self._entries.get(entry.key) is entry:
             del self._entries[entry.key]
-        self._held_bytes -= entry.num_bytes
+        self._stats.held_bytes -= entry.num_bytes
 
     def _apply_changes(self) -> None:
         while self._ended_leases:

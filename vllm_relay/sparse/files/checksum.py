@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,15 +16,9 @@ def kernels() -> list[str]:
 
 
 def crc32c(data: Any, crc: int = 0, *, kernel: str = "auto") -> int:
-    """CRC-32C (Castagnoli, as in RFC 3720) of what gave `crc`, followed by `data`.
-
-    Args:
-        data: bytes, any other C-contiguous buffer or array.
-        kernel: one of `kernels()`; "auto" takes the best one.
-
-    Raises:
-        ValueError: the kernel is not among those.
-    """
+    """CRC-32C (Castagnoli, as in RFC 3720) of what gave `crc`, followed by `data`: bytes, any other
+    C-contiguous buffer or array. Raises ValueError: `kernel` is not one of `kernels()`, of which
+    "auto" takes the best one."""
     return _C.crc32c(bytes_of(data), crc, kernel)
 
 
@@ -34,24 +28,6 @@ def checksum_pages(data: Any, page_bytes: int) -> np.ndarray:
     checksums = np.empty(-(-len(flat) // page_bytes), np.uint32)
     _C.checksum_pages(flat, page_bytes, checksums)
     return checksums
-
-
-class PageDamage(NamedTuple):
-    """`found`: the page's checksum as it is."""
-
-    page: int
-    found: int
-
-
-def find_damage(data: np.ndarray, page_bytes: int, checksums: np.ndarray) -> PageDamage | None:
-    """The first page that differs from its checksum.
-
-    Args:
-        data: uint8 [bytes].
-        checksums: uint32 [pages].
-    """
-    page, found = _C.find_damage(data, page_bytes, checksums)
-    return None if page < 0 else PageDamage(page, found)
 
 
 def bytes_of(data: Any) -> np.ndarray:

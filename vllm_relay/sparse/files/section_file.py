@@ -41,10 +41,8 @@ class SectionFile:
     """An open section file. For any number of threads.
 
     Attributes:
-        path: of the file.
         header: what its writer gave.
         sections: by name, in the order they were written.
-        num_bytes: of the file.
     """
 
     def __init__(
@@ -107,9 +105,7 @@ class SectionFile:
         return name in self.sections
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """The section as a read-only array, valid also after `close`.
-
-        Its checksums are verified before the first array of it is handed out.
+        """The section as a read-only array, verified, valid also after `close`.
 
         Raises:
             IndexDamagedError: names section and page.

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from vllm_relay._C import PageGuard
+from vllm_relay._C import PageGuard, find_damage
 from vllm_relay.sparse.files.buffer_pool import BufferPool
-from vllm_relay.sparse.files.checksum import crc32c, find_damage
+from vllm_relay.sparse.files.checksum import crc32c
 from vllm_relay.sparse.files.damage import IndexDamagedError
 from vllm_relay.sparse.files.section_table import LARGE_SECTION_BYTES, Section
 
@@ -162,14 +162,10 @@ class SectionReader(ABC):
         self.file.read_into(buffer, section.offset_bytes + begin)
         first_page, num_pages = begin // section.page_bytes, -(-len(buffer) // section.page_bytes)
         checksums = self._page_checksums()
-        damage = find_damage(
-            np.frombuffer(buffer, np.uint8),
-            section.page_bytes,
-            checksums[first_page : first_page + num_pages],
-        )
-        if damage is not None:
-            page = first_page + damage.page
-            raise _damaged_page(self.file.path, section, checksums, page, damage.found)
+        expected = checksums[first_page : first_page + num_pages]
+        page, found = find_damage(np.frombuffer(buffer, np.uint8), section.page_bytes, expected)
+        if page >= 0:
+            raise _damaged_page(self.file.path, section, checksums, first_page + page, found)
 
     def _page_checksums(self) -> np.ndarray:
         """uint32 [pages], themselves verified."""

@@ -95,13 +95,8 @@ _COLUMNS: dict[str, tuple[Callable[[object], bool], str]] = {
 
 @dataclass(frozen=True)
 class Section:
-    """Where an array lies in the file, and how to tell whether it is whole.
-
-    Attributes:
-        page_bytes: what one checksum covers.
-        offset_bytes, checksums_offset_bytes: from the beginning of the file.
-        checksums_crc: CRC-32C of the section's page checksums.
-    """
+    """Where an array lies in the file, and how to tell whether it is whole: `page_bytes` is what
+    one checksum covers, `checksums_crc` the CRC-32C of the section's page checksums."""
 
     name: str
     dtype: np.dtype
@@ -163,14 +158,9 @@ def encode_fixed_header(fixed: FixedHeader) -> bytes:
 
 
 def decode_fixed_header(data: bytes, file_bytes: int) -> FixedHeader:
-    """
-    Args:
-        data: the first `FIXED_HEADER_BYTES` bytes of the file, or all where there are fewer.
-        file_bytes: the size of the file.
-
-    Raises:
-        IndexDamagedError: says what was found and expected; the caller names the file.
-    """
+    """Args: data: the first `FIXED_HEADER_BYTES` bytes of a file of `file_bytes`, or all where
+    there are fewer. Raises IndexDamagedError: what was found and expected; the caller names the
+    file."""
     if data[: len(MAGIC)] != MAGIC:
         raise IndexDamagedError(
             f"begins with {data[: len(MAGIC)]!r}, expected {MAGIC!r}: not a section file"

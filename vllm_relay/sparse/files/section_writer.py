@@ -46,11 +46,9 @@ UNFINISHED_PREFIX, UNFINISHED_SUFFIX = ".relay-", ".unfinished"
 def write_sections(
     path: str | Path, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 ) -> None:
-    """Writes `arrays` into one file, atomically: `path` holds what it held before, or all of them.
-
-    Args:
-        header: what JSON can hold; `SectionFile.header` gives it back (tuples as lists).
-        arrays: of any shape and of a dtype in `section_table.DTYPES`.
+    """Writes `arrays`, of any shape and a dtype in `section_table.DTYPES`, into one file,
+    atomically: `path` holds what it held before, or all of them. `SectionFile.header` gives the
+    header back.
 
     Raises:
         ValueError: header, name or dtype cannot be stored; names it.
@@ -96,8 +94,7 @@ class SectionWriter:
         self.page_bytes = page_bytes
         if self.path.is_dir():
             raise IsADirectoryError(f"{self.path} is a folder, expected the name of a file")
-        self._sections: list[Section] = []
-        self._checksums: list[np.ndarray] = []
+        self._sections: list[tuple[Section, np.ndarray]] = []  # with their page checksums
         self._names: set[str] = set()
         self._end_bytes = FIXED_HEADER_BYTES
         self._open_section: str | None = None
@@ -148,8 +145,7 @@ class SectionWriter:
         self._open_section = name
         yield stream  # an error goes on to the file's own `with`, which removes it
         self._open_section = None
-        self._checksums.append(stream.finish())
-        self._sections.append(section)
+        self._sections.append((section, stream.finish()))
         self._names.add(name)
         self._end_bytes = offset + num_bytes
 
@@ -159,10 +155,9 @@ class SectionWriter:
             raise ValueError(f"{self.path}: section {self._open_section!r} is not finished")
         end = _rounded_up(self._end_bytes, ALIGNMENT_BYTES)
         sections = []
-        for section, checksums in zip(self._sections, self._checksums, strict=True):
-            sections.append(
-                replace(section, checksums_offset_bytes=end, checksums_crc=crc32c(checksums))
-            )
+        for section, checksums in self._sections:
+            crc = crc32c(checksums)
+            sections.append(replace(section, checksums_offset_bytes=end, checksums_crc=crc))
             write_at(self._descriptor, checksums, end)
             end += checksums.nbytes
         metadata = encode_metadata(self.header, sections)
@@ -172,12 +167,7 @@ class SectionWriter:
                 f"{self.path}: header and section table take {len(metadata)} bytes, expected at "
                 f"most {MAX_METADATA_BYTES}"
             )
-        fixed = FixedHeader(
-            file_bytes=end + len(metadata),
-            metadata_offset_bytes=end,
-            metadata_bytes=len(metadata),
-            metadata_crc=crc32c(metadata),
-        )
+        fixed = FixedHeader(end + len(metadata), end, len(metadata), crc32c(metadata))
         write_at(self._descriptor, encode_fixed_header(fixed), 0)
         os.fsync(self._descriptor)
         os.replace(self._unfinished, self.path)
