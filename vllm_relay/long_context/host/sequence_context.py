@@ -20,7 +20,6 @@ from vllm_relay.sparse.index.compiled_index import CompiledIndex
 from vllm_relay.sparse.index.elements import Elements, copied_elements, elements_of
 from vllm_relay.sparse.index.key_codes import row_bytes
 from vllm_relay.sparse.index.sparse_layer import MEAN_TOKENS, SparseLayer, sparse_layer
-from vllm_relay.sparse.plan.head_plan import HeadPlan
 
 
 class SequenceContext(StoredContext):
@@ -95,9 +94,6 @@ class SequenceContext(StoredContext):
         assert whole is not None
         self._whole[layer] = whole
         self._layers[layer].segments = {}
-
-    def plan(self, layer: int, head: int) -> HeadPlan | None:
-        return None
 
     def train_queries(self, layer: int, head: int) -> Elements | None:
         sample = self._layers[layer].train_queries.sample()

@@ -22,7 +22,7 @@ from vllm_relay.long_context.orders import DELETED, ContextReport, KeptContext
 from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint
 from vllm_relay.sparse.contexts.context_store import (
     ContextStore,
-    HeadStates,
+    Layers,
     MemoryContextStore,
     Parent,
     ParentGoneError,
@@ -85,13 +85,8 @@ class WorkerContexts:
         with self._lock:
             return self._contexts().get(context_id)
 
-    def add(
-        self,
-        tokens: np.ndarray,
-        layers: Sequence[Sequence[HeadStates]],
-        parent: Parent | None = None,
-    ) -> None:
-        """Stores a context, `layers[layer][kv head]`; as a store."""
+    def add(self, tokens: np.ndarray, layers: Layers, parent: Parent | None = None) -> None:
+        """Stores a context; as a store."""
         self._store.add(tokens, layers, parent)
 
     def keep(

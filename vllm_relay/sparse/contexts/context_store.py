@@ -175,9 +175,9 @@ class StoredContext(ABC):
         """Raises IndexDamagedError: its file is shorter than it was; without a file all is well."""
         return
 
-    @abstractmethod
     def plan(self, layer: int, head: int) -> HeadPlan | None:
         """What the queries of a kv head are to ask, if that was planned."""
+        return None
 
     @abstractmethod
     def train_queries(self, layer: int, head: int) -> Elements | None:
@@ -218,6 +218,10 @@ class HeadStates:
     plan: HeadPlan | None = None
 
 
+Layers = Sequence[Sequence[HeadStates]]
+"""`layers[layer][kv head]`"""
+
+
 class ParentGoneError(ValueError):
     """What a context would have continued is not stored any more."""
 
@@ -232,12 +236,9 @@ class ContextStore(ABC):
 
     @abstractmethod
     def add(
-        self,
-        tokens: np.ndarray,
-        layers: Sequence[Sequence[HeadStates]],
-        parent: Parent | None = None,
+        self, tokens: np.ndarray, layers: Layers, parent: Parent | None = None
     ) -> StoredContext:
-        """Keeps a context, `layers[layer][kv head]`; or returns the one with the same tokens.
+        """Keeps a context; or returns the one with the same tokens.
 
         Args:
             tokens: those of the parent included.
@@ -268,17 +269,18 @@ class ContextStore(ABC):
 class MemoryContext(StoredContext):
     """A context in arrays of this process."""
 
-    def __init__(
-        self,
-        context_id: str,
-        tokens: np.ndarray,
-        layers: Sequence[Sequence[HeadStates]],
-        parent: Parent | None = None,
-    ) -> None:
-        self.id = context_id
+    def __init__(self, tokens: np.ndarray, layers: Layers, parent: Parent | None = None) -> None:
+        self.id = context_id_of(tokens)
         self.tokens = tokens
         self.parent = parent
-        self.shape = shape_of(layers)
+        first = layers[0][0]
+        self.shape = ContextShape(
+            num_layers=len(layers),
+            num_kv_heads=len(layers[0]),
+            head_size=first.keys.shape[1],
+            value_size=first.values.shape[1],
+            dtype=first.keys.dtype,
+        )
         self._layers = [list(heads) for heads in layers]
         # at once: the step that reads it first would wait for the means of its values
         self._sparse_layers = [
@@ -324,15 +326,11 @@ class MemoryContextStore(ContextStore):
         self._lock = threading.Lock()
 
     def add(
-        self,
-        tokens: np.ndarray,
-        layers: Sequence[Sequence[HeadStates]],
-        parent: Parent | None = None,
+        self, tokens: np.ndarray, layers: Layers, parent: Parent | None = None
     ) -> StoredContext:
-        context_id = context_id_of(tokens)
-        context = MemoryContext(context_id, tokens, layers, parent)
+        context = MemoryContext(tokens, layers, parent)
         with self._lock:
-            return self._contexts.setdefault(context_id, context)
+            return self._contexts.setdefault(context.id, context)
 
     def parent_here(self, parent: Parent) -> Parent | None:
         with self._lock:
@@ -361,17 +359,6 @@ def _joined(parts: Sequence[Elements]) -> Elements:
     if len(parts) == 1:
         return parts[0]
     return Elements(np.concatenate([each.data for each in parts]), parts[0].dtype)
-
-
-def shape_of(layers: Sequence[Sequence[HeadStates]]) -> ContextShape:
-    first = layers[0][0]
-    return ContextShape(
-        num_layers=len(layers),
-        num_kv_heads=len(layers[0]),
-        head_size=first.keys.shape[1],
-        value_size=first.values.shape[1],
-        dtype=first.keys.dtype,
-    )
 
 
 def num_bytes_of(head: HeadStates) -> int:

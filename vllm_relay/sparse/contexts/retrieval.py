@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -109,8 +109,8 @@ def retrieve(
         threads: None: every core of this thread.
 
     Returns:
-        output float32 [kv_heads, group, value_size] and the natural logarithm of the softmax
-        denominator [kv_heads, group], on the device of `query`.
+        output float32 [kv_heads, group, value_size] and log-sum-exp [kv_heads, group], on the
+        device of `query`.
 
     Source: AlayaDB (2504.10326), section 7.1: the range reaches down from the window's best key,
         and a token limit filters the keys of a context of which a part is reused.
@@ -192,10 +192,11 @@ def _reaches(planned: QueryType | None, query: QueryType) -> bool:
 def _query_type(query: QueryType, options: DBOptions, scale: float) -> QueryType:
     limits = [query.max_dropped_mass, options.max_dropped_mass]
     given = [limit for limit in limits if limit is not None]
-    if given and isinstance(query, Dipr):
-        query = replace(query, max_dropped_mass=min(given), estimate=False)
-    elif given:
-        query = replace(query, max_dropped_mass=min(given))
+    if given:
+        bounded: dict[str, Any] = {"max_dropped_mass": min(given)}
+        if isinstance(query, Dipr):
+            bounded["estimate"] = False
+        query = replace(query, **bounded)
     return query if query.scale is not None else replace(query, scale=scale)
 
 

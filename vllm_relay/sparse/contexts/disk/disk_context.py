@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_relay.sparse.contexts.context_store import (
     ContextShape,
-    HeadStates,
+    Layers,
     Parent,
     StoredContext,
     context_id_of,
@@ -122,17 +122,16 @@ class DiskContext(StoredContext):
         index = self._indexes.get((layer, head))
         if index is None:
             with self._reading_file():
-                index = self._index(layer, head)
+                index = self._file.index(layer, head)
+                if isinstance(index, CompiledIndex) and not (
+                    self._file.indexes_own_keys(layer, head)
+                    and index.keys_dtype == self.shape.dtype
+                ):
+                    raise IndexDamagedError(
+                        f"{self.path}: an index of other keys than those of its head"
+                    )
             if not self._is_pooled:
                 self._indexes[layer, head] = index
-        return index
-
-    def _index(self, layer: int, head: int) -> KeyIndex:
-        index = self._file.index(layer, head)
-        if isinstance(index, CompiledIndex) and not (
-            self._file.indexes_own_keys(layer, head) and index.keys_dtype == self.shape.dtype
-        ):
-            raise IndexDamagedError(f"{self.path}: an index of other keys than those of its head")
         return index
 
     def layer(self, layer: int) -> SparseLayer | None:
@@ -150,8 +149,7 @@ class DiskContext(StoredContext):
 
     @contextmanager
     def _reading_file(self) -> Iterator[None]:
-        """As `reading` its own file, and a pool that is full is told of as the option that limits
-        it."""
+        """As `reading` its own file; of a pool that is full the option that limits it is told."""
         try:
             with noticing_damage([self]):
                 yield
@@ -161,20 +159,16 @@ class DiskContext(StoredContext):
             ) from None
 
     def plan(self, layer: int, head: int) -> HeadPlan | None:
-        if (layer, head) not in self._plans:
-            self._plans[layer, head] = self._read_plan(layer, head)
-        return self._plans[layer, head]
-
-    def _read_plan(self, layer: int, head: int) -> HeadPlan | None:
-        content = self._file.plan(layer, head)
-        if content is None:
-            return None
-        try:
-            return HeadPlan.from_json(content)
-        except ValueError as error:
-            # the header is intact: another version wrote it. Without a plan it is read correctly
-            logger.warning("%s: plan left out: %s", self.path, error)
-            return None
+        place = layer, head
+        if place not in self._plans:
+            content = self._file.plan(layer, head)
+            try:
+                self._plans[place] = None if content is None else HeadPlan.from_json(content)
+            except ValueError as error:
+                # another version wrote it; without a plan it is read correctly
+                logger.warning("%s: plan left out: %s", self.path, error)
+                self._plans[place] = None
+        return self._plans[place]
 
     def train_queries(self, layer: int, head: int) -> Elements | None:
         try:
@@ -188,20 +182,20 @@ class DiskContext(StoredContext):
     def _fitting(self, queries: np.ndarray) -> Elements:
         """Raises ValueError: they are not of the dtype and size of the keys, or not finite."""
         size, dtype = self.shape.head_size, self.shape.dtype
+        path = self.path.with_suffix(QUERIES_SUFFIX)
         if queries.dtype != STORAGE[dtype] or queries.ndim != 2 or queries.shape[1] != size:
             raise ValueError(
-                f"{self.path.with_suffix(QUERIES_SUFFIX)}: {queries.dtype} {list(queries.shape)}, "
-                f"expected {dtype} [m, {size}]"
+                f"{path}: {queries.dtype} {list(queries.shape)}, expected {dtype} [m, {size}]"
             )
         elements = self._elements(queries)
-        check_finite(str(self.path.with_suffix(QUERIES_SUFFIX)), elements)
+        check_finite(str(path), elements)
         return elements
 
     def _elements(self, data: np.ndarray) -> Elements:
         return Elements(data, self.shape.dtype)
 
 
-def write_queries(path: Path, layers: Sequence[Sequence[HeadStates]]) -> None:
+def write_queries(path: Path, layers: Layers) -> None:
     """Beside the context's file."""
     arrays = {
         _queries_name(layer, head): states.train_queries.data

@@ -7,7 +7,6 @@ import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from vllm_relay.sparse.contexts.context_fingerprint import ContextFingerprint, F
 from vllm_relay.sparse.contexts.context_store import (
     ContextStore,
     HeadStates,
+    Layers,
     Parent,
     ParentGoneError,
     StoredContext,
@@ -89,10 +89,7 @@ class DiskContextStore(ContextStore):
             return {str(path): reason for path, (_, reason) in self._skipped.items()}
 
     def add(
-        self,
-        tokens: np.ndarray,
-        layers: Sequence[Sequence[HeadStates]],
-        parent: Parent | None = None,
+        self, tokens: np.ndarray, layers: Layers, parent: Parent | None = None
     ) -> StoredContext:
         path = self._path / f"{context_id_of(tokens)}{CONTEXT_SUFFIX}"
         self._check_limit(path, max(map(_num_index_bytes, itertools.chain.from_iterable(layers))))
@@ -141,9 +138,7 @@ class DiskContextStore(ContextStore):
             for link in links
         )
 
-    def _undelete(
-        self, link: Path, path: Path, layers: Sequence[Sequence[HeadStates]]
-    ) -> StoredContext:
+    def _undelete(self, link: Path, path: Path, layers: Layers) -> StoredContext:
         link.replace(path)
         write_queries(path, layers)
         context = self._open[path] = self._links.pop(link)
