@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from vllm_relay.sparse.plan.error_bound import error_p99_upper
+from vllm_relay.sparse.plan.head_sample import error_p99_upper
 
 DEVIATION = 0.5
 P99 = math.exp(2.3263 * DEVIATION)

@@ -10,8 +10,7 @@ import pytest
 
 from vllm_relay.sparse import CoarseIndex, Dipr, FlatIndex, GraphIndex, QueryType, TopK
 from vllm_relay.sparse.index.elements import from_float32
-from vllm_relay.sparse.plan.error_bound import error_p99_upper
-from vllm_relay.sparse.plan.head_sample import HeadSample, exact_attention
+from vllm_relay.sparse.plan.head_sample import HeadSample, error_p99_upper, exact_attention
 
 KEYS, GROUP, SIZE = 700, 3, 32
 

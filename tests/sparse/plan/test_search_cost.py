@@ -122,7 +122,7 @@ def test_a_fit_finds_the_costs_that_made_the_times() -> None:
         group, distances, hops = int(rng.integers(1, 8)), *rng.uniform(100, 10_000, 2)
         work = SearchWork("graph", 100, group, float(distances), float(hops))
         time_us = true.time_us(work, 1, 1)
-        samples.append(cost_calibration.Sample(work, lambda: None, 1, [time_us]))
+        samples.append(cost_calibration.Sample(work, lambda rows: None, [], [time_us]))
     found = KindCost(**cost_calibration.fit(samples, names, {}))
     for name in names:
         assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-3, abs=1e-3)

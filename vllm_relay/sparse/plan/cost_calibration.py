@@ -47,8 +47,8 @@ class Sample:
     """Some searches of one kind: the mean work of one, and its microseconds in every round."""
 
     work: SearchWork
-    run: Callable[[], object]
-    searches: int
+    run: Callable[[np.ndarray], object]
+    groups: Sequence[np.ndarray]
     times_us: list[float] = field(default_factory=list)
 
 
@@ -165,11 +165,10 @@ def _sample(
         work = replace(work, filtered_hops=work.hops * (1 - prefix_len / index.num_keys))
     layer = SparseLayer([index], [values.rows(0, index.num_keys)])
 
-    def run() -> None:
-        for rows in groups:
-            layer.attend(rows[None], query, prefix_len=prefix_len, threads=1)
+    def run(rows: np.ndarray) -> object:
+        return layer.attend(rows[None], query, prefix_len=prefix_len, threads=1)
 
-    return Sample(work, run, len(groups))
+    return Sample(work, run, groups)
 
 
 def _full_sample(keys: Elements, values: Elements, queries: np.ndarray) -> Sample:
@@ -177,12 +176,7 @@ def _full_sample(keys: Elements, values: Elements, queries: np.ndarray) -> Sampl
     everything = [np.arange(num_keys, dtype=np.int32)] * group
     groups = [np.ascontiguousarray(rows) for rows in queries]
     work = SearchWork("full", num_keys, group, found=num_keys * group)
-
-    def run() -> None:
-        for rows in groups:
-            attend(rows, keys, values, everything)
-
-    return Sample(work, run, len(groups))
+    return Sample(work, lambda rows: attend(rows, keys, values, everything), groups)
 
 
 def _time_in_turn(samples: Sequence[Sample]) -> None:
@@ -190,10 +184,11 @@ def _time_in_turn(samples: Sequence[Sample]) -> None:
     for number in range(_ROUNDS + 1):
         for sample in samples[:: -1 if number % 2 else 1]:
             began_ns = time.thread_time_ns()
-            sample.run()
+            for rows in sample.groups:
+                sample.run(rows)
             if number:  # the first one warms up
                 spent_us = (time.thread_time_ns() - began_ns) / 1e3
-                sample.times_us.append(spent_us / sample.searches)
+                sample.times_us.append(spent_us / len(sample.groups))
 
 
 def fit(

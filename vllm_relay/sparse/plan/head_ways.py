@@ -42,7 +42,6 @@ class Way:
         kind: of the index, or "full".
         query: with its width; None for "full".
         expected_us: of one thread, for a search of the group and the attention over its answer.
-        quality: what it finds.
         problem: why it was ruled out, whatever its time; empty if it was not.
     """
 

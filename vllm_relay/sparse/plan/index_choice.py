@@ -16,7 +16,7 @@ from vllm_relay.sparse.index.graph import GraphIndex
 from vllm_relay.sparse.index.key_index import KeyIndex
 from vllm_relay.sparse.index.query_types import QueryType
 from vllm_relay.sparse.plan.head_plan import HeadPlan
-from vllm_relay.sparse.plan.head_sample import Found, HeadSample
+from vllm_relay.sparse.plan.head_sample import HeadSample
 from vllm_relay.sparse.plan.head_ways import (
     LOST_MASS,
     expected_work,
@@ -132,32 +132,20 @@ def _plan_for_query(
     exact = whole.search(flat, query)
     index: CompiledIndex = flat
     ways = [way_to_ask(whole, flat, query, 0.0, costs)]
-    kind = _promising_kind(whole, exact, query, costs)
-    if kind is not None:
-        hoped_for = _CLASSES[kind]().build(
+    works = [exact.work, *(expected_work(kind, exact, whole) for kind in ("coarse", "graph"))]
+    best = min(works, key=lambda work: costs.time_us(work, **whole.row_sizes))
+    if best is not exact.work:  # else a flat one is expected to be the fastest
+        hoped_for = _CLASSES[best.kind]().build(
             flat.keys, taught, seed=options.seed, threads=options.threads
         )
         ways.append(way_to_ask(whole, hoped_for, query, exact.mass_p1 - LOST_MASS, costs))
-        if fastest(ways).kind == kind:
+        if fastest(ways).kind == best.kind:
             index = hoped_for
     by_prefix = {}
     for length, sample in samples.items():
         min_mass = sample.search(flat, query).mass_p1 - LOST_MASS
         by_prefix[length] = way_to_ask(sample, index, query, min_mass, costs).query
     return index, HeadPlan(tuple(sorted(by_prefix.items())), explain(ways), None)
-
-
-def _promising_kind(
-    whole: HeadSample, exact: Found, query: QueryType, costs: SearchCost
-) -> str | None:
-    """Of index, which is worth building: None, if a flat one is expected to be the fastest.
-
-    Args:
-        exact: what a flat index finds.
-    """
-    works = [exact.work, *(expected_work(kind, exact, whole) for kind in ("coarse", "graph"))]
-    best = min(works, key=lambda work: costs.time_us(work, **whole.row_sizes))
-    return None if best is exact.work else best.kind
 
 
 def _samples(

@@ -33,7 +33,6 @@ class SearchWork:
 
     Attributes:
         kind: one of `KINDS`.
-        num_keys: keys of the index.
         group: queries.
         distances: keys whose codes are scored, each once for all queries.
         hops: graph nodes expanded, or lists read.
@@ -177,13 +176,11 @@ def costs_path(folder: Path | None = None) -> Path:
 
 
 def load_costs(folder: Path | None = None) -> SearchCost:
-    """What was measured on this kind of CPU, or else what ships.
+    """What was measured on this kind of CPU, or else what ships. Raises ValueError: the file cannot
+    be used; the message says why.
 
     Args:
         folder: $VLLM_RELAY_CACHE or the user's cache unless given.
-
-    Raises:
-        ValueError: the file cannot be used; the message says why.
     """
     path = costs_path(folder)
     return read_costs(path if path.exists() else SHIPPED_COSTS)
